@@ -1,0 +1,103 @@
+"""The nouns that cross packages.
+
+Shape letters: T tokens in a pack, S sequences in a pack.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question: chat messages, their token ids, and the answer that earns the reward."""
+
+    index: int  # row in its prompt set
+    messages: tuple[dict[str, str], ...]
+    token_ids: tuple[int, ...]
+    ground_truth: str
+    data_source: str
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How an engine samples; `seed` belongs to one call, the engine derives one per prompt."""
+
+    temperature: float
+    top_p: float
+    max_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Response:
+    """What the engine generated for one prompt, with the version of the weights that did."""
+
+    prompt_index: int
+    sample_index: int
+    token_ids: tuple[int, ...]
+    rollout_logprobs: tuple[float, ...]  # one per token, of the sampled token
+    text: str
+    finish_reason: Literal["stop", "length"]
+    weight_version: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A verifier's judgement: reward, why, and the answer it found."""
+
+    reward: float
+    reason: str
+    extracted: str | None
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A response to a prompt together with its reward."""
+
+    prompt: Prompt
+    response: Response
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Global sizes of one minibatch, over all data-parallel ranks and micro-batches."""
+
+    responses: float
+    tokens: float
+
+
+@dataclass
+class TokenBatch:
+    """One micro-batch: a pack of S whole sequences in one row of T tokens.
+
+    Everything is aligned on the predicting position j: `labels[j]` is the token that follows
+    `tokens[j]` in the same sequence, and log-probs at j are those of `labels[j]`. Not sharded
+    over context parallelism: `SequenceLayout.shard` does that.
+    """
+
+    tokens: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64, from 0 in every sequence
+    labels: Tensor  # [T] int64, 0 where nothing follows
+    response_mask: Tensor  # [T] bool, labels sampled by the policy and trained on
+    lengths: tuple[int, ...]  # [S] padded length of each sequence; they sum to T
+    rollout_indices: tuple[int, ...]  # [S] place of each sequence in the rollout batch
+    advantages: Tensor  # [S] float32
+    rollout_logprobs: Tensor  # [T] float32, 0 off the mask
+    behavior_logprobs: Tensor | None = None  # [T] float32, 0 off the mask
+
+    def advantages_per_token(self) -> Tensor:
+        """Each position's advantage, that of its sequence; [T]."""
+        repeats = torch.tensor(self.lengths, device=self.advantages.device)
+        return torch.repeat_interleave(self.advantages, repeats)
+
+
+@dataclass
+class Minibatch:
+    """One optimizer update: this data-parallel rank's micro-batches and the global sizes."""
+
+    micro_batches: list[TokenBatch]
+    denominators: Denominators
