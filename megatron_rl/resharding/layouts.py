@@ -1,0 +1,87 @@
+"""Who holds what: the ranks of the actor's layout and of the engines', as plain arithmetic.
+
+No process group is needed, so plans can be computed and tested for any cluster.
+"""
+
+from dataclasses import dataclass
+
+from megatron_rl.resharding.architectures import ModelShape
+from megatron_rl.resharding.pieces import Piece, megatron_pieces, stage_layers, vllm_pieces
+
+
+@dataclass(frozen=True)
+class ActorLayout:
+    """Sizes of the actor's parallelisms; ranks are numbered in Megatron's order tp-cp-ep-dp-pp.
+
+    `virtual` is the number of model chunks per pipeline stage. Experts are cut over `expert`
+    ranks and, within each expert, over `expert_tensor` (None: the same as `tensor`).
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    data: int = 1
+    virtual: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tensor * self.pipeline * self.context * self.data
+
+    def __str__(self) -> str:
+        names = {"tp": self.tensor, "pp": self.pipeline, "cp": self.context, "dp": self.data}
+        names |= {"vpp": self.virtual, "ep": self.expert}
+        return "actor " + " ".join(
+            f"{key}{size}" for key, size in names.items() if size > 1 or key == "tp"
+        )
+
+    def pieces(self, shape: ModelShape, *, rank: int, fused: bool = False) -> tuple[Piece, ...]:
+        """The pieces that `rank` holds; with virtual stages names start with `chunk{i}.`."""
+        stage_size = self.world_size // self.pipeline
+        pp_rank, in_stage = divmod(rank, stage_size)
+        expert_tensor = self.tensor if self.expert_tensor is None else self.expert_tensor
+        if stage_size % (expert_tensor * self.expert):
+            raise ValueError(
+                f"expert tensor size {expert_tensor} x expert size {self.expert} does not divide "
+                f"the {stage_size} ranks of a pipeline stage"
+            )
+        chunks = self.pipeline * self.virtual
+        pieces: list[Piece] = []
+        for virtual_rank in range(self.virtual):
+            chunk = virtual_rank * self.pipeline + pp_rank
+            pieces += megatron_pieces(
+                shape,
+                tp_rank=in_stage % self.tensor,
+                tp_size=self.tensor,
+                layers=stage_layers(shape.num_layers, pp_rank=chunk, pp_size=chunks),
+                first_stage=chunk == 0,
+                last_stage=chunk == chunks - 1,
+                ep_rank=in_stage // expert_tensor % self.expert,
+                ep_size=self.expert,
+                expert_tp_rank=in_stage % expert_tensor,
+                expert_tp_size=expert_tensor,
+                fused=fused,
+                prefix=f"chunk{virtual_rank}." if self.virtual > 1 else "",
+            )
+        return tuple(pieces)
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """vLLM engines of `tensor` adjacent ranks each, as many as the world holds."""
+
+    tensor: int
+    world_size: int
+
+    def __str__(self) -> str:
+        return f"vLLM tp{self.tensor} x {self.world_size // self.tensor} engines"
+
+    def pieces(self, shape: ModelShape, *, rank: int) -> tuple[Piece, ...]:
+        """The pieces that `rank` needs, by vLLM's names."""
+        if self.world_size % self.tensor:
+            raise ValueError(
+                f"vLLM's tensor parallel size {self.tensor} does not divide {self.world_size} ranks"
+            )
+        return vllm_pieces(shape, tp_rank=rank % self.tensor, tp_size=self.tensor)

@@ -1,0 +1,259 @@
+"""Which rectangle of which Hugging Face tensor lies where in the parameters of one rank.
+
+HF tensors are the common coordinates of everything that moves weights: loading a checkpoint
+copies pieces of HF tensors into local parameters, exporting copies them back, and resharding
+intersects the pieces that a Megatron rank holds with the pieces that a vLLM rank needs.
+
+Everything is seen as a matrix: a vector of n elements is [n, 1], and a parameter with more than
+two dimensions (vLLM's experts) is flattened to two, its last dimension kept as columns.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron_rl.resharding.architectures import ModelShape, Row, row_shapes
+
+VOCABULARY_MULTIPLE = 8  # rows per rank come in eights, for the matrix units of a GPU
+VLLM_VOCABULARY_MULTIPLE = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of an HF tensor and its place in a local parameter."""
+
+    tensor: str  # HF name
+    rows: Span  # [start, stop) in the HF tensor
+    columns: Span
+    parameter: str  # name of the local parameter
+    row: int  # where the rectangle's first row lies in the local parameter
+    column: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Height and width of the rectangle."""
+        return self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.shape[0] * self.shape[1]
+
+    def of_tensor(self, tensor: Tensor) -> Tensor:
+        """The rectangle of the full HF `tensor`, as a view [height, width]."""
+        return as_matrix(tensor)[slice(*self.rows), slice(*self.columns)]
+
+    def of_parameter(self, parameter: Tensor) -> Tensor:
+        """The same rectangle in the local `parameter`, as a view [height, width]."""
+        height, width = self.shape
+        matrix = as_matrix(parameter)
+        return matrix[self.row : self.row + height, self.column : self.column + width]
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """`tensor` as a two-dimensional view: [n] as [n, 1], [a, b, c] as [a * b, c]."""
+    return tensor.view(-1, 1) if tensor.dim() == 1 else tensor.view(-1, tensor.shape[-1])
+
+
+def padded_vocabulary(vocab_size: int, *, tp_size: int) -> int:
+    """Rows of Megatron's embedding: the vocabulary rounded up to a multiple of 8 tp."""
+    multiple = VOCABULARY_MULTIPLE * tp_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def stage_layers(num_layers: int, *, pp_rank: int, pp_size: int) -> range:
+    """The global layers of one pipeline stage, cut evenly.
+
+    Raises ValueError when the layers cannot be divided among the stages.
+    """
+    if num_layers % pp_size:
+        raise ValueError(f"{num_layers} layers cannot be divided among {pp_size} pipeline stages")
+    depth = num_layers // pp_size
+    return range(pp_rank * depth, (pp_rank + 1) * depth)
+
+
+def _require_divisible(size: int, what: str, *, by: int, of: str) -> None:
+    if size % by:
+        raise ValueError(f"{size} {what} cannot be divided by {of} {by}")
+
+
+def _require_fit(shape: ModelShape, *, tp_size: int, ep_size: int, expert_tp_size: int) -> None:
+    size = "tensor parallel size"
+    _require_divisible(shape.num_attention_heads, "attention heads", by=tp_size, of=size)
+    _require_divisible(shape.num_query_groups, "key-value heads", by=tp_size, of=size)
+    if shape.experts is None:
+        _require_divisible(shape.ffn_hidden_size, "feed-forward units", by=tp_size, of=size)
+        return
+    ffn, count = shape.experts.ffn_hidden_size, shape.experts.num_experts
+    _require_divisible(ffn, "units of an expert", by=expert_tp_size, of="expert tensor size")
+    _require_divisible(count, "experts", by=ep_size, of="expert parallel size")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one parameter lives: its local name, the global layer and expert, and its shard."""
+
+    parameter: str
+    layer: int
+    expert: int
+    rank: int
+    size: int
+    first_row: int = 0  # of this rectangle set inside the parameter (vLLM stacks experts)
+
+
+def _piece(row: Row, index: int, rows: Span, columns: Span, place: _Place, at: int) -> Piece:
+    name = row.hf[index].format(layer=place.layer, expert=place.expert)
+    return Piece(name, rows, columns, place.parameter, place.first_row + at, 0)
+
+
+def _shard(total: int, rank: int, size: int) -> Span:
+    return rank * total // size, (rank + 1) * total // size
+
+
+def _width(size: tuple[int, ...]) -> Span:
+    return (0, size[1] if len(size) == 2 else 1)
+
+
+def _simple_pieces(
+    row: Row, *, shape: ModelShape, place: _Place, padded_rows: int
+) -> Iterator[Piece]:
+    """Pieces of every kind but qkv; `padded_rows` is the padded vocabulary."""
+    sizes = row_shapes(row, shape=shape)
+    height, width = sizes[0][0], _width(sizes[0])
+    if row.kind == "replicated":
+        yield _piece(row, 0, (0, height), width, place, 0)
+    elif row.kind == "vocabulary":
+        start, stop = _shard(padded_rows, place.rank, place.size)
+        if start < height:  # a shard may consist of padding only
+            yield _piece(row, 0, (start, min(stop, height)), width, place, 0)
+    elif row.kind == "columns":
+        yield _piece(row, 0, (0, height), _shard(width[1], place.rank, place.size), place, 0)
+    else:
+        assert row.kind == "gate_up", f"no rule for {row.kind}"
+        span = _shard(height, place.rank, place.size)
+        for index in range(2):
+            yield _piece(row, index, span, width, place, index * (span[1] - span[0]))
+
+
+def _interleaved_qkv(row: Row, *, shape: ModelShape, place: _Place) -> Iterator[Piece]:
+    """Megatron's order: for every query group its query heads, then its key, then its value."""
+    width = _width(row_shapes(row, shape=shape)[0])
+    queries = shape.num_attention_heads // shape.num_query_groups * shape.head_dim
+    heights = (queries, shape.head_dim, shape.head_dim)
+    at = 0
+    for group in range(*_shard(shape.num_query_groups, place.rank, place.size)):
+        for index, height in enumerate(heights):
+            rows = (group * height, (group + 1) * height)
+            yield _piece(row, index, rows, width, place, at)
+            at += height
+
+
+def _concatenated_qkv(row: Row, *, shape: ModelShape, place: _Place) -> Iterator[Piece]:
+    """vLLM's order: query heads, key heads, value heads; key heads repeat where they are fewer."""
+    sizes = row_shapes(row, shape=shape)
+    at = 0
+    for index, size in enumerate(sizes):
+        heads = size[0] // shape.head_dim
+        if heads >= place.size:
+            first, last = _shard(heads, place.rank, place.size)
+        else:
+            first = place.rank * heads // place.size
+            last = first + 1
+        rows = (first * shape.head_dim, last * shape.head_dim)
+        yield _piece(row, index, rows, _width(size), place, at)
+        at += rows[1] - rows[0]
+
+
+def megatron_pieces(
+    shape: ModelShape,
+    *,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    layers: range | None = None,
+    first_stage: bool = True,
+    last_stage: bool = True,
+    ep_rank: int = 0,
+    ep_size: int = 1,
+    expert_tp_rank: int | None = None,
+    expert_tp_size: int | None = None,
+    fused: bool = False,
+    prefix: str = "",
+) -> tuple[Piece, ...]:
+    """The pieces that tile every parameter of one Megatron model chunk.
+
+    layers: global layers of this chunk (all by default); local names count from 0.
+    expert_tp_*: tensor parallelism of the experts, that of the attention by default.
+    fused: use the parameter names of Transformer Engine's layers.
+    prefix: put before every parameter name (`decoder.`, a virtual stage's chunk).
+    Vocabulary rows beyond the model's vocabulary are padding and have no piece. With tied
+    embeddings a last stage that is not also the first holds a second copy of the embedding.
+    Raises ValueError when heads or feed-forward units cannot be divided.
+    """
+    layers = range(shape.num_layers) if layers is None else layers
+    expert_rank = tp_rank if expert_tp_rank is None else expert_tp_rank
+    expert_size = tp_size if expert_tp_size is None else expert_tp_size
+    _require_fit(shape, tp_size=tp_size, ep_size=ep_size, expert_tp_size=expert_size)
+    padded_rows = padded_vocabulary(shape.vocab_size, tp_size=tp_size)
+    pieces: list[Piece] = []
+
+    def add(row: Row, name: str, layer: int = 0, expert: int = 0) -> None:
+        rank, size = (expert_rank, expert_size) if row.place == "expert" else (tp_rank, tp_size)
+        place = _Place(prefix + name, layer, expert, rank, size)
+        if row.kind == "qkv":
+            pieces.extend(_interleaved_qkv(row, shape=shape, place=place))
+        else:
+            pieces.extend(_simple_pieces(row, shape=shape, place=place, padded_rows=padded_rows))
+
+    for row in shape.rows:
+        name = row.fused if fused and row.fused else row.megatron
+        if row.place == "first" and first_stage:
+            add(row, name)
+        elif row.place == "first" and last_stage and shape.tied_embeddings:
+            add(row, "output_layer.weight")
+        elif row.place == "last" and last_stage:
+            add(row, name)
+        elif row.place in ("layer", "expert"):
+            total = shape.experts.num_experts if row.place == "expert" and shape.experts else 1
+            held = range(*_shard(total, ep_rank, ep_size)) if total > 1 else range(1)
+            for local_layer, layer in enumerate(layers):
+                for local_expert, expert in enumerate(held):
+                    local = name.format(layer=local_layer, expert=local_expert)
+                    add(row, local, layer, expert)
+    return tuple(pieces)
+
+
+def vllm_pieces(shape: ModelShape, *, tp_rank: int = 0, tp_size: int = 1) -> tuple[Piece, ...]:
+    """The pieces that tile every parameter of one rank of a vLLM engine, by vLLM's own names.
+
+    Raises ValueError when the layout does not fit the model.
+    """
+    heads, groups = shape.num_attention_heads, shape.num_query_groups
+    ffn = shape.experts.ffn_hidden_size if shape.experts else shape.ffn_hidden_size
+    _require_divisible(ffn, "feed-forward units", by=tp_size, of="vLLM's tensor parallel size")
+    if heads % tp_size or (groups % tp_size and tp_size % groups):
+        raise ValueError(
+            f"{heads} attention heads and {groups} key-value heads do not fit "
+            f"vLLM's tensor parallel size {tp_size}"
+        )
+    multiple = VLLM_VOCABULARY_MULTIPLE
+    padded_rows = -(-shape.vocab_size // multiple) * multiple
+    pieces: list[Piece] = []
+    for row in shape.rows:
+        layers = range(shape.num_layers) if row.place in ("layer", "expert") else range(1)
+        experts = range(shape.experts.num_experts if row.place == "expert" and shape.experts else 1)
+        for layer in layers:
+            stacked = 0
+            for expert in experts:
+                name = row.vllm.format(layer=layer)
+                place = _Place(name, layer, expert, tp_rank, tp_size, first_row=stacked)
+                if row.kind == "qkv":
+                    new = tuple(_concatenated_qkv(row, shape=shape, place=place))
+                else:
+                    simple = _simple_pieces(row, shape=shape, place=place, padded_rows=padded_rows)
+                    new = tuple(simple)
+                pieces.extend(new)
+                stacked += sum(piece.shape[0] for piece in new)
+    return tuple(pieces)

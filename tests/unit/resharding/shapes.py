@@ -1,0 +1,36 @@
+"""Small shapes of every architecture, and unique numbers for every element of their tensors."""
+
+import torch
+from torch import Tensor
+
+from megatron_rl.resharding.architectures import ExpertShape, ModelShape, tensor_shapes
+
+
+def small_shape(architecture: str = "Qwen2ForCausalLM", **changes) -> ModelShape:
+    """Four layers, 8 query heads in 4 groups of 2 x 4; every dimension differs from the others."""
+    sizes = {
+        "architecture": architecture,
+        "num_layers": 4,
+        "hidden_size": 20,
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "head_dim": 4,
+        "ffn_hidden_size": 24,
+        "vocab_size": 37,
+        "max_position_embeddings": 64,
+        "rotary_base": 10000.0,
+        "norm_epsilon": 1e-6,
+        "tied_embeddings": False,
+        "experts": ExpertShape(4, 2, 12, True) if architecture == "Qwen3MoeForCausalLM" else None,
+    }
+    return ModelShape(**(sizes | changes))
+
+
+def numbered_tensors(shape: ModelShape) -> dict[str, Tensor]:
+    """HF tensors in which every element of the whole model has its own number, from 1."""
+    tensors, start = {}, 1
+    for name, size in tensor_shapes(shape).items():
+        count = torch.Size(size).numel()
+        tensors[name] = torch.arange(start, start + count, dtype=torch.int64).view(size)
+        start += count
+    return tensors

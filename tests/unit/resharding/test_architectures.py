@@ -1,0 +1,73 @@
+"""config.json -> shape -> the names and shapes of transformers' own models; refusals by name."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from megatron_rl.resharding.architectures import read_model_shape, tensor_shapes
+
+SIZES = {
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+
+
+def _config(name: str, **changes):
+    sizes = SIZES | (EXPERTS if name == "Qwen3Moe" else {}) | changes
+    if name == "Qwen2":
+        sizes.pop("head_dim")
+    return getattr(transformers, f"{name}Config")(**sizes, architectures=[f"{name}ForCausalLM"])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["Qwen2", "Llama", "Qwen3", "Qwen3Moe"])
+def test_names_and_shapes_are_those_transformers_saves(name, tied, tmp_path):
+    config = _config(name, tie_word_embeddings=tied)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    from safetensors.torch import load_file
+
+    saved = {
+        key: tuple(value.shape) for key, value in load_file(tmp_path / "model.safetensors").items()
+    }
+    assert tensor_shapes(read_model_shape(tmp_path)) == saved
+
+
+def test_reads_old_and_new_spelling_of_the_rotary_base(tmp_path):
+    config = _config("Qwen2", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    config.save_pretrained(tmp_path)
+    assert read_model_shape(tmp_path).rotary_base == 5e5
+    old = json.loads((tmp_path / "config.json").read_text())
+    del old["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(old | {"rope_theta": 7e5}))
+    assert read_model_shape(tmp_path).rotary_base == 7e5
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+        ({"use_sliding_window": True}, "sliding-window attention"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}, "rope_parameters": None}, "'yarn'"),
+        ({"hidden_act": "gelu"}, "'gelu'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
+    ],
+)
+def test_unsupported_features_are_refused_by_name(changes, named, tmp_path):
+    config = json.loads(_config("Qwen2").to_json_string(use_diff=False)) | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=named):
+        read_model_shape(tmp_path)
+
+
+def test_a_folder_without_a_model_is_one_clear_error(tmp_path):
+    with pytest.raises(ValueError, match=r"config\.json does not exist"):
+        read_model_shape(tmp_path)

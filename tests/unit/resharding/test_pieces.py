@@ -1,0 +1,156 @@
+"""Pieces against the layouts written out independently, for every architecture and many layouts."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_rl.resharding.architectures import ARCHITECTURES
+from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
+from megatron_rl.resharding.pieces import megatron_pieces, vllm_pieces
+from tests.unit.resharding.shapes import numbered_tensors, small_shape
+
+
+def _fill(pieces, tensors) -> dict[str, Tensor]:
+    """Local parameters (as matrices) filled from `tensors`; no element may be hit twice."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for piece in pieces:
+        height, width = sizes.get(piece.parameter, (0, 0))
+        bottom, right = piece.row + piece.shape[0], piece.column + piece.shape[1]
+        sizes[piece.parameter] = (max(height, bottom), max(width, right))
+    filled = {name: torch.zeros(size, dtype=torch.int64) for name, size in sizes.items()}
+    for piece in pieces:
+        place = piece.of_parameter(filled[piece.parameter])
+        assert not place.any(), f"{piece} overlaps another piece"
+        place.copy_(piece.of_tensor(tensors[piece.tensor]))
+    return filled
+
+
+def _megatron_qkv(tensors, layer: int, rank: int, size: int, shape, what: str) -> Tensor:
+    """Megatron's linear_qkv as its checkpoint converters build it: reshape, concatenate, chunk."""
+    groups = shape.num_query_groups
+    parts = [
+        tensors[f"model.layers.{layer}.self_attn.{name}_proj.{what}"].reshape(
+            groups, -1, shape.hidden_size if what == "weight" else 1
+        )
+        for name in "qkv"
+    ]
+    return torch.cat(parts, dim=1).chunk(size)[rank].flatten(0, 1)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_megatron_parameters_are_cut_as_megatron_cuts_them(tp_size):
+    shape = small_shape()
+    tensors = numbered_tensors(shape)
+    # 37 rows in shards of 40 / tp_size... rounded up to eights per rank: 40, 48, 64 rows in all.
+    rows = {1: [37], 2: [24, 13], 4: [16, 16, 5, 0]}[tp_size]
+    for rank in range(tp_size):
+        local = _fill(megatron_pieces(shape, tp_rank=rank, tp_size=tp_size), tensors)
+        for layer in range(shape.num_layers):
+            hf, own = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+            for what in ("weight", "bias"):
+                expected = _megatron_qkv(tensors, layer, rank, tp_size, shape, what)
+                assert torch.equal(local[f"{own}self_attention.linear_qkv.{what}"], expected)
+            gate, up = (
+                tensors[f"{hf}mlp.{n}_proj.weight"].chunk(tp_size)[rank] for n in ("gate", "up")
+            )
+            assert torch.equal(local[own + "mlp.linear_fc1.weight"], torch.cat([gate, up]))
+            for name, source in (
+                ("self_attention.linear_proj", "self_attn.o_proj"),
+                ("mlp.linear_fc2", "mlp.down_proj"),
+            ):
+                expected = tensors[f"{hf}{source}.weight"].chunk(tp_size, dim=1)[rank]
+                assert torch.equal(local[f"{own}{name}.weight"], expected)
+        start = sum(rows[:rank])
+        for name, source in (
+            ("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+            ("output_layer.weight", "lm_head.weight"),
+        ):
+            expected = tensors[source][start : start + rows[rank]]
+            assert torch.equal(local.get(name, torch.zeros(0, 20, dtype=torch.int64)), expected)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+def test_vllm_parameters_are_cut_as_vllm_cuts_them(tp_size):
+    shape = small_shape()  # 8 query heads, 4 key heads: with tp 8 two ranks share a key head
+    tensors = numbered_tensors(shape)
+    for rank in range(tp_size):
+        local = _fill(vllm_pieces(shape, tp_rank=rank, tp_size=tp_size), tensors)
+        q, k, v = (tensors[f"model.layers.2.self_attn.{name}_proj.weight"] for name in "qkv")
+        key_rank, key_size = (rank, tp_size) if tp_size <= 4 else (rank // 2, 4)
+        expected = [
+            q.chunk(tp_size)[rank],
+            k.chunk(key_size)[key_rank],
+            v.chunk(key_size)[key_rank],
+        ]
+        assert torch.equal(local["model.layers.2.self_attn.qkv_proj.weight"], torch.cat(expected))
+        gate, up = (
+            tensors[f"model.layers.2.mlp.{n}_proj.weight"].chunk(tp_size)[rank]
+            for n in ("gate", "up")
+        )
+        assert torch.equal(local["model.layers.2.mlp.gate_up_proj.weight"], torch.cat([gate, up]))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    architecture=st.sampled_from(sorted(ARCHITECTURES)),
+    tied=st.booleans(),
+    sizes=st.tuples(*[st.sampled_from([1, 2])] * 5, st.sampled_from([1, 2, 4])),
+    fused=st.booleans(),
+)
+def test_every_element_is_held_by_as_many_ranks_as_the_layout_says(
+    architecture, tied, sizes, fused
+):
+    tensor, pipeline, context, data, virtual, expert = sizes
+    shape = small_shape(architecture, tied_embeddings=tied)
+    if shape.experts is None or (tensor * context * data) % (tensor * expert):
+        expert = 1
+    layout = ActorLayout(tensor, pipeline, context, data, virtual, expert)
+    tensors = numbered_tensors(shape)
+    holders = {name: torch.zeros_like(value) for name, value in tensors.items()}
+    for rank in range(layout.world_size):
+        pieces = layout.pieces(shape, rank=rank, fused=fused)
+        _fill(pieces, tensors)  # no local element twice
+        for piece in pieces:
+            piece.of_tensor(holders[piece.tensor]).add_(1)
+    copies = layout.context * layout.data
+    for name, held in holders.items():
+        expected = copies
+        if ".experts." in name:
+            expected = copies // expert
+        elif "norm" in name or name.endswith("mlp.gate.weight"):
+            expected = copies * tensor
+        elif name == "model.embed_tokens.weight" and tied and (pipeline, virtual) != (1, 1):
+            expected = 2 * copies  # the last stage's output layer
+        assert (held == expected).all(), (name, held.unique(), expected)
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_every_engine_holds_the_whole_model(architecture):
+    shape = small_shape(architecture)
+    tensors = numbered_tensors(shape)
+    for tp_size in (1, 2, 4):
+        layout = EngineLayout(tensor=tp_size, world_size=4)
+        held = {name: torch.zeros_like(value) for name, value in tensors.items()}
+        for rank in range(tp_size):
+            pieces = layout.pieces(shape, rank=rank)
+            _fill(pieces, tensors)
+            for piece in pieces:
+                piece.of_tensor(held[piece.tensor]).add_(1)
+        for name, count in held.items():
+            shared = "norm" in name or name.endswith("mlp.gate.weight")
+            assert (count == (tp_size if shared else 1)).all(), name
+
+
+def test_impossible_layouts_are_refused():
+    shape = small_shape()
+    for tp_size, what in itertools.product((3, 8), ("heads",)):
+        with pytest.raises(ValueError, match=what):
+            megatron_pieces(shape, tp_size=tp_size)
+    with pytest.raises(ValueError, match="4 layers cannot be divided among 3"):
+        ActorLayout(pipeline=3).pieces(shape, rank=0)
+    with pytest.raises(ValueError, match="does not divide 4 ranks"):
+        EngineLayout(tensor=3, world_size=4).pieces(shape, rank=0)
