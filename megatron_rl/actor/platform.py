@@ -1,0 +1,195 @@
+"""Everything that depends on the machine: device, backend, process groups, seeds, and Megatron on CPU.
+
+Megatron-core is written for CUDA: it names the device "cuda", asks `torch.cuda` for the current
+device and forks CUDA generators. Where there is no CUDA device, `megatron_runtime()` translates
+these requests while Megatron's code runs, and only then; with CUDA it does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random as megatron_random
+from torch.overrides import TorchFunctionMode
+
+from megatron_rl.distributed.topology import Topology
+
+_CPU = torch.device("cpu")
+
+
+def has_cuda() -> bool:
+    """Whether this process computes on a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def local_device() -> torch.device:
+    """The device of this process: the CUDA device of its local rank, or the CPU."""
+    if not has_cuda():
+        return _CPU
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Torch functions that ask for CUDA get the CPU, and CPU tensors say that they are CUDA's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], _CPU, *args[2:])
+        if kwargs:
+            if _is_cuda(kwargs.get("device")):
+                kwargs = {**kwargs, "device": _CPU}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+            return func(*args, **kwargs)
+        return func(*args)
+
+
+class _CpuStream:
+    """Stands in for a CUDA stream: work on the CPU is already in order."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+# No dropout is ever active in policy training, so generators that Megatron forks are never read.
+_CPU_PATCHES: tuple[tuple[Any, str, Any], ...] = (
+    (torch.cuda, "current_device", lambda: _CPU),
+    (torch.cuda, "synchronize", _nothing),
+    (torch.cuda, "empty_cache", _nothing),
+    (torch.cuda, "Stream", _CpuStream),
+    (torch.cuda, "current_stream", _CpuStream),
+    (torch.cuda, "default_stream", _CpuStream),
+    (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
+    (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.empty(0)),
+    (megatron_random, "_set_cuda_rng_state", _nothing),
+    (megatron_random.CudaRNGStatesTracker, "fork", lambda *_, **__: contextlib.nullcontext()),
+)
+
+
+@contextlib.contextmanager
+def megatron_runtime() -> Iterator[None]:
+    """Run Megatron-core's code on this machine's device; nothing outside the block is changed."""
+    if has_cuda():
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in _CPU_PATCHES:
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        stack.enter_context(_CudaMeansCpu())
+        yield
+
+
+def _init_process_group(timeout: timedelta) -> None:
+    """Join the process group that torchrun's environment describes, or make one of one process."""
+    if has_cuda():
+        torch.cuda.set_device(local_device())
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def initialise(
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    context: int = 1,
+    expert: int = 1,
+    virtual_stages: int = 1,
+    seed: int = 0,
+    timeout: timedelta = timedelta(minutes=30),
+) -> Topology:
+    """Make the process groups of one layout and seed every generator; data parallelism is the rest.
+
+    Collective over all processes. Raises ValueError when the number of processes is not a multiple
+    of tensor * pipeline * context.
+    """
+    _init_process_group(timeout)
+    world_size, model_size = dist.get_world_size(), tensor * pipeline * context
+    if world_size % model_size:
+        raise ValueError(
+            f"tensor {tensor} * pipeline {pipeline} * context {context} = {model_size} does not "
+            f"divide the {world_size} processes; start a multiple of {model_size} processes"
+        )
+    with megatron_runtime():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor,
+            pipeline_model_parallel_size=pipeline,
+            virtual_pipeline_model_parallel_size=virtual_stages if virtual_stages > 1 else None,
+            context_parallel_size=context,
+            expert_model_parallel_size=expert,
+            create_gloo_process_groups=True,
+            distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
+        )
+        seed_everything(seed)
+    return _read_topology(virtual_stages)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, torch and Megatron's generators; the same on every rank."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if has_cuda():
+        megatron_random.model_parallel_cuda_manual_seed(seed)
+    else:
+        megatron_random.initialize_rng_tracker()
+
+
+def _read_topology(virtual_stages: int) -> Topology:
+    state = parallel_state
+    return Topology(
+        world_size=dist.get_world_size(),
+        rank=dist.get_rank(),
+        device=local_device(),
+        tp_size=state.get_tensor_model_parallel_world_size(),
+        tp_rank=state.get_tensor_model_parallel_rank(),
+        tp_group=state.get_tensor_model_parallel_group(),
+        cp_size=state.get_context_parallel_world_size(),
+        cp_rank=state.get_context_parallel_rank(),
+        cp_group=state.get_context_parallel_group(),
+        pp_size=state.get_pipeline_model_parallel_world_size(),
+        pp_rank=state.get_pipeline_model_parallel_rank(),
+        pp_group=state.get_pipeline_model_parallel_group(),
+        dp_size=state.get_data_parallel_world_size(),
+        dp_rank=state.get_data_parallel_rank(),
+        dp_group=state.get_data_parallel_group(),
+        dp_cp_group=state.get_data_parallel_group(with_context_parallel=True),
+        model_group=state.get_model_parallel_group(),
+        ep_size=state.get_expert_model_parallel_world_size(),
+        ep_rank=state.get_expert_model_parallel_rank(),
+        ep_group=state.get_expert_model_parallel_group(),
+        virtual_stages=virtual_stages,
+    )
