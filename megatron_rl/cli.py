@@ -1,0 +1,104 @@
+"""The command `megatron-rl`."""
+
+import argparse
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from megatron_rl.config import Config, ConfigError, dump_config, load_config, parse_config
+from megatron_rl.processes import has_cuda, join_processes, prepare_environment, start_processes
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point; exits non-zero with one clear message when something is wrong."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = _parse(arguments)
+    prepare_environment()
+    sys.exit(options.run(options, arguments))
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="megatron-rl", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    train = commands.add_parser(
+        "train",
+        help="train from a config",
+        description="Train. Starts the processes of this node itself, as many as the layout "
+        "needs, or joins them when torchrun or srun started it.",
+    )
+    train.add_argument("--config", required=True, help="YAML file")
+    train.add_argument("--print-config", action="store_true", help="show the resolved config, exit")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.steps=5")
+    train.set_defaults(run=_train)
+    doctor = commands.add_parser("doctor", help="what this machine has and what will be used")
+    doctor.set_defaults(run=_doctor)
+    options, rest = parser.parse_known_args(arguments)
+    for word in rest:  # overrides may stand before and after options
+        if word.startswith("-") or "=" not in word or "overrides" not in options:
+            parser.error(f"unknown argument {word!r}; settings are given as key=value")
+        options.overrides.append(word)
+    return options
+
+
+def _train(options: argparse.Namespace, arguments: list[str]) -> int:
+    place = join_processes()
+    try:
+        config = load_config(options.config, options.overrides)
+        if options.print_config:
+            print(dump_config(config), end="")
+            return 0
+        if place is None:
+            return _start(config, options, arguments)
+        from megatron_rl.trainer.build import run_training
+
+        run_training(config, rank=place.rank, world_size=place.world_size)
+    except ValueError as error:  # bad input: every rank finds the same, rank 0 says it
+        if place is None or place.rank == 0:
+            detail = "" if isinstance(error, ConfigError) else _origin(error)
+            print(f"megatron-rl: error: {error}{detail}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def _start(config: Config, options: argparse.Namespace, arguments: list[str]) -> int:
+    from megatron_rl.trainer.preflight import check_settings
+
+    world_size = config.parallel.model_size * (config.parallel.data or _default_replicas(config))
+    if config.run.name is None:  # decided once, here, so that all processes agree
+        name = f"{Path(options.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        arguments = [*arguments, f"run.name={name}"]
+        values = config.model_dump()
+        values["run"]["name"] = name
+        config = parse_config(values)
+    check_settings(config, world_size=world_size)
+    return start_processes(arguments, world_size=world_size)
+
+
+def _default_replicas(config: Config) -> int:
+    if not has_cuda():
+        return 1
+    import torch
+
+    return max(torch.cuda.device_count() // config.parallel.model_size, 1)
+
+
+def _doctor(options: argparse.Namespace, arguments: list[str]) -> int:
+    from megatron_rl.doctor import print_report
+
+    return print_report()
+
+
+def _origin(error: ValueError) -> str:
+    """The place of an error that is not about the config: the innermost frame of our own code."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__)
+        if "megatron_rl" in Path(frame.filename).parts
+    ]  # fmt: skip
+    if not frames:
+        return ""
+    return f"  [{Path(frames[-1].filename).name}:{frames[-1].lineno}]"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""Every setting of a run, with its type, default and rule.
+
+A config is a YAML file plus `key=value` overrides. It is strict: an unknown key or a wrong value
+is an error that names the key, the rule and the nearest valid key; all errors come at once. The
+defaults are the published PNPO configuration (1.5B model, 16k context) where the paper gives one.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+
+
+class ConfigError(ValueError):
+    """One or more settings are wrong; the message lists every one of them with its cure."""
+
+
+class Section(BaseModel):
+    """A group of settings: immutable, without unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class RunSection(Section):
+    """Where the run is kept and whether it continues an earlier one."""
+
+    dir: str = "runs"
+    name: str | None = None  # null: the config file's name and the time
+    # never: refuse an existing run; auto: continue it from its last checkpoint, or begin it
+    resume: Literal["never", "auto"] = "never"
+
+
+class ModelSection(Section):
+    """The model to train: a Hugging Face folder with config, safetensors and tokenizer."""
+
+    path: str = ""
+
+
+class DataSection(Section):
+    """Training prompts: parquet in the schema of DAPO-Math-17k."""
+
+    train: str = ""
+    max_prompt_tokens: Count = 1024
+
+
+class ParallelSection(Section):
+    """The actor's layout; tensor * pipeline * context * data = number of processes."""
+
+    tensor: Count = 1
+    pipeline: Count = 1
+    context: Count = 1
+    data: Count | None = None  # null: follows from the number of processes
+    sequence: bool = True  # sequence parallelism wherever tensor > 1
+
+    @property
+    def model_size(self) -> int:
+        """Processes of one data-parallel replica."""
+        return self.tensor * self.pipeline * self.context
+
+
+class RolloutSection(Section):
+    """What is generated in each step and how the engine runs."""
+
+    tensor: Count = 1  # vLLM's tensor parallel size; data parallel over the rest
+    prompts: Count = 256
+    responses_per_prompt: Annotated[int, Field(ge=2)] = 8
+    max_response_tokens: Count = 15360
+    temperature: Positive = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    memory_fraction: Fraction = 0.5  # of the device, on CUDA
+    kv_cache_mib: Count = 256  # on CPU
+
+
+class RewardSection(Section):
+    """How responses are judged."""
+
+    workers: Count = 1  # processes per rank
+    time_limit_seconds: Positive = 5.0
+
+
+class AdvantageSection(Section):
+    """How rewards become advantages."""
+
+    estimator: Literal["group_relative", "leave_one_out", "batch_baseline"] = "group_relative"
+    std: Literal["sample", "population", "none"] = "sample"
+
+
+class OptimizerSection(Section):
+    """AdamW with warm-up, counted in optimizer updates."""
+
+    learning_rate: Positive = 1.0e-6
+    min_learning_rate: NonNegative = 0.0
+    warmup_updates: Annotated[int, Field(ge=0)] = 10
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: NonNegative = 0.1
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    epsilon: Positive = 1.0e-8
+    clip_grad: NonNegative = 1.0
+
+
+class TrainerSection(Section):
+    """The regime: steps, reuse of each rollout batch, micro-batches, checkpoints."""
+
+    steps: Count = 150  # rollout batches
+    epochs: Count = 4  # passes over each rollout batch
+    minibatches: Count = 4  # optimizer updates per epoch
+    tokens_per_micro_batch: Count = 32768  # the packing budget of one forward
+    recompute: Literal["none", "selective", "full"] = "none"
+    checkpoint_every: Count = 10  # steps; the last step is always kept
+    keep_checkpoints: Count = 2
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA
+
+
+class EvalSection(Section):
+    """Held-out evaluation: Avg@samples, before, during and after training."""
+
+    sets: dict[str, str] = Field(default_factory=dict)  # name: parquet file
+    every: Count = 10
+    samples: Count = 32
+    temperature: Positive = 0.7
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+
+
+class WandbSection(Section):
+    """Weights & Biases, used only where a project is named."""
+
+    project: str
+    entity: str | None = None
+
+
+class LoggingSection(Section):
+    """Where metrics go besides metrics.jsonl."""
+
+    tensorboard: bool = True
+    wandb: WandbSection | None = None
+
+
+class Config(Section):
+    """A whole run."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 42
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    parallel: ParallelSection = ParallelSection()
+    rollout: RolloutSection = RolloutSection()
+    reward: RewardSection = RewardSection()
+    advantage: AdvantageSection = AdvantageSection()
+    objective: dict[str, Any] = Field(default_factory=lambda: {"name": "pnpo"})
+    optimizer: OptimizerSection = OptimizerSection()
+    trainer: TrainerSection = TrainerSection()
+    eval: EvalSection = EvalSection()
+    logging: LoggingSection = LoggingSection()
+
+    @model_validator(mode="after")
+    def _check(self) -> "Config":
+        problems = []
+        if not self.model.path:
+            problems.append("model.path: missing; name a Hugging Face model folder")
+        if not self.data.train:
+            problems.append("data.train: missing; name a parquet file of prompts")
+        if self.rollout.prompts % self.trainer.minibatches:
+            problems.append(
+                f"rollout.prompts={self.rollout.prompts} cannot be split into "
+                f"trainer.minibatches={self.trainer.minibatches} equal minibatches; "
+                "make prompts a multiple of minibatches"
+            )
+        if self.optimizer.min_learning_rate > self.optimizer.learning_rate:
+            problems.append("optimizer.min_learning_rate is above optimizer.learning_rate; lower it")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates between two weight pushes."""
+        return self.trainer.epochs * self.trainer.minibatches
+
+    @property
+    def max_model_tokens(self) -> int:
+        """Longest prompt plus longest response."""
+        return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """The config in a YAML file with `key.path=value` overrides applied.
+
+    Raises ConfigError listing every wrong key and value.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"config file {path} does not exist; give the path of a YAML file")
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections, not a {type(values).__name__}")
+    for override in overrides or []:
+        _apply_override(values, override)
+    return parse_config(values)
+
+
+def parse_config(values: dict[str, Any]) -> Config:
+    """A Config from nested plain values; raises ConfigError listing every wrong key and value."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        problems = [_explain(item) for item in error.errors()]
+        raise ConfigError("wrong config:\n  " + "\n  ".join(problems)) from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML that `load_config` reads back to the same Config."""
+    return yaml.safe_dump(config.model_dump(), sort_keys=False)
+
+
+def valid_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Every dotted key of the config, in order."""
+    keys = []
+    for name, field in section.model_fields.items():
+        inner = _section_of(field.annotation)
+        keys += valid_keys(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
+    return keys
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.strip().lstrip("-").split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"override {override!r} is not of the form key=value, as in seed=7")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML") from error
+    inner = values
+    for part in parts[:-1]:
+        if not isinstance(inner.get(part), dict):
+            inner[part] = {}
+        inner = inner[part]
+    inner[parts[-1]] = value
+
+
+def _explain(item: Any) -> str:
+    key = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        return f"{key}: unknown key{_suggest(key)}"
+    if item["type"] == "value_error":
+        return str(item["ctx"]["error"]).replace("\n", "\n  ")
+    return f"{key}={item['input']!r}: {item['msg'].lower()}"
+
+
+def _suggest(key: str) -> str:
+    keys = [*valid_keys(), *Config.model_fields]
+    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+    if not near:
+        last = key.rsplit(".", 1)[-1]
+        near = [name for name in keys if name.rsplit(".", 1)[-1] == last]
+    section = key.rsplit(".", 1)[0] if "." in key else ""
+    siblings = [name for name in keys if section and name.startswith(f"{section}.")]
+    if near:
+        return f"; did you mean {near[0]}?"
+    return f"; valid here: {', '.join(siblings or Config.model_fields)}"

@@ -1,0 +1,69 @@
+"""When the run is saved and from where it continues."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_rl.actor.actor import MegatronActor
+from megatron_rl.config import Config
+from megatron_rl.trainer.console import Console
+from megatron_rl.trainer.run_directory import TRAINER_STATE, RunDirectory, write_atomically
+
+
+@dataclass
+class CheckpointKeeper:
+    """Saves at step boundaries: a checkpoint is complete under its final name, or it is not there.
+
+    Nothing but the model, the optimizer and the number of finished steps needs saving: the order
+    of prompts and every sampling seed follow from (seed, step).
+    """
+
+    config: Config
+    directory: RunDirectory
+    console: Console
+    rank: int
+
+    def restore(self, actor: MegatronActor) -> int:
+        """Load the newest complete checkpoint; returns the number of finished steps, 0 for none."""
+        found = self.directory.latest_checkpoint()
+        if found is None:
+            return 0
+        step, folder = found
+        actor.load(folder / "actor")
+        self.console.say(f"continuing {self.directory.path.name} after step {step}")
+        return step
+
+    def save_if_due(self, actor: MegatronActor, step: int) -> None:
+        """Save every `trainer.checkpoint_every` steps and after the last one."""
+        last = step == self.config.trainer.steps
+        if last or step % self.config.trainer.checkpoint_every == 0:
+            self.save(actor, step)
+
+    def save(self, actor: MegatronActor, step: int) -> None:
+        """Write to a hidden folder, then rename it: a kill in between leaves no half checkpoint."""
+        final = self.directory.checkpoint_folder(step)
+        partial = final.with_name(f".{final.name}.partial")
+        if self.rank == 0:
+            self._clear(partial, final)
+        _barrier()
+        actor.save(partial / "actor")
+        _barrier()
+        if self.rank == 0:
+            write_atomically(partial / TRAINER_STATE, json.dumps({"step": step}))
+            partial.rename(final)
+            self.directory.prune_checkpoints(keep=self.config.trainer.keep_checkpoints)
+        _barrier()
+
+    def _clear(self, partial: Path, final: Path) -> None:
+        for leftover in (partial, final):
+            if leftover.exists():
+                shutil.rmtree(leftover)
+        partial.mkdir(parents=True)
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()

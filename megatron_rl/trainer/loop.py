@@ -1,0 +1,107 @@
+"""Training, as the algorithm reads: generate, judge, freeze, reuse for several epochs, push weights.
+
+Zhang et al., "Reusing Rollouts under Policy Lag: Prefix-Normalized Policy Optimization for LLM
+Reinforcement Learning", section 3.2: responses, behavior log-probs and advantages stay fixed while
+a rollout batch is reused; the objective recomputes its weights at every minibatch update.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_rl.actor.actor import MegatronActor
+from megatron_rl.config import Config
+from megatron_rl.data.prompts import PromptOrder
+from megatron_rl.objectives import Objective
+from megatron_rl.rollout.engine import RolloutEngine
+from megatron_rl.seeds import derive_seed
+from megatron_rl.trainer.checkpoints import CheckpointKeeper
+from megatron_rl.trainer.console import Console
+from megatron_rl.trainer.evaluation import Evaluator
+from megatron_rl.trainer.judge import Judge
+from megatron_rl.trainer.metrics import PhaseClock
+from megatron_rl.trainer.recorder import Recorder
+from megatron_rl.trainer.rollout_batch import RolloutBatch, build_rollout_batch
+from megatron_rl.trainer.update_metrics import UpdateMetrics
+from megatron_rl.types import Prompt, SamplingSettings
+
+
+@dataclass
+class Trainer:
+    """Everything one training run is made of; every rank holds one and runs the same program."""
+
+    config: Config
+    actor: MegatronActor
+    engine: RolloutEngine
+    objective: Objective
+    judge: Judge
+    prompts: Sequence[Prompt]
+    order: PromptOrder
+    evaluator: Evaluator
+    checkpoints: CheckpointKeeper
+    recorder: Recorder
+    console: Console
+    clock: PhaseClock
+
+    def train(self) -> None:
+        """Run from the last checkpoint, or from the beginning, to the last step."""
+        done = self.checkpoints.restore(self.actor)
+        self.recorder.open(done)
+        self.push_weights(version=done)
+        if done == 0:
+            self.recorder.record({"step": 0} | self.evaluator.evaluate(0))
+        for step in range(done + 1, self.config.trainer.steps + 1):
+            self.run_step(step)
+
+    def run_step(self, step: int) -> None:
+        """One rollout batch: generated once, trained on for `trainer.epochs` epochs."""
+        self.clock.reset()
+        batch = self.collect(step)
+
+        with self.clock.phase("behavior"):
+            batch.freeze_behavior_logprobs(self.actor)
+
+        updates = UpdateMetrics()
+        with self.clock.phase("train"), self.console.progress("train") as advance:
+            for _epoch in range(self.config.trainer.epochs):
+                for minibatch in batch.minibatches:
+                    updates.add(self.actor.update(minibatch, self.objective))
+                    advance(updates.count, self.config.updates_per_step)
+
+        with self.clock.phase("sync"):
+            sync_metrics = self.push_weights(version=step)
+
+        with self.clock.phase("eval"):
+            eval_metrics = self.evaluator.evaluate_if_due(step)
+
+        metrics = {"step": step} | batch.metrics() | updates.metrics() | sync_metrics | eval_metrics
+        self.recorder.record(metrics | self.clock.metrics(), batch)
+        self.checkpoints.save_if_due(self.actor, step)
+
+    def collect(self, step: int) -> RolloutBatch:
+        """Generate, judge, and pack this step's rollout batch with its advantages."""
+        settings = self.config.rollout
+        prompts = [self.prompts[i] for i in self.order.indices(step - 1, settings.prompts)]
+        with self.clock.phase("rollout"), self.console.progress("rollout") as advance:
+            responses = self.engine.generate(
+                prompts,
+                samples=settings.responses_per_prompt,
+                sampling=SamplingSettings(
+                    temperature=settings.temperature,
+                    top_p=settings.top_p,
+                    max_tokens=settings.max_response_tokens,
+                    seed=derive_seed(self.config.seed, "rollout", step),
+                ),
+                on_progress=advance,
+            )
+        with self.clock.phase("reward"), self.console.progress("reward") as advance:
+            rollouts = self.judge.judge(prompts, responses, on_progress=advance)
+        return build_rollout_batch(
+            rollouts,
+            config=self.config,
+            topology=self.actor.topology,
+            rollout_seconds=self.clock.seconds["rollout"],
+        )
+
+    def push_weights(self, *, version: int) -> dict[str, float]:
+        """Give the engine the actor's weights; raises if a single parameter does not arrive."""
+        return self.engine.push_weights(self.actor, version=version).to_metrics()

@@ -1,0 +1,114 @@
+"""Where the numbers of a step go: metrics.jsonl always, TensorBoard and Weights & Biases beside it."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import LoggingSection
+
+
+class PhaseClock:
+    """Seconds of each named phase of the current step."""
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        self._synchronize = synchronize  # so that queued device work is charged to its own phase
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all phases; the step begins now."""
+        self.seconds: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Charge the time of the enclosed block to `name`."""
+        start = time.perf_counter()
+        yield
+        self._synchronize()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        """`time/<phase>` of every phase, and `time/step`."""
+        times = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+        return times | {"time/step": time.perf_counter() - self._start}
+
+
+class MetricLog:
+    """Appends one JSON object per step to metrics.jsonl and mirrors it to the configured loggers.
+
+    After a resume, `rewind(step)` first drops the rows past the checkpoint, so that the file reads
+    as if the run had never stopped.
+    """
+
+    def __init__(self, folder: Path, settings: LoggingSection, *, config: dict[str, Any]) -> None:
+        self.file = folder / "metrics.jsonl"
+        self._settings = settings
+        self._folder = folder
+        self._config = config
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+
+    def open(self, *, first_step: int) -> None:
+        """Start the loggers; rows from `first_step` on replace older ones."""
+        if self._settings.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(
+                str(self._folder / "tensorboard"), purge_step=first_step or None
+            )
+        if self._settings.wandb is not None:
+            import wandb
+
+            self._wandb = wandb.init(
+                project=self._settings.wandb.project,
+                entity=self._settings.wandb.entity,
+                name=self._folder.name,
+                id=self._folder.name,
+                resume="allow",
+                dir=str(self._folder),
+                config=self._config,
+            )
+
+    def append(self, row: Mapping[str, float]) -> None:
+        """Write one step's row; a value that is not finite becomes null."""
+        clean = {key: _finite(value) for key, value in row.items()}
+        with self.file.open("a") as file:
+            file.write(json.dumps(clean) + "\n")
+        step = int(row["step"])
+        numbers = {k: v for k, v in clean.items() if v is not None and k != "step"}
+        if self._tensorboard is not None:
+            for key, value in numbers.items():
+                self._tensorboard.add_scalar(key, value, step)
+            self._tensorboard.flush()
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=step)
+
+    def close(self) -> None:
+        """Flush and close the loggers."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """All complete rows of a run directory; a last line cut short by a kill is left out."""
+    rows = []
+    file = folder / "metrics.jsonl"
+    for line in file.read_text().splitlines() if file.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break  # only an interrupted append leaves such a line, and nothing follows it
+    return rows
+
+
+def _finite(value: float) -> float | int | None:
+    if isinstance(value, int):
+        return value
+    value = float(value)
+    return value if math.isfinite(value) else None

@@ -1,0 +1,138 @@
+"""Checks before any long work: every impossible setting is refused here, in seconds."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_rl.config import Config, ConfigError
+from megatron_rl.resharding.architectures import ModelShape, read_model_shape, tensor_shapes
+from megatron_rl.trainer.run_directory import RunDirectory
+
+# float32 weight, Adam's two moments and the master weight
+CHECKPOINT_BYTES_PER_PARAMETER = 16
+EXPORT_BYTES_PER_PARAMETER = 4
+
+
+def check_settings(config: Config, *, world_size: int) -> ModelShape:
+    """All checks that need no device; returns the model's shape.
+
+    Raises ConfigError that lists every problem with its cure.
+    """
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model.path: {folder} is not a folder; give a local Hugging Face model folder "
+            "(config.json, *.safetensors, tokenizer files)"
+        )
+    shape = read_model_shape(folder)
+    problems = [
+        *_layout_problems(config, shape, world_size),
+        *_length_problems(config, shape),
+        *_file_problems(config),
+    ]
+    if problems:
+        raise ConfigError("this run cannot start:\n  " + "\n  ".join(problems))
+    run = run_directory(config)
+    run.check_usable(config)
+    _check_disk(config, run, shape)
+    return shape
+
+
+def run_directory(config: Config) -> RunDirectory:
+    """The run directory that the config names."""
+    if config.run.name is None:
+        raise ConfigError("run.name: missing; torchrun and srun jobs need a name, as run.name=my-run")
+    return RunDirectory(Path(config.run.dir) / config.run.name)
+
+
+def _layout_problems(config: Config, shape: ModelShape, world_size: int) -> list[str]:
+    parallel, problems = config.parallel, []
+    replicas, rest = divmod(world_size, parallel.model_size)
+    wanted = parallel.data or replicas
+    if rest or wanted * parallel.model_size != world_size:
+        problems.append(
+            f"{world_size} processes cannot hold tensor {parallel.tensor} * pipeline "
+            f"{parallel.pipeline} * context {parallel.context} * data {parallel.data or '?'}; "
+            "their product must equal the number of processes: change one of parallel.*, or start "
+            f"{parallel.model_size * (parallel.data or 1)} processes"
+        )
+    problems += _divisible("parallel.tensor", parallel.tensor, _tensor_parallel_sizes(shape))
+    problems += _divisible("parallel.pipeline", parallel.pipeline, {"layers": shape.num_layers})
+    if world_size % config.rollout.tensor:
+        problems.append(
+            f"rollout.tensor={config.rollout.tensor} does not divide the {world_size} processes; "
+            "vLLM's tensor parallel groups must tile them"
+        )
+    problems += _divisible("rollout.tensor", config.rollout.tensor, _tensor_parallel_sizes(shape))
+    per_minibatch = (
+        config.rollout.prompts * config.rollout.responses_per_prompt // config.trainer.minibatches
+    )
+    if replicas > per_minibatch:
+        problems.append(
+            f"a minibatch of {per_minibatch} responses cannot feed {replicas} data-parallel "
+            "replicas; raise rollout.prompts or lower trainer.minibatches"
+        )
+    return problems
+
+
+def _tensor_parallel_sizes(shape: ModelShape) -> dict[str, int]:
+    return {
+        "attention heads": shape.num_attention_heads,
+        "key-value heads": shape.num_query_groups,
+        "feed-forward size": shape.ffn_hidden_size,
+    }
+
+
+def _divisible(key: str, size: int, wholes: dict[str, int]) -> list[str]:
+    return [
+        f"{key}={size} does not divide the model's {whole} {name}; choose a divisor of {whole}"
+        for name, whole in wholes.items()
+        if whole % size
+    ]
+
+
+def _length_problems(config: Config, shape: ModelShape) -> list[str]:
+    if config.max_model_tokens <= shape.max_position_embeddings:
+        return []
+    return [
+        f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_response_tokens="
+        f"{config.rollout.max_response_tokens} exceed the model's {shape.max_position_embeddings} positions; "
+        "lower one of them"
+    ]
+
+
+def _file_problems(config: Config) -> list[str]:
+    files = {"data.train": config.data.train} | {
+        f"eval.sets.{name}": path for name, path in config.eval.sets.items()
+    }
+    return [
+        f"{key}: {path} does not exist; give the path of a parquet file"
+        for key, path in files.items()
+        if not Path(path).is_file()
+    ]
+
+
+def _check_disk(config: Config, run: RunDirectory, shape: ModelShape) -> None:
+    folder = run.path
+    while not folder.exists():
+        folder = folder.parent
+    parameters = sum(_count(size) for size in tensor_shapes(shape).values())
+    # one more than kept: the newest is complete before the oldest goes
+    needed = parameters * (
+        CHECKPOINT_BYTES_PER_PARAMETER * (config.trainer.keep_checkpoints + 1)
+        + EXPORT_BYTES_PER_PARAMETER
+    )
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ConfigError(
+            f"{folder} has {free / 2**30:.1f} GiB free but the run's checkpoints and final model "
+            f"need {needed / 2**30:.1f} GiB; free some, lower trainer.keep_checkpoints, or set "
+            "run.dir to another disk"
+        )
+
+
+def _count(size: Sequence[int]) -> int:
+    total = 1
+    for length in size:
+        total *= length
+    return total

@@ -1,0 +1,93 @@
+"""What is generated once and reused: rollouts, their advantages, packs and behavior log-probs."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.actor.actor import MegatronActor
+from megatron_rl.advantages import compute_advantages
+from megatron_rl.config import Config
+from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.types import Minibatch, Rollout
+
+
+@dataclass
+class RolloutBatch:
+    """One rollout batch, frozen while it is reused; the same rollouts on every rank."""
+
+    rollouts: list[Rollout]  # N, group after group
+    advantages: Tensor  # [N] float32
+    minibatches: list[Minibatch]  # this data-parallel rank's packs
+    topology: Topology
+    rollout_seconds: float
+
+    def freeze_behavior_logprobs(self, actor: MegatronActor) -> None:
+        """Recompute behavior log-probs by the actor, on the very packs that training will use.
+
+        The first minibatch then sees a ratio of exactly 1.
+        """
+        micro_batches = [pack for minibatch in self.minibatches for pack in minibatch.micro_batches]
+        for pack, logprobs in zip(
+            micro_batches, actor.compute_logprobs(micro_batches), strict=True
+        ):
+            pack.behavior_logprobs = torch.where(pack.response_mask, logprobs, 0.0)
+
+    def behavior_logprobs_by_rollout(self) -> list[list[float]]:
+        """Behavior log-probs of every rollout's response tokens, gathered from all dp ranks."""
+        packs = [pack for minibatch in self.minibatches for pack in minibatch.micro_batches]
+        values = [pack.behavior_logprobs for pack in packs]
+        return gather_by_rollout(packs, values, count=len(self.rollouts), topology=self.topology)
+
+    def logprob_gap_mean(self, behavior_logprobs: Sequence[Sequence[float]]) -> float:
+        """Mean |behavior - rollout| log-prob: how far the engine computes from the actor."""
+        gaps = [
+            abs(behavior - reported)
+            for row, rollout in zip(behavior_logprobs, self.rollouts, strict=True)
+            for behavior, reported in zip(row, rollout.response.rollout_logprobs, strict=True)
+        ]
+        return sum(gaps) / max(len(gaps), 1)
+
+    def metrics(self) -> dict[str, float]:
+        """Rewards, lengths and generation speed."""
+        rewards = [rollout.verdict.reward for rollout in self.rollouts]
+        lengths = [len(rollout.response.token_ids) for rollout in self.rollouts]
+        truncated = [rollout.response.finish_reason == "length" for rollout in self.rollouts]
+        return {
+            "reward/mean": statistics.fmean(rewards),
+            "reward/std": statistics.pstdev(rewards),
+            "advantage/zero_fraction": (self.advantages == 0).float().mean().item(),
+            "response/length_mean": statistics.fmean(lengths),
+            "response/length_max": max(lengths),
+            "response/truncated_fraction": statistics.fmean(truncated),
+            "rollout/tokens": sum(lengths),
+            "rollout/tokens_per_second": sum(lengths) / self.rollout_seconds,
+            "rollout/weight_version": min(r.response.weight_version for r in self.rollouts),
+        }
+
+
+def build_rollout_batch(
+    rollouts: list[Rollout], *, config: Config, topology: Topology, rollout_seconds: float
+) -> RolloutBatch:
+    """Advantages and packs of freshly judged rollouts.
+
+    `rollouts` come group after group, `rollout.responses_per_prompt` each.
+    """
+    rewards = torch.tensor([rollout.verdict.reward for rollout in rollouts])
+    advantages = compute_advantages(
+        rewards.view(-1, config.rollout.responses_per_prompt),
+        estimator=config.advantage.estimator,
+        std=config.advantage.std,
+    ).flatten()
+    minibatches = plan_minibatches(
+        rollouts,
+        advantages,
+        minibatches=config.trainer.minibatches,
+        tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
+        topology=topology,
+        sequence_parallel=config.parallel.sequence and topology.tp_size > 1,
+    )
+    return RolloutBatch(rollouts, advantages, minibatches, topology, rollout_seconds)

@@ -1,0 +1,176 @@
+"""The run directory: a stable interface that reports, studies and people read.
+
+    runs/NAME/config.yaml        the resolved config
+              metrics.jsonl      one JSON object per step; step 0 is the evaluation before training
+              rollouts/          one parquet file per step: every rollout with its log-probs
+              checkpoints/       step_NNNNNN/, complete or absent
+              eval/              one parquet file per set and step
+              model/             the trained model as a Hugging Face folder
+              log.txt curves.png tensorboard/
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megatron_rl.config import Config, ConfigError, dump_config, load_config
+from megatron_rl.trainer.metrics import read_metrics
+from megatron_rl.types import Rollout
+
+CHECKPOINT_NAME = re.compile(r"step_(\d{6})$")
+TRAINER_STATE = "trainer.json"
+# A resumed run may change these; anything else would make it another experiment.
+RESUMABLE_CHANGES = ("run.", "trainer.steps", "trainer.checkpoint_every", "trainer.keep_checkpoints",
+                     "eval.", "logging.", "reward.workers", "parallel.", "rollout.tensor",
+                     "rollout.memory_fraction", "rollout.kv_cache_mib")  # fmt: skip
+
+
+class RunDirectory:
+    """Paths and writers of one run."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.rollouts = self.path / "rollouts"
+        self.checkpoints = self.path / "checkpoints"
+        self.evaluations = self.path / "eval"
+        self.model = self.path / "model"
+        self.config_file = self.path / "config.yaml"
+        self.log_file = self.path / "log.txt"
+
+    def check_usable(self, config: Config) -> None:
+        """Refuse to overwrite another run, or to continue one under changed settings.
+
+        Raises ConfigError with the setting to change.
+        """
+        if not self.config_file.exists():
+            return
+        if config.run.resume == "never":
+            raise ConfigError(
+                f"{self.path} already holds a run; set run.resume=auto to continue it, "
+                "or choose another run.name"
+            )
+        before = _flatten(load_config(self.config_file).model_dump())
+        now = _flatten(config.model_dump())
+        changed = [
+            f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
+            for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key) and not key.startswith(RESUMABLE_CHANGES)
+        ]
+        if changed:
+            raise ConfigError(
+                f"{self.path} was started with other settings and cannot be continued with these; "
+                "restore them or choose another run.name:\n  " + "\n  ".join(changed)
+            )
+
+    def create(self, config: Config) -> None:
+        """Make the folders and write the resolved config."""
+        for folder in (self.rollouts, self.checkpoints, self.evaluations):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.config_file, dump_config(config))
+
+    def complete_checkpoints(self) -> list[tuple[int, Path]]:
+        """Step and folder of every complete checkpoint, oldest first."""
+        return sorted(
+            (int(match.group(1)), folder)
+            for folder in self.checkpoints.glob("step_*")
+            if (match := CHECKPOINT_NAME.search(folder.name)) and (folder / TRAINER_STATE).is_file()
+        )
+
+    def latest_checkpoint(self) -> tuple[int, Path] | None:
+        """Step and folder of the newest complete checkpoint."""
+        return max(self.complete_checkpoints(), default=None)
+
+    def checkpoint_folder(self, step: int) -> Path:
+        """Where the checkpoint of a step lies."""
+        return self.checkpoints / f"step_{step:06d}"
+
+    def prune_checkpoints(self, *, keep: int) -> None:
+        """Delete all but the newest `keep` complete checkpoints, and what kills left half-written."""
+        for _step, folder in self.complete_checkpoints()[:-keep]:
+            shutil.rmtree(folder)
+        for folder in self.checkpoints.glob(".step_*.partial"):
+            shutil.rmtree(folder)
+
+    def rewind(self, step: int) -> None:
+        """Drop everything recorded after `step`, which a resumed run will write again."""
+        rows = [row for row in read_metrics(self.path) if row["step"] <= step]
+        write_atomically(
+            self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows)
+        )
+        for file in [*self.rollouts.glob("*.parquet"), *self.evaluations.glob("*.parquet")]:
+            if int(file.stem.rsplit("_", 1)[-1]) > step:
+                file.unlink()
+
+    def write_rollouts(
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        *,
+        advantages: Sequence[float],
+        behavior_logprobs: Sequence[Sequence[float]],
+    ) -> None:
+        """Keep one step's rollouts: texts, token ids, rewards, log-probs, weight versions."""
+        table = _rollout_table(rollouts)
+        table = table.append_column("advantage", pa.array(advantages, pa.float32()))
+        table = table.append_column(
+            "behavior_logprobs", pa.array(behavior_logprobs, pa.list_(pa.float32()))
+        )
+        _write_table(table, self.rollouts / f"step_{step:06d}.parquet")
+
+    def write_evaluation(self, name: str, step: int, rollouts: Sequence[Rollout]) -> None:
+        """Keep the responses of one evaluation."""
+        _write_table(_rollout_table(rollouts), self.evaluations / f"{name}_{step:06d}.parquet")
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Replace a file's text so that a kill leaves the old or the new one, never a part."""
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text(text)
+    os.replace(partial, file)
+
+
+def _write_table(table: pa.Table, file: Path) -> None:
+    partial = file.with_name(f".{file.name}.partial")
+    pq.write_table(table, partial, compression="zstd")
+    os.replace(partial, file)
+
+
+def _rollout_table(rollouts: Sequence[Rollout]) -> pa.Table:
+    def column(get, kind):  # noqa: ANN001, ANN202
+        return pa.array([get(rollout) for rollout in rollouts], kind)
+
+    return pa.table(
+        {
+            "prompt_index": column(lambda r: r.prompt.index, pa.int64()),
+            "sample_index": column(lambda r: r.response.sample_index, pa.int32()),
+            "prompt": column(lambda r: r.prompt.messages[-1]["content"], pa.string()),
+            "ground_truth": column(lambda r: r.prompt.ground_truth, pa.string()),
+            "data_source": column(lambda r: r.prompt.data_source, pa.string()),
+            "response": column(lambda r: r.response.text, pa.string()),
+            "reward": column(lambda r: r.verdict.reward, pa.float32()),
+            "reason": column(lambda r: r.verdict.reason, pa.string()),
+            "extracted": column(lambda r: r.verdict.extracted, pa.string()),
+            "finish_reason": column(lambda r: r.response.finish_reason, pa.string()),
+            "weight_version": column(lambda r: r.response.weight_version, pa.int64()),
+            "token_ids": column(lambda r: list(r.response.token_ids), pa.list_(pa.int32())),
+            "rollout_logprobs": column(
+                lambda r: list(r.response.rollout_logprobs), pa.list_(pa.float32())
+            ),
+        }
+    )
+
+
+def _flatten(values: dict, prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

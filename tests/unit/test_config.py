@@ -1,0 +1,80 @@
+import pytest
+
+from megatron_rl.config import Config, ConfigError, dump_config, load_config, valid_keys
+
+MINIMAL = "model: {path: m}\ndata: {train: t.parquet}\n"
+
+
+def write(tmp_path, text):
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_defaults_are_the_published_configuration(tmp_path):
+    config = load_config(write(tmp_path, MINIMAL))
+    # Appendix C of the PNPO paper: 256 prompts x 8, minibatches of 64 groups = 4 per epoch,
+    # lr 1e-6, 10 warm-up steps, weight decay 0.1, evaluation 32 samples at 0.7 / top-p 0.9.
+    assert (config.rollout.prompts, config.rollout.responses_per_prompt) == (256, 8)
+    assert config.trainer.minibatches == 256 // 64
+    assert (config.optimizer.learning_rate, config.optimizer.warmup_updates) == (1e-6, 10)
+    assert config.optimizer.weight_decay == 0.1
+    assert (config.eval.samples, config.eval.temperature, config.eval.top_p) == (32, 0.7, 0.9)
+    assert config.max_model_tokens == 1024 + 15360
+    assert config.updates_per_step == 16
+
+
+def test_overrides_win_and_yaml_floats_without_a_point_are_numbers(tmp_path):
+    file = write(tmp_path, MINIMAL + "optimizer: {learning_rate: 3e-6}\n")  # YAML 1.1: a string
+    config = load_config(file, ["optimizer.weight_decay=1e-2", "parallel.context=2", "seed=7"])
+    assert config.optimizer.learning_rate == 3e-6
+    assert (config.optimizer.weight_decay, config.parallel.context, config.seed) == (0.01, 2, 7)
+
+
+def test_every_error_comes_at_once_with_the_nearest_key(tmp_path):
+    text = MINIMAL + "parallel: {contxt: 2}\nseed: -1\nmodle: {path: x}\ntrainer: {epoch: 1}\n"
+    with pytest.raises(ConfigError) as error:
+        load_config(write(tmp_path, text), ["trainer.steps=abc"])
+    message = str(error.value)
+    assert "parallel.contxt: unknown key; did you mean parallel.context?" in message
+    assert "trainer.epoch: unknown key; did you mean trainer.epochs?" in message
+    assert "modle: unknown key; did you mean model?" in message
+    assert "trainer.steps='abc'" in message and "seed=-1" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "said"),
+    [
+        ("seed: 1\n", [], "model.path: missing"),
+        (MINIMAL, ["rollout.prompts=10"], "rollout.prompts=10 cannot be split into"),
+        (MINIMAL, ["optimizer.min_learning_rate=1"], "min_learning_rate is above"),
+        (MINIMAL, ["rollout.responses_per_prompt=1"], "rollout.responses_per_prompt=1"),
+        (MINIMAL, ["seed"], "not of the form key=value"),
+        ("- a\n- b\n", [], "must hold a mapping"),
+        ("a: [\n", [], "not valid YAML"),
+        (MINIMAL, ["objective.name=pnpoo"], "pnpo"),
+    ],
+)
+def test_wrong_values_name_the_cure(tmp_path, text, overrides, said):
+    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+        load_config(write(tmp_path, text), overrides)
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(ConfigError, match="nowhere.yaml does not exist"):
+        load_config("nowhere.yaml")
+
+
+def test_the_printed_config_reads_back_to_the_same_config(tmp_path):
+    config = load_config(write(tmp_path, MINIMAL), ["eval.sets.aime=a.parquet", "seed=3"])
+    again = load_config(write(tmp_path, dump_config(config)))
+    assert again == config
+
+
+def test_the_stable_keys_exist():
+    stable = {
+        "parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.data",
+        "rollout.tensor", "rollout.prompts", "rollout.responses_per_prompt", "objective.name",
+        "trainer.steps", "trainer.epochs", "trainer.minibatches", "run.dir", "run.name", "seed",
+    }  # fmt: skip
+    assert stable <= set(valid_keys(Config))

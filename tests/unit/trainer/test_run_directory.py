@@ -1,0 +1,88 @@
+import json
+
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_rl.config import ConfigError, LoggingSection, parse_config
+from megatron_rl.trainer.metrics import MetricLog, read_metrics
+from megatron_rl.trainer.run_directory import TRAINER_STATE, RunDirectory
+from megatron_rl.types import Prompt, Response, Rollout, Verdict
+
+
+def build_config(**run):
+    return parse_config({"model": {"path": "m"}, "data": {"train": "t"}, "run": run})
+
+
+def build_rollout(reward=1.0):
+    prompt = Prompt(3, ({"role": "user", "content": "1+1"},), (5, 6), "2", "toy")
+    response = Response(3, 0, (7, 8), (-0.5, -0.25), "2", "stop", 4)
+    return Rollout(prompt, response, Verdict(reward, "equal", "2"))
+
+
+def test_an_existing_run_is_not_overwritten(tmp_path):
+    directory = RunDirectory(tmp_path / "a")
+    directory.check_usable(build_config())  # nothing there yet
+    directory.create(build_config())
+    with pytest.raises(ConfigError, match="run.resume=auto"):
+        directory.check_usable(build_config())
+
+
+def test_a_run_continues_only_under_its_own_settings(tmp_path):
+    directory = RunDirectory(tmp_path / "a")
+    directory.create(build_config())
+    directory.check_usable(build_config(resume="auto"))
+    changed = parse_config(
+        build_config(resume="auto").model_dump() | {"seed": 1, "trainer": {"steps": 300}}
+    )
+    with pytest.raises(ConfigError) as error:
+        directory.check_usable(changed)
+    assert "seed: 42 -> 1" in str(error.value)
+    assert "trainer.steps" not in str(error.value)  # a run may be made longer
+
+
+def test_only_complete_checkpoints_count_and_old_ones_go(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.create(build_config())
+    for step in (2, 4, 6):
+        folder = directory.checkpoint_folder(step)
+        folder.mkdir()
+        (folder / TRAINER_STATE).write_text("{}")
+    (directory.checkpoints / ".step_000008.partial").mkdir()  # killed while writing
+    directory.checkpoint_folder(9).mkdir()  # without its state: not complete
+    assert directory.latest_checkpoint() == (6, directory.checkpoint_folder(6))
+    directory.prune_checkpoints(keep=2)
+    assert [step for step, _ in directory.complete_checkpoints()] == [4, 6]
+    assert not list(directory.checkpoints.glob(".*"))
+
+
+def test_rewind_leaves_what_an_uninterrupted_run_would_have(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.create(build_config())
+    log = MetricLog(tmp_path, LoggingSection(tensorboard=False), config={})
+    log.open(first_step=0)
+    for step in range(4):
+        log.append({"step": step, "loss": float("nan") if step == 1 else step})
+        directory.write_rollouts(
+            step, [build_rollout()], advantages=[0.5], behavior_logprobs=[[-0.5, -0.2]]
+        )
+    with log.file.open("a") as file:
+        file.write('{"step": 4, "lo')  # killed while appending
+    directory.write_evaluation("held_out", 3, [build_rollout()])
+    directory.rewind(2)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2]
+    assert json.loads(log.file.read_text().splitlines()[1])["loss"] is None  # strict JSON
+    assert len(list(directory.rollouts.iterdir())) == 3
+    assert not list(directory.evaluations.iterdir())
+
+
+def test_rollouts_keep_everything_a_study_needs(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.create(build_config())
+    directory.write_rollouts(
+        7, [build_rollout()], advantages=[0.5], behavior_logprobs=[[-0.5, -0.25]]
+    )
+    row = pq.read_table(directory.rollouts / "step_000007.parquet").to_pylist()[0]
+    assert row["behavior_logprobs"] == row["rollout_logprobs"] == [-0.5, -0.25]
+    assert row["token_ids"] == [7, 8]
+    assert (row["reward"], row["advantage"], row["weight_version"]) == (1.0, 0.5, 4)
+    assert (row["prompt"], row["response"], row["extracted"]) == ("1+1", "2", "2")
