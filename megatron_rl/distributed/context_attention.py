@@ -1,0 +1,265 @@
+"""Causal attention inside the sequences of a pack, whose tokens are sharded over context parallelism.
+
+Every rank gathers the keys and values of the whole pack (one collective) and attends with its own
+queries; the gradients of keys and values are summed back to their owners (one collective). No
+T x T matrix is made: sequences of similar length form a segment and are attended as one padded
+batch, long ones are cut into blocks of queries that see only the keys before them. Memory that
+outlives a layer is linear in the tokens.
+
+Shapes: T tokens in the pack, t = T / cp on this rank, H query heads, K key-value heads, d their
+size; in a segment s sequences, q query slots and k key slots each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_rl.distributed.collectives import Group, gather_stacked, group_size
+from megatron_rl.distributed.sequence_layout import SequenceLayout
+
+# Score-matrix elements of one kernel call: the bound of every temporary that is not linear in T.
+BLOCK_ELEMENTS = 1 << 22
+# Masks of a whole pack are kept between layers up to this many elements, and rebuilt beyond it.
+KEPT_MASK_ELEMENTS = 1 << 24
+# A segment's shortest sequence is at least this fraction of its longest: padding is bounded.
+SIMILAR = 0.75
+
+
+@dataclass
+class Block:
+    """Some queries of every sequence of one segment, and the keys that they may see."""
+
+    queries: slice  # of the pack's query slots, s * q of them
+    keys: slice  # of the pack's key slots, s * k of them
+    sequences: int
+    rows: slice  # of the segment's q query slots per sequence
+    visible: int  # leading key slots that any of these rows sees
+    positions: Tensor  # [s, rows] of each query in its sequence
+    kept_mask: Tensor | None = None
+
+    def mask(self, dtype: torch.dtype) -> Tensor:
+        """Additive causal mask; a query sees the keys at and before its position; [s, 1, q, k]."""
+        if self.kept_mask is not None and self.kept_mask.dtype == dtype:
+            return self.kept_mask
+        keys = torch.arange(self.visible, device=self.positions.device)
+        hidden = keys > self.positions[:, None, :, None]
+        zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        return zeros.masked_fill_(hidden, float("-inf"))
+
+
+@dataclass
+class AttentionPlan:
+    """How one pack is attended on one rank: which rows go to which slots, and back.
+
+    Slots are rows of the padded segments, laid end to end. Slots of padding repeat a real row and
+    are never read back.
+    """
+
+    query_rows: Tensor | None  # [query slots] local token of each slot; None: slots are the tokens
+    query_slots: Tensor | None  # [t] slot of each local token
+    key_rows: Tensor | None  # [key slots] row of the gathered keys [cp * t]
+    key_slots: Tensor | None  # [cp * t] slot of each gathered row
+    blocks: list[Block]
+
+
+def build_attention_plan(layout: SequenceLayout) -> AttentionPlan:
+    """The plan of a pack; a pure function of its padded lengths and the context-parallel layout."""
+    lengths = torch.tensor(layout.lengths)
+    order = torch.argsort(lengths, descending=True, stable=True)
+    starts = lengths.cumsum(0) - lengths
+    builder = _PlanBuilder(layout, lengths=lengths, starts=starts)
+    first = 0
+    while first < len(order):
+        longest = int(lengths[order[first]])
+        fitting = max(1, BLOCK_ELEMENTS // max(1, longest * longest // layout.cp_size))
+        similar = int((lengths[order[first:]] >= SIMILAR * longest).sum())
+        last = first + min(similar, fitting)
+        builder.add_segment(order[first:last])
+        first = last
+    return builder.finish()
+
+
+class _PlanBuilder:
+    """Collects the segments of one plan, on the host."""
+
+    def __init__(self, layout: SequenceLayout, *, lengths: Tensor, starts: Tensor) -> None:
+        self.layout, self.lengths, self.starts = layout, lengths, starts
+        self.offsets = layout.offsets.cpu()  # [t] position in its sequence
+        self.gathered = layout._gather_index.cpu()  # [T] row of the gathered keys
+        self.query_rows: list[Tensor] = []
+        self.key_rows: list[Tensor] = []
+        self.query_real: list[Tensor] = []
+        self.key_real: list[Tensor] = []
+        self.blocks: list[Block] = []
+        self.query_count = self.key_count = 0
+
+    def add_segment(self, sequences: Tensor) -> None:
+        """Lay these sequences side by side, padded to the longest, and cut their queries."""
+        lengths, starts = self.lengths[sequences, None], self.starts[sequences, None]
+        cp_size = self.layout.cp_size
+        keys, queries = int(lengths.max()), int(lengths.max()) // cp_size
+        key_slot, query_slot = torch.arange(keys)[None], torch.arange(queries)[None]
+        key_real, query_real = key_slot < lengths, query_slot < lengths // cp_size
+        self.key_rows.append(self.gathered[starts + key_slot * key_real].view(-1))
+        rows = starts // cp_size + query_slot * query_real
+        positions = self.offsets[rows] * query_real
+        self.query_rows.append(rows.view(-1))
+        self.key_real.append(key_real.view(-1))
+        self.query_real.append(query_real.view(-1))
+        self._cut(len(sequences), queries=queries, keys=keys, positions=positions)
+        self.query_count += rows.numel()
+        self.key_count += key_real.numel()
+
+    def _cut(self, sequences: int, *, queries: int, keys: int, positions: Tensor) -> None:
+        step = max(1, min(queries, BLOCK_ELEMENTS // (sequences * keys)))
+        for start in range(0, queries, step):
+            rows = slice(start, min(start + step, queries))
+            inside = positions[:, rows]
+            self.blocks.append(
+                Block(
+                    queries=slice(self.query_count, self.query_count + sequences * queries),
+                    keys=slice(self.key_count, self.key_count + sequences * keys),
+                    sequences=sequences,
+                    rows=rows,
+                    visible=int(inside.max()) + 1,
+                    positions=inside.contiguous().to(self.layout.device),
+                )
+            )
+
+    def finish(self) -> AttentionPlan:
+        """The plan on the device of the pack."""
+        elements = sum(b.positions.numel() * b.visible for b in self.blocks)
+        if elements <= KEPT_MASK_ELEMENTS:
+            for block in self.blocks:
+                block.kept_mask = block.mask(torch.float32)
+        query_rows, query_slots = self._maps(self.query_rows, self.query_real)
+        key_rows, key_slots = self._maps(self.key_rows, self.key_real)
+        return AttentionPlan(query_rows, query_slots, key_rows, key_slots, self.blocks)
+
+    def _maps(self, rows: list[Tensor], real: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+        """Slot -> row and its inverse on the real slots; (None, None) where both are identity."""
+        row, is_real = torch.cat(rows), torch.cat(real)
+        slots = torch.empty(int(is_real.sum()), dtype=torch.int64)
+        slots[row[is_real]] = torch.arange(len(row))[is_real]
+        if len(slots) == len(row) and bool((row == torch.arange(len(row))).all()):
+            return None, None
+        return row.to(self.layout.device), slots.to(self.layout.device)
+
+
+def _take(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)
+
+
+def _spread(x: Tensor, slots: Tensor | None, *, like: Tensor) -> Tensor:
+    """Rows into their slots; slots of padding get zero, or they would reach the keys they saw."""
+    return x if slots is None else torch.zeros_like(like).index_copy_(0, slots, x)
+
+
+def _segment(x: Tensor, slots: slice, sequences: int) -> Tensor:
+    """Slots of one segment as a batch, a view; [slots, H, d] -> [s, H, slots per sequence, d]."""
+    return x[slots].view(sequences, -1, *x.shape[1:]).transpose(1, 2)
+
+
+def _sum_to_owners(x: Tensor, *, group: Group) -> Tensor:
+    """Each rank's part of the sum over ranks; [cp, t, ...] -> [t, ...] (a reduce-scatter).
+
+    By all-to-all: gloo has no reduce-scatter that is faster than an all-reduce.
+    """
+    if group_size(group) == 1:
+        return x[0]
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x.contiguous(), group=group)
+    return received.sum(0)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Output [s, H, q, d] and, on the CPU, its log-sum-exp; grouped queries, additive mask."""
+    if query.device.type == "cpu":
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return kernel(query, key, value, 0.0, False, attn_mask=mask)
+    grouped = query.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
+    return out, None
+
+
+def _attend_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Any, mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value; off the CPU the block's forward is repeated for them."""
+    if lse is not None:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return kernel(grad, query, key, value, out, lse, 0.0, False, attn_mask=mask)
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        repeated, _ = _attend(*leaves, mask)
+        return torch.autograd.grad(repeated, leaves, grad)
+
+
+class _PackedAttention(torch.autograd.Function):
+    """Attention of one pack; saves the padded queries, keys, values and outputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, group: Group
+    ) -> Tensor:
+        """[t, H, d], [t, K, d], [t, K, d] -> [t, H, d]."""
+        both = gather_stacked(torch.stack((key, value), dim=1), group=group)  # [cp, t, 2, K, d]
+        keys = _take(both.flatten(0, 1), plan.key_rows)  # [key slots, 2, K, d]
+        queries = _take(query, plan.query_rows)  # [query slots, H, d]
+        out = torch.empty_like(queries)
+        saved: list[tuple[Tensor, Tensor | None]] = []
+        for block in plan.blocks:
+            q = _segment(queries, block.queries, block.sequences)[:, :, block.rows]
+            k, v = _keys_and_values(keys, block)
+            o, lse = _attend(q, k, v, block.mask(q.dtype))
+            _segment(out, block.queries, block.sequences)[:, :, block.rows] = o
+            saved.append((o, lse))
+        ctx.plan, ctx.group, ctx.saved = plan, group, saved
+        ctx.save_for_backward(queries, keys)
+        return _take(out, plan.query_slots)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of query, key and value."""
+        plan, group = ctx.plan, ctx.group
+        queries, keys = ctx.saved_tensors
+        grads = _spread(grad, plan.query_slots, like=queries)
+        grad_queries, grad_keys = torch.empty_like(queries), torch.zeros_like(keys)
+        for block, (o, lse) in zip(plan.blocks, ctx.saved, strict=True):
+            q = _segment(queries, block.queries, block.sequences)[:, :, block.rows]
+            g = _segment(grads, block.queries, block.sequences)[:, :, block.rows]
+            k, v = _keys_and_values(keys, block)
+            dq, dk, dv = _attend_backward(g, q, k, v, o, lse, block.mask(q.dtype))
+            _segment(grad_queries, block.queries, block.sequences)[:, :, block.rows] = dq
+            into_k, into_v = _keys_and_values(grad_keys, block)
+            into_k += dk
+            into_v += dv
+        owned = _take(grad_keys, plan.key_slots)
+        owned = _sum_to_owners(owned.view(group_size(group), -1, *owned.shape[1:]), group=group)
+        grad_query = _take(grad_queries, plan.query_slots)
+        return grad_query, owned[:, 0], owned[:, 1], None, None
+
+
+def _keys_and_values(keys: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """The visible keys and values of a block, as views; each [s, K, k, d]."""
+    segment = keys[block.keys].view(block.sequences, -1, *keys.shape[1:])[:, : block.visible]
+    return segment[:, :, 0].transpose(1, 2), segment[:, :, 1].transpose(1, 2)
+
+
+def context_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, plan: AttentionPlan, group: Group
+) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v over each sequence's own past; [t, H, d], 2 x [t, K, d] -> [t, H, d].
+
+    H must be a multiple of K (grouped queries). Differentiable; gradients of keys and values are
+    summed over the context-parallel group.
+    """
+    return _PackedAttention.apply(query, key, value, plan, group)
