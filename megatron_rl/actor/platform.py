@@ -1,4 +1,4 @@
-"""Everything that depends on the machine: device, backend, process groups, seeds, and Megatron on CPU.
+"""What depends on the machine: device, backend, process groups, seeds, and Megatron on the CPU.
 
 Megatron-core is written for CUDA: it names the device "cuda", asks `torch.cuda` for the current
 device and forks CUDA generators. Where there is no CUDA device, `megatron_runtime()` translates

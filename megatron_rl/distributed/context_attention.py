@@ -1,4 +1,4 @@
-"""Causal attention inside the sequences of a pack, whose tokens are sharded over context parallelism.
+"""Causal attention inside the sequences of a pack that is sharded over context parallelism.
 
 Every rank gathers the keys and values of the whole pack (one collective) and attends with its own
 queries; the gradients of keys and values are summed back to their owners (one collective). No
@@ -257,9 +257,9 @@ def _keys_and_values(keys: Tensor, block: Block) -> tuple[Tensor, Tensor]:
 def context_attention(
     query: Tensor, key: Tensor, value: Tensor, *, plan: AttentionPlan, group: Group
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v over each sequence's own past; [t, H, d], 2 x [t, K, d] -> [t, H, d].
+    """softmax(q k^T / sqrt(d)) v over each sequence's own past.
 
-    H must be a multiple of K (grouped queries). Differentiable; gradients of keys and values are
-    summed over the context-parallel group.
+    query [t, H, d], key and value [t, K, d] -> [t, H, d]. H must be a multiple of K (grouped
+    queries). Differentiable; gradients of keys and values are summed over the group.
     """
     return _PackedAttention.apply(query, key, value, plan, group)

@@ -1,0 +1,133 @@
+"""The chunked, vocabulary-parallel head against log_softmax of materialized logits."""
+
+import pytest
+import torch
+
+from megatron_rl.distributed import vocab_parallel
+from megatron_rl.distributed.vocab_parallel import VocabShard, chunk_tokens, token_logprobs
+from tests.ranks import run_ranks
+
+TOKENS, HIDDEN, VOCAB, PADDED = 37, 16, 50, 64
+TEMPERATURE = 0.7
+
+
+def _inputs():
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*size):
+        return torch.randn(size, generator=generator)
+
+    labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    weight = draw(PADDED, HIDDEN)
+    weight[VOCAB:] = 50.0  # padding rows would dominate every sum if they were counted
+    return draw(TOKENS, HIDDEN), weight, labels, draw(TOKENS), draw(TOKENS)
+
+
+def _plain():
+    """Values and gradients from float64 log_softmax."""
+    hidden, weight, labels, grad, grad_entropy = (
+        x.double() if x.is_floating_point() else x for x in _inputs()
+    )
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    logps = torch.log_softmax(hidden @ weight[:VOCAB].t() / TEMPERATURE, dim=-1)
+    logprobs = logps.gather(1, labels[:, None]).squeeze(1)
+    entropies = -(logps.exp() * logps).sum(-1)
+    torch.autograd.backward((logprobs, entropies), (grad, grad_entropy))
+    return logprobs.detach(), entropies.detach(), hidden.grad, weight.grad
+
+
+def _chunked(rank, world_size, chunk, group=None):
+    vocab_parallel.SMALL_CHUNK_ELEMENTS = 1
+    vocab_parallel.MAX_CHUNK_TOKENS = chunk
+    vocab_parallel.CHUNKS = 1
+    if world_size > 1:
+        group = torch.distributed.group.WORLD
+    hidden, weight, labels, grad, grad_entropy = _inputs()
+    rows = PADDED // world_size
+    shard = VocabShard(rank * rows, VOCAB, group)
+    weight = weight[rank * rows : (rank + 1) * rows].clone().requires_grad_()
+    hidden.requires_grad_()
+    logprobs, entropies = token_logprobs(
+        hidden, weight, labels, shard=shard, temperature=TEMPERATURE, entropy=True
+    )
+    torch.autograd.backward((logprobs, entropies), (grad, grad_entropy))
+    results = logprobs.detach(), entropies.detach(), hidden.grad, weight.grad
+    return tuple(x.numpy() for x in results)
+
+
+@pytest.mark.parametrize(("world_size", "chunk"), [(1, 5), (1, 100), (2, 5), (4, 5)])
+def test_equals_log_softmax_values_and_gradients(world_size, chunk, monkeypatch):
+    # Of 4 ranks with 16 rows each the last holds 2 real rows; vocabulary and padding end inside it.
+    for name in ("SMALL_CHUNK_ELEMENTS", "MAX_CHUNK_TOKENS", "CHUNKS"):
+        monkeypatch.setattr(vocab_parallel, name, getattr(vocab_parallel, name))
+    if world_size == 1:
+        results = [_chunked(0, 1, chunk)]
+    else:
+        results = run_ranks(_chunked, world_size, chunk)
+    results = [[torch.from_numpy(x).double() for x in result] for result in results]
+    logprobs, entropies, grad_hidden, grad_weight = _plain()
+    for result in results:
+        torch.testing.assert_close(result[0], logprobs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(result[1], entropies, rtol=1e-5, atol=1e-5)
+    summed = sum(result[2] for result in results)
+    torch.testing.assert_close(summed, grad_hidden, rtol=1e-5, atol=1e-5)
+    weights = torch.cat([result[3] for result in results])
+    torch.testing.assert_close(weights, grad_weight, rtol=1e-5, atol=1e-5)
+    assert (weights[VOCAB:] == 0).all()
+
+
+def test_a_rank_of_padding_only_takes_part():
+    hidden, weight, labels, _, _ = _inputs()
+    shard = VocabShard(64, VOCAB)  # every row of this rank lies beyond the vocabulary
+    assert shard.real_rows(16) == 0
+    hidden.requires_grad_()
+    logprobs, _ = token_logprobs(hidden, weight[:16].requires_grad_(), labels, shard=shard)
+    logprobs.sum().backward()
+    assert (hidden.grad == 0).all()
+
+
+def test_the_weight_gradient_joins_main_grad_beside_the_embedding():
+    hidden, weight, labels, grad, _ = _inputs()
+    weight = torch.nn.Parameter(weight)
+    weight.main_grad = torch.ones_like(weight)  # an earlier micro-batch
+    logprobs, _ = token_logprobs(
+        hidden, weight, labels, shard=VocabShard(0, VOCAB), into_main_grad=True
+    )
+    embedded = torch.nn.functional.embedding(labels, weight)  # tied embeddings: a second use
+    torch.autograd.backward((logprobs, embedded), (grad, torch.ones_like(embedded)))
+    counts = torch.bincount(labels, minlength=PADDED).float()
+    torch.testing.assert_close(weight.grad, counts[:, None].expand_as(weight))
+    other = weight.detach().clone().requires_grad_()
+    plain, _ = token_logprobs(hidden, other, labels, shard=VocabShard(0, VOCAB))
+    plain.backward(grad)
+    torch.testing.assert_close(weight.main_grad, 1 + other.grad)
+
+
+def test_no_gradient_mode_gives_the_same_bits():
+    hidden, weight, labels, _, _ = _inputs()
+    shard = VocabShard(0, VOCAB)
+    trained, _ = token_logprobs(hidden.requires_grad_(), weight, labels, shard=shard)
+    with torch.no_grad():
+        scored, _ = token_logprobs(hidden, weight, labels, shard=shard)
+    assert torch.equal(trained, scored)
+
+
+def test_a_chunk_is_bounded_whatever_the_tokens():
+    # 151,936 words: 27 tokens fit 2^22 elements; 1/16 of many tokens, but never above 1024.
+    assert chunk_tokens(256, rows=151_936) == 27
+    assert chunk_tokens(8192, rows=151_936) == 512
+    assert chunk_tokens(1 << 20, rows=151_936) == 1024
+    assert chunk_tokens(3000, rows=64) == 65_536
+
+
+def test_no_tokens_give_no_logprobs():
+    hidden, weight, _, _, _ = _inputs()
+    none, _ = token_logprobs(
+        hidden[:0].requires_grad_(),
+        weight,
+        torch.zeros(0, dtype=torch.int64),
+        shard=VocabShard(0, VOCAB),
+    )
+    none.sum().backward()
+    assert none.shape == (0,)
