@@ -1,0 +1,93 @@
+"""Collectives that autograd can differentiate, on a process group that is passed in.
+
+Every gradient here is that of the *sum over ranks* of what the ranks compute afterwards (the
+convention of all losses in this package: everything is summed, never averaged). The dual of an
+all-gather is then a reduce-scatter and the dual of an all-reduce is an all-reduce. A group of
+`None` means this process alone: the same code runs and communicates nothing.
+
+`torch.distributed.nn.functional.all_gather` is not used: its backward takes the global rank
+where it needs the rank inside the group (pytorch/pytorch, torch/distributed/nn/functional.py).
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = Any  # torch.distributed.ProcessGroup or None
+
+
+def group_size(group: Group) -> int:
+    """Ranks in the group; 1 for `None`."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group: Group) -> int:
+    """This process's rank in the group; 0 for `None`."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def gather_stacked(x: Tensor, *, group: Group) -> Tensor:
+    """Stack every rank's `x` in rank order, without autograd: [...] -> [ranks, ...]."""
+    size = group_size(group)
+    if size == 1:
+        return x.unsqueeze(0)
+    stacked = x.new_empty((size, *x.shape))
+    dist.all_gather(list(stacked.unbind(0)), x.contiguous(), group=group)
+    return stacked
+
+
+def reduce_sum(x: Tensor, *, group: Group) -> Tensor:
+    """Sum `x` over the group, without autograd; `x` itself is left alone."""
+    if group_size(group) == 1:
+        return x
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def reduce_max(x: Tensor, *, group: Group) -> Tensor:
+    """Element-wise maximum over the group, without autograd; `x` itself is left alone."""
+    if group_size(group) == 1:
+        return x
+    largest = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest
+
+
+class _AllGather(torch.autograd.Function):
+    """Forward all-gather, backward reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return gather_stacked(x, group=group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # An all-reduce and a slice: backends differ in whether they have a reduce-scatter.
+        return reduce_sum(grad, group=ctx.group)[group_rank(ctx.group)], None
+
+
+class _AllReduce(torch.autograd.Function):
+    """Forward all-reduce (sum), backward all-reduce (sum)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return reduce_sum(x, group=group).view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return reduce_sum(grad, group=ctx.group), None
+
+
+def all_gather(x: Tensor, *, group: Group) -> Tensor:
+    """Every rank's `x`, stacked in rank order and differentiable: [...] -> [ranks, ...]."""
+    return _AllGather.apply(x, group)
+
+
+def all_reduce(x: Tensor, *, group: Group) -> Tensor:
+    """The sum of `x` over the group, differentiable."""
+    return _AllReduce.apply(x, group)

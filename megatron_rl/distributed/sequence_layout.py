@@ -1,0 +1,228 @@
+"""Where each token of a pack lives under context parallelism, and statistics along sequences.
+
+A pack is one row of T tokens made of S sequences. Every sequence is cut into 2 * cp_size equal
+chunks; rank r keeps chunk r and chunk 2 * cp_size - 1 - r (zigzag: causal attention then costs
+every rank the same; the partition is that of Transformer Engine's THD format). A rank's shard
+is, sequence after sequence, its early chunk followed by its late chunk.
+
+Positions and lengths come from the response mask, which every rank knows whole, so they need no
+communication. A scan over log-ratios does: each rank scans its own chunks, all ranks exchange
+one [S, 2] table of chunk totals in a single all-gather, and a running sum over the 2 * cp_size
+chunks carries what came before. Sequences are scanned apart from one another: no prefix is ever
+obtained by subtracting a larger one. Sums are accumulated in float64.
+
+Shapes: T tokens in the pack, t = T / cp_size on this rank, S sequences.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron_rl.distributed.collectives import Group, all_gather, gather_stacked, group_size
+from megatron_rl.distributed.segmented_scan import SegmentedScan
+from megatron_rl.distributed.sequence_statistics import prefix_min, prefix_sum_and_total
+
+
+class SequenceLayout:
+    """The packing and sharding of one micro-batch.
+
+    `lengths` are the padded lengths of the sequences in pack order, `response_mask` [T] marks the
+    valid decisions of the whole pack. Without a group the tables of any rank can be looked at,
+    but nothing can be gathered. Raises ValueError where lengths, mask and cp_size disagree.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        response_mask: Tensor,
+        *,
+        cp_rank: int = 0,
+        cp_size: int = 1,
+        cp_group: Group = None,
+    ) -> None:
+        self.lengths = tuple(int(length) for length in lengths)
+        self.cp_rank, self.cp_size, self.cp_group = cp_rank, cp_size, cp_group
+        self.full_mask = response_mask.bool()  # [T]
+        self.device = response_mask.device
+        self._check()
+        # The lengths live on the host, so every table size is known without asking the device.
+        self._host_lengths = torch.tensor(self.lengths, dtype=torch.int64)  # [S]
+        self.full_tokens = sum(self.lengths)
+        self.local_tokens = self.full_tokens // cp_size
+
+    def _check(self) -> None:
+        total, tokens = sum(self.lengths), self.full_mask.numel()
+        if self.full_mask.dim() != 1 or total != tokens or not self.lengths:
+            raise ValueError(
+                f"lengths sum to {total} over {len(self.lengths)} sequences but response_mask has "
+                f"shape {tuple(self.full_mask.shape)}: give one length per sequence of the pack, "
+                "padding included, and the mask of the whole pack [T]"
+            )
+        if not 0 <= self.cp_rank < self.cp_size:
+            raise ValueError(f"cp_rank {self.cp_rank} is not in 0..{self.cp_size - 1}")
+        if self.cp_group is not None and group_size(self.cp_group) != self.cp_size:
+            raise ValueError(
+                f"cp_group has {group_size(self.cp_group)} ranks but cp_size is {self.cp_size}"
+            )
+        alignment = 1 if self.cp_size == 1 else 2 * self.cp_size
+        for sequence, length in enumerate(self.lengths):
+            if length < 1 or length % alignment:
+                raise ValueError(
+                    f"sequence {sequence} has padded length {length}: it must be a positive "
+                    f"multiple of {alignment} to be cut into 2 * cp_size = {2 * self.cp_size} "
+                    "equal chunks"
+                )
+
+    def _to_device(self, table: Tensor) -> Tensor:
+        if self.device.type == "cuda":
+            table = table.pin_memory()  # a copy from pageable memory would wait for the device
+        return table.to(self.device, non_blocking=True)
+
+    @cached_property
+    def _chunk_lengths(self) -> Tensor:
+        """Tokens of this rank's early and late chunk of every sequence, on the host; [S, 2]."""
+        if self.cp_size == 1:  # nothing to balance: two halves, of which the later may be empty
+            late = self._host_lengths // 2
+            return torch.stack((self._host_lengths - late, late), dim=1)
+        return (self._host_lengths // (2 * self.cp_size))[:, None].expand(-1, 2).contiguous()
+
+    @cached_property
+    def scan(self) -> SegmentedScan:
+        """Scans over this rank's 2S chunks, each for itself."""
+        return SegmentedScan(self._chunk_lengths.reshape(-1), to_device=self._to_device)
+
+    @cached_property
+    def sequence_ids(self) -> Tensor:
+        """The sequence of each local token; [t] int64."""
+        return self.scan.segment_ids // 2
+
+    @cached_property
+    def local_index(self) -> Tensor:
+        """Pack position of each local token; [t] int64."""
+        starts = self._host_lengths.cumsum(0) - self._host_lengths
+        if self.cp_size == 1:
+            early, late = starts, starts + self._chunk_lengths[:, 0]
+        else:
+            chunk = self._chunk_lengths[:, 0]
+            early = starts + self.cp_rank * chunk
+            late = starts + (2 * self.cp_size - 1 - self.cp_rank) * chunk
+        chunk_starts = self._to_device(torch.stack((early, late), dim=1).reshape(-1))
+        return chunk_starts[self.scan.segment_ids] + self.scan.columns
+
+    @cached_property
+    def _gather_index(self) -> Tensor:
+        """Where each pack position lies in the ranks' shards laid end to end; [T] int64."""
+        if self.cp_size == 1:
+            return torch.arange(self.full_tokens, device=self.device)
+        starts = self._host_lengths.cumsum(0) - self._host_lengths
+        table = self._to_device(torch.stack((self._host_lengths, starts)))  # [2, S]
+        ids = torch.repeat_interleave(table[0], output_size=self.full_tokens)  # [T]
+        chunk_length = table[0][ids] // (2 * self.cp_size)
+        offset = torch.arange(self.full_tokens, device=self.device) - table[1][ids]
+        chunk, column = offset // chunk_length, offset % chunk_length
+        late = chunk >= self.cp_size
+        rank = torch.where(late, 2 * self.cp_size - 1 - chunk, chunk)
+        local_start = table[1][ids] // self.cp_size + late * chunk_length
+        return rank * self.local_tokens + local_start + column
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """The response mask of this rank's tokens; [t] bool."""
+        return self.shard(self.full_mask)
+
+    @cached_property
+    def _counts(self) -> tuple[Tensor, Tensor]:
+        full = torch.repeat_interleave(
+            self._to_device(self._host_lengths), output_size=self.full_tokens
+        )
+        ends = self._to_device(self._host_lengths.cumsum(0))
+        # Integers: subtracting what came before the sequence is exact.
+        running = torch.cat((ends.new_zeros(1), self.full_mask.cumsum(0)))  # [T + 1]
+        before = running[ends - self._to_device(self._host_lengths)]  # [S]
+        length = running[ends] - before  # [S]
+        ids = full[self.local_index]
+        return running[self.local_index + 1] - before[ids], length[ids]
+
+    @property
+    def position(self) -> Tensor:
+        """t: valid decisions of its sequence up to and including each token; [t] int64."""
+        return self._counts[0]
+
+    @property
+    def length(self) -> Tensor:
+        """L: valid decisions of each token's sequence; [t] int64."""
+        return self._counts[1]
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """Each local token's distance from the start of its padded sequence; [t] int64."""
+        starts = self._host_lengths.cumsum(0) - self._host_lengths
+        return self.local_index - self._to_device(starts)[self.sequence_ids]
+
+    def whole(self) -> "SequenceLayout":
+        """The same pack as one process without context parallelism sees it."""
+        return SequenceLayout(self.lengths, self.full_mask)
+
+    def shard(self, x: Tensor) -> Tensor:
+        """This rank's tokens of a whole pack, differentiable; [T, ...] -> [t, ...]."""
+        if x.shape[0] != self.full_tokens:
+            raise ValueError(f"shard needs the whole pack, T = {self.full_tokens}: got {x.shape}")
+        return x.index_select(0, self.local_index)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The whole pack from all ranks' tokens, differentiable; [t, ...] -> [T, ...]."""
+        self._require_group()
+        stacked = all_gather(self._local(x), group=self.cp_group)
+        return stacked.flatten(0, 1).index_select(0, self._gather_index)
+
+    def prefix_sum(self, x: Tensor) -> Tensor:
+        """S_t = x_1 + ... + x_t over the valid decisions of each sequence; [t] -> [t]."""
+        return self.prefix_sum_and_total(x)[0]
+
+    def sequence_sum(self, x: Tensor) -> Tensor:
+        """S_L, the sum over all valid decisions of the token's sequence; [t] -> [t]."""
+        return self.prefix_sum_and_total(x)[1]
+
+    def prefix_sum_and_total(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """S_t and S_L from a single all-gather; [t] -> ([t], [t])."""
+        return prefix_sum_and_total(self, self._local(x))
+
+    def prefix_min(self, x: Tensor, *, exclusive: bool = False) -> Tensor:
+        """min of x_1, ..., x_t (of x_1, ..., x_{t-1} if exclusive; inf where none); [t] -> [t]."""
+        return prefix_min(self, self._local(x), exclusive)
+
+    def carry_in(
+        self, totals: Tensor, *, combine: str, reverse: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Each local chunk's combined total of all chunks before it (after it, if reverse).
+
+        The one collective of a scan: `totals` [S, 2] of this rank, early and late chunk, gathered
+        and put in the order of the 2 * cp_size chunks. Returns the carries [S, 2] and the whole
+        sequences' totals [S].
+        """
+        self._require_group()
+        gathered = gather_stacked(totals, group=self.cp_group)  # [cp, S, 2]
+        chunks = torch.cat((gathered[:, :, 0], gathered[:, :, 1].flip(0)))  # [2 cp, S]
+        if reverse:
+            chunks = chunks.flip(0)
+        identity = torch.full_like(chunks[:1], 0.0 if combine == "sum" else float("inf"))
+        shifted = torch.cat((identity, chunks))
+        running = shifted.cumsum(0) if combine == "sum" else shifted.cummin(0).values
+        early, late = self.cp_rank, 2 * self.cp_size - 1 - self.cp_rank
+        if reverse:
+            early, late = late, early
+        return torch.stack((running[early], running[late]), dim=1), running[-1]
+
+    def _require_group(self) -> None:
+        if group_size(self.cp_group) != self.cp_size:
+            raise ValueError(f"cp_size is {self.cp_size}: a scan or gather needs the cp_group")
+
+    def _local(self, x: Tensor) -> Tensor:
+        if x.shape[:1] != (self.local_tokens,):
+            raise ValueError(
+                f"this rank holds t = {self.local_tokens} tokens of the pack's "
+                f"T = {self.full_tokens}, got shape {tuple(x.shape)}"
+            )
+        return x

@@ -1,0 +1,117 @@
+"""The constraint axis: what happens to a weight that left its bounds.
+
+All comparisons are between logarithms: near 1 the difference between 1 + 9.5e-4 and 1 + 9.4e-4 is
+lost in float32 after an exponential but not before, and an extreme log-ratio never overflows.
+Shapes: t tokens on this rank.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.objectives.spec import Bounds, Constraint, HardGate, PpoClip, Truncate
+
+
+class Constrained(NamedTuple):
+    """A weight after its constraint."""
+
+    weight: Tensor  # [t] multiplies the advantage when the gradient flows through the weight
+    score_weight: Tensor  # [t] multiplies advantage and score when it does not
+    inside: Tensor  # [t] bool, False where the constraint changed something
+
+
+def position_scale(bounds: Bounds, layout: SequenceLayout, dtype: torch.dtype) -> Tensor | float:
+    """h(t, L): 1, sqrt(L/t) or t^p; [t] or a number."""
+    position = layout.position.clamp(min=1).to(dtype)
+    match bounds.scale:
+        case "constant":
+            return 1.0
+        case "sqrt(L/t)":
+            return torch.sqrt(layout.length.to(dtype) / position)
+        case "t^p":
+            assert bounds.power is not None, "checked when the bounds were made"
+            return position**bounds.power
+    raise AssertionError(f"unknown scale {bounds.scale}")
+
+
+def log_bounds(bounds: Bounds, layout: SequenceLayout, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Lower and upper bound of the log-weight, both inclusive; ([t] or [], [t] or [])."""
+    infinity = torch.full_like(like, torch.inf)
+    scale = position_scale(bounds, layout, like.dtype) * torch.ones_like(like)
+    lower, upper = -infinity, infinity
+    if bounds.low is not None:
+        reach = bounds.low * scale
+        # 1 - low * h <= 0 bounds nothing: a ratio is positive.
+        lower = (
+            -reach
+            if bounds.space == "log"
+            else torch.where(reach < 1, torch.log1p(-reach.clamp(max=1)), -infinity)
+        )
+    if bounds.high is not None:
+        reach = bounds.high * scale
+        upper = reach if bounds.space == "log" else torch.log1p(reach)
+    return lower, upper
+
+
+def ppo_clip(
+    clip: PpoClip, log_weight: Tensor, advantages: Tensor, layout: SequenceLayout
+) -> Constrained:
+    """min(r A, clip(r) A) and the dual clip, as one clamp of r whose bounds depend on A's sign.
+
+    A > 0: min(r, upper) A.  A < 0: max(r, lower) A, with dual min(max(r, lower), dual) A.
+    """
+    lower, upper = log_bounds(clip, layout, log_weight)
+    dual = torch.full_like(log_weight, torch.inf)
+    if clip.dual is not None:
+        dual = log_bounds(_dual_bounds(clip), layout, log_weight)[1]
+    lower = torch.where(advantages < 0, lower, -torch.inf)
+    upper = torch.where(advantages > 0, upper, torch.where(advantages < 0, dual, torch.inf))
+    inside = (lower <= log_weight) & (log_weight <= upper)
+    # A = 0 has no term; without a bound its ratio could overflow into inf * 0.
+    weight = torch.exp(torch.where(advantages == 0, 0, log_weight.clamp(lower, upper)))
+    return Constrained(weight, torch.where(inside, weight, 0), inside)
+
+
+def _dual_bounds(clip: PpoClip) -> Bounds:
+    assert clip.dual is not None
+    if clip.space == "ratio":  # the ratio c itself, at every position
+        return Bounds(low=None, high=clip.dual - 1)
+    return Bounds(low=None, high=clip.dual, space="log", scale=clip.scale, power=clip.power)
+
+
+def hard_gate(
+    gate: HardGate, log_weight: Tensor, advantages: Tensor, layout: SequenceLayout
+) -> Constrained:
+    """M r with M = 1 inside the bounds, 0 outside; never inf * 0, the exponent is gated first."""
+    lower, upper = log_bounds(gate, layout, log_weight)
+    below, above = log_weight < lower, log_weight > upper
+    if gate.sided == "advantage":
+        below, above = below & (advantages < 0), above & (advantages > 0)
+    inside = ~(below | above)
+    weight = torch.where(inside, torch.exp(torch.where(inside, log_weight, 0)), 0)
+    return Constrained(weight, weight, inside)
+
+
+def truncate(bounds: Truncate, log_weight: Tensor, layout: SequenceLayout) -> Constrained:
+    """clip(r); under the token score every token keeps its gradient."""
+    lower, upper = log_bounds(bounds, layout, log_weight)
+    inside = (lower <= log_weight) & (log_weight <= upper)
+    weight = torch.exp(log_weight.clamp(lower, upper))
+    return Constrained(weight, weight, inside)
+
+
+def apply_constraint(
+    constraint: Constraint, log_weight: Tensor, *, advantages: Tensor, layout: SequenceLayout
+) -> Constrained:
+    """Apply the chosen constraint to a log-weight; differentiable in it."""
+    match constraint:
+        case PpoClip():
+            return ppo_clip(constraint, log_weight, advantages, layout)
+        case HardGate():
+            return hard_gate(constraint, log_weight, advantages, layout)
+        case Truncate():
+            return truncate(constraint, log_weight, layout)
+    weight = torch.exp(log_weight)
+    return Constrained(weight, weight, torch.ones_like(log_weight, dtype=torch.bool))

@@ -1,0 +1,127 @@
+"""The layout's scans and the collectives on eight gloo ranks, at every context-parallel size."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rl.distributed import collectives
+from megatron_rl.distributed.sequence_layout import SequenceLayout
+from tests.ranks import run_ranks
+
+CP_SIZES = (1, 2, 4, 8)
+LENGTHS = (16, 64, 16, 240, 32)  # multiples of 2 * 8, long-tailed
+
+
+def example():
+    """A mask with holes, values, and one cotangent per statistic."""
+    generator = torch.Generator().manual_seed(7)
+    tokens = sum(LENGTHS)
+    mask = torch.rand(tokens, generator=generator) < 0.6
+    mask[:16] = False  # a sequence without any decision
+    x = torch.randn(tokens, generator=generator, dtype=torch.float64)
+    cotangents = torch.randn(4, tokens, generator=generator, dtype=torch.float64)
+    return mask, x, cotangents
+
+
+def statistics_and_gradient(layout, x, cotangents):
+    """Every statistic, gathered to the whole pack, and the gradient of their sum over ranks."""
+    local = layout.shard(x).requires_grad_()
+    exclusive = layout.prefix_min(local, exclusive=True)
+    outputs = (
+        *layout.prefix_sum_and_total(local),
+        layout.prefix_min(local),
+        torch.where(exclusive < torch.inf, exclusive, 0),
+    )
+    own = layout.shard(cotangents.T).T
+    sum(
+        (torch.where(layout.mask, y, 0) * c).sum() for y, c in zip(outputs, own, strict=True)
+    ).backward()
+    gathered = [layout.gather(y.detach()) for y in outputs]
+    counts = [layout.gather(layout.position), layout.gather(layout.length)]
+    # Arrays: tensors in a queue are file handles that die with the process that made them.
+    return (
+        [y.numpy() for y in gathered],
+        [count.numpy() for count in counts],
+        layout.gather(local.grad).numpy(),
+    )
+
+
+def on_rank(rank, world_size):
+    mask, x, cotangents = example()
+    results = {}
+    for cp_size in CP_SIZES:
+        groups = [
+            dist.new_group(list(range(start, start + cp_size)))
+            for start in range(0, world_size, cp_size)
+        ]
+        group = groups[rank // cp_size]
+        layout = SequenceLayout(
+            LENGTHS, mask, cp_rank=rank % cp_size, cp_size=cp_size, cp_group=group
+        )
+        results[cp_size] = statistics_and_gradient(layout, x, cotangents)
+        results[cp_size, "round trip"] = layout.gather(layout.shard(x)).equal(x)
+        results[cp_size, "collectives"] = count_gathers(layout, x)
+    results["duals"] = duals(rank)
+    return results
+
+
+def count_gathers(layout, x):
+    """Elements and bytes per element of each all-gather of one prefix sum, with its total."""
+    seen = []
+    original = dist.all_gather
+
+    def counting(outputs, tensor, **options):
+        seen.append((tuple(tensor.shape), tensor.element_size()))
+        return original(outputs, tensor, **options)
+
+    dist.all_gather = counting
+    try:
+        layout.prefix_sum_and_total(layout.shard(x))
+    finally:
+        dist.all_gather = original
+    return seen
+
+
+def duals(rank):
+    """Gradients of L = sum over ranks r of (r + 1) * (what rank r received)."""
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    (collectives.all_gather(x, group=dist.group.WORLD) * (rank + 1)).sum().backward()
+    gathered_grad = x.grad.tolist()
+    x.grad = None
+    (collectives.all_reduce(x, group=dist.group.WORLD) * (rank + 1)).sum().backward()
+    return gathered_grad, x.grad.tolist()
+
+
+@functools.cache
+def all_results():
+    return run_ranks(on_rank, 8)
+
+
+@pytest.mark.parametrize("cp_size", CP_SIZES)
+def test_scans_and_their_gradients_do_not_depend_on_context_parallelism(cp_size):
+    mask, x, cotangents = example()
+    wanted, counts, gradient = statistics_and_gradient(SequenceLayout(LENGTHS, mask), x, cotangents)
+    for result in all_results():
+        got, got_counts, got_gradient = result[cp_size]
+        assert result[cp_size, "round trip"]
+        for a, b in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-13, rtol=0)
+        for a, b in zip(got_counts, counts, strict=True):
+            assert np.array_equal(a, b)
+        np.testing.assert_allclose(got_gradient, gradient, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("cp_size", CP_SIZES)
+def test_a_prefix_sum_costs_one_all_gather_of_sixteen_bytes_per_sequence(cp_size):
+    wanted = [] if cp_size == 1 else [((len(LENGTHS), 2), 8)]
+    for result in all_results():
+        assert result[cp_size, "collectives"] == wanted
+
+
+def test_duals_of_the_collectives():
+    # Rank r's x reaches every rank q with factor q + 1: the gradient is 1 + ... + 8 = 36.
+    for result in all_results():
+        assert result["duals"] == ([36.0, 36.0], [36.0, 36.0])

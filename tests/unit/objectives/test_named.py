@@ -1,0 +1,81 @@
+"""The paper's three objectives on numbers that can be followed by hand."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.objectives import build_objective
+from megatron_rl.types import Denominators
+
+
+def evaluate(name, log_ratios, advantages, mask, lengths, **overrides):
+    """Loss, gradient and metrics in float64, with behavior log-probs of -1 everywhere."""
+    mask = torch.tensor(mask).bool()
+    layout = SequenceLayout(lengths, mask)
+    behavior = torch.full((len(mask),), -1.0, dtype=torch.float64)
+    policy = (behavior + torch.tensor(log_ratios, dtype=torch.float64)).requires_grad_()
+    result = build_objective(name, **overrides)(
+        policy,
+        behavior_logprobs=behavior,
+        advantages=torch.tensor(advantages, dtype=torch.float64)[layout.sequence_ids],
+        layout=layout,
+        denominators=Denominators(responses=float(len(lengths)), tokens=float(mask.sum())),
+    )
+    result.loss.sum().backward()
+    return result.loss.detach(), policy.grad, result.statistics.to_metrics()
+
+
+def test_pnpo_weights_gate_and_denominator():
+    # One response of L = 4 with A = 2, l = (1e-3, 1e-3, -4e-3, 0): S = (1, 2, -2, -2) e-3 and
+    # S_t / t = (1, 1, -2/3, -1/2) e-3. Upper bounds 1 + 9.5e-4 * (2, 1.414, 1.155, 1), lower
+    # 1 - 7e-4 * (2, 1.414, 1.155, 1): everything stays. A padding token is not a decision.
+    loss, grad, metrics = evaluate("pnpo", [1e-3, 1e-3, -4e-3, 0, 9], [2.0], [1, 1, 1, 1, 0], (5,))
+    weights = [math.exp(s) for s in (1e-3, 1e-3, -2e-3 / 3, -5e-4)]
+    assert grad.tolist() == pytest.approx([-2 * w / 4 for w in weights] + [0], rel=1e-12)
+    assert metrics["gate/acceptance"] == 1
+    # The third token rejected: S_3 / 3 = -1e-3 < log(1 - 7e-4 * 1.155) = -0.808e-3. The others
+    # keep the denominator 4, and the fourth stays eligible: S_4 / 4 = 0.
+    loss, grad, metrics = evaluate("pnpo", [1e-3, 1e-3, -5e-3, 3e-3], [2.0], [1, 1, 1, 1], (4,))
+    assert grad.tolist() == pytest.approx(
+        [-2 * math.exp(1e-3) / 4, -2 * math.exp(1e-3) / 4, 0, -2 / 4], rel=1e-12
+    )
+    assert metrics["gate/acceptance"] == 0.75
+    # sg[M w A] log pi with log pi = -1 + l.
+    assert loss[3].item() == pytest.approx(-(2 / 4) * (-1 + 3e-3), rel=1e-12)
+
+
+def test_gspo_clips_the_sequence_ratio_by_the_sign_of_the_advantage():
+    # Two responses of 2; s = exp(3e-4) stays below 1 + 4e-4, s = exp(-4e-4) is below 1 - 3e-4.
+    log_ratios = [2e-4, 4e-4, -4e-4, -4e-4]
+    _, grad, metrics = evaluate("gspo", log_ratios, [1.0, 1.0], [1] * 4, (2, 2))
+    # A > 0 is clipped above only: both pass, each token with s * A / (2 responses * L = 2).
+    s = [math.exp(3e-4)] * 2 + [math.exp(-4e-4)] * 2
+    assert grad.tolist() == pytest.approx([-w / 4 for w in s], rel=1e-12)
+    assert metrics["gate/acceptance"] == 1
+    _, grad, _ = evaluate("gspo", log_ratios, [1.0, -1.0], [1] * 4, (2, 2))
+    assert grad.tolist() == pytest.approx([-s[0] / 4, -s[1] / 4, 0, 0], rel=1e-12)
+
+
+def test_grpo_token_mean_and_dual_clip():
+    # Ratios 1, 1.28+, 0.8-, 11 with A = -1: clipped below only, and above by the dual clip at 10.
+    log_ratios = [0.0, math.log(1.3), math.log(0.7), math.log(11.0)]
+    loss, grad, _ = evaluate("grpo", log_ratios, [-1.0], [1] * 4, (4,))
+    assert loss.tolist() == pytest.approx([1 / 4, 1.3 / 4, 0.8 / 4, 10 / 4], rel=1e-12)
+    assert grad.tolist() == pytest.approx([1 / 4, 1.3 / 4, 0, 0], rel=1e-12)
+    # With A = 1: clipped above only.
+    loss, grad, _ = evaluate("grpo", log_ratios, [1.0], [1] * 4, (4,))
+    assert loss.tolist() == pytest.approx([-1 / 4, -1.28 / 4, -0.7 / 4, -1.28 / 4], rel=1e-12)
+    assert grad.tolist() == pytest.approx([-1 / 4, 0, -0.7 / 4, 0], rel=1e-12)
+
+
+def test_unknown_names_and_options_name_the_nearest():
+    with pytest.raises(ValueError, match="did you mean 'pnpo'"):
+        build_objective("pnpoo")
+    with pytest.raises(ValueError, match="did you mean 'aggregation'"):
+        build_objective("pnpo", agregation="token_mean")
+    with pytest.raises(ValueError, match="did you mean 'low'"):
+        build_objective("pnpo", constraint={"lo": 1e-3})
+    with pytest.raises(ValueError, match="same at every position"):
+        build_objective("gspo", constraint={"scale": "sqrt(L/t)"})
