@@ -6,7 +6,13 @@ No process group is needed, so plans can be computed and tested for any cluster.
 from dataclasses import dataclass
 
 from megatron_rl.resharding.architectures import ModelShape
-from megatron_rl.resharding.pieces import Piece, megatron_pieces, stage_layers, vllm_pieces
+from megatron_rl.resharding.pieces import (
+    Piece,
+    megatron_pieces,
+    stage_layers,
+    vllm_parameter_shapes,
+    vllm_pieces,
+)
 
 
 @dataclass(frozen=True)
@@ -78,10 +84,19 @@ class EngineLayout:
     def __str__(self) -> str:
         return f"vLLM tp{self.tensor} x {self.world_size // self.tensor} engines"
 
-    def pieces(self, shape: ModelShape, *, rank: int) -> tuple[Piece, ...]:
-        """The pieces that `rank` needs, by vLLM's names."""
+    def check(self, shape: ModelShape) -> None:
+        """ValueError when the engines do not fill the world or the model cannot be cut so."""
         if self.world_size % self.tensor:
             raise ValueError(
                 f"vLLM's tensor parallel size {self.tensor} does not divide {self.world_size} ranks"
             )
+        vllm_pieces(shape, tp_size=self.tensor)
+
+    def parameter_shapes(self, shape: ModelShape, *, rank: int) -> dict[str, tuple[int, ...]]:
+        """Every parameter of vLLM's model on `rank`, with the shape in which vLLM loads it."""
+        return vllm_parameter_shapes(shape, tp_rank=rank % self.tensor, tp_size=self.tensor)
+
+    def pieces(self, shape: ModelShape, *, rank: int) -> tuple[Piece, ...]:
+        """The pieces that `rank` needs, by vLLM's names."""
+        self.check(shape)
         return vllm_pieces(shape, tp_rank=rank % self.tensor, tp_size=self.tensor)

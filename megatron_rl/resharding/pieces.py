@@ -13,7 +13,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_rl.resharding.architectures import ModelShape, Row, row_shapes
+from megatron_rl.resharding.architectures import (
+    EMBEDDING,
+    OUTPUT_LAYER,
+    ModelShape,
+    Row,
+    row_shapes,
+)
 
 VOCABULARY_MULTIPLE = 8  # rows per rank come in eights, for the matrix units of a GPU
 VLLM_VOCABULARY_MULTIPLE = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE
@@ -257,3 +263,34 @@ def vllm_pieces(shape: ModelShape, *, tp_rank: int = 0, tp_size: int = 1) -> tup
                 pieces.extend(new)
                 stacked += sum(piece.shape[0] for piece in new)
     return tuple(pieces)
+
+
+def vllm_parameter_shapes(
+    shape: ModelShape, *, tp_rank: int = 0, tp_size: int = 1
+) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter of vLLM's model on one rank, padding included.
+
+    Follows from the pieces but for three facts: the vocabulary is padded, experts are stacked in
+    a dimension of their own, and a tied output layer is listed although it is the embedding.
+    """
+    heights: dict[str, int] = {}
+    pieces = vllm_pieces(shape, tp_rank=tp_rank, tp_size=tp_size)
+    for piece in pieces:
+        bottom = piece.row + piece.shape[0]
+        heights[piece.parameter] = max(heights.get(piece.parameter, 0), bottom)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for piece in pieces:
+        name, width = piece.parameter, piece.shape[1]
+        is_vector = name.endswith("bias") or "norm" in name
+        shapes[name] = (heights[name],) if is_vector else (heights[name], width)
+        if ".experts." in name:
+            assert shape.experts is not None, f"{name} needs experts"
+            count = shape.experts.num_experts
+            shapes[name] = (count, heights[name] // count, width)
+    padded = -(-shape.vocab_size // VLLM_VOCABULARY_MULTIPLE) * VLLM_VOCABULARY_MULTIPLE
+    for row in shape.rows:
+        if row.kind == "vocabulary":
+            shapes[row.vllm] = (padded // tp_size, shape.hidden_size)
+    if shape.tied_embeddings:  # the same memory, but vLLM loads it as a parameter of its own
+        shapes[OUTPUT_LAYER.vllm] = shapes[EMBEDDING.vllm]
+    return shapes

@@ -1,0 +1,59 @@
+"""The seam between training and generation."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_rl.resharding.layouts import EngineLayout
+from megatron_rl.resharding.source import SyncStats, WeightHolder
+from megatron_rl.types import Prompt, Response, SamplingSettings
+
+Progress = Callable[[int, int], None]  # responses finished here, responses to generate here
+
+
+class RolloutEngine(Protocol):
+    """Generates responses with the weights that were pushed last. Every call is collective."""
+
+    layout: EngineLayout
+    dtype: torch.dtype
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights that were received last; -1 before the first."""
+        ...
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        samples: int,
+        sampling: SamplingSettings,
+        on_progress: Progress | None = None,
+    ) -> list[Response]:
+        """`samples` responses to each prompt, ordered by prompt, then sample; all on every rank.
+
+        The same prompts and seed give the same responses whatever the engines' layout.
+        """
+        ...
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Log-probs of each sequence's tokens from the second on, [length - 1] float32."""
+        ...
+
+    def receive(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Replace every parameter by HF tensors, then forget all cached prefixes."""
+        ...
+
+    def push_weights(self, actor: WeightHolder, *, version: int) -> SyncStats:
+        """Bring the actor's present weights into this engine; raises unless all of them arrive."""
+        ...
+
+    def sleep(self) -> None:
+        """Give the device's memory to training."""
+        ...
+
+    def wake_up(self) -> None:
+        """Take the memory back before generating."""
+        ...

@@ -1,0 +1,82 @@
+"""Giving every rank all responses: flat arrays on the wire, not one object per token."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+_FINISH_REASONS = ("stop", "length")
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One response as the engine that generated it knows it."""
+
+    place: int  # in the order of the whole call
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: str
+    text: str
+
+
+def _pack(responses: Sequence[Generated]) -> bytes:
+    texts = [response.text.encode() for response in responses]
+    header = [
+        (r.place, len(r.token_ids), _FINISH_REASONS.index(r.finish_reason), len(text))
+        for r, text in zip(responses, texts, strict=True)
+    ]
+    tokens = [token for response in responses for token in response.token_ids]
+    logprobs = [value for response in responses for value in response.logprobs]
+    parts = (
+        np.array([len(responses)], np.int64),
+        np.array(header, np.int64).reshape(-1),
+        np.array(tokens, np.int32),
+        np.array(logprobs, np.float32),
+    )
+    return b"".join([part.tobytes() for part in parts] + texts)
+
+
+def _unpack(data: bytes) -> list[Generated]:
+    count = int(np.frombuffer(data, np.int64, 1)[0])
+    header = np.frombuffer(data, np.int64, 4 * count, 8).reshape(count, 4)
+    total = int(header[:, 1].sum())
+    at = 8 + 32 * count
+    tokens = np.frombuffer(data, np.int32, total, at)
+    logprobs = np.frombuffer(data, np.float32, total, at + 4 * total)
+    text_at, token_at, responses = at + 8 * total, 0, []
+    for place, length, reason, text_length in header.tolist():
+        span = slice(token_at, token_at + length)
+        responses.append(
+            Generated(
+                place=place,
+                token_ids=tokens[span].tolist(),
+                logprobs=logprobs[span].tolist(),
+                finish_reason=_FINISH_REASONS[reason],
+                text=data[text_at : text_at + text_length].decode(),
+            )
+        )
+        token_at += length
+        text_at += text_length
+    return responses
+
+
+def gather_responses(own: Sequence[Generated], *, device: torch.device) -> list[Generated]:
+    """All ranks' responses in the order of their places; collective over all processes."""
+    if dist.get_world_size() == 1:
+        return sorted(own, key=lambda response: response.place)
+    packed = torch.frombuffer(bytearray(_pack(own)), dtype=torch.uint8).to(device)
+    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
+    sizes[dist.get_rank()] = packed.numel()
+    dist.all_reduce(sizes)
+    padded = packed.new_zeros(int(sizes.max()))
+    padded[: packed.numel()] = packed
+    everyone = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, padded)
+    responses = [
+        response
+        for data, size in zip(everyone, sizes.tolist(), strict=True)
+        for response in _unpack(data[:size].cpu().numpy().tobytes())
+    ]
+    return sorted(responses, key=lambda response: response.place)

@@ -1,0 +1,110 @@
+"""A vLLM weight transfer backend for a trainer in the same process: tensors are handed over as is.
+
+vLLM loads what it is given as it would load a checkpoint, layer by layer
+(vllm/model_executor/model_loader/reload/layerwise.py): its own loaders cut and merge, its own
+post-processing repacks for the CPU or quantizes. That accepts a checkpoint with missing weights
+silently, so this backend compares.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+BACKEND = "megatron_rl_inproc"
+
+
+@dataclass
+class InprocInitInfo(WeightTransferInitInfo):
+    """Nothing to connect."""
+
+
+@dataclass
+class InprocUpdateInfo(WeightTransferUpdateInfo):
+    """One update: all weights of the model, by their HF names and in full shape."""
+
+    weights: Iterator[tuple[str, Tensor]]
+    expected: dict[str, tuple[int, ...]] = field(default_factory=dict)  # vLLM's own, by name
+    tied_embeddings: bool = False
+
+
+class InprocTransferEngine(WeightTransferEngine[InprocInitInfo, InprocUpdateInfo]):
+    """Receives an iterator of HF tensors from the process it lives in."""
+
+    init_info_cls = InprocInitInfo
+    update_info_cls = InprocUpdateInfo
+
+    def init_transfer_engine(self, init_info: InprocInitInfo) -> None:
+        """There is no connection."""
+
+    def start_weight_update(self) -> None:
+        """Put the model into the state in which it was built, ready to load."""
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: InprocUpdateInfo) -> None:
+        """Load all weights; ValueError if parameters differ from `expected` or are left over."""
+        # Between start and finish the parameters have the shapes in which vLLM loads them; on CPU
+        # the repacked ones are empty otherwise.
+        found = {name: tuple(value.shape) for name, value in self.model.named_parameters()}
+        _compare_parameters(found, update_info.expected)
+        weights = update_info.weights
+        if update_info.tied_embeddings:
+            weights = self._with_output_layer(weights)
+        loaded = set(self.model.load_weights(weights))
+        if update_info.tied_embeddings:
+            loaded.add("lm_head.weight")
+        if missing := sorted(set(found) - loaded):
+            raise ValueError(f"vLLM loaded no weights into {missing}")
+
+    def _with_output_layer(
+        self, weights: Iterator[tuple[str, Tensor]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Load the embedding into the tied output layer too.
+
+        vLLM's `load_weights` skips it, since both share one memory. But on CPU the output layer
+        computes with a repacked copy, which would keep the values of the update before.
+        """
+        output_layer = self.model.get_parameter("lm_head.weight")
+        for name, tensor in weights:
+            if name == "model.embed_tokens.weight":
+                output_layer.weight_loader(output_layer, tensor)
+            yield name, tensor
+
+    def finish_weight_update(self) -> None:
+        """Post-process what was loaded (repack, quantize)."""
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """There is nothing to release."""
+
+
+def _compare_parameters(
+    found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]
+) -> None:
+    problems = [f"{name} {found[name]} is unknown to the table" for name in found.keys() - expected]
+    problems += [f"{name} {expected[name]} does not exist" for name in expected.keys() - found]
+    problems += [
+        f"{name} has shape {found[name]}, the table says {expected[name]}"
+        for name in found.keys() & expected
+        if found[name] != expected[name]
+    ]
+    if problems:
+        raise ValueError("vLLM's parameters are not those expected: " + "; ".join(sorted(problems)))
+
+
+def register() -> None:
+    """Make `BACKEND` known to vLLM, once per process."""
+    registered: dict[str, Any] = WeightTransferEngineFactory._registry
+    if BACKEND not in registered:
+        WeightTransferEngineFactory.register_engine(BACKEND, InprocTransferEngine)

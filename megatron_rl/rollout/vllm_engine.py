@@ -1,0 +1,288 @@
+"""vLLM in the trainer's processes: one worker per process, engines of `tensor` adjacent ranks.
+
+The external launcher backend (vllm/v1/executor/uniproc_executor.py) runs one engine core in every
+process; the ranks of one engine take the same requests, so they schedule alike without talking.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.resharding.agreement import raise_together
+from megatron_rl.resharding.architectures import ModelShape, read_model_shape, tensor_shapes
+from megatron_rl.resharding.layouts import EngineLayout
+from megatron_rl.resharding.push import gather_push
+from megatron_rl.resharding.source import SyncStats, WeightHolder
+from megatron_rl.rollout.engine import Progress
+from megatron_rl.rollout.exchange import Generated, gather_responses
+from megatron_rl.rollout.process_state import hosted_start, preserved_generators
+from megatron_rl.rollout.requests import (
+    SequenceRequest,
+    check_prompts,
+    sampling_requests,
+    scoring_requests,
+    stop_tokens,
+)
+from megatron_rl.types import Prompt, Response, SamplingSettings
+
+# An LLM that is garbage-collected tears down the default process group of the whole process
+# (vllm/distributed/parallel_state.py), so one that was started stays until the process ends.
+_STARTED: list[Any] = []
+
+
+class VllmEngine:
+    """The RolloutEngine that ships: real vLLM, weights pushed from the actor in the same process.
+
+    model_folder: config.json and tokenizer; its weights are not read.
+    tensor: ranks per engine; must divide the world and the model's heads.
+    topology: of the actor, for rank, world size and device. Process groups exist already.
+    max_model_len: longest prompt plus response, in tokens.
+    kv_cache_bytes: memory for cached keys and values (None on CUDA: by `memory_fraction`).
+    max_sequences: requests that run at once on one engine.
+    """
+
+    def __init__(
+        self,
+        model_folder: str | Path,
+        *,
+        tensor: int,
+        topology: Topology,
+        dtype: torch.dtype,
+        max_model_len: int,
+        seed: int = 0,
+        kv_cache_bytes: int | None = None,
+        memory_fraction: float = 0.5,
+        max_sequences: int = 256,
+    ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("start torch.distributed (and Megatron) before the vLLM engine")
+        self.shape: ModelShape = read_model_shape(model_folder)
+        self.layout = EngineLayout(tensor=tensor, world_size=topology.world_size)
+        self.layout.check(self.shape)
+        self.dtype = dtype
+        self.topology = topology
+        self.max_model_len = max_model_len
+        self._version = -1
+        self._asleep = False
+        self._stop_tokens = stop_tokens(model_folder)
+        on_cuda = topology.device.type == "cuda"
+        arguments: dict[str, Any] = {
+            "model": str(model_folder),
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "dtype": str(dtype).removeprefix("torch."),
+            "seed": seed,
+            "tensor_parallel_size": tensor,
+            "distributed_executor_backend": "external_launcher",
+            "logprobs_mode": "processed_logprobs",
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_sequences,
+            "max_num_batched_tokens": max(max_model_len, 8192 if on_cuda else 2048),
+            "kv_cache_memory_bytes": kv_cache_bytes,
+            "gpu_memory_utilization": memory_fraction,
+            "enable_sleep_mode": on_cuda,
+            "enforce_eager": not on_cuda,
+        }
+        if not on_cuda:
+            arguments |= {"block_size": 32, "enable_chunked_prefill": False}
+        local_rank = topology.device.index if on_cuda else topology.rank
+        with hosted_start(
+            rank=topology.rank, world_size=topology.world_size, local_rank=local_rank or 0
+        ):
+            from vllm import LLM
+
+            from megatron_rl.rollout import inproc
+
+            inproc.register()
+            self._llm = LLM(weight_transfer_config={"backend": inproc.BACKEND}, **arguments)
+        _STARTED.append(self._llm)
+        self._tokenizer = _load_tokenizer(model_folder)
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights that were received last; -1 before the first."""
+        return self._version
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        samples: int,
+        sampling: SamplingSettings,
+        on_progress: Progress | None = None,
+    ) -> list[Response]:
+        """`samples` responses to each prompt, ordered by prompt, then sample; all on every rank.
+
+        Every sample has a seed of its own, derived from (sampling.seed, prompt, sample): responses
+        do not depend on the layout or on what else runs in the batch. Collective.
+        Raises ValueError when a prompt does not fit the engine; RuntimeError on every rank when an
+        engine fails.
+        """
+        check_prompts(
+            prompts,
+            vocab_size=self.shape.vocab_size,
+            longest=self.max_model_len - sampling.max_tokens,
+        )
+        engines = self.topology.world_size // self.layout.tensor
+        engine = self.topology.rank // self.layout.tensor
+        mine = list(enumerate(prompts))[engine::engines]
+        own: list[Generated] = []
+        error: Exception | None = None
+        try:
+            if self._version < 0:
+                raise RuntimeError("the engine has no weights yet; push them before generating")
+            requests = sampling_requests(
+                mine, samples=samples, sampling=sampling, stop_tokens=self._stop_tokens
+            )
+            finished = self._run(requests, on_progress=on_progress)
+            if self.topology.rank % self.layout.tensor == 0:  # the others hold the same
+                own = [self._generated(place, output) for place, output in finished.items()]
+        except (ValueError, RuntimeError) as found:
+            error = found
+        raise_together(error, doing=f"generating with {self.layout}")
+        everything = gather_responses(own, device=self.topology.device)
+        assert [each.place for each in everything] == list(range(len(prompts) * samples))
+        return [self._response(prompts, each, samples=samples) for each in everything]
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Log-probs of each sequence's tokens from the second on, [length - 1] float32.
+
+        Before temperature and top-p. Every engine scores all sequences itself.
+        """
+        outputs = self._run(scoring_requests(sequences))
+        scores = []
+        for place, sequence in enumerate(sequences):
+            positions = outputs[place].prompt_logprobs[1:]
+            pairs = zip(positions, sequence[1:], strict=True)
+            scores.append(torch.tensor([position[token].logprob for position, token in pairs]))
+        return scores
+
+    def push_weights(self, actor: WeightHolder, *, version: int) -> SyncStats:
+        """Bring the actor's present weights into this engine; raises unless all of them arrive."""
+        return gather_push(actor, self, version=version)
+
+    def receive(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Replace every parameter by HF tensors of full shape, on each rank of each engine.
+
+        ValueError naming the parameters when one is missing, extra or of a wrong shape. After any
+        error the engine refuses to generate until a push succeeds.
+        """
+        # The order matters:
+        #   1. no request may be running: its cached keys would mix two versions;
+        #   2. wake the weights' memory only, so that cached keys do not compete with the update;
+        #   3. start, load, finish: vLLM's own loaders cut, merge and repack;
+        #   4. wake the memory for keys and values;
+        #   5. forget cached prefixes: they were computed with the old weights;
+        #   6. only then is the version the new one.
+        if self._llm.llm_engine.has_unfinished_requests():
+            raise RuntimeError("the engine is generating; push weights between calls")
+        self._version = -1
+        with preserved_generators(), torch.no_grad():
+            if self._asleep:
+                self._llm.wake_up(tags=["weights"])
+            self._llm.start_weight_update()
+            request = {
+                "weights": self._checked(weights),
+                "expected": self.layout.parameter_shapes(self.shape, rank=self.topology.rank),
+                "tied_embeddings": self.shape.tied_embeddings,
+            }
+            self._llm.update_weights({"update_info": request})
+            self._llm.finish_weight_update()
+            if self._asleep:
+                self._llm.wake_up(tags=["kv_cache"])
+                self._asleep = False
+            if self._llm.reset_prefix_cache() is not True:
+                raise RuntimeError("vLLM did not reset its prefix cache after a weight update")
+        self._version = version
+
+    def sleep(self) -> None:
+        """Free the device memory of weights and cache; the next push brings the weights back."""
+        if self.topology.device.type == "cuda" and not self._asleep:
+            self._llm.sleep(level=2)
+            self._asleep = True
+            self._version = -1
+
+    def wake_up(self) -> None:
+        """Take back the memory; weights must then be pushed before generating."""
+        if self._asleep:
+            self._llm.wake_up()
+            self._asleep = False
+
+    def _checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        missing = tensor_shapes(self.shape)
+        for name, tensor in weights:
+            size = missing.pop(name, None)
+            if size is None:
+                raise ValueError(f"{name} was pushed twice or is not a weight of the model")
+            if tuple(tensor.shape) != size:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the model says {size}")
+            yield name, tensor
+        if missing:
+            raise ValueError(f"weights were not pushed: {sorted(missing)}")
+
+    def _run(
+        self, requests: Sequence[SequenceRequest], *, on_progress: Progress | None = None
+    ) -> dict[int, Any]:
+        """Run requests to their end; vLLM's RequestOutput by the request's place."""
+        core = self._llm.llm_engine
+        finished: dict[int, Any] = {}
+        started = f"{time.monotonic_ns()}"
+        names = {f"{started}-{request.place}": request.place for request in requests}
+        try:
+            with preserved_generators():
+                for name, request in zip(names, requests, strict=True):
+                    prompt = {"prompt_token_ids": list(request.token_ids)}
+                    core.add_request(name, prompt, request.params)
+                while core.has_unfinished_requests():
+                    for output in core.step():
+                        if output.finished:
+                            finished[names[output.request_id]] = output
+                            if on_progress:
+                                on_progress(len(finished), len(requests))
+        except BaseException:
+            # Requests left in the queue would come back as results of the next call.
+            core.abort_request([name for name, place in names.items() if place not in finished])
+            raise
+        return finished
+
+    def _generated(self, place: int, output: Any) -> Generated:
+        completion = output.outputs[0]
+        tokens = list(completion.token_ids)
+        return Generated(
+            place=place,
+            token_ids=tokens,
+            logprobs=completion.logprobs.logprobs,
+            finish_reason=completion.finish_reason,
+            text=self._tokenizer.decode(tokens, skip_special_tokens=True)
+            if self._tokenizer
+            else "",
+        )
+
+    def _response(
+        self, prompts: Sequence[Prompt], generated: Generated, *, samples: int
+    ) -> Response:
+        prompt, sample = divmod(generated.place, samples)
+        return Response(
+            prompt_index=prompts[prompt].index,
+            sample_index=sample,
+            token_ids=tuple(generated.token_ids),
+            rollout_logprobs=tuple(generated.logprobs),
+            text=generated.text,
+            finish_reason="stop" if generated.finish_reason == "stop" else "length",
+            weight_version=self._version,
+        )
+
+
+def _load_tokenizer(model_folder: str | Path) -> Any:
+    """The folder's tokenizer, or None where it has none (texts are then empty)."""
+    if not any(Path(model_folder).glob("tokenizer*")):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_folder)

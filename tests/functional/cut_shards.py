@@ -1,0 +1,58 @@
+"""Megatron shards cut from Hugging Face tensors: a source of weights without Megatron."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.resharding.architectures import ModelShape
+from megatron_rl.resharding.layouts import ActorLayout
+from megatron_rl.resharding.pieces import padded_vocabulary
+from megatron_rl.resharding.source import parameter_shapes
+
+
+@dataclass
+class CutShards:
+    """A WeightHolder with the shards that a Megatron rank would hold."""
+
+    shape: ModelShape
+    topology: Topology
+    parameters: dict[str, Tensor]
+    fused_names: bool = False
+
+    def named_parameters_local(self) -> dict[str, Tensor]:
+        return self.parameters
+
+
+def topology_of(layout: ActorLayout, *, rank: int) -> Topology:
+    """This rank's sizes in `layout`, without process groups."""
+    return Topology(
+        world_size=layout.world_size,
+        rank=rank,
+        tp_size=layout.tensor,
+        pp_size=layout.pipeline,
+        cp_size=layout.context,
+        dp_size=layout.data,
+        ep_size=layout.expert,
+        virtual_stages=layout.virtual,
+    )
+
+
+def cut_shards(
+    tensors: dict[str, Tensor], *, shape: ModelShape, layout: ActorLayout, rank: int
+) -> CutShards:
+    """What `rank` of `layout` holds of the HF `tensors`; vocabulary padding is NaN."""
+    pieces = layout.pieces(shape, rank=rank)
+    sizes = parameter_shapes(pieces)
+    padded = padded_vocabulary(shape.vocab_size, tp_size=layout.tensor) // layout.tensor
+    parameters: dict[str, Tensor] = {}
+    for piece in pieces:
+        name, (height, width) = piece.parameter, sizes[piece.parameter]
+        if name not in parameters:
+            is_vocabulary = name.endswith(("word_embeddings.weight", "output_layer.weight"))
+            size = (padded if is_vocabulary else height, width)
+            vector = tensors[piece.tensor].dim() == 1
+            parameters[name] = torch.full(size[:1] if vector else size, torch.nan)
+        piece.of_parameter(parameters[name]).copy_(piece.of_tensor(tensors[piece.tensor]))
+    return CutShards(shape, topology_of(layout, rank=rank), parameters)
