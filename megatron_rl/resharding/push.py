@@ -11,7 +11,13 @@ from torch import Tensor
 from megatron_rl.resharding.agreement import raise_together
 from megatron_rl.resharding.gather import distinct_shards, gather_tensors, gathered_bytes
 from megatron_rl.resharding.layouts import EngineLayout
-from megatron_rl.resharding.source import SyncStats, WeightHolder, check_parameters, layout_of
+from megatron_rl.resharding.source import (
+    SyncStats,
+    WeightHolder,
+    check_parameters,
+    has_fused_names,
+    layout_of,
+)
 
 
 class WeightReceiver(Protocol):
@@ -35,15 +41,16 @@ def gather_push(holder: WeightHolder, receiver: WeightReceiver, *, version: int)
     layout = layout_of(holder.topology)
     doing = f"weight push {version}, {layout} to {receiver.layout}"
     rank = dist.get_rank() if dist.is_initialized() else 0
-    pieces = layout.pieces(holder.shape, rank=rank, fused=holder.fused_names)
     parameters = holder.named_parameters_local()
+    fused = has_fused_names(parameters)
+    pieces = layout.pieces(holder.shape, rank=rank, fused=fused)
     error: Exception | None = None
     try:
         check_parameters(parameters, pieces, layout=layout)
     except ValueError as found:
         error = found
     raise_together(error, doing=doing)
-    shards = distinct_shards(holder.shape, layout=layout, fused=holder.fused_names)
+    shards = distinct_shards(holder.shape, layout=layout, fused=fused)
     tensors = gather_tensors(
         parameters,
         shape=holder.shape,

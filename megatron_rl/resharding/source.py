@@ -25,11 +25,6 @@ class WeightHolder(Protocol):
         """This rank's place."""
         ...
 
-    @property
-    def fused_names(self) -> bool:
-        """Whether parameters carry the names of Transformer Engine's layers."""
-        ...
-
     def named_parameters_local(self) -> Mapping[str, Tensor]:
         """This rank's parameters by their local names."""
         ...
@@ -45,6 +40,11 @@ def layout_of(topology: Topology) -> ActorLayout:
         virtual=topology.virtual_stages,
         expert=topology.ep_size,
     )
+
+
+def has_fused_names(parameters: Mapping[str, Tensor]) -> bool:
+    """Whether parameters carry the names of Transformer Engine's layers."""
+    return any(name.endswith("layer_norm_weight") for name in parameters)
 
 
 def parameter_shapes(pieces: tuple[Piece, ...]) -> dict[str, tuple[int, int]]:

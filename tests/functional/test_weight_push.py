@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.resharding.layouts import ActorLayout
 from megatron_rl.types import Prompt, SamplingSettings
-from tests.functional.cut_shards import cut_shards, topology_of
+from tests.cut_shards import cut_shards, topology_of
 from tests.ranks import run_ranks
 
 VOCABULARY, LAYERS = 300, 4

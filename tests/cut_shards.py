@@ -19,7 +19,6 @@ class CutShards:
     shape: ModelShape
     topology: Topology
     parameters: dict[str, Tensor]
-    fused_names: bool = False
 
     def named_parameters_local(self) -> dict[str, Tensor]:
         return self.parameters

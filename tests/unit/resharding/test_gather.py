@@ -1,0 +1,109 @@
+"""Gather-everything on gloo: every rank gets every HF tensor, bit for bit, once."""
+
+import torch
+
+from megatron_rl.resharding.gather import distinct_shards, gather_tensors, gathered_bytes
+from megatron_rl.resharding.layouts import ActorLayout
+from megatron_rl.resharding.push import gather_push
+from tests.cut_shards import cut_shards
+from tests.ranks import run_ranks
+from tests.unit.resharding.shapes import numbered_tensors, small_shape
+
+LAYOUTS = [(2, 2, 1, 1), (1, 2, 2, 1), (4, 1, 1, 1), (2, 1, 1, 2), (1, 1, 2, 2)]
+
+
+class Collector:
+    """A receiver that keeps what it is given."""
+
+    layout = "a collector"
+    dtype = torch.float64
+
+    def __init__(self):
+        self.received = {}
+
+    def receive(self, weights, *, version):
+        for name, tensor in weights:
+            assert name not in self.received, f"{name} came twice"
+            self.received[name] = tensor
+
+
+def _gather(rank, world_size):
+    for architecture in ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM"):
+        for tied in (False, True):
+            shape = small_shape(architecture, tied_embeddings=tied)
+            tensors = {name: t.double() for name, t in numbered_tensors(shape).items()}
+            for sizes in LAYOUTS:
+                layout = ActorLayout(*sizes)
+                shards = cut_shards(tensors, shape=shape, layout=layout, rank=rank)
+                collector = Collector()
+                stats = gather_push(shards, collector, version=1)
+                assert collector.received.keys() == tensors.keys()
+                for name, tensor in tensors.items():
+                    assert torch.equal(collector.received[name], tensor), (layout, name)
+                elements = sum(tensor.numel() for tensor in tensors.values())
+                assert stats.bytes_sent == 3 * 8 * elements  # each element to three other ranks
+    return True
+
+
+def test_every_rank_receives_the_whole_model():
+    assert all(run_ranks(_gather, 4))
+
+
+def _break(rank, world_size):
+    """The errors of four pushes, of which the last one is good."""
+    shape = small_shape()
+    tensors = numbered_tensors(shape)
+    errors = []
+    for case in ("missing", "extra", "shape", "good"):
+        shards = cut_shards(tensors, shape=shape, layout=ActorLayout(tensor=2), rank=rank)
+        parameters, layer = shards.parameters, "decoder.layers.2.mlp."
+        if rank == 1 and case == "missing":
+            del parameters[layer + "linear_fc2.weight"]
+        elif rank == 1 and case == "extra":
+            parameters[layer + "linear_fc3.weight"] = torch.zeros(2, 2)
+        elif rank == 1 and case == "shape":
+            parameters[layer + "linear_fc1.weight"] = torch.zeros(23, 20)
+        try:
+            gather_push(shards, Collector(), version=3)
+            errors.append("")
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_a_wrong_parameter_on_one_rank_is_an_error_on_every_rank():
+    start = "weight push 3, actor tp2 to a collector: rank 1: parameters of actor tp2: "
+    layer = "decoder.layers.2.mlp."
+    for missing, extra, shape, good in run_ranks(_break, 2):
+        assert missing == start + layer + "linear_fc2.weight is missing"
+        assert extra == start + layer + "linear_fc3.weight (2, 2) is unknown to the table"
+        # 24 feed-forward units in two shards: 12 gate rows and 12 up rows.
+        wrong = "linear_fc1.weight has shape (23, 20), the table says (24, 20)"
+        assert shape == start + layer + wrong
+        assert good == ""
+
+
+def test_shards_hold_every_element_once():
+    shape = small_shape("Qwen3MoeForCausalLM", tied_embeddings=True)
+    elements = sum(tensor.numel() for tensor in numbered_tensors(shape).values())
+    for layout in (ActorLayout(2, 2, 1, 2, expert=2), ActorLayout(1, 2, 2, 1, virtual=2)):
+        shards = distinct_shards(shape, layout=layout, fused=True)
+        assert sum(piece.size for shard in shards for piece in shard.pieces) == elements
+        sent = gathered_bytes(shards, world_size=layout.world_size, dtype=torch.bfloat16)
+        assert sent == elements * 2 * (layout.world_size - 1)
+
+
+def test_one_process_needs_no_process_group():
+    shape = small_shape()
+    tensors = numbered_tensors(shape)
+    shards = cut_shards(tensors, shape=shape, layout=ActorLayout(), rank=0)
+    gathered = dict(
+        gather_tensors(
+            shards.parameters,
+            shape=shape,
+            shards=distinct_shards(shape, layout=ActorLayout(), fused=False),
+            dtype=torch.int64,
+            device=torch.device("cpu"),
+        )
+    )
+    assert all(torch.equal(gathered[name], tensor) for name, tensor in tensors.items())
