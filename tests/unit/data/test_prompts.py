@@ -1,0 +1,157 @@
+"""Prompt sets: what is read, what is refused, and the order of a run."""
+
+import re
+from collections import Counter
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_rl.data.prompts import PromptOrder, load_prompts, load_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}"
+    "{% endif %}<{{ m['content'] }}>{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+
+
+def build_tokenizer(*, template=TEMPLATE, eos="!"):
+    """One token per character; ids of `<ab>=` are 0 1 2 3 4."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {piece: index for index, piece in enumerate("<ab>=!?")}
+    model = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    model.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token=eos, unk_token="?")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def build_row(content="ab", truth="7", **changes):
+    return {
+        "data_source": "made_up",
+        "prompt": [{"content": content, "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": truth, "style": "rule"},
+        "extra_info": {"index": "x"},
+    } | changes
+
+
+def write(path, rows):
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def test_a_row_becomes_a_prompt_with_the_template_and_nothing_else(tmp_path):
+    path = write(tmp_path / "set.parquet", [build_row(), build_row("b", "1/2")])
+    first, second = load_prompts(path, build_tokenizer(), max_prompt_tokens=5)
+    assert first.token_ids == (0, 1, 2, 3, 4)  # <ab>= : no end-of-sequence token added
+    assert first.messages == ({"role": "user", "content": "ab"},)
+    assert (second.index, second.token_ids, second.ground_truth) == (1, (0, 2, 3, 4), "1/2")
+    assert second.data_source == "made_up"
+
+
+def test_a_number_as_ground_truth_is_taken_as_text(tmp_path):
+    path = write(tmp_path / "set.parquet", [build_row(truth=34)])
+    (prompt,) = load_prompts(path, build_tokenizer(), max_prompt_tokens=5)
+    assert prompt.ground_truth == "34"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (build_row(prompt=[]), "row 1: prompt must be a list of chat messages"),
+        (build_row(prompt=None), "row 1: prompt must be a list of chat messages"),
+        (build_row(prompt=[{"role": "user", "content": None}]), "row 1: a chat message must"),
+        (build_row(truth=""), "row 1: reward_model.ground_truth must be a non-empty text"),
+        (build_row(reward_model=None), "row 1: reward_model.ground_truth must be"),
+        (build_row(data_source=None), "row 1: data_source must be a text"),
+        (build_row(prompt=[{"role": "tool", "content": "a"}]), "row 1: the chat template refuses"),
+        (build_row("abab"), r"row 1: the prompt has 7 tokens, more than max_prompt_tokens=5"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path, row, message):
+    path = write(tmp_path / "set.parquet", [build_row(), row])
+    with pytest.raises(ValueError, match=message):
+        load_prompts(path, build_tokenizer(), max_prompt_tokens=5)
+
+
+def test_a_prompt_that_is_a_plain_text_is_refused(tmp_path):
+    path = write(tmp_path / "set.parquet", [build_row(prompt="2 + 2 = ?")])
+    with pytest.raises(ValueError, match="must be a list of chat messages, got '2"):
+        load_prompts(path, build_tokenizer(), max_prompt_tokens=5)
+
+
+def test_missing_columns_are_named_with_those_there_are(tmp_path):
+    path = write(tmp_path / "set.parquet", [{"question": "2+2", "data_source": "x"}])
+    with pytest.raises(ValueError, match="no column prompt, reward_model; it has question, data"):
+        load_prompts(path, build_tokenizer(), max_prompt_tokens=5)
+
+
+def test_files_that_are_not_prompt_sets_are_refused(tmp_path):
+    tokenizer = build_tokenizer()
+    with pytest.raises(ValueError, match="does not exist"):
+        load_prompts(tmp_path / "none.parquet", tokenizer, max_prompt_tokens=5)
+    (tmp_path / "text.parquet").write_text("not parquet")
+    with pytest.raises(ValueError, match="cannot be read as parquet"):
+        load_prompts(tmp_path / "text.parquet", tokenizer, max_prompt_tokens=5)
+    whole = write(tmp_path / "whole.parquet", [build_row() for _ in range(9)]).read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="cannot be read as parquet"):
+        load_prompts(tmp_path / "cut.parquet", tokenizer, max_prompt_tokens=5)
+    empty = pa.Table.from_pylist([build_row()]).slice(0, 0)
+    pq.write_table(empty, tmp_path / "empty.parquet")
+    with pytest.raises(ValueError, match="holds no prompts"):
+        load_prompts(tmp_path / "empty.parquet", tokenizer, max_prompt_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "message"),
+    [({"template": None}, "no chat template"), ({"eos": None}, "no eos_token")],
+)
+def test_a_tokenizer_without_what_training_needs_is_refused(tmp_path, tokenizer, message):
+    path = write(tmp_path / "set.parquet", [build_row()])
+    with pytest.raises(ValueError, match=message):
+        load_prompts(path, build_tokenizer(**tokenizer), max_prompt_tokens=5)
+
+
+def test_a_folder_without_a_tokenizer_is_one_clear_error(tmp_path):
+    with pytest.raises(ValueError, match="does not exist"):
+        load_tokenizer(tmp_path / "none")
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path} holds no tokenizer")):
+        load_tokenizer(tmp_path)
+
+
+def test_a_saved_tokenizer_is_loaded(tmp_path):
+    build_tokenizer().save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).eos_token_id == 5
+
+
+def test_every_epoch_is_a_new_permutation_cut_into_whole_steps():
+    order = PromptOrder(10, seed=3)
+    # 10 prompts make 3 steps of 3 an epoch; the tenth sits out.
+    first = [index for step in range(3) for index in order.indices(step, 3)]
+    second = [index for step in range(3, 6) for index in order.indices(step, 3)]
+    assert len(set(first)) == len(set(second)) == 9
+    assert first != second
+    # Who sits out changes: over 200 epochs each prompt is left out about 20 times.
+    seen = Counter(index for step in range(600) for index in order.indices(step, 3))
+    assert set(seen) == set(range(10))
+    assert min(seen.values()) > 160
+
+
+def test_the_order_depends_on_seed_and_step_alone():
+    expected = PromptOrder(50, seed=1).indices(17, 8)
+    other = PromptOrder(50, seed=1)
+    other.indices(3, 8)  # asking for other steps moves nothing
+    assert other.indices(17, 8) == expected
+    assert PromptOrder(50, seed=2).indices(17, 8) != expected
+    # Recorded from the first version: a change would silently alter every resumed run.
+    assert PromptOrder(6, seed=0).indices(0, 6) == [5, 4, 1, 3, 2, 0]
+
+
+@pytest.mark.parametrize("count", [0, 11])
+def test_a_step_larger_than_the_set_is_refused(count):
+    with pytest.raises(ValueError, match="without repeating one"):
+        PromptOrder(10, seed=0).indices(0, count)
