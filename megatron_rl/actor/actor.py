@@ -1,0 +1,235 @@
+"""The Megatron actor: log-probs, updates, checkpoints and weights of one policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_rl.actor.build import build_chunks, build_optimizer, wrap_chunks
+from megatron_rl.actor.checkpoint import load_checkpoint, save_checkpoint
+from megatron_rl.actor.loss_contract import as_megatron_loss
+from megatron_rl.actor.packs import LocalPack, PackCache, check_pack
+from megatron_rl.actor.platform import megatron_runtime
+from megatron_rl.actor.schedule import learning_rate_at
+from megatron_rl.actor.settings import ActorSettings
+from megatron_rl.actor.weights import export_weights, load_weights
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.objectives.objective import ObjectiveResult
+from megatron_rl.objectives.statistics import MAXIMA, SUMS, Statistics
+from megatron_rl.resharding.architectures import read_model_shape
+from megatron_rl.types import Denominators, Minibatch, TokenBatch
+
+
+class PolicyObjective(Protocol):
+    """What the actor asks of an objective; see `megatron_rl.objectives.Objective`."""
+
+    def __call__(
+        self,
+        policy_logprobs: Tensor,
+        *,
+        behavior_logprobs: Tensor,
+        advantages: Tensor,
+        layout: Any,
+        denominators: Denominators,
+        rollout_logprobs: Tensor | None = None,
+    ) -> ObjectiveResult:
+        """Per-token loss of one micro-batch; all [t]."""
+        ...
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one optimizer update reports; the same on every rank."""
+
+    statistics: Statistics
+    grad_norm: float
+    learning_rate: float
+
+
+class MegatronActor:
+    """A policy in Megatron-core, trained in place; every rank of the layout holds one.
+
+    model_folder: Hugging Face folder that gives shape, weights and, for exports, tokenizer files.
+    """
+
+    fused_names = False  # parameters carry the names of Megatron's local layers
+
+    def __init__(
+        self, model_folder: str | Path, *, topology: Topology, settings: ActorSettings
+    ) -> None:
+        self.model_folder = Path(model_folder)
+        self.topology, self.settings = topology, settings
+        self.shape = read_model_shape(model_folder)
+        self.updates = 0  # optimizer updates so far: the learning rate's clock
+        self.packs = PackCache(self.shape, topology)
+        with megatron_runtime():
+            self.chunks = build_chunks(self.shape, settings=settings, topology=topology)
+            load_weights(
+                self.named_parameters_local(),
+                shape=self.shape,
+                topology=topology,
+                folder=model_folder,
+            )
+            self.wrapped = wrap_chunks(self.chunks, config=self.chunks[0].config)
+            self.optimizer = build_optimizer(self.wrapped, settings)
+        self.sequence_parallel = self.chunks[0].config.sequence_parallel
+
+    def compute_logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
+        """Log-probs of the labels, [T] per pack, 0 off the mask; on every rank of the replica.
+
+        Forward only, by the code and on the packs that training uses, so that the two agree bit
+        for bit while the weights are the same.
+        """
+        self._check(micro_batches)
+        with megatron_runtime(), torch.no_grad():
+            local = self._run(micro_batches, self._keep_logprobs, forward_only=True)
+        packs = [self.packs.prepare(batch) for batch in micro_batches]
+        flat = self._from_last_stage(local, sum(pack.layout.local_tokens for pack in packs))
+        parts = flat.split([pack.layout.local_tokens for pack in packs])
+        return [
+            pack.layout.gather(part).to(batch.tokens.device)
+            for pack, part, batch in zip(packs, parts, micro_batches, strict=True)
+        ]
+
+    def update(self, minibatch: Minibatch, objective: PolicyObjective) -> UpdateResult:
+        """One optimizer update on this data-parallel rank's micro-batches of one minibatch.
+
+        The loss is the sum over all ranks' micro-batches of the objective's per-token losses.
+        Raises FloatingPointError, on every rank alike, when the gradient is not finite.
+        """
+        self._check(minibatch.micro_batches)
+        rate = learning_rate_at(self.updates, self.settings)
+        loss = partial(self._policy_loss, objective, minibatch.denominators)
+        with megatron_runtime():
+            for chunk in self.wrapped:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            reports = self._run(minibatch.micro_batches, loss, forward_only=False)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate * group["lr_mult"]
+                group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]
+            _, grad_norm, _ = self.optimizer.step()
+        if not torch.isfinite(torch.tensor(grad_norm)):
+            raise FloatingPointError(
+                f"gradient norm of update {self.updates} is {grad_norm}; the weights are no longer "
+                "usable, continue from a checkpoint with a lower learning rate"
+            )
+        self.updates += 1
+        return UpdateResult(self._reduce(reports), float(grad_norm), rate)
+
+    def named_parameters_local(self) -> Mapping[str, Tensor]:
+        """This rank's parameters by Megatron's names, after `chunk{i}.` if there are several."""
+        if len(self.chunks) == 1:
+            return dict(self.chunks[0].named_parameters())
+        return {
+            f"chunk{index}.{name}": parameter
+            for index, chunk in enumerate(self.chunks)
+            for name, parameter in chunk.named_parameters()
+        }
+
+    def save(self, folder: str | Path) -> None:
+        """Write model, optimizer and schedule; complete under its name or not there. Collective."""
+        with megatron_runtime():
+            save_checkpoint(
+                folder, chunks=self.chunks, optimizer=self.optimizer, updates=self.updates
+            )
+
+    def load(self, folder: str | Path) -> None:
+        """Continue from a saved folder, of this layout or another. Collective."""
+        with megatron_runtime():
+            self.updates = load_checkpoint(folder, chunks=self.chunks, optimizer=self.optimizer)
+
+    def export_hf(self, folder: str | Path) -> None:
+        """Write the policy as a Hugging Face folder that transformers and vLLM load. Collective."""
+        export_weights(
+            self.named_parameters_local(),
+            shape=self.shape,
+            topology=self.topology,
+            source=self.model_folder,
+            folder=folder,
+        )
+
+    def _check(self, micro_batches: Sequence[TokenBatch]) -> None:
+        alignment = self.topology.alignment(sequence_parallel=self.sequence_parallel)
+        for batch in micro_batches:
+            check_pack(batch, alignment=alignment, vocab_size=self.shape.vocab_size)
+
+    def _run(
+        self,
+        micro_batches: Sequence[TokenBatch],
+        compute: Callable[[TokenBatch, LocalPack, Tensor], tuple[Tensor, Any]],
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """Walk the micro-batches by Megatron's schedule; reports of the last stage, else []."""
+
+        def step(batches: Any, model: Any) -> tuple[Tensor, Any]:
+            batch = next(batches)
+            pack = self.packs.prepare(batch)
+            return model(pack.inputs), as_megatron_loss(partial(compute, batch, pack))
+
+        longest = max(sum(batch.lengths) for batch in micro_batches)
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(micro_batches) for _ in self.wrapped],
+            model=self.wrapped,
+            num_microbatches=len(micro_batches),
+            seq_length=longest // self.topology.cp_size,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _keep_logprobs(
+        self, batch: TokenBatch, pack: LocalPack, logprobs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return logprobs, logprobs
+
+    def _policy_loss(
+        self,
+        objective: PolicyObjective,
+        denominators: Denominators,
+        batch: TokenBatch,
+        pack: LocalPack,
+        logprobs: Tensor,
+    ) -> tuple[Tensor, Statistics]:
+        assert batch.behavior_logprobs is not None, "behavior log-probs come before the update"
+        result = objective(
+            logprobs,
+            behavior_logprobs=pack.shard(batch.behavior_logprobs),
+            advantages=pack.shard(batch.advantages_per_token()),
+            layout=pack.layout,
+            denominators=denominators,
+            rollout_logprobs=pack.shard(batch.rollout_logprobs),
+        )
+        return result.loss, result.statistics
+
+    def _from_last_stage(self, local: list[Tensor], tokens: int) -> Tensor:
+        """Concatenated log-probs [tokens], on every pipeline stage."""
+        if self.topology.is_last_stage:
+            flat = torch.cat(local)
+        else:
+            flat = torch.empty(tokens, dtype=torch.float32, device=self.topology.device)
+        if self.topology.pp_size > 1:
+            last = dist.get_global_rank(self.topology.pp_group, self.topology.pp_size - 1)
+            dist.broadcast(flat, src=last, group=self.topology.pp_group)
+        return flat
+
+    def _reduce(self, reports: list[Statistics]) -> Statistics:
+        """Statistics of the whole minibatch on every rank; stages without a loss add nothing."""
+        device = self.topology.device
+        total = Statistics(
+            torch.zeros(len(SUMS), dtype=torch.float64, device=device),
+            torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float64, device=device),
+        )
+        for report in reports:
+            total = total.merge(report)
+        total = total.all_reduce(self.topology.dp_cp_group)
+        return total.all_reduce(self.topology.pp_group)

@@ -1,0 +1,79 @@
+"""Build Megatron's training stack for one rank: model chunks, gradient buffers, optimizer."""
+
+from __future__ import annotations
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rl.actor.loss_contract import assert_sum_semantics, finalize_gradients
+from megatron_rl.actor.model import PolicyModel, build_transformer_config
+from megatron_rl.actor.settings import ActorSettings
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.resharding.architectures import ModelShape
+
+
+def build_chunks(
+    shape: ModelShape, *, settings: ActorSettings, topology: Topology
+) -> list[PolicyModel]:
+    """This rank's model chunks, one per virtual stage, on its device; weights are not set yet."""
+    config = build_transformer_config(shape, settings, topology)
+    virtual = topology.virtual_stages
+    stages: list[int | None] = [None] if virtual == 1 else list(range(virtual))
+    return [
+        PolicyModel(
+            shape,
+            config=config,
+            topology=topology,
+            temperature=settings.temperature,
+            virtual_stage=stage,
+        ).to(topology.device)
+        for stage in stages
+    ]
+
+
+def wrap_chunks(
+    chunks: list[PolicyModel], *, config: TransformerConfig
+) -> list[DistributedDataParallel]:
+    """Chunks with contiguous float32 gradient buffers, summed over data x context parallelism."""
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=False,
+        average_in_collective=False,
+        check_for_nan_in_grad=False,  # the optimizer step reports it through the gradient norm
+    )
+    wrapped = [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    config.finalize_model_grads_func = finalize_gradients
+    assert_sum_semantics(wrapped, config=config)
+    return wrapped
+
+
+def build_optimizer(
+    wrapped: list[DistributedDataParallel], settings: ActorSettings
+) -> MegatronOptimizer:
+    """AdamW whose float32 state is cut over data x context parallelism.
+
+    As in Megatron, vectors (norms, biases) are not decayed.
+    """
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.learning_rate,
+        min_lr=settings.min_learning_rate,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.epsilon,
+        clip_grad=settings.clip_grad,
+        bf16=settings.dtype.is_floating_point and settings.dtype.itemsize == 2,
+        params_dtype=settings.dtype,
+        use_distributed_optimizer=True,
+        log_num_zeros_in_grad=False,
+    )
+    optimizer = get_megatron_optimizer(config, wrapped)
+    config_of_schedules = wrapped[0].config
+    config_of_schedules.grad_scale_func = optimizer.scale_loss
+    return optimizer

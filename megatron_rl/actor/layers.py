@@ -1,0 +1,93 @@
+"""The modules that replace Megatron's own in its local layer spec: norm and core attention.
+
+Megatron's torch norm refuses sequence parallelism and its dot-product attention refuses context
+parallelism and packed sequences; these two accept all three.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_rl.actor.rotary import Rotation
+from megatron_rl.distributed.collectives import Group
+from megatron_rl.distributed.context_attention import AttentionPlan, context_attention
+from megatron_rl.resharding.architectures import ModelShape
+
+
+@dataclass
+class PackContext(PackedSeqParams):
+    """What attention needs to know of a pack; travels to every layer as Megatron's pack argument.
+
+    "thd" makes Megatron hand over queries, keys and values as [t, heads, size].
+    """
+
+    qkv_format: str = "thd"
+    rotation: Rotation | None = None
+    plan: AttentionPlan | None = None
+
+
+class RmsNorm(torch.nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension (arXiv 1910.07467).
+
+    Under sequence parallelism each tensor-parallel rank normalises other tokens: the mark on the
+    weight makes Megatron sum its gradient over them.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
+        super().__init__()
+        self.eps = eps
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=device)
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., h]."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class PackedCoreAttention(torch.nn.Module):
+    """Rotates queries and keys, then attends inside each sequence of the pack."""
+
+    def __init__(self, config: TransformerConfig, pg_collection: Any = None, **_: Any):
+        super().__init__()
+        if config.softmax_scale is not None:
+            raise ValueError("a softmax scale other than 1 / sqrt(head size) is not supported")
+        self.group: Group = pg_collection.cp
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """[t, H, d], [t, K, d], [t, K, d] -> [t, H * d]."""
+        pack = kwargs["packed_seq_params"]
+        query, key = pack.rotation.apply(query), pack.rotation.apply(key)
+        out = context_attention(query, key, value, plan=pack.plan, group=self.group)
+        return out.flatten(1)
+
+
+def build_layer_spec(shape: ModelShape) -> ModuleSpec:
+    """Megatron's local layer with our norm and attention in it."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=shape.experts.num_experts if shape.experts else None,
+        qk_layernorm=shape.qk_norm,
+        normalization="RMSNorm",
+    )
+    layer = spec.submodules
+    layer.input_layernorm = RmsNorm
+    layer.pre_mlp_layernorm = RmsNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedCoreAttention
+    if shape.qk_norm:
+        attention.q_layernorm = RmsNorm
+        attention.k_layernorm = RmsNorm
+    return spec

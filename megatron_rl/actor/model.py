@@ -1,0 +1,177 @@
+"""The policy: Megatron-core's GPTModel that ends in log-probs of the response tokens.
+
+GPTModel's own forward makes logits; ours stops at the hidden states and lets the vocabulary-
+parallel head turn those of response tokens into log-probs. Rotary positions are explicit, so
+Megatron's position embedding is switched off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_rl.actor.layers import PackContext, RmsNorm, build_layer_spec
+from megatron_rl.actor.loss_contract import SUM_SEMANTICS
+from megatron_rl.actor.settings import ActorSettings
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.distributed.vocab_parallel import VocabShard, token_logprobs
+from megatron_rl.resharding.architectures import ModelShape
+from megatron_rl.resharding.pieces import padded_vocabulary
+
+
+@dataclass
+class ModelInput:
+    """This rank's shard of one pack, as the model reads it."""
+
+    tokens: Tensor  # [1, t]
+    labels: Tensor  # [n] of response positions
+    response_positions: Tensor  # [n] local positions whose log-probs are wanted
+    context: PackContext
+
+
+def build_transformer_config(
+    shape: ModelShape, settings: ActorSettings, topology: Topology
+) -> TransformerConfig:
+    """Megatron's config of this model, layout and machine."""
+    on_cuda = topology.device.type == "cuda"
+    experts = shape.experts
+    mixture = {}
+    if experts is not None:
+        mixture = {
+            "num_moe_experts": experts.num_experts,
+            "moe_router_topk": experts.experts_per_token,
+            "moe_ffn_hidden_size": experts.ffn_hidden_size,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_pre_softmax": not experts.normalize_top_k,
+            "moe_router_dtype": "fp32",
+            "expert_model_parallel_size": topology.ep_size,
+            "expert_tensor_parallel_size": topology.tp_size,
+        }
+    recompute = {}
+    if settings.recompute == "full":
+        recompute = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    elif settings.recompute == "selective":
+        recompute = {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["core_attn", "mlp"],
+        }
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_epsilon,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=topology.tp_size,
+        pipeline_model_parallel_size=topology.pp_size,
+        virtual_pipeline_model_parallel_size=(
+            topology.virtual_stages if topology.virtual_stages > 1 else None
+        ),
+        context_parallel_size=topology.cp_size,
+        sequence_parallel=settings.sequence_parallel and topology.tp_size > 1,
+        params_dtype=settings.dtype,
+        pipeline_dtype=settings.dtype,
+        bf16=settings.dtype == torch.bfloat16,
+        use_cpu_initialization=not on_cuda,
+        perform_initialization=False,  # every weight is loaded
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the one that accepts variable lengths
+        **SUM_SEMANTICS,
+        **mixture,
+        **recompute,
+    )
+
+
+class PolicyModel(GPTModel):
+    """One model chunk of the policy: GPTModel with explicit rotary positions and our head."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        *,
+        config: TransformerConfig,
+        topology: Topology,
+        temperature: float,
+        virtual_stage: int | None = None,
+    ) -> None:
+        chunk = (virtual_stage or 0) * topology.pp_size + topology.pp_rank
+        chunks = topology.pp_size * topology.virtual_stages
+        spec = build_layer_spec(shape)
+        depth = get_num_layers_to_build(config, virtual_stage, topology.pp_rank)
+        super().__init__(
+            config=config,
+            transformer_layer_spec=TransformerBlockSubmodules(
+                layer_specs=[spec] * depth, layer_norm=RmsNorm
+            ),
+            vocab_size=padded_vocabulary(shape.vocab_size, tp_size=topology.tp_size),
+            max_sequence_length=shape.max_position_embeddings,
+            pre_process=chunk == 0,
+            post_process=chunk == chunks - 1,
+            share_embeddings_and_output_weights=shape.tied_embeddings,
+            position_embedding_type="none",
+            vp_stage=virtual_stage,
+        )
+        self.temperature = temperature
+        rows = padded_vocabulary(shape.vocab_size, tp_size=topology.tp_size) // topology.tp_size
+        self.vocab_shard = VocabShard(rows * topology.tp_rank, shape.vocab_size, topology.tp_group)
+
+    def forward(self, inputs: ModelInput) -> Tensor:
+        """Hidden states for the next stage, or on the last stage log-probs [t], 0 off the mask."""
+        hidden = self.embedding(inputs.tokens, None) if self.pre_process else None
+        hidden = self.decoder(
+            hidden_states=hidden, attention_mask=None, packed_seq_params=inputs.context
+        )
+        return self._compute_logprobs(hidden, inputs) if self.post_process else hidden
+
+    def _compute_logprobs(self, hidden: Tensor, inputs: ModelInput) -> Tensor:
+        """Log-probs of the labels at the response positions, float32; [t / tp, 1, h] -> [t]."""
+        group = self.vocab_shard.group
+        if self.config.sequence_parallel:
+            # The head's gradient is one shard's part: the dual of this gather sums the parts.
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=True, group=group
+            )
+        hidden = hidden.squeeze(1).index_select(0, inputs.response_positions)
+        if not self.config.sequence_parallel:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=group)
+        weight = self.shared_embedding_or_output_weight()
+        if not self.share_embeddings_and_output_weights:
+            weight = self.output_layer.weight
+        values, _ = token_logprobs(
+            hidden,
+            weight,
+            inputs.labels,
+            shard=self.vocab_shard,
+            temperature=self.temperature,
+            into_main_grad=hasattr(weight, "main_grad"),
+        )
+        full = values.new_zeros(inputs.tokens.shape[1])
+        return full.index_copy(0, inputs.response_positions, values)

@@ -1,0 +1,37 @@
+"""How the actor computes and learns: plain values, read from the config by the caller."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class ActorSettings:
+    """Numerics, optimizer and memory choices of the actor; learning rates per optimizer update."""
+
+    learning_rate: float = 1e-6
+    min_learning_rate: float = 0.0
+    warmup_updates: int = 10
+    total_updates: int = 1  # of the whole run: where a decay ends
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    clip_grad: float = 1.0  # 0: no clipping
+    dtype: torch.dtype = torch.float32  # of parameters; gradients and optimizer are float32
+    sequence_parallel: bool = True  # wherever tp > 1
+    recompute: Literal["none", "selective", "full"] = "none"
+    temperature: float = 1.0  # of the policy whose log-probs are computed
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"dtype {self.dtype} is not supported; use float32 or bfloat16")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature is {self.temperature}; it must be above 0")
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"min_learning_rate {self.min_learning_rate} is above learning_rate "
+                f"{self.learning_rate}"
+            )

@@ -1,0 +1,219 @@
+"""Weights from and to Hugging Face safetensors, one rectangle at a time, under any layout.
+
+Loading reads only the slices that this rank holds. Exporting walks the tensors in order: rank 0
+receives each one's rectangles from their owners and writes a file whenever enough are together,
+so that no rank ever holds the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.resharding.architectures import ModelShape, tensor_shapes
+from megatron_rl.resharding.pieces import Piece
+from megatron_rl.resharding.source import check_parameters, layout_of
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SHARD_BYTES = 4 << 30
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".gguf")
+
+
+class HfReader:
+    """Slices of the tensors in a Hugging Face folder; files stay open, nothing is kept."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._open: dict[str, Any] = {}
+        index = self.folder / INDEX
+        if index.is_file():
+            self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        elif (self.folder / SINGLE).is_file():
+            self.files = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+        else:
+            raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}: no weights to load")
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            path = self.folder / name
+            if not path.is_file():
+                raise ValueError(f"{path} is named by the index but does not exist")
+            self._open[name] = safe_open(path, framework="pt")
+        return self._open[name]
+
+    def slice(self, name: str) -> Any:
+        """A lazy view of one tensor, indexed like one."""
+        return self._file(self.files[name]).get_slice(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype in which a tensor is stored."""
+        one = self.slice(name)
+        return one[tuple(slice(0, 1) for _ in one.get_shape())].dtype
+
+    def check(self, shape: ModelShape) -> None:
+        """Raise ValueError naming every tensor that is missing or has a wrong shape."""
+        problems = []
+        for name, size in tensor_shapes(shape).items():
+            if name not in self.files:
+                problems.append(f"{name} is missing")
+            elif (found := tuple(self.slice(name).get_shape())) != size:
+                problems.append(f"{name} has shape {found}, config.json says {size}")
+        if problems:
+            raise ValueError(f"weights in {self.folder}: " + "; ".join(problems))
+
+
+def read_piece(reader: HfReader, piece: Piece) -> Tensor:
+    """The rectangle of a piece from its file; [height, width]."""
+    view = reader.slice(piece.tensor)
+    rows = slice(*piece.rows)
+    if len(view.get_shape()) == 1:
+        return view[rows].unsqueeze(1)
+    return view[rows, slice(*piece.columns)]
+
+
+@torch.no_grad()
+def load_weights(
+    parameters: Mapping[str, Tensor], *, shape: ModelShape, topology: Topology, folder: str | Path
+) -> None:
+    """Fill this rank's parameters from a Hugging Face folder; vocabulary padding becomes zero.
+
+    Raises ValueError when a tensor or a parameter is missing, extra or of the wrong shape.
+    """
+    reader = HfReader(folder)
+    reader.check(shape)
+    layout = layout_of(topology)
+    pieces = layout.pieces(shape, rank=topology.rank)
+    check_parameters(parameters, pieces, layout=layout)
+    for name, parameter in parameters.items():
+        if "word_embeddings" in name or "output_layer" in name:
+            parameter.zero_()
+    for piece in pieces:
+        piece.of_parameter(parameters[piece.parameter]).copy_(read_piece(reader, piece))
+
+
+def _owners(shape: ModelShape, topology: Topology) -> dict[str, list[tuple[int, Piece]]]:
+    """For every HF tensor, rectangles that tile it, each with the first rank that holds it."""
+    layout = layout_of(topology)
+    owners: dict[str, dict[tuple, tuple[int, Piece]]] = {name: {} for name in tensor_shapes(shape)}
+    for rank in range(topology.world_size):
+        for piece in layout.pieces(shape, rank=rank):
+            owners[piece.tensor].setdefault((piece.rows, piece.columns), (rank, piece))
+    return {name: list(tiles.values()) for name, tiles in owners.items()}
+
+
+class _ShardWriter:
+    """Collects tensors on rank 0 and writes a file when they reach SHARD_BYTES."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.pending: dict[str, Tensor] = {}
+        self.bytes = self.total = 0
+        self.files: list[tuple[Path, list[str]]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self.pending and self.bytes + size > SHARD_BYTES:
+            self.flush()
+        self.pending[name] = tensor
+        self.bytes += size
+        self.total += size
+
+    def flush(self) -> None:
+        path = self.folder / f"part-{len(self.files):05d}.safetensors"
+        save_file(self.pending, path, metadata={"format": "pt"})
+        self.files.append((path, list(self.pending)))
+        self.pending, self.bytes = {}, 0
+
+    def finish(self) -> None:
+        """Name the files as transformers expects, with an index where there are several."""
+        if self.pending:
+            self.flush()
+        if len(self.files) == 1:
+            self.files[0][0].rename(self.folder / SINGLE)
+            return
+        weight_map = {}
+        for index, (path, names) in enumerate(self.files, start=1):
+            name = f"model-{index:05d}-of-{len(self.files):05d}.safetensors"
+            path.rename(self.folder / name)
+            weight_map.update(dict.fromkeys(names, name))
+        content = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
+        (self.folder / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+@torch.no_grad()
+def export_weights(
+    parameters: Mapping[str, Tensor],
+    *,
+    shape: ModelShape,
+    topology: Topology,
+    source: str | Path,
+    folder: str | Path,
+) -> None:
+    """Write a Hugging Face folder; config and tokenizer files are copied from `source`.
+
+    Collective over all ranks. Every tensor keeps the dtype that it has in `source`. The folder
+    appears under its name only when it is complete.
+    """
+    folder = Path(folder)
+    partial = folder.with_name(f".{folder.name}.partial")
+    reader = HfReader(source)
+    writer = _begin(partial, source) if topology.rank == 0 else None
+    for name, tiles in _owners(shape, topology).items():
+        dtype = reader.dtype(name)
+        whole = torch.empty(tensor_shapes(shape)[name], dtype=dtype) if writer else None
+        for rank, piece in tiles:
+            part = _move(piece, parameters, rank=rank, topology=topology, dtype=dtype)
+            if whole is not None and part is not None:
+                piece.of_tensor(whole).copy_(part)
+        if writer is not None and whole is not None:
+            writer.add(name, whole)
+    if writer is not None:
+        writer.finish()
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+    if topology.world_size > 1:
+        dist.barrier()
+
+
+def _begin(partial: Path, source: str | Path) -> _ShardWriter:
+    """An empty folder with everything of `source` that is not weights."""
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    for path in Path(source).iterdir():
+        if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES):
+            shutil.copy2(path, partial / path.name)
+    return _ShardWriter(partial)
+
+
+def _move(
+    piece: Piece,
+    parameters: Mapping[str, Tensor],
+    *,
+    rank: int,
+    topology: Topology,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """The rectangle on rank 0, sent by its owner through the host; None on other ranks."""
+    part = None
+    if topology.rank == rank:
+        view = piece.of_parameter(parameters[piece.parameter])
+        part = view.to(device="cpu", dtype=dtype).contiguous()
+        if rank != 0:
+            dist.send(part, dst=0)
+    elif topology.rank == 0:
+        part = torch.empty(piece.shape, dtype=dtype)
+        dist.recv(part, src=rank)
+    return part if topology.rank == 0 else None

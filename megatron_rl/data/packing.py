@@ -1,0 +1,184 @@
+"""Pack rollouts into micro-batches by token budget, and bring per-token values back to rollouts.
+
+Every rank holds all rollouts of a step, so the plan is a pure function that each rank computes for
+itself. Prompt groups are split in order into equal minibatches (one optimizer update each); inside
+a minibatch sequences are spread over data-parallel ranks and micro-batches, longest first into the
+emptiest pack. Every rank gets the same number of micro-batches; a pack that would be empty holds a
+filler sequence without response tokens, so that all ranks walk alike.
+
+A sequence is the prompt and all but the last token of the response (nothing follows that one), and
+is padded only to the layout's alignment.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.types import Denominators, Minibatch, Rollout, TokenBatch
+
+FILLER = -1  # in TokenBatch.rollout_indices
+
+
+def sequence_length(rollout: Rollout) -> int:
+    """Positions that predict something: prompt and response without the last token."""
+    return max(1, len(rollout.prompt.token_ids) + len(rollout.response.token_ids) - 1)
+
+
+def padded_length(length: int, *, alignment: int) -> int:
+    """`length` rounded up to a multiple of `alignment`."""
+    return -(-length // alignment) * alignment
+
+
+def split_groups(rollouts: Sequence[Rollout], *, minibatches: int) -> list[range]:
+    """Ranges of rollouts, one per minibatch: whole prompt groups, in order, equally many.
+
+    Raises ValueError when the groups cannot be divided.
+    """
+    starts = [
+        index
+        for index, rollout in enumerate(rollouts)
+        if index == 0
+        or rollout.response.prompt_index != rollouts[index - 1].response.prompt_index
+        or rollout.response.sample_index <= rollouts[index - 1].response.sample_index
+    ]
+    if not starts or len(starts) % minibatches:
+        raise ValueError(
+            f"{len(starts)} prompt groups cannot be split into {minibatches} equal minibatches; "
+            "make the number of prompts a multiple of the number of minibatches"
+        )
+    size = len(starts) // minibatches
+    bounds = [*starts[::size], len(rollouts)]
+    return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
+
+
+def assign_packs(lengths: Sequence[int], *, budget: int, ranks: int) -> list[list[list[int]]]:
+    """Places of the sequences: `[rank][micro-batch]` -> indices, in order.
+
+    lengths: padded. The fewest micro-batches for which no pack exceeds the budget (a sequence that
+    alone exceeds it gets a pack of its own size). Deterministic.
+    """
+    budget = max(budget, *lengths)
+    micro_batches = max(1, -(-sum(lengths) // (ranks * budget)))
+    while True:
+        bins = _longest_first(lengths, bins=ranks * micro_batches)
+        if max(sum(lengths[i] for i in one) for one in bins) <= budget:
+            return [[sorted(one) for one in bins[rank::ranks]] for rank in range(ranks)]
+        micro_batches += 1
+
+
+def _longest_first(lengths: Sequence[int], *, bins: int) -> list[list[int]]:
+    """Each sequence, longest first, into the emptiest of `bins` (Graham's LPT rule)."""
+    heap = [(0, place) for place in range(bins)]
+    packs: list[list[int]] = [[] for _ in range(bins)]
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        load, place = heapq.heappop(heap)
+        packs[place].append(index)
+        heapq.heappush(heap, (load + lengths[index], place))
+    return packs
+
+
+def plan_minibatches(
+    rollouts: Sequence[Rollout],
+    advantages: Tensor,
+    *,
+    minibatches: int,
+    tokens_per_micro_batch: int,
+    topology: Topology,
+    sequence_parallel: bool,
+) -> list[Minibatch]:
+    """This data-parallel rank's packs of a rollout batch, with each minibatch's global sizes.
+
+    advantages [N], one per rollout. tokens_per_micro_batch is the budget of one pack, over all its
+    context-parallel shards. Raises ValueError when the groups cannot be divided into minibatches.
+    """
+    alignment = topology.alignment(sequence_parallel=sequence_parallel)
+    planned = []
+    for span in split_groups(rollouts, minibatches=minibatches):
+        lengths = [padded_length(sequence_length(rollouts[i]), alignment=alignment) for i in span]
+        packs = assign_packs(lengths, budget=tokens_per_micro_batch, ranks=topology.dp_size)
+        micro_batches = [
+            build_pack(rollouts, advantages, indices=[span[i] for i in pack], alignment=alignment)
+            for pack in packs[topology.dp_rank]
+        ]
+        sizes = [len(rollouts[i].response.token_ids) for i in span]
+        denominators = Denominators(
+            responses=float(sum(size > 0 for size in sizes)), tokens=float(sum(sizes))
+        )
+        planned.append(Minibatch(micro_batches, denominators))
+    return planned
+
+
+def build_pack(
+    rollouts: Sequence[Rollout], advantages: Tensor, *, indices: Sequence[int], alignment: int
+) -> TokenBatch:
+    """One pack of the rollouts at `indices`, in order; a filler sequence when there are none."""
+    tokens: list[int] = []
+    labels: list[int] = []
+    positions: list[int] = []
+    mask: list[bool] = []
+    logprobs: list[float] = []
+    lengths: list[int] = []
+    for index in indices:
+        prompt = rollouts[index].prompt.token_ids
+        response = rollouts[index].response
+        text = [*prompt, *response.token_ids]
+        length = padded_length(sequence_length(rollouts[index]), alignment=alignment)
+        padding = length - (len(text) - 1)
+        before = len(prompt) - 1
+        tokens += text[:-1] + [0] * padding
+        labels += text[1:] + [0] * padding
+        positions += range(length)
+        mask += [False] * before + [True] * len(response.token_ids) + [False] * padding
+        logprobs += [0.0] * before + list(response.rollout_logprobs) + [0.0] * padding
+        lengths.append(length)
+    if not lengths:
+        tokens, labels, positions = [0] * alignment, [0] * alignment, list(range(alignment))
+        mask, logprobs, lengths = [False] * alignment, [0.0] * alignment, [alignment]
+    return TokenBatch(
+        tokens=torch.tensor(tokens),
+        position_ids=torch.tensor(positions),
+        labels=torch.tensor(labels),
+        response_mask=torch.tensor(mask),
+        lengths=tuple(lengths),
+        rollout_indices=tuple(indices) or (FILLER,),
+        advantages=advantages[list(indices)].float() if indices else torch.zeros(1),
+        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+    )
+
+
+def gather_by_rollout(
+    packs: Sequence[TokenBatch], values: Sequence[Tensor], *, count: int, topology: Topology
+) -> list[list[float]]:
+    """Per-token values [T] of this rank's packs as one list per rollout, on every rank.
+
+    A rollout's list holds its response tokens' values in order. Collective over data parallelism.
+    """
+    indices = [index for pack in packs for index in pack.rollout_indices]
+    sizes: list[int] = []
+    for pack in packs:
+        parts = pack.response_mask.split(list(pack.lengths))
+        sizes += [int(part.sum()) for part in parts]
+    flat = [
+        value[pack.response_mask.to(value.device)].float().cpu()
+        for pack, value in zip(packs, values, strict=True)
+    ]
+    mine = (indices, sizes, torch.cat(flat).numpy() if flat else [])
+    everyone = [mine]
+    if topology.dp_size > 1:
+        everyone = [None] * topology.dp_size  # type: ignore[list-item]
+        dist.all_gather_object(everyone, mine, group=topology.dp_group)
+    rows: list[list[float]] = [[] for _ in range(count)]
+    for some_indices, some_sizes, some_values in everyone:
+        start = 0
+        for index, size in zip(some_indices, some_sizes, strict=True):
+            if index != FILLER:
+                rows[index] = some_values[start : start + size].tolist()
+            start += size
+    return rows
