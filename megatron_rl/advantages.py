@@ -3,6 +3,7 @@
 Shapes: N prompts, G responses to each (a group).
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -31,6 +32,44 @@ def group_relative_advantages(
     squares = centered.square().sum(dim=1, keepdim=True)
     count = rewards.shape[1] - (1 if std == "sample" else 0)
     return centered / ((squares / max(count, 1)).sqrt() + EPSILON)
+
+
+def leave_one_out_advantages(rewards: Tensor) -> Tensor:
+    """A_i = R_i - mean of the other responses' rewards; [N, G] -> [N, G], G >= 2.
+
+    RLOO, arXiv 2402.14740. Equals G / (G - 1) times the deviation from the group's mean.
+    """
+    _check(rewards)
+    group = rewards.shape[1]
+    if group < 2:
+        raise ValueError("leave-one-out needs at least two responses per prompt, got one")
+    return group_relative_advantages(rewards, std="none") * (group / (group - 1))
+
+
+def batch_baseline_advantages(rewards: Tensor, *, normalize: bool = True) -> Tensor:
+    """A_i = (R_i - mean of the batch) / (std of the batch + 1e-6); [N, G] -> [N, G].
+
+    REINFORCE with the batch as its baseline (REINFORCE++, arXiv 2501.03262, without its KL
+    reward); `normalize` False leaves out the division. Sample standard deviation. `rewards` must
+    be those of the whole rollout batch, not one rank's.
+    """
+    _check(rewards)
+    flat = rewards.reshape(1, -1)
+    std: Literal["sample", "none"] = "sample" if normalize else "none"
+    return group_relative_advantages(flat, std=std).reshape(rewards.shape)
+
+
+def optimal_value_advantages(rewards: Tensor, *, beta: float) -> Tensor:
+    """A_i = R_i - beta log mean_j exp(R_j / beta); [N, G] -> [N, G].
+
+    The advantage that OAPL regresses on (arXiv 2602.19362): the soft optimal value of the group,
+    between its mean (large beta) and its best reward (small beta). `beta` is in units of reward.
+    """
+    _check(rewards)
+    if not beta > 0:
+        raise ValueError(f"beta is {beta}: it must be above 0")
+    value = beta * (torch.logsumexp(rewards / beta, dim=1) - math.log(rewards.shape[1]))
+    return rewards - value[:, None]
 
 
 def _check(rewards: Tensor) -> None:

@@ -1,8 +1,22 @@
 """Policy objectives: weight, constraint, score and aggregation, and the named choices."""
 
-from megatron_rl.objectives.build import build_objective
-from megatron_rl.objectives.objective import Objective, ObjectiveResult
+from megatron_rl.objectives.build import OBJECTIVE_NAMES, build_objective
+from megatron_rl.objectives.named import NAMED
+from megatron_rl.objectives.objective import Objective, ObjectiveResult, PolicyObjective
+from megatron_rl.objectives.padded import policy_loss
+from megatron_rl.objectives.regression import OaplObjective
 from megatron_rl.objectives.spec import ObjectiveSpec
 from megatron_rl.objectives.statistics import Statistics
 
-__all__ = ["Objective", "ObjectiveResult", "ObjectiveSpec", "Statistics", "build_objective"]
+__all__ = [
+    "NAMED",
+    "OBJECTIVE_NAMES",
+    "Objective",
+    "ObjectiveResult",
+    "ObjectiveSpec",
+    "OaplObjective",
+    "PolicyObjective",
+    "Statistics",
+    "build_objective",
+    "policy_loss",
+]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.objectives.spec import Bounds, Constraint, HardGate, PpoClip, Truncate
+from megatron_rl.objectives.spec import Bounds, Constraint, HardGate, PpoClip, Truncate, TvFilter
+from megatron_rl.objectives.weights import LogRatios
 
 
 class Constrained(NamedTuple):
@@ -102,16 +103,32 @@ def truncate(bounds: Truncate, log_weight: Tensor, layout: SequenceLayout) -> Co
     return Constrained(weight, weight, inside)
 
 
+def tv_filter(
+    tv: TvFilter, log_weight: Tensor, advantages: Tensor, ratios: LogRatios
+) -> Constrained:
+    """Zero where A (rho - 1) > 0 in a response with mean |rho - 1| / 2 above the threshold."""
+    log_ratio = ratios.token.detach()
+    # Far beyond any threshold; keeps one extreme ratio from becoming infinite.
+    deviation = torch.expm1(log_ratio.clamp(max=60)).abs()
+    layout = ratios.layout
+    variation = layout.sequence_sum(deviation) / (2 * layout.length.clamp(min=1))
+    inside = (variation <= tv.threshold) | (advantages * log_ratio <= 0)
+    weight = torch.where(inside, torch.exp(torch.where(inside, log_weight, 0)), 0)
+    return Constrained(weight, weight, inside)
+
+
 def apply_constraint(
-    constraint: Constraint, log_weight: Tensor, *, advantages: Tensor, layout: SequenceLayout
+    constraint: Constraint, log_weight: Tensor, *, advantages: Tensor, ratios: LogRatios
 ) -> Constrained:
     """Apply the chosen constraint to a log-weight; differentiable in it."""
     match constraint:
         case PpoClip():
-            return ppo_clip(constraint, log_weight, advantages, layout)
+            return ppo_clip(constraint, log_weight, advantages, ratios.layout)
         case HardGate():
-            return hard_gate(constraint, log_weight, advantages, layout)
+            return hard_gate(constraint, log_weight, advantages, ratios.layout)
         case Truncate():
-            return truncate(constraint, log_weight, layout)
+            return truncate(constraint, log_weight, ratios.layout)
+        case TvFilter():
+            return tv_filter(constraint, log_weight, advantages, ratios)
     weight = torch.exp(log_weight)
     return Constrained(weight, weight, torch.ones_like(log_weight, dtype=torch.bool))

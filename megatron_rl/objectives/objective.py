@@ -6,6 +6,7 @@ Shapes: t tokens on this rank, in the order of its SequenceLayout.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,8 +14,11 @@ from torch import Tensor
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives.aggregation import token_denominator
 from megatron_rl.objectives.constraints import apply_constraint
+from megatron_rl.objectives.diagnostics import Losses, Observed, compute_statistics
+from megatron_rl.objectives.inputs import Prepared, prepare
 from megatron_rl.objectives.spec import ObjectiveSpec
-from megatron_rl.objectives.statistics import Statistics, compute_statistics
+from megatron_rl.objectives.statistics import Statistics
+from megatron_rl.objectives.terms import kl_penalty, rollout_factor
 from megatron_rl.objectives.weights import LogRatios, compute_log_weight
 from megatron_rl.types import Denominators
 
@@ -25,6 +29,25 @@ class ObjectiveResult:
 
     loss: Tensor  # [t] zero off the mask
     statistics: Statistics
+
+
+class PolicyObjective(Protocol):
+    """What the actor asks of an objective; never sees a rank."""
+
+    def __call__(
+        self,
+        policy_logprobs: Tensor,
+        *,
+        behavior_logprobs: Tensor,
+        advantages: Tensor,
+        layout: SequenceLayout,
+        denominators: Denominators,
+        rollout_logprobs: Tensor | None = None,
+        reference_logprobs: Tensor | None = None,
+        entropy: Tensor | None = None,
+    ) -> ObjectiveResult:
+        """Per-token loss of one micro-batch, differentiable in `policy_logprobs`; all [t]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -42,37 +65,64 @@ class Objective:
         layout: SequenceLayout,
         denominators: Denominators,
         rollout_logprobs: Tensor | None = None,
+        reference_logprobs: Tensor | None = None,
+        entropy: Tensor | None = None,
     ) -> ObjectiveResult:
         """Per-token loss of one micro-batch, differentiable in `policy_logprobs`; all [t].
 
-        Values off the response mask are ignored, whatever they are.
+        Values off the response mask are ignored, whatever they are. Unusable values on it make
+        `statistics.to_metrics()` raise: on every rank alike, and without a wait here. Raises
+        ValueError at once for shapes, denominators and inputs that an option needs.
         """
+        observed = Observed(
+            policy_logprobs,
+            behavior_logprobs,
+            advantages,
+            rollout_logprobs,
+            reference_logprobs,
+            entropy,
+        )
+        x = prepare(observed, layout, denominators, spec=self.spec)
         spec = self.spec
-        policy = torch.where(layout.mask, at_least_float32(policy_logprobs), 0)
-        behavior = torch.where(layout.mask, at_least_float32(behavior_logprobs), 0)
-        advantages = torch.where(layout.mask, advantages.to(policy.dtype), 0)
-        denominator = token_denominator(spec.aggregation, layout, denominators, spec.constant)
 
         # Under the token score weight, gate and advantage are constants: no backward scan.
-        log_ratio = (policy.detach() if spec.score == "token" else policy) - behavior.detach()
-        ratios = LogRatios.of(log_ratio, layout)
+        policy = x.policy.detach() if spec.score == "token" else x.policy
+        ratios = LogRatios.of(policy - x.behavior, layout)
+        log_weight = compute_log_weight(spec.weight, ratios)
         constrained = apply_constraint(
-            spec.constraint,
-            compute_log_weight(spec.weight, ratios),
-            advantages=advantages,
-            layout=layout,
+            spec.constraint, log_weight, advantages=x.advantages, ratios=ratios
         )
         if spec.score == "token":  # sg[weight * A] * log pi
-            term = constrained.score_weight * advantages * policy
-        else:  # weight * A
-            term = constrained.weight * advantages
-        loss = -torch.where(layout.mask, term / denominator, 0)
+            coefficient = constrained.score_weight * x.advantages
+            # Not 0 * log pi where rejected: log pi may be anything there.
+            term = torch.where(coefficient == 0, 0, coefficient * x.policy)
+        else:  # weight * A, of which A = 0 has none even if the weight overflows
+            term = torch.where(x.advantages == 0, 0, constrained.weight) * x.advantages
+        if spec.rollout_correction is not None:
+            term = term * rollout_factor(spec.rollout_correction, x.log_gap, layout)
+
+        losses = self._losses(x, term, layout, denominators)
         statistics = compute_statistics(
-            loss=loss, ratios=ratios, constrained=constrained, layout=layout
+            observed=observed,
+            losses=losses,
+            ratios=ratios,
+            log_weight=log_weight,
+            constrained=constrained,
         )
-        return ObjectiveResult(loss, statistics)
+        return ObjectiveResult(losses.total(), statistics)
 
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Half precision cannot tell 1 from 1 + 7e-4: compute in float32 or, if given, float64."""
-    return x if x.dtype == torch.float64 else x.float()
+    def _losses(
+        self, x: Prepared, term: Tensor, layout: SequenceLayout, denominators: Denominators
+    ) -> Losses:
+        spec = self.spec
+        denominator = token_denominator(spec.aggregation, layout, denominators, spec.constant)
+        policy = -torch.where(layout.mask, term / denominator, 0)
+        kl = entropy = None
+        if spec.kl is not None:
+            penalty = kl_penalty(
+                spec.kl, x.policy, behavior_logprobs=x.behavior, reference_logprobs=x.reference
+            )
+            kl = torch.where(layout.mask, penalty / denominator, 0)
+        if spec.entropy_coefficient:
+            entropy = -spec.entropy_coefficient * x.entropy / denominator
+        return Losses(policy, kl, entropy)

@@ -101,17 +101,73 @@ class Truncate(Bounds):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TvFilter:
+    """Where a response's total variation exceeds `threshold`, reject what would increase it.
+
+    TV_i = 1 / (2 L) * sum_t |rho_t - 1|; in a response above the threshold the tokens with
+    A (rho_t - 1) > 0 are rejected, the others keep their weight.
+    """
+
+    threshold: float
+
+    def __post_init__(self) -> None:
+        check_number("threshold", self.threshold, minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Unconstrained:
     """The weight as it is."""
 
 
-Constraint = PpoClip | HardGate | Truncate | Unconstrained
+Constraint = PpoClip | HardGate | Truncate | TvFilter | Unconstrained
 CONSTRAINTS: dict[str, type[Constraint]] = {
     "ppo_clip": PpoClip,
     "hard_gate": HardGate,
     "truncate": Truncate,
+    "tv_filter": TvFilter,
     "none": Unconstrained,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlPenalty:
+    """coefficient * rho_t * k_t added to the loss, differentiated through both factors.
+
+    With q = pi_ref / pi_theta of the sampled token: k1 = -log q, k2 = (log q)^2 / 2,
+    k3 = q - 1 - log q (http://joschu.net/blog/kl-approx.html). rho_t makes the expectation one
+    over the policy's own action, so that k1 and k3 have the gradient of KL(pi_theta || pi_ref).
+    """
+
+    coefficient: float
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+
+    def __post_init__(self) -> None:
+        check_number("kl coefficient", self.coefficient, minimum=0, strict=True)
+        check_choice("kl estimator", self.estimator, Literal["k1", "k2", "k3"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutCorrection:
+    """A constant factor for the gap between recomputed and engine log-probabilities.
+
+    c = exp(behavior - rollout) of the token, of the whole response (its product) or of the
+    response's geometric mean; "truncate" moves it into [low, high] (truncated importance
+    sampling), "mask" replaces it by 0 outside (IcePop, arXiv 2510.18855).
+    """
+
+    level: Literal["token", "sequence", "sequence_mean"] = "token"
+    mode: Literal["truncate", "mask"] = "truncate"
+    low: float | None = None
+    high: float = 2.0
+
+    def __post_init__(self) -> None:
+        levels = Literal["token", "sequence", "sequence_mean"]
+        check_choice("rollout_correction level", self.level, levels)
+        check_choice("rollout_correction mode", self.mode, Literal["truncate", "mask"])
+        check_number("rollout_correction low", self.low, minimum=0, strict=True)
+        check_number("rollout_correction high", self.high, minimum=0, strict=True)
+        if self.low is not None and self.low >= self.high:
+            raise ValueError(f"rollout_correction: low {self.low} is not below high {self.high}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +183,9 @@ class ObjectiveSpec:
     score: Score
     aggregation: Aggregation
     constant: float = 1.0
+    kl: KlPenalty | None = None
+    entropy_coefficient: float = 0.0
+    rollout_correction: RolloutCorrection | None = None
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -134,14 +193,29 @@ class ObjectiveSpec:
         check_choice("score", self.score, Score)
         check_choice("aggregation", self.aggregation, Aggregation)
         check_number("constant", self.constant, minimum=0, strict=True)
-        if not isinstance(self.constraint, Constraint):
-            raise ValueError(f"constraint is {self.constraint!r}: choose one of {[*CONSTRAINTS]}")
-        scale = self.constraint.scale if isinstance(self.constraint, Bounds) else "constant"
-        if self.weight.startswith("sequence_") and scale != "constant":
+        check_number("entropy_coefficient", self.entropy_coefficient, minimum=0)
+        for name, value, allowed in (
+            ("constraint", self.constraint, Constraint),
+            ("kl", self.kl, KlPenalty | None),
+            ("rollout_correction", self.rollout_correction, RolloutCorrection | None),
+        ):
+            if not isinstance(value, allowed):
+                raise ValueError(f"{name} is {value!r}: it must be of type {allowed}")
+        self._check_meaning()
+
+    def _check_meaning(self) -> None:
+        bounds = self.constraint if isinstance(self.constraint, Bounds) else None
+        if bounds and self.weight.startswith("sequence_") and bounds.scale != "constant":
             raise ValueError(
                 f"weight {self.weight!r} is the same at every position of a response, so bounds "
-                f"with scale {scale!r} would keep or reject it by position alone: "
+                f"with scale {bounds.scale!r} would keep or reject it by position alone: "
                 "use scale 'constant', or a prefix weight"
+            )
+        dual = getattr(self.constraint, "dual", None)
+        if bounds and bounds.low is None and bounds.high is None and dual is None:
+            raise ValueError(
+                f"constraint {type(bounds).__name__} without a lower and an upper bound does "
+                "nothing: use {kind: none}"
             )
         if self.constant != 1.0 and self.aggregation not in ("response_sum", "token_sum"):
             raise ValueError(

@@ -1,37 +1,33 @@
-"""What an objective reports about a micro-batch: sums and maxima that merge exactly.
+"""What an objective reports: sums and maxima that merge exactly over micro-batches and ranks.
 
-Nothing here waits for the device until `to_metrics`, which copies once. Because only sums and
-maxima are kept, merging micro-batches and ranks gives the numbers of one big batch.
+Because only sums and maxima are kept, merging gives the numbers of one big batch; nothing waits
+for the device until `to_metrics`, which copies once.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_rl.distributed.collectives import Group, reduce_max, reduce_sum
-from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.objectives.constraints import Constrained
-from megatron_rl.objectives.weights import LogRatios
-
-SUMS = (
-    "tokens",
-    "loss",
-    "inside",
-    "log_ratio",
-    "prefix_mean",
-    "prefix_mean_squared",
-)
-MAXIMA = ("absolute_deviation",)
+from megatron_rl.objectives.metrics import compute_metrics, raise_on_faults
+from megatron_rl.objectives.schema import MAXIMA, MAXIMA_SIZE, SUMS_SIZE
 
 
 @dataclass
 class Statistics:
     """Sums and maxima over the valid decisions of one or more micro-batches."""
 
-    sums: Tensor  # [len(SUMS)] float64
-    maxima: Tensor  # [len(MAXIMA)] float64
+    sums: Tensor  # [SUMS_SIZE] float64: SUMS, then [BUCKETS, BUCKET_SUMS], then [BUCKETS, BINS]
+    maxima: Tensor  # [MAXIMA_SIZE] float64: MAXIMA, then FAULTS
+
+    @classmethod
+    def empty(cls, device: torch.device | str = "cpu") -> "Statistics":
+        """The statistics of no tokens: what merging starts from."""
+        return cls(
+            torch.zeros(SUMS_SIZE, dtype=torch.float64, device=device),
+            torch.full((MAXIMA_SIZE,), -torch.inf, dtype=torch.float64, device=device),
+        )
 
     def merge(self, other: "Statistics") -> "Statistics":
         """The statistics of both batches together."""
@@ -41,43 +37,13 @@ class Statistics:
         """The statistics of all ranks of the group together, on each of them."""
         return Statistics(reduce_sum(self.sums, group=group), reduce_max(self.maxima, group=group))
 
-    def to_metrics(self) -> dict[str, float]:
-        """Named numbers for logging; the only call that waits for the device."""
-        sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
-        maxima = dict(zip(MAXIMA, self.maxima.tolist(), strict=True))
-        tokens = max(sums["tokens"], 1.0)
-        mean = sums["prefix_mean"] / tokens
-        variance = max(sums["prefix_mean_squared"] / tokens - mean * mean, 0.0)
-        return {
-            "loss/policy": sums["loss"],
-            "gate/acceptance": sums["inside"] / tokens,
-            "ratio/log_mean": sums["log_ratio"] / tokens,
-            "ratio/prefix_mean_log_mean": mean,
-            "ratio/prefix_mean_log_std": math.sqrt(variance),
-            "ratio/max_deviation": max(maxima["absolute_deviation"], 0.0),
-            "tokens": sums["tokens"],
-        }
+    def to_metrics(self, prefix: str = "") -> dict[str, float]:
+        """Named numbers for logging; the only call that waits for the device.
 
-
-@torch.no_grad()
-def compute_statistics(
-    *, loss: Tensor, ratios: LogRatios, constrained: Constrained, layout: SequenceLayout
-) -> Statistics:
-    """The statistics of one micro-batch's tokens on this rank."""
-    mask = layout.mask
-    prefix_mean = ratios.prefix_mean.double()
-    columns = torch.stack(
-        (
-            torch.ones_like(prefix_mean),
-            loss.double(),
-            constrained.inside.double(),
-            ratios.token.double(),
-            prefix_mean,
-            prefix_mean.square(),
-        )
-    )
-    deviation = torch.expm1(ratios.token.double()).abs()
-    return Statistics(
-        torch.where(mask, columns, 0).sum(dim=1),
-        torch.where(mask, deviation, -torch.inf).max().reshape(1),
-    )
+        Raises ValueError naming sequence and position if an input was unusable.
+        """
+        everything = torch.cat((self.sums, self.maxima)).cpu()
+        sums, maxima = everything[:SUMS_SIZE], everything[SUMS_SIZE:]
+        raise_on_faults(maxima[len(MAXIMA) :])
+        metrics = compute_metrics(sums, maxima[: len(MAXIMA)])
+        return {prefix + name: value for name, value in metrics.items()}

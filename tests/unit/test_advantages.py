@@ -1,9 +1,16 @@
 """Advantages from rewards, by hand."""
 
+import math
+
 import pytest
 import torch
 
-from megatron_rl.advantages import group_relative_advantages
+from megatron_rl.advantages import (
+    batch_baseline_advantages,
+    group_relative_advantages,
+    leave_one_out_advantages,
+    optimal_value_advantages,
+)
 
 
 def test_group_relative_by_hand():
@@ -33,3 +40,34 @@ def test_a_bad_reward_is_named():
     rewards = torch.tensor([[0.0, 1.0], [0.0, float("nan")]])
     with pytest.raises(ValueError, match="response 1 to prompt 1 is nan"):
         group_relative_advantages(rewards)
+
+
+def test_leave_one_out_by_hand():
+    # (1, 0, 0.5): minus the means of the others 0.25, 0.75, 0.5.
+    rewards = torch.tensor([[1.0, 0.0, 0.5]], dtype=torch.float64)
+    assert leave_one_out_advantages(rewards)[0].tolist() == pytest.approx([0.75, -0.75, 0.0])
+    with pytest.raises(ValueError, match="at least two responses"):
+        leave_one_out_advantages(rewards[:, :1])
+
+
+def test_batch_baseline_by_hand():
+    # Mean 0.5 over both prompts; squares sum to 1, over 3 degrees of freedom.
+    rewards = torch.tensor([[1.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
+    wanted = 0.5 / ((1 / 3) ** 0.5 + 1e-6)
+    assert batch_baseline_advantages(rewards).tolist() == [
+        pytest.approx([wanted] * 2),
+        pytest.approx([-wanted] * 2),
+    ]
+    assert batch_baseline_advantages(rewards, normalize=False).tolist() == [[0.5] * 2, [-0.5] * 2]
+
+
+def test_optimal_value_lies_between_the_mean_and_the_best():
+    rewards = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+    value = math.log((math.e + 1) / 2)
+    assert optimal_value_advantages(rewards, beta=1.0)[0].tolist() == pytest.approx(
+        [1 - value, -value], rel=1e-12
+    )
+    assert optimal_value_advantages(rewards, beta=1e-4)[0, 0].item() == pytest.approx(
+        7e-5, abs=1e-5
+    )
+    assert optimal_value_advantages(rewards, beta=1e4)[0, 0].item() == pytest.approx(0.5, abs=1e-4)

@@ -1,0 +1,69 @@
+"""OAPL: regress the response's log-ratio on its advantage instead of weighting a score.
+
+Shapes: t tokens on this rank.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.objectives.constraints import Constrained
+from megatron_rl.objectives.diagnostics import Losses, Observed, compute_statistics
+from megatron_rl.objectives.inputs import prepare
+from megatron_rl.objectives.objective import ObjectiveResult
+from megatron_rl.objectives.spec import check_number
+from megatron_rl.objectives.weights import LogRatios
+from megatron_rl.types import Denominators
+
+
+@dataclass(frozen=True)
+class OaplObjective:
+    """1/N sum_i (beta S_L - A_i)^2 with S_L = log pi_theta(y|x) - log pi_beta(y|x).
+
+    arXiv 2602.19362, as re-implemented in public code: A_i = R_i - V*(x) with
+    V* = beta_1 log mean exp(R / beta_1) over the group (`optimal_value_advantages`). Not checked
+    against the original.
+    """
+
+    beta: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("beta", self.beta, minimum=0, strict=True)
+
+    def __call__(
+        self,
+        policy_logprobs: Tensor,
+        *,
+        behavior_logprobs: Tensor,
+        advantages: Tensor,
+        layout: SequenceLayout,
+        denominators: Denominators,
+        rollout_logprobs: Tensor | None = None,
+        reference_logprobs: Tensor | None = None,
+        entropy: Tensor | None = None,
+    ) -> ObjectiveResult:
+        """Per-token loss: each of a response's L tokens carries 1/L of its square; all [t]."""
+        observed = Observed(
+            policy_logprobs,
+            behavior_logprobs,
+            advantages,
+            rollout_logprobs,
+            reference_logprobs,
+            entropy,
+        )
+        x = prepare(observed, layout, denominators)
+        ratios = LogRatios.of(x.policy - x.behavior, layout)
+        square = (self.beta * ratios.sequence_sum - x.advantages).square()
+        loss = square / (layout.length.clamp(min=1) * denominators.responses)
+        losses = Losses(torch.where(layout.mask, loss, 0))
+        one = torch.ones_like(ratios.token)
+        statistics = compute_statistics(
+            observed=observed,
+            losses=losses,
+            ratios=ratios,
+            log_weight=ratios.sequence_sum,
+            constrained=Constrained(one, one, one.bool()),
+        )
+        return ObjectiveResult(losses.total(), statistics)
