@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.actor.weights import export_weights, load_weights
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives.objective import ObjectiveResult
-from megatron_rl.objectives.statistics import MAXIMA, SUMS, Statistics
+from megatron_rl.objectives.statistics import Statistics
 from megatron_rl.resharding.architectures import read_model_shape
 from megatron_rl.types import Denominators, Minibatch, TokenBatch
 
@@ -223,13 +223,15 @@ class MegatronActor:
         return flat
 
     def _reduce(self, reports: list[Statistics]) -> Statistics:
-        """Statistics of the whole minibatch on every rank; stages without a loss add nothing."""
-        device = self.topology.device
-        total = Statistics(
-            torch.zeros(len(SUMS), dtype=torch.float64, device=device),
-            torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float64, device=device),
-        )
-        for report in reports:
-            total = total.merge(report)
-        total = total.all_reduce(self.topology.dp_cp_group)
-        return total.all_reduce(self.topology.pp_group)
+        """Statistics of the whole minibatch on every rank; the last stage has computed them."""
+        total: Statistics | None = None
+        if self.topology.is_last_stage:
+            total = reduce(lambda one, other: one.merge(other), reports)
+            total = total.all_reduce(self.topology.dp_cp_group)
+        if self.topology.pp_size > 1:
+            last = dist.get_global_rank(self.topology.pp_group, self.topology.pp_size - 1)
+            box = [total]
+            dist.broadcast_object_list(box, src=last, group=self.topology.pp_group)
+            total = box[0]
+        assert total is not None, "no stage computed a loss"
+        return total
