@@ -10,10 +10,13 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_rl.actor.model import PolicyModel
 
@@ -77,5 +80,34 @@ def load_checkpoint(
     loaded = dist_checkpointing.load(wanted, str(folder))
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[f"model{index}" if len(chunks) > 1 else "model"])
-    optimizer.load_state_dict(loaded["optimizer"])
+    with mock.patch.object(
+        DistributedOptimizer, "_set_main_param_and_optimizer_states", _set_shard_states
+    ):
+        optimizer.load_state_dict(loaded["optimizer"])
+    _separate_steps(optimizer)
     return int(json.loads((folder / STATE).read_text())["updates"])
+
+
+def _set_shard_states(self: DistributedOptimizer, model_param: Any, tensors: dict) -> None:
+    """Copy one parameter's shard and moments from a checkpoint.
+
+    Megatron-core 0.16 asks the checkpoint for torch Adam's per-parameter "step" too, which it keeps
+    elsewhere (KeyError: 'step'); with apex or Transformer Engine there is none.
+    """
+    group, order = self.model_param_group_index_map[model_param]
+    main_param = self.optimizer.param_groups[group]["params"][order]
+    targets = {"param": main_param, **self.optimizer.state[main_param]}
+    for key, tensor in tensors.items():
+        targets[key].copy_(tensor)
+
+
+def _separate_steps(optimizer: MegatronOptimizer) -> None:
+    """Give every parameter its own step count.
+
+    Megatron-core loads one tensor for all of them, and torch's Adam then counts each update once
+    per parameter.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for state in part.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()

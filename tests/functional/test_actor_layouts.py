@@ -1,0 +1,263 @@
+"""One policy under every layout: the same log-probs, losses, gradients, updates and files.
+
+One launch per layout does everything (starting torch and Megatron in each rank is what costs).
+The single process is the reference; it is held to transformers.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.ranks import run_ranks
+
+VOCAB, LAYERS = 61, 4  # a vocabulary that no layout divides without padding
+LAYOUTS = [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (2, 2, 2, 1)]
+OBJECTIVES = {"pnpo": "tied", "gspo": "untied", "grpo": "tied"}  # and the model each trains
+
+
+def make_model(folder: Path, *, tied: bool) -> None:
+    """A random Qwen2 whose biases and norms matter."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(3)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        rope_theta=1000.0,
+        tie_word_embeddings=tied,
+    )
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+
+
+def make_rollouts():
+    """Four groups of four, responses from 1 to 40 tokens."""
+    from megatron_rl.types import Prompt, Response, Rollout, Verdict
+
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(length):
+        return tuple(torch.randint(0, VOCAB, (length,), generator=generator).tolist())
+
+    rollouts = []
+    for index in range(4):
+        prompt = Prompt(index, (), draw(3 + 2 * index), "", "")
+        for sample in range(4):
+            length = (
+                1 if index == sample == 0 else int(torch.randint(2, 41, (), generator=generator))
+            )
+            response = Response(index, sample, draw(length), (0.0,) * length, "", "stop", 0)
+            rollouts.append(Rollout(prompt, response, Verdict(0.0, "", None)))
+    return rollouts, torch.randn(16, generator=generator)
+
+
+def _settings():
+    from megatron_rl.actor.settings import ActorSettings
+
+    # A large epsilon: where a gradient is zero but for rounding (key biases), Adam would otherwise
+    # turn the rounding into full steps.
+    return ActorSettings(
+        learning_rate=3e-3, warmup_updates=2, epsilon=1e-3, weight_decay=0.1, clip_grad=0.5
+    )
+
+
+def _plan(actor, rollouts, advantages):
+    from megatron_rl.data.packing import plan_minibatches
+
+    return plan_minibatches(
+        rollouts,
+        advantages,
+        minibatches=2,
+        tokens_per_micro_batch=160,
+        topology=actor.topology,
+        sequence_parallel=actor.sequence_parallel,
+    )
+
+
+def _freeze_behavior(actor, minibatches):
+    packs = [pack for minibatch in minibatches for pack in minibatch.micro_batches]
+    for pack, logprobs in zip(packs, actor.compute_logprobs(packs), strict=True):
+        pack.behavior_logprobs = logprobs
+    return packs
+
+
+def _report(result):
+    metrics = result.statistics.to_metrics()
+    return {
+        "loss": metrics["loss/policy"],
+        "acceptance": metrics["gate/acceptance"],
+        "deviation": metrics["ratio/max_deviation"],
+        "grad_norm": result.grad_norm,
+        "learning_rate": result.learning_rate,
+    }
+
+
+def _train(name, actor, folder, checkpoint):
+    """Two updates, with a checkpoint between them; then the second again from checkpoints."""
+    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.objectives import build_objective
+
+    objective = build_objective(name)
+    minibatches = _plan(actor, *make_rollouts())
+    _freeze_behavior(actor, minibatches)
+    reports = [_report(actor.update(minibatches[0], objective))]
+    actor.save(folder / f"{name}-checkpoint")
+    reports.append(_report(actor.update(minibatches[0], objective)))
+    actor.export_hf(folder / name)
+    actor.load(folder / f"{name}-checkpoint")
+    reports.append(_report(actor.update(minibatches[0], objective)))
+    if checkpoint is not None:  # saved under another layout
+        fresh = MegatronActor(actor.model_folder, topology=actor.topology, settings=_settings())
+        fresh.load(checkpoint / f"{name}-checkpoint")
+        reports.append(_report(fresh.update(minibatches[0], objective)))
+    return reports
+
+
+def _perturbed_neighbour(actor, minibatches):
+    """Whether other sequences' log-probs keep every bit when one sequence's tokens change."""
+    pack = minibatches[0].micro_batches[0]
+    before = actor.compute_logprobs([pack])[0]
+    rows = slice(0, pack.lengths[0])
+    tokens = pack.tokens.clone()
+    tokens[rows] = (tokens[rows] + 7) % VOCAB
+    pack.tokens, pack.response_mask = tokens, pack.response_mask.clone()  # a new pack
+    after = actor.compute_logprobs([pack])[0]
+    same = torch.equal(before[pack.lengths[0] :], after[pack.lengths[0] :])
+    return same, not torch.equal(before[rows], after[rows])
+
+
+def run_layout(rank, world_size, root, layout, checkpoint):
+    """Everything one layout is asked; runs on every rank."""
+    from megatron_rl.actor import platform
+    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.data.packing import gather_by_rollout
+
+    tensor, pipeline, context, _ = layout
+    topology = platform.initialise(tensor=tensor, pipeline=pipeline, context=context)
+    root = Path(root)
+    folder = root / "-".join(map(str, layout))
+    report = {}
+    rollouts, advantages = make_rollouts()
+    for model in ("tied", "untied"):
+        actor = MegatronActor(root / model, topology=topology, settings=_settings())
+        minibatches = _plan(actor, rollouts, advantages)
+        packs = _freeze_behavior(actor, minibatches)
+        values = [pack.behavior_logprobs for pack in packs]
+        report[model] = gather_by_rollout(packs, values, count=len(rollouts), topology=topology)
+        actor.export_hf(folder / model)
+        if model == "tied":
+            report["neighbour"] = _perturbed_neighbour(actor, minibatches)
+    for name, model in OBJECTIVES.items():
+        actor = MegatronActor(root / model, topology=topology, settings=_settings())
+        report[name] = _train(name, actor, folder, checkpoint and Path(checkpoint))
+    return json.dumps(report)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("layouts")
+    make_model(folder / "tied", tied=True)
+    make_model(folder / "untied", tied=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(root):
+    return json.loads(run_ranks(run_layout, 1, str(root), (1, 1, 1, 1), None)[0])
+
+
+def _transformers_logprobs(folder):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    rows = []
+    for rollout in make_rollouts()[0]:
+        text = torch.tensor([[*rollout.prompt.token_ids, *rollout.response.token_ids]])
+        with torch.no_grad():
+            logprobs = model(text).logits[0, :-1].log_softmax(-1)
+        picked = logprobs.gather(1, text[0, 1:, None]).squeeze(1)
+        rows.append(picked[-len(rollout.response.token_ids) :].tolist())
+    return rows
+
+
+def _close(got, want):
+    for mine, theirs in zip(got, want, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("model", ["tied", "untied"])
+def test_logprobs_are_those_of_transformers(root, reference, model):
+    _close(reference[model], _transformers_logprobs(root / model))
+
+
+def test_first_minibatch_ratio_is_exactly_one_and_the_objectives_differ(reference):
+    for name in OBJECTIVES:
+        first, second, repeated = reference[name]
+        assert first["deviation"] == 0.0
+        assert first["acceptance"] == 1.0
+        assert second["deviation"] > 1e-2  # the policy moved
+        assert repeated == second  # bit for bit from the checkpoint
+        assert first["learning_rate"] == 1.5e-3  # half-way through a warm-up of two
+        assert first["grad_norm"] > 1e-3
+    assert reference["pnpo"][1]["loss"] != reference["grpo"][1]["loss"]
+
+
+def _check_files(root, layout):
+    folder = root / "-".join(map(str, layout))
+    for model in ("tied", "untied"):
+        source = load_file(root / model / "model.safetensors")
+        exported = load_file(folder / model / "model.safetensors")
+        assert exported.keys() == source.keys()
+        for name, tensor in source.items():
+            assert torch.equal(exported[name], tensor), f"{name} changed on the way"
+    for name in OBJECTIVES:
+        mine = load_file(folder / name / "model.safetensors")
+        want = load_file(root / "1-1-1-1" / name / "model.safetensors")
+        start = load_file(root / OBJECTIVES[name] / "model.safetensors")
+        moved = max((want[key] - start[key]).abs().max().item() for key in want)
+        assert moved > 1e-3
+        for key, tensor in want.items():
+            torch.testing.assert_close(mine[key], tensor, rtol=1e-5, atol=1e-5, msg=key)
+
+
+def test_reference_files(root, reference):
+    _check_files(root, (1, 1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=lambda layout: "tp{}-pp{}-cp{}-dp{}".format(*layout)
+)
+def test_layout_equals_one_process(root, reference, layout):
+    tensor, pipeline, context, data = layout
+    world_size = tensor * pipeline * context * data
+    checkpoint = str(root / "1-1-1-1")
+    reports = run_ranks(run_layout, world_size, str(root), layout, checkpoint)
+    assert len(set(reports)) == 1  # every rank reports the same
+    report = json.loads(reports[0])
+    assert report["neighbour"] == [True, True]
+    for model in ("tied", "untied"):
+        _close(report[model], reference[model])
+    for name in OBJECTIVES:
+        first, second, repeated, resharded = report[name]
+        assert first["deviation"] == 0.0  # bit-equal between scoring and training
+        assert repeated == second
+        assert second["acceptance"] == pytest.approx(reference[name][1]["acceptance"], abs=1e-6)
+        for step, mine in ((0, first), (1, second), (1, resharded)):
+            for key in ("loss", "grad_norm", "learning_rate"):
+                want = reference[name][step][key]
+                assert mine[key] == pytest.approx(want, rel=1e-5, abs=1e-5), (name, step, key)
+    _check_files(root, layout)
