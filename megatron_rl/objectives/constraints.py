@@ -56,6 +56,11 @@ def log_bounds(bounds: Bounds, layout: SequenceLayout, like: Tensor) -> tuple[Te
     return lower, upper
 
 
+def exponential(log_weight: Tensor, advantages: Tensor) -> Tensor:
+    """exp, which may overflow only where it matters: a token with A = 0 must not give inf * 0."""
+    return torch.exp(torch.where(advantages == 0, log_weight.clamp(max=80), log_weight))
+
+
 def ppo_clip(
     clip: PpoClip, log_weight: Tensor, advantages: Tensor, layout: SequenceLayout
 ) -> Constrained:
@@ -70,8 +75,7 @@ def ppo_clip(
     lower = torch.where(advantages < 0, lower, -torch.inf)
     upper = torch.where(advantages > 0, upper, torch.where(advantages < 0, dual, torch.inf))
     inside = (lower <= log_weight) & (log_weight <= upper)
-    # A = 0 has no term; without a bound its ratio could overflow into inf * 0.
-    weight = torch.exp(torch.where(advantages == 0, 0, log_weight.clamp(lower, upper)))
+    weight = exponential(log_weight.clamp(lower, upper), advantages)
     return Constrained(weight, torch.where(inside, weight, 0), inside)
 
 
@@ -91,15 +95,17 @@ def hard_gate(
     if gate.sided == "advantage":
         below, above = below & (advantages < 0), above & (advantages > 0)
     inside = ~(below | above)
-    weight = torch.where(inside, torch.exp(torch.where(inside, log_weight, 0)), 0)
+    weight = torch.where(inside, exponential(torch.where(inside, log_weight, 0), advantages), 0)
     return Constrained(weight, weight, inside)
 
 
-def truncate(bounds: Truncate, log_weight: Tensor, layout: SequenceLayout) -> Constrained:
+def truncate(
+    bounds: Truncate, log_weight: Tensor, advantages: Tensor, layout: SequenceLayout
+) -> Constrained:
     """clip(r); under the token score every token keeps its gradient."""
     lower, upper = log_bounds(bounds, layout, log_weight)
     inside = (lower <= log_weight) & (log_weight <= upper)
-    weight = torch.exp(log_weight.clamp(lower, upper))
+    weight = exponential(log_weight.clamp(lower, upper), advantages)
     return Constrained(weight, weight, inside)
 
 
@@ -113,7 +119,7 @@ def tv_filter(
     layout = ratios.layout
     variation = layout.sequence_sum(deviation) / (2 * layout.length.clamp(min=1))
     inside = (variation <= tv.threshold) | (advantages * log_ratio <= 0)
-    weight = torch.where(inside, torch.exp(torch.where(inside, log_weight, 0)), 0)
+    weight = torch.where(inside, exponential(torch.where(inside, log_weight, 0), advantages), 0)
     return Constrained(weight, weight, inside)
 
 
@@ -127,8 +133,8 @@ def apply_constraint(
         case HardGate():
             return hard_gate(constraint, log_weight, advantages, ratios.layout)
         case Truncate():
-            return truncate(constraint, log_weight, ratios.layout)
+            return truncate(constraint, log_weight, advantages, ratios.layout)
         case TvFilter():
             return tv_filter(constraint, log_weight, advantages, ratios)
-    weight = torch.exp(log_weight)
+    weight = exponential(log_weight, advantages)
     return Constrained(weight, weight, torch.ones_like(log_weight, dtype=torch.bool))

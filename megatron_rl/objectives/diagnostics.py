@@ -89,7 +89,7 @@ def _scalar_sums(
     zero = torch.zeros_like(one)
     positive, negative = advantages > 0, advantages < 0
     log_ratio, prefix_mean = ratios.token.double(), ratios.prefix_mean.double()
-    weight = constrained.score_weight.double()
+    weight = constrained.score_weight.double().clamp(max=1e100)  # its square must be finite
     rows = {
         "tokens": one,
         "responses": 1 / layout.length.clamp(min=1).double(),

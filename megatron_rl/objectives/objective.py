@@ -96,8 +96,8 @@ class Objective:
             coefficient = constrained.score_weight * x.advantages
             # Not 0 * log pi where rejected: log pi may be anything there.
             term = torch.where(coefficient == 0, 0, coefficient * x.policy)
-        else:  # weight * A, of which A = 0 has none even if the weight overflows
-            term = torch.where(x.advantages == 0, 0, constrained.weight) * x.advantages
+        else:  # weight * A
+            term = constrained.weight * x.advantages
         if spec.rollout_correction is not None:
             term = term * rollout_factor(spec.rollout_correction, x.log_gap, layout)
 
