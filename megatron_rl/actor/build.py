@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -74,6 +75,22 @@ def build_optimizer(
         log_num_zeros_in_grad=False,
     )
     optimizer = get_megatron_optimizer(config, wrapped)
-    config_of_schedules = wrapped[0].config
-    config_of_schedules.grad_scale_func = optimizer.scale_loss
+    wrapped[0].config.grad_scale_func = optimizer.scale_loss
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, torch.optim.Adam):
+            _allocate_moments(part.optimizer)
     return optimizer
+
+
+def _allocate_moments(optimizer: torch.optim.Adam) -> None:
+    """Zero moments now instead of at the first update.
+
+    With torch's Adam, Megatron-core can neither save nor load an optimizer that has no state yet.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }

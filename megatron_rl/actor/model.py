@@ -13,6 +13,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -142,6 +148,7 @@ class PolicyModel(GPTModel):
         self.temperature = temperature
         rows = padded_vocabulary(shape.vocab_size, tp_size=topology.tp_size) // topology.tp_size
         self.vocab_shard = VocabShard(rows * topology.tp_rank, shape.vocab_size, topology.tp_group)
+        _mark_tensor_parallel(self)
 
     def forward(self, inputs: ModelInput) -> Tensor:
         """Hidden states for the next stage, or on the last stage log-probs [t], 0 off the mask."""
@@ -175,3 +182,17 @@ class PolicyModel(GPTModel):
         )
         full = values.new_zeros(inputs.tokens.shape[1])
         return full.index_copy(0, inputs.response_positions, values)
+
+
+def _mark_tensor_parallel(model: torch.nn.Module) -> None:
+    """Mark weights that are cut over tensor parallelism, as Megatron's initialisation would.
+
+    The gradient norm counts unmarked parameters on the first tensor-parallel rank only.
+    """
+    cut_dimension = {ColumnParallelLinear: 0, RowParallelLinear: 1, VocabParallelEmbedding: 0}
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if type(module) in cut_dimension and weight is not None:
+            dimension = cut_dimension[type(module)]
+            if not hasattr(weight, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(weight, True, dimension, 1)
