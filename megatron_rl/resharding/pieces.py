@@ -8,6 +8,7 @@ Everything is seen as a matrix: a vector of n elements is [n, 1], and a paramete
 two dimensions (vLLM's experts) is flattened to two, its last dimension kept as columns.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,8 +22,9 @@ from megatron_rl.resharding.architectures import (
     row_shapes,
 )
 
-VOCABULARY_MULTIPLE = 8  # rows per rank come in eights, for the matrix units of a GPU
-VLLM_VOCABULARY_MULTIPLE = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE
+# vLLM's DEFAULT_VOCAB_PADDING_SIZE. Megatron's embedding is padded to the same multiple, so that
+# equal tensor parallel sizes cut the vocabulary at the same rows.
+VOCABULARY_MULTIPLE = 64
 
 Span = tuple[int, int]
 
@@ -65,8 +67,8 @@ def as_matrix(tensor: Tensor) -> Tensor:
 
 
 def padded_vocabulary(vocab_size: int, *, tp_size: int) -> int:
-    """Rows of Megatron's embedding: the vocabulary rounded up to a multiple of 8 tp."""
-    multiple = VOCABULARY_MULTIPLE * tp_size
+    """Rows of the embedding: the vocabulary rounded up to a multiple of 64 and of tp."""
+    multiple = math.lcm(VOCABULARY_MULTIPLE, tp_size)
     return -(-vocab_size // multiple) * multiple
 
 
@@ -244,8 +246,7 @@ def vllm_pieces(shape: ModelShape, *, tp_rank: int = 0, tp_size: int = 1) -> tup
             f"{heads} attention heads and {groups} key-value heads do not fit "
             f"vLLM's tensor parallel size {tp_size}"
         )
-    multiple = VLLM_VOCABULARY_MULTIPLE
-    padded_rows = -(-shape.vocab_size // multiple) * multiple
+    padded_rows = padded_vocabulary(shape.vocab_size, tp_size=tp_size)
     pieces: list[Piece] = []
     for row in shape.rows:
         layers = range(shape.num_layers) if row.place in ("layer", "expert") else range(1)
@@ -287,7 +288,7 @@ def vllm_parameter_shapes(
             assert shape.experts is not None, f"{name} needs experts"
             count = shape.experts.num_experts
             shapes[name] = (count, heights[name] // count, width)
-    padded = -(-shape.vocab_size // VLLM_VOCABULARY_MULTIPLE) * VLLM_VOCABULARY_MULTIPLE
+    padded = padded_vocabulary(shape.vocab_size, tp_size=tp_size)
     for row in shape.rows:
         if row.kind == "vocabulary":
             shapes[row.vllm] = (padded // tp_size, shape.hidden_size)

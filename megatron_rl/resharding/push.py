@@ -1,11 +1,10 @@
-"""One weight push: from the actor's shards to the engine, every parameter, or an error."""
+"""The simple weight push: gather everything; and what every push checks first."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.resharding.agreement import raise_together
@@ -26,9 +25,30 @@ class WeightReceiver(Protocol):
     layout: EngineLayout
     dtype: torch.dtype
 
-    def receive(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Replace every parameter."""
+    def receive(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> float:
+        """Replace every parameter; returns the seconds that resetting caches took."""
         ...
+
+    def invalidate(self) -> None:
+        """Refuse to generate until other weights are received."""
+        ...
+
+
+def check_holder(holder: WeightHolder, *, doing: str) -> Mapping[str, Tensor]:
+    """The holder's local parameters, known to fit the table on every rank; collective.
+
+    Raises RuntimeError on every rank, naming the parameters that do not fit on any of them.
+    """
+    parameters = holder.named_parameters_local()
+    layout, fused = layout_of(holder.topology), has_fused_names(parameters)
+    pieces = layout.pieces(holder.shape, rank=holder.topology.rank, fused=fused)
+    error: Exception | None = None
+    try:
+        check_parameters(parameters, pieces, layout=layout)
+    except ValueError as found:
+        error = found
+    raise_together(error, doing=doing)
+    return parameters
 
 
 def gather_push(holder: WeightHolder, receiver: WeightReceiver, *, version: int) -> SyncStats:
@@ -40,17 +60,8 @@ def gather_push(holder: WeightHolder, receiver: WeightReceiver, *, version: int)
     start = time.perf_counter()
     layout = layout_of(holder.topology)
     doing = f"weight push {version}, {layout} to {receiver.layout}"
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    parameters = holder.named_parameters_local()
-    fused = has_fused_names(parameters)
-    pieces = layout.pieces(holder.shape, rank=rank, fused=fused)
-    error: Exception | None = None
-    try:
-        check_parameters(parameters, pieces, layout=layout)
-    except ValueError as found:
-        error = found
-    raise_together(error, doing=doing)
-    shards = distinct_shards(holder.shape, layout=layout, fused=fused)
+    parameters = check_holder(holder, doing=doing)
+    shards = distinct_shards(holder.shape, layout=layout, fused=has_fused_names(parameters))
     tensors = gather_tensors(
         parameters,
         shape=holder.shape,
@@ -58,10 +69,13 @@ def gather_push(holder: WeightHolder, receiver: WeightReceiver, *, version: int)
         dtype=receiver.dtype,
         device=holder.topology.device,
     )
+    error: Exception | None = None
     try:
         receiver.receive(tensors, version=version)
     except (ValueError, RuntimeError) as found:
         error = found
+        for _ in tensors:  # the other ranks still wait for this one's broadcasts
+            pass
     raise_together(error, doing=doing)
     return SyncStats(
         seconds=time.perf_counter() - start,

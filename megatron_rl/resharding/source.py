@@ -90,6 +90,7 @@ class SyncStats:
     bytes_sent: int  # between processes
     bytes_local: int  # copied within a process
     phases: Mapping[str, float] = field(default_factory=dict)  # seconds by phase
+    repairs: int = 0  # pushes of this run that had to be repeated by gathering
 
     def to_metrics(self) -> dict[str, float]:
         """Metrics of a training step, by their names in metrics.jsonl."""
@@ -99,5 +100,6 @@ class SyncStats:
             "sync/bytes_sent": float(self.bytes_sent),
             "sync/bytes_local": float(self.bytes_local),
             "sync/gigabytes_per_second": rate,
+            "sync/repairs": float(self.repairs),
             **{f"sync/{phase}_seconds": seconds for phase, seconds in self.phases.items()},
         }

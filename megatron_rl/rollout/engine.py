@@ -42,8 +42,15 @@ class RolloutEngine(Protocol):
         """Log-probs of each sequence's tokens from the second on, [length - 1] float32."""
         ...
 
-    def receive(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Replace every parameter by HF tensors, then forget all cached prefixes."""
+    def receive(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> float:
+        """Replace every parameter by HF tensors, then forget all cached prefixes.
+
+        Returns the seconds that forgetting took.
+        """
+        ...
+
+    def invalidate(self) -> None:
+        """Refuse to generate until other weights are received."""
         ...
 
     def push_weights(self, actor: WeightHolder, *, version: int) -> SyncStats:

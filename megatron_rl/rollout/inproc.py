@@ -54,6 +54,15 @@ class InprocTransferEngine(WeightTransferEngine[InprocInitInfo, InprocUpdateInfo
 
     def receive_weights(self, update_info: InprocUpdateInfo) -> None:
         """Load all weights; ValueError if parameters differ from `expected` or are left over."""
+        try:
+            self._load(update_info)
+        except BaseException:
+            # What was loaded so far would otherwise count towards the next update's layers, which
+            # would then be finished before all of their weights are there.
+            self.finish_weight_update()
+            raise
+
+    def _load(self, update_info: InprocUpdateInfo) -> None:
         # Between start and finish the parameters have the shapes in which vLLM loads them; on CPU
         # the repacked ones are empty otherwise.
         found = {name: tuple(value.shape) for name, value in self.model.named_parameters()}

@@ -17,7 +17,7 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.resharding.agreement import raise_together
 from megatron_rl.resharding.architectures import ModelShape, read_model_shape, tensor_shapes
 from megatron_rl.resharding.layouts import EngineLayout
-from megatron_rl.resharding.push import gather_push
+from megatron_rl.resharding.resharder import Resharder, ReshardSettings
 from megatron_rl.resharding.source import SyncStats, WeightHolder
 from megatron_rl.rollout.engine import Progress
 from megatron_rl.rollout.exchange import Generated, gather_responses
@@ -45,6 +45,7 @@ class VllmEngine:
     max_model_len: longest prompt plus response, in tokens.
     kv_cache_bytes: memory for cached keys and values (None on CUDA: by `memory_fraction`).
     max_sequences: requests that run at once on one engine.
+    resharding: how weights are moved and verified.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class VllmEngine:
         kv_cache_bytes: int | None = None,
         memory_fraction: float = 0.5,
         max_sequences: int = 256,
+        resharding: ReshardSettings | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("start torch.distributed (and Megatron) before the vLLM engine")
@@ -70,6 +72,7 @@ class VllmEngine:
         self.max_model_len = max_model_len
         self._version = -1
         self._asleep = False
+        self._resharder = Resharder(self, resharding or ReshardSettings())
         self._stop_tokens = stop_tokens(model_folder)
         on_cuda = topology.device.type == "cuda"
         arguments: dict[str, Any] = {
@@ -135,8 +138,7 @@ class VllmEngine:
         own: list[Generated] = []
         error: Exception | None = None
         try:
-            if self._version < 0:
-                raise RuntimeError("the engine has no weights yet; push them before generating")
+            self._require_weights()
             requests = sampling_requests(
                 mine, samples=samples, sampling=sampling, stop_tokens=self._stop_tokens
             )
@@ -155,6 +157,7 @@ class VllmEngine:
 
         Before temperature and top-p. Every engine scores all sequences itself.
         """
+        self._require_weights()
         outputs = self._run(scoring_requests(sequences))
         scores = []
         for place, sequence in enumerate(sequences):
@@ -165,13 +168,14 @@ class VllmEngine:
 
     def push_weights(self, actor: WeightHolder, *, version: int) -> SyncStats:
         """Bring the actor's present weights into this engine; raises unless all of them arrive."""
-        return gather_push(actor, self, version=version)
+        return self._resharder.push(actor, version=version)
 
-    def receive(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+    def receive(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> float:
         """Replace every parameter by HF tensors of full shape, on each rank of each engine.
 
-        ValueError naming the parameters when one is missing, extra or of a wrong shape. After any
-        error the engine refuses to generate until a push succeeds.
+        Only the slice that this rank computes with is read. Returns the seconds that resetting the
+        cache took. ValueError naming the parameters when one is missing, extra or of a wrong shape.
+        After any error the engine refuses to generate until a push succeeds.
         """
         # The order matters:
         #   1. no request may be running: its cached keys would mix two versions;
@@ -197,9 +201,15 @@ class VllmEngine:
             if self._asleep:
                 self._llm.wake_up(tags=["kv_cache"])
                 self._asleep = False
+            start = time.perf_counter()
             if self._llm.reset_prefix_cache() is not True:
                 raise RuntimeError("vLLM did not reset its prefix cache after a weight update")
         self._version = version
+        return time.perf_counter() - start
+
+    def invalidate(self) -> None:
+        """Refuse to generate until other weights are received."""
+        self._version = -1
 
     def sleep(self) -> None:
         """Free the device memory of weights and cache; the next push brings the weights back."""
@@ -213,6 +223,10 @@ class VllmEngine:
         if self._asleep:
             self._llm.wake_up()
             self._asleep = False
+
+    def _require_weights(self) -> None:
+        if self._version < 0:
+            raise RuntimeError("the engine has no valid weights; push them before generating")
 
     def _checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         missing = tensor_shapes(self.shape)

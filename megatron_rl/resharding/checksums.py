@@ -1,0 +1,39 @@
+"""Numbers that tell whether two pieces of memory hold the same weights.
+
+`message_checksum` is cheap (one pass at memory speed) and sees any changed value. `slice_checksum`
+also sees rows or columns that changed places: with bits b[r, c] of the elements as integers,
+
+    sum_r (r + 1) K sum_c b[r, c]  +  sum_c (c + 1) K' sum_r b[r, c]      modulo 2^64.
+"""
+
+import torch
+from torch import Tensor
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Odd, so that multiplication modulo 2^64 loses nothing; within int64 (2^64 / golden ratio, halved).
+_ROW_FACTOR = 0x4F1BBCDCBFA53E0B
+_COLUMN_FACTOR = 0x27BB2EE687B0B0FD
+
+
+def message_checksum(message: Tensor) -> Tensor:
+    """Sum of a flat contiguous buffer read as 64-bit words, zero-padded; int64 scalar."""
+    data = message.view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    if data.storage_offset() % 8 or data.data_ptr() % 8:
+        data = data.clone()
+    total = data[:whole].view(torch.int64).sum()
+    if whole < data.numel():
+        rest = data.new_zeros(8)
+        rest[: data.numel() - whole] = data[whole:]
+        total = total + rest.view(torch.int64)[0]
+    return total
+
+
+def slice_checksum(matrix: Tensor) -> Tensor:
+    """Position-dependent checksum of a matrix [h, w]; int64 scalar, equal on every device."""
+    bits = matrix.contiguous().view(_INTEGERS[matrix.dtype.itemsize])
+    rows, columns = bits.sum(1, dtype=torch.int64), bits.sum(0, dtype=torch.int64)
+    count = torch.arange(1, max(matrix.shape) + 1, device=matrix.device)
+    return (rows * count[: len(rows)] * _ROW_FACTOR).sum() + (
+        columns * count[: len(columns)] * _COLUMN_FACTOR
+    ).sum()

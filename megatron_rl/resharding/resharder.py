@@ -1,0 +1,137 @@
+"""A weight push by plan, verified: the sequence of one push, its errors and its numbers."""
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.resharding.agreement import raise_together, wire_device
+from megatron_rl.resharding.architectures import ModelShape, tensor_shapes
+from megatron_rl.resharding.exchange import Exchange, ExchangeError
+from megatron_rl.resharding.layouts import ActorLayout
+from megatron_rl.resharding.ledger import Ledger
+from megatron_rl.resharding.plan import RankPlan, plan_for_rank
+from megatron_rl.resharding.push import WeightReceiver, check_holder, gather_push
+from megatron_rl.resharding.source import SyncStats, WeightHolder, has_fused_names, layout_of
+
+
+@dataclass(frozen=True)
+class ReshardSettings:
+    """How weights are moved and how closely that is watched.
+
+    bucket_bytes: what a rank sends plus receives in one round; two rounds are alive at once.
+    full_check_every: pushes between checks of every single slice; the first one always is one,
+        0 means no further ones. Every push compares a checksum of every message.
+    repair: after a mismatch push everything by gathering, and count it, instead of stopping.
+    time_limit: seconds to wait for one round before giving up.
+    ranks_per_node: for the choice of the nearest replica; None: all ranks are on one node.
+    """
+
+    bucket_bytes: int = 64 << 20
+    full_check_every: int = 50
+    repair: bool = False
+    time_limit: float = 300.0
+    ranks_per_node: int | None = None
+
+
+@dataclass
+class Resharder:
+    """Pushes weights from one actor layout to one receiver, again and again."""
+
+    receiver: WeightReceiver
+    settings: ReshardSettings = ReshardSettings()
+    repairs: int = 0
+    _pushes: int = 0
+    _plans: dict[tuple[ModelShape, ActorLayout, bool], RankPlan] = field(default_factory=dict)
+
+    def push(self, holder: WeightHolder, *, version: int) -> SyncStats:
+        """Bring all weights over; collective over all processes.
+
+        Raises RuntimeError, on every rank, when parameters do not fit the table, when the engine
+        refuses them, or when checksums differ (unless `repair`); ExchangeError when a rank hangs
+        or dies. The receiver then has no valid weights.
+        """
+        start = time.perf_counter()
+        doing = f"weight push {version}, {layout_of(holder.topology)} to {self.receiver.layout}"
+        parameters = check_holder(holder, doing=doing)
+        plan = self._plan(holder, fused=has_fused_names(parameters))
+        plan_seconds = time.perf_counter() - start
+        every = self.settings.full_check_every
+        exchange = Exchange(
+            plan=plan,
+            parameters=parameters,
+            shapes=tensor_shapes(holder.shape),
+            dtype=self.receiver.dtype,
+            device=holder.topology.device,
+            ledger=Ledger(full=self._pushes % every == 0 if every else self._pushes == 0),
+            time_limit=self.settings.time_limit,
+        )
+        self._pushes += 1
+        load_seconds = self._load(exchange, version=version, doing=doing)
+        changed = _agree_on_names(exchange.settle())
+        if changed:
+            self.receiver.invalidate()
+            self._repair_or_raise(holder, changed, version=version, doing=doing)
+        phases = {"plan": plan_seconds, "load": load_seconds, **exchange.seconds}
+        return SyncStats(
+            seconds=time.perf_counter() - start,
+            bytes_sent=plan.elements_sent * self.receiver.dtype.itemsize,
+            bytes_local=plan.elements_local * self.receiver.dtype.itemsize,
+            phases=phases,
+            repairs=self.repairs,
+        )
+
+    def _plan(self, holder: WeightHolder, *, fused: bool) -> RankPlan:
+        layout = layout_of(holder.topology)
+        key = (holder.shape, layout, fused)
+        if key not in self._plans:
+            self._plans[key] = plan_for_rank(
+                holder.shape,
+                layout,
+                self.receiver.layout,
+                rank=holder.topology.rank,
+                bucket_elements=self.settings.bucket_bytes // self.receiver.dtype.itemsize,
+                fused=fused,
+                ranks_per_node=self.settings.ranks_per_node,
+            )
+        return self._plans[key]
+
+    def _load(self, exchange: Exchange, *, version: int, doing: str) -> float:
+        """Let the receiver pull all tensors; seconds that it spent outside the exchange."""
+        error: Exception | None = None
+        start = time.perf_counter()
+        try:
+            cache_seconds = self.receiver.receive(exchange.tensors(), version=version)
+            exchange.seconds["cache_reset"] += cache_seconds
+        except ExchangeError:
+            self.receiver.invalidate()
+            raise  # the others cannot be asked any more; each finds out by itself
+        except (ValueError, RuntimeError) as found:
+            error = found
+            exchange.drain()
+        seconds = time.perf_counter() - start - sum(exchange.seconds.values())
+        raise_together(error, doing=doing)
+        return seconds
+
+    def _repair_or_raise(
+        self, holder: WeightHolder, changed: list[str], *, version: int, doing: str
+    ) -> None:
+        shown = ", ".join(changed[:8]) + (f" and {len(changed) - 8} more" if changed[8:] else "")
+        if not self.settings.repair:
+            raise RuntimeError(f"{doing}: checksums differ after the transfer for {shown}")
+        self.repairs += 1
+        gather_push(holder, self.receiver, version=version)
+
+
+def _agree_on_names(names: list[str]) -> list[str]:
+    """Every rank's names together, sorted, on every rank; one integer where there are none."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return names
+    count = torch.tensor([len(names)], device=wire_device())
+    dist.all_reduce(count)
+    if not int(count):
+        return []
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, names)
+    return sorted({name for each in everyone for name in each})

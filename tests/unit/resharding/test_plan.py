@@ -1,0 +1,121 @@
+"""The plan moves every element that is missing, once, from where it is, and nothing else."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.resharding.architectures import ARCHITECTURES
+from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
+from megatron_rl.resharding.plan import iterate_copies, plan_for_rank
+from megatron_rl.resharding.source import parameter_shapes
+from tests.unit.resharding.shapes import numbered_tensors, small_shape
+
+
+def _fill(pieces, tensors):
+    """The parameters of one rank, as matrices, with every element's number; 0 is padding."""
+    filled = {
+        name: torch.zeros(size, dtype=torch.int64)
+        for name, size in parameter_shapes(pieces).items()
+    }
+    for piece in pieces:
+        piece.of_parameter(filled[piece.parameter]).copy_(piece.of_tensor(tensors[piece.tensor]))
+    return filled
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    architecture=st.sampled_from(sorted(ARCHITECTURES)),
+    tied=st.booleans(),
+    sizes=st.tuples(*[st.sampled_from([1, 2])] * 6, st.sampled_from([1, 2, 4, 8])),
+    engine_tensor=st.sampled_from([1, 2, 4, 8]),
+)
+def test_every_destination_element_comes_once_from_a_right_source(
+    architecture, tied, sizes, engine_tensor
+):
+    tensor, pipeline, context, data, virtual, expert, node = sizes
+    shape = small_shape(architecture, tied_embeddings=tied, ffn_hidden_size=16)
+    stage = tensor * context * data
+    if shape.experts is None or stage % (tensor * expert):
+        expert = 1
+    source = ActorLayout(tensor, pipeline, context, data, virtual, expert)
+    world_size = source.world_size
+    if world_size % engine_tensor or (shape.experts and engine_tensor == 8):
+        engine_tensor = 1
+    destination = EngineLayout(engine_tensor, world_size)
+    tensors = numbered_tensors(shape)
+    held = [_fill(source.pieces(shape, rank=r), tensors) for r in range(world_size)]
+    expected = [_fill(destination.pieces(shape, rank=r), tensors) for r in range(world_size)]
+    got = [{name: torch.zeros_like(v) for name, v in e.items()} for e in expected]
+
+    sent = 0
+    for copy in iterate_copies(shape, source, destination, ranks_per_node=node):
+        target = copy.needed.of_parameter(got[copy.destination][copy.needed.parameter])
+        assert not target.any(), f"{copy} writes what another copy wrote"
+        target.copy_(copy.held.of_parameter(held[copy.source][copy.held.parameter]))
+        sent += copy.size if copy.source != copy.destination else 0
+    for rank in range(world_size):
+        for name, value in expected[rank].items():
+            assert torch.equal(got[rank][name], value), (rank, name)
+
+    # The lower bound, from the numbers alone: what a rank needs and does not hold.
+    bound = 0
+    for rank in range(world_size):
+        has = torch.cat([value.flatten() for value in held[rank].values()]).unique()
+        needs = torch.cat([value.flatten() for value in expected[rank].values()])
+        bound += int((~torch.isin(needs[needs > 0], has)).sum())
+    assert sent == bound
+
+
+def test_layouts_that_coincide_move_nothing_over_the_wire():
+    shape = small_shape()
+    for tensor, data in ((1, 4), (2, 2), (4, 1)):
+        source = ActorLayout(tensor=tensor, data=data)
+        copies = list(iterate_copies(shape, source, EngineLayout(tensor, 4)))
+        assert all(copy.source == copy.destination for copy in copies)
+
+
+def test_a_replica_on_the_same_node_is_preferred_and_the_load_is_spread():
+    shape = small_shape()
+    # Ranks 0-3 are stage 0 and 4-7 stage 1; within a stage ranks r and r + 2 are replicas.
+    source, destination = ActorLayout(2, 2, 1, 2), EngineLayout(2, 8)
+    sent = [0] * 8
+    for copy in iterate_copies(shape, source, destination):
+        if copy.source != copy.destination:
+            sent[copy.source] += copy.size
+    for rank in (0, 1, 4, 5):
+        assert abs(sent[rank] - sent[rank + 2]) <= 0.05 * sent[rank]
+    # Tensor 2 only, four replicas: with two ranks per node nothing may cross nodes.
+    for copy in iterate_copies(
+        shape, ActorLayout(2, 1, 1, 4), EngineLayout(1, 8), ranks_per_node=2
+    ):
+        assert copy.source // 2 == copy.destination // 2
+
+
+@pytest.mark.parametrize("bucket", [7, 100, 10**9])
+def test_rounds_hold_the_whole_plan_in_bounded_buckets(bucket):
+    shape = small_shape(num_layers=2)
+    source, destination = ActorLayout(2, 2, 1, 1), EngineLayout(1, 4)
+    plans = [
+        plan_for_rank(shape, source, destination, rank=rank, bucket_elements=bucket)
+        for rank in range(4)
+    ]
+    assert len({len(plan.rounds) for plan in plans}) == 1
+    total = 0
+    for plan in plans:
+        for number, exchange in enumerate(plan.rounds):
+            out = sum(c.size for copies in exchange.sends.values() for c in copies)
+            into = sum(c.size for copies in exchange.receives.values() for c in copies)
+            # One row of 20 or 24 or 32 columns is the smallest slice.
+            assert out + into <= max(bucket, 32)
+            total += out
+            for other, copies in exchange.sends.items():
+                assert plans[other].rounds[number].receives[plan.rank] == copies
+        complete = list(plan.ready) + [name for names in plan.complete_after for name in names]
+        assert sorted(complete) == sorted(numbered_tensors(shape))
+    assert total == plans[0].elements_sent
+
+
+def test_worlds_of_different_size_are_refused():
+    with pytest.raises(ValueError, match="different numbers of ranks"):
+        list(iterate_copies(small_shape(), ActorLayout(2), EngineLayout(1, 4)))
