@@ -7,7 +7,13 @@ import traceback
 from pathlib import Path
 
 from megatron_rl.config import Config, ConfigError, dump_config, load_config, parse_config
-from megatron_rl.processes import has_cuda, join_processes, prepare_environment, start_processes
+from megatron_rl.processes import (
+    has_cuda,
+    join_processes,
+    prepare_environment,
+    quiet_libraries,
+    start_processes,
+)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -50,6 +56,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
             return 0
         if place is None:
             return _start(config, options, arguments)
+        quiet_libraries()
         from megatron_rl.trainer.build import run_training
 
         run_training(config, rank=place.rank, world_size=place.world_size)

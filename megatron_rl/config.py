@@ -74,6 +74,7 @@ class RolloutSection(Section):
     max_response_tokens: Count = 15360
     temperature: Positive = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    max_sequences: Count = 256  # that one engine generates at once
     memory_fraction: Fraction = 0.5  # of the device, on CUDA
     kv_cache_mib: Count = 256  # on CPU
 
@@ -90,6 +91,19 @@ class AdvantageSection(Section):
 
     estimator: Literal["group_relative", "leave_one_out", "batch_baseline"] = "group_relative"
     std: Literal["sample", "population", "none"] = "sample"
+
+
+class ObjectiveSection(Section):
+    """A named objective; further keys override its axes (`docs/objectives.md` lists them)."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = "pnpo"
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """What the config changes of the named objective."""
+        return dict(self.model_extra or {})
 
 
 class OptimizerSection(Section):
@@ -154,7 +168,7 @@ class Config(Section):
     rollout: RolloutSection = RolloutSection()
     reward: RewardSection = RewardSection()
     advantage: AdvantageSection = AdvantageSection()
-    objective: dict[str, Any] = Field(default_factory=lambda: {"name": "pnpo"})
+    objective: ObjectiveSection = ObjectiveSection()
     optimizer: OptimizerSection = OptimizerSection()
     trainer: TrainerSection = TrainerSection()
     eval: EvalSection = EvalSection()
@@ -174,7 +188,9 @@ class Config(Section):
                 "make prompts a multiple of minibatches"
             )
         if self.optimizer.min_learning_rate > self.optimizer.learning_rate:
-            problems.append("optimizer.min_learning_rate is above optimizer.learning_rate; lower it")
+            problems.append(
+                "optimizer.min_learning_rate is above optimizer.learning_rate; lower it"
+            )
         if problems:
             raise ValueError("\n".join(problems))
         return self

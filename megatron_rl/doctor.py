@@ -90,9 +90,9 @@ def _optional() -> list[Finding]:
         Finding(
             "Transformer Engine",
             engine or "missing",
-            "its layers and attention (THD, context parallel)"
+            "its layers and attention"
             if engine
-            else "Megatron's local layers with our context-parallel attention instead; fp8 needs it",
+            else "Megatron's local layers and our context-parallel attention; fp8 needs it",
             good=bool(engine),
         ),
         Finding("NVIDIA apex", apex, apex_use, good=apex == "present"),

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 
 
@@ -30,7 +31,7 @@ def prepare_environment() -> None:
     defaults = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": "ERROR",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",  # models are folders on disk; nothing is looked up
         "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -43,6 +44,15 @@ def prepare_environment() -> None:
         defaults |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+
+
+def quiet_libraries() -> None:
+    """Hide warnings of libraries about themselves; those of our own code stay."""
+    for module in ("torch", "megatron", "vllm", "transformers"):
+        warnings.filterwarnings("ignore", module=rf"{module}\.", append=False)
+        warnings.filterwarnings("ignore", module=module, append=False)
+    # Megatron reads `.grad` of tensors whose gradient it keeps elsewhere.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
 
 
 def join_processes() -> ProcessPlace | None:

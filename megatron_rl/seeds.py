@@ -1,4 +1,4 @@
-"""Seeds by name: every random choice of a run has its own generator, derived from the run's seed."""
+"""Seeds by name: every random choice of a run has its own, derived from the run's seed."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""Training, as the algorithm reads: generate, judge, freeze, reuse for several epochs, push weights.
+"""Training, as the algorithm reads: generate, judge, freeze, reuse, push weights.
 
 Zhang et al., "Reusing Rollouts under Policy Lag: Prefix-Normalized Policy Optimization for LLM
 Reinforcement Learning", section 3.2: responses, behavior log-probs and advantages stay fixed while
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.config import Config
 from megatron_rl.data.prompts import PromptOrder
-from megatron_rl.objectives import Objective
+from megatron_rl.objectives import PolicyObjective
 from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.seeds import derive_seed
 from megatron_rl.trainer.checkpoints import CheckpointKeeper
@@ -32,7 +32,7 @@ class Trainer:
     config: Config
     actor: MegatronActor
     engine: RolloutEngine
-    objective: Objective
+    objective: PolicyObjective
     judge: Judge
     prompts: Sequence[Prompt]
     order: PromptOrder
@@ -62,9 +62,9 @@ class Trainer:
 
         updates = UpdateMetrics()
         with self.clock.phase("train"), self.console.progress("train") as advance:
-            for _epoch in range(self.config.trainer.epochs):
+            for epoch in range(1, self.config.trainer.epochs + 1):
                 for minibatch in batch.minibatches:
-                    updates.add(self.actor.update(minibatch, self.objective))
+                    updates.add(self.actor.update(minibatch, self.objective), epoch=epoch)
                     advance(updates.count, self.config.updates_per_step)
 
         with self.clock.phase("sync"):

@@ -1,4 +1,4 @@
-"""Where the numbers of a step go: metrics.jsonl always, TensorBoard and Weights & Biases beside it."""
+"""Where a step's numbers go: metrics.jsonl, TensorBoard and, if configured, W&B."""
 
 import json
 import math

@@ -41,7 +41,9 @@ def check_settings(config: Config, *, world_size: int) -> ModelShape:
 def run_directory(config: Config) -> RunDirectory:
     """The run directory that the config names."""
     if config.run.name is None:
-        raise ConfigError("run.name: missing; torchrun and srun jobs need a name, as run.name=my-run")
+        raise ConfigError(
+            "run.name: missing; torchrun and srun jobs need a name, as run.name=my-run"
+        )
     return RunDirectory(Path(config.run.dir) / config.run.name)
 
 
@@ -96,8 +98,8 @@ def _length_problems(config: Config, shape: ModelShape) -> list[str]:
         return []
     return [
         f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_response_tokens="
-        f"{config.rollout.max_response_tokens} exceed the model's {shape.max_position_embeddings} positions; "
-        "lower one of them"
+        f"{config.rollout.max_response_tokens} exceed the model's "
+        f"{shape.max_position_embeddings} positions; lower one of them"
     ]
 
 

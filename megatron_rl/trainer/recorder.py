@@ -1,4 +1,4 @@
-"""Writes a step down: metrics, rollouts, the line that a person reads, and at the end the summary."""
+"""Writes a step down: metrics, rollouts, the line a person reads; at the end the summary."""
 
 from dataclasses import dataclass
 

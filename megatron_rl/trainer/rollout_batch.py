@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 from megatron_rl.actor.actor import MegatronActor
-from megatron_rl.advantages import compute_advantages
-from megatron_rl.config import Config
+from megatron_rl.advantages import (
+    batch_baseline_advantages,
+    group_relative_advantages,
+    leave_one_out_advantages,
+)
+from megatron_rl.config import AdvantageSection, Config
 from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.types import Minibatch, Rollout
@@ -77,11 +81,8 @@ def build_rollout_batch(
     `rollouts` come group after group, `rollout.responses_per_prompt` each.
     """
     rewards = torch.tensor([rollout.verdict.reward for rollout in rollouts])
-    advantages = compute_advantages(
-        rewards.view(-1, config.rollout.responses_per_prompt),
-        estimator=config.advantage.estimator,
-        std=config.advantage.std,
-    ).flatten()
+    groups = rewards.view(-1, config.rollout.responses_per_prompt)
+    advantages = compute_advantages(groups, config.advantage).flatten()
     minibatches = plan_minibatches(
         rollouts,
         advantages,
@@ -91,3 +92,14 @@ def build_rollout_batch(
         sequence_parallel=config.parallel.sequence and topology.tp_size > 1,
     )
     return RolloutBatch(rollouts, advantages, minibatches, topology, rollout_seconds)
+
+
+def compute_advantages(rewards: Tensor, settings: AdvantageSection) -> Tensor:
+    """Advantages of [prompts, responses_per_prompt] rewards by the configured estimator."""
+    match settings.estimator:
+        case "group_relative":
+            return group_relative_advantages(rewards, std=settings.std)
+        case "leave_one_out":
+            return leave_one_out_advantages(rewards)
+        case "batch_baseline":
+            return batch_baseline_advantages(rewards, normalize=settings.std != "none")

@@ -1,20 +1,21 @@
 """The run directory: a stable interface that reports, studies and people read.
 
-    runs/NAME/config.yaml        the resolved config
-              metrics.jsonl      one JSON object per step; step 0 is the evaluation before training
-              rollouts/          one parquet file per step: every rollout with its log-probs
-              checkpoints/       step_NNNNNN/, complete or absent
-              eval/              one parquet file per set and step
-              model/             the trained model as a Hugging Face folder
-              log.txt curves.png tensorboard/
+runs/NAME/config.yaml        the resolved config
+          metrics.jsonl      one JSON object per step; step 0 is the evaluation before training
+          rollouts/          one parquet file per step: every rollout with its log-probs
+          checkpoints/       step_NNNNNN/, complete or absent
+          eval/              one parquet file per set and step
+          model/             the trained model as a Hugging Face folder
+          log.txt curves.png tensorboard/
 """
 
 import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,9 +27,11 @@ from megatron_rl.types import Rollout
 CHECKPOINT_NAME = re.compile(r"step_(\d{6})$")
 TRAINER_STATE = "trainer.json"
 # A resumed run may change these; anything else would make it another experiment.
-RESUMABLE_CHANGES = ("run.", "trainer.steps", "trainer.checkpoint_every", "trainer.keep_checkpoints",
-                     "eval.", "logging.", "reward.workers", "parallel.", "rollout.tensor",
-                     "rollout.memory_fraction", "rollout.kv_cache_mib")  # fmt: skip
+RESUMABLE_CHANGES = (
+    "run.", "trainer.steps", "trainer.checkpoint_every", "trainer.keep_checkpoints", "eval.",
+    "logging.", "reward.workers", "parallel.", "rollout.tensor", "rollout.memory_fraction",
+    "rollout.kv_cache_mib",
+)  # fmt: skip
 
 
 class RunDirectory:
@@ -91,7 +94,7 @@ class RunDirectory:
         return self.checkpoints / f"step_{step:06d}"
 
     def prune_checkpoints(self, *, keep: int) -> None:
-        """Delete all but the newest `keep` complete checkpoints, and what kills left half-written."""
+        """Delete all but the newest `keep` checkpoints, and what kills left half-written."""
         for _step, folder in self.complete_checkpoints()[:-keep]:
             shutil.rmtree(folder)
         for folder in self.checkpoints.glob(".step_*.partial"):
@@ -142,7 +145,7 @@ def _write_table(table: pa.Table, file: Path) -> None:
 
 
 def _rollout_table(rollouts: Sequence[Rollout]) -> pa.Table:
-    def column(get, kind):  # noqa: ANN001, ANN202
+    def column(get: Callable[[Rollout], Any], kind: pa.DataType) -> pa.Array:
         return pa.array([get(rollout) for rollout in rollouts], kind)
 
     return pa.table(

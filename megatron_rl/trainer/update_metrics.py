@@ -1,38 +1,61 @@
 """The metrics of one step's optimizer updates, from what each update reports."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 from megatron_rl.actor.actor import UpdateResult
+from megatron_rl.objectives import Statistics
+
+# What changes as a rollout batch is reused, kept for each epoch of reuse.
+BY_EPOCH = (
+    "gate/acceptance",
+    "ratio/log_mean",
+    "ratio/prefix_mean_log_std",
+    "ratio/max_deviation",
+    "weight/effective_sample_fraction",
+)
 
 
 @dataclass
 class UpdateMetrics:
-    """Collects update results; nothing is reduced or copied to the host until `metrics()`."""
+    """Collects update results; nothing is copied to the host until `metrics()`."""
 
     results: list[UpdateResult] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)  # of each result, from 1
 
     @property
     def count(self) -> int:
         """Updates so far."""
         return len(self.results)
 
-    def add(self, result: UpdateResult) -> None:
+    def add(self, result: UpdateResult, *, epoch: int) -> None:
         """Keep one update's result."""
         self.results.append(result)
+        self.epochs.append(epoch)
 
     def metrics(self) -> dict[str, float]:
-        """Means over the updates; `ratio/first_minibatch_max_deviation` of the first one alone.
+        """Statistics over all updates and by epoch; losses and gradient norms as means.
 
-        That deviation is exactly 0 when behavior log-probs come from the packs and the weights
-        that the first update trains on.
+        `ratio/first_minibatch_max_deviation` is exactly 0 when behavior log-probs come from the
+        packs and the weights that the first update trains on.
         """
-        rows = [result.statistics.to_metrics() for result in self.results]
-        merged = {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]}
-        return merged | {
-            "ratio/first_minibatch_max_deviation": rows[0]["ratio/max_deviation"],
-            "ratio/max_deviation": max(row["ratio/max_deviation"] for row in rows),
+        metrics = _merge(self.results).to_metrics()
+        metrics["loss/policy"] /= self.count  # each update's loss is a sum over its minibatch
+        first = self.results[0].statistics.to_metrics()
+        metrics |= {
+            "ratio/first_minibatch_max_deviation": first["ratio/max_deviation"],
             "grad/norm": sum(result.grad_norm for result in self.results) / self.count,
             "grad/norm_max": max(result.grad_norm for result in self.results),
             "optimizer/learning_rate": self.results[-1].learning_rate,
             "train/updates": self.count,
         }
+        for epoch in sorted(set(self.epochs)):
+            own = [r for r, e in zip(self.results, self.epochs, strict=True) if e == epoch]
+            values = _merge(own).to_metrics()
+            metrics |= {f"epoch_{epoch}/{key}": values[key] for key in BY_EPOCH if key in values}
+        return metrics
+
+
+def _merge(results: Sequence[UpdateResult]) -> Statistics:
+    return reduce(Statistics.merge, (result.statistics for result in results))

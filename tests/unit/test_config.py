@@ -52,7 +52,6 @@ def test_every_error_comes_at_once_with_the_nearest_key(tmp_path):
         (MINIMAL, ["seed"], "not of the form key=value"),
         ("- a\n- b\n", [], "must hold a mapping"),
         ("a: [\n", [], "not valid YAML"),
-        (MINIMAL, ["objective.name=pnpoo"], "pnpo"),
     ],
 )
 def test_wrong_values_name_the_cure(tmp_path, text, overrides, said):

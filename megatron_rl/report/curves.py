@@ -1,0 +1,108 @@
+"""One picture of a run, from its run directory alone."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PHASES = ("rollout", "reward", "behavior", "train", "sync", "eval")
+BLUE, ORANGE, GREY = "#2f6db3", "#d9822b", "#8a8f98"
+
+
+def draw_curves(run_folder: str | Path) -> Path:
+    """Draw `curves.png` beside the run's metrics.jsonl; returns its path.
+
+    Held-out score, reward, acceptance of the constraint, drift of the policy from the behavior
+    policy, response length, and the seconds of each phase, all over rollout batches. Raises
+    ValueError when the folder has no metrics.
+    """
+    from matplotlib.figure import Figure  # seconds to import, and only needed at the end
+
+    folder = Path(run_folder)
+    rows = _read_rows(folder)
+    figure = Figure(figsize=(12, 6.2), layout="constrained")
+    axes = figure.subplots(2, 3)
+    figure.suptitle(folder.name, fontsize=13, fontweight="bold")
+    scores = [key for key in _keys(rows) if key.startswith("eval/") and "avg@" in key]
+    _draw(axes[0, 0], rows, scores, title="Held-out score (%)", scale=100, marker="o")
+    _draw(axes[0, 1], rows, ["reward/mean"], title="Mean rollout reward")
+    _draw(axes[0, 2], rows, ["gate/acceptance"], title="Accepted tokens (fraction)")
+    axes[0, 2].set_ylim(0, 1.02)
+    _draw(
+        axes[1, 0],
+        rows,
+        ["ratio/prefix_mean_log_std"],
+        title="Drift: std of the prefix-mean log-ratio",
+    )
+    _draw(axes[1, 1], rows, ["response/length_mean"], title="Response length (tokens)")
+    _draw_seconds(axes[1, 2], rows)
+    for axis in axes[1]:
+        axis.set_xlabel("rollout batches")
+    path = folder / "curves.png"
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def _read_rows(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.is_file() else []
+    if not lines:
+        raise ValueError(f"{folder} has no metrics.jsonl with rows; give the folder of a run")
+    return [json.loads(line) for line in lines]
+
+
+def _keys(rows: Sequence[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(key for row in rows for key in row))
+
+
+def _points(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    found = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def _draw(
+    axis: Any,
+    rows: Sequence[dict[str, Any]],
+    keys: Sequence[str],
+    *,
+    title: str,
+    scale: float = 1.0,
+    marker: str = "",
+) -> None:
+    for key, color in zip(keys, [BLUE, ORANGE, GREY] * len(keys), strict=False):
+        steps, values = _points(rows, key)
+        shown = [scale * value for value in values]
+        axis.plot(steps, shown, color=color, marker=marker, markersize=4, linewidth=1.8, label=key)
+        if marker and shown:
+            axis.annotate(
+                f"{shown[-1]:.1f}",
+                (steps[-1], shown[-1]),
+                textcoords="offset points",
+                xytext=(-4, 6),
+                ha="right",
+                color=color,
+            )
+    if len(keys) > 1:
+        axis.legend(fontsize=8, frameon=False)
+    _dress(axis, title)
+
+
+def _draw_seconds(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
+    steps = [row["step"] for row in rows if row.get("time/step") is not None]
+    bottom = [0.0] * len(steps)
+    colors = [BLUE, "#7fb069", "#b0a8d8", ORANGE, "#c8553d", GREY]
+    for phase, color in zip(PHASES, colors, strict=True):
+        values = [row.get(f"time/{phase}") or 0.0 for row in rows if row.get("time/step")]
+        axis.bar(steps, values, bottom=bottom, color=color, width=0.85, label=phase)
+        bottom = [low + value for low, value in zip(bottom, values, strict=True)]
+    if bottom:
+        axis.set_ylim(0, 1.35 * max(bottom))
+    axis.legend(fontsize=8, ncols=3, frameon=False, loc="upper center")
+    _dress(axis, "Seconds per step, by phase")
+
+
+def _dress(axis: Any, title: str) -> None:
+    axis.set_title(title, fontsize=10, loc="left")
+    axis.grid(axis="y", color="#e6e8eb", linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,160 @@
+"""From a config to a trainer: every part is made here, once, and handed its settings."""
+
+from collections.abc import Callable
+
+import torch
+
+from megatron_rl.actor import platform
+from megatron_rl.actor.actor import MegatronActor
+from megatron_rl.actor.settings import ActorSettings
+from megatron_rl.config import Config
+from megatron_rl.data.prompts import PromptOrder, load_prompts, load_tokenizer
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.objectives import PolicyObjective, build_objective
+from megatron_rl.rewards.pool import VerifierPool
+from megatron_rl.rollout.vllm_engine import VllmEngine
+from megatron_rl.trainer.checkpoints import CheckpointKeeper
+from megatron_rl.trainer.console import Console
+from megatron_rl.trainer.evaluation import Evaluator
+from megatron_rl.trainer.judge import Judge
+from megatron_rl.trainer.loop import Trainer
+from megatron_rl.trainer.metrics import MetricLog, PhaseClock
+from megatron_rl.trainer.preflight import check_settings, run_directory
+from megatron_rl.trainer.recorder import Recorder
+from megatron_rl.trainer.run_directory import RunDirectory
+from megatron_rl.types import Prompt
+
+
+def run_training(config: Config, *, rank: int, world_size: int) -> None:
+    """Train as this rank of `world_size`; raises ValueError for bad input before any long work."""
+    check_settings(config, world_size=world_size)
+    objective = build_objective(config.objective.name, **config.objective.overrides)
+    prompts, eval_sets = _load_prompt_sets(config)
+    directory = run_directory(config)
+    if rank == 0:
+        directory.create(config)
+    console = Console(speaks=rank == 0, log_file=directory.log_file)
+    console.say(_describe(config, world_size))
+
+    topology = platform.initialise(
+        tensor=config.parallel.tensor,
+        pipeline=config.parallel.pipeline,
+        context=config.parallel.context,
+        seed=config.seed,
+    )
+    with VerifierPool(
+        workers=config.reward.workers, time_limit=config.reward.time_limit_seconds
+    ) as pool:
+        trainer = _build_trainer(
+            config,
+            objective=objective,
+            prompts=prompts,
+            eval_sets=eval_sets,
+            directory=directory,
+            console=console,
+            topology=topology,
+            judge=Judge(pool, topology),
+        )
+        trainer.train()
+        trainer.actor.export_hf(directory.model)
+        trainer.recorder.finish()
+
+
+def _load_prompt_sets(config: Config) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
+    tokenizer = load_tokenizer(config.model.path)
+    limit = config.data.max_prompt_tokens
+
+    def load(path: str) -> list[Prompt]:
+        return load_prompts(path, tokenizer, max_prompt_tokens=limit)
+
+    return load(config.data.train), {name: load(path) for name, path in config.eval.sets.items()}
+
+
+def _build_trainer(
+    config: Config,
+    *,
+    objective: PolicyObjective,
+    prompts: list[Prompt],
+    eval_sets: dict[str, list[Prompt]],
+    directory: RunDirectory,
+    console: Console,
+    topology: Topology,
+    judge: Judge,
+) -> Trainer:
+    writer = directory if topology.rank == 0 else None
+    with console.progress("starting Megatron"):
+        actor = MegatronActor(
+            config.model.path, topology=topology, settings=build_actor_settings(config, topology)
+        )
+    with console.progress("starting vLLM"):
+        engine = build_engine(config, topology)
+    log = MetricLog(directory.path, config.logging, config=config.model_dump()) if writer else None
+    return Trainer(
+        config=config,
+        actor=actor,
+        engine=engine,
+        objective=objective,
+        judge=judge,
+        prompts=prompts,
+        order=PromptOrder(len(prompts), seed=config.seed),
+        evaluator=Evaluator(config, engine, judge, eval_sets, writer, console),
+        checkpoints=CheckpointKeeper(config, directory, console, topology.rank),
+        recorder=Recorder(config, writer, log, console),
+        console=console,
+        clock=PhaseClock(_synchronizer(topology)),
+    )
+
+
+def build_actor_settings(config: Config, topology: Topology) -> ActorSettings:
+    """The actor's settings as the config states them."""
+    return ActorSettings(
+        **config.optimizer.model_dump(),
+        total_updates=config.trainer.steps * config.updates_per_step,
+        dtype=compute_dtype(config, topology),
+        sequence_parallel=config.parallel.sequence,
+        recompute=config.trainer.recompute,
+        temperature=config.rollout.temperature,
+    )
+
+
+def build_engine(config: Config, topology: Topology) -> VllmEngine:
+    """The rollout engine of this rank; its weights arrive with the first push."""
+    on_cuda = topology.device.type == "cuda"
+    return VllmEngine(
+        config.model.path,
+        tensor=config.rollout.tensor,
+        topology=topology,
+        dtype=compute_dtype(config, topology),
+        max_model_len=config.max_model_tokens,
+        seed=config.seed,
+        kv_cache_bytes=None if on_cuda else config.rollout.kv_cache_mib * 2**20,
+        memory_fraction=config.rollout.memory_fraction,
+        max_sequences=config.rollout.max_sequences,
+    )
+
+
+def compute_dtype(config: Config, topology: Topology) -> torch.dtype:
+    """The dtype of weights and activations: as configured, or bfloat16 on CUDA alone."""
+    if config.trainer.dtype == "auto":
+        return torch.bfloat16 if topology.device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.trainer.dtype]
+
+
+def _synchronizer(topology: Topology) -> Callable[[], None]:
+    if topology.device.type == "cuda":
+        return torch.cuda.synchronize
+    return lambda: None
+
+
+def _describe(config: Config, world_size: int) -> str:
+    parallel = config.parallel
+    replicas = world_size // parallel.model_size
+    rollout, trainer = config.rollout, config.trainer
+    return (
+        f"{config.run.name}: {config.objective.name}, {trainer.epochs} epochs x "
+        f"{trainer.minibatches} minibatches of {rollout.prompts} prompts x "
+        f"{rollout.responses_per_prompt} responses\n"
+        f"{world_size} processes: Megatron tensor {parallel.tensor}, pipeline {parallel.pipeline}, "
+        f"context {parallel.context}, data {replicas}; vLLM {world_size // rollout.tensor} x "
+        f"tensor {rollout.tensor}"
+    )

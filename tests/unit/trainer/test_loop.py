@@ -1,0 +1,173 @@
+"""The loop around fakes: what happens in which order, and with which weights."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_rl.config import parse_config
+from megatron_rl.data.prompts import PromptOrder
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.objectives import build_objective
+from megatron_rl.trainer.console import Console
+from megatron_rl.trainer.evaluation import Evaluator
+from megatron_rl.trainer.judge import Judge
+from megatron_rl.trainer.loop import Trainer
+from megatron_rl.trainer.metrics import LoggingSection, MetricLog, PhaseClock, read_metrics
+from megatron_rl.trainer.recorder import Recorder
+from megatron_rl.trainer.run_directory import RunDirectory
+from megatron_rl.types import Prompt, Response, Verdict
+
+PROMPTS = [Prompt(i, ({"role": "user", "content": "?"},), (5, 6), "1", "toy") for i in range(8)]
+
+
+@dataclass
+class ScriptedActor:
+    """Counts updates; its log-probs are the number of updates so far, negated."""
+
+    events: list
+    topology: Topology = field(default_factory=Topology.single)
+    updates: int = 0
+
+    def compute_logprobs(self, micro_batches):
+        self.events.append(("behavior", self.updates))
+        return [torch.full((sum(b.lengths),), -float(self.updates)) for b in micro_batches]
+
+    def update(self, minibatch, objective):
+        from megatron_rl.actor.actor import UpdateResult
+        from megatron_rl.distributed.sequence_layout import SequenceLayout
+
+        frozen = {float(b.behavior_logprobs.min()) for b in minibatch.micro_batches}
+        self.events.append(("update", frozen))
+        batch = minibatch.micro_batches[0]
+        layout = SequenceLayout(batch.lengths, batch.response_mask)
+        result = objective(
+            batch.behavior_logprobs,
+            behavior_logprobs=batch.behavior_logprobs,
+            advantages=batch.advantages_per_token(),
+            layout=layout,
+            denominators=minibatch.denominators,
+        )
+        self.updates += 1
+        return UpdateResult(result.statistics, 1.0, 1e-3)
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers "1" and "0" in turn, with the version that was pushed last."""
+
+    events: list
+    weight_version: int = -1
+
+    def generate(self, prompts, *, samples, sampling, on_progress=None):
+        self.events.append(("generate", self.weight_version, sampling.seed))
+        return [
+            Response(p.index, s, (7, 2), (-0.1, -0.1), str(s % 2), "stop", self.weight_version)
+            for p in prompts
+            for s in range(samples)
+        ]
+
+    def push_weights(self, actor, *, version):
+        self.events.append(("push", version, actor.updates))
+        self.weight_version = version
+
+        class Stats:
+            def to_metrics(self):
+                return {"sync/seconds": 0.0, "sync/bytes_sent": 0.0}
+
+        return Stats()
+
+
+class ScriptedPool:
+    def verify_all(self, items):
+        return [Verdict(float(text == truth), "equal", text) for text, truth, _source in items]
+
+
+class NoCheckpoints:
+    def __init__(self, done):
+        self.done, self.saved = done, []
+
+    def restore(self, actor):
+        return self.done
+
+    def save_if_due(self, actor, step):
+        self.saved.append(step)
+
+
+def run_loop(tmp_path, *, done=0):
+    config = parse_config(
+        {
+            "model": {"path": "m"}, "data": {"train": "t"}, "run": {"name": "r"},
+            "rollout": {"prompts": 4, "responses_per_prompt": 4},
+            "trainer": {"steps": 2, "epochs": 3, "minibatches": 2},
+            "eval": {"sets": {"held": "h"}, "every": 2, "samples": 2},
+            "logging": {"tensorboard": False},
+        }
+    )  # fmt: skip
+    events: list = []
+    actor, engine = ScriptedActor(events), ScriptedEngine(events)
+    directory = RunDirectory(tmp_path)
+    directory.create(config)
+    console = Console(speaks=False)
+    judge = Judge(ScriptedPool(), actor.topology)
+    log = MetricLog(tmp_path, LoggingSection(tensorboard=False), config={})
+    trainer = Trainer(
+        config=config,
+        actor=actor,
+        engine=engine,
+        objective=build_objective("pnpo"),
+        judge=judge,
+        prompts=PROMPTS,
+        order=PromptOrder(len(PROMPTS), seed=0),
+        evaluator=Evaluator(config, engine, judge, {"held": PROMPTS[:2]}, directory, console),
+        checkpoints=NoCheckpoints(done),
+        recorder=Recorder(config, directory, log, console),
+        console=console,
+        clock=PhaseClock(lambda: None),
+    )
+    trainer.train()
+    return events, trainer
+
+
+def test_a_step_generates_once_freezes_once_and_reuses(tmp_path):
+    events, trainer = run_loop(tmp_path)
+    kinds = [event[0] for event in events]
+    step = ["generate", "behavior", *["update"] * 6, "push"]  # 3 epochs x 2 minibatches
+    # weights first, evaluation before training, two steps, evaluation after the second
+    assert kinds == ["push", "generate", *step, *step, "generate"]
+    updates = [event[1] for event in events if event[0] == "update"]
+    # behavior log-probs are -(updates when frozen): 0 in step 1, -6 throughout step 2
+    assert updates == [{0.0}] * 6 + [{-6.0}] * 6
+    pushes = [event[1:] for event in events if event[0] == "push"]
+    assert pushes == [(0, 0), (1, 6), (2, 12)]  # version and updates of what the engine received
+    generated = [event for event in events if event[0] == "generate"]
+    assert [event[1] for event in generated] == [0, 0, 1, 2]  # never a stale version
+    assert generated[0][2] == generated[3][2]  # evaluations differ by the weights alone
+    assert generated[1][2] != generated[2][2]  # rollouts of two steps do not repeat
+    assert trainer.checkpoints.saved == [1, 2]
+
+
+def test_rows_hold_the_stable_metrics(tmp_path):
+    run_loop(tmp_path)
+    rows = read_metrics(tmp_path)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[0]["eval/held/avg@2"] == rows[2]["eval/held/avg@2"] == 0.5
+    assert "eval/held/avg@2" not in rows[1]
+    needed = {
+        "reward/mean", "response/length_mean", "gate/acceptance", "loss/policy", "grad/norm",
+        "ratio/first_minibatch_max_deviation", "ratio/prefix_mean_log_std", "sync/seconds",
+        "rollout/logprob_gap_mean", "rollout/tokens_per_second", "sync/bytes_sent",
+        *(f"time/{p}" for p in ("rollout", "reward", "behavior", "train", "sync", "eval", "step")),
+    }  # fmt: skip
+    assert needed <= rows[1].keys()
+    assert rows[1]["reward/mean"] == 0.5
+    assert rows[1]["ratio/first_minibatch_max_deviation"] == 0.0
+    # frozen at 0 in step 1, the engine reported -0.1 for every token
+    assert abs(rows[1]["rollout/logprob_gap_mean"] - 0.1) < 1e-6
+
+
+def test_a_continued_run_takes_the_walk_of_the_uninterrupted_one(tmp_path):
+    whole, _ = run_loop(tmp_path / "whole")
+    rest, _ = run_loop(tmp_path / "rest", done=1)
+    generated = [event for event in whole if event[0] == "generate"]
+    assert rest[0] == ("push", 1, 0)
+    assert [event for event in rest if event[0] == "generate"] == generated[2:]
