@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,27 +22,10 @@ from megatron_rl.actor.schedule import learning_rate_at
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.actor.weights import export_weights, load_weights
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.objectives.objective import ObjectiveResult
+from megatron_rl.objectives.objective import PolicyObjective
 from megatron_rl.objectives.statistics import Statistics
 from megatron_rl.resharding.architectures import read_model_shape
 from megatron_rl.types import Denominators, Minibatch, TokenBatch
-
-
-class PolicyObjective(Protocol):
-    """What the actor asks of an objective; see `megatron_rl.objectives.Objective`."""
-
-    def __call__(
-        self,
-        policy_logprobs: Tensor,
-        *,
-        behavior_logprobs: Tensor,
-        advantages: Tensor,
-        layout: Any,
-        denominators: Denominators,
-        rollout_logprobs: Tensor | None = None,
-    ) -> ObjectiveResult:
-        """Per-token loss of one micro-batch; all [t]."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -218,8 +201,7 @@ class MegatronActor:
         else:
             flat = torch.empty(tokens, dtype=torch.float32, device=self.topology.device)
         if self.topology.pp_size > 1:
-            last = dist.get_global_rank(self.topology.pp_group, self.topology.pp_size - 1)
-            dist.broadcast(flat, src=last, group=self.topology.pp_group)
+            dist.broadcast(flat, group=self.topology.pp_group, group_src=self.topology.pp_size - 1)
         return flat
 
     def _reduce(self, reports: list[Statistics]) -> Statistics:
@@ -229,9 +211,10 @@ class MegatronActor:
             total = reduce(lambda one, other: one.merge(other), reports)
             total = total.all_reduce(self.topology.dp_cp_group)
         if self.topology.pp_size > 1:
-            last = dist.get_global_rank(self.topology.pp_group, self.topology.pp_size - 1)
             box = [total]
-            dist.broadcast_object_list(box, src=last, group=self.topology.pp_group)
+            dist.broadcast_object_list(
+                box, group=self.topology.pp_group, group_src=self.topology.pp_size - 1
+            )
             total = box[0]
         assert total is not None, "no stage computed a loss"
         return total

@@ -25,9 +25,9 @@ class LocalPack:
     layout: SequenceLayout
     inputs: ModelInput
 
-    def shard(self, values: Tensor | None) -> Tensor | None:
+    def shard(self, values: Tensor) -> Tensor:
         """This rank's part of a per-token tensor of the whole pack; [T] -> [t]."""
-        return None if values is None else self.layout.shard(values.to(self.layout.device))
+        return self.layout.shard(values.to(self.layout.device))
 
 
 class PackCache:

@@ -169,10 +169,9 @@ def gather_by_rollout(
         value[pack.response_mask.to(value.device)].float().cpu()
         for pack, value in zip(packs, values, strict=True)
     ]
-    mine = (indices, sizes, torch.cat(flat).numpy() if flat else [])
-    everyone = [mine]
+    mine = (indices, sizes, torch.cat(flat).numpy())
+    everyone = [mine] * topology.dp_size
     if topology.dp_size > 1:
-        everyone = [None] * topology.dp_size  # type: ignore[list-item]
         dist.all_gather_object(everyone, mine, group=topology.dp_group)
     rows: list[list[float]] = [[] for _ in range(count)]
     for some_indices, some_sizes, some_values in everyone:

@@ -198,9 +198,10 @@ def _attend_backward(
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(grad, query, key, value, out, lse, 0.0, False, attn_mask=mask)
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-        repeated, _ = _attend(*leaves, mask)
-        return torch.autograd.grad(repeated, leaves, grad)
+        q, k, v = (x.detach().requires_grad_() for x in (query, key, value))
+        repeated, _ = _attend(q, k, v, mask)
+        dq, dk, dv = torch.autograd.grad(repeated, (q, k, v), grad)
+        return dq, dk, dv
 
 
 class _PackedAttention(torch.autograd.Function):
