@@ -28,7 +28,7 @@ def compute_metrics(sums: Tensor, maxima: Tensor) -> dict[str, float]:
     largest = dict(zip(schema.MAXIMA, maxima.tolist(), strict=True))
     tokens = max(scalars["tokens"], 1.0)
     mean = scalars["prefix_mean"] / tokens
-    variance = max(scalars["prefix_mean_squared"] / tokens - mean * mean, 0.0)
+    deviation = standard_deviation(mean, scalars["prefix_mean_squared"] / tokens)
     metrics = {
         "tokens": scalars["tokens"],
         "responses": scalars["responses"],
@@ -37,7 +37,7 @@ def compute_metrics(sums: Tensor, maxima: Tensor) -> dict[str, float]:
         "ratio/log_mean": scalars["log_ratio"] / tokens,
         "ratio/kl_to_behavior": scalars["kl_to_behavior"] / tokens,
         "ratio/prefix_mean_log_mean": mean,
-        "ratio/prefix_mean_log_std": math.sqrt(variance),
+        "ratio/prefix_mean_log_std": deviation,
         "ratio/max_deviation": max(largest["deviation"], 0.0),
     }
     if scalars["tokens"]:
@@ -96,15 +96,21 @@ def _bucket_metrics(table: Tensor) -> dict[str, float]:
         else:
             name = f"by_position/2^{bucket - schema.DECILES:02d}"
         mean = values["log_weight"] / count
-        variance = max(values["log_weight_squared"] / count - mean * mean, 0.0)
+        deviation = standard_deviation(mean, values["log_weight_squared"] / count)
         metrics[f"{name}/acceptance"] = values["inside"] / count
         metrics[f"{name}/rejected_above"] = values["above"] / count
         metrics[f"{name}/rejected_below"] = values["below"] / count
-        metrics[f"{name}/log_weight_std"] = math.sqrt(variance)
+        metrics[f"{name}/log_weight_std"] = deviation
         for quantile_name, quantile in QUANTILES.items():
             value = histogram_quantile(histograms[bucket], quantile)
             metrics[f"{name}/log_weight_{quantile_name}"] = value
     return metrics
+
+
+def standard_deviation(mean: float, mean_square: float) -> float:
+    """sqrt(E[x^2] - E[x]^2), 0 where that is only rounding."""
+    variance = mean_square - mean * mean
+    return math.sqrt(variance) if variance > 1e-12 * mean_square else 0.0
 
 
 def histogram_quantile(counts: Tensor, quantile: float) -> float:

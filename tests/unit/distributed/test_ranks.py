@@ -1,7 +1,5 @@
 """The layout's scans and the collectives on eight gloo ranks, at every context-parallel size."""
 
-import functools
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,7 @@ import torch.distributed as dist
 
 from megatron_rl.distributed import collectives
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from tests.ranks import run_ranks
+from tests.unit.distributed.eight_ranks import all_results
 
 CP_SIZES = (1, 2, 4, 8)
 LENGTHS = (16, 64, 16, 240, 32)  # multiples of 2 * 8, long-tailed
@@ -95,16 +93,15 @@ def duals(rank):
     return gathered_grad, x.grad.tolist()
 
 
-@functools.cache
-def all_results():
-    return run_ranks(on_rank, 8)
+def layout_results():
+    return [result["layout"] for result in all_results()]
 
 
 @pytest.mark.parametrize("cp_size", CP_SIZES)
 def test_scans_and_their_gradients_do_not_depend_on_context_parallelism(cp_size):
     mask, x, cotangents = example()
     wanted, counts, gradient = statistics_and_gradient(SequenceLayout(LENGTHS, mask), x, cotangents)
-    for result in all_results():
+    for result in layout_results():
         got, got_counts, got_gradient = result[cp_size]
         assert result[cp_size, "round trip"]
         for a, b in zip(got, wanted, strict=True):
@@ -117,11 +114,11 @@ def test_scans_and_their_gradients_do_not_depend_on_context_parallelism(cp_size)
 @pytest.mark.parametrize("cp_size", CP_SIZES)
 def test_a_prefix_sum_costs_one_all_gather_of_sixteen_bytes_per_sequence(cp_size):
     wanted = [] if cp_size == 1 else [((len(LENGTHS), 2), 8)]
-    for result in all_results():
+    for result in layout_results():
         assert result[cp_size, "collectives"] == wanted
 
 
 def test_duals_of_the_collectives():
     # Rank r's x reaches every rank q with factor q + 1: the gradient is 1 + ... + 8 = 36.
-    for result in all_results():
+    for result in layout_results():
         assert result["duals"] == ([36.0, 36.0], [36.0, 36.0])

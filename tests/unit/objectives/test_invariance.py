@@ -1,0 +1,133 @@
+"""Loss, gradients and metrics do not depend on how a minibatch is cut, packed or sharded.
+
+Every objective, on data parallelism times context parallelism of 8 x 1, 4 x 2, 2 x 4 and 1 x 8,
+with micro-batches of one to three responses in shuffled order, against one process that sees one
+pack.
+"""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.objectives import OBJECTIVE_NAMES, Statistics, build_objective
+from megatron_rl.types import Denominators
+from tests.unit.distributed.eight_ranks import all_results
+
+CP_SIZES = (1, 2, 4, 8)
+PADDED = (16, 160, 16, 48, 32, 16, 64, 16, 32, 16)
+OPTIONS = {
+    "kl": {"coefficient": 0.1},
+    "entropy_coefficient": 0.01,
+    "rollout_correction": {"level": "sequence_mean", "low": 0.5, "high": 2.0},
+}
+
+
+def minibatch():
+    """Ten responses: per-token inputs [responses, longest] and masks with holes."""
+    generator = torch.Generator().manual_seed(11)
+    shape = (len(PADDED), max(PADDED))
+
+    def normal(scale):
+        return scale * torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    mask = torch.rand(shape, generator=generator) < 0.7
+    mask[:, 3] = True  # no response without a decision
+    for row, length in enumerate(PADDED):
+        mask[row, length:] = False
+    behavior = -1 - normal(0.3).abs()
+    drift = normal(1e-3) + normal(2e-3)[:, :1]
+    tensors = {
+        "policy_logprobs": behavior + drift,
+        "behavior_logprobs": behavior,
+        "rollout_logprobs": behavior + normal(0.05),
+        "reference_logprobs": behavior + normal(0.05),
+        "entropy": normal(1.0).abs(),
+    }
+    advantages = torch.randn(shape[0], dtype=torch.float64, generator=generator)
+    tensors["advantages"] = advantages[:, None].expand(shape)
+    return mask, tensors
+
+
+def build(name):
+    return build_objective(name) if name == "oapl" else build_objective(name, **OPTIONS)
+
+
+def run_micro_batch(name, rows, *, cp_rank=0, cp_size=1, cp_group=None):
+    """Loss of this rank, gradient of the whole micro-batch per response, statistics."""
+    mask, tensors = minibatch()
+    lengths = [PADDED[row] for row in rows]
+
+    def pack(x):
+        return torch.cat([x[row, : PADDED[row]] for row in rows])
+
+    layout = SequenceLayout(
+        lengths, pack(mask), cp_rank=cp_rank, cp_size=cp_size, cp_group=cp_group
+    )
+    local = {key: layout.shard(pack(x)) for key, x in tensors.items()}
+    policy = local.pop("policy_logprobs").requires_grad_()
+    denominators = Denominators(responses=float(len(PADDED)), tokens=float(mask.sum()))
+    result = build(name)(policy, layout=layout, denominators=denominators, **local)
+    result.loss.sum().backward()
+    gradient = torch.zeros(len(PADDED), max(PADDED), dtype=torch.float64)
+    for row, part in zip(rows, layout.gather(policy.grad).split(lengths), strict=True):
+        gradient[row, : PADDED[row]] = part
+    return result.loss.detach().sum(), gradient, result.statistics
+
+
+def micro_batches(dp_rank, dp_size):
+    """This rank's responses in an order of its own, one to three at a time."""
+    order = torch.randperm(len(PADDED), generator=torch.Generator().manual_seed(dp_size)).tolist()
+    mine, sizes = order[dp_rank::dp_size], (2, 1, 3)
+    batches, start = [], 0
+    while start < len(mine):
+        size = sizes[len(batches) % 3]
+        batches.append(mine[start : start + size])
+        start += size
+    return batches
+
+
+def on_rank(rank, world_size):
+    """Every objective on every split; rank 0's totals stand for all, the others' must agree."""
+    results = {}
+    for cp_size in CP_SIZES:
+        groups = [
+            dist.new_group(list(range(start, start + cp_size)))
+            for start in range(0, world_size, cp_size)
+        ]
+        for name in OBJECTIVE_NAMES:
+            loss = torch.zeros((), dtype=torch.float64)
+            gradient, statistics = torch.zeros(len(PADDED), max(PADDED)).double(), None
+            for rows in micro_batches(rank // cp_size, world_size // cp_size):
+                part = run_micro_batch(
+                    name,
+                    rows,
+                    cp_rank=rank % cp_size,
+                    cp_size=cp_size,
+                    cp_group=groups[rank // cp_size],
+                )
+                loss, gradient = loss + part[0], gradient + part[1] / cp_size
+                statistics = part[2] if statistics is None else statistics.merge(part[2])
+            dist.all_reduce(loss)
+            dist.all_reduce(gradient)  # each response once per rank of its group, over cp_size
+            statistics = (statistics or Statistics.empty()).all_reduce(dist.group.WORLD)
+            results[cp_size, name] = (loss.item(), gradient.numpy(), statistics.to_metrics())
+    return results if rank == 0 else {key: value[2] for key, value in results.items()}
+
+
+@pytest.mark.parametrize("name", OBJECTIVE_NAMES)
+def test_splits_do_not_matter(name):
+    wanted_loss, wanted_gradient, wanted_statistics = run_micro_batch(name, range(len(PADDED)))
+    wanted_metrics = wanted_statistics.to_metrics()
+    assert wanted_gradient.abs().sum() > 0
+    results = [rank["objectives"] for rank in all_results()]
+    for cp_size in CP_SIZES:
+        loss, gradient, metrics = results[0][cp_size, name]
+        assert loss == pytest.approx(wanted_loss.item(), rel=1e-11)
+        np.testing.assert_allclose(gradient, wanted_gradient, rtol=1e-10, atol=1e-15)
+        assert set(metrics) == set(wanted_metrics)
+        for key, value in wanted_metrics.items():
+            assert metrics[key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
+        for other in results[1:]:
+            assert other[cp_size, name] == metrics

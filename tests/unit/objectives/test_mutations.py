@@ -1,0 +1,262 @@
+"""Typical mistakes, made on purpose: each must be caught by the checks that prove the objectives.
+
+The checks are those of test_definitions (double loops) plus the inclusive bounds, and, on ranks,
+those of test_invariance (context parallelism against one process).
+"""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rl.advantages import group_relative_advantages
+from megatron_rl.distributed import sequence_statistics
+from megatron_rl.distributed.segmented_scan import SegmentedScan
+from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.objectives import aggregation, build_objective, constraints, inputs, weights
+from megatron_rl.objectives.objective import Objective
+from megatron_rl.types import Denominators
+from tests.unit.distributed.eight_ranks import all_results
+from tests.unit.objectives import naive, test_definitions, test_invariance
+from tests.unit.objectives.mutate import mutated
+
+CHECKED = (
+    "pnpo",
+    "gspo",
+    "grpo",
+    "ctpo",
+    "minpro",
+    "exact_prefix_score",
+    "cispo",
+    "sao",
+    "tv_filter",
+)
+
+MUTATIONS = {
+    "t starts at 0": (
+        weights.LogRatios.prefix_mean.fget,
+        "position.clamp(min=1)",
+        "position.sub(1).clamp(min=1)",
+    ),
+    "t is the token index": (
+        SequenceLayout._counts,
+        "running[self.local_index + 1] - before[ids]",
+        "self.offsets + 1",
+    ),
+    "prompt tokens are counted": (
+        SequenceLayout._counts,
+        "self.full_mask.cumsum(0)",
+        "torch.ones_like(self.full_mask).cumsum(0)",
+    ),
+    "values off the mask enter the sums": (
+        sequence_statistics.prefix_sum_and_total,
+        "torch.where(layout.mask, x, 0)",
+        "x + layout.mask.logical_not()",
+    ),
+    "the ratio is behavior over policy": (
+        Objective.__call__,
+        "policy - x.behavior",
+        "x.behavior - policy",
+    ),
+    "bounds exclude their ends": (
+        constraints.hard_gate,
+        "log_weight < lower, log_weight > upper",
+        "log_weight <= lower, log_weight >= upper",
+    ),
+    "the gate truncates": (
+        constraints.hard_gate,
+        "return Constrained(weight, weight, inside)",
+        "weight = torch.exp(log_weight.clamp(lower, upper))\n"
+        "    return Constrained(weight, weight, inside)",
+    ),
+    "the gate has the scale of its inverse": (
+        constraints.position_scale,
+        "layout.length.to(dtype) / position",
+        "position / layout.length.to(dtype)",
+    ),
+    "clipping ignores the sign of the advantage": (
+        constraints.ppo_clip,
+        "torch.where(advantages < 0, lower, -torch.inf)",
+        "lower",
+    ),
+    "dual clip for positive advantages": (
+        constraints.ppo_clip,
+        "torch.where(advantages > 0, upper, torch.where(advantages < 0, dual, torch.inf))",
+        "torch.where(advantages < 0, upper, torch.where(advantages > 0, dual, torch.inf))",
+    ),
+    "denominators by accepted count": (
+        Objective._losses,
+        "policy = -torch.where(layout.mask, term / denominator, 0)",
+        "kept = layout.sequence_sum((term != 0).to(term.dtype)).clamp(min=1)\n"
+        "    policy = -torch.where(layout.mask, term / denominator * layout.length / kept, 0)",
+    ),
+    "response mean over the padded length": (
+        aggregation.token_denominator,
+        "layout.length.clamp(min=1)",
+        "layout.sequence_ids.bincount()[layout.sequence_ids]",
+    ),
+    "token mean per response": (
+        aggregation.token_denominator,
+        "return denominators.tokens",
+        "return layout.length.clamp(min=1)",
+    ),
+    "the token score's weight carries a gradient": (
+        Objective.__call__,
+        'x.policy.detach() if spec.score == "token" else x.policy',
+        "x.policy",
+    ),
+    "the path score's weight is a constant": (
+        Objective.__call__,
+        'x.policy.detach() if spec.score == "token" else x.policy',
+        "x.policy.detach() + 0 * x.policy",
+    ),
+    "masked values are multiplied away": (
+        inputs.prepare,
+        "torch.where(layout.mask, x.to(dtype), zero)",
+        "x.to(dtype) * layout.mask",
+    ),
+    "the prefix minimum includes the token itself": (
+        weights.compute_log_weight,
+        "exclusive=True",
+        "exclusive=False",
+    ),
+    "sequences are not scanned apart": (
+        SegmentedScan.__call__,
+        "before = _shift(across, identity, reverse)",
+        "before = _shift(across.flatten().cumsum(0).view_as(across), identity, reverse)",
+    ),
+    "the backward scan runs forward": (
+        sequence_statistics._PrefixSum.backward,
+        "reverse=True",
+        "reverse=False",
+    ),
+}
+
+
+def assert_inclusive_bounds():
+    """One-token responses exactly on the bounds are accepted, one float beyond are not."""
+    upper = torch.log1p(torch.tensor(9.5e-4, dtype=torch.float64))
+    lower = torch.log1p(torch.tensor(-7e-4, dtype=torch.float64))
+    beyond = torch.stack((upper * (1 + 1e-15), lower * (1 + 1e-15)))
+    log_ratio = torch.cat((torch.stack((upper, lower)), beyond))
+    result = build_objective("pnpo")(
+        log_ratio.clamp(max=0),
+        behavior_logprobs=(-log_ratio).clamp(max=0),
+        advantages=torch.ones(4, dtype=torch.float64),
+        layout=SequenceLayout([1] * 4, torch.ones(4).bool()),
+        denominators=Denominators(responses=4.0, tokens=4.0),
+    )
+    assert result.statistics.to_metrics()["gate/acceptance"] == 0.5
+
+
+def assert_correct():
+    """What must hold of a correct package, and must break under every mutation."""
+    for name in CHECKED:
+        rng = np.random.default_rng(5)
+        for scale in (1e-3, 0.1):
+            responses, rows = test_definitions.make_batch(rng, [1, 7, 60, 19], scale)
+            test_definitions.check(build_objective(name), naive.NAMED[name], responses, rows)
+    assert_inclusive_bounds()
+
+
+def test_the_unchanged_package_passes():
+    assert_correct()
+
+
+@pytest.mark.parametrize("mistake", MUTATIONS)
+def test_mistakes_are_caught(mistake):
+    with mutated(*MUTATIONS[mistake]), pytest.raises((AssertionError, ValueError)):
+        assert_correct()
+    assert_correct()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("1 if std ==", "0 if std =="), ("torch.where(equal, 0, centered)", "centered")],
+)
+def test_mistakes_in_advantages_are_caught(old, new):
+    def check():
+        half = group_relative_advantages(torch.tensor([[1.0, 0.0]]))[0, 0].item()
+        assert half == pytest.approx(0.5 / (0.5**0.5 + 1e-6))
+        assert not group_relative_advantages(torch.full((1, 7), 0.1)).any()
+
+    check()
+    with mutated(group_relative_advantages, old, new), pytest.raises(AssertionError):
+        check()
+
+
+CP_MUTATIONS = {
+    "swapped zigzag chunks": (
+        SequenceLayout.local_index,
+        "torch.stack((early, late), dim=1)",
+        "torch.stack((late, early), dim=1)",
+    ),
+    "no carry between chunks": (
+        sequence_statistics.scan_sequences,
+        "layout.scan.spread(carry.reshape(-1))",
+        "layout.scan.spread(0 * carry.reshape(-1))",
+    ),
+    "chunks in the order of ranks": (
+        SequenceLayout.carry_in,
+        "gathered[:, :, 1].flip(0)",
+        "gathered[:, :, 1]",
+    ),
+    "the carry includes the chunk itself": (
+        SequenceLayout.carry_in,
+        "(running[early], running[late])",
+        "(running[early + 1], running[late + 1])",
+    ),
+    "L counted on the shard": (
+        SequenceLayout._counts,
+        "running[self.local_index + 1] - before[ids], length[ids]",
+        "running[self.local_index + 1] - before[ids], length[ids] // self.cp_size",
+    ),
+    "the backward does not sum over ranks": (
+        sequence_statistics._PrefixSum.backward,
+        "spread = totals[layout.sequence_ids]",
+        "spread = totals[layout.sequence_ids] / layout.cp_size",
+    ),
+}
+
+
+def on_rank(rank, world_size):
+    """Loss and gradient of two objectives at cp 2, unchanged and under every mutation."""
+    groups = [dist.new_group([start, start + 1]) for start in range(0, world_size, 2)]
+    results = {}
+    for mistake in (None, *CP_MUTATIONS):
+        for name in ("pnpo", "gspo"):
+            if mistake is None:
+                results[mistake, name] = run_at_cp_two(name, rank, groups)
+            else:
+                with mutated(*CP_MUTATIONS[mistake]):
+                    results[mistake, name] = run_at_cp_two(name, rank, groups)
+    return results
+
+
+def run_at_cp_two(name, rank, groups):
+    group = groups[rank // 2]
+    loss, gradient, _ = test_invariance.run_micro_batch(
+        name, range(10), cp_rank=rank % 2, cp_size=2, cp_group=group
+    )
+    dist.all_reduce(loss, group=group)
+    return loss.item(), gradient.numpy()
+
+
+def same_as_one_process(mistake):
+    for name in ("pnpo", "gspo"):
+        wanted_loss, wanted_gradient, _ = test_invariance.run_micro_batch(name, range(10))
+        loss, gradient = all_results()[0]["mutations"][mistake, name]
+        if abs(loss - wanted_loss.item()) > 1e-11 * abs(loss):
+            return False
+        if not np.allclose(gradient, wanted_gradient, rtol=1e-10, atol=1e-15):
+            return False
+    return True
+
+
+def test_the_unchanged_package_is_the_same_at_cp_two():
+    assert same_as_one_process(None)
+
+
+@pytest.mark.parametrize("mistake", CP_MUTATIONS)
+def test_mistakes_of_context_parallelism_are_caught(mistake):
+    assert not same_as_one_process(mistake)
