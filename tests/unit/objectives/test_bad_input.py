@@ -1,0 +1,131 @@
+"""Values and configurations that cannot be used: one ValueError that says what and where."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.objectives import build_objective, policy_loss
+from megatron_rl.types import Denominators
+
+
+def arguments(**changes):
+    """Two responses of up to 4 positions; response 1 has its first decision at position index 1."""
+    given = {
+        "policy_logprobs": torch.full((2, 4), -1.0),
+        "behavior_logprobs": torch.full((2, 4), -1.1),
+        "advantages": torch.tensor([1.0, -1.0]),
+        "response_mask": torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]]).bool(),
+    }
+    for name, change in changes.items():
+        if isinstance(change, tuple):
+            row, column, value = change
+            given[name] = given[name].clone()
+            given[name][row, column] = value
+        else:
+            given[name] = change
+    return given
+
+
+@pytest.mark.parametrize("name", ["pnpo", "gspo", "grpo", "oapl"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        # Index 2 of row 1 is its second decision.
+        ({"policy_logprobs": (1, 2, math.nan)}, "policy_logprobs at sequence 1 .*position 2 "),
+        ({"policy_logprobs": (0, 0, -math.inf)}, "policy_logprobs at sequence 0 .*position 1 "),
+        ({"behavior_logprobs": (1, 3, math.nan)}, "behavior_logprobs at sequence 1 .*position 3 "),
+        ({"behavior_logprobs": (0, 1, 0.5)}, "sequence 0 .*position 2 .*is above 0"),
+        ({"advantages": torch.tensor([1.0, math.nan])}, "advantages at sequence 1 .*position 1 "),
+        ({"advantages": torch.zeros(3)}, r"advantages has shape \(3,\): it must be \(2, 4\) or"),
+        ({"behavior_logprobs": torch.zeros(2, 3)}, r"behavior_logprobs has shape \(2, 3\)"),
+        ({"response_mask": torch.zeros(2, 4).bool()}, "False everywhere"),
+        ({"response_mask": torch.ones(2, 5).bool()}, r"response_mask has shape \(2, 5\)"),
+        ({"response_mask": torch.full((2, 4), 0.5)}, "values other than 0 and 1"),
+        ({"policy_logprobs": torch.zeros(8)}, r"must be \[B, T\]"),
+        ({"rollout_logprobs": torch.full((2, 4), math.nan)}, "rollout_logprobs at sequence 0"),
+    ],
+)
+def test_values_are_named_with_their_place(name, changes, message):
+    with pytest.raises(ValueError, match=message):
+        policy_loss(name, **arguments(**changes))
+
+
+def test_what_the_mask_excludes_may_be_anything():
+    clean, metrics = policy_loss("pnpo", **arguments())
+    rubbish = arguments(policy_logprobs=(0, 3, math.nan), behavior_logprobs=(1, 0, math.inf))
+    loss, same_metrics = policy_loss("pnpo", **rubbish)
+    assert loss == clean
+    assert same_metrics == metrics
+
+
+def test_a_weight_that_overflows_is_an_error_not_infinity():
+    far = arguments(behavior_logprobs=torch.full((2, 4), -1e4))
+    with pytest.raises(ValueError, match=r"sequence 0 .*position 1 .*weight overflows"):
+        policy_loss("local_surrogate", **far)
+    # With a bound in reach nothing overflows: the token is rejected or clipped.
+    for name in ("pnpo", "grpo", "cispo", "sao"):
+        loss, _ = policy_loss(name, **far)
+        assert math.isfinite(loss)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("pnpo", {"constraint": {"low": -1e-3}}, "low is -0.001: it must be >= 0"),
+        ("pnpo", {"constraint": {"high": math.nan}}, "high is nan: it must be a finite number"),
+        ("pnpo", {"constraint": {"high": "wide"}}, "high is 'wide': it must be a number"),
+        ("grpo", {"constraint": {"low": 1.5}}, "a ratio is never below 0"),
+        ("grpo", {"constraint": {"dual": 0.5}}, "dual is 0.5: it must be > 1"),
+        ("pnpo", {"constraint": {"sided": "left"}}, "sided is 'left': choose one of both, adv"),
+        ("pnpo", {"constraint": {"power": 0.5}}, "give a power with scale"),
+        ("ctpo", {"constraint": {"scale": "constant"}}, "give a power with scale"),
+        ("gspo", {"constraint": {"scale": "sqrt(L/t)"}}, "same at every position"),
+        ("pnpo", {"constraint": {"low": None, "high": None}}, "does nothing"),
+        ("pnpo", {"constant": 8.0}, "constant 8.0 divides sums"),
+        ("pnpo", {"aggregation": "mean"}, "aggregation is 'mean': choose one of response_mean"),
+        ("pnpo", {"weight": "prefix"}, "weight is 'prefix': choose one of token, prefix_mean"),
+        ("pnpo", {"constraint": {"kind": "hard_gates"}}, "did you mean 'hard_gate'"),
+        ("pnpo", {"constraint": {"kind": "hard_gate", "low": 1e-3}}, "needs 'high'"),
+        ("pnpo", {"kl": {"coefficient": 0.0}}, "kl coefficient is 0.0: it must be > 0"),
+        ("pnpo", {"kl": {"estimator": "k3"}}, "kl needs 'coefficient'"),
+        ("pnpo", {"kl": 0.1}, "kl is 0.1: it must be of type"),
+        ("pnpo", {"entropy_coefficient": -1.0}, "entropy_coefficient is -1.0"),
+        ("pnpo", {"rollout_correction": {"low": 3.0}}, "low 3.0 is not below high 2.0"),
+        ("tv_filter", {"constraint": {"treshold": 1.0}}, "did you mean 'threshold'"),
+        ("oapl", {"weight": "token"}, "objective 'oapl' has no option 'weight'"),
+        ("oapl", {"beta": 0.0}, "beta is 0.0: it must be > 0"),
+    ],
+)
+def test_combinations_without_meaning(name, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        build_objective(name, **overrides)
+
+
+def test_numbers_in_yaml_text_are_numbers():
+    # YAML 1.1 reads 7e-4 as text.
+    objective = build_objective("pnpo", constraint={"low": "7e-4"})
+    assert objective.spec.constraint.low == 7e-4
+    assert objective == build_objective("pnpo")
+
+
+def test_options_need_their_inputs_and_denominators_their_numbers():
+    layout = SequenceLayout((2,), torch.ones(2).bool())
+    given = {
+        "behavior_logprobs": torch.zeros(2),
+        "advantages": torch.ones(2),
+        "layout": layout,
+        "denominators": Denominators(1.0, 2.0),
+    }
+    for option, missing in (
+        ({"kl": {"coefficient": 0.1}}, "reference_logprobs"),
+        ({"entropy_coefficient": 0.1}, "entropy"),
+        ({"rollout_correction": {}}, "rollout_logprobs"),
+    ):
+        with pytest.raises(ValueError, match=f"need {missing}"):
+            build_objective("pnpo", **option)(torch.zeros(2), **given)
+    with pytest.raises(ValueError, match=r"denominators\.tokens is 0\.0"):
+        build_objective("pnpo")(torch.zeros(2), **given | {"denominators": Denominators(1.0, 0.0)})
+    with pytest.raises(ValueError, match=r"policy_logprobs has shape \(3,\)"):
+        build_objective("pnpo")(torch.zeros(3), **given)

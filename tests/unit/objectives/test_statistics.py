@@ -1,0 +1,145 @@
+"""Diagnostics against what they should say, and the ratio of a first step."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.objectives import OBJECTIVE_NAMES, Statistics, build_objective, schema
+from megatron_rl.objectives.diagnostics import histogram_bin
+from megatron_rl.objectives.metrics import histogram_quantile
+from megatron_rl.types import Denominators
+
+
+def evaluate(name, log_ratio, *, advantages=None, lengths=None, mask=None, **overrides):
+    tokens = len(log_ratio)
+    behavior = torch.full((tokens,), -1.0, dtype=torch.float64)
+    lengths = lengths or [tokens]
+    result = build_objective(name, **overrides)(
+        behavior + log_ratio,
+        behavior_logprobs=behavior,
+        advantages=torch.ones(tokens) if advantages is None else advantages,
+        layout=SequenceLayout(lengths, torch.ones(tokens).bool() if mask is None else mask),
+        denominators=Denominators(responses=float(len(lengths)), tokens=float(tokens)),
+    )
+    return result.statistics.to_metrics()
+
+
+@pytest.mark.parametrize("name", OBJECTIVE_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_first_step_has_ratio_exactly_one(name, dtype):
+    # Behavior log-probs recomputed on the same packs: bit for bit the policy's.
+    logprobs = -torch.rand(500, generator=torch.Generator().manual_seed(0)).to(dtype)
+    result = build_objective(name)(
+        logprobs,
+        behavior_logprobs=logprobs.clone(),
+        advantages=torch.ones(500),
+        rollout_logprobs=logprobs - 0.01,
+        layout=SequenceLayout((100, 400), torch.ones(500).bool()),
+        denominators=Denominators(2.0, 500.0),
+    )
+    metrics = result.statistics.to_metrics()
+    assert metrics["ratio/max_deviation"] == 0.0
+    assert metrics["ratio/prefix_mean_log_std"] == 0.0
+    assert metrics["gate/acceptance"] == 1.0
+    assert metrics["weight/effective_sample_fraction"] == pytest.approx(1.0, abs=1e-15)
+
+
+def test_positions_fall_into_their_buckets():
+    # L = 20: t = 1, 2 in the first decile, 19, 20 in the last; octaves 1, 2-3, 4-7, 8-15, 16-20.
+    log_ratio = torch.zeros(20).double()
+    log_ratio[0] = 1.0  # w_t = exp(1/t): all above the bounds of PNPO
+    metrics = evaluate("grpo", log_ratio)
+    assert metrics["by_fraction/0.1/acceptance"] == 0.5  # rho_1 = e is clipped for A > 0
+    assert metrics["by_fraction/0.2/acceptance"] == 1.0
+    assert metrics["by_position/2^00/acceptance"] == 0.0
+    assert metrics["by_position/2^01/acceptance"] == 1.0
+    assert "by_position/2^04/acceptance" in metrics
+    assert "by_position/2^05/acceptance" not in metrics
+    fractions = [key for key in metrics if key.startswith("by_fraction") and "acceptance" in key]
+    assert len(fractions) == 10
+
+
+def test_a_decile_holds_its_upper_end():
+    # L = 10: t/L = 0.1, 0.2, ... each alone in its decile, whatever floats make of 3/10.
+    table = np.zeros(10)
+    for t in range(1, 11):
+        log_ratio = torch.zeros(10).double()
+        log_ratio[t - 1] = 1.0
+        metrics = evaluate("grpo", log_ratio)
+        table[t - 1] = metrics[f"by_fraction/{t / 10:.1f}/acceptance"]
+    assert not table.any()
+
+
+def test_rejections_are_counted_by_side_and_sign():
+    # Four responses of one token: above and below, A > 0 and A < 0; a fifth inside with A > 0.
+    log_ratio = torch.tensor([0.1, -0.1, 0.1, -0.1, 0.0]).double()
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0])
+    metrics = evaluate("pnpo", log_ratio, advantages=advantages, lengths=[1] * 5)
+    assert metrics["gate/rejected_above_positive"] == pytest.approx(1 / 3)
+    assert metrics["gate/rejected_below_positive"] == pytest.approx(1 / 3)
+    assert metrics["gate/rejected_above_negative"] == pytest.approx(1 / 2)
+    assert metrics["gate/rejected_below_negative"] == pytest.approx(1 / 2)
+    # Weights after the gate: one of 1, four of 0: (1)^2 / (5 * 1).
+    assert metrics["weight/effective_sample_fraction"] == pytest.approx(0.2)
+
+
+def test_drift_to_the_behavior_policy():
+    log_ratio = torch.tensor([0.2, -0.1]).double()
+    metrics = evaluate("grpo", log_ratio)
+    k3 = [math.expm1(x) - x for x in (0.2, -0.1)]
+    assert metrics["ratio/kl_to_behavior"] == pytest.approx(sum(k3) / 2)
+    assert metrics["ratio/log_mean"] == pytest.approx(0.05)
+    assert metrics["ratio/max_deviation"] == pytest.approx(math.expm1(0.2))
+    # S_t / t = 0.2, 0.05.
+    assert metrics["ratio/prefix_mean_log_std"] == pytest.approx(0.075)
+
+
+def test_quantiles_are_right_up_to_a_bin():
+    values = torch.randn(20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    values = values * 3e-3
+    counts = torch.bincount(histogram_bin(values), minlength=schema.BINS).double()
+    for quantile in (0.05, 0.25, 0.75, 0.95):
+        wanted = torch.quantile(values, quantile).item()
+        got = histogram_quantile(counts, quantile)
+        assert got / wanted == pytest.approx(1, abs=0.34)
+    assert abs(histogram_quantile(counts, 0.5)) < 1e-4
+
+
+def test_histogram_bins_are_symmetric_and_bounded():
+    values = torch.tensor([0.0, 1e-9, -1e-9, 1e-3, -1e-3, 1e9, -1e9]).double()
+    bins = (histogram_bin(values) - schema.HALF).tolist()
+    assert bins[0] == bins[1] == bins[2] == 0
+    assert bins[3] == -bins[4] > 0
+    assert bins[5] == -bins[6] == schema.HALF
+
+
+def test_merging_with_nothing_changes_nothing():
+    log_ratio = torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    layout = SequenceLayout([50], torch.ones(50).bool())
+    behavior = torch.full((50,), -3.0, dtype=torch.float64)
+    statistics = build_objective("pnpo")(
+        behavior + 0.01 * log_ratio,
+        behavior_logprobs=behavior,
+        advantages=torch.ones(50),
+        layout=layout,
+        denominators=Denominators(1.0, 50.0),
+    ).statistics
+    assert Statistics.empty().merge(statistics).to_metrics() == statistics.to_metrics()
+    prefixed = statistics.to_metrics(prefix="epoch_2/")
+    assert prefixed["epoch_2/gate/acceptance"] == statistics.to_metrics()["gate/acceptance"]
+
+
+def test_a_micro_batch_without_decisions_adds_nothing():
+    layout = SequenceLayout([4], torch.zeros(4).bool())
+    result = build_objective("pnpo")(
+        torch.full((4,), math.nan),
+        behavior_logprobs=torch.full((4,), math.nan),
+        advantages=torch.full((4,), math.nan),
+        layout=layout,
+        denominators=Denominators(1.0, 1.0),
+    )
+    assert result.loss.tolist() == [0.0] * 4
+    assert result.statistics.to_metrics()["tokens"] == 0

@@ -1,0 +1,121 @@
+"""Optional terms, OAPL and the one-sided gate, on numbers worked out by hand."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_rl.objectives import build_objective, policy_loss
+
+
+def one_row(log_ratios, *, advantage=1.0, **more):
+    log_ratios = torch.tensor([log_ratios], dtype=torch.float64)
+    behavior = torch.full_like(log_ratios, -1.0)
+    return {
+        "policy_logprobs": (behavior + log_ratios).requires_grad_(),
+        "behavior_logprobs": behavior,
+        "advantages": torch.tensor([advantage], dtype=torch.float64),
+        "response_mask": torch.ones_like(log_ratios).bool(),
+        **more,
+    }
+
+
+def evaluate(objective, given):
+    name, overrides = objective if isinstance(objective, tuple) else (objective, {})
+    loss, metrics = policy_loss(build_objective(name, **overrides), **given)
+    (gradient,) = torch.autograd.grad(loss, given["policy_logprobs"])
+    return loss.item(), gradient[0].tolist(), metrics
+
+
+@pytest.mark.parametrize(
+    ("advantage", "kept"),
+    # Weights far above and far below the bounds. Two-sided: neither stays. By advantage: above
+    # is rejected for A > 0 only, below for A < 0 only.
+    [(1.0, [False, True]), (-1.0, [True, False]), (0.0, [True, True])],
+)
+def test_the_one_sided_gate_rejects_as_a_clip_does(advantage, kept):
+    given = {
+        **one_row([0.1]),
+        "policy_logprobs": torch.tensor([[-0.9], [-1.1]], dtype=torch.float64).requires_grad_(),
+        "behavior_logprobs": torch.full((2, 1), -1.0, dtype=torch.float64),
+        "advantages": torch.tensor([advantage, advantage], dtype=torch.float64),
+        "response_mask": torch.ones(2, 1).bool(),
+    }
+    _, _, metrics = evaluate("pnpo", given)
+    assert metrics["gate/acceptance"] == 0
+    loss, metrics = policy_loss_one_sided(given)
+    assert metrics["gate/acceptance"] == sum(kept) / 2
+    (gradient,) = torch.autograd.grad(loss, given["policy_logprobs"])
+    wanted = [-advantage * math.exp(x) / 2 * k for x, k in zip((0.1, -0.1), kept, strict=True)]
+    assert gradient[:, 0].tolist() == pytest.approx(wanted, rel=1e-12)
+
+
+def policy_loss_one_sided(given):
+    return policy_loss(build_objective("pnpo", constraint={"sided": "advantage"}), **given)
+
+
+def test_kl_k3_by_hand():
+    # One token, A = 0, ratio e^0.2, reference 0.3 above the policy: q = e^0.3.
+    given = one_row([0.2], advantage=0.0)
+    given["reference_logprobs"] = given["policy_logprobs"].detach() + 0.3
+    loss, gradient, metrics = evaluate(("grpo", {"kl": {"coefficient": 0.1}}), given)
+    k3 = math.exp(0.3) - 1 - 0.3
+    assert loss == pytest.approx(0.1 * math.exp(0.2) * k3, rel=1e-12)
+    # d/dlog pi of rho (q - 1 - log q) = rho (q - 1 - log q) + rho (1 - q) = -rho log q.
+    assert gradient == pytest.approx([-0.1 * math.exp(0.2) * 0.3], rel=1e-12)
+    assert metrics["loss/kl"] == pytest.approx(loss)
+
+
+def test_entropy_bonus_lowers_the_loss_by_its_mean():
+    given = one_row([0.0, 0.0], advantage=0.0)
+    entropy = torch.tensor([[1.0, 3.0]], dtype=torch.float64, requires_grad=True)
+    loss, metrics = policy_loss_with_entropy(given, entropy)
+    assert loss.item() == pytest.approx(-0.01 * 2.0)
+    assert torch.autograd.grad(loss, entropy)[0].tolist() == [[-0.005, -0.005]]
+    assert metrics["entropy"] == 2.0
+
+
+def policy_loss_with_entropy(given, entropy):
+    return policy_loss(build_objective("pnpo", entropy_coefficient=0.01), **given, entropy=entropy)
+
+
+@pytest.mark.parametrize(
+    ("correction", "factors"),
+    # behavior - rollout = log 3, log 1/3, 0; product 1, geometric mean 1.
+    [
+        ({}, [2.0, 1 / 3, 1.0]),
+        ({"low": 0.5}, [2.0, 0.5, 1.0]),
+        ({"mode": "mask", "low": 0.5, "high": 5.0}, [3.0, 0.0, 1.0]),
+        ({"level": "sequence"}, [1.0, 1.0, 1.0]),
+        ({"level": "sequence_mean", "mode": "mask", "low": 1.5}, [0.0, 0.0, 0.0]),
+    ],
+)
+def test_rollout_correction_scales_each_token(correction, factors):
+    given = one_row([0.0, 0.0, 0.0])
+    gaps = torch.tensor([[math.log(3), -math.log(3), 0.0]], dtype=torch.float64)
+    given["rollout_logprobs"] = given["behavior_logprobs"] - gaps
+    _, gradient, metrics = evaluate(("pnpo", {"rollout_correction": correction}), given)
+    assert gradient == pytest.approx([-f / 3 for f in factors], rel=1e-12)
+    assert metrics["rollout_gap/max"] == pytest.approx(math.log(3))
+    assert metrics["rollout_gap/absolute_mean"] == pytest.approx(2 * math.log(3) / 3)
+
+
+def test_oapl_is_a_square_of_the_response():
+    # beta 2, S_L = 0.1 + 0.3: (0.8 - 0.5)^2, and d/dl_k = 2 * 2 * 0.3 for both tokens.
+    loss, gradient, _ = evaluate(("oapl", {"beta": 2.0}), one_row([0.1, 0.3], advantage=0.5))
+    assert loss == pytest.approx(0.09, rel=1e-12)
+    assert gradient == pytest.approx([1.2, 1.2], rel=1e-12)
+
+
+def test_dr_grpo_divides_by_a_constant_length():
+    # arXiv 2503.20783: 1/N sum_i 1/1000 sum_t; two rows of 1 and 2 tokens, all ratios 1.
+    behavior = torch.full((2, 2), -1.0)
+    objective = build_objective("ppo", aggregation="response_sum", constant=1000.0)
+    loss, _ = policy_loss(
+        objective,
+        policy_logprobs=behavior,
+        behavior_logprobs=behavior,
+        advantages=torch.tensor([1.0, 2.0]),
+        response_mask=torch.tensor([[1, 0], [1, 1]]).bool(),
+    )
+    assert loss.item() == pytest.approx(-(1 + 2 + 2) / 1000 / 2)
