@@ -1,0 +1,73 @@
+r"""Is the answer of a mathematics response right?
+
+The answer is the content of the last `\boxed{...}`, or else of the last line with `Answer:`, as
+the prompts of DAPO-Math-17k ask for it. It is right if it is the ground truth, or equal to it for
+math-verify (https://github.com/huggingface/Math-Verify).
+"""
+
+import logging
+import re
+from functools import lru_cache
+
+# An escaped brace, as in \{1, 2\}, opens and closes nothing.
+_BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+_ANSWER_LINE = re.compile(r"answer\s*:([^\n]+)", re.IGNORECASE)
+_LONGEST_ANSWER = 2000  # characters; what is longer is prose, and slow to parse
+
+
+def verify_math_answer(
+    text: str, ground_truth: str, data_source: str
+) -> tuple[float, str, str | None]:
+    """Reward 1 for the right answer, else 0, with the reason and the extracted answer."""
+    answer = extract_answer(text)
+    if answer is None:
+        return 0.0, "no answer", None
+    if answer == ground_truth.strip():
+        return 1.0, "same text", answer
+    if len(answer) > _LONGEST_ANSWER:
+        return 0.0, "answer too long", answer[:_LONGEST_ANSWER]
+    return (*_compare(answer, ground_truth.strip()), answer)
+
+
+def extract_answer(text: str) -> str | None:
+    r"""The last complete `\boxed{...}`, or else the last `Answer:` line; None if there is neither.
+
+    One pass over the text, whatever it holds.
+    """
+    boxed = _extract_last_box(text)
+    if boxed is not None:
+        return boxed.strip() or None
+    lines = _ANSWER_LINE.findall(text)
+    return (lines[-1].strip(" \t\r*$.") or None) if lines else None
+
+
+def _extract_last_box(text: str) -> str | None:
+    open_braces: list[int | None] = []  # where the content of a box starts; None: another brace
+    last: tuple[int, int] | None = None
+    for match in _BRACES.finditer(text):
+        token = match.group()
+        if token == "{":
+            open_braces.append(None)
+        elif token == "}":
+            start = open_braces.pop() if open_braces else None
+            if start is not None and (last is None or start > last[0]):
+                last = (start, match.start())
+        elif token.startswith("\\boxed"):
+            open_braces.append(match.end())
+    return text[last[0] : last[1]] if last else None
+
+
+@lru_cache(maxsize=10_000)
+def _compare(answer: str, ground_truth: str) -> tuple[float, str]:
+    # Imported here, where it is needed: sympy takes a second.
+    from math_verify import parse, verify
+
+    # The pool's own time limit replaces math-verify's, which cannot stop a hang inside C code.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    truth = parse(f"\\boxed{{{ground_truth.strip('$')}}}", parsing_timeout=None)
+    given = parse(f"\\boxed{{{answer.strip('$')}}}", parsing_timeout=None)
+    if not given:
+        return 0.0, "answer not understood"
+    if verify(truth, given, timeout_seconds=None):
+        return 1.0, "equal"
+    return 0.0, "wrong answer"

@@ -1,0 +1,139 @@
+"""The pool: order, time limits that hold, crashes that are not verdicts, no process left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.rewards.pool import VerifierPool
+from megatron_rl.rewards.verifier import VerifierError
+from megatron_rl.types import Verdict
+
+MISBEHAVING = "tests.unit.rewards.misbehaving_verifiers:verify_as_told"
+
+
+def as_items(*texts):
+    return [(text, "truth", "source") for text in texts]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Two workers that do as they are told, 0.5 s a judgement."""
+    with VerifierPool(workers=2, time_limit=0.5, verifier=MISBEHAVING) as pool:
+        yield pool
+
+
+def test_verdicts_come_in_the_order_of_the_items(pool):
+    # The first one ends last.
+    verdicts = pool.verify_all(as_items("sleep 0.2", *("x" * n for n in range(50))))
+    assert [verdict.reward for verdict in verdicts] == [9.0, *map(float, range(50))]
+    assert verdicts[7] == Verdict(6.0, "source", "truth")
+    assert pool.verify_all([]) == []
+
+
+def test_texts_of_any_size_and_content_arrive_whole(pool):
+    texts = ["\n\r\x00\u2028é\ud800", "y" * 3_000_000]  # the last: far beyond a pipe's buffer
+    assert [v.reward for v in pool.verify_all(as_items(*texts))] == [6.0, 3_000_000.0]
+
+
+def test_workers_are_kept_from_call_to_call(pool):
+    pids = [v.reason for _ in range(3) for v in pool.verify_all(as_items(*["pid"] * 20))]
+    assert len(pids) == 60
+    assert len(set(pids)) <= 2
+
+
+def test_a_hang_costs_its_time_limit_and_only_its_own_reward(pool):
+    start = time.monotonic()
+    verdicts = pool.verify_all(as_items("ab", "spin", "abc", "sleep 60", "abcd"))
+    limit = Verdict(0.0, "time limit", None)
+    assert verdicts[1] == verdicts[3] == limit
+    assert [verdicts[i].reward for i in (0, 2, 4)] == [2.0, 3.0, 4.0]
+    assert time.monotonic() - start < 10
+
+
+def test_a_verifier_that_prints_disturbs_nobody(pool):
+    assert pool.verify_all(as_items("print", "abc"))[1].reward == 3.0
+
+
+def test_an_exception_of_the_verifier_is_raised_with_its_traceback(pool):
+    with pytest.raises(VerifierError, match=r"(?s)response 1 of 3.*truth.*LookupError: broken"):
+        pool.verify_all(as_items("a", "raise", "b"))
+    # What was under way then does not leak into the next call.
+    assert [v.reward for v in pool.verify_all(as_items("ab", "abc"))] == [2.0, 3.0]
+
+
+def test_a_process_that_dies_over_a_response_twice_is_an_error(pool):
+    with pytest.raises(VerifierError, match=r"response 0 of 2.*died twice, exit status -11"):
+        pool.verify_all(as_items("die", "b"))
+    assert pool.verify_all(as_items("ab"))[0].reward == 2.0
+
+
+def test_a_process_that_dies_once_is_replaced(pool, tmp_path):
+    verdicts = pool.verify_all(as_items("a", f"die-once {tmp_path / 'mark'}", "abc"))
+    assert [v.reason for v in verdicts] == ["source"] * 3
+
+
+def test_a_worker_loads_neither_torch_nor_vllm(pool):
+    assert pool.verify_all(as_items("modules"))[0].reason == ""
+
+
+def test_a_factorial_that_would_take_hours_is_cut_short():
+    with VerifierPool(time_limit=1.0) as pool:
+        start = time.monotonic()
+        texts = [r"\boxed{100000000!}", r"\boxed{9^{9^{9^9}}}", r"\boxed{5}"]
+        verdicts = pool.verify_all([(text, "5", "set") for text in texts])
+        assert [v.reward for v in verdicts] == [0.0, 0.0, 1.0]
+        assert verdicts[0] == Verdict(0.0, "time limit", None)
+        assert time.monotonic() - start < 15
+
+
+def test_a_verifier_that_cannot_be_loaded_is_an_error_at_the_first_use():
+    pool = VerifierPool(verifier="megatron_rl.rewards.nowhere:verify")
+    with pool, pytest.raises(VerifierError, match="did not start"):
+        pool.verify_all(as_items("a"))
+
+
+def test_wrong_settings_and_a_closed_pool_are_refused():
+    with pytest.raises(ValueError, match="workers >= 1"):
+        VerifierPool(workers=0)
+    pool = VerifierPool(verifier=MISBEHAVING)
+    pool.close()
+    with pytest.raises(ValueError, match="closed"):
+        pool.verify_all(as_items("a"))
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_workers_do_not_outlive_a_parent_that_is_killed():
+    # One worker has nothing to do, the other one is inside C code that never returns.
+    program = f"""
+import sys, threading, time
+from megatron_rl.rewards.pool import VerifierPool
+pool = VerifierPool(workers=2, time_limit=1.5, verifier={MISBEHAVING!r})
+pids = set()
+while len(pids) < 2:
+    verdicts = pool.verify_all([("pid", "", ""), ("sleep 0.1", "", ""), ("pid", "", "")])
+    pids |= {{v.reason for v in verdicts if v.reason}}
+threading.Timer(0.5, lambda: print(*pids, flush=True)).start()
+pool.verify_all([("spin", "", "")])
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    assert len(pids) == 2
+    deadline = time.monotonic() + 15
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(is_running, pids))
+    parent.stdout.close()
