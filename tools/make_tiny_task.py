@@ -22,14 +22,15 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 DIGITS = "0123456789"
 # Tokens are single characters, and a few words that stand where a question needs them.
 WORDS = ["<|im_start|>", "<|im_end|>", "user", "assistant", "system", "Work out ", " modulo 10."]
-SYMBOLS = ["\n", "+", "-", "=", "\\boxed{", "}"]
+SYMBOLS = ["\n", " ", "+", "-", "=", "\\boxed{", "}"]
 PADDING = "<|endoftext|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -37,6 +38,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+LEARNED = 0.02  # mean loss per token of a solution that is nearly always right
 IGNORED = -100  # label of a position that is not trained on, as in torch's cross entropy
 
 
@@ -54,10 +56,10 @@ class Settings:
     key_value_heads: int = 2
     layers: int = 2
     intermediate: int = 192
-    updates: int = 600  # of the warm-up
-    batch: int = 128  # solutions per update
+    batch: int = 64  # worked solutions per update of the warm-up
     learning_rate: float = 3e-3
-    noisy_share: float = 0.2  # the last part of the warm-up, whose solutions have wrong steps
+    longest_warm_up: int = 2000  # updates on right solutions; it ends when they are learned
+    noisy_updates: int = 100  # the last ones, on solutions with wrong steps
     noise: float = 0.12  # how often a step of those is wrong
     threads: int = 2
 
@@ -86,8 +88,8 @@ class Problem:
 
     @property
     def expression(self) -> str:
-        """As it stands in the question, `4+8-3`."""
-        return str(self.first) + "".join(f"{sign}{operand}" for sign, operand in self.rest)
+        """As it stands in the question, `4 + 8 - 3`."""
+        return str(self.first) + "".join(f" {sign} {operand}" for sign, operand in self.rest)
 
     @property
     def question(self) -> str:
@@ -154,7 +156,7 @@ def build_tokenizer(max_length: int):
     from transformers import Qwen2Tokenizer
 
     pieces = [PADDING, *WORDS, *SYMBOLS, *DIGITS]
-    characters = {"\n": "\u010a"}  # byte-level BPE's name of the line feed
+    characters = {"\n": "\u010a", " ": "\u0120"}  # byte-level BPE's names of white space
     tokenizer = Qwen2Tokenizer(
         vocab={characters.get(piece, piece): index for index, piece in enumerate(pieces)},
         merges=[],
@@ -218,31 +220,56 @@ def draw_batch(generator: random.Random, settings: Settings, tokenizer, noise: f
     return tokens, targets
 
 
-def train_model(model, tokenizer, settings: Settings) -> None:
-    """Supervised warm-up: cross entropy of the solutions, the last share of them with noise."""
+def train_model(model, tokenizer, settings: Settings) -> int:
+    """Supervised warm-up; returns the number of updates.
+
+    Right solutions until they are learned, however long this seed takes, then solutions with wrong
+    steps: the model is left knowing how to do it, and doing it wrong at the rate of the noise.
+    Raises ValueError if the right ones are not learned in time.
+    """
     import torch
 
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.learning_rate, weight_decay=0.01, betas=(0.9, 0.98)
     )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, settings.learning_rate, total_steps=settings.updates, pct_start=0.1
-    )
     generator = random.Random(f"{settings.seed} warm-up")
-    clean = round(settings.updates * (1 - settings.noisy_share))
-    for update in report_progress(settings.updates, "warm-up"):
-        noise = settings.noise if update >= clean else 0.0
-        tokens, targets = draw_batch(generator, settings, tokenizer, noise)
-        # Padding stands on the right of causal attention, so no mask is needed.
-        hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]
-        trained = targets[:, 1:] != IGNORED
-        logits = model.lm_head(hidden[trained])
-        loss = torch.nn.functional.cross_entropy(logits, targets[:, 1:][trained])
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+    average = 3.0  # of the loss, over about the last 20 updates
+    with report_progress("warm-up", settings.longest_warm_up) as report:
+        for update in range(settings.longest_warm_up):
+            optimizer.param_groups[0]["lr"] = settings.learning_rate * min(1, (update + 1) / 50)
+            tokens, targets = draw_batch(generator, settings, tokenizer, 0.0)
+            average += 0.05 * (update_model(model, optimizer, tokens, targets) - average)
+            report(update + 1, f"loss {average:.3f}")
+            if average < LEARNED:
+                break
+        else:
+            raise ValueError(
+                f"the solutions are not learned after {update + 1} updates (loss {average:.3f}, "
+                f"not below {LEARNED}); try another seed, a larger model or a longer warm-up"
+            )
+    with report_progress("warm-up, noisy", settings.noisy_updates) as report:
+        for noisy in range(settings.noisy_updates):
+            decay = 1 - 0.9 * noisy / settings.noisy_updates
+            optimizer.param_groups[0]["lr"] = settings.learning_rate * decay
+            tokens, targets = draw_batch(generator, settings, tokenizer, settings.noise)
+            report(noisy + 1, f"loss {update_model(model, optimizer, tokens, targets):.3f}")
+    return update + 1 + settings.noisy_updates
+
+
+def update_model(model, optimizer, tokens, targets) -> float:
+    """One step of the optimizer on a batch, tokens and targets [batch, longest]; its loss."""
+    import torch
+
+    # Padding stands on the right of causal attention, so no mask is needed.
+    hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]
+    trained = targets[:, 1:] != IGNORED
+    logits = model.lm_head(hidden[trained])
+    loss = torch.nn.functional.cross_entropy(logits, targets[:, 1:][trained])
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.item()
 
 
 def measure_accuracy(model, tokenizer, problems: list[Problem], settings: Settings) -> float:
@@ -271,19 +298,29 @@ def measure_accuracy(model, tokenizer, problems: list[Problem], settings: Settin
     return sum(right) / len(right)
 
 
-def report_progress(count: int, name: str) -> Iterator[int]:
-    """0 .. count - 1, drawing a bar on a terminal and a line now and then into a file."""
+@contextmanager
+def report_progress(name: str, count: int) -> Iterator[Callable[[int, str], None]]:
+    """Yields report(done, remark): a bar on a terminal, a line now and then into a file."""
     from tqdm import tqdm
 
-    if sys.stderr.isatty():
-        yield from tqdm(range(count), desc=name, leave=False)
-        return
     start = last = time.monotonic()
-    for index in range(count):
-        yield index
+
+    def print_sometimes(done: int, remark: str) -> None:
+        nonlocal last
         if time.monotonic() - last > 10:
             last = time.monotonic()
-            print(f"{name}: {index + 1}/{count}, {last - start:.0f} s", flush=True)
+            print(f"{name}: {done} updates, {remark}, {last - start:.0f} s", flush=True)
+
+    if not sys.stderr.isatty():
+        yield print_sometimes
+        return
+    with tqdm(total=count, desc=name, leave=False) as bar:
+
+        def draw(done: int, remark: str) -> None:
+            bar.set_postfix_str(remark, refresh=False)
+            bar.update(done - bar.n)
+
+        yield draw
 
 
 def make(folder: Path, settings: Settings) -> dict:
@@ -298,16 +335,17 @@ def make(folder: Path, settings: Settings) -> dict:
     heldout, train = problems[: settings.heldout], problems[settings.heldout :]
     write_parquet(folder / "train.parquet", train)
     write_parquet(folder / "heldout.parquet", heldout)
-    max_length = 8 * settings.longest + 64
+    max_length = 8 * settings.longest + 48  # about as much for the answer as for the question
     tokenizer = build_tokenizer(max_length)
     model = build_model(settings, tokenizer, max_length)
-    train_model(model, tokenizer, settings)
+    updates = train_model(model, tokenizer, settings)
     model.eval()
     accuracy = measure_accuracy(model, tokenizer, heldout, settings)
     model.generation_config.do_sample = True
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     return {
+        "updates": updates,
         "accuracy": round(accuracy, 4),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "seconds": round(time.monotonic() - start, 1),
