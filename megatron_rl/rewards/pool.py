@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
 from megatron_rl.rewards.verifier import MATH_ANSWER, VerifierError
 from megatron_rl.types import Verdict
@@ -212,8 +212,8 @@ class _Worker:
             self._input.write(json.dumps(item).encode() + b"\n")
             self._input.flush()
 
-    def take(self, chunk: bytes) -> object:
-        """The answer, or None while a part of it is missing."""
+    def take(self, chunk: bytes) -> Any:
+        """What it said, or None while a part of it is missing."""
         self._received += chunk
         if not self._received.endswith(b"\n"):
             return None
