@@ -76,13 +76,18 @@ class ActorLayout:
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """vLLM engines of `tensor` adjacent ranks each, as many as the world holds."""
+    """vLLM engines of `tensor` adjacent ranks each, as many as the world holds.
+
+    expert_parallel: an engine's ranks hold whole experts instead of a slice of every expert.
+    """
 
     tensor: int
     world_size: int
+    expert_parallel: bool = False
 
     def __str__(self) -> str:
-        return f"vLLM tp{self.tensor} x {self.world_size // self.tensor} engines"
+        experts = " expert parallel" if self.expert_parallel else ""
+        return f"vLLM tp{self.tensor}{experts} x {self.world_size // self.tensor} engines"
 
     def check(self, shape: ModelShape) -> None:
         """ValueError when the engines do not fill the world or the model cannot be cut so."""
@@ -90,13 +95,23 @@ class EngineLayout:
             raise ValueError(
                 f"vLLM's tensor parallel size {self.tensor} does not divide {self.world_size} ranks"
             )
-        vllm_pieces(shape, tp_size=self.tensor)
+        vllm_pieces(shape, tp_size=self.tensor, expert_parallel=self.expert_parallel)
 
     def parameter_shapes(self, shape: ModelShape, *, rank: int) -> dict[str, tuple[int, ...]]:
         """Every parameter of vLLM's model on `rank`, with the shape in which vLLM loads it."""
-        return vllm_parameter_shapes(shape, tp_rank=rank % self.tensor, tp_size=self.tensor)
+        return vllm_parameter_shapes(
+            shape,
+            tp_rank=rank % self.tensor,
+            tp_size=self.tensor,
+            expert_parallel=self.expert_parallel,
+        )
 
     def pieces(self, shape: ModelShape, *, rank: int) -> tuple[Piece, ...]:
         """The pieces that `rank` needs, by vLLM's names."""
         self.check(shape)
-        return vllm_pieces(shape, tp_rank=rank % self.tensor, tp_size=self.tensor)
+        return vllm_pieces(
+            shape,
+            tp_rank=rank % self.tensor,
+            tp_size=self.tensor,
+            expert_parallel=self.expert_parallel,
+        )

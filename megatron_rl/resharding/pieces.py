@@ -233,14 +233,21 @@ def megatron_pieces(
     return tuple(pieces)
 
 
-def vllm_pieces(shape: ModelShape, *, tp_rank: int = 0, tp_size: int = 1) -> tuple[Piece, ...]:
+def vllm_pieces(
+    shape: ModelShape, *, tp_rank: int = 0, tp_size: int = 1, expert_parallel: bool = False
+) -> tuple[Piece, ...]:
     """The pieces that tile every parameter of one rank of a vLLM engine, by vLLM's own names.
 
-    Raises ValueError when the layout does not fit the model.
+    expert_parallel: ranks hold whole experts (vLLM's `enable_expert_parallel`, placed linearly)
+    instead of a slice of every expert. Raises ValueError when the layout does not fit the model.
     """
     heads, groups = shape.num_attention_heads, shape.num_query_groups
     ffn = shape.experts.ffn_hidden_size if shape.experts else shape.ffn_hidden_size
-    _require_divisible(ffn, "feed-forward units", by=tp_size, of="vLLM's tensor parallel size")
+    of = "vLLM's tensor parallel size"
+    if shape.experts and expert_parallel:
+        _require_divisible(shape.experts.num_experts, "experts", by=tp_size, of=of)
+    else:
+        _require_divisible(ffn, "feed-forward units", by=tp_size, of=of)
     if heads % tp_size or (groups % tp_size and tp_size % groups):
         raise ValueError(
             f"{heads} attention heads and {groups} key-value heads do not fit "
@@ -250,12 +257,16 @@ def vllm_pieces(shape: ModelShape, *, tp_rank: int = 0, tp_size: int = 1) -> tup
     pieces: list[Piece] = []
     for row in shape.rows:
         layers = range(shape.num_layers) if row.place in ("layer", "expert") else range(1)
-        experts = range(shape.experts.num_experts if row.place == "expert" and shape.experts else 1)
+        held, rank, size = range(1), tp_rank, tp_size
+        if row.place == "expert" and shape.experts:
+            held = range(shape.experts.num_experts)
+            if expert_parallel:
+                held, rank, size = range(*_shard(len(held), tp_rank, tp_size)), 0, 1
         for layer in layers:
             stacked = 0
-            for expert in experts:
+            for expert in held:
                 name = row.vllm.format(layer=layer)
-                place = _Place(name, layer, expert, tp_rank, tp_size, first_row=stacked)
+                place = _Place(name, layer, expert, rank, size, first_row=stacked)
                 if row.kind == "qkv":
                     new = tuple(_concatenated_qkv(row, shape=shape, place=place))
                 else:
@@ -267,7 +278,7 @@ def vllm_pieces(shape: ModelShape, *, tp_rank: int = 0, tp_size: int = 1) -> tup
 
 
 def vllm_parameter_shapes(
-    shape: ModelShape, *, tp_rank: int = 0, tp_size: int = 1
+    shape: ModelShape, *, tp_rank: int = 0, tp_size: int = 1, expert_parallel: bool = False
 ) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter of vLLM's model on one rank, padding included.
 
@@ -275,7 +286,7 @@ def vllm_parameter_shapes(
     a dimension of their own, and a tied output layer is listed although it is the embedding.
     """
     heights: dict[str, int] = {}
-    pieces = vllm_pieces(shape, tp_rank=tp_rank, tp_size=tp_size)
+    pieces = vllm_pieces(shape, tp_rank=tp_rank, tp_size=tp_size, expert_parallel=expert_parallel)
     for piece in pieces:
         bottom = piece.row + piece.shape[0]
         heights[piece.parameter] = max(heights.get(piece.parameter, 0), bottom)
@@ -286,7 +297,7 @@ def vllm_parameter_shapes(
         shapes[name] = (heights[name],) if is_vector else (heights[name], width)
         if ".experts." in name:
             assert shape.experts is not None, f"{name} needs experts"
-            count = shape.experts.num_experts
+            count = shape.experts.num_experts // (tp_size if expert_parallel else 1)
             shapes[name] = (count, heights[name] // count, width)
     padded = padded_vocabulary(shape.vocab_size, tp_size=tp_size)
     for row in shape.rows:

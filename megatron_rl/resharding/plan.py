@@ -201,6 +201,8 @@ def plan_for_rank(
             elif copy.destination == rank:
                 rounds[-1].receives.setdefault(copy.source, []).append(copy)
                 last_round[copy.tensor] = len(rounds) - 1
+    for name in tensor_shapes(shape):
+        last_round.setdefault(name, -1)  # this rank needs none of it, as of a vocabulary's padding
     complete: list[list[str]] = [[] for _ in range(len(rounds) + 1)]
     for name, place in last_round.items():
         complete[place + 1].append(name)

@@ -1,124 +1,193 @@
-"""After a push vLLM computes what the model computes: every actor layout x vLLM layout.
+"""Real Megatron, real vLLM: after a push the engine computes what the actor computes.
 
-The oracle is transformers' own Qwen2 in float32. The embedding's padding rows are NaN in the
-shards, so that a push which lets one through is seen in every log-prob.
+One launch per engine layout; within it the actor is rebuilt in several layouts. Weights are random
+and large enough that every one of them matters, in float32, compared to 1e-5.
 """
+
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_rl.resharding.layouts import ActorLayout
-from megatron_rl.types import Prompt, SamplingSettings
-from tests.cut_shards import cut_shards, topology_of
+from megatron_rl.types import Prompt, Rollout, SamplingSettings, Verdict
 from tests.ranks import run_ranks
 
-VOCABULARY, LAYERS = 300, 4
 PROMPTS = [
     Prompt(index, (), tuple(range(3 + index, 10 + 2 * index)), "", "test") for index in range(5)
 ]
+SAMPLES = 3
 SAMPLING = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=12, seed=11)
 
 
-def _save_model(folder, *, tied: bool) -> None:
-    from transformers import Qwen2Config
+def _save_model(folder: Path, *, tied: bool) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    Qwen2Config(
-        vocab_size=VOCABULARY,
+    config = Qwen2Config(
+        vocab_size=300,
         hidden_size=128,
         intermediate_size=96,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
         tie_word_embeddings=tied,
         eos_token_id=2,
-        architectures=["Qwen2ForCausalLM"],
-    ).save_pretrained(folder)
-
-
-def _random_model(folder, *, seed: int):
-    """transformers' model with large enough random weights that every one of them matters."""
-    from transformers import AutoConfig, Qwen2ForCausalLM
-
-    with torch.random.fork_rng():
-        model = Qwen2ForCausalLM(AutoConfig.from_pretrained(folder)).float().eval()
-    generator = torch.Generator().manual_seed(seed)
+    )
+    model = Qwen2ForCausalLM(config).float()
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else 0.1 * noise)
-    return model
+    model.save_pretrained(folder)
 
 
-@torch.no_grad()
-def _logprobs(model, sequence) -> torch.Tensor:
-    tokens = torch.tensor([sequence])
-    logprobs = model(tokens).logits[0, :-1].log_softmax(-1)
-    return logprobs.gather(1, tokens[0, 1:, None])[:, 0]
+def _actor(folder, sizes):
+    """The actor in one layout; the process groups of the layout before are taken down."""
+    from megatron.core import parallel_state
+
+    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.actor.platform import initialise
+    from megatron_rl.actor.settings import ActorSettings
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    tensor, pipeline, context, _ = sizes
+    topology = initialise(tensor=tensor, pipeline=pipeline, context=context)
+    return MegatronActor(folder, topology=topology, settings=ActorSettings())
 
 
-def _push_and_compare(rank, world_size, folder, tensor, layouts):
-    """One engine, one push of different weights per layout; returns the responses of each."""
+def _engine(folder, tensor, topology):
+    from megatron_rl.resharding.resharder import ReshardSettings
     from megatron_rl.rollout.vllm_engine import VllmEngine
 
-    first = ActorLayout(*layouts[0])
-    torch.manual_seed(5)
-    untouched = torch.get_rng_state()
-    engine = VllmEngine(
+    return VllmEngine(
         folder,
         tensor=tensor,
-        topology=topology_of(first, rank=rank),
+        topology=topology,
         dtype=torch.float32,
         max_model_len=64,
         kv_cache_bytes=8 << 20,
+        resharding=ReshardSettings(full_check_every=1, bucket_bytes=1 << 16),
     )
-    seen = []
-    for version, sizes in enumerate(layouts):
-        layout = ActorLayout(*sizes)
-        assert layout.world_size == world_size
-        model = _random_model(folder, seed=version)
-        shards = cut_shards(model.state_dict(), shape=engine.shape, layout=layout, rank=rank)
-        stats = engine.push_weights(shards, version=version)
-        responses = engine.generate(PROMPTS, samples=3, sampling=SAMPLING)
-        assert [r.weight_version for r in responses] == [version] * 15
-        sequences = [
-            list(PROMPTS[i // 3].token_ids) + list(r.token_ids) for i, r in enumerate(responses)
+
+
+def _compare_logprobs(actor, engine, version):
+    """Generate; the engine's two kinds of log-probs against the actor's. Returns the samples."""
+    from megatron_rl.data.packing import build_pack
+
+    responses = engine.generate(PROMPTS, samples=SAMPLES, sampling=SAMPLING)
+    assert [r.weight_version for r in responses] == [version] * len(PROMPTS) * SAMPLES
+    prompts = [prompt for prompt in PROMPTS for _ in range(SAMPLES)]
+    rollouts = [
+        Rollout(prompt, response, Verdict(0.0, "", None))
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    pack = build_pack(
+        rollouts,
+        torch.zeros(len(rollouts)),
+        indices=range(len(rollouts)),
+        alignment=actor.topology.alignment(sequence_parallel=True),
+    )
+    computed = actor.compute_logprobs([pack])[0][pack.response_mask]
+    reported = pack.rollout_logprobs[pack.response_mask]
+    torch.testing.assert_close(reported, computed, atol=1e-5, rtol=0)
+    sequences = [[*r.prompt.token_ids, *r.response.token_ids] for r in rollouts]
+    scores = [
+        score[-len(r.response.token_ids) :]
+        for score, r in zip(engine.score(sequences), rollouts, strict=True)
+    ]
+    torch.testing.assert_close(torch.cat(scores), computed, atol=1e-5, rtol=0)
+    return [response.token_ids for response in responses]
+
+
+def _push_and_compare(rank, world_size, folder, tensor, layouts):
+    """In every layout two pushes with different weights; the samples after each of them."""
+    engine, samples = None, []
+    for number, sizes in enumerate(layouts):
+        actor = _actor(folder, sizes)
+        if engine is None:
+            generator, threads = torch.get_rng_state(), torch.get_num_threads()
+            engine = _engine(folder, tensor, actor.topology)
+        for version in (2 * number, 2 * number + 1):
+            engine.push_weights(actor, version=version)
+            samples.append(_compare_logprobs(actor, engine, version))
+            with torch.no_grad():
+                for parameter in actor.named_parameters_local().values():
+                    parameter.mul_(1.1)  # the same on every shard
+        assert torch.equal(torch.get_rng_state(), generator), "a global generator was moved"
+        assert torch.get_num_threads() == threads
+    return samples
+
+
+ONE, TWO = [(1, 1, 1, 1)], [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_engine_computes_what_the_actor_computes_in_every_layout(tied, tmp_path):
+    _save_model(tmp_path, tied=tied)
+    launches = [(1, 1, ONE), (2, 1, TWO), (2, 2, TWO), (8, 2, [(2, 2, 2, 1)])]
+    if tied:
+        launches = [(2, 2, [(1, 2, 1, 1), (2, 1, 1, 1)])]
+    samples = []
+    for world_size, tensor, layouts in launches:
+        ranks = run_ranks(_push_and_compare, world_size, str(tmp_path), tensor, layouts)
+        assert all(each == ranks[0] for each in ranks), "ranks see different responses"
+        samples += [
+            (first, second) for first, second in zip(ranks[0][::2], ranks[0][1::2], strict=True)
         ]
-        for scored, sequence, response in zip(
-            engine.score(sequences), sequences, responses, strict=True
-        ):
-            expected = _logprobs(model, sequence)
-            torch.testing.assert_close(scored, expected, atol=1e-5, rtol=0)
-            reported = torch.tensor(response.rollout_logprobs)
-            torch.testing.assert_close(reported, expected[-len(reported) :], atol=1e-5, rtol=0)
-        seen.append([(r.prompt_index, r.sample_index, r.token_ids) for r in responses])
-    assert torch.equal(torch.get_rng_state(), untouched), "the trainer's generator was moved"
-    torch.set_num_threads(1)
-    return seen, stats.bytes_sent
+    # Same weights and seed: the same samples, whatever the layouts of actor and engine.
+    assert all(pair == samples[0] for pair in samples)
+    assert samples[0][0] != samples[0][1], "the second push changed nothing"
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def folder(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp("qwen2")
-    _save_model(path, tied=request.param)
-    return str(path)
+def _break_pushes(rank, world_size, folder):
+    """The errors of wrong pushes into a real engine, and whether it recovers."""
+    from megatron_rl.resharding.push import gather_push
+
+    actor = _actor(folder, (1, 1, 1, 1))
+    engine = _engine(folder, 1, actor.topology)
+    collected = {}
+
+    class Collector:
+        layout, dtype = engine.layout, engine.dtype
+
+        def receive(self, weights, *, version):
+            collected.update(weights)
+            return 0.0
+
+    gather_push(actor, Collector(), version=0)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    changes = {
+        "missing": {key: value for key, value in collected.items() if key != name},
+        "extra": collected | {"model.layers.9.self_attn.k_proj.weight": collected[name]},
+        "shape": collected | {name: collected[name][:-1]},
+    }
+    told = {}
+    for case, weights in changes.items():
+        engine.push_weights(actor, version=1)
+        with pytest.raises(ValueError) as error:
+            engine.receive(iter(weights.items()), version=2)
+        with pytest.raises(RuntimeError, match="no valid weights"):
+            engine.generate(PROMPTS, samples=1, sampling=SAMPLING)
+        told[case] = str(error.value)
+    # A failed update must leave nothing behind that the next one would count as loaded.
+    engine.push_weights(actor, version=3)
+    _compare_logprobs(actor, engine, 3)
+    # An exception in the middle of a call must not leave requests for the next call.
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(
+            PROMPTS, samples=2, sampling=SAMPLING, on_progress=lambda done, total: 1 // 0
+        )
+    _compare_logprobs(actor, engine, 3)
+    return json.dumps(told)
 
 
-LAUNCHES = {  # (world size, vLLM tensor): actor layouts (tensor, pipeline, context, data)
-    (1, 1): [(1, 1, 1, 1)] * 2,
-    (2, 1): [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)],
-    (2, 2): [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)],
-}
-
-
-def test_engine_computes_what_the_model_computes(folder):
-    samples = {}
-    for (world_size, tensor), layouts in LAUNCHES.items():
-        ranks = run_ranks(_push_and_compare, world_size, folder, tensor, layouts)
-        assert all(seen == ranks[0][0] for seen, _ in ranks), "ranks see different responses"
-        for version, seen in enumerate(ranks[0][0]):
-            samples.setdefault(version, []).append(seen)
-    # The n-th push has the same weights everywhere, so the same seed must give the same samples.
-    for version, seen in samples.items():
-        assert all(each == seen[0] for each in seen), f"push {version} depends on the layout"
-    assert samples[0][0] != samples[1][0], "the second push changed nothing"
+def test_wrong_weights_are_errors_and_the_engine_recovers(tmp_path):
+    _save_model(tmp_path, tied=False)
+    told = json.loads(run_ranks(_break_pushes, 1, str(tmp_path))[0])
+    name = "model.layers.1.self_attn.k_proj.weight"
+    assert told["missing"] == f"weights were not pushed: ['{name}']"
+    assert told["extra"].startswith("model.layers.9.self_attn.k_proj.weight was pushed twice or")
+    assert told["shape"] == f"{name} has shape (63, 128), the model says (64, 128)"

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.resharding.architectures import ARCHITECTURES
+from megatron_rl.resharding.architectures import ARCHITECTURES, tensor_shapes
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.plan import iterate_copies, plan_for_rank
 from megatron_rl.resharding.source import parameter_shapes
@@ -29,9 +29,10 @@ def _fill(pieces, tensors):
     tied=st.booleans(),
     sizes=st.tuples(*[st.sampled_from([1, 2])] * 6, st.sampled_from([1, 2, 4, 8])),
     engine_tensor=st.sampled_from([1, 2, 4, 8]),
+    expert_parallel=st.booleans(),
 )
 def test_every_destination_element_comes_once_from_a_right_source(
-    architecture, tied, sizes, engine_tensor
+    architecture, tied, sizes, engine_tensor, expert_parallel
 ):
     tensor, pipeline, context, data, virtual, expert, node = sizes
     shape = small_shape(architecture, tied_embeddings=tied, ffn_hidden_size=16)
@@ -42,7 +43,7 @@ def test_every_destination_element_comes_once_from_a_right_source(
     world_size = source.world_size
     if world_size % engine_tensor or (shape.experts and engine_tensor == 8):
         engine_tensor = 1
-    destination = EngineLayout(engine_tensor, world_size)
+    destination = EngineLayout(engine_tensor, world_size, expert_parallel)
     tensors = numbered_tensors(shape)
     held = [_fill(source.pieces(shape, rank=r), tensors) for r in range(world_size)]
     expected = [_fill(destination.pieces(shape, rank=r), tensors) for r in range(world_size)]
@@ -119,3 +120,17 @@ def test_rounds_hold_the_whole_plan_in_bounded_buckets(bucket):
 def test_worlds_of_different_size_are_refused():
     with pytest.raises(ValueError, match="different numbers of ranks"):
         list(iterate_copies(small_shape(), ActorLayout(2), EngineLayout(1, 4)))
+
+
+def test_a_rank_whose_vocabulary_shard_is_padding_is_still_handed_every_tensor():
+    """vLLM pads 24 rows to 64: of two ranks the second needs no row, yet its loader is asked."""
+    shape = small_shape("Qwen2ForCausalLM", vocab_size=24)
+    plan = plan_for_rank(
+        shape,
+        ActorLayout(pipeline=2),
+        EngineLayout(tensor=2, world_size=2),
+        rank=1,
+        bucket_elements=1000,
+    )
+    handed = [*plan.ready, *(name for names in plan.complete_after for name in names)]
+    assert sorted(handed) == sorted(tensor_shapes(shape))
