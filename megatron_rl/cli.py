@@ -60,12 +60,20 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
         from megatron_rl.trainer.build import run_training
 
         run_training(config, rank=place.rank, world_size=place.world_size)
-    except ValueError as error:  # bad input: every rank finds the same, rank 0 says it
+    except ValueError as error:
         if place is None or place.rank == 0:
             detail = "" if isinstance(error, ConfigError) else _origin(error)
             print(f"megatron-rl: error: {error}{detail}", file=sys.stderr, flush=True)
+        elif _is_training():  # before that, every rank finds the same and rank 0 says it
+            print(f"megatron-rl: rank {place.rank}: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
+
+
+def _is_training() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_initialized()
 
 
 def _start(config: Config, options: argparse.Namespace, arguments: list[str]) -> int:

@@ -36,6 +36,7 @@ def prepare_environment() -> None:
         "HF_HUB_OFFLINE": "1",  # models are folders on disk; nothing is looked up
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TRANSFORMERS_VERBOSITY": "error",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's overlap of communication needs it
         "OMP_NUM_THREADS": "1",

@@ -31,17 +31,18 @@ def run_training(config: Config, *, rank: int, world_size: int) -> None:
     objective = build_objective(config.objective.name, **config.objective.overrides)
     prompts, eval_sets = _load_prompt_sets(config)
     directory = run_directory(config)
-    if rank == 0:
-        directory.create(config)
-    console = Console(speaks=rank == 0, log_file=directory.log_file)
-    console.say(_describe(config, world_size))
 
+    # The ranks meet here, so none still checks the directory when rank 0 creates it.
     topology = platform.initialise(
         tensor=config.parallel.tensor,
         pipeline=config.parallel.pipeline,
         context=config.parallel.context,
         seed=config.seed,
     )
+    if rank == 0:
+        directory.create(config)
+    console = Console(speaks=rank == 0, log_file=directory.log_file)
+    console.say(_describe(config, world_size))
     with VerifierPool(
         workers=config.reward.workers, time_limit=config.reward.time_limit_seconds
     ) as pool:

@@ -60,7 +60,7 @@ def test_wrong_values_name_the_cure(tmp_path, text, overrides, said):
 
 
 def test_a_missing_file_is_named():
-    with pytest.raises(ConfigError, match="nowhere.yaml does not exist"):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml does not exist"):
         load_config("nowhere.yaml")
 
 

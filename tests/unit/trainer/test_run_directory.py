@@ -23,7 +23,7 @@ def test_an_existing_run_is_not_overwritten(tmp_path):
     directory = RunDirectory(tmp_path / "a")
     directory.check_usable(build_config())  # nothing there yet
     directory.create(build_config())
-    with pytest.raises(ConfigError, match="run.resume=auto"):
+    with pytest.raises(ConfigError, match=r"run\.resume=auto"):
         directory.check_usable(build_config())
 
 

@@ -1,0 +1,103 @@
+"""The whole system on the tiny task: it learns, survives a kill, and exports what it trained."""
+
+import json
+import os
+import signal
+import time
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from megatron_rl.trainer.metrics import read_metrics
+from tests.functional.tiny_runs import TASK, make_task, start_training, train
+
+# What a clock or a speed decides; everything else must repeat bit for bit.
+TIMED = ("time/", "sync/", "rollout/tokens_per_second")
+SHORT = ("rollout.prompts=16", "eval.sets={}", "logging.tensorboard=false",
+         "trainer.checkpoint_every=1", "optimizer.decay=constant")  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tiny_task():
+    make_task()
+
+
+def learned(rows):
+    return [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in rows]
+
+
+def test_it_learns_from_fresh_weights_only(tmp_path):
+    """Fails on a flipped sign (the reward falls) and on a stale engine (the gap opens)."""
+    rows = train(f"run.dir={tmp_path}", "run.name=a", "trainer.steps=6", "eval.samples=4")
+    steps = rows[1:]
+    assert [row["step"] for row in rows] == list(range(7))
+    # The first minibatch of every step sees the very log-probs that were frozen.
+    assert all(row["ratio/first_minibatch_max_deviation"] == 0.0 for row in steps)
+    # vLLM computes with the actor's present weights: one update at this rate moves log-probs by
+    # more than 1e-3, while float32 in two implementations differs by about 1e-6.
+    assert all(row["rollout/logprob_gap_mean"] < 1e-5 for row in steps)
+    assert all(row["rollout/weight_version"] == row["step"] - 1 for row in steps)
+    assert steps[-1]["ratio/prefix_mean_log_std"] > 1e-4  # reuse does move the policy
+    # Six rollout batches gain more than 30 points on every seed tried; chance wobbles by 5.
+    before, after = rows[0]["eval/heldout/avg@4"], rows[-1]["eval/heldout/avg@4"]
+    assert after > before + 0.15, (before, after)
+    assert (tmp_path / "a" / "curves.png").stat().st_size > 10_000
+    assert "heldout/avg@4" in (tmp_path / "a" / "log.txt").read_text()
+
+
+def test_a_killed_run_continues_as_if_nothing_had_happened(tmp_path):
+    whole = train(f"run.dir={tmp_path}", "run.name=whole", "trainer.steps=3", *SHORT)
+    arguments = (f"run.dir={tmp_path}", "run.name=killed", "trainer.steps=3", "run.resume=auto")
+    process = start_training(*arguments, *SHORT)
+    deadline = time.monotonic() + 300
+    while len(read_metrics(tmp_path / "killed")) < 3:  # steps 0, 1 and 2
+        assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    continued = train(*arguments, *SHORT)
+    assert learned(continued) == learned(whole)
+    assert [p.name for p in sorted((tmp_path / "killed" / "rollouts").iterdir())] == [
+        f"step_{step:06d}.parquet" for step in (1, 2, 3)
+    ]
+    for step in (1, 2, 3):
+        name = f"step_{step:06d}.parquet"
+        tables = [pq.read_table(tmp_path / run / "rollouts" / name) for run in ("whole", "killed")]
+        assert tables[0].equals(tables[1])
+
+
+def test_the_exported_model_is_the_trained_one(tmp_path):
+    """Under another layout: step 2 starts from the model that a run of one step exported."""
+    arguments = (f"run.dir={tmp_path}", "run.name=a", "run.resume=auto", *SHORT)
+    train(*arguments, "trainer.steps=1", "parallel.context=1", "parallel.tensor=2")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a" / "model")
+    before = AutoModelForCausalLM.from_pretrained(TASK / "model", dtype=torch.float32)
+    # Continued with the model cut into two pipeline stages: the checkpoint does not mind.
+    train(*arguments, "trainer.steps=2", "parallel.context=1", "parallel.pipeline=2")
+    rows = pq.read_table(tmp_path / "a" / "rollouts" / "step_000002.parquet").to_pylist()[:8]
+    moved = 0.0
+    for row in rows:
+        messages = [{"role": "user", "content": row["prompt"]}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+        tokens = torch.tensor([prompt + row["token_ids"]])
+        logprobs = {}
+        for name, one in (("exported", model), ("initial", before)):
+            with torch.no_grad():
+                logits = one(tokens).logits[0, len(prompt) - 1 : -1]
+            labels = torch.tensor(row["token_ids"])[:, None]
+            logprobs[name] = logits.log_softmax(-1).gather(1, labels)[:, 0]
+        behavior = torch.tensor(row["behavior_logprobs"])
+        torch.testing.assert_close(logprobs["exported"], behavior, atol=1e-5, rtol=0)
+        moved = max(moved, (logprobs["initial"] - behavior).abs().max().item())
+    assert moved > 1e-3  # the comparison would notice the untrained model
+
+
+def test_checkpoints_name_their_step(tmp_path):
+    train(f"run.dir={tmp_path}", "run.name=a", "trainer.steps=2", *SHORT)
+    state = tmp_path / "a" / "checkpoints" / "step_000002" / "trainer.json"
+    assert json.loads(state.read_text()) == {"step": 2}

@@ -1,0 +1,41 @@
+"""Running the real command on the tiny task."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_rl.trainer.metrics import read_metrics
+
+ROOT = Path(__file__).parents[2]
+TASK = ROOT / ".cache" / "tiny_task"
+CONFIG = ROOT / "examples" / "pnpo" / "quickstart.yaml"
+
+
+def make_task():
+    """The quickstart's data and model; made once, then found."""
+    command = [sys.executable, "tools/make_tiny_task.py", "--output", str(TASK)]
+    subprocess.run(command, cwd=ROOT, check=True)
+
+
+def start_training(*overrides):
+    """`megatron-rl train` on the quickstart's config, as a process group of its own."""
+    command = [sys.executable, "-m", "megatron_rl.cli", "train", "--config", str(CONFIG)]
+    return subprocess.Popen(
+        [*command, *overrides],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def train(*overrides):
+    """Run to the end; returns the rows of metrics.jsonl of the run directory `run.dir/run.name`."""
+    process = start_training(*overrides)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    settings = dict(override.split("=", 1) for override in overrides)
+    return read_metrics(Path(settings["run.dir"]) / settings["run.name"])
