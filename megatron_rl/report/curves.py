@@ -2,11 +2,14 @@
 
 import json
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 PHASES = ("rollout", "reward", "behavior", "train", "sync", "eval")
 BLUE, ORANGE, GREY = "#2f6db3", "#d9822b", "#8a8f98"
+GREEN, VIOLET, RED = "#7fb069", "#b0a8d8", "#c8553d"
+LINES = (BLUE, ORANGE, GREEN, RED, VIOLET, GREY)
 
 
 def draw_curves(run_folder: str | Path) -> Path:
@@ -23,11 +26,12 @@ def draw_curves(run_folder: str | Path) -> Path:
     figure = Figure(figsize=(12, 6.2), layout="constrained")
     axes = figure.subplots(2, 3)
     figure.suptitle(folder.name, fontsize=13, fontweight="bold")
+    figure.get_layout_engine().set(hspace=0.06, wspace=0.04)
     scores = [key for key in _keys(rows) if key.startswith("eval/") and "avg@" in key]
     _draw(axes[0, 0], rows, scores, title="Held-out score (%)", scale=100, marker="o")
     _draw(axes[0, 1], rows, ["reward/mean"], title="Mean rollout reward")
     _draw(axes[0, 2], rows, ["gate/acceptance"], title="Accepted tokens (fraction)")
-    axes[0, 2].set_ylim(0, 1.02)
+    axes[0, 2].set_ylim(0, 1.05)
     _draw(
         axes[1, 0],
         rows,
@@ -46,9 +50,16 @@ def draw_curves(run_folder: str | Path) -> Path:
 def _read_rows(folder: Path) -> list[dict[str, Any]]:
     file = folder / "metrics.jsonl"
     lines = file.read_text().splitlines() if file.is_file() else []
-    if not lines:
-        raise ValueError(f"{folder} has no metrics.jsonl with rows; give the folder of a run")
-    return [json.loads(line) for line in lines]
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):  # the last one may have been cut short by a kill
+                raise ValueError(f"{file}, line {number} is not JSON: {error}") from error
+    if not rows:
+        raise ValueError(f"{folder} has no metrics in a metrics.jsonl; give the folder of a run")
+    return rows
 
 
 def _keys(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -69,28 +80,36 @@ def _draw(
     scale: float = 1.0,
     marker: str = "",
 ) -> None:
-    for key, color in zip(keys, [BLUE, ORANGE, GREY] * len(keys), strict=False):
+    for key, color in zip(keys, cycle(LINES)):
         steps, values = _points(rows, key)
         shown = [scale * value for value in values]
         axis.plot(steps, shown, color=color, marker=marker, markersize=4, linewidth=1.8, label=key)
         if marker and shown:
-            axis.annotate(
-                f"{shown[-1]:.1f}",
-                (steps[-1], shown[-1]),
-                textcoords="offset points",
-                xytext=(-4, 6),
-                ha="right",
-                color=color,
-            )
+            _label(axis, (steps[0], shown[0]), color, side="left")
+            if len(shown) > 1:
+                _label(axis, (steps[-1], shown[-1]), color, side="right")
     if len(keys) > 1:
         axis.legend(fontsize=8, frameon=False)
     _dress(axis, title)
 
 
+def _label(axis: Any, point: tuple[float, float], color: str, *, side: str) -> None:
+    """The value at a curve's end, beside its first point or above its last one."""
+    axis.annotate(
+        f"{point[1]:.1f}",
+        point,
+        textcoords="offset points",
+        xytext=(8, -3) if side == "left" else (4, 6),
+        ha=side,
+        color=color,
+        fontsize=9,
+    )
+
+
 def _draw_seconds(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
     steps = [row["step"] for row in rows if row.get("time/step") is not None]
     bottom = [0.0] * len(steps)
-    colors = [BLUE, "#7fb069", "#b0a8d8", ORANGE, "#c8553d", GREY]
+    colors = [BLUE, GREEN, VIOLET, ORANGE, RED, GREY]
     for phase, color in zip(PHASES, colors, strict=True):
         values = [row.get(f"time/{phase}") or 0.0 for row in rows if row.get("time/step")]
         axis.bar(steps, values, bottom=bottom, color=color, width=0.85, label=phase)
@@ -103,6 +122,8 @@ def _draw_seconds(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
 
 def _dress(axis: Any, title: str) -> None:
     axis.set_title(title, fontsize=10, loc="left")
+    axis.locator_params(axis="x", integer=True)
+    axis.margins(y=0.12)
     axis.grid(axis="y", color="#e6e8eb", linewidth=0.8)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,58 @@
+"""The picture of a run: drawn from whatever a run has left behind, or a clear refusal."""
+
+import json
+
+import pytest
+
+from megatron_rl.report.curves import draw_curves
+
+BEFORE = {"step": 0, "eval/heldout/avg@8": 0.3}
+STEP = {
+    "step": 1,
+    "reward/mean": 0.4,
+    "gate/acceptance": 0.9,
+    "ratio/prefix_mean_log_std": 0.02,
+    "response/length_mean": 38.0,
+    "time/rollout": 1.0,
+    "time/train": 4.0,
+    "time/step": 5.0,
+}
+
+
+def write(folder, *rows, end=""):
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
+
+
+@pytest.mark.parametrize(
+    ("rows", "end"),
+    [
+        ([BEFORE, STEP, STEP | {"step": 2, "eval/heldout/avg@8": 0.7}], ""),
+        ([BEFORE], ""),  # stopped before its first step
+        ([STEP], ""),  # no held-out set
+        ([BEFORE, STEP | {"reward/mean": None}], ""),  # a value that was not finite
+        ([BEFORE, STEP], '{"step": 2, "rew'),  # killed while it wrote
+        (
+            [{f"eval/set{n}/avg@8": 0.1 for n in range(9)} | {"step": 0}],
+            "",
+        ),  # more sets than colors
+    ],
+)
+def test_a_picture_is_drawn_of_whatever_there_is(tmp_path, rows, end):
+    write(tmp_path, *rows, end=end)
+    picture = draw_curves(tmp_path)
+    assert picture == tmp_path / "curves.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no metrics"):
+        draw_curves(tmp_path)
+    write(tmp_path)
+    with pytest.raises(ValueError, match="no metrics"):
+        draw_curves(tmp_path)
+
+
+def test_a_line_that_is_spoilt_in_the_middle_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(BEFORE) + "\n{oops\n" + json.dumps(STEP))
+    with pytest.raises(ValueError, match="line 2 is not JSON"):
+        draw_curves(tmp_path)
