@@ -1,0 +1,291 @@
+"""Compare our objectives with other people's code on the same random batches.
+
+TRL is imported if it is installed (anywhere on PYTHONPATH); verl's and CTPO's loss functions are
+read out of a local copy of `verl/trainer/ppo/core_algos.py`, whose imports need a whole verl:
+
+    PYTHONPATH=. python tools/compare_implementations.py --verl core_algos.py
+
+Prints, for each pair, the largest relative difference of the gradients and, where both define the
+same number, of the losses; exits with 1 if one is larger than 1e-6. Differences that are
+explained in docs/objectives.md are compared after the named adjustment.
+"""
+
+import argparse
+import ast
+import sys
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.objectives import build_objective, policy_loss
+
+TOLERANCE = 1e-6
+BATCHES = 5
+
+
+def make_batch(seed: int, scale: float) -> dict[str, Tensor]:
+    """Eight responses of 1 to 50 tokens with holes, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (8, 50)
+    behavior = -1 - torch.rand(shape, dtype=torch.float64, generator=generator)
+    drift = scale * torch.randn(shape, dtype=torch.float64, generator=generator)
+    lengths = torch.randint(1, shape[1] + 1, (shape[0], 1), generator=generator)
+    mask = (torch.arange(shape[1]) < lengths) & (torch.rand(shape, generator=generator) < 0.9)
+    mask[:, 0] = True
+    return {
+        "policy_logprobs": behavior + drift,
+        "behavior_logprobs": behavior,
+        "reference_logprobs": behavior
+        + 0.1 * torch.randn(shape, dtype=torch.float64, generator=generator),
+        "advantages": torch.randn(shape[0], dtype=torch.float64, generator=generator),
+        "response_mask": mask,
+    }
+
+
+def ours(batch: dict[str, Tensor], name: str, **overrides: Any) -> tuple[float, Tensor]:
+    """Loss and gradient of our objective."""
+    policy = batch["policy_logprobs"].clone().requires_grad_()
+    loss, _ = policy_loss(build_objective(name, **overrides), **batch | {"policy_logprobs": policy})
+    return loss.item(), torch.autograd.grad(loss, policy)[0]
+
+
+def trl_loss(batch: dict[str, Tensor], **settings: Any) -> tuple[float, Tensor]:
+    """Loss and gradient of TRL's `GRPOTrainer._compute_loss` for given log-probabilities."""
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    policy = batch["policy_logprobs"].clone().requires_grad_()
+    mask = batch["response_mask"].long()
+    rows, columns = mask.shape
+    entropy = torch.zeros_like(policy)
+    options = {
+        "loss_type": "grpo", "importance_sampling_level": "token", "epsilon_low": 0.2,
+        "epsilon_high": 0.28, "beta": 0.0, "delta": None, "use_bias_correction_kl": False,
+    } | settings  # fmt: skip
+    trainer = SimpleNamespace(
+        **{k: v for k, v in options.items() if k not in ("delta", "use_bias_correction_kl")},
+        args=SimpleNamespace(
+            delta=options["delta"],
+            use_bias_correction_kl=options["use_bias_correction_kl"],
+            steps_per_generation=1,
+        ),
+        accelerator=SimpleNamespace(
+            num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x
+        ),
+        model=SimpleNamespace(training=True),
+        _metrics={"train": defaultdict(list)},
+        _get_per_token_logps_and_entropies=lambda *_, **__: (policy, entropy, None),
+        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
+        use_vllm=False, vllm_importance_sampling_correction=False, _entropy_bonus_enabled=False,
+        current_gradient_accumulation_steps=1, max_completion_length=columns,
+    )  # fmt: skip
+    loss = GRPOTrainer._compute_loss(
+        trainer,
+        None,
+        {
+            "prompt_ids": torch.zeros(rows, 1).long(), "prompt_mask": torch.ones(rows, 1).long(),
+            "completion_ids": torch.zeros_like(mask), "completion_mask": mask,
+            "advantages": batch["advantages"], "old_per_token_logps": batch["behavior_logprobs"],
+            "ref_per_token_logps": batch["reference_logprobs"], "num_items_in_batch": mask.sum(),
+        },
+    )  # fmt: skip
+    return loss.item(), torch.autograd.grad(loss, policy)[0]
+
+
+class ActorConfig(SimpleNamespace):
+    """Stands for verl's type of that name in the functions read from its source."""
+
+    global_batch_info: dict[str, Any] = {}  # noqa: RUF012 - verl passes it on by keyword
+
+    def get(self, name: str, default: Any) -> Any:
+        """An attribute or the default."""
+        return getattr(self, name, default)
+
+
+def verl_functions(source: Path) -> dict[str, Any]:
+    """The loss functions of a `core_algos.py`, without its imports and decorators."""
+    tree = ast.parse(source.read_text())
+    wanted = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and (node.name == "agg_loss" or "compute_policy_loss" in node.name)
+    ]
+    for node in wanted:
+        node.decorator_list = []
+    masked = SimpleNamespace(
+        masked_sum=lambda x, mask: (x * mask).sum(),
+        masked_mean=lambda x, mask: (x * mask).sum() / mask.sum(),
+    )
+    namespace: dict[str, Any] = {"torch": torch, "verl_F": masked, "ActorConfig": ActorConfig}
+    namespace["AlgoConfig"] = type("AlgoConfig", (), {})
+    module = ast.Module([ast.parse("from __future__ import annotations").body[0], *wanted], [])
+    exec(compile(module, str(source), "exec"), namespace)
+    return namespace
+
+
+def verl_loss(
+    batch: dict[str, Tensor], function: Any, *, aggregation: str, **settings: Any
+) -> tuple[float, Tensor]:
+    """Loss and gradient of one of verl's loss functions."""
+    policy = batch["policy_logprobs"].clone().requires_grad_()
+    config = ActorConfig(
+        **{"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28} | settings
+    )
+    loss, _ = function(
+        old_log_prob=batch["behavior_logprobs"],
+        log_prob=policy,
+        advantages=batch["advantages"][:, None].expand(policy.shape),
+        response_mask=batch["response_mask"].double(),
+        loss_agg_mode=aggregation,
+        config=config,
+    )
+    return loss.item(), torch.autograd.grad(loss, policy)[0]
+
+
+def trl_pairs() -> list[tuple[str, Any, Any, bool]]:
+    """(what, ours, theirs, whether the losses are the same number)."""
+    no_dual = {"dual": None}
+    mean = {"aggregation": "response_mean"}
+    kl = {"coefficient": 0.04, "estimator": "k3"}
+    return [
+        (
+            "TRL grpo",
+            lambda b: ours(b, "grpo", constraint=no_dual, **mean),
+            lambda b: trl_loss(b, loss_type="grpo"),
+            True,
+        ),
+        (
+            "TRL dapo / bnpo",
+            lambda b: ours(b, "dapo"),
+            lambda b: trl_loss(b, loss_type="dapo"),
+            True,
+        ),
+        (
+            "TRL dr_grpo",
+            lambda b: ours(b, "dapo", aggregation="response_sum", constant=50.0),
+            lambda b: trl_loss(b, loss_type="dr_grpo"),
+            True,
+        ),
+        (
+            "TRL gspo (sequence level)",
+            lambda b: ours(b, "gspo"),
+            lambda b: trl_loss(
+                b, importance_sampling_level="sequence", epsilon_low=3e-4, epsilon_high=4e-4
+            ),
+            True,
+        ),
+        (
+            "TRL cispo",
+            lambda b: ours(b, "cispo"),
+            lambda b: trl_loss(b, loss_type="cispo", epsilon_high=5.0),
+            True,
+        ),
+        (
+            "TRL grpo + KL with use_bias_correction_kl",
+            lambda b: ours(b, "grpo", constraint=no_dual, kl=kl, **mean),
+            lambda b: trl_loss(b, beta=0.04, use_bias_correction_kl=True),
+            True,
+        ),
+    ]
+
+
+def verl_pairs(functions: dict[str, Any]) -> list[tuple[str, Any, Any, bool]]:
+    """The same for verl's functions and for CTPO's, where the file has them."""
+    pairs = [
+        (
+            "verl vanilla, dual clip 10",
+            lambda b: ours(b, "grpo"),
+            lambda b: verl_loss(
+                b,
+                functions["compute_policy_loss_vanilla"],
+                aggregation="token-mean",
+                clip_ratio_c=10.0,
+            ),
+            True,
+        ),
+        (
+            "verl gspo",
+            lambda b: ours(b, "gspo"),
+            lambda b: verl_loss(
+                b,
+                functions["compute_policy_loss_gspo"],
+                aggregation="seq-mean-token-mean",
+                clip_ratio_low=3e-4,
+                clip_ratio_high=4e-4,
+            ),
+            True,
+        ),
+        (
+            "verl cispo",
+            lambda b: ours(b, "cispo"),
+            lambda b: verl_loss(
+                b,
+                functions["compute_policy_loss_cispo"],
+                aggregation="token-mean",
+                clip_ratio_low=1.0,
+                clip_ratio_high=4.0,
+            ),
+            True,
+        ),
+    ]
+    for name, function, power in (
+        ("ctpo", "compute_policy_loss_cum_token_cumprod_la", 0.5),
+        ("ctpo_geomean", "compute_policy_loss_cum_token_geomean_la", -0.5),
+    ):
+        if function in functions:
+            pairs.append(
+                (
+                    f"CTPO {function.removeprefix('compute_policy_loss_')}, gradient only",
+                    lambda b, name=name: ours(b, name),
+                    lambda b, function=function, power=power: verl_loss(
+                        b,
+                        functions[function],
+                        aggregation="seq-mean-token-mean",
+                        clip_ratio_la_power=power,
+                    ),
+                    False,
+                )
+            )
+    return pairs
+
+
+def compare(what: str, left: Any, right: Any, same_loss: bool) -> float:
+    """Print and return the largest relative difference over several batches."""
+    worst_gradient = worst_loss = 0.0
+    for seed in range(BATCHES):
+        for scale in (1e-3, 3e-2, 0.5):
+            batch = make_batch(seed, scale)
+            loss, gradient = left(batch)
+            other_loss, other = right(batch)
+            worst_gradient = max(worst_gradient, float((gradient - other).norm() / other.norm()))
+            worst_loss = max(worst_loss, abs(loss - other_loss) / abs(other_loss))
+    loss_text = f"{worst_loss:.1e}" if same_loss else "not the same number"
+    print(f"{what}: gradient {worst_gradient:.1e}, loss {loss_text}")
+    return max(worst_gradient, worst_loss if same_loss else 0.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--verl", type=Path, help="a copy of verl/trainer/ppo/core_algos.py")
+    arguments = parser.parse_args()
+    pairs = []
+    try:
+        import trl
+
+        print(f"TRL {trl.__version__}")
+        pairs += trl_pairs()
+    except ImportError as missing:
+        print(f"TRL cannot be imported ({missing}): left out")
+    if arguments.verl:
+        pairs += verl_pairs(verl_functions(arguments.verl))
+    if not pairs:
+        sys.exit("nothing to compare with: install trl or give --verl")
+    sys.exit(max(compare(*pair) for pair in pairs) > TOLERANCE)
+
+
+if __name__ == "__main__":
+    main()
