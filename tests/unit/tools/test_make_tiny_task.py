@@ -1,0 +1,104 @@
+"""The embedded task: right answers, disjoint sets, a tokenizer that transformers reads back."""
+
+import importlib.util
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.data.prompts import load_prompts, load_tokenizer
+from megatron_rl.rewards.math_answer import verify_math_answer
+
+PROGRAM = Path(__file__).parents[3] / "tools" / "make_tiny_task.py"
+spec = importlib.util.spec_from_file_location("make_tiny_task", PROGRAM)
+assert spec is not None
+assert spec.loader is not None
+tiny = importlib.util.module_from_spec(spec)
+sys.modules["make_tiny_task"] = tiny  # dataclasses look their module up
+spec.loader.exec_module(tiny)
+
+# 4 + 8 - 3 - 9: 4, 12 -> 2, -1 -> 9, 0
+PROBLEM = tiny.Problem(4, (("+", 8), ("-", 3), ("-", 9)))
+
+
+def test_a_solution_writes_every_step_and_boxes_the_answer():
+    assert PROBLEM.question == "Work out 4 + 8 - 3 - 9 modulo 10."
+    assert PROBLEM.solution(random.Random(0), 0.0) == "4+8=2-3=9-9=0\n\\boxed{0}"
+    assert PROBLEM.answer == 0
+
+
+def test_noise_makes_steps_wrong_as_often_as_it_says():
+    generator = random.Random(0)
+    wrong = [PROBLEM.solution(generator, 1.0) for _ in range(200)]
+    assert all(solution[4] != "2" for solution in wrong)  # every first step is wrong
+    # The result is right where the three errors, each 1 to 9, cancel modulo 10: for each of the
+    # 81 first two the third is determined, and allowed unless the first two cancel: 72 of 729.
+    right = sum(solution.endswith("{0}") for solution in wrong)
+    assert abs(right / 200 - 72 / 729) < 0.06
+
+
+def test_the_sets_share_no_problem_and_follow_from_the_seed():
+    settings = tiny.Settings(train=70, heldout=30, shortest=2, longest=2)
+    # There are 10 * 20 = 200 problems, so that some of 100 random ones would repeat.
+    first = tiny.draw_different(random.Random("x"), settings, 100)
+    assert len(set(first)) == 100
+    assert first == tiny.draw_different(random.Random("x"), settings, 100)
+
+
+def test_the_tokenizer_and_the_data_are_read_back_as_written(tmp_path):
+    settings = tiny.Settings()
+    tokenizer = tiny.build_tokenizer(128)
+    tokenizer.save_pretrained(tmp_path)
+    # With a config beside it transformers chooses the tokenizer's class by the model's type.
+    tiny.build_model(settings, tokenizer, 128).config.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    generator = random.Random(0)
+    problems = tiny.draw_different(generator, settings, 20)
+    tiny.write_parquet(tmp_path / "set.parquet", problems)
+    # 10 tokens around it, 1 for the first operand and 4 for each other one: 11 + 4 * 9 = 47.
+    prompts = load_prompts(tmp_path / "set.parquet", loaded, max_prompt_tokens=47)
+    for problem, prompt in zip(problems, prompts, strict=True):
+        assert len(prompt.token_ids) == 11 + 4 * len(problem.rest)
+        assert loaded.decode(prompt.token_ids) == (
+            f"<|im_start|>user\n{problem.question}<|im_end|>\n<|im_start|>assistant\n"
+        )
+        solution = problem.solution(generator, 0.0)
+        ids = loaded(solution)["input_ids"]
+        assert len(ids) == 1 + 4 * len(problem.rest) + 4
+        text = loaded.decode(ids, skip_special_tokens=True)
+        assert text == solution
+        assert verify_math_answer(text, prompt.ground_truth, "set")[0] == 1.0
+
+
+def test_a_warm_up_that_does_not_learn_is_an_error_and_leaves_nothing(tmp_path):
+    settings = tiny.Settings(train=8, heldout=4, longest_warm_up=2, batch=4)
+    with pytest.raises(ValueError, match="not learned after 2 updates"):
+        tiny.make_once(tmp_path / "task", settings)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_is_not_made_again_and_what_is_foreign_not_removed(tmp_path):
+    settings = tiny.Settings()
+    stamp = tmp_path / "made.json"
+    stamp.write_text(json.dumps({"fingerprint": tiny.compute_fingerprint(settings)}))
+    tiny.make_once(tmp_path, settings)  # would take a minute otherwise
+    stamp.rename(tmp_path / "thesis.tex")
+    with pytest.raises(ValueError, match="is not empty and holds no tiny task"):
+        tiny.make_once(tmp_path, settings)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"shortest": 5, "longest": 4}, "shortest <= longest"),
+        ({"hidden": 65}, "multiple of heads"),
+        ({"heads": 4, "key_value_heads": 3, "hidden": 128}, "key_value_heads=3"),
+        ({"shortest": 2, "longest": 2}, "too many; there are 200"),
+    ],
+)
+def test_impossible_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        tiny.Settings(**settings)
