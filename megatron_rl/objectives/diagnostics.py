@@ -85,17 +85,16 @@ def _scalar_sums(
     gap: Tensor | None,
 ) -> Tensor:
     layout, advantages = ratios.layout, observed.advantages
-    one = torch.ones_like(ratios.token, dtype=torch.float64)
-    zero = torch.zeros_like(one)
+    every = torch.ones_like(layout.mask)
     positive, negative = advantages > 0, advantages < 0
     log_ratio, prefix_mean = ratios.token.double(), ratios.prefix_mean.double()
     weight = constrained.score_weight.double().clamp(max=1e100)  # its square must be finite
     rows = {
-        "tokens": one,
+        "tokens": every,
         "responses": 1 / layout.length.clamp(min=1).double(),
         "loss_policy": losses.policy,
-        "loss_kl": zero if losses.kl is None else losses.kl,
-        "loss_entropy": zero if losses.entropy is None else losses.entropy,
+        "loss_kl": losses.kl,
+        "loss_entropy": losses.entropy,
         "inside": constrained.inside,
         "positive": positive,
         "negative": negative,
@@ -109,15 +108,23 @@ def _scalar_sums(
         "prefix_mean_squared": prefix_mean.square(),
         "weight": weight,
         "weight_squared": weight.square(),
-        "rollout_tokens": zero if gap is None else one,
-        "rollout_gap": zero if gap is None else gap,
-        "rollout_gap_absolute": zero if gap is None else gap.abs(),
-        "rollout_gap_squared": zero if gap is None else gap.square(),
-        "entropy_tokens": zero if observed.entropy is None else one,
-        "entropy": zero if observed.entropy is None else observed.entropy,
+        "rollout_tokens": None if gap is None else every,
+        "rollout_gap": gap,
+        "rollout_gap_absolute": None if gap is None else gap.abs(),
+        "rollout_gap_squared": None if gap is None else gap.square(),
+        "entropy_tokens": None if observed.entropy is None else every,
+        "entropy": observed.entropy,
     }
-    stacked = torch.stack([rows[name].to(torch.float64) for name in schema.SUMS])
-    return torch.where(layout.mask, stacked, 0).sum(dim=1)
+    # One row at a time: all of them at once would be [24, t] in float64.
+    return torch.stack([_masked_sum(rows[name], layout.mask) for name in schema.SUMS])
+
+
+def _masked_sum(x: Tensor | None, mask: Tensor) -> Tensor:
+    if x is None:
+        return torch.zeros((), dtype=torch.float64, device=mask.device)
+    if x.dtype == torch.bool:
+        return (x & mask).sum().double()
+    return torch.where(mask, x, 0).sum(dtype=torch.float64)
 
 
 def _bucket_sums(
@@ -127,17 +134,20 @@ def _bucket_sums(
     mask = layout.mask.double()
     position = layout.position.clamp(min=1)
     decile = (schema.DECILES * position - 1) // layout.length.clamp(min=1)
-    octave = schema.DECILES + torch.frexp(position.double()).exponent.long() - 1
-    buckets = torch.stack((decile, octave)).clamp(max=schema.BUCKETS - 1).reshape(-1)  # [2 t]
-    columns = torch.stack(
-        (mask, inside * mask, above * mask, below * mask, log_weight, log_weight.square()), dim=1
-    )  # [t, BUCKET_SUMS]
-    table = mask.new_zeros(schema.BUCKETS, len(schema.BUCKET_SUMS))
-    table.index_add_(0, buckets, columns.repeat(2, 1))
-    cells = buckets * schema.BINS + histogram_bin(log_weight).repeat(2)
-    histogram = mask.new_zeros(schema.BUCKETS * schema.BINS)
-    histogram.index_add_(0, cells, mask.repeat(2))
-    return torch.cat((table.reshape(-1), histogram))
+    octave = torch.frexp(position.float()).exponent.long() - 1
+    # Counted once per pair of buckets; the two kinds of bucket are its margins.
+    pair = decile * schema.OCTAVES + octave.clamp(max=schema.OCTAVES - 1)
+    pairs = (schema.DECILES, schema.OCTAVES)
+    columns = (mask, inside * mask, above * mask, below * mask, log_weight, log_weight.square())
+    table = mask.new_zeros(len(columns), pairs[0] * pairs[1])
+    for row, column in zip(table, columns, strict=True):
+        row.index_add_(0, pair, column)
+    histogram = mask.new_zeros(pairs[0] * pairs[1] * schema.BINS)
+    histogram.index_add_(0, pair * schema.BINS + histogram_bin(log_weight), mask)
+    table = table.T.reshape(*pairs, -1)
+    histogram = histogram.view(*pairs, -1)
+    margins = [torch.cat((x.sum(dim=1), x.sum(dim=0))).reshape(-1) for x in (table, histogram)]
+    return torch.cat(margins)
 
 
 def histogram_bin(log_weight: Tensor) -> Tensor:

@@ -1,0 +1,195 @@
+"""Time, memory and traffic of a PNPO loss, forward and backward, over context-parallel sizes.
+
+    PYTHONPATH=. OMP_NUM_THREADS=1 python tools/benchmarks/objective.py
+
+512 sequences of long-tailed lengths up to 16,384 in one pack. Three ways to the same loss:
+
+  scan    this package: one all-gather of [sequences, 2] totals; with all diagnostics
+  gather  the same, but every rank gathers all log-ratios and scans the whole pack
+  padded  a plain torch loss on a [512, longest] rectangle, without diagnostics (cp 1 only)
+
+and the scan and the gather of the prefix sums alone. On the CPU the ranks are gloo processes that
+share the machine's cores: compare ways within a row of cp, not cp sizes with each other.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.objectives import build_objective
+from megatron_rl.types import Denominators
+from tests.ranks import run_ranks
+
+SEQUENCES, LONGEST, ALIGNMENT = 512, 16_384, 16
+REPEATS = 3
+
+
+class GatherLayout(SequenceLayout):
+    """A layout whose scans see the whole pack on every rank: the way other frameworks go."""
+
+    def prefix_sum_and_total(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather [T], scan it here, keep this rank's tokens."""
+        prefix, total = self.whole().prefix_sum_and_total(self.gather(x))
+        return self.shard(prefix), self.shard(total)
+
+
+def make_lengths() -> list[int]:
+    """Long-tailed lengths with a median near 700, multiples of 2 * 8."""
+    generator = torch.Generator().manual_seed(0)
+    raw = 700 * torch.exp(1.1 * torch.randn(SEQUENCES, generator=generator))
+    aligned = (raw / ALIGNMENT).ceil() * ALIGNMENT
+    return aligned.clamp(ALIGNMENT, LONGEST).int().tolist()
+
+
+def make_inputs(lengths: list[int], device: str) -> dict[str, Tensor]:
+    """Policy and behavior log-probabilities, advantages and mask of the whole pack; [T]."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = sum(lengths)
+    behavior = -torch.rand(tokens, generator=generator)
+    advantages = torch.randn(len(lengths), generator=generator)
+    inputs = {
+        "policy": behavior + 1e-3 * torch.randn(tokens, generator=generator),
+        "behavior": behavior,
+        "advantages": advantages.repeat_interleave(torch.tensor(lengths)),
+        "mask": torch.rand(tokens, generator=generator) < 0.95,
+    }
+    return {name: x.to(device) for name, x in inputs.items()}
+
+
+def packed_loss(layout: SequenceLayout, local: dict[str, Tensor], tokens: int) -> Callable:
+    """A function that runs the objective forward and backward once."""
+    objective = build_objective("pnpo")
+    denominators = Denominators(responses=float(SEQUENCES), tokens=float(tokens))
+
+    def run() -> None:
+        policy = local["policy"].requires_grad_()
+        policy.grad = None
+        result = objective(
+            policy,
+            behavior_logprobs=local["behavior"],
+            advantages=local["advantages"],
+            layout=layout,
+            denominators=denominators,
+        )
+        result.loss.sum().backward()
+
+    return run
+
+
+def padded_loss(inputs: dict[str, Tensor], lengths: list[int]) -> Callable:
+    """PNPO as a few lines of torch on a rectangle, for comparison only."""
+    parts = {name: x.split(lengths) for name, x in inputs.items()}
+    pad = torch.nn.utils.rnn.pad_sequence
+    policy, behavior, advantages = (
+        pad(parts[name], batch_first=True) for name in ("policy", "behavior", "advantages")
+    )
+    mask = pad([part.float() for part in parts["mask"]], batch_first=True)
+
+    def run() -> None:
+        leaf = policy.requires_grad_()
+        leaf.grad = None
+        position = mask.cumsum(1).clamp(min=1)
+        length = mask.sum(1, keepdim=True).clamp(min=1)
+        log_w = ((leaf.detach() - behavior) * mask).cumsum(1) / position
+        scale = (length / position).sqrt()
+        keep = (log_w >= torch.log1p(-7e-4 * scale)) & (log_w <= torch.log1p(9.5e-4 * scale))
+        coefficient = keep * log_w.exp() * advantages * mask
+        (-(coefficient * leaf / length).sum() / SEQUENCES).backward()
+
+    return run
+
+
+def measure(run: Callable[[], Any], device: str) -> tuple[float, float]:
+    """Best time in milliseconds of a few runs, and peak memory above the start in MiB."""
+    run()  # builds the layout's tables, warms the allocator
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() / 2**20
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak that VmHWM remembers
+        before = _memory("VmRSS")
+    best = float("inf")
+    for _ in range(REPEATS):
+        if dist.is_initialized():
+            dist.barrier()
+        start = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else _memory("VmHWM")
+    return best * 1e3, peak - before
+
+
+def _memory(field: str) -> float:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{field}:")[1].split()[0]) / 1024
+
+
+def on_rank(rank: int, world_size: int, device: str = "cpu") -> dict[str, tuple[float, float]]:
+    """Measure every way at context parallelism `world_size`."""
+    lengths = make_lengths()
+    inputs = make_inputs(lengths, device)
+    group = dist.group.WORLD if world_size > 1 else None
+    results = {}
+    for name, cls in (("scan", SequenceLayout), ("gather", GatherLayout)):
+        if name == "gather" and world_size == 1:
+            continue
+        layout = cls(lengths, inputs["mask"], cp_rank=rank, cp_size=world_size, cp_group=group)
+        local = {key: layout.shard(x) for key, x in inputs.items() if key != "mask"}
+        gap = local["policy"] - local["behavior"]
+        results[f"{name}: prefix sums"] = measure(
+            lambda layout=layout, gap=gap: layout.prefix_sum_and_total(gap), device
+        )
+        results[f"{name}: loss"] = measure(packed_loss(layout, local, sum(lengths)), device)
+    if world_size == 1:
+        results["padded: loss"] = measure(padded_loss(inputs, lengths), device)
+    return results
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes per second of a large copy, read plus written."""
+    x = torch.empty(2**26, device=device)
+    milliseconds, _ = measure(x.clone, device)
+    return 2 * x.numel() * 4 / (milliseconds / 1e3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cp", type=int, nargs="+", default=[1, 2, 4, 8])
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    lengths = make_lengths()
+    tokens = sum(lengths)
+    floor = tokens * (4 * 3 + 1 + 2 * 4)  # read 3 floats and a mask, write loss and gradient
+    print(
+        f"{device}, torch {torch.__version__}: {SEQUENCES} sequences, {tokens} tokens, longest "
+        f"{max(lengths)}, padded rectangle {SEQUENCES * max(lengths)}"
+    )
+    seconds = floor / copy_bandwidth(device)
+    print(f"byte floor {floor / 2**20:.0f} MiB, {seconds * 1e3:.1f} ms at copy bandwidth, over cp")
+    print("\n| cp | way | ms | peak MiB per rank | sent per rank and scan |")
+    print("|---|---|---|---|---|")
+    for cp in arguments.cp:
+        if cp == 1:
+            ranks = [on_rank(0, 1, device)]
+        else:
+            ranks = run_ranks(on_rank, cp)
+        for way in ranks[0]:
+            slowest = max(rank[way][0] for rank in ranks)
+            peak = max(rank[way][1] for rank in ranks)
+            sent = 16 * SEQUENCES if way.startswith("scan") else 4 * tokens // cp
+            traffic = "0" if cp == 1 else f"{sent:,} B"
+            print(f"| {cp} | {way} | {slowest:.1f} | {peak:.0f} | {traffic} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
