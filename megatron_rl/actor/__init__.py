@@ -1,7 +1,10 @@
 """Everything Megatron: the only package that imports megatron."""
 
+import logging
 import warnings
 
 # At import Megatron-core warns once per file that Transformer Engine and apex are missing; what is
 # used instead is a choice of ours, which `megatron-rl doctor` reports.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+# It also warns of every MLP class that is not its own; ours is (see layers.GatedMlp).
+logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)

@@ -52,7 +52,7 @@ class MegatronActor:
         self.topology, self.settings = topology, settings
         self.shape = read_model_shape(model_folder)
         self.updates = 0  # optimizer updates so far: the learning rate's clock
-        self.packs = PackCache(self.shape, topology)
+        self.packs = PackCache(self.shape, topology, dtype=settings.dtype)
         with megatron_runtime():
             self.chunks = build_chunks(self.shape, settings=settings, topology=topology)
             load_weights(

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_rl.actor.elementwise import rms_norm, swiglu
 from megatron_rl.actor.rotary import Rotation
 from megatron_rl.distributed.collectives import Group
 from megatron_rl.distributed.context_attention import AttentionPlan, context_attention
@@ -53,7 +54,18 @@ class RmsNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, eps=self.eps)
+
+
+class GatedMlp(MLP):
+    """Megatron's dense MLP with silu(gate) * up in two passes; on CUDA Megatron's fused one."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        """[t, 1, h] -> ([t, 1, h], no bias)."""
+        if self.config.bias_activation_fusion:
+            return super().forward(hidden_states, *args, **kwargs)
+        both, _ = self.linear_fc1(hidden_states)
+        return self.linear_fc2(swiglu(both))
 
 
 class PackedCoreAttention(torch.nn.Module):
@@ -90,4 +102,6 @@ def build_layer_spec(shape: ModelShape) -> ModuleSpec:
     if shape.qk_norm:
         attention.q_layernorm = RmsNorm
         attention.k_layernorm = RmsNorm
+    if shape.experts is None:
+        layer.mlp.module = GatedMlp
     return spec

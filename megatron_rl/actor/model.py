@@ -104,7 +104,7 @@ def build_transformer_config(
         use_cpu_initialization=not on_cuda,
         perform_initialization=False,  # every weight is loaded
         gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=on_cuda,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         masked_softmax_fusion=False,

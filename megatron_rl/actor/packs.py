@@ -37,8 +37,8 @@ class PackCache:
     pack's response mask: its identity stands for the pack.
     """
 
-    def __init__(self, shape: ModelShape, topology: Topology) -> None:
-        self.shape, self.topology = shape, topology
+    def __init__(self, shape: ModelShape, topology: Topology, *, dtype: torch.dtype) -> None:
+        self.shape, self.topology, self.dtype = shape, topology, dtype
         self._packs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def prepare(self, batch: TokenBatch) -> LocalPack:
@@ -62,7 +62,8 @@ class PackCache:
         )
         response_positions = layout.mask.nonzero().squeeze(1)
         context = PackContext(
-            rotation=build_rotation(positions, self.shape), plan=build_attention_plan(layout)
+            rotation=build_rotation(positions, self.shape, dtype=self.dtype),
+            plan=build_attention_plan(layout),
         )
         inputs = ModelInput(
             tokens=tokens[None],

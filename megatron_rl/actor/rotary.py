@@ -20,28 +20,30 @@ from megatron_rl.resharding.architectures import ModelShape
 class Rotation:
     """Cosines and sines of every local token; computed once per pack, shared by all layers."""
 
-    cosine: Tensor  # [t, 1, d / 2] float32
-    sine: Tensor  # [t, 1, d / 2] float32
+    cosine: Tensor  # [t, 1, d / 2] in the model's dtype
+    sine: Tensor  # [t, 1, d / 2]
 
     def apply(self, x: Tensor) -> Tensor:
         """Rotate queries or keys; [t, H, d] -> [t, H, d]."""
         return _Rotate.apply(x, self.cosine, self.sine)
 
 
-def build_rotation(position_ids: Tensor, shape: ModelShape) -> Rotation:
-    """The rotation of tokens at these positions [t]."""
+def build_rotation(position_ids: Tensor, shape: ModelShape, *, dtype: torch.dtype) -> Rotation:
+    """The rotation of tokens at these positions [t]; angles are float32, rounded at the end."""
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     frequencies = (1.0 / shape.rotary_base**exponents).to(position_ids.device)
     angles = position_ids[:, None].float() * frequencies
-    return Rotation(angles.cos()[:, None], angles.sin()[:, None])
+    return Rotation(angles.cos()[:, None].to(dtype), angles.sin()[:, None].to(dtype))
 
 
-def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    half = x.shape[-1] // 2
-    torch.sub(first * cosine, second * sine, out=out[..., :half])
-    torch.add(second * cosine, first * sine, out=out[..., half:])
+    head, tail = out.chunk(2, dim=-1)
+    torch.mul(first, cosine, out=head)
+    torch.mul(second, cosine, out=tail)
+    head.addcmul_(second, sine, value=-sign)
+    tail.addcmul_(first, sine, value=sign)
     return out
 
 
@@ -51,9 +53,9 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         ctx.save_for_backward(cosine, sine)
-        return _rotate(x, cosine, sine)
+        return _rotate(x, cosine, sine, 1.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cosine, sine = ctx.saved_tensors
-        return _rotate(grad, cosine, -sine), None, None
+        return _rotate(grad, cosine, sine, -1.0), None, None

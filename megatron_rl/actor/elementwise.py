@@ -1,0 +1,66 @@
+"""Norm and activation with few passes over memory and little kept for the backward pass.
+
+Off CUDA, where torch and Megatron-core have no fused kernels for them, these passes are what a
+small model's step consists of.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Keeps x and 1 / sqrt(mean(x^2) + eps)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """With n = x s and g' = g w: dx = s (g' - n mean(g' n)), dw = sum of g n."""
+        x, weight, scale = ctx.saved_tensors
+        normed = x.float() * scale
+        grad = grad.float()
+        product = grad * normed
+        grad_weight = product.flatten(0, -2).sum(0)
+        mean = (product @ weight.float()).div_(x.shape[-1]).unsqueeze(-1)
+        grad_x = (grad * weight.float()).sub_(normed.mul_(mean)).mul_(scale)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; [..., h], [h] -> [..., h]."""
+    if x.is_cuda:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return _RmsNorm.apply(x, weight, eps)
+
+
+class _Swiglu(torch.autograd.Function):
+    """Keeps only its input, and makes silu(gate) again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        out = torch.empty_like(x)
+        grad_gate, grad_up = out.chunk(2, dim=-1)
+        torch.mul(F.silu(gate), grad, out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return out
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * up of x = [gate; up] in the last dimension; [..., 2 f] -> [..., f]."""
+    return _Swiglu.apply(x)
