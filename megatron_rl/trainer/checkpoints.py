@@ -1,6 +1,5 @@
 """When the run is saved and from where it continues."""
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.config import Config
 from megatron_rl.trainer.console import Console
-from megatron_rl.trainer.run_directory import TRAINER_STATE, RunDirectory, write_atomically
+from megatron_rl.trainer.run_directory import RunDirectory
 
 
 @dataclass
@@ -52,8 +51,7 @@ class CheckpointKeeper:
         actor.save(partial / "actor")
         _barrier()
         if self.rank == 0:
-            write_atomically(partial / TRAINER_STATE, json.dumps({"step": step}))
-            partial.rename(final)
+            self.directory.complete_checkpoint(partial, step)
             self.directory.prune_checkpoints(keep=self.config.trainer.keep_checkpoints)
         _barrier()
 

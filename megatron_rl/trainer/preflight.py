@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.config import Config, ConfigError
+from megatron_rl.objectives import build_objective
 from megatron_rl.resharding.architectures import ModelShape, read_model_shape, tensor_shapes
 from megatron_rl.trainer.run_directory import RunDirectory
 
@@ -25,6 +26,7 @@ def check_settings(config: Config, *, world_size: int) -> ModelShape:
             "(config.json, *.safetensors, tokenizer files)"
         )
     shape = read_model_shape(folder)
+    build_objective(config.objective.name, **config.objective.overrides)
     problems = [
         *_layout_problems(config, shape, world_size),
         *_length_problems(config, shape),

@@ -70,6 +70,8 @@ class RunDirectory:
                 f"{self.path} was started with other settings and cannot be continued with these; "
                 "restore them or choose another run.name:\n  " + "\n  ".join(changed)
             )
+        if (newest := self.latest_checkpoint()) is not None:
+            self.check_checkpoint(newest[1])
 
     def create(self, config: Config) -> None:
         """Make the folders and write the resolved config."""
@@ -92,6 +94,29 @@ class RunDirectory:
     def checkpoint_folder(self, step: int) -> Path:
         """Where the checkpoint of a step lies."""
         return self.checkpoints / f"step_{step:06d}"
+
+    def complete_checkpoint(self, partial: Path, step: int) -> None:
+        """Give a written checkpoint its list of files, then its final name."""
+        files = {
+            str(file.relative_to(partial)): file.stat().st_size
+            for file in sorted(partial.rglob("*"))
+            if file.is_file()
+        }
+        state = json.dumps({"step": step, "files": files}, indent=1)
+        write_atomically(partial / TRAINER_STATE, state)
+        partial.rename(self.checkpoint_folder(step))
+
+    def check_checkpoint(self, folder: Path) -> None:
+        """ConfigError if a file of a complete checkpoint is missing or was cut short since."""
+        for name, size in json.loads((folder / TRAINER_STATE).read_text())["files"].items():
+            file = folder / name
+            found = file.stat().st_size if file.is_file() else None
+            if found != size:
+                state = "is missing" if found is None else f"has {found} of {size} bytes"
+                raise ConfigError(
+                    f"checkpoint {folder} is damaged: {name} {state}; delete the folder to "
+                    "continue from the one before it"
+                )
 
     def prune_checkpoints(self, *, keep: int) -> None:
         """Delete all but the newest `keep` checkpoints, and what kills left half-written."""

@@ -1,6 +1,5 @@
 """The whole system on the tiny task: it learns, survives a kill, and exports what it trained."""
 
-import json
 import os
 import signal
 import time
@@ -95,9 +94,3 @@ def test_the_exported_model_is_the_trained_one(tmp_path):
         torch.testing.assert_close(logprobs["exported"], behavior, atol=1e-5, rtol=0)
         moved = max(moved, (logprobs["initial"] - behavior).abs().max().item())
     assert moved > 1e-3  # the comparison would notice the untrained model
-
-
-def test_checkpoints_name_their_step(tmp_path):
-    train(f"run.dir={tmp_path}", "run.name=a", "trainer.steps=2", *SHORT)
-    state = tmp_path / "a" / "checkpoints" / "step_000002" / "trainer.json"
-    assert json.loads(state.read_text()) == {"step": 2}

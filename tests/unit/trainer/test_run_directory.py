@@ -5,7 +5,7 @@ import pytest
 
 from megatron_rl.config import ConfigError, LoggingSection, parse_config
 from megatron_rl.trainer.metrics import MetricLog, read_metrics
-from megatron_rl.trainer.run_directory import TRAINER_STATE, RunDirectory
+from megatron_rl.trainer.run_directory import RunDirectory
 from megatron_rl.types import Prompt, Response, Rollout, Verdict
 
 
@@ -17,6 +17,13 @@ def build_rollout(reward=1.0):
     prompt = Prompt(3, ({"role": "user", "content": "1+1"},), (5, 6), "2", "toy")
     response = Response(3, 0, (7, 8), (-0.5, -0.25), "2", "stop", 4)
     return Rollout(prompt, response, Verdict(reward, "equal", "2"))
+
+
+def write_checkpoint(directory, step):
+    partial = directory.checkpoints / f".step_{step:06d}.partial"
+    (partial / "actor").mkdir(parents=True)
+    (partial / "actor" / "weights").write_text("12345")
+    directory.complete_checkpoint(partial, step)
 
 
 def test_an_existing_run_is_not_overwritten(tmp_path):
@@ -44,15 +51,28 @@ def test_only_complete_checkpoints_count_and_old_ones_go(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.create(build_config())
     for step in (2, 4, 6):
-        folder = directory.checkpoint_folder(step)
-        folder.mkdir()
-        (folder / TRAINER_STATE).write_text("{}")
+        write_checkpoint(directory, step)
     (directory.checkpoints / ".step_000008.partial").mkdir()  # killed while writing
     directory.checkpoint_folder(9).mkdir()  # without its state: not complete
     assert directory.latest_checkpoint() == (6, directory.checkpoint_folder(6))
     directory.prune_checkpoints(keep=2)
     assert [step for step, _ in directory.complete_checkpoints()] == [4, 6]
     assert not list(directory.checkpoints.glob(".*"))
+
+
+def test_a_damaged_checkpoint_is_refused_before_any_work(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.create(build_config())
+    write_checkpoint(directory, 3)
+    config = build_config(resume="auto")
+    directory.check_usable(config)
+    shard = directory.checkpoint_folder(3) / "actor" / "weights"
+    shard.write_text("12")
+    with pytest.raises(ConfigError, match="step_000003 is damaged: actor/weights has 2 of 5 bytes"):
+        directory.check_usable(config)
+    shard.unlink()
+    with pytest.raises(ConfigError, match="actor/weights is missing; delete the folder"):
+        directory.check_usable(config)
 
 
 def test_rewind_leaves_what_an_uninterrupted_run_would_have(tmp_path):

@@ -1,0 +1,124 @@
+"""Every impossible input gives one clear error before any long work, and a non-zero exit code."""
+
+import json
+import shutil
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from megatron_rl.cli import main
+from megatron_rl.config import load_config
+from megatron_rl.trainer.build import run_training
+from megatron_rl.trainer.preflight import check_settings
+from tests.functional.tiny_runs import CONFIG, TASK, make_task, start_training
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tiny_task():
+    make_task()
+
+
+def refusal(capsys, *overrides):
+    """What `megatron-rl train` says on standard error when it refuses; it must exit with 1."""
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--config", str(CONFIG), *absolute(), *overrides])
+    assert end.value.code == 1
+    said = capsys.readouterr().err
+    assert said.count("error:") == 1 and "Traceback" not in said
+    return said
+
+
+def absolute():
+    """The quickstart's files, wherever the test is started."""
+    settings = yaml.safe_load(CONFIG.read_text())
+    assert settings["model"]["path"] == ".cache/tiny_task/model"
+    return [
+        f"model.path={TASK}/model",
+        f"data.train={TASK}/train.parquet",
+        f"eval.sets.heldout={TASK}/heldout.parquet",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["parallel.tensor=4"], "parallel.tensor=4 does not divide the model's 2 attention heads"),
+        (["parallel.pipeline=3"], "parallel.pipeline=3 does not divide the model's 2 layers"),
+        (["rollout.tensor=4"], "rollout.tensor=4 does not divide the 2 processes"),
+        (["rollout.max_response_tokens=4000"], "exceed the model's"),
+        (["model.path=/nowhere"], "/nowhere is not a folder"),
+        (["data.train=/nowhere.parquet"], "/nowhere.parquet does not exist"),
+        (["objective.name=pnpoo"], "did you mean 'pnpo'"),
+        (["objective.constraint={lo: 1}"], "no option 'lo'; did you mean 'low'"),
+        (["parallel.tensr=2"], "did you mean parallel.tensor?"),
+        (["trainer.minibatches=7"], "cannot be split into trainer.minibatches=7"),
+    ],
+)
+def test_impossible_settings(capsys, tmp_path, overrides, said):
+    assert said in refusal(capsys, f"run.dir={tmp_path}", *overrides)
+    assert not list(tmp_path.iterdir())  # nothing was begun
+
+
+def test_the_number_of_processes_must_be_the_layouts(tmp_path):
+    config = load_config(CONFIG, [*absolute(), f"run.dir={tmp_path}", "run.name=a"])
+    with pytest.raises(ValueError, match="3 processes cannot hold tensor 1"):
+        check_settings(config, world_size=3)
+
+
+def test_an_unsupported_architecture_is_named(capsys, tmp_path):
+    shutil.copytree(TASK / "model", tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"architectures": ["MambaForCausalLM"]})
+    )
+    said = refusal(capsys, f"model.path={tmp_path}/model")
+    assert "architecture MambaForCausalLM is not supported" in said
+
+
+def test_no_free_disk(capsys, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=1000))
+    assert "GiB free but the run's checkpoints" in refusal(capsys, f"run.dir={tmp_path}")
+
+
+def test_an_existing_run_is_kept(capsys, tmp_path):
+    (tmp_path / "a").mkdir()
+    config = load_config(CONFIG, [*absolute(), "run.name=a"])
+    from megatron_rl.trainer.run_directory import RunDirectory
+
+    RunDirectory(tmp_path / "a").create(config)
+    said = refusal(capsys, f"run.dir={tmp_path}", "run.name=a")
+    assert "already holds a run; set run.resume=auto" in said
+
+
+def refused_by_a_rank(*overrides):
+    """The error of what a rank checks before it meets the others."""
+    config = load_config(CONFIG, [*absolute(), "run.name=a", *overrides])
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is what is tested
+        run_training(config, rank=0, world_size=2)
+    return str(error.value)
+
+
+def test_bad_prompts(tmp_path):
+    run = f"run.dir={tmp_path}"
+    pq.write_table(pa.table({"question": ["1+1"]}), tmp_path / "columns.parquet")
+    said = refused_by_a_rank(run, f"data.train={tmp_path}/columns.parquet")
+    assert "has no column prompt, reward_model, data_source" in said
+    assert "more than max_prompt_tokens=10" in refused_by_a_rank(run, "data.max_prompt_tokens=10")
+
+
+def test_a_tokenizer_without_a_chat_template(tmp_path):
+    shutil.copytree(TASK / "model", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    said = refused_by_a_rank(f"run.dir={tmp_path}", f"model.path={tmp_path}/model")
+    assert "no chat template" in said
+
+
+def test_every_process_ends_and_one_of_them_speaks(tmp_path):
+    process = start_training(f"run.dir={tmp_path}", "run.name=a", "data.max_prompt_tokens=10")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert output.count("error:") == 1 and "Traceback" not in output, output
+    assert "more than max_prompt_tokens=10" in output
