@@ -1,0 +1,99 @@
+"""The code in docs/use-in-your-trainer.md runs and gives policy_loss's numbers.
+
+verl and TRL are not installed here: their names in these snippets are replaced by the two things
+that the snippets use of them, a registry and a base class.
+"""
+
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rl.objectives import policy_loss
+
+PAGE = Path(__file__).parents[3] / "docs" / "use-in-your-trainer.md"
+SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+
+
+@pytest.fixture
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    behavior = -1 - torch.rand(4, 9, generator=generator)
+    return {
+        "policy_logprobs": behavior + 1e-3 * torch.randn(4, 9, generator=generator),
+        "behavior_logprobs": behavior,
+        "advantages": torch.tensor([1.0, -1.0, 0.5, 0.0]),
+        "response_mask": torch.rand(4, 9, generator=generator) < 0.8,
+    }
+
+
+def execute(snippet, monkeypatch, **modules):
+    for name, content in modules.items():
+        parts = name.split("__")
+        for end in range(1, len(parts) + 1):
+            module = ModuleType(".".join(parts[:end]))
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        vars(module).update(content)
+    namespace = {}
+    exec(snippet, namespace)
+    return namespace
+
+
+def test_the_plain_call(batch, monkeypatch):
+    names = dict(batch, policy_logprobs=batch["policy_logprobs"].requires_grad_())
+    exec(SNIPPETS[0], names)
+    assert names["loss"] == policy_loss("pnpo", **batch)[0]
+    assert names["metrics"]["gate/acceptance"] <= 1
+
+
+def test_the_verl_registration(batch, monkeypatch):
+    registry = {}
+
+    def register_policy_loss(name):
+        return lambda function: registry.setdefault(name, function)
+
+    execute(
+        SNIPPETS[1],
+        monkeypatch,
+        verl__trainer__ppo__core_algos={"register_policy_loss": register_policy_loss},
+    )
+    wanted, _ = policy_loss("pnpo", **batch)
+    mask = batch["response_mask"]
+    sizes = {"dp_size": 2, "global_batch_size": 8, "batch_num_tokens": 2 * int(mask.sum())}
+    for global_batch_info, factor in (({}, 1.0), (sizes, 2 * 4 / 8)):
+        loss, metrics = registry["megatron_rl_pnpo"](
+            old_log_prob=batch["behavior_logprobs"],
+            log_prob=batch["policy_logprobs"],
+            advantages=batch["advantages"][:, None].expand(4, 9),
+            response_mask=mask.float(),
+            config=SimpleNamespace(global_batch_info=global_batch_info),
+        )
+        assert loss.item() == pytest.approx(wanted.item() * factor, rel=1e-6)
+        assert "actor/gate/acceptance" in metrics
+
+
+def test_the_trl_trainer(batch, monkeypatch):
+    trainer = execute(SNIPPETS[2], monkeypatch, trl={"GRPOTrainer": object})["PNPOTrainer"]
+    logprobs = batch["policy_logprobs"]
+    given = SimpleNamespace(
+        objective=trainer.objective,
+        _get_per_token_logps_and_entropies=lambda *_: (logprobs, None, None),
+        model=SimpleNamespace(training=True),
+        current_gradient_accumulation_steps=2,
+        _metrics={"train": defaultdict(list)},
+    )
+    inputs = {
+        "prompt_ids": torch.zeros(4, 2).long(),
+        "prompt_mask": torch.ones(4, 2).long(),
+        "completion_ids": torch.zeros(4, 9).long(),
+        "completion_mask": batch["response_mask"].long(),
+        "advantages": batch["advantages"],
+        "old_per_token_logps": batch["behavior_logprobs"],
+    }
+    loss = trainer._compute_loss(given, None, inputs)
+    assert loss.item() == pytest.approx(policy_loss("pnpo", **batch)[0].item() / 2, rel=1e-6)
+    assert len(given._metrics["train"]["gate/acceptance"]) == 1
