@@ -52,6 +52,8 @@ def quiet_libraries() -> None:
     for module in ("torch", "megatron", "vllm", "transformers"):
         warnings.filterwarnings("ignore", module=rf"{module}\.", append=False)
         warnings.filterwarnings("ignore", module=module, append=False)
+    # On a CPU it says that Triton lacks a CPU backend, before vLLM's own log level applies.
+    logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
     # Megatron reads `.grad` of tensors whose gradient it keeps elsewhere.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
 
