@@ -61,6 +61,7 @@ class Exchange:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _open: dict[str, Tensor] = field(default_factory=dict)
     _arrived: dict[str, list[Copy]] = field(default_factory=lambda: defaultdict(list))
+    _arenas: list[Tensor | None] = field(default_factory=lambda: [None, None])
     _flight: Flight | None = None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -98,11 +99,11 @@ class Exchange:
             return
         start = time.perf_counter()
         exchange = self.plan.rounds[number]
-        sent = {to: self._pack(number, to, copies) for to, copies in exchange.sends.items()}
-        received = {
-            rank: torch.empty(sum(c.size for c in copies), dtype=self.dtype, device=self.device)
-            for rank, copies in exchange.receives.items()
-        }
+        messages = self._messages(number)
+        received = {rank: messages["received", rank] for rank in exchange.receives}
+        sent = {to: messages["sent", to] for to in exchange.sends}
+        for to, copies in exchange.sends.items():
+            self._pack(number, to, copies, sent[to])
         self.seconds["pack"] += time.perf_counter() - start
         start = time.perf_counter()
         # Sorted alike on both sides: messages between two ranks are matched by their order.
@@ -112,8 +113,22 @@ class Exchange:
         self._flight = Flight(number, sent, received, work)
         self.seconds["transfer"] += time.perf_counter() - start
 
-    def _pack(self, number: int, to: int, copies: list[Copy]) -> Tensor:
-        message = torch.empty(sum(c.size for c in copies), dtype=self.dtype, device=self.device)
+    def _messages(self, number: int) -> dict[tuple[str, int], Tensor]:
+        """Flat buffers of one round's messages, cut from the arena of every second round.
+
+        The round before last, which used the same arena, has been sent and unpacked.
+        """
+        exchange = self.plan.rounds[number]
+        sizes = {("sent", rank): _count(copies) for rank, copies in exchange.sends.items()}
+        sizes |= {("received", of): _count(copies) for of, copies in exchange.receives.items()}
+        arena = self._arenas[number % 2]
+        if arena is None or arena.numel() < sum(sizes.values()):
+            arena = torch.empty(sum(sizes.values()), dtype=self.dtype, device=self.device)
+            self._arenas[number % 2] = arena
+        parts = arena[: sum(sizes.values())].split(list(sizes.values()))
+        return dict(zip(sizes, parts, strict=True))
+
+    def _pack(self, number: int, to: int, copies: list[Copy], message: Tensor) -> None:
         at = 0
         for copy in copies:
             part = message[at : at + copy.size].view(copy.held.shape)
@@ -121,7 +136,6 @@ class Exchange:
             self.ledger.note_slice("sent", copy, part)
             at += copy.size
         self.ledger.note_message("sent", number, to, message)
-        return message
 
     def _wait(self, work: list[Any], *, what: str) -> None:
         try:
@@ -180,3 +194,7 @@ class Exchange:
 
     def _held(self, copy: Copy) -> Tensor:
         return copy.held.of_parameter(self.parameters[copy.held.parameter].detach())
+
+
+def _count(copies: list[Copy]) -> int:
+    return sum(copy.size for copy in copies)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.resharding.architectures import tensor_shapes
 from megatron_rl.resharding.exchange import Exchange, ExchangeError
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.resharder import Resharder, ReshardSettings
@@ -21,6 +22,7 @@ class Slices:
     def __init__(self, shape, layout, rank, dtype=torch.float32):
         self.layout, self.dtype, self.version = layout, dtype, -1
         self.pieces = layout.pieces(shape, rank=rank)
+        self.names = tensor_shapes(shape).keys()
         self.received = {}
 
     def receive(self, weights, *, version):
@@ -30,8 +32,9 @@ class Slices:
             by_tensor.setdefault(piece.tensor, []).append(piece)
         for name, tensor in weights:
             assert name not in self.received, f"{name} came twice"
-            self.received[name] = [piece.of_tensor(tensor).clone() for piece in by_tensor[name]]
-        assert self.received.keys() == by_tensor.keys()
+            own = by_tensor.get(name, [])  # none of a vocabulary's padding
+            self.received[name] = [piece.of_tensor(tensor).clone() for piece in own]
+        assert self.received.keys() == self.names
         self.version = version
         return 0.0
 
@@ -45,7 +48,7 @@ class Slices:
         for piece in self.pieces:
             by_tensor.setdefault(piece.tensor, []).append(piece)
         for name, slices in self.received.items():
-            for piece, got in zip(by_tensor[name], slices, strict=True):
+            for piece, got in zip(by_tensor.get(name, []), slices, strict=True):
                 if not torch.equal(got, piece.of_tensor(tensors[name]).to(self.dtype)):
                     wrong.add(name)
         return sorted(wrong)
@@ -149,7 +152,7 @@ class _Stuck(Exchange):
 
     def _launch(self, number):
         if self.plan.rank == 1:
-            time.sleep(8)
+            time.sleep(4)
         super()._launch(number)
 
 
@@ -159,7 +162,7 @@ def _hang(rank, world_size, folder):
     shape = small_shape(num_attention_heads=6, num_query_groups=3)
     shards = cut_shards(_values(shape, 0), shape=shape, layout=ActorLayout(tensor=3), rank=rank)
     receiver = Slices(shape, EngineLayout(1, 3), rank)
-    resharder = Resharder(receiver, ReshardSettings(time_limit=2.0))
+    resharder = Resharder(receiver, ReshardSettings(time_limit=1.0))
     resharder.push(shards, version=0)
     module.Exchange = _Stuck
     start = time.monotonic()
@@ -175,5 +178,5 @@ def test_a_rank_that_hangs_is_an_error_on_the_others_within_the_time_limit(tmp_p
         run_ranks(_hang, 3, str(tmp_path))
     for rank in (0, 2):
         message, seconds, version = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert "round 1 of" in message and "within 2 s" in message
-        assert seconds < 6 and version == -1
+        assert "round 1 of" in message and "within 1 s" in message
+        assert seconds < 4 and version == -1
