@@ -1,0 +1,31 @@
+"""Learning rates by hand."""
+
+import pytest
+
+from megatron_rl.actor.schedule import learning_rate_at
+from megatron_rl.actor.settings import ActorSettings
+
+
+def _rates(count, **settings):
+    settings = ActorSettings(learning_rate=1.0, total_updates=8, **settings)
+    return [learning_rate_at(update, settings) for update in range(count)]
+
+
+def test_warmup_moves_at_once_and_ends_at_the_full_rate():
+    assert _rates(6, warmup_updates=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert _rates(2, warmup_updates=0) == [1.0, 1.0]
+
+
+def test_decays_reach_the_minimum_at_the_last_update():
+    linear = _rates(9, warmup_updates=4, decay="linear", min_learning_rate=0.2)
+    assert linear[4:] == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.2])
+    cosine = _rates(8, warmup_updates=4, decay="cosine")
+    assert cosine[5] == pytest.approx(0.5)  # half-way: cos(pi / 2) = 0
+    assert cosine[7] == pytest.approx(0.0)
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValueError, match="temperature is 0"):
+        ActorSettings(temperature=0)
+    with pytest.raises(ValueError, match="above learning_rate"):
+        ActorSettings(learning_rate=1e-6, min_learning_rate=1e-5)

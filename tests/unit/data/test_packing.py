@@ -1,0 +1,134 @@
+"""Packs: every response token once, aligned, balanced, in order, with global sizes."""
+
+import pytest
+import torch
+
+from megatron_rl.data.packing import (
+    FILLER,
+    assign_packs,
+    gather_by_rollout,
+    plan_minibatches,
+    sequence_length,
+    split_groups,
+)
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.types import Prompt, Response, Rollout, Verdict
+
+
+def _rollout(index, sample, prompt, response):
+    logprobs = tuple(-0.5 - token for token in response)
+    return Rollout(
+        Prompt(index, (), tuple(prompt), "", ""),
+        Response(index, sample, tuple(response), logprobs, "", "stop", 0),
+        Verdict(0.0, "", None),
+    )
+
+
+def _rollouts(groups=4, samples=2):
+    return [
+        _rollout(index, sample, range(1, 3 + index), range(10, 12 + 5 * index + sample))
+        for index in range(groups)
+        for sample in range(samples)
+    ]
+
+
+def _plan(rollouts, *, dp_size=1, dp_rank=0, cp_size=1, minibatches=2, budget=64):
+    topology = Topology(
+        world_size=dp_size * cp_size, dp_size=dp_size, dp_rank=dp_rank, cp_size=cp_size
+    )
+    advantages = torch.arange(float(len(rollouts)))
+    return plan_minibatches(
+        rollouts,
+        advantages,
+        minibatches=minibatches,
+        tokens_per_micro_batch=budget,
+        topology=topology,
+        sequence_parallel=False,
+    )
+
+
+def test_one_sequence_by_hand():
+    # Prompt 1 2 3, response 7 8; position 2 predicts 7, position 3 predicts 8; the last token is
+    # not fed in. cp 2 pads 4 positions to a multiple of 4.
+    plan = _plan([_rollout(0, 0, (1, 2, 3), (7, 8))] * 2, cp_size=2, minibatches=1, budget=4)
+    pack = plan[0].micro_batches[1]
+    assert pack.tokens.tolist() == [1, 2, 3, 7]
+    assert pack.labels.tolist() == [2, 3, 7, 8]
+    assert pack.response_mask.tolist() == [False, False, True, True]
+    assert pack.rollout_logprobs.tolist() == [0.0, 0.0, -7.5, -8.5]
+    assert pack.position_ids.tolist() == [0, 1, 2, 3]
+    assert (pack.lengths, pack.rollout_indices) == ((4,), (1,))
+    assert pack.advantages.tolist() == [1.0]
+    assert (plan[0].denominators.responses, plan[0].denominators.tokens) == (2.0, 4.0)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3])
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_every_response_token_is_trained_on_once(dp_size, cp_size):
+    rollouts = _rollouts()
+    seen = []
+    counts = set()
+    for dp_rank in range(dp_size):
+        plan = _plan(rollouts, dp_size=dp_size, dp_rank=dp_rank, cp_size=cp_size)
+        counts.add(tuple(len(minibatch.micro_batches) for minibatch in plan))
+        for place, minibatch in enumerate(plan):
+            for pack in minibatch.micro_batches:
+                assert sum(pack.lengths) == len(pack.tokens) <= 64
+                assert all(length % (2 * cp_size) == 0 for length in pack.lengths)
+                start = 0
+                for index, length in zip(pack.rollout_indices, pack.lengths, strict=True):
+                    rows = slice(start, start + length)
+                    start += length
+                    if index == FILLER:
+                        assert not pack.response_mask[rows].any()
+                        continue
+                    assert index // 4 == place  # two groups of two to a minibatch, in order
+                    labels = pack.labels[rows][pack.response_mask[rows]]
+                    assert labels.tolist() == list(rollouts[index].response.token_ids)
+                    seen.append(index)
+    assert sorted(seen) == list(range(8))
+    assert len(counts) == 1  # every rank walks alike
+
+
+def test_packs_respect_the_budget_and_the_longest_gets_its_own():
+    packs = assign_packs([4, 4, 100, 8, 8], budget=16, ranks=1)
+    assert max(sum([4, 4, 100, 8, 8][i] for i in pack) for pack in packs[0]) == 100
+    lengths = [10, 9, 8, 7, 6, 5, 4, 3, 2, 1]
+    packs = assign_packs(lengths, budget=15, ranks=2)
+    assert [len(rank) for rank in packs] == [2, 2]  # 55 tokens need 4 packs of 15
+    assert max(sum(lengths[i] for i in pack) for rank in packs for pack in rank) <= 15
+
+
+def test_a_rank_without_sequences_gets_a_filler():
+    plan = _plan(_rollouts(groups=1, samples=2), dp_size=3, dp_rank=2, minibatches=1)
+    pack = plan[0].micro_batches[0]
+    assert pack.rollout_indices == (FILLER,)
+    assert plan[0].denominators.responses == 2.0
+
+
+def test_long_tailed_lengths_are_hardly_padded():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.exp(torch.randn(512, generator=generator) + 7.5).clamp(64, 16384).int()
+    alignment = 2 * 4 * 2  # cp 4, tp 2
+    padded = ((lengths + alignment - 1) // alignment * alignment).tolist()
+    assert lengths.sum() / sum(padded) > 0.99
+    packs = assign_packs(padded, budget=32768, ranks=4)
+    loads = [sum(padded[i] for i in pack) for rank in packs for pack in rank]
+    assert min(loads) / max(loads) > 0.95
+
+
+def test_groups_must_divide():
+    with pytest.raises(ValueError, match="3 prompt groups cannot be split into 2 equal"):
+        split_groups(_rollouts(groups=3), minibatches=2)
+    # The same prompt twice in a row is two groups: the sample index starts again.
+    twice = [_rollout(0, sample, (1,), (2,)) for sample in (0, 1, 0, 1)]
+    assert split_groups(twice, minibatches=2) == [range(2), range(2, 4)]
+
+
+def test_values_come_back_to_their_rollouts():
+    rollouts = _rollouts()
+    packs = [pack for minibatch in _plan(rollouts) for pack in minibatch.micro_batches]
+    values = [pack.rollout_logprobs for pack in packs]
+    rows = gather_by_rollout(packs, values, count=8, topology=Topology.single())
+    assert rows == [list(rollout.response.rollout_logprobs) for rollout in rollouts]
+    assert sequence_length(rollouts[0]) == 3  # prompt 2, response 2, less one
