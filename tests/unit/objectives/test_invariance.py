@@ -88,6 +88,37 @@ def micro_batches(dp_rank, dp_size):
     return batches
 
 
+def count_collectives(name, rank, group):
+    """Collectives of one micro-batch at cp 2: (forward, backward)."""
+    counts, originals = [0, 0], (dist.all_gather, dist.all_reduce)
+
+    def counting(original, phase):
+        def call(*arguments, **options):
+            counts[phase[0]] += 1
+            return original(*arguments, **options)
+
+        return call
+
+    phase = [0]
+    mask, tensors = minibatch()
+    rows = range(len(PADDED))
+    pack = {k: torch.cat([x[row, : PADDED[row]] for row in rows]) for k, x in tensors.items()}
+    full_mask = torch.cat([mask[row, : PADDED[row]] for row in rows])
+    layout = SequenceLayout(PADDED, full_mask, cp_rank=rank % 2, cp_size=2, cp_group=group)
+    local = {key: layout.shard(x) for key, x in pack.items()}
+    policy = local.pop("policy_logprobs").requires_grad_()
+    dist.all_gather, dist.all_reduce = (counting(original, phase) for original in originals)
+    try:
+        result = build_objective(name)(
+            policy, layout=layout, denominators=Denominators(10.0, 100.0), **local
+        )
+        phase[0] = 1
+        result.loss.sum().backward()
+    finally:
+        dist.all_gather, dist.all_reduce = originals
+    return tuple(counts)
+
+
 def on_rank(rank, world_size):
     """Every objective on every split; rank 0's totals stand for all, the others' must agree."""
     results = {}
@@ -113,7 +144,12 @@ def on_rank(rank, world_size):
             dist.all_reduce(gradient)  # each response once per rank of its group, over cp_size
             statistics = (statistics or Statistics.empty()).all_reduce(dist.group.WORLD)
             results[cp_size, name] = (loss.item(), gradient.numpy(), statistics.to_metrics())
-    return results if rank == 0 else {key: value[2] for key, value in results.items()}
+        if cp_size == 2:
+            group = groups[rank // 2]
+            counts = {name: count_collectives(name, rank, group) for name in OBJECTIVE_NAMES}
+    if rank:
+        results = {key: value[2] for key, value in results.items()}
+    return results | {"collectives": counts}
 
 
 @pytest.mark.parametrize("name", OBJECTIVE_NAMES)
@@ -131,3 +167,16 @@ def test_splits_do_not_matter(name):
             assert metrics[key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
         for other in results[1:]:
             assert other[cp_size, name] == metrics
+
+
+# Objectives that need more than the one all-gather of the prefix sums, and those whose gradient
+# flows through a sum over the response.
+SECOND_SCAN = {"minpro", "tv_filter"}
+BACKWARD_SCAN = {"gspo", "exact_prefix_score", "oapl"}
+
+
+@pytest.mark.parametrize("name", OBJECTIVE_NAMES)
+def test_one_all_gather_per_micro_batch(name):
+    wanted = (2 if name in SECOND_SCAN else 1, 1 if name in BACKWARD_SCAN else 0)
+    for result in all_results():
+        assert result["objectives"]["collectives"][name] == wanted

@@ -1,0 +1,44 @@
+"""Nothing between log-probabilities and gradient asks the device for a value.
+
+Tensors on the meta device have no values: an `.item()`, a `nonzero` or a boolean index raises on
+them, as on CUDA it would wait for the device.
+"""
+
+import pytest
+import torch
+
+from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.objectives import OBJECTIVE_NAMES, Statistics, build_objective
+from megatron_rl.types import Denominators
+
+OPTIONS = {
+    "kl": {"coefficient": 0.1},
+    "entropy_coefficient": 0.01,
+    "rollout_correction": {"level": "sequence"},
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVE_NAMES)
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "all options"])
+def test_forward_backward_and_merging_never_read_a_value(name, options):
+    if name == "oapl":
+        options = {}
+    lengths = (4, 300, 12)
+    layout = SequenceLayout(lengths, torch.zeros(sum(lengths), dtype=torch.bool, device="meta"))
+    values = torch.zeros(sum(lengths), device="meta")
+    policy = values.clone().requires_grad_()
+    result = build_objective(name, **options)(
+        policy,
+        behavior_logprobs=values,
+        advantages=values,
+        layout=layout,
+        denominators=Denominators(3.0, 300.0),
+        rollout_logprobs=values,
+        reference_logprobs=values,
+        entropy=values,
+    )
+    result.loss.sum().backward()
+    merged = Statistics.empty("meta").merge(result.statistics).all_reduce(None)
+    assert policy.grad.shape == policy.shape
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        merged.to_metrics()  # the one place that reads: here there is nothing to read
