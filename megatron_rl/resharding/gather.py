@@ -3,6 +3,7 @@
 Simple enough to be trusted: the oracle of the planned transfer and its fallback.
 """
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -59,10 +60,12 @@ def gather_tensors(
     shards: list[Shard],
     dtype: torch.dtype,
     device: torch.device,
+    seconds: dict[str, float] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every HF tensor in full and in `dtype`, on every rank; collective over all processes.
 
-    shards: from `distinct_shards`; parameters: this rank's, matching the pieces.
+    shards: from `distinct_shards`; parameters: this rank's, matching the pieces. The time spent in
+    broadcasts is added to `seconds["transfer"]`.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     shapes = tensor_shapes(shape)
@@ -74,8 +77,11 @@ def gather_tensors(
             matrix = local.reshape(local.shape[0], -1)[: shard.rows].to(device, dtype).contiguous()
         else:
             matrix = torch.empty(shard.rows, shard.width, dtype=dtype, device=device)
+        start = time.perf_counter()
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.broadcast(matrix, src=shard.owner)
+        if seconds is not None:
+            seconds["transfer"] = seconds.get("transfer", 0.0) + time.perf_counter() - start
         for piece in shard.pieces:
             name = piece.tensor
             if name not in open_tensors:

@@ -62,12 +62,14 @@ def gather_push(holder: WeightHolder, receiver: WeightReceiver, *, version: int)
     doing = f"weight push {version}, {layout} to {receiver.layout}"
     parameters = check_holder(holder, doing=doing)
     shards = distinct_shards(holder.shape, layout=layout, fused=has_fused_names(parameters))
+    seconds: dict[str, float] = {}
     tensors = gather_tensors(
         parameters,
         shape=holder.shape,
         shards=shards,
         dtype=receiver.dtype,
         device=holder.topology.device,
+        seconds=seconds,
     )
     error: Exception | None = None
     try:
@@ -81,4 +83,5 @@ def gather_push(holder: WeightHolder, receiver: WeightReceiver, *, version: int)
         seconds=time.perf_counter() - start,
         bytes_sent=gathered_bytes(shards, world_size=layout.world_size, dtype=receiver.dtype),
         bytes_local=0,
+        phases=seconds,
     )

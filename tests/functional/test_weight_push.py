@@ -175,6 +175,16 @@ def _break_pushes(rank, world_size, folder):
     # A failed update must leave nothing behind that the next one would count as loaded.
     engine.push_weights(actor, version=3)
     _compare_logprobs(actor, engine, 3)
+    # Two matrices of one shape in each other's place pass every other check.
+    from megatron_rl.trainer.engine_check import check_engine
+
+    assert check_engine(actor, engine, PROMPTS, temperature=1.0, seed=1) < 1e-5
+    other = name.replace("layers.1", "layers.2")
+    swapped = collected | {name: collected[other], other: collected[name]}
+    engine.receive(iter(swapped.items()), version=3)
+    with pytest.raises(RuntimeError, match="does not compute with the actor's weights"):
+        check_engine(actor, engine, PROMPTS, temperature=1.0, seed=1)
+    engine.push_weights(actor, version=3)
     # An exception in the middle of a call must not leave requests for the next call.
     with pytest.raises(ZeroDivisionError):
         engine.generate(
