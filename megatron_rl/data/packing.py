@@ -16,6 +16,7 @@ import heapq
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -155,10 +156,10 @@ def build_pack(
 
 def gather_by_rollout(
     packs: Sequence[TokenBatch], values: Sequence[Tensor], *, count: int, topology: Topology
-) -> list[list[float]]:
-    """Per-token values [T] of this rank's packs as one list per rollout, on every rank.
+) -> list[np.ndarray]:
+    """Per-token values [T] of this rank's packs as one array per rollout, on every rank.
 
-    A rollout's list holds its response tokens' values in order. Collective over data parallelism.
+    A rollout's array holds its response tokens' values in order. Collective over data parallelism.
     """
     indices = [index for pack in packs for index in pack.rollout_indices]
     sizes: list[int] = []
@@ -173,11 +174,11 @@ def gather_by_rollout(
     everyone = [mine] * topology.dp_size
     if topology.dp_size > 1:
         dist.all_gather_object(everyone, mine, group=topology.dp_group)
-    rows: list[list[float]] = [[] for _ in range(count)]
+    rows = [np.empty(0, np.float32)] * count
     for some_indices, some_sizes, some_values in everyone:
         start = 0
         for index, size in zip(some_indices, some_sizes, strict=True):
             if index != FILLER:
-                rows[index] = some_values[start : start + size].tolist()
+                rows[index] = some_values[start : start + size]
             start += size
     return rows

@@ -20,13 +20,13 @@ def draw_curves(run_folder: str | Path) -> Path:
     ValueError when the folder has no metrics.
     """
     from matplotlib.figure import Figure  # seconds to import, and only needed at the end
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     folder = Path(run_folder)
     rows = _read_rows(folder)
-    figure = Figure(figsize=(12, 6.2), layout="constrained")
+    figure = Figure(figsize=(12, 6.2), layout=ConstrainedLayoutEngine(hspace=0.06, wspace=0.04))
     axes = figure.subplots(2, 3)
     figure.suptitle(folder.name, fontsize=13, fontweight="bold")
-    figure.get_layout_engine().set(hspace=0.06, wspace=0.04)
     scores = [key for key in _keys(rows) if key.startswith("eval/") and "avg@" in key]
     _draw(axes[0, 0], rows, scores, title="Held-out score (%)", scale=100, marker="o")
     _draw(axes[0, 1], rows, ["reward/mean"], title="Mean rollout reward")

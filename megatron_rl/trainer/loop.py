@@ -56,6 +56,7 @@ class Trainer:
         """One rollout batch: generated once, trained on for `trainer.epochs` epochs."""
         self.clock.reset()
         batch = self.collect(step)
+        self.engine.sleep()  # its memory is training's until the push wakes it up
 
         with self.clock.phase("behavior"):
             batch.freeze_behavior_logprobs(self.actor)

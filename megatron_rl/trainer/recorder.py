@@ -33,7 +33,6 @@ class Recorder:
         if self.directory is None or self.log is None:
             return
         if batch is not None:
-            metrics |= {"rollout/logprob_gap_mean": batch.logprob_gap_mean(behavior_logprobs)}
             self.directory.write_rollouts(
                 int(metrics["step"]),
                 batch.rollouts,

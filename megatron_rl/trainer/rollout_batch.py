@@ -1,9 +1,9 @@
 """What is generated once and reused: rollouts, their advantages, packs and behavior log-probs."""
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,20 +40,12 @@ class RolloutBatch:
         ):
             pack.behavior_logprobs = torch.where(pack.response_mask, logprobs, 0.0)
 
-    def behavior_logprobs_by_rollout(self) -> list[list[float]]:
+    def behavior_logprobs_by_rollout(self) -> list[np.ndarray]:
         """Behavior log-probs of every rollout's response tokens, gathered from all dp ranks."""
         packs = [pack for minibatch in self.minibatches for pack in minibatch.micro_batches]
-        values = [pack.behavior_logprobs for pack in packs]
+        values = [pack.behavior_logprobs for pack in packs if pack.behavior_logprobs is not None]
+        assert len(values) == len(packs), "behavior log-probs are not frozen yet"
         return gather_by_rollout(packs, values, count=len(self.rollouts), topology=self.topology)
-
-    def logprob_gap_mean(self, behavior_logprobs: Sequence[Sequence[float]]) -> float:
-        """Mean |behavior - rollout| log-prob: how far the engine computes from the actor."""
-        gaps = [
-            abs(behavior - reported)
-            for row, rollout in zip(behavior_logprobs, self.rollouts, strict=True)
-            for behavior, reported in zip(row, rollout.response.rollout_logprobs, strict=True)
-        ]
-        return sum(gaps) / max(len(gaps), 1)
 
     def metrics(self) -> dict[str, float]:
         """Rewards, lengths and generation speed."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -141,7 +142,7 @@ class RunDirectory:
         rollouts: Sequence[Rollout],
         *,
         advantages: Sequence[float],
-        behavior_logprobs: Sequence[Sequence[float]],
+        behavior_logprobs: Sequence[np.ndarray],
     ) -> None:
         """Keep one step's rollouts: texts, token ids, rewards, log-probs, weight versions."""
         table = _rollout_table(rollouts)

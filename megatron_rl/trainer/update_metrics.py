@@ -45,6 +45,8 @@ class UpdateMetrics:
         first = self.results[0].statistics.to_metrics()
         metrics |= {
             "ratio/first_minibatch_max_deviation": first["ratio/max_deviation"],
+            # How far the engine computes from the actor: |behavior - rollout| log-probs.
+            "rollout/logprob_gap_mean": metrics["rollout_gap/absolute_mean"],
             "grad/norm": sum(result.grad_norm for result in self.results) / self.count,
             "grad/norm_max": max(result.grad_norm for result in self.results),
             "optimizer/learning_rate": self.results[-1].learning_rate,

@@ -46,6 +46,7 @@ class ScriptedActor:
             advantages=batch.advantages_per_token(),
             layout=layout,
             denominators=minibatch.denominators,
+            rollout_logprobs=batch.rollout_logprobs,
         )
         self.updates += 1
         return UpdateResult(result.statistics, 1.0, 1e-3)
@@ -65,6 +66,9 @@ class ScriptedEngine:
             for p in prompts
             for s in range(samples)
         ]
+
+    def sleep(self):
+        self.events.append(("sleep",))
 
     def push_weights(self, actor, *, version):
         self.events.append(("push", version, actor.updates))
@@ -131,7 +135,7 @@ def run_loop(tmp_path, *, done=0):
 def test_a_step_generates_once_freezes_once_and_reuses(tmp_path):
     events, trainer = run_loop(tmp_path)
     kinds = [event[0] for event in events]
-    step = ["generate", "behavior", *["update"] * 6, "push"]  # 3 epochs x 2 minibatches
+    step = ["generate", "sleep", "behavior", *["update"] * 6, "push"]  # 3 epochs x 2 minibatches
     # weights first, evaluation before training, two steps, evaluation after the second
     assert kinds == ["push", "generate", *step, *step, "generate"]
     updates = [event[1] for event in events if event[0] == "update"]

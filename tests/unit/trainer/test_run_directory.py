@@ -1,5 +1,6 @@
 import json
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -83,7 +84,7 @@ def test_rewind_leaves_what_an_uninterrupted_run_would_have(tmp_path):
     for step in range(4):
         log.append({"step": step, "loss": float("nan") if step == 1 else step})
         directory.write_rollouts(
-            step, [build_rollout()], advantages=[0.5], behavior_logprobs=[[-0.5, -0.2]]
+            step, [build_rollout()], advantages=[0.5], behavior_logprobs=[np.array([-0.5, -0.2])]
         )
     with log.file.open("a") as file:
         file.write('{"step": 4, "lo')  # killed while appending
@@ -99,7 +100,7 @@ def test_rollouts_keep_everything_a_study_needs(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.create(build_config())
     directory.write_rollouts(
-        7, [build_rollout()], advantages=[0.5], behavior_logprobs=[[-0.5, -0.25]]
+        7, [build_rollout()], advantages=[0.5], behavior_logprobs=[np.array([-0.5, -0.25])]
     )
     row = pq.read_table(directory.rollouts / "step_000007.parquet").to_pylist()[0]
     assert row["behavior_logprobs"] == row["rollout_logprobs"] == [-0.5, -0.25]
