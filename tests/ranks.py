@@ -1,4 +1,4 @@
-"""Run a function on several gloo processes, as a real job would, and collect what each returns."""
+"""Run a function on several gloo processes, as a real job would, and collect its results."""
 
 import multiprocessing
 import os
@@ -16,7 +16,9 @@ def find_free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _main(function: Callable, rank: int, world_size: int, port: int, queue: Any, args: tuple) -> None:
+def _main(
+    function: Callable, rank: int, world_size: int, port: int, queue: Any, args: tuple
+) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
@@ -52,7 +54,9 @@ def run_ranks(function: Callable, world_size: int, *args: Any, timeout: float = 
     queue = context.Queue()
     port = find_free_port()
     processes = [
-        context.Process(target=_main, args=(function, rank, world_size, port, queue, args))
+        context.Process(
+            target=_main, args=(function, rank, world_size, port, queue, args), daemon=True
+        )
         for rank in range(world_size)
     ]
     for process in processes:
