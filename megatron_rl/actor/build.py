@@ -8,8 +8,9 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.actor.loss_contract import assert_sum_semantics, finalize_gradients
-from megatron_rl.actor.model import PolicyModel, build_transformer_config
+from megatron_rl.actor.model import PolicyModel
 from megatron_rl.actor.settings import ActorSettings
+from megatron_rl.actor.transformer_config import build_transformer_config
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.resharding.architectures import ModelShape
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import (
@@ -27,8 +26,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_rl.actor.layers import PackContext, RmsNorm, build_layer_spec
-from megatron_rl.actor.loss_contract import SUM_SEMANTICS
-from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.distributed.vocab_parallel import VocabShard, token_logprobs
 from megatron_rl.resharding.architectures import ModelShape
@@ -43,77 +40,6 @@ class ModelInput:
     labels: Tensor  # [n] of response positions
     response_positions: Tensor  # [n] local positions whose log-probs are wanted
     context: PackContext
-
-
-def build_transformer_config(
-    shape: ModelShape, settings: ActorSettings, topology: Topology
-) -> TransformerConfig:
-    """Megatron's config of this model, layout and machine."""
-    on_cuda = topology.device.type == "cuda"
-    experts = shape.experts
-    mixture = {}
-    if experts is not None:
-        mixture = {
-            "num_moe_experts": experts.num_experts,
-            "moe_router_topk": experts.experts_per_token,
-            "moe_ffn_hidden_size": experts.ffn_hidden_size,
-            "moe_router_load_balancing_type": "none",
-            "moe_router_pre_softmax": not experts.normalize_top_k,
-            "moe_router_dtype": "fp32",
-            "expert_model_parallel_size": topology.ep_size,
-            "expert_tensor_parallel_size": topology.tp_size,
-        }
-    recompute = {}
-    if settings.recompute == "full":
-        recompute = {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-    elif settings.recompute == "selective":
-        recompute = {
-            "recompute_granularity": "selective",
-            "recompute_modules": ["core_attn", "mlp"],
-        }
-    return TransformerConfig(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        kv_channels=shape.head_dim,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        normalization="RMSNorm",
-        layernorm_epsilon=shape.norm_epsilon,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=topology.tp_size,
-        pipeline_model_parallel_size=topology.pp_size,
-        virtual_pipeline_model_parallel_size=(
-            topology.virtual_stages if topology.virtual_stages > 1 else None
-        ),
-        context_parallel_size=topology.cp_size,
-        sequence_parallel=settings.sequence_parallel and topology.tp_size > 1,
-        params_dtype=settings.dtype,
-        pipeline_dtype=settings.dtype,
-        bf16=settings.dtype == torch.bfloat16,
-        use_cpu_initialization=not on_cuda,
-        perform_initialization=False,  # every weight is loaded
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=on_cuda,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        masked_softmax_fusion=False,
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the one that accepts variable lengths
-        **SUM_SEMANTICS,
-        **mixture,
-        **recompute,
-    )
 
 
 class PolicyModel(GPTModel):

@@ -19,11 +19,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.overrides import TorchFunctionMode
 
 from megatron_rl.distributed.topology import Topology
 
 _CPU = torch.device("cpu")
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    # Without Transformer Engine Megatron-core 0.16 leaves this name undefined, and then asks it.
+    moe_utils.te_general_gemm = None
 
 
 def has_cuda() -> bool:
@@ -72,12 +77,19 @@ class _CpuStream:
 
     def wait_event(self, event: Any) -> None: ...
 
-    def record_event(self, event: Any = None) -> None: ...
+    def record_event(self, event: Any = None) -> Any:
+        """An event that has already happened."""
+        return self
 
     def synchronize(self) -> None: ...
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Split sizes of an all-to-all as the host reads them; here they are there already."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 # No dropout is ever active in policy training, so generators that Megatron forks are never read.
@@ -89,6 +101,7 @@ _CPU_PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "current_stream", _CpuStream),
     (torch.cuda, "default_stream", _CpuStream),
     (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
+    (token_dispatcher, "maybe_move_tensor_to_cpu", _to_host),
     (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.empty(0)),
     (megatron_random, "_set_cuda_rng_state", _nothing),
     (megatron_random.CudaRNGStatesTracker, "fork", lambda *_, **__: contextlib.nullcontext()),

@@ -59,19 +59,21 @@ def split_groups(rollouts: Sequence[Rollout], *, minibatches: int) -> list[range
     return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
-def assign_packs(lengths: Sequence[int], *, budget: int, ranks: int) -> list[list[list[int]]]:
+def assign_packs(
+    lengths: Sequence[int], *, budget: int, ranks: int, multiple: int = 1
+) -> list[list[list[int]]]:
     """Places of the sequences: `[rank][micro-batch]` -> indices, in order.
 
     lengths: padded. The fewest micro-batches for which no pack exceeds the budget (a sequence that
-    alone exceeds it gets a pack of its own size). Deterministic.
+    alone exceeds it gets a pack of its own size), a multiple of `multiple`. Deterministic.
     """
     budget = max(budget, *lengths)
-    micro_batches = max(1, -(-sum(lengths) // (ranks * budget)))
+    micro_batches = padded_length(-(-sum(lengths) // (ranks * budget)), alignment=multiple)
     while True:
         bins = _longest_first(lengths, bins=ranks * micro_batches)
         if max(sum(lengths[i] for i in one) for one in bins) <= budget:
             return [[sorted(one) for one in bins[rank::ranks]] for rank in range(ranks)]
-        micro_batches += 1
+        micro_batches += multiple
 
 
 def _longest_first(lengths: Sequence[int], *, bins: int) -> list[list[int]]:
@@ -100,10 +102,17 @@ def plan_minibatches(
     context-parallel shards. Raises ValueError when the groups cannot be divided into minibatches.
     """
     alignment = topology.alignment(sequence_parallel=sequence_parallel)
+    # The interleaved pipeline schedule runs micro-batches in rounds of one per stage.
+    multiple = topology.pp_size if topology.virtual_stages > 1 else 1
     planned = []
     for span in split_groups(rollouts, minibatches=minibatches):
         lengths = [padded_length(sequence_length(rollouts[i]), alignment=alignment) for i in span]
-        packs = assign_packs(lengths, budget=tokens_per_micro_batch, ranks=topology.dp_size)
+        packs = assign_packs(
+            lengths,
+            budget=tokens_per_micro_batch,
+            ranks=topology.dp_size,
+            multiple=multiple,
+        )
         micro_batches = [
             build_pack(rollouts, advantages, indices=[span[i] for i in pack], alignment=alignment)
             for pack in packs[topology.dp_rank]

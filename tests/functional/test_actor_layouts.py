@@ -159,7 +159,8 @@ def run_layout(rank, world_size, root, layout, checkpoint):
         minibatches = _plan(actor, rollouts, advantages)
         packs = _freeze_behavior(actor, minibatches)
         values = [pack.behavior_logprobs for pack in packs]
-        report[model] = gather_by_rollout(packs, values, count=len(rollouts), topology=topology)
+        rows = gather_by_rollout(packs, values, count=len(rollouts), topology=topology)
+        report[model] = [row.tolist() for row in rows]
         actor.export_hf(folder / model)
         if model == "tied":
             report["neighbour"] = _perturbed_neighbour(actor, minibatches)
@@ -182,7 +183,7 @@ def reference(root):
     return json.loads(run_ranks(run_layout, 1, str(root), (1, 1, 1, 1), None)[0])
 
 
-def _transformers_logprobs(folder):
+def transformers_logprobs(folder):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -203,7 +204,7 @@ def _close(got, want):
 
 @pytest.mark.parametrize("model", ["tied", "untied"])
 def test_logprobs_are_those_of_transformers(root, reference, model):
-    _close(reference[model], _transformers_logprobs(root / model))
+    _close(reference[model], transformers_logprobs(root / model))
 
 
 def test_first_minibatch_ratio_is_exactly_one_and_the_objectives_differ(reference):

@@ -1,0 +1,106 @@
+"""Megatron's TransformerConfig of a model, its layout, its numerics and its machine."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rl.actor.loss_contract import SUM_SEMANTICS
+from megatron_rl.actor.settings import ActorSettings
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.resharding.architectures import ModelShape
+
+
+def build_transformer_config(
+    shape: ModelShape, settings: ActorSettings, topology: Topology
+) -> TransformerConfig:
+    """The config that every Megatron module of the actor is built from."""
+    return TransformerConfig(
+        **_model(shape),
+        **_layout(topology, settings),
+        **_numerics(topology, settings),
+        **_recompute(settings),
+        **_experts(shape, topology),
+        **SUM_SEMANTICS,
+    )
+
+
+def _model(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_query_groups": shape.num_query_groups,
+        "kv_channels": shape.head_dim,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.norm_epsilon,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+def _layout(topology: Topology, settings: ActorSettings) -> dict[str, Any]:
+    virtual = topology.virtual_stages
+    return {
+        "tensor_model_parallel_size": topology.tp_size,
+        "pipeline_model_parallel_size": topology.pp_size,
+        "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
+        "context_parallel_size": topology.cp_size,
+        "sequence_parallel": settings.sequence_parallel and topology.tp_size > 1,
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",  # the one that accepts variable lengths
+    }
+
+
+def _numerics(topology: Topology, settings: ActorSettings) -> dict[str, Any]:
+    on_cuda = topology.device.type == "cuda"
+    return {
+        "params_dtype": settings.dtype,
+        "pipeline_dtype": settings.dtype,
+        "bf16": settings.dtype == torch.bfloat16,
+        "use_cpu_initialization": not on_cuda,
+        "perform_initialization": False,  # every weight is loaded
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": on_cuda,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "masked_softmax_fusion": False,
+    }
+
+
+def _recompute(settings: ActorSettings) -> dict[str, Any]:
+    if settings.recompute == "full":  # keep only each layer's input
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    if (
+        settings.recompute == "selective"
+    ):  # our attention is linear in memory: the MLP is what costs
+        return {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    return {}
+
+
+def _experts(shape: ModelShape, topology: Topology) -> dict[str, Any]:
+    experts = shape.experts
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.num_experts,
+        "moe_router_topk": experts.experts_per_token,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_router_load_balancing_type": "none",
+        # Softmax over the chosen experts is softmax over all of them, normalised over the chosen.
+        "moe_router_pre_softmax": not experts.normalize_top_k,
+        "moe_router_dtype": "fp32",
+        "expert_model_parallel_size": topology.ep_size,
+        "expert_tensor_parallel_size": topology.tp_size,
+    }

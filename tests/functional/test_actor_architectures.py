@@ -1,0 +1,122 @@
+"""Every architecture under tp 2 x pp 2 x cp 2 x ep 2, and others, held to transformers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.functional.test_actor_layouts import VOCAB, make_rollouts, transformers_logprobs
+from tests.ranks import run_ranks
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "head_dim": 12,  # not hidden size / heads
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "decoder_sparse_step": 1,
+}
+MODELS = {
+    "llama": ("LlamaConfig", {"rope_theta": 500.0}),
+    "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "norm_topk_prob": True}),
+    "qwen3_moe_unnormalized": ("Qwen3MoeConfig", {**EXPERTS, "norm_topk_prob": False}),
+}
+
+
+def _make_model(folder, config_class, extra):
+    import transformers
+
+    torch.manual_seed(7)
+    config = getattr(transformers, config_class)(**SIZES, **extra)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+
+
+def _score(rank, world_size, root, layout):
+    """Log-probs by rollout and an export of every model; one update must stay finite."""
+    from megatron_rl.actor import platform
+    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
+    from megatron_rl.objectives import build_objective
+
+    topology = platform.initialise(**layout)
+    rollouts, advantages = make_rollouts()
+    report = {}
+    for name in MODELS:
+        settings = ActorSettings(learning_rate=1e-3, warmup_updates=0, recompute="full")
+        actor = MegatronActor(Path(root) / name, topology=topology, settings=settings)
+        minibatch = plan_minibatches(
+            rollouts,
+            advantages,
+            minibatches=1,
+            tokens_per_micro_batch=160,
+            topology=topology,
+            sequence_parallel=actor.sequence_parallel,
+        )[0]
+        logprobs = actor.compute_logprobs(minibatch.micro_batches)
+        rows = gather_by_rollout(
+            minibatch.micro_batches, logprobs, count=len(rollouts), topology=topology
+        )
+        report[name] = [row.tolist() for row in rows]
+        actor.export_hf(Path(root) / f"{name}-exported-{world_size}")
+        for pack, behavior in zip(minibatch.micro_batches, logprobs, strict=True):
+            pack.behavior_logprobs = behavior
+        result = actor.update(minibatch, build_objective("grpo"))
+        report[f"{name}/deviation"] = result.statistics.to_metrics()["ratio/max_deviation"]
+        report[f"{name}/grad_norm"] = result.grad_norm
+    return json.dumps(report)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("architectures")
+    for name, (config_class, extra) in MODELS.items():
+        _make_model(folder / name, config_class, extra)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(root):
+    return json.loads(run_ranks(_score, 1, str(root), {})[0])
+
+
+LAYOUTS = [
+    ({"tensor": 2, "pipeline": 2, "context": 2, "expert": 2}, 8),
+    ({"expert": 2}, 2),
+    ({"pipeline": 2, "virtual_stages": 2}, 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size"), LAYOUTS, ids=["tp2-pp2-cp2-ep2", "dp2-ep2", "pp2-virtual2"]
+)
+def test_architectures_equal_transformers(root, reference, layout, world_size):
+    report = json.loads(run_ranks(_score, world_size, str(root), layout)[0])
+    for name in MODELS:
+        for mine, theirs in zip(report[name], transformers_logprobs(root / name), strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5), name
+        assert report[f"{name}/deviation"] == 0.0, name
+        want = reference[f"{name}/grad_norm"]
+        assert report[f"{name}/grad_norm"] == pytest.approx(want, rel=1e-5), name
+        source = load_file(root / name / "model.safetensors")
+        exported = load_file(root / f"{name}-exported-{world_size}" / "model.safetensors")
+        assert exported.keys() == source.keys()
+        assert all(torch.equal(exported[key], tensor) for key, tensor in source.items())
