@@ -27,6 +27,8 @@ from torch import Tensor
 from megatron_rl.resharding.ledger import Ledger
 from megatron_rl.resharding.plan import Copy, RankPlan
 
+_NOTHING = torch.empty(0)  # stands for a tensor whose slices are already where they belong
+
 
 class ExchangeError(RuntimeError):
     """A rank did not take part in time, or died: the exchange cannot be continued."""
@@ -48,6 +50,8 @@ class Exchange:
 
     parameters: the actor's, by local name. shapes: full shapes of the HF tensors.
     ledger: takes checksums on the way. time_limit: seconds to wait for one round.
+    live: the engine's own parameters; where given, slices are written into them and the tensors
+    are not assembled.
     seconds: time of this rank by phase; `transfer` is what it waited for the wire.
     """
 
@@ -58,6 +62,7 @@ class Exchange:
     device: torch.device
     ledger: Ledger
     time_limit: float
+    live: Mapping[str, Tensor] | None = None
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _open: dict[str, Tensor] = field(default_factory=dict)
     _arrived: dict[str, list[Copy]] = field(default_factory=lambda: defaultdict(list))
@@ -71,6 +76,12 @@ class Exchange:
         for names in self.plan.complete_after:
             self._advance()
             yield from self._complete(names)
+
+    def write(self) -> None:
+        """Exchange all rounds, writing every slice straight into the engine's live parameters."""
+        assert self.live is not None, "no live parameters to write into"
+        for _ in self.tensors():
+            pass
 
     def drain(self) -> None:
         """Take part in the rounds that are left, so that the other ranks can finish theirs."""
@@ -156,7 +167,7 @@ class Exchange:
             at = 0
             for copy in self.plan.rounds[flight.number].receives[rank]:
                 part = message[at : at + copy.size].view(copy.held.shape)
-                copy.needed.of_tensor(self._target(copy.tensor)).copy_(part)
+                self._destination(copy).copy_(part)
                 self._arrived[copy.tensor].append(copy)
                 at += copy.size
             self.ledger.note_message("received", flight.number, rank, message)
@@ -173,18 +184,28 @@ class Exchange:
         """The tensor `name` with every slice that this rank needs."""
         local = self.plan.local.get(name, [])
         full = self.shapes[name]
-        if len(local) == 1 and local[0].size == torch.Size(full).numel():
+        if self.live is None and len(local) == 1 and local[0].size == torch.Size(full).numel():
             # A single slice that is the whole tensor: no copy where dtype and device agree.
             return self._held(local[0]).to(self.device, self.dtype).reshape(full)
-        tensor = self._target(name)
         for copy in local:
-            copy.needed.of_tensor(tensor).copy_(self._held(copy))
+            self._destination(copy).copy_(self._held(copy))
             if self.ledger.full:
                 self.ledger.note_slice("sent", copy, self._held(copy).to(self.dtype))
         if self.ledger.full:
             for copy in (*local, *self._arrived[name]):
-                self.ledger.note_slice("received", copy, copy.needed.of_tensor(tensor))
-        return self._open.pop(name)
+                self.ledger.note_slice("received", copy, self._destination(copy))
+        return _NOTHING if self.live is not None else self._take(name)
+
+    def _destination(self, copy: Copy) -> Tensor:
+        """Where a slice goes: into the live parameter, or into the tensor being assembled."""
+        if self.live is not None:
+            return copy.needed.of_parameter(self.live[copy.needed.parameter].detach())
+        return copy.needed.of_tensor(self._target(copy.tensor))
+
+    def _take(self, name: str) -> Tensor:
+        tensor = self._target(name)
+        del self._open[name]
+        return tensor
 
     def _target(self, name: str) -> Tensor:
         if name not in self._open:

@@ -1,7 +1,7 @@
 """The simple weight push: gather everything; and what every push checks first."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -27,6 +27,14 @@ class WeightReceiver(Protocol):
 
     def receive(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> float:
         """Replace every parameter; returns the seconds that resetting caches took."""
+        ...
+
+    def live_parameters(self) -> Mapping[str, Tensor] | None:
+        """The engine's own parameters, laid out as its table says; None where they are not."""
+        ...
+
+    def overwrite(self, write: Callable[[], None], *, version: int) -> float:
+        """Let `write` replace every live parameter; returns seconds as `receive` does."""
         ...
 
     def invalidate(self) -> None:

@@ -23,6 +23,8 @@ class ReshardSettings:
     bucket_bytes: what a rank sends plus receives in one round; two rounds are alive at once.
     full_check_every: pushes between checks of every single slice; the first one always is one,
         0 means no further ones. Every push compares a checksum of every message.
+    direct: write into the engine's own parameters where they are laid out as the table says
+        (unquantized, on CUDA); otherwise, and where False, through vLLM's loaders.
     repair: after a mismatch push everything by gathering, and count it, instead of stopping.
     time_limit: seconds to wait for one round before giving up.
     ranks_per_node: for the choice of the nearest replica; None: all ranks are on one node.
@@ -30,6 +32,7 @@ class ReshardSettings:
 
     bucket_bytes: int = 64 << 20
     full_check_every: int = 50
+    direct: bool = True
     repair: bool = False
     time_limit: float = 300.0
     ranks_per_node: int | None = None
@@ -55,6 +58,9 @@ class Resharder:
         start = time.perf_counter()
         doing = f"weight push {version}, {layout_of(holder.topology)} to {self.receiver.layout}"
         parameters = check_holder(holder, doing=doing)
+        if not self._pushes and holder.topology.device.type == "cuda":
+            # NCCL's first point-to-point message needs a communicator that all ranks made together.
+            dist.all_reduce(torch.zeros(1, device=holder.topology.device))
         plan = self._plan(holder, fused=has_fused_names(parameters))
         plan_seconds = time.perf_counter() - start
         every = self.settings.full_check_every
@@ -66,6 +72,7 @@ class Resharder:
             device=holder.topology.device,
             ledger=Ledger(full=self._pushes % every == 0 if every else self._pushes == 0),
             time_limit=self.settings.time_limit,
+            live=self.receiver.live_parameters() if self.settings.direct else None,
         )
         self._pushes += 1
         load_seconds = self._load(exchange, version=version, doing=doing)
@@ -102,7 +109,10 @@ class Resharder:
         error: Exception | None = None
         start = time.perf_counter()
         try:
-            cache_seconds = self.receiver.receive(exchange.tensors(), version=version)
+            if exchange.live is not None:
+                cache_seconds = self.receiver.overwrite(exchange.write, version=version)
+            else:
+                cache_seconds = self.receiver.receive(exchange.tensors(), version=version)
             exchange.seconds["cache_reset"] += cache_seconds
         except ExchangeError:
             self.receiver.invalidate()

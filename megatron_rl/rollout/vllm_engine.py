@@ -5,7 +5,7 @@ process; the ranks of one engine take the same requests, so they schedule alike 
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -177,10 +177,28 @@ class VllmEngine:
         cache took. ValueError naming the parameters when one is missing, extra or of a wrong shape.
         After any error the engine refuses to generate until a push succeeds.
         """
+        request = {
+            "weights": self._checked(weights),
+            "expected": self.layout.parameter_shapes(self.shape, rank=self.topology.rank),
+            "tied_embeddings": self.shape.tied_embeddings,
+        }
+
+        def load() -> None:
+            self._llm.start_weight_update()
+            self._llm.update_weights({"update_info": request})
+            self._llm.finish_weight_update()
+
+        return self.overwrite(load, version=version)
+
+    def overwrite(self, write: Callable[[], None], *, version: int) -> float:
+        """Let `write` replace every parameter; returns the seconds that resetting the cache took.
+
+        After any error the engine refuses to generate until a push succeeds.
+        """
         # The order matters:
         #   1. no request may be running: its cached keys would mix two versions;
         #   2. wake the weights' memory only, so that cached keys do not compete with the update;
-        #   3. start, load, finish: vLLM's own loaders cut, merge and repack;
+        #   3. write: vLLM's own loaders cut, merge and repack, or slices go straight in;
         #   4. wake the memory for keys and values;
         #   5. forget cached prefixes: they were computed with the old weights;
         #   6. only then is the version the new one.
@@ -190,14 +208,7 @@ class VllmEngine:
         with preserved_generators(), torch.no_grad():
             if self._asleep:
                 self._llm.wake_up(tags=["weights"])
-            self._llm.start_weight_update()
-            request = {
-                "weights": self._checked(weights),
-                "expected": self.layout.parameter_shapes(self.shape, rank=self.topology.rank),
-                "tied_embeddings": self.shape.tied_embeddings,
-            }
-            self._llm.update_weights({"update_info": request})
-            self._llm.finish_weight_update()
+            write()
             if self._asleep:
                 self._llm.wake_up(tags=["kv_cache"])
                 self._asleep = False
@@ -206,6 +217,24 @@ class VllmEngine:
                 raise RuntimeError("vLLM did not reset its prefix cache after a weight update")
         self._version = version
         return time.perf_counter() - start
+
+    def live_parameters(self) -> Mapping[str, Tensor] | None:
+        """vLLM's own parameters where they are laid out exactly as the table says, else None.
+
+        On CPU vLLM repacks them, and quantized ones have other shapes and dtypes. Experts are left
+        to vLLM's loaders, whose kernels may reorder them.
+        """
+        if self.topology.device.type != "cuda" or self.shape.experts is not None:
+            return None
+        found: Mapping[str, Tensor] = self._llm.apply_model(_parameters_of)[0]
+        expected = self.layout.parameter_shapes(self.shape, rank=self.topology.rank)
+        if self.shape.tied_embeddings:
+            expected.pop("lm_head.weight")  # the same parameter, listed once
+        as_expected = found.keys() == expected.keys() and all(
+            tuple(found[name].shape) == size and found[name].dtype == self.dtype
+            for name, size in expected.items()
+        )
+        return found if as_expected else None
 
     def invalidate(self) -> None:
         """Refuse to generate until other weights are received."""
@@ -291,6 +320,10 @@ class VllmEngine:
             finish_reason="stop" if generated.finish_reason == "stop" else "length",
             weight_version=self._version,
         )
+
+
+def _parameters_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters())
 
 
 def _load_tokenizer(model_folder: str | Path) -> Any:

@@ -6,7 +6,8 @@
     python tools/benchmarks/resharding.py project                  7B to 235B on clusters
 
 `time` starts gloo processes on this machine. The receiver copies what each rank needs out of the
-tensors it is given, as vLLM's loaders do, and drops it; the exchange is that of training.
+tensors it is given, as vLLM's loaders do, and drops it (`direct`: slices are written into an
+engine's own parameters, as on CUDA); the exchange is that of training.
 """
 
 import argparse
@@ -157,7 +158,26 @@ class _Receiver:
                 self.memory[: piece.size].view(source.shape).copy_(source)
         return 0.0
 
+    def live_parameters(self) -> None:
+        return None
+
     def invalidate(self) -> None: ...
+
+
+class _Live(_Receiver):
+    """An engine whose own parameters are written."""
+
+    def __init__(self, shape: ModelShape, layout: EngineLayout, rank: int) -> None:
+        super().__init__(shape, layout, rank)
+        sizes = layout.parameter_shapes(shape, rank=rank)
+        self.live = {name: torch.zeros(size) for name, size in sizes.items()}
+
+    def live_parameters(self):
+        return self.live
+
+    def overwrite(self, write, *, version: int) -> float:
+        write()
+        return 0.0
 
 
 class _Holder:
@@ -199,9 +219,11 @@ def _measure(rank: int, world_size: int, init: str, size: str, actor: list[int],
     receiver = _Receiver(shape, EngineLayout(engine, world_size), rank)
     settings = ReshardSettings(bucket_bytes=BUCKET, full_check_every=0)
     resharder = Resharder(receiver, settings)
+    direct = Resharder(_Live(shape, EngineLayout(engine, world_size), rank), settings)
     pushes = {
         "gather": lambda: gather_push(holder, receiver, version=0),
         "plan": lambda: resharder.push(holder, version=0),
+        "plan, direct": lambda: direct.push(holder, version=0),
     }
     results = {}
     for name, push in pushes.items():
@@ -229,7 +251,7 @@ def _measure(rank: int, world_size: int, init: str, size: str, actor: list[int],
 def print_times(size: str, cases: list[str]) -> None:
     """Seconds of both ways for some layouts, on gloo processes of this machine."""
     print(f"{size} in float32, buckets of {BUCKET >> 20} MiB, best of 3, slowest rank")
-    print("| actor tp x pp x dp | vLLM tp | way | MB sent | seconds | transfer | peak extra MB |")
+    print("| actor tp x pp x dp | vLLM tp | way | MB sent | seconds | of which | peak extra MB |")
     print("|---|---|---|---|---|---|---|")
     for case in cases:
         layout, engine = case.split(":")
@@ -246,10 +268,10 @@ def print_times(size: str, cases: list[str]) -> None:
             ]
             for process in ranks:
                 process.start()
-            everyone = queue.get(timeout=600)
+            everyone = queue.get(timeout=300)
             for process in ranks:
                 process.join()
-        for way in ("gather", "plan"):
+        for way in everyone[0]:
             seconds = max(each[way][0] for each in everyone)
             peak = max(each[way][2] for each in everyone)
             phases = {

@@ -38,6 +38,9 @@ class Slices:
         self.version = version
         return 0.0
 
+    def live_parameters(self):
+        return None
+
     def invalidate(self):
         self.version = -1
 
@@ -52,6 +55,27 @@ class Slices:
                 if not torch.equal(got, piece.of_tensor(tensors[name]).to(self.dtype)):
                     wrong.add(name)
         return sorted(wrong)
+
+
+class Live(Slices):
+    """A receiver whose parameters, laid out as vLLM's, are written directly."""
+
+    def __init__(self, shape, layout, rank, dtype):
+        super().__init__(shape, layout, rank, dtype)
+        sizes = layout.parameter_shapes(shape, rank=rank)
+        self.live = {name: torch.zeros(size, dtype=dtype) for name, size in sizes.items()}
+
+    def live_parameters(self):
+        return self.live
+
+    def overwrite(self, write, *, version):
+        write()
+        self.version = version
+        self.received = {}
+        for piece in self.pieces:
+            found = piece.of_parameter(self.live[piece.parameter])
+            self.received.setdefault(piece.tensor, []).append(found)
+        return 0.0
 
 
 CASES = [  # actor (tensor, pipeline, context, data, virtual, expert), vLLM tensor
@@ -76,7 +100,8 @@ def _push_all(rank, world_size):
         architecture = "Qwen3MoeForCausalLM" if layout.expert > 1 else "Qwen2ForCausalLM"
         shape = small_shape(architecture, tied_embeddings=number % 2 == 1)
         dtype = torch.bfloat16 if number % 3 == 2 else torch.float32
-        receiver = Slices(shape, EngineLayout(engine_tensor, world_size), rank, dtype)
+        kind = Live if number in (1, 2, 5) else Slices
+        receiver = kind(shape, EngineLayout(engine_tensor, world_size), rank, dtype)
         resharder = Resharder(receiver, ReshardSettings(bucket_bytes=3000, full_check_every=2))
         for version in range(3):
             tensors = _values(shape, version)
