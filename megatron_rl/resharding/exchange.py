@@ -68,6 +68,7 @@ class Exchange:
     _arrived: dict[str, list[Copy]] = field(default_factory=lambda: defaultdict(list))
     _arenas: list[Tensor | None] = field(default_factory=lambda: [None, None])
     _flight: Flight | None = None
+    _launched: bool = False
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Exchange all rounds; yield each HF tensor once this rank's part of it is there."""
@@ -85,6 +86,8 @@ class Exchange:
 
     def drain(self) -> None:
         """Take part in the rounds that are left, so that the other ranks can finish theirs."""
+        if not self._launched:
+            self._launch(0)
         while self._flight is not None:
             self._advance()
 
@@ -105,6 +108,7 @@ class Exchange:
         self._unpack(flight)
 
     def _launch(self, number: int) -> None:
+        self._launched = True
         if number >= len(self.plan.rounds):
             self._flight = None
             return

@@ -185,6 +185,14 @@ def _break_pushes(rank, world_size, folder):
     with pytest.raises(RuntimeError, match="does not compute with the actor's weights"):
         check_engine(actor, engine, PROMPTS, temperature=1.0, seed=1)
     engine.push_weights(actor, version=3)
+    # A request that is still running.
+    from vllm import SamplingParams
+
+    core = engine._llm.llm_engine
+    core.add_request("running", {"prompt_token_ids": [3, 4]}, SamplingParams(max_tokens=4))
+    with pytest.raises(RuntimeError, match="the engine is generating"):
+        engine.push_weights(actor, version=4)
+    core.abort_request(["running"])
     # An exception in the middle of a call must not leave requests for the next call.
     with pytest.raises(ZeroDivisionError):
         engine.generate(

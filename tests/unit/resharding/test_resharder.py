@@ -137,13 +137,35 @@ class _Damaging(Exchange):
             self._open[self.tensor].zero_()
 
 
+class Busy(Slices):
+    """An engine that refuses: before it takes anything, or after some tensors."""
+
+    def receive(self, weights, *, version):
+        for _ in range(3 if version == 2 else 0):
+            next(weights)
+        raise RuntimeError("the engine is generating")
+
+
+def _refuse(shape, shards, rank):
+    """What each rank is told when the engine of rank 1 refuses, and how long that takes."""
+    told, start = [], time.monotonic()
+    kind = Busy if rank == 1 else Slices
+    resharder = Resharder(kind(shape, EngineLayout(1, 2), rank), ReshardSettings(bucket_bytes=999))
+    for version in (1, 2):
+        try:
+            resharder.push(shards, version=version)
+        except RuntimeError as error:
+            told.append(str(error))
+    return told, time.monotonic() - start
+
+
 def _damage(rank, world_size):
     import megatron_rl.resharding.resharder as module
 
     shape, layout = small_shape(), ActorLayout(1, 2)
     tensors = _values(shape, 0)
     shards = cut_shards(tensors, shape=shape, layout=layout, rank=rank)
-    told = []
+    told = [_refuse(shape, shards, rank)]
     module.Exchange = _Damaging
     for after_checksum, full_every, repair in (
         (False, 0, False),  # on the wire: the message's checksum sees it in every push
@@ -163,7 +185,9 @@ def _damage(rank, world_size):
 
 
 def test_a_damaged_slice_is_named_on_every_rank_and_stops_or_is_repaired():
-    for message, full, repaired in run_ranks(_damage, 2):
+    for (refused, seconds), message, full, repaired in run_ranks(_damage, 2):
+        assert len(refused) == 2 and seconds < 30
+        assert all(text.endswith("rank 1: the engine is generating") for text in refused)
         start = "weight push 5, actor tp1 pp2 to vLLM tp1 x 2 engines: checksums differ"
         assert message[0].startswith(start) and full[0].startswith(start)
         # A message's checksum names all tensors of the message, a slice's only its own.
