@@ -54,6 +54,10 @@ def _layout(topology: Topology, settings: ActorSettings) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
         "context_parallel_size": topology.cp_size,
         "sequence_parallel": settings.sequence_parallel and topology.tp_size > 1,
+        # Interleaved stages send both ways between the same two ranks: only the overlapped form of
+        # Megatron's exchange keeps these apart.
+        "overlap_p2p_comm": virtual > 1,
+        "batch_p2p_comm": virtual == 1,
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",  # the one that accepts variable lengths
     }
