@@ -134,6 +134,7 @@ def _bucket_sums(
     mask = layout.mask.double()
     position = layout.position.clamp(min=1)
     decile = (schema.DECILES * position - 1) // layout.length.clamp(min=1)
+    decile = decile.clamp(max=schema.DECILES - 1)
     octave = torch.frexp(position.float()).exponent.long() - 1
     # Counted once per pair of buckets; the two kinds of bucket are its margins.
     pair = decile * schema.OCTAVES + octave.clamp(max=schema.OCTAVES - 1)

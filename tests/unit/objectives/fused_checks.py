@@ -72,8 +72,8 @@ def test_every_constraint_and_aggregation():
     constraints = [c for p, c in test_definitions.CONSTRAINTS.items() if p[0] not in ("tv", "none")]
     aggregations = itertools.cycle(("response_mean", "token_mean", "response_sum", "token_sum"))
     given = batch(torch.float64, rollout=False)
-    for constraint, weight in itertools.product(constraints, ("token", "prefix_mean")):
-        aggregation = next(aggregations)
+    weights = itertools.cycle(("token", "prefix_mean", "prefix_product"))
+    for constraint, weight, aggregation in zip(constraints, weights, aggregations, strict=False):
         constant = 3.7 if aggregation.endswith("sum") else 1.0
         spec = ObjectiveSpec(
             weight=weight,

@@ -127,7 +127,7 @@ def test_every_named_objective_has_a_second_definition():
 
 
 @pytest.mark.parametrize("name", naive.NAMED)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
