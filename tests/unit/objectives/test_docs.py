@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.objectives import policy_loss
+from megatron_rl.objectives import OBJECTIVE_NAMES, policy_loss
 
 PAGE = Path(__file__).parents[3] / "docs" / "use-in-your-trainer.md"
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
@@ -97,3 +97,9 @@ def test_the_trl_trainer(batch, monkeypatch):
     loss = trainer._compute_loss(given, None, inputs)
     assert loss.item() == pytest.approx(policy_loss("pnpo", **batch)[0].item() / 2, rel=1e-6)
     assert len(given._metrics["train"]["gate/acceptance"]) == 1
+
+
+def test_every_objective_is_in_the_table():
+    table = PAGE.with_name("objectives.md").read_text()
+    for name in OBJECTIVE_NAMES:
+        assert f"\n| `{name}` |" in table, f"docs/objectives.md has no row for {name}"
