@@ -2,11 +2,11 @@
 
     log p(y) = x_y - log sum_k exp(x_k),    x = h W^T / temperature
 
-The vocabulary (rows of W) is cut over tensor parallelism. Tokens are walked in chunks: a chunk's
-logits are made in float32, reduced to three numbers per token (maximum, sum of exponentials, the
-label's logit) and dropped; one all-gather of these numbers completes all tokens at once. The
-backward pass makes each chunk's logits again. So the extra memory is that of one chunk, and the
-extra work one of the head's three matrix products (arXiv 2411.09009 gives the same bound).
+The vocabulary (rows of W) is cut over tensor parallelism. Logits are made in float32 for a tile of
+some tokens and some rows, folded into three running numbers per token (maximum, sum of
+exponentials, the label's logit) and dropped; one all-gather of these completes all tokens at once.
+The backward pass makes each tile again. So the extra memory is that of one tile, and the extra work
+one of the head's three matrix products (the bound of arXiv 2411.09009).
 
 Shapes: n tokens, h hidden size, V vocabulary, v rows of it on this rank (padding included).
 """
@@ -21,11 +21,9 @@ from torch import Tensor
 
 from megatron_rl.distributed.collectives import Group, gather_stacked
 
-# A chunk's logits have at most this many elements where there are few tokens ...
-SMALL_CHUNK_ELEMENTS = 1 << 22
-# ... else at most this share of the tokens, up to this many: enough rows for a fast product.
-CHUNKS = 16
-MAX_CHUNK_TOKENS = 1024
+# Logits that exist at once: as many as stay in a CPU's cache, or keep a GPU busy.
+TILE_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
+MAX_TILE_TOKENS = 2048
 # Rows of a low-precision weight gradient that are made at once before they join the float32 one.
 WEIGHT_ROWS = 1 << 14
 
@@ -43,14 +41,14 @@ class VocabShard:
         return max(0, min(rows, self.vocab_size - self.start))
 
 
-def chunk_tokens(tokens: int, *, rows: int) -> int:
-    """Tokens whose logits are held at once: bounded, yet enough for a fast matrix product."""
-    return max(SMALL_CHUNK_ELEMENTS // max(1, rows), min(MAX_CHUNK_TOKENS, -(-tokens // CHUNKS)), 1)
+def tile_shape(tokens: int, *, rows: int, device: str) -> tuple[int, int]:
+    """(tokens, vocabulary rows) whose logits are held at once; bounded whatever the arguments."""
+    tile_tokens = max(1, min(tokens, MAX_TILE_TOKENS))
+    return tile_tokens, max(1, min(rows, TILE_ELEMENTS[device] // tile_tokens))
 
 
-def _chunks(tokens: int, rows: int) -> list[slice]:
-    step = chunk_tokens(tokens, rows=rows)
-    return [slice(start, min(start + step, tokens)) for start in range(0, tokens, step)]
+def _spans(total: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, total)) for start in range(0, total, step)]
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
@@ -64,40 +62,39 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def _local_labels(labels: Tensor, shard: VocabShard, real: int) -> tuple[Tensor, Tensor]:
-    """Column of each label on this rank (0 where elsewhere) and whether it is here; [n], [n]."""
-    local = labels - shard.start
-    here = (local >= 0) & (local < real)
-    return local * here, here
+def _labels_in(labels: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Column of each label among `rows` rows from `first` (0 if elsewhere), and if it is there."""
+    local = labels - first
+    here = (local >= 0) & (local < rows)
+    return (local * here)[:, None], here
 
 
-def _reduce_chunks(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    shard: VocabShard,
-    temperature: float,
-    entropy: bool,
+def _reduce_tokens(
+    hidden: Tensor, weight: Tensor, labels: Tensor, first: int, temperature: float, entropy: bool
 ) -> Tensor:
-    """This rank's (maximum, sum exp(x - maximum), label logit, sum x exp(x - maximum)); [4, n]."""
-    local, here = _local_labels(labels, shard, len(weight))
-    table = torch.zeros(4, len(hidden), dtype=torch.float32, device=hidden.device)
-    if not len(weight):  # this rank's rows are padding only
-        table[0] = float("-inf")
-        return table
-    for chunk in _chunks(len(hidden), len(weight)):
-        logits = _logits(hidden[chunk], weight, temperature)
-        target = logits.gather(1, local[chunk, None]).squeeze(1)
-        table[2, chunk] = torch.where(here[chunk], target, 0.0)
-        maximum = logits.amax(1)
-        table[0, chunk] = maximum
+    """(maximum, sum exp(x - maximum), label logit, sum x exp(x - maximum)) over rows; [4, c].
+
+    `first` is the vocabulary index of the first row. Rows are walked in blocks; what was summed
+    under a smaller maximum shrinks when a block brings a larger one.
+    """
+    zeros = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+    maximum, total, target, mean = zeros - float("inf"), zeros, zeros, zeros
+    step = tile_shape(len(hidden), rows=len(weight), device=hidden.device.type)[1]
+    for rows in _spans(len(weight), step):
+        logits = _logits(hidden, weight[rows], temperature)
+        local, here = _labels_in(labels, first + rows.start, logits.shape[1])
+        target = target + torch.where(here, logits.gather(1, local).squeeze(1), 0.0)
+        larger = torch.maximum(maximum, logits.amax(1))
+        shrink = (maximum - larger).exp_()
         if entropy:
-            weights = (logits - maximum[:, None]).exp_()
-            table[3, chunk] = (weights * logits).sum(1)
+            weights = (logits - larger[:, None]).exp_()
+            mean = mean * shrink + (weights * logits).sum(1)
         else:
-            weights = logits.sub_(maximum[:, None]).exp_()
-        table[1, chunk] = weights.sum(1)
-    return table
+            weights = logits.sub_(larger[:, None]).exp_()
+        total = total * shrink + weights.sum(1)
+        maximum = larger
+        del logits, weights  # before the next block's are made
+    return torch.stack((maximum, total, target, mean))
 
 
 def _combine(table: Tensor, *, group: Group) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,7 +108,7 @@ def _combine(table: Tensor, *, group: Group) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Forward keeps hidden states and log-sum-exps; backward makes the logits again."""
+    """Forward keeps hidden states and log-sum-exps; backward makes the tiles again."""
 
     @staticmethod
     def forward(
@@ -126,7 +123,12 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """[n, h], [v, h], [n] -> log-probs [n] and entropies [n] (zeros unless asked)."""
         real = weight[: shard.real_rows(len(weight))]
-        table = _reduce_chunks(hidden, real, labels, shard, temperature, entropy)
+        step = tile_shape(len(hidden), rows=len(real), device=hidden.device.type)[0]
+        tables = [
+            _reduce_tokens(hidden[c], real, labels[c], shard.start, temperature, entropy)
+            for c in _spans(len(hidden), step)
+        ]
+        table = torch.cat(tables, dim=1) if tables else hidden.new_zeros(4, 0).float()
         log_sum, target, mean = _combine(table, group=shard.group)
         ctx.save_for_backward(hidden, weight, labels, log_sum, mean)
         ctx.shard, ctx.temperature, ctx.entropy = shard, temperature, entropy
@@ -141,30 +143,32 @@ class _TokenLogprobs(torch.autograd.Function):
         """Gradients of hidden (this rank's part of the sum over the group) and weight."""
         hidden, weight, labels, log_sum, mean = ctx.saved_tensors
         real = weight[: ctx.shard.real_rows(len(weight))]
-        local, here = _local_labels(labels, ctx.shard, len(real))
-        grad_hidden = torch.zeros_like(hidden)
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         if ctx.into_main_grad:
             total = weight.main_grad
         else:
             total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        chunks = _chunks(len(hidden), len(real)) if len(real) else []
-        for chunk in chunks:
-            logits = _logits(hidden[chunk], real, ctx.temperature).sub_(log_sum[chunk, None])
-            if ctx.entropy:  # dH/dx = -p (log p + H)
-                surplus = logits + (log_sum - mean)[chunk, None]
-                factor = surplus.mul_(-grad_entropy[chunk, None]).sub_(grad[chunk, None])
-                out = logits.exp_().mul_(factor)
-            else:
-                out = logits.exp_().mul_(-grad[chunk, None])
-            gain = torch.where(here[chunk], grad[chunk], 0.0)
-            out.scatter_add_(1, local[chunk, None], gain[:, None])
-            if ctx.temperature != 1.0:
-                out.div_(ctx.temperature)
-            out = out.to(hidden.dtype)
-            torch.mm(out, real, out=grad_hidden[chunk])
-            _add_product(total[: len(real)], out, hidden[chunk])
+        steps = tile_shape(len(hidden), rows=len(real), device=hidden.device.type)
+        for tokens in _spans(len(hidden), steps[0]):
+            for rows in _spans(len(real), steps[1]):
+                out = _logits(hidden[tokens], real[rows], ctx.temperature)
+                out.sub_(log_sum[tokens, None])
+                gain = -grad[tokens]
+                if ctx.entropy:  # dH/dx = -p (log p + H)
+                    surplus = out + (log_sum - mean)[tokens, None]
+                    out.exp_().mul_(surplus.mul_(-grad_entropy[tokens, None]).add_(gain[:, None]))
+                else:
+                    out.exp_().mul_(gain[:, None])
+                local, here = _labels_in(labels[tokens], ctx.shard.start + rows.start, out.shape[1])
+                out.scatter_add_(1, local, torch.where(here, grad[tokens], 0.0)[:, None])
+                if ctx.temperature != 1.0:
+                    out.div_(ctx.temperature)
+                out = out.to(hidden.dtype)
+                _add_product(grad_hidden[tokens], out.t(), real[rows])
+                _add_product(total[rows], out, hidden[tokens])
+                del out
         grad_weight = None if ctx.into_main_grad else total.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_rl.distributed import vocab_parallel
-from megatron_rl.distributed.vocab_parallel import VocabShard, chunk_tokens, token_logprobs
+from megatron_rl.distributed.vocab_parallel import VocabShard, tile_shape, token_logprobs
 from tests.ranks import run_ranks
 
 TOKENS, HIDDEN, VOCAB, PADDED = 37, 16, 50, 64
@@ -37,10 +37,9 @@ def _plain():
     return logprobs.detach(), entropies.detach(), hidden.grad, weight.grad
 
 
-def _chunked(rank, world_size, chunk, group=None):
-    vocab_parallel.SMALL_CHUNK_ELEMENTS = 1
-    vocab_parallel.MAX_CHUNK_TOKENS = chunk
-    vocab_parallel.CHUNKS = 1
+def _tiled(rank, world_size, tokens, elements, group=None):
+    vocab_parallel.TILE_ELEMENTS = {"cpu": elements}
+    vocab_parallel.MAX_TILE_TOKENS = tokens
     if world_size > 1:
         group = torch.distributed.group.WORLD
     hidden, weight, labels, grad, grad_entropy = _inputs()
@@ -56,15 +55,18 @@ def _chunked(rank, world_size, chunk, group=None):
     return tuple(x.numpy() for x in results)
 
 
-@pytest.mark.parametrize(("world_size", "chunk"), [(1, 5), (1, 100), (2, 5), (4, 5)])
-def test_equals_log_softmax_values_and_gradients(world_size, chunk, monkeypatch):
+@pytest.mark.parametrize(
+    ("world_size", "tokens", "elements"), [(1, 5, 35), (1, 100, 1 << 20), (2, 10, 30), (4, 5, 60)]
+)
+def test_equals_log_softmax_values_and_gradients(world_size, tokens, elements, monkeypatch):
+    # Tiles of 5 x 7, one of everything, tiles of 10 x 3, tiles of 5 x 12.
     # Of 4 ranks with 16 rows each the last holds 2 real rows; vocabulary and padding end inside it.
-    for name in ("SMALL_CHUNK_ELEMENTS", "MAX_CHUNK_TOKENS", "CHUNKS"):
+    for name in ("TILE_ELEMENTS", "MAX_TILE_TOKENS"):
         monkeypatch.setattr(vocab_parallel, name, getattr(vocab_parallel, name))
     if world_size == 1:
-        results = [_chunked(0, 1, chunk)]
+        results = [_tiled(0, 1, tokens, elements)]
     else:
-        results = run_ranks(_chunked, world_size, chunk)
+        results = run_ranks(_tiled, world_size, tokens, elements)
     results = [[torch.from_numpy(x).double() for x in result] for result in results]
     logprobs, entropies, grad_hidden, grad_weight = _plain()
     for result in results:
@@ -113,12 +115,11 @@ def test_no_gradient_mode_gives_the_same_bits():
     assert torch.equal(trained, scored)
 
 
-def test_a_chunk_is_bounded_whatever_the_tokens():
-    # 151,936 words: 27 tokens fit 2^22 elements; 1/16 of many tokens, but never above 1024.
-    assert chunk_tokens(256, rows=151_936) == 27
-    assert chunk_tokens(8192, rows=151_936) == 512
-    assert chunk_tokens(1 << 20, rows=151_936) == 1024
-    assert chunk_tokens(3000, rows=64) == 65_536
+def test_a_tile_is_bounded_whatever_the_tokens():
+    # 2^22 = 4,194,304 logits at once on a CPU: 256 tokens see 16,384 rows, 2048 tokens 2048 rows.
+    assert tile_shape(256, rows=151_936, device="cpu") == (256, 16_384)
+    assert tile_shape(1 << 20, rows=151_936, device="cpu") == (2048, 2048)
+    assert tile_shape(3000, rows=64, device="cpu") == (2048, 64)
 
 
 def test_no_tokens_give_no_logprobs():

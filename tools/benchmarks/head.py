@@ -1,0 +1,120 @@
+"""Time and peak memory of token log-probs: chunked head against materialized logits.
+
+    PYTHONPATH=. OMP_NUM_THREADS=1 python tools/benchmarks/head.py [--hidden 896]
+
+Each case runs in a process of its own. Time is the best of --repeats: processor time on the CPU,
+wall time on CUDA. Memory is the peak above inputs, weight and the weight's float32 gradient buffer.
+"""
+
+import argparse
+import multiprocessing
+import time
+from pathlib import Path
+
+import torch
+
+from megatron_rl.distributed.vocab_parallel import VocabShard, token_logprobs
+
+VOCAB = 151_936  # Qwen2.5
+
+
+def materialized(hidden, weight, labels):
+    """What a plain head does: logits [n, V] in float32, log_softmax, gather."""
+    logits = (hidden @ weight.t()).float()
+    return torch.log_softmax(logits, dim=-1).gather(1, labels[:, None]).squeeze(1)
+
+
+def chunked(hidden, weight, labels):
+    """This package's head."""
+    shard = VocabShard(0, VOCAB)
+    return token_logprobs(hidden, weight, labels, shard=shard, into_main_grad=True)[0]
+
+
+def _reset_peak(device):
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: forget the highest resident size
+    return _resident("VmRSS")
+
+
+def _resident(key):
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{key}:")[1].split()[0]) * 1024
+
+
+def _peak(device):
+    return torch.cuda.max_memory_allocated() if device == "cuda" else _resident("VmHWM")
+
+
+def measure(way, tokens, hidden_size, backward, repeats, queue):
+    """(seconds, peak bytes) of one way, put into `queue`."""
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    hidden = torch.randn(tokens, hidden_size, device=device, dtype=dtype, requires_grad=backward)
+    weight = torch.nn.Parameter(
+        torch.randn(VOCAB, hidden_size, device=device, dtype=dtype) * 0.02, requires_grad=backward
+    )
+    labels = torch.randint(0, VOCAB, (tokens,), device=device)
+    function = {"materialized": materialized, "chunked": chunked}[way]
+    if backward:  # the float32 buffer in which Megatron accumulates gradients
+        weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
+    seconds, peak = float("inf"), 0
+    clock = time.perf_counter if device == "cuda" else time.process_time
+    for _ in range(repeats):
+        hidden.grad = weight.grad = None
+        before = _reset_peak(device)
+        start = clock()
+        with torch.set_grad_enabled(backward):
+            out = function(hidden, weight, labels)
+            if backward:
+                out.sum().backward()
+                if weight.grad is not None:
+                    weight.main_grad.add_(weight.grad)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds = min(seconds, clock() - start)
+        peak = max(peak, _peak(device) - before)
+        del out
+    queue.put((seconds, peak))
+
+
+def run(*case):
+    """`measure` in a fresh process."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=measure, args=(*case, queue))
+    process.start()
+    result = queue.get()
+    process.join()
+    return result
+
+
+def main():
+    """Print the table of docs/benchmarks.md."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hidden", type=int, default=896)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--repeats", type=int, default=2)
+    args = parser.parse_args()
+    print("| tokens | pass | plain s | chunked s | time | plain MiB | chunked MiB | memory |")
+    print("|---|---|---|---|---|---|---|---|")
+    for tokens in args.tokens:
+        for backward in (False, True):
+            plain, ours = (
+                run(way, tokens, args.hidden, backward, args.repeats)
+                for way in ("materialized", "chunked")
+            )
+            name = "forward + backward" if backward else "forward"
+            ratio = ours[0] / plain[0]
+            print(
+                f"| {tokens} | {name} | {plain[0]:.2f} | {ours[0]:.2f} | {ratio:.2f} x "
+                f"| {plain[1] / 2**20:.0f} | {ours[1] / 2**20:.0f} "
+                f"| 1/{plain[1] / max(ours[1], 1):.1f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
