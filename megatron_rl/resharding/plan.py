@@ -6,7 +6,8 @@ any; among equals the one that has least to send so far. The bytes on the wire a
 exactly the lower bound of point-to-point transfer: what each rank needs and does not hold.
 
 A plan is cut into rounds: in a round no rank sends and receives more than one bucket. Every rank
-walks the whole plan to find the same rounds, and keeps its own part.
+walks the whole plan to find the same rounds, and keeps its own part. Ranks do not wait for others
+to fill a round: each is as far as its own traffic takes it.
 """
 
 from collections.abc import Iterator
@@ -164,6 +165,26 @@ def _split(copy: Copy, limit: int) -> Iterator[Copy]:
         yield Copy(copy.source, copy.destination, held, needed)
 
 
+class _RoundPlacing:
+    """Puts copies into rounds, in order for every rank, each where both of its ends have room."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._round: dict[int, int] = {}  # by rank: the last round it takes part in
+        self._load: dict[int, int] = {}  # by rank: elements in that round
+
+    def place(self, copy: Copy) -> int:
+        """The round of the next copy."""
+        ends = (copy.source, copy.destination)
+        place = max(self._round.get(end, 0) for end in ends)
+        loads = [self._load.get(e, 0) if self._round.get(e, 0) == place else 0 for e in ends]
+        if any(load and load + copy.size > self.capacity for load in loads):
+            place, loads = place + 1, [0, 0]
+        for end, load in zip(ends, loads, strict=True):
+            self._round[end], self._load[end] = place, load + copy.size
+        return place
+
+
 def plan_for_rank(
     shape: ModelShape,
     source: ActorLayout,
@@ -177,7 +198,7 @@ def plan_for_rank(
     """The part of one rank. `bucket_elements` bounds what a rank sends plus receives per round."""
     copies = iterate_copies(shape, source, destination, fused=fused, ranks_per_node=ranks_per_node)
     rounds: list[Round] = []
-    load = [bucket_elements] * source.world_size  # forces the first round to open
+    placing = _RoundPlacing(bucket_elements)
     local: dict[str, list[Copy]] = {}
     last_round: dict[str, int] = {}
     elements_sent = elements_local = 0
@@ -190,17 +211,14 @@ def plan_for_rank(
             continue
         elements_sent += whole.size
         for copy in _split(whole, bucket_elements):
-            ends = (copy.source, copy.destination)
-            if any(load[end] + copy.size > bucket_elements for end in ends):
+            place = placing.place(copy)
+            while len(rounds) <= place:
                 rounds.append(Round())
-                load = [0] * source.world_size
-            for end in ends:
-                load[end] += copy.size
             if copy.source == rank:
-                rounds[-1].sends.setdefault(copy.destination, []).append(copy)
+                rounds[place].sends.setdefault(copy.destination, []).append(copy)
             elif copy.destination == rank:
-                rounds[-1].receives.setdefault(copy.source, []).append(copy)
-                last_round[copy.tensor] = len(rounds) - 1
+                rounds[place].receives.setdefault(copy.source, []).append(copy)
+                last_round[copy.tensor] = place
     for name in tensor_shapes(shape):
         last_round.setdefault(name, -1)  # this rank needs none of it, as of a vocabulary's padding
     complete: list[list[str]] = [[] for _ in range(len(rounds) + 1)]
