@@ -94,7 +94,7 @@ def test_what_is_there_is_not_made_again_and_what_is_foreign_not_removed(tmp_pat
     ("settings", "message"),
     [
         ({"shortest": 5, "longest": 4}, "shortest <= longest"),
-        ({"hidden": 65}, "multiple of heads"),
+        ({"hidden": 65}, r"multiple of 32 \* heads"),
         ({"heads": 4, "key_value_heads": 3, "hidden": 128}, "key_value_heads=3"),
         ({"shortest": 2, "longest": 2}, "too many; there are 200"),
     ],
