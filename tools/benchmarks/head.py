@@ -60,7 +60,7 @@ def measure(way, tokens, hidden_size, backward, repeats, queue):
     function = {"materialized": materialized, "chunked": chunked}[way]
     if backward:  # the float32 buffer in which Megatron accumulates gradients
         weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
-    seconds, peak = float("inf"), 0
+    seconds, peak = float("inf"), 0.0
     clock = time.perf_counter if device == "cuda" else time.process_time
     for _ in range(repeats):
         hidden.grad = weight.grad = None
@@ -75,7 +75,7 @@ def measure(way, tokens, hidden_size, backward, repeats, queue):
         if device == "cuda":
             torch.cuda.synchronize()
         seconds = min(seconds, clock() - start)
-        peak = max(peak, _peak(device) - before)
+        peak = _peak(device) - before  # of the last run: libraries have their buffers by then
         del out
     queue.put((seconds, peak))
 

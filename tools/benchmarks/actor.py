@@ -1,0 +1,162 @@
+"""Tokens per second of a whole update: this actor against plain transformers and torch.
+
+    PYTHONPATH=. OMP_NUM_THREADS=1 python tools/benchmarks/actor.py [--layouts 1,1,1,1 1,1,2,1]
+
+The same random Qwen2, the same long-tailed rollouts (lognormal lengths), the same GRPO loss and
+AdamW. The baseline pads every micro-batch to its longest sequence and materializes logits. Useful
+tokens are those of prompts and responses; padding efficiency is useful / processed. Model FLOP
+utilization needs --peak-tflops of one device; 6 FLOP per parameter and useful token, attention
+apart. On the CPU time is wall time: keep the machine idle.
+"""
+
+import argparse
+import tempfile
+import time
+
+import torch
+
+from megatron_rl.data.packing import plan_minibatches, sequence_length
+from megatron_rl.types import Prompt, Response, Rollout, Verdict
+from tests.ranks import run_ranks
+
+VOCAB = 4096
+
+
+def make_model(folder, hidden, layers):
+    """Write a random Qwen2; returns its number of parameters."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def make_rollouts(count, longest):
+    """Groups of 8 with lognormal response lengths, a median near an eighth of the longest."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.exp(torch.randn(count, generator=generator)) * longest / 8
+    rollouts = []
+    for index, length in enumerate(lengths.clamp(8, longest).int().tolist()):
+        tokens = torch.randint(0, VOCAB, (16 + length,), generator=generator).tolist()
+        prompt = Prompt(index // 8, (), tuple(tokens[:16]), "", "")
+        response = Response(
+            index // 8, index % 8, tuple(tokens[16:]), (0.0,) * length, "", "stop", 0
+        )
+        rollouts.append(Rollout(prompt, response, Verdict(0.0, "", None)))
+    return rollouts, torch.randn(count, generator=generator)
+
+
+def time_actor(rank, world_size, folder, layout, args):
+    """(seconds per update, processed tokens) of one layout, on every rank."""
+    from megatron_rl.actor import platform
+    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.objectives import build_objective
+
+    tensor, pipeline, context, _ = layout
+    topology = platform.initialise(tensor=tensor, pipeline=pipeline, context=context)
+    settings = ActorSettings(warmup_updates=0, recompute=args.recompute)
+    actor = MegatronActor(folder, topology=topology, settings=settings)
+    minibatch = plan_minibatches(
+        *make_rollouts(args.rollouts, args.longest),
+        minibatches=1,
+        tokens_per_micro_batch=args.budget,
+        topology=topology,
+        sequence_parallel=actor.sequence_parallel,
+    )[0]
+    packs = minibatch.micro_batches
+    for pack, logprobs in zip(packs, actor.compute_logprobs(packs), strict=True):
+        pack.behavior_logprobs = logprobs
+    seconds = float("inf")
+    for _ in range(args.repeats):
+        start = time.perf_counter()
+        actor.update(minibatch, build_objective("grpo"))
+        seconds = min(seconds, time.perf_counter() - start)
+    processed = sum(sum(pack.lengths) for pack in packs) * topology.dp_size
+    return seconds, processed
+
+
+def time_transformers(rank, world_size, folder, args):
+    """The same update by transformers: padded micro-batches, materialized logits, torch's AdamW."""
+    from transformers import AutoModelForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.1)
+    rollouts, advantages = make_rollouts(args.rollouts, args.longest)
+    size = max(1, args.budget // args.longest)  # sequences that fit the budget when all are longest
+    total = sum(len(rollout.response.token_ids) for rollout in rollouts)
+    seconds, processed = float("inf"), 0
+    for _ in range(args.repeats):
+        start, processed = time.perf_counter(), 0
+        optimizer.zero_grad()
+        for first in range(0, len(rollouts), size):
+            some = rollouts[first : first + size]
+            texts = [[*r.prompt.token_ids, *r.response.token_ids] for r in some]
+            longest = max(map(len, texts))
+            tokens = torch.tensor([t + [0] * (longest - len(t)) for t in texts], device=device)
+            mask = torch.tensor([[1] * len(t) + [0] * (longest - len(t)) for t in texts])
+            mask = mask.to(device)
+            logits = model(tokens, attention_mask=mask).logits[:, :-1].float()
+            logprobs = logits.log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
+            weights = mask[:, 1:] * advantages[first : first + size, None].to(device)
+            weights[:, :15] = 0
+            ratio = (logprobs - logprobs.detach()).exp()
+            loss = -torch.minimum(ratio * weights, ratio.clamp(0.8, 1.28) * weights).sum() / total
+            loss.backward()
+            processed += tokens.numel()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        seconds = min(seconds, time.perf_counter() - start)
+    return seconds, processed
+
+
+def main():
+    """Print the table of docs/benchmarks.md."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layouts", nargs="+", default=["1,1,1,1"], help="tp,pp,cp,dp")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rollouts", type=int, default=32)
+    parser.add_argument("--longest", type=int, default=1024)
+    parser.add_argument("--budget", type=int, default=4096, help="tokens per micro-batch")
+    parser.add_argument("--recompute", default="none", choices=["none", "selective", "full"])
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--peak-tflops", type=float)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        parameters = make_model(folder, args.hidden, args.layers)
+        rollouts, _ = make_rollouts(args.rollouts, args.longest)
+        useful = sum(sequence_length(rollout) for rollout in rollouts)
+        print(f"{parameters:,} parameters, {useful:,} useful tokens in {len(rollouts)} rollouts")
+        print("| way | s per update | useful tokens/s | useful / processed | utilization |")
+        print("|---|---|---|---|---|")
+        results = [("transformers", 1, run_ranks(time_transformers, 1, folder, args))]
+        for text in args.layouts:
+            layout = tuple(map(int, text.split(",")))
+            ranks = layout[0] * layout[1] * layout[2] * layout[3]
+            timed = run_ranks(time_actor, ranks, folder, layout, args)
+            results.append(("actor tp{} pp{} cp{} dp{}".format(*layout), ranks, timed))
+        for name, ranks, timed in results:
+            seconds, processed = max(timed)
+            rate = useful / seconds
+            share = "-"
+            if args.peak_tflops:
+                share = f"{6 * parameters * rate / (args.peak_tflops * 1e12 * ranks):.1%}"
+            efficiency = useful / processed
+            print(f"| {name} | {seconds:.2f} | {rate:,.0f} | {efficiency:.3f} | {share} |")
+
+
+if __name__ == "__main__":
+    main()
