@@ -89,8 +89,11 @@ class RewardSection(Section):
 class AdvantageSection(Section):
     """How rewards become advantages."""
 
-    estimator: Literal["group_relative", "leave_one_out", "batch_baseline"] = "group_relative"
+    estimator: Literal["group_relative", "leave_one_out", "batch_baseline", "optimal_value"] = (
+        "group_relative"
+    )
     std: Literal["sample", "population", "none"] = "sample"
+    beta: Positive = 1.0  # of optimal_value (OAPL), in units of reward
 
 
 class ObjectiveSection(Section):

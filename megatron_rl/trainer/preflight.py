@@ -26,8 +26,8 @@ def check_settings(config: Config, *, world_size: int) -> ModelShape:
             "(config.json, *.safetensors, tokenizer files)"
         )
     shape = read_model_shape(folder)
-    build_objective(config.objective.name, **config.objective.overrides)
     problems = [
+        *_objective_problems(config),
         *_layout_problems(config, shape, world_size),
         *_length_problems(config, shape),
         *_file_problems(config),
@@ -47,6 +47,17 @@ def run_directory(config: Config) -> RunDirectory:
             "run.name: missing; torchrun and srun jobs need a name, as run.name=my-run"
         )
     return RunDirectory(Path(config.run.dir) / config.run.name)
+
+
+def _objective_problems(config: Config) -> list[str]:
+    build_objective(config.objective.name, **config.objective.overrides)  # says what is wrong
+    needs = {"kl": "a frozen reference policy", "entropy_coefficient": "the policy's entropy"}
+    return [
+        f"objective.{key} needs {what}, which the trainer does not compute yet; leave it out "
+        "(the objectives themselves have it: docs/objectives.md)"
+        for key, what in needs.items()
+        if config.objective.overrides.get(key)
+    ]
 
 
 def _layout_problems(config: Config, shape: ModelShape, world_size: int) -> list[str]:

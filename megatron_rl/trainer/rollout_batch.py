@@ -12,6 +12,7 @@ from megatron_rl.advantages import (
     batch_baseline_advantages,
     group_relative_advantages,
     leave_one_out_advantages,
+    optimal_value_advantages,
 )
 from megatron_rl.config import AdvantageSection, Config
 from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
@@ -95,3 +96,5 @@ def compute_advantages(rewards: Tensor, settings: AdvantageSection) -> Tensor:
             return leave_one_out_advantages(rewards)
         case "batch_baseline":
             return batch_baseline_advantages(rewards, normalize=settings.std != "none")
+        case "optimal_value":
+            return optimal_value_advantages(rewards, beta=settings.beta)

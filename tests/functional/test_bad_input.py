@@ -52,6 +52,7 @@ def absolute():
         (["data.train=/nowhere.parquet"], "/nowhere.parquet does not exist"),
         (["objective.name=pnpoo"], "did you mean 'pnpo'"),
         (["objective.constraint={lo: 1}"], "no option 'lo'; did you mean 'low'"),
+        (["objective.kl={coefficient: 0.1}"], "objective.kl needs a frozen reference policy"),
         (["parallel.tensr=2"], "did you mean parallel.tensor?"),
         (["trainer.minibatches=7"], "cannot be split into trainer.minibatches=7"),
     ],
