@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_rl.actor.build import build_chunks, build_optimizer, wrap_chunks
 from megatron_rl.actor.checkpoint import load_checkpoint, save_checkpoint
 from megatron_rl.actor.loss_contract import as_megatron_loss
+from megatron_rl.actor.memory import offload_training_state, restore_training_state
 from megatron_rl.actor.packs import LocalPack, PackCache, check_pack
 from megatron_rl.actor.platform import megatron_runtime
 from megatron_rl.actor.schedule import learning_rate_at
@@ -64,6 +65,7 @@ class MegatronActor:
             self.wrapped = wrap_chunks(self.chunks, config=self.chunks[0].config)
             self.optimizer = build_optimizer(self.wrapped, settings)
         self.sequence_parallel = self.chunks[0].config.sequence_parallel
+        self.asleep = False
 
     def compute_logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         """Log-probs of the labels, [T] per pack, 0 off the mask; on every rank of the replica.
@@ -89,6 +91,7 @@ class MegatronActor:
         Raises FloatingPointError, on every rank alike, when the gradient is not finite.
         """
         self._check(minibatch.micro_batches)
+        self.wake_up()
         rate = learning_rate_at(self.updates, self.settings)
         loss = partial(self._policy_loss, objective, minibatch.denominators)
         with megatron_runtime():
@@ -118,8 +121,23 @@ class MegatronActor:
             for name, parameter in chunk.named_parameters()
         }
 
+    def sleep(self) -> None:
+        """Take gradients and optimizer state off the device; log-probs can still be computed."""
+        if not self.asleep:
+            with megatron_runtime():
+                offload_training_state(self.wrapped, self.optimizer)
+            self.asleep = True
+
+    def wake_up(self) -> None:
+        """Bring gradients and optimizer state back; updates and checkpoints do it themselves."""
+        if self.asleep:
+            with megatron_runtime():
+                restore_training_state(self.wrapped, self.optimizer, device=self.topology.device)
+            self.asleep = False
+
     def save(self, folder: str | Path) -> None:
         """Write model, optimizer and schedule; complete under its name or not there. Collective."""
+        self.wake_up()
         with megatron_runtime():
             save_checkpoint(
                 folder, chunks=self.chunks, optimizer=self.optimizer, updates=self.updates
@@ -127,6 +145,7 @@ class MegatronActor:
 
     def load(self, folder: str | Path) -> None:
         """Continue from a saved folder, of this layout or another. Collective."""
+        self.wake_up()
         with megatron_runtime():
             self.updates = load_checkpoint(folder, chunks=self.chunks, optimizer=self.optimizer)
 

@@ -75,7 +75,7 @@ def measure(way, tokens, hidden_size, backward, repeats, queue):
         if device == "cuda":
             torch.cuda.synchronize()
         seconds = min(seconds, clock() - start)
-        peak = _peak(device) - before  # of the last run: libraries have their buffers by then
+        peak = max(peak, _peak(device) - before)  # library buffers of the first run included
         del out
     queue.put((seconds, peak))
 

@@ -1,0 +1,60 @@
+"""Sleeping frees gradients, keeps the policy, and changes no later number; recompute neither."""
+
+import json
+from pathlib import Path
+
+from tests.functional.test_actor_layouts import make_model, make_rollouts
+from tests.ranks import run_ranks
+
+
+def _train(rank, world_size, folder):
+    from megatron_rl.actor import platform
+    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.actor.memory import training_state_bytes
+    from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.data.packing import plan_minibatches
+    from megatron_rl.objectives import build_objective
+
+    topology = platform.initialise(context=world_size)
+    report = {}
+    for name, recompute in (
+        ("plain", "none"),
+        ("sleepy", "none"),
+        ("selective", "selective"),
+        ("full", "full"),
+    ):
+        settings = ActorSettings(learning_rate=1e-2, warmup_updates=0, recompute=recompute)
+        actor = MegatronActor(Path(folder), topology=topology, settings=settings)
+        minibatch = plan_minibatches(
+            *make_rollouts(),
+            minibatches=1,
+            tokens_per_micro_batch=160,
+            topology=topology,
+            sequence_parallel=False,
+        )[0]
+        packs = minibatch.micro_batches
+        for pack, logprobs in zip(packs, actor.compute_logprobs(packs), strict=True):
+            pack.behavior_logprobs = logprobs
+        numbers = []
+        for _ in range(3):
+            result = actor.update(minibatch, build_objective("grpo"))
+            numbers += [result.grad_norm, result.statistics.to_metrics()["loss/policy"]]
+            if name == "sleepy":
+                held = training_state_bytes(actor.wrapped, actor.optimizer)
+                actor.sleep()
+                less = training_state_bytes(actor.wrapped, actor.optimizer)
+                parameters = sum(p.numel() for p in actor.named_parameters_local().values())
+                assert held - less >= 4 * parameters  # the float32 gradient buffers are gone
+            numbers.append(sum(x.sum().item() for x in actor.compute_logprobs(packs)))
+        report[name] = numbers
+    return json.dumps(report)
+
+
+def test_sleep_and_recompute_change_no_number(tmp_path):
+    make_model(tmp_path / "model", tied=True)
+    for text in run_ranks(_train, 2, str(tmp_path / "model")):
+        report = json.loads(text)
+        assert report["sleepy"] == report["plain"]
+        assert report["selective"] == report["plain"]
+        assert report["full"] == report["plain"]
+        assert report["plain"][0] > 0
