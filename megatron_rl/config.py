@@ -153,6 +153,15 @@ class WandbSection(Section):
     entity: str | None = None
 
 
+class ReshardingSection(Section):
+    """How weights reach the engine, and how closely that is watched."""
+
+    bucket_mib: Count = 64  # what a rank sends plus receives in one round
+    full_check_every: Annotated[int, Field(ge=0)] = 50  # pushes; every push compares checksums
+    repair: bool = False  # after a mismatch push everything again, instead of stopping
+    time_limit_seconds: Positive = 300.0  # for one round
+
+
 class LoggingSection(Section):
     """Where metrics go besides metrics.jsonl."""
 
@@ -174,6 +183,7 @@ class Config(Section):
     objective: ObjectiveSection = ObjectiveSection()
     optimizer: OptimizerSection = OptimizerSection()
     trainer: TrainerSection = TrainerSection()
+    resharding: ReshardingSection = ReshardingSection()
     eval: EvalSection = EvalSection()
     logging: LoggingSection = LoggingSection()
 

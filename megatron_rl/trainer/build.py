@@ -11,6 +11,7 @@ from megatron_rl.config import Config
 from megatron_rl.data.prompts import PromptOrder, load_prompts, load_tokenizer
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import PolicyObjective, build_objective
+from megatron_rl.resharding.resharder import ReshardSettings
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.trainer.checkpoints import CheckpointKeeper
@@ -131,6 +132,12 @@ def build_engine(config: Config, topology: Topology) -> VllmEngine:
         kv_cache_bytes=None if on_cuda else config.rollout.kv_cache_mib * 2**20,
         memory_fraction=config.rollout.memory_fraction,
         max_sequences=config.rollout.max_sequences,
+        resharding=ReshardSettings(
+            bucket_bytes=config.resharding.bucket_mib * 2**20,
+            full_check_every=config.resharding.full_check_every,
+            repair=config.resharding.repair,
+            time_limit=config.resharding.time_limit_seconds,
+        ),
     )
 
 

@@ -16,6 +16,7 @@ from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.seeds import derive_seed
 from megatron_rl.trainer.checkpoints import CheckpointKeeper
 from megatron_rl.trainer.console import Console
+from megatron_rl.trainer.engine_check import check_engine
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.metrics import PhaseClock
@@ -47,6 +48,7 @@ class Trainer:
         done = self.checkpoints.restore(self.actor)
         self.recorder.open(done)
         self.push_weights(version=done)
+        self.check_engine()
         if done == 0:
             self.recorder.record({"step": 0} | self.evaluator.evaluate(0))
         for step in range(done + 1, self.config.trainer.steps + 1):
@@ -55,8 +57,9 @@ class Trainer:
     def run_step(self, step: int) -> None:
         """One rollout batch: generated once, trained on for `trainer.epochs` epochs."""
         self.clock.reset()
+        self.actor.sleep()  # the device's memory is the engine's while it generates,
         batch = self.collect(step)
-        self.engine.sleep()  # its memory is training's until the push wakes it up
+        self.engine.sleep()  # and training's until the push wakes the engine up
 
         with self.clock.phase("behavior"):
             batch.freeze_behavior_logprobs(self.actor)
@@ -101,6 +104,17 @@ class Trainer:
             config=self.config,
             topology=self.actor.topology,
             rollout_seconds=self.clock.seconds["rollout"],
+        )
+
+    def check_engine(self) -> None:
+        """Compare log-probs before any training: checksums do not see a weight in a wrong place."""
+        check_engine(
+            self.actor,
+            self.engine,
+            self.prompts[:8],
+            temperature=self.config.rollout.temperature,
+            seed=derive_seed(self.config.seed, "engine check"),
+            max_tokens=min(32, self.config.rollout.max_response_tokens),
         )
 
     def push_weights(self, *, version: int) -> dict[str, float]:

@@ -30,8 +30,8 @@ TRAINER_STATE = "trainer.json"
 # A resumed run may change these; anything else would make it another experiment.
 RESUMABLE_CHANGES = (
     "run.", "trainer.steps", "trainer.checkpoint_every", "trainer.keep_checkpoints", "eval.",
-    "logging.", "reward.workers", "parallel.", "rollout.tensor", "rollout.memory_fraction",
-    "rollout.kv_cache_mib",
+    "logging.", "resharding.", "reward.workers", "parallel.", "rollout.tensor",
+    "rollout.memory_fraction", "rollout.kv_cache_mib",
 )  # fmt: skip
 
 

@@ -1,3 +1,5 @@
+"""Configs: defaults, overrides, and every error at once."""
+
 import pytest
 
 from megatron_rl.config import Config, ConfigError, dump_config, load_config, valid_keys

@@ -1,3 +1,5 @@
+"""What the doctor finds, and the namesake of NVIDIA apex."""
+
 import sys
 
 from megatron_rl import doctor

@@ -1,3 +1,5 @@
+"""Joining torchrun and srun, the environment, and named seeds."""
+
 import stat
 
 import pytest

@@ -1,3 +1,5 @@
+"""Plain lines, heartbeats and silence."""
+
 from megatron_rl.trainer import console as console_module
 from megatron_rl.trainer.console import Console
 

@@ -1,3 +1,5 @@
+"""What a run keeps, refuses, rewinds and repeats."""
+
 import json
 
 import numpy as np
