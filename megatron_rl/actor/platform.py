@@ -168,7 +168,7 @@ def initialise(
             distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
         )
         seed_everything(seed)
-    return _read_topology(virtual_stages)
+    return topology_now(virtual_stages)
 
 
 def seed_everything(seed: int) -> None:
@@ -181,7 +181,8 @@ def seed_everything(seed: int) -> None:
         megatron_random.initialize_rng_tracker()
 
 
-def _read_topology(virtual_stages: int) -> Topology:
+def topology_now(virtual_stages: int = 1) -> Topology:
+    """This process's place in the process groups that exist."""
     state = parallel_state
     return Topology(
         world_size=dist.get_world_size(),
