@@ -105,6 +105,8 @@ class VllmEngine:
             inproc.register()
             self._llm = LLM(weight_transfer_config={"backend": inproc.BACKEND}, **arguments)
         _STARTED.append(self._llm)
+        # vLLM would tear down its groups as the interpreter exits, after the trainer's are gone.
+        self._llm.llm_engine.engine_core._finalizer.detach()
         self._tokenizer = _load_tokenizer(model_folder)
 
     @property
