@@ -1,4 +1,4 @@
-"""Time and peak memory of token log-probs: chunked head against materialized logits.
+"""Time and peak memory of token log-probs: tiled head against materialized logits.
 
     PYTHONPATH=. OMP_NUM_THREADS=1 python tools/benchmarks/head.py [--hidden 896]
 
@@ -24,7 +24,7 @@ def materialized(hidden, weight, labels):
     return torch.log_softmax(logits, dim=-1).gather(1, labels[:, None]).squeeze(1)
 
 
-def chunked(hidden, weight, labels):
+def tiled(hidden, weight, labels):
     """This package's head."""
     shard = VocabShard(0, VOCAB)
     return token_logprobs(hidden, weight, labels, shard=shard, into_main_grad=True)[0]
@@ -57,7 +57,7 @@ def measure(way, tokens, hidden_size, backward, repeats, queue):
         torch.randn(VOCAB, hidden_size, device=device, dtype=dtype) * 0.02, requires_grad=backward
     )
     labels = torch.randint(0, VOCAB, (tokens,), device=device)
-    function = {"materialized": materialized, "chunked": chunked}[way]
+    function = {"materialized": materialized, "tiled": tiled}[way]
     if backward:  # the float32 buffer in which Megatron accumulates gradients
         weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
     seconds, peak = float("inf"), 0.0
@@ -98,13 +98,13 @@ def main():
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--repeats", type=int, default=2)
     args = parser.parse_args()
-    print("| tokens | pass | plain s | chunked s | time | plain MiB | chunked MiB | memory |")
+    print("| tokens | pass | plain s | tiled s | time | plain MiB | tiled MiB | memory |")
     print("|---|---|---|---|---|---|---|---|")
     for tokens in args.tokens:
         for backward in (False, True):
             plain, ours = (
                 run(way, tokens, args.hidden, backward, args.repeats)
-                for way in ("materialized", "chunked")
+                for way in ("materialized", "tiled")
             )
             name = "forward + backward" if backward else "forward"
             ratio = ours[0] / plain[0]
