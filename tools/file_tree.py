@@ -1,7 +1,7 @@
 """Write the README's file tree: one line per file, from what each file says of itself.
 
-    python tools/file_tree.py           rewrite the block between the markers in README.md
-    python tools/file_tree.py --check   exit with 1 if it is not up to date
+python tools/file_tree.py           rewrite the block between the markers in README.md
+python tools/file_tree.py --check   exit with 1 if it is not up to date
 """
 
 import ast

@@ -5,6 +5,7 @@ A prompt set is a parquet file with the columns `prompt` (a list of chat message
 Schema: https://huggingface.co/datasets/BytedTsinghua-SIA/DAPO-Math-17k
 """
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -49,7 +50,10 @@ def check_tokenizer(tokenizer: Any, *, name: str = "the tokenizer") -> None:
 
 
 def load_prompts(path: str | Path, tokenizer: Any, *, max_prompt_tokens: int) -> list[Prompt]:
-    """All prompts of a parquet file, tokenized with the chat template.
+    """The distinct prompts of a parquet file, tokenized with the chat template.
+
+    Rows that repeat an earlier row's messages and answer are left out: the published DAPO-Math-17k
+    holds each of its 17 thousand problems about a hundred times. `index` is the row in the file.
 
     Raises ValueError if the file is missing, not parquet, empty or without the columns, if a row
     is malformed, and if a prompt has more than `max_prompt_tokens` tokens; the message names the
@@ -57,22 +61,19 @@ def load_prompts(path: str | Path, tokenizer: Any, *, max_prompt_tokens: int) ->
     """
     check_tokenizer(tokenizer)
     table = _read_table(Path(path))
-    rows = [
-        _parse_row(row, where=f"{path}, row {index}") for index, row in enumerate(table.to_pylist())
-    ]
-    token_ids = _tokenize([messages for messages, _, _ in rows], tokenizer, where=str(path))
-    _check_lengths([len(ids) for ids in token_ids], max_prompt_tokens, where=str(path))
+    rows = _distinct_rows(table, where=str(path))
+    chats = {index: messages for index, (messages, _, _) in rows.items()}
+    token_ids = _tokenize(chats, tokenizer, where=str(path))
+    _check_lengths(token_ids, max_prompt_tokens, where=str(path))
     return [
         Prompt(
             index=index,
             messages=messages,
-            token_ids=tuple(ids),
+            token_ids=tuple(token_ids[index]),
             ground_truth=ground_truth,
             data_source=data_source,
         )
-        for index, ((messages, ground_truth, data_source), ids) in enumerate(
-            zip(rows, token_ids, strict=True)
-        )
+        for index, (messages, ground_truth, data_source) in rows.items()
     ]
 
 
@@ -129,7 +130,25 @@ def _read_table(path: Path) -> pa.Table:
     return table
 
 
-def _parse_row(row: dict[str, Any], *, where: str) -> tuple[tuple[dict[str, str], ...], str, str]:
+Row = tuple[tuple[dict[str, str], ...], str, str]  # messages, ground truth, data source
+
+
+def _distinct_rows(table: pa.Table, *, where: str) -> dict[int, Row]:
+    """Parsed rows by their number, without those that repeat an earlier one."""
+    rows: dict[int, Row] = {}
+    seen: set[tuple[Any, ...]] = set()
+    numbers = itertools.count()
+    for batch in table.to_batches(max_chunksize=4096):  # a whole large file as objects is too much
+        for plain, number in zip(batch.to_pylist(), numbers, strict=False):
+            row = _parse_row(plain, where=f"{where}, row {number}")
+            key = (row[1], *(text for message in row[0] for text in message.values()))
+            if key not in seen:
+                seen.add(key)
+                rows[number] = row
+    return rows
+
+
+def _parse_row(row: dict[str, Any], *, where: str) -> Row:
     messages = row["prompt"]
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{where}: prompt must be a list of chat messages, got {messages!r:.80}")
@@ -155,33 +174,36 @@ def _parse_row(row: dict[str, Any], *, where: str) -> tuple[tuple[dict[str, str]
 
 
 def _tokenize(
-    chats: list[tuple[dict[str, str], ...]], tokenizer: Any, *, where: str
-) -> list[list[int]]:
+    chats: dict[int, tuple[dict[str, str], ...]], tokenizer: Any, *, where: str
+) -> dict[int, list[int]]:
     # The template writes the special tokens itself, so the tokenizer must not add its own.
     texts = []
-    for index, chat in enumerate(chats):
+    for index, chat in chats.items():
         try:
             texts.append(
                 tokenizer.apply_chat_template(
                     list(chat), tokenize=False, add_generation_prompt=True
                 )
             )
-        except Exception as error:  # a template is a program: it may raise anything
+        except Exception as error:  # a template is a program and may raise anything
             raise ValueError(
                 f"{where}, row {index}: the chat template refuses these messages: {error}"
             ) from error
-    token_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    for index, ids in enumerate(token_ids):
+    token_ids = dict(
+        zip(chats, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True)
+    )
+    for index, ids in token_ids.items():
         if not ids:
             raise ValueError(f"{where}, row {index}: the prompt has no tokens")
     return token_ids
 
 
-def _check_lengths(lengths: list[int], limit: int, *, where: str) -> None:
-    longer = [index for index, length in enumerate(lengths) if length > limit]
+def _check_lengths(token_ids: dict[int, list[int]], limit: int, *, where: str) -> None:
+    longer = {index: len(ids) for index, ids in token_ids.items() if len(ids) > limit}
     if longer:
+        index, length = next(iter(longer.items()))
         raise ValueError(
-            f"{where}, row {longer[0]}: the prompt has {lengths[longer[0]]} tokens, more than "
-            f"max_prompt_tokens={limit} (so have {len(longer)} of {len(lengths)} prompts, the "
-            f"longest {max(lengths)}); raise the limit or remove the rows"
+            f"{where}, row {index}: the prompt has {length} tokens, more than "
+            f"max_prompt_tokens={limit} (so have {len(longer)} of {len(token_ids)} prompts, the "
+            f"longest {max(longer.values())}); raise the limit or remove the rows"
         )

@@ -155,3 +155,13 @@ def test_the_order_depends_on_seed_and_step_alone():
 def test_a_step_larger_than_the_set_is_refused(count):
     with pytest.raises(ValueError, match="without repeating one"):
         PromptOrder(10, seed=0).indices(0, count)
+
+
+def test_repeated_rows_are_left_out(tmp_path):
+    rows = [build_row("a", "2"), build_row("b", "4"), build_row("a", "2"), build_row("a", "3")]
+    rows += [build_row("a", "2")] * 5000 + [build_row("aa", "5")]  # beyond one batch of reading
+    path = write(tmp_path / "set.parquet", rows)
+    prompts = load_prompts(path, build_tokenizer(), max_prompt_tokens=5)
+    # Row 2 repeats row 0; row 3 asks the same and wants another answer, so it is kept.
+    kept = [(prompt.index, prompt.ground_truth) for prompt in prompts]
+    assert kept == [(0, "2"), (1, "4"), (3, "3"), (5004, "5")]
