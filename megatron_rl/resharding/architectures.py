@@ -192,7 +192,7 @@ MIXTURE_OF_EXPERTS = (
         "gate_up",
         (_L + "mlp.experts.{expert}.gate_proj.weight", _L + "mlp.experts.{expert}.up_proj.weight"),
         _M + "mlp.experts.local_experts.{expert}.linear_fc1.weight",
-        _L + "mlp.experts.w13_weight",
+        _L + "mlp.experts.routed_experts.w13_weight",
         fused=_M + "mlp.experts.linear_fc1.weight{expert}",
     ),
     Row(
@@ -200,7 +200,7 @@ MIXTURE_OF_EXPERTS = (
         "columns",
         (_L + "mlp.experts.{expert}.down_proj.weight",),
         _M + "mlp.experts.local_experts.{expert}.linear_fc2.weight",
-        _L + "mlp.experts.w2_weight",
+        _L + "mlp.experts.routed_experts.w2_weight",
         fused=_M + "mlp.experts.linear_fc2.weight{expert}",
     ),
 )

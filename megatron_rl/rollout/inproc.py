@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -50,6 +51,8 @@ class InprocTransferEngine(WeightTransferEngine[InprocInitInfo, InprocUpdateInfo
 
     def start_weight_update(self) -> None:
         """Put the model into the state in which it was built, ready to load."""
+        if self.device.type == "cpu":
+            _forget_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: InprocUpdateInfo) -> None:
@@ -96,6 +99,18 @@ class InprocTransferEngine(WeightTransferEngine[InprocInitInfo, InprocUpdateInfo
 
     def shutdown(self) -> None:
         """There is nothing to release."""
+
+
+def _forget_expert_kernels(model: torch.nn.Module) -> None:
+    """Let vLLM set up its kernels for experts anew, which on CPU is what repacks the weights.
+
+    With a kernel in place it takes an update's weights as they are, though the kernel computes with
+    repacked ones (`_setup_kernel` in vllm's unquantized_fused_moe_method.py).
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _compare_parameters(

@@ -1,0 +1,82 @@
+"""Every architecture's table against transformers and real vLLM: one push, then equal log-probs.
+
+The shards are cut from transformers' own tensors, so this needs no Megatron.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+SEQUENCES = [[3, 5, 7, 11, 13], list(range(40, 70)), [299, 298, 1]]
+
+
+def _build_model(name: str, folder: Path):
+    """A small random model of one architecture; its config is saved to `folder`."""
+    import transformers
+
+    sizes = {
+        "vocab_size": 300,
+        "hidden_size": 128,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        "eos_token_id": 2,
+    }
+    if name.startswith("Qwen3"):
+        sizes["head_dim"] = 64  # not hidden size / heads
+    if name == "Qwen3Moe":
+        sizes |= EXPERTS | {"norm_topk_prob": True}
+    config = getattr(transformers, f"{name}Config")(**sizes, architectures=[f"{name}ForCausalLM"])
+    config.save_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else 0.1 * noise)
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+def _logprobs(model, sequence):
+    tokens = torch.tensor([sequence])
+    logprobs = model(tokens).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(1, tokens[0, 1:, None])[:, 0]
+
+
+def _push(rank, world_size, name, folder):
+    from safetensors.torch import load_file
+
+    from megatron_rl.resharding.layouts import ActorLayout
+    from megatron_rl.rollout.vllm_engine import VllmEngine
+    from tests.cut_shards import cut_shards, topology_of
+
+    model = _build_model(name, Path(folder) / str(rank))
+    layout = ActorLayout(tensor=1, pipeline=world_size)
+    engine = VllmEngine(
+        f"{folder}/{rank}",
+        tensor=world_size,
+        topology=topology_of(layout, rank=rank),
+        dtype=torch.float32,
+        max_model_len=64,
+        kv_cache_bytes=8 << 20,
+    )
+    tensors = load_file(f"{folder}/{rank}/model.safetensors")
+    shards = cut_shards(tensors, shape=engine.shape, layout=layout, rank=rank)
+    engine.push_weights(shards, version=0)
+    for scored, sequence in zip(engine.score(SEQUENCES), SEQUENCES, strict=True):
+        torch.testing.assert_close(scored, _logprobs(model, sequence), atol=1e-5, rtol=0)
+    return True
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Qwen3Moe"])
+def test_vllm_computes_what_transformers_computes(name, tmp_path):
+    assert all(run_ranks(_push, 1, name, str(tmp_path)))
