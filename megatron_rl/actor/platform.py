@@ -92,6 +92,29 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+def _all_gather(outputs: list[Any], tensor: Any, group: Any = None, **options: Any) -> Any:
+    """All-gather of different numbers of rows, as NCCL has it: gloo's wants them equal."""
+    most = max(len(output) for output in outputs)
+    if all(len(output) == most for output in outputs):
+        return _EQUAL_ALL_GATHER(outputs, tensor, group=group, **options)
+    padded = tensor.new_zeros(most, *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    gathered = [torch.empty_like(padded) for _ in outputs]
+    _EQUAL_ALL_GATHER(gathered, padded, group=group)
+    for output, rows in zip(outputs, gathered, strict=True):
+        output.copy_(rows[: len(output)])
+    return None
+
+
+def _reduce_scatter(output: Any, inputs: list[Any], group: Any = None, **_: Any) -> None:
+    """Reduce-scatter of different numbers of rows."""
+    total = torch.cat(list(inputs))
+    dist.all_reduce(total, group=group)
+    output.copy_(total.split([len(part) for part in inputs])[dist.get_rank(group)])
+
+
+_EQUAL_ALL_GATHER = dist.all_gather
+
 # No dropout is ever active in policy training, so generators that Megatron forks are never read.
 _CPU_PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "current_device", lambda: _CPU),
@@ -101,6 +124,8 @@ _CPU_PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "current_stream", _CpuStream),
     (torch.cuda, "default_stream", _CpuStream),
     (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
+    (dist, "all_gather", _all_gather),
+    (dist, "reduce_scatter", _reduce_scatter),
     (token_dispatcher, "maybe_move_tensor_to_cpu", _to_host),
     (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.empty(0)),
     (megatron_random, "_set_cuda_rng_state", _nothing),
