@@ -41,7 +41,8 @@ class UpdateMetrics:
         packs and the weights that the first update trains on.
         """
         metrics = _merge(self.results).to_metrics()
-        metrics["loss/policy"] /= self.count  # each update's loss is a sum over its minibatch
+        for key in (key for key in metrics if key.startswith("loss/")):
+            metrics[key] /= self.count  # each update's loss is a sum over its minibatch
         first = self.results[0].statistics.to_metrics()
         metrics |= {
             "ratio/first_minibatch_max_deviation": first["ratio/max_deviation"],
