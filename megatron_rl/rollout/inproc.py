@@ -7,10 +7,13 @@ silently, so this backend compares.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -125,6 +128,30 @@ def _compare_parameters(
     ]
     if problems:
         raise ValueError("vLLM's parameters are not those expected: " + "; ".join(sorted(problems)))
+
+
+@contextmanager
+def own_shared_memory(token: str) -> Iterator[None]:
+    """Construct vLLM inside this block: its shared memory on CPU gets a name of this run's own.
+
+    vLLM names it by the ranks alone (`_CPUSHMDistributed.make_group_name`): two runs on one
+    machine would share it, and what a killed run left behind would keep every later one from
+    starting. Names are removed once all ranks have attached; the memory stays.
+    token: the same on all ranks, different for every run.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    original = _CPUSHMDistributed.make_group_name
+    _CPUSHMDistributed.make_group_name = staticmethod(
+        lambda communicator: f"{token}-{original(communicator).replace('/', '')}"
+    )
+    try:
+        yield
+    finally:
+        _CPUSHMDistributed.make_group_name = staticmethod(original)
+        dist.barrier()
+        for path in Path("/dev/shm").glob(f"*{token}*"):
+            path.unlink(missing_ok=True)
 
 
 def register() -> None:

@@ -4,6 +4,7 @@ The external launcher backend (vllm/v1/executor/uniproc_executor.py) runs one en
 process; the ranks of one engine take the same requests, so they schedule alike without talking.
 """
 
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -103,7 +104,8 @@ class VllmEngine:
             from megatron_rl.rollout import inproc
 
             inproc.register()
-            self._llm = LLM(weight_transfer_config={"backend": inproc.BACKEND}, **arguments)
+            with inproc.own_shared_memory(_shared_token()):
+                self._llm = LLM(weight_transfer_config={"backend": inproc.BACKEND}, **arguments)
         _STARTED.append(self._llm)
         # vLLM would tear down its groups as the interpreter exits, after the trainer's are gone.
         self._llm.llm_engine.engine_core._finalizer.detach()
@@ -322,6 +324,13 @@ class VllmEngine:
             finish_reason="stop" if generated.finish_reason == "stop" else "length",
             weight_version=self._version,
         )
+
+
+def _shared_token() -> str:
+    """A name for this run that all ranks agree on."""
+    box = [secrets.token_hex(6)]
+    dist.broadcast_object_list(box)
+    return box[0]
 
 
 def _parameters_of(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -14,8 +14,8 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 SEQUENCES = [[3, 5, 7, 11, 13], list(range(40, 70)), [299, 298, 1]]
 
 
-def _build_model(name: str, folder: Path):
-    """A small random model of one architecture; its config is saved to `folder`."""
+def _save_model(name: str, folder: Path) -> None:
+    """A small random model of one architecture."""
     import transformers
 
     sizes = {
@@ -34,7 +34,6 @@ def _build_model(name: str, folder: Path):
     if name == "Qwen3Moe":
         sizes |= EXPERTS | {"norm_topk_prob": True}
     config = getattr(transformers, f"{name}Config")(**sizes, architectures=[f"{name}ForCausalLM"])
-    config.save_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -42,7 +41,6 @@ def _build_model(name: str, folder: Path):
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else 0.1 * noise)
     model.save_pretrained(folder)
-    return model
 
 
 @torch.no_grad()
@@ -52,24 +50,25 @@ def _logprobs(model, sequence):
     return logprobs.gather(1, tokens[0, 1:, None])[:, 0]
 
 
-def _push(rank, world_size, name, folder):
+def _push(rank, world_size, folder):
     from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
 
     from megatron_rl.resharding.layouts import ActorLayout
     from megatron_rl.rollout.vllm_engine import VllmEngine
     from tests.cut_shards import cut_shards, topology_of
 
-    model = _build_model(name, Path(folder) / str(rank))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     layout = ActorLayout(tensor=1, pipeline=world_size)
     engine = VllmEngine(
-        f"{folder}/{rank}",
+        folder,
         tensor=world_size,
         topology=topology_of(layout, rank=rank),
         dtype=torch.float32,
         max_model_len=64,
         kv_cache_bytes=8 << 20,
     )
-    tensors = load_file(f"{folder}/{rank}/model.safetensors")
+    tensors = load_file(f"{folder}/model.safetensors")
     shards = cut_shards(tensors, shape=engine.shape, layout=layout, rank=rank)
     engine.push_weights(shards, version=0)
     for scored, sequence in zip(engine.score(SEQUENCES), SEQUENCES, strict=True):
@@ -79,4 +78,5 @@ def _push(rank, world_size, name, folder):
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Qwen3Moe"])
 def test_vllm_computes_what_transformers_computes(name, tmp_path):
-    assert all(run_ranks(_push, 1, name, str(tmp_path)))
+    _save_model(name, tmp_path)
+    assert all(run_ranks(_push, 2, str(tmp_path)))
