@@ -1,12 +1,16 @@
 """Run a function on several gloo processes, as a real job would, and collect its results."""
 
+import ctypes
 import multiprocessing
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal a process gets when its parent ends
 
 
 def find_free_port() -> int:
@@ -19,6 +23,7 @@ def find_free_port() -> int:
 def _main(
     function: Callable, rank: int, world_size: int, port: int, queue: Any, args: tuple
 ) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # an interrupted test leaves none
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
@@ -54,9 +59,7 @@ def run_ranks(function: Callable, world_size: int, *args: Any, timeout: float = 
     queue = context.Queue()
     port = find_free_port()
     processes = [
-        context.Process(
-            target=_main, args=(function, rank, world_size, port, queue, args), daemon=True
-        )
+        context.Process(target=_main, args=(function, rank, world_size, port, queue, args))
         for rank in range(world_size)
     ]
     for process in processes:

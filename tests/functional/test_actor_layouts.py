@@ -5,7 +5,6 @@ The single process is the reference; it is held to transformers.
 """
 
 import json
-import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -149,8 +148,6 @@ def run_layout(rank, world_size, root, layout, checkpoint):
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.data.packing import gather_by_rollout
 
-    # Ranks of a test die with it (daemons), but Megatron's checkpoint writer starts a process.
-    multiprocessing.current_process()._config["daemon"] = False
     tensor, pipeline, context, _ = layout
     topology = platform.initialise(tensor=tensor, pipeline=pipeline, context=context)
     root = Path(root)

@@ -1,0 +1,89 @@
+"""Every named objective under tp 2 x pp 2 x cp 2: the loss and the update of one process."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl.objectives import OBJECTIVE_NAMES
+from tests.functional.test_actor_layouts import make_model, make_rollouts
+from tests.ranks import run_ranks
+
+DRIFT = 0.05  # of each token's log-prob from the behavior policy: some weights leave their bounds
+
+
+def _drifted(pack, logprobs, noise):
+    """Behavior log-probs as of a policy that has moved: the actor's, shifted token by token."""
+    shifted = logprobs.clone()
+    start = 0
+    for index, length in zip(pack.rollout_indices, pack.lengths, strict=True):
+        rows = pack.response_mask[start : start + length]
+        part = shifted[start : start + length]
+        part[rows] -= noise[index, : int(rows.sum())]
+        start += length
+    return shifted.clamp(max=0)
+
+
+def run_objectives(rank, world_size, root, layout):
+    """One update by every objective, each from the same weights; runs on every rank."""
+    from megatron_rl.actor import platform
+    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.data.packing import plan_minibatches
+    from megatron_rl.objectives import build_objective
+
+    tensor, pipeline, context = layout
+    topology = platform.initialise(tensor=tensor, pipeline=pipeline, context=context)
+    rollouts, advantages = make_rollouts()
+    noise = DRIFT * torch.randn(16, 64, generator=torch.Generator().manual_seed(2))
+    losses = {}
+    for name in OBJECTIVE_NAMES:
+        settings = ActorSettings(
+            learning_rate=3e-3, warmup_updates=0, epsilon=1e-3, weight_decay=0.0, clip_grad=0.0
+        )
+        actor = MegatronActor(root / "model", topology=topology, settings=settings)
+        (minibatch,) = plan_minibatches(
+            rollouts,
+            advantages,
+            minibatches=1,
+            tokens_per_micro_batch=200,
+            topology=topology,
+            sequence_parallel=actor.sequence_parallel,
+        )
+        packs = minibatch.micro_batches
+        for pack, logprobs in zip(packs, actor.compute_logprobs(packs), strict=True):
+            pack.behavior_logprobs = _drifted(pack, logprobs, noise)
+            pack.rollout_logprobs = pack.behavior_logprobs
+        result = actor.update(minibatch, build_objective(name))
+        losses[name] = (result.statistics.to_metrics()["loss/policy"], result.grad_norm)
+        actor.export_hf(root / f"{world_size}" / name)
+    return json.dumps(losses)
+
+
+@pytest.fixture(scope="module")
+def updated(tmp_path_factory):
+    root = tmp_path_factory.mktemp("objectives")
+    make_model(root / "model", tied=True)
+    one = json.loads(run_ranks(run_objectives, 1, root, (1, 1, 1))[0])
+    eight = json.loads(run_ranks(run_objectives, 8, root, (2, 2, 2))[0])
+    return root, one, eight
+
+
+@pytest.mark.parametrize("name", OBJECTIVE_NAMES)
+def test_the_update_does_not_depend_on_the_layout(updated, name):
+    root, one, eight = updated
+    assert eight[name] == pytest.approx(one[name], rel=1e-5, abs=1e-5)
+    before = load_file(root / "model" / "model.safetensors")
+    alone = _weights(root / "1" / name)
+    together = _weights(root / "8" / name)
+    moved = 0.0
+    for key, weight in alone.items():
+        torch.testing.assert_close(together[key], weight, atol=1e-5, rtol=0)
+        moved = max(moved, (weight - before[key]).abs().max().item())
+    assert moved > 1e-4  # ten times the tolerance: there was an update to compare
+
+
+def _weights(folder: Path):
+    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
