@@ -1,5 +1,6 @@
 """Checks before any long work: every impossible setting is refused here, in seconds."""
 
+import importlib.util
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ def check_settings(config: Config, *, world_size: int) -> ModelShape:
         *_layout_problems(config, shape, world_size),
         *_length_problems(config, shape),
         *_file_problems(config),
+        *_logger_problems(config),
     ]
     if problems:
         raise ConfigError("this run cannot start:\n  " + "\n  ".join(problems))
@@ -124,6 +126,15 @@ def _file_problems(config: Config) -> list[str]:
         f"{key}: {path} does not exist; give the path of a parquet file"
         for key, path in files.items()
         if not Path(path).is_file()
+    ]
+
+
+def _logger_problems(config: Config) -> list[str]:
+    wanted = {"tensorboard": config.logging.tensorboard, "wandb": config.logging.wandb is not None}
+    return [
+        f"logging.{name} is set but {name} is not installed; pip install {name}, or unset it"
+        for name, used in wanted.items()
+        if used and importlib.util.find_spec(name) is None
     ]
 
 

@@ -53,6 +53,7 @@ def absolute():
         (["objective.name=pnpoo"], "did you mean 'pnpo'"),
         (["objective.constraint={lo: 1}"], "no option 'lo'; did you mean 'low'"),
         (["objective.kl={coefficient: 0.1}"], "objective.kl needs a frozen reference policy"),
+        (["logging.wandb={project: p}"], "logging.wandb is set but wandb is not installed"),
         (["parallel.tensr=2"], "did you mean parallel.tensor?"),
         (["trainer.minibatches=7"], "cannot be split into trainer.minibatches=7"),
     ],
