@@ -95,20 +95,7 @@ class VllmEngine:
         }
         if not on_cuda:
             arguments |= {"block_size": 32, "enable_chunked_prefill": False}
-        local_rank = topology.device.index if on_cuda else topology.rank
-        with hosted_start(
-            rank=topology.rank, world_size=topology.world_size, local_rank=local_rank or 0
-        ):
-            from vllm import LLM
-
-            from megatron_rl.rollout import inproc
-
-            inproc.register()
-            with inproc.own_shared_memory(_shared_token()):
-                self._llm = LLM(weight_transfer_config={"backend": inproc.BACKEND}, **arguments)
-        _STARTED.append(self._llm)
-        # vLLM would tear down its groups as the interpreter exits, after the trainer's are gone.
-        self._llm.llm_engine.engine_core._finalizer.detach()
+        self._llm = _start_vllm(topology, arguments)
         self._tokenizer = _load_tokenizer(model_folder)
 
     @property
@@ -324,6 +311,23 @@ class VllmEngine:
             finish_reason="stop" if generated.finish_reason == "stop" else "length",
             weight_version=self._version,
         )
+
+
+def _start_vllm(topology: Topology, arguments: dict[str, Any]) -> Any:
+    """vLLM's LLM in this process, which is otherwise left as it was; collective."""
+    local_rank = topology.device.index or 0 if topology.device.type == "cuda" else topology.rank
+    with hosted_start(rank=topology.rank, world_size=topology.world_size, local_rank=local_rank):
+        from vllm import LLM
+
+        from megatron_rl.rollout import inproc
+
+        inproc.register()
+        with inproc.own_shared_memory(_shared_token()):
+            llm = LLM(weight_transfer_config={"backend": inproc.BACKEND}, **arguments)
+    _STARTED.append(llm)
+    # vLLM would tear down its groups as the interpreter exits, after the trainer's are gone.
+    llm.llm_engine.engine_core._finalizer.detach()
+    return llm
 
 
 def _shared_token() -> str:
