@@ -1,6 +1,7 @@
 """The command `megatron-rl`."""
 
 import argparse
+import os
 import sys
 import time
 import traceback
@@ -8,6 +9,7 @@ from pathlib import Path
 
 from megatron_rl.config import Config, ConfigError, dump_config, load_config, parse_config
 from megatron_rl.processes import (
+    ProcessPlace,
     has_cuda,
     join_processes,
     prepare_environment,
@@ -48,8 +50,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _train(options: argparse.Namespace, arguments: list[str]) -> int:
-    place = join_processes()
+    place = None
     try:
+        place = join_processes()
         config = load_config(options.config, options.overrides)
         if options.print_config:
             print(dump_config(config), end="")
@@ -61,13 +64,22 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
 
         run_training(config, rank=place.rank, world_size=place.world_size)
     except ValueError as error:
-        if place is None or place.rank == 0:
-            detail = "" if isinstance(error, ConfigError) else _origin(error)
-            print(f"megatron-rl: error: {error}{detail}", file=sys.stderr, flush=True)
-        elif _is_training():  # before that, every rank finds the same and rank 0 says it
-            print(f"megatron-rl: rank {place.rank}: {error}", file=sys.stderr, flush=True)
+        _say_error(error, place)
         return 1
-    return 0
+    # Not sys.exit: vLLM and Triton only complain when the interpreter takes them down.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _say_error(error: ValueError, place: ProcessPlace | None) -> None:
+    """Once on each node for what every rank finds before training, later by the rank that fails."""
+    if place is None or place.local_rank == 0:
+        detail = "" if isinstance(error, ConfigError) else _origin(error)
+        print(f"megatron-rl: error: {error}{detail}", file=sys.stderr, flush=True)
+    elif _is_training():
+        print(f"megatron-rl: rank {place.rank}: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(10)  # whoever ends first ends all: the rank that speaks must come first
 
 
 def _is_training() -> bool:
@@ -87,7 +99,20 @@ def _start(config: Config, options: argparse.Namespace, arguments: list[str]) ->
         values["run"]["name"] = name
         config = parse_config(values)
     check_settings(config, world_size=world_size)
+    _check_devices(world_size)
     return start_processes(arguments, world_size=world_size)
+
+
+def _check_devices(world_size: int) -> None:
+    if not has_cuda():
+        return
+    import torch
+
+    if world_size > (devices := torch.cuda.device_count()):
+        raise ConfigError(
+            f"the layout needs {world_size} processes, one per device, and this node has {devices} "
+            "devices; lower parallel.*, or start the processes of several nodes by torchrun or srun"
+        )
 
 
 def _default_replicas(config: Config) -> int:

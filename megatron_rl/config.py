@@ -10,9 +10,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-Count = Annotated[int, Field(ge=1)]
+
+def _refuse_bool(value: Any) -> Any:
+    """YAML's yes and true are no numbers, although Python counts with them."""
+    if isinstance(value, bool):
+        raise ValueError("must be a number")  # pydantic adds the key and the value
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Positive = Annotated[float, Field(gt=0.0)]
@@ -25,14 +33,17 @@ class ConfigError(ValueError):
 class Section(BaseModel):
     """A group of settings: immutable, without unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class RunSection(Section):
     """Where the run is kept and whether it continues an earlier one."""
 
     dir: str = "runs"
-    name: str | None = None  # null: the config file's name and the time
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
+    # null: the config file's name and the time
     # never: refuse an existing run; auto: continue it from its last checkpoint, or begin it
     resume: Literal["never", "auto"] = "never"
 
@@ -289,19 +300,19 @@ def _explain(item: Any) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         return f"{key}: unknown key{_suggest(key)}"
-    if item["type"] == "value_error":
+    if item["type"] == "value_error" and not key:
         return str(item["ctx"]["error"]).replace("\n", "\n  ")
     return f"{key}={item['input']!r}: {item['msg'].lower()}"
 
 
 def _suggest(key: str) -> str:
-    keys = [*valid_keys(), *Config.model_fields]
-    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
-    if not near:
-        last = key.rsplit(".", 1)[-1]
-        near = [name for name in keys if name.rsplit(".", 1)[-1] == last]
-    section = key.rsplit(".", 1)[0] if "." in key else ""
-    siblings = [name for name in keys if section and name.startswith(f"{section}.")]
+    section, _, last = key.rpartition(".")
+    siblings = [name for name in valid_keys() if section and name.startswith(f"{section}.")]
+    if siblings:
+        words = {name.removeprefix(f"{section}."): name for name in siblings}
+        near = [words[word] for word in difflib.get_close_matches(last, words, n=1)]
+    else:
+        near = difflib.get_close_matches(key, [*Config.model_fields, *valid_keys()], n=1)
     if near:
         return f"; did you mean {near[0]}?"
     return f"; valid here: {', '.join(siblings or Config.model_fields)}"

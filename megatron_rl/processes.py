@@ -19,6 +19,7 @@ class ProcessPlace:
 
     rank: int
     world_size: int
+    local_rank: int
 
 
 def has_cuda() -> bool:
@@ -64,14 +65,19 @@ def join_processes() -> ProcessPlace | None:
     For srun the variables of torch's `env://` rendezvous are derived from SLURM's.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return ProcessPlace(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    if "SLURM_STEP_ID" not in os.environ or "SLURM_PROCID" not in os.environ:
+        return _place()
+    world_size = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if "SLURM_STEP_ID" not in os.environ or world_size == 1:  # no step, or an interactive shell
         return None
-    world_size = int(os.environ["SLURM_STEP_NUM_TASKS"])
-    hosts = subprocess.run(
-        ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]],
-        check=True, capture_output=True, text=True,
-    ).stdout.split()  # fmt: skip
+    nodes = os.environ["SLURM_STEP_NODELIST"]
+    try:
+        command = ["scontrol", "show", "hostnames", nodes]
+        hosts = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ValueError(
+            f"srun started this process, but the hosts of {nodes} cannot be listed ({error}); put "
+            "scontrol on the PATH, or start by torchrun"
+        ) from error
     job = int(os.environ["SLURM_JOB_ID"])
     os.environ.update(
         RANK=os.environ["SLURM_PROCID"],
@@ -81,7 +87,12 @@ def join_processes() -> ProcessPlace | None:
     )
     os.environ.setdefault("MASTER_ADDR", hosts[0])
     os.environ.setdefault("MASTER_PORT", str(20000 + job % 20000))
-    return ProcessPlace(int(os.environ["RANK"]), world_size)
+    return _place()
+
+
+def _place() -> ProcessPlace:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    return ProcessPlace(*(int(os.environ.get(name, "0")) for name in names))
 
 
 def start_processes(arguments: list[str], *, world_size: int) -> int:
@@ -91,6 +102,7 @@ def start_processes(arguments: list[str], *, world_size: int) -> int:
     the failing process has already said what was wrong.
     """
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node: no need to resolve its name
@@ -103,7 +115,7 @@ def start_processes(arguments: list[str], *, world_size: int) -> int:
     except ChildFailedError as failure:
         code = failure.get_first_failure()[1].exitcode
         return code if code > 0 else 128 - code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except SignalException as interruption:  # Ctrl-C too; the processes have been ended
+        print(f"megatron-rl: ended by signal {interruption.sigval.name}", file=sys.stderr)
+        return 128 + interruption.sigval
     return 0

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -49,7 +49,10 @@ class HfReader:
             path = self.folder / name
             if not path.is_file():
                 raise ValueError(f"{path} is named by the index but does not exist")
-            self._open[name] = safe_open(path, framework="pt")
+            try:
+                self._open[name] = safe_open(path, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{path} is no complete safetensors file: {error}") from error
         return self._open[name]
 
     def slice(self, name: str) -> Any:
@@ -71,6 +74,11 @@ class HfReader:
                 problems.append(f"{name} has shape {found}, config.json says {size}")
         if problems:
             raise ValueError(f"weights in {self.folder}: " + "; ".join(problems))
+
+
+def check_weights(folder: str | Path, shape: ModelShape) -> None:
+    """ValueError naming every tensor of the model that the folder lacks or has in another shape."""
+    HfReader(folder).check(shape)
 
 
 def read_piece(reader: HfReader, piece: Piece) -> Tensor:

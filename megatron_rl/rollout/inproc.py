@@ -149,9 +149,9 @@ def own_shared_memory(token: str) -> Iterator[None]:
         yield
     finally:
         _CPUSHMDistributed.make_group_name = staticmethod(original)
-        dist.barrier()
-        for path in Path("/dev/shm").glob(f"*{token}*"):
-            path.unlink(missing_ok=True)
+    dist.barrier()  # not after an error: the other ranks would never come
+    for path in Path("/dev/shm").glob(f"*{token}*"):
+        path.unlink(missing_ok=True)
 
 
 def register() -> None:

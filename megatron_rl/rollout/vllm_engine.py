@@ -130,6 +130,9 @@ class VllmEngine:
         error: Exception | None = None
         try:
             self._require_weights()
+            # What an earlier call left cached would change roundings: a call depends on its
+            # arguments and the weights alone, or a resumed run would differ in the last bits.
+            self._llm.reset_prefix_cache()
             requests = sampling_requests(
                 mine, samples=samples, sampling=sampling, stop_tokens=self._stop_tokens
             )

@@ -7,12 +7,14 @@ import torch
 from megatron_rl.actor import platform
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.settings import ActorSettings
+from megatron_rl.actor.weights import check_weights
 from megatron_rl.config import Config
 from megatron_rl.data.prompts import PromptOrder, load_prompts, load_tokenizer
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import PolicyObjective, build_objective
 from megatron_rl.resharding.resharder import ReshardSettings
 from megatron_rl.rewards.pool import VerifierPool
+from megatron_rl.rollout.requests import check_prompts
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.trainer.checkpoints import CheckpointKeeper
 from megatron_rl.trainer.console import Console
@@ -28,9 +30,14 @@ from megatron_rl.types import Prompt
 
 def run_training(config: Config, *, rank: int, world_size: int) -> None:
     """Train as this rank of `world_size`; raises ValueError for bad input before any long work."""
-    check_settings(config, world_size=world_size)
+    shape = check_settings(config, world_size=world_size)
+    check_weights(config.model.path, shape)
     objective = build_objective(config.objective.name, **config.objective.overrides)
     prompts, eval_sets = _load_prompt_sets(config)
+    for some in (prompts, *eval_sets.values()):
+        check_prompts(some, vocab_size=shape.vocab_size, longest=config.data.max_prompt_tokens)
+    order = PromptOrder(len(prompts), seed=config.seed)
+    order.indices(0, config.rollout.prompts)  # says so if there are too few
     directory = run_directory(config)
 
     # The ranks meet here, so none still checks the directory when rank 0 creates it.
@@ -51,6 +58,7 @@ def run_training(config: Config, *, rank: int, world_size: int) -> None:
             config,
             objective=objective,
             prompts=prompts,
+            order=order,
             eval_sets=eval_sets,
             directory=directory,
             console=console,
@@ -77,6 +85,7 @@ def _build_trainer(
     *,
     objective: PolicyObjective,
     prompts: list[Prompt],
+    order: PromptOrder,
     eval_sets: dict[str, list[Prompt]],
     directory: RunDirectory,
     console: Console,
@@ -88,6 +97,7 @@ def _build_trainer(
         actor = MegatronActor(
             config.model.path, topology=topology, settings=build_actor_settings(config, topology)
         )
+    actor.sleep()  # so that vLLM, which looks at the free memory, sees what it will have
     with console.progress("starting vLLM"):
         engine = build_engine(config, topology)
     log = MetricLog(directory.path, config.logging, config=config.model_dump()) if writer else None
@@ -98,7 +108,7 @@ def _build_trainer(
         objective=objective,
         judge=judge,
         prompts=prompts,
-        order=PromptOrder(len(prompts), seed=config.seed),
+        order=order,
         evaluator=Evaluator(config, engine, judge, eval_sets, writer, console),
         checkpoints=CheckpointKeeper(config, directory, console, topology.rank),
         recorder=Recorder(config, writer, log, console),

@@ -57,9 +57,8 @@ class Trainer:
     def run_step(self, step: int) -> None:
         """One rollout batch: generated once, trained on for `trainer.epochs` epochs."""
         self.clock.reset()
-        self.actor.sleep()  # the device's memory is the engine's while it generates,
         batch = self.collect(step)
-        self.engine.sleep()  # and training's until the push wakes the engine up
+        self.engine.sleep()  # its memory is training's until the push wakes it up
 
         with self.clock.phase("behavior"):
             batch.freeze_behavior_logprobs(self.actor)
@@ -119,4 +118,5 @@ class Trainer:
 
     def push_weights(self, *, version: int) -> dict[str, float]:
         """Give the engine the actor's weights; raises if a single parameter does not arrive."""
+        self.actor.sleep()  # from here on the memory of its optimizer is the engine's
         return self.engine.push_weights(self.actor, version=version).to_metrics()

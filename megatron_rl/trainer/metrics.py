@@ -99,11 +99,14 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """All complete rows of a run directory; a last line cut short by a kill is left out."""
     rows = []
     file = folder / "metrics.jsonl"
-    for line in file.read_text().splitlines() if file.exists() else []:
+    lines = file.read_text().splitlines() if file.exists() else []
+    for number, line in enumerate(lines, start=1):
         try:
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break  # only an interrupted append leaves such a line, and nothing follows it
+        except json.JSONDecodeError as error:
+            if number == len(lines):  # an interrupted append
+                break
+            raise ValueError(f"{file}, line {number} is damaged: {error}; repair it") from error
     return rows
 
 

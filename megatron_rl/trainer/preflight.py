@@ -1,6 +1,7 @@
 """Checks before any long work: every impossible setting is refused here, in seconds."""
 
 import importlib.util
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.objectives import build_objective
 from megatron_rl.resharding.architectures import ModelShape, read_model_shape, tensor_shapes
+from megatron_rl.rollout.requests import stop_tokens
 from megatron_rl.trainer.run_directory import RunDirectory
 
 # float32 weight, Adam's two moments and the master weight
@@ -27,6 +29,7 @@ def check_settings(config: Config, *, world_size: int) -> ModelShape:
             "(config.json, *.safetensors, tokenizer files)"
         )
     shape = read_model_shape(folder)
+    stop_tokens(folder)  # says so if there is none: a response could never end
     problems = [
         *_objective_problems(config),
         *_layout_problems(config, shape, world_size),
@@ -142,6 +145,8 @@ def _check_disk(config: Config, run: RunDirectory, shape: ModelShape) -> None:
     folder = run.path
     while not folder.exists():
         folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"run.dir: {folder} is not a folder that can be written; choose another")
     parameters = sum(_count(size) for size in tensor_shapes(shape).values())
     # one more than kept: the newest is complete before the oldest goes
     needed = parameters * (

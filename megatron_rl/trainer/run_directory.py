@@ -59,20 +59,44 @@ class RunDirectory:
                 f"{self.path} already holds a run; set run.resume=auto to continue it, "
                 "or choose another run.name"
             )
-        before = _flatten(load_config(self.config_file).model_dump())
-        now = _flatten(config.model_dump())
+        earlier = load_config(self.config_file)
+        before, now = _flatten(earlier.model_dump()), _flatten(config.model_dump())
         changed = [
             f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
             for key in sorted(before.keys() | now.keys())
             if before.get(key) != now.get(key) and not key.startswith(RESUMABLE_CHANGES)
         ]
+        if config.trainer.steps != earlier.trainer.steps and config.optimizer.decay != "constant":
+            changed.append(
+                f"trainer.steps: {earlier.trainer.steps} -> {config.trainer.steps}, where the "
+                f"{config.optimizer.decay} decay of the learning rate ends"
+            )
         if changed:
             raise ConfigError(
                 f"{self.path} was started with other settings and cannot be continued with these; "
                 "restore them or choose another run.name:\n  " + "\n  ".join(changed)
             )
-        if (newest := self.latest_checkpoint()) is not None:
+        self._check_checkpoints(earlier)
+
+    def _check_checkpoints(self, config: Config) -> None:
+        """Refuse to continue where a checkpoint is lost: rewinding would delete what came after."""
+        for folder in self.checkpoints.glob("step_*"):
+            if not (folder / TRAINER_STATE).is_file():
+                raise ConfigError(
+                    f"checkpoint {folder} is incomplete: it has no {TRAINER_STATE}; restore it, or "
+                    "delete the folder to continue from the one before it"
+                )
+        newest = self.latest_checkpoint()
+        if newest is not None:
             self.check_checkpoint(newest[1])
+        done = newest[0] if newest else 0
+        recorded = max((row["step"] for row in read_metrics(self.path)), default=0)
+        if recorded - done > config.trainer.checkpoint_every:
+            raise ConfigError(
+                f"{self.path} recorded {recorded} steps, but its newest checkpoint is of step "
+                f"{done}: later ones are lost, and continuing would delete those steps; put the "
+                "checkpoint back, or choose another run.name"
+            )
 
     def create(self, config: Config) -> None:
         """Make the folders and write the resolved config."""
@@ -109,7 +133,14 @@ class RunDirectory:
 
     def check_checkpoint(self, folder: Path) -> None:
         """ConfigError if a file of a complete checkpoint is missing or was cut short since."""
-        for name, size in json.loads((folder / TRAINER_STATE).read_text())["files"].items():
+        try:
+            files = json.loads((folder / TRAINER_STATE).read_text())["files"]
+        except (json.JSONDecodeError, KeyError) as error:
+            raise ConfigError(
+                f"checkpoint {folder} is damaged: {TRAINER_STATE} cannot be read; delete the "
+                "folder to continue from the one before it"
+            ) from error
+        for name, size in files.items():
             file = folder / name
             found = file.stat().st_size if file.is_file() else None
             if found != size:

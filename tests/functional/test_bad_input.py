@@ -56,6 +56,11 @@ def absolute():
         (["logging.wandb={project: p}"], "logging.wandb is set but wandb is not installed"),
         (["parallel.tensr=2"], "did you mean parallel.tensor?"),
         (["trainer.minibatches=7"], "cannot be split into trainer.minibatches=7"),
+        (["trainer.steps=true"], "trainer.steps=True: "),
+        (["optimizer.learning_rate=.inf"], "optimizer.learning_rate=inf"),
+        (["run.name=.."], "run.name='..'"),
+        (["parallel.tp=2"], "parallel.tp: unknown key; valid here: parallel.tensor"),
+        ([f"run.dir={CONFIG}"], "is not a folder that can be written"),
     ],
 )
 def test_impossible_settings(capsys, tmp_path, overrides, said):
@@ -109,6 +114,34 @@ def test_bad_prompts(tmp_path):
     said = refused_by_a_rank(run, f"data.train={tmp_path}/columns.parquet")
     assert "has no column prompt, reward_model, data_source" in said
     assert "more than max_prompt_tokens=10" in refused_by_a_rank(run, "data.max_prompt_tokens=10")
+    said = refused_by_a_rank(run, "rollout.prompts=8000")
+    assert "8000 prompts cannot be drawn from a set of 4096" in said
+
+
+def test_weights_cut_short(tmp_path):
+    shutil.copytree(TASK / "model", tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    said = refused_by_a_rank(f"run.dir={tmp_path}", f"model.path={tmp_path}/model")
+    assert "model.safetensors is no complete safetensors file" in said
+
+
+def test_a_lost_checkpoint_is_not_answered_by_starting_again(capsys, tmp_path):
+    from megatron_rl.trainer.run_directory import RunDirectory
+
+    config = load_config(CONFIG, [*absolute(), "run.name=a"])
+    directory = RunDirectory(tmp_path / "a")
+    directory.create(config)
+    steps = config.trainer.checkpoint_every + 1
+    rows = "".join(json.dumps({"step": step}) + "\n" for step in range(steps + 1))
+    (tmp_path / "a" / "metrics.jsonl").write_text(rows)
+    arguments = (f"run.dir={tmp_path}", "run.name=a", "run.resume=auto")
+    assert f"recorded {steps} steps, but its newest checkpoint is of step 0" in refusal(
+        capsys, *arguments
+    )
+    directory.checkpoint_folder(8).mkdir()
+    assert "step_000008 is incomplete" in refusal(capsys, *arguments)
+    assert (tmp_path / "a" / "metrics.jsonl").read_text() == rows  # nothing was lost
 
 
 def test_a_tokenizer_without_a_chat_template(tmp_path):

@@ -27,7 +27,7 @@ def test_nobody_started_us(environment):
 def test_torchrun_started_us(environment):
     environment.setenv("RANK", "3")
     environment.setenv("WORLD_SIZE", "8")
-    assert join_processes() == ProcessPlace(3, 8)
+    assert join_processes() == ProcessPlace(3, 8, 0)
 
 
 def test_srun_started_us(environment, tmp_path):
@@ -39,7 +39,7 @@ def test_srun_started_us(environment, tmp_path):
              "STEP_NODELIST": "n[1-2]", "JOB_ID": "20007"}  # fmt: skip
     for name, value in steps.items():
         environment.setenv(f"SLURM_{name}", value)
-    assert join_processes() == ProcessPlace(5, 8)
+    assert join_processes() == ProcessPlace(5, 8, 1)
     import os
 
     # 8 tasks on 2 nodes; the port is 20000 + 20007 mod 20000, so that two jobs rarely share one.

@@ -140,9 +140,10 @@ def test_a_step_generates_once_freezes_once_and_reuses(tmp_path):
     events, trainer = run_loop(tmp_path)
     kinds = [event[0] for event in events]
     # 3 epochs x 2 minibatches
-    step = ["actor sleeps", "generate", "engine sleeps", "behavior", *["update"] * 6, "push"]
+    push = ["actor sleeps", "push"]
+    step = ["generate", "engine sleeps", "behavior", *["update"] * 6, *push]
     # weights first, evaluation before training, two steps, evaluation after the second
-    assert kinds == ["push", "generate", *step, *step, "generate"]
+    assert kinds == [*push, "generate", *step, *step, "generate"]
     updates = [event[1] for event in events if event[0] == "update"]
     # behavior log-probs are -(updates when frozen): 0 in step 1, -6 throughout step 2
     assert updates == [{0.0}] * 6 + [{-6.0}] * 6
@@ -178,5 +179,5 @@ def test_a_continued_run_takes_the_walk_of_the_uninterrupted_one(tmp_path):
     whole, _ = run_loop(tmp_path / "whole")
     rest, _ = run_loop(tmp_path / "rest", done=1)
     generated = [event for event in whole if event[0] == "generate"]
-    assert rest[0] == ("push", 1, 0)
+    assert rest[1] == ("push", 1, 0)
     assert [event for event in rest if event[0] == "generate"] == generated[2:]
