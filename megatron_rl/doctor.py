@@ -90,9 +90,7 @@ def _optional() -> list[Finding]:
         Finding(
             "Transformer Engine",
             engine or "missing",
-            "its layers and attention"
-            if engine
-            else "Megatron's local layers and our context-parallel attention; fp8 needs it",
+            "not used yet: Megatron's local layers and our context-parallel attention run",
             good=bool(engine),
         ),
         Finding("NVIDIA apex", apex, apex_use, good=apex == "present"),

@@ -1,7 +1,7 @@
 """Make a task and a model small enough that reinforcement learning shows in minutes on two cores.
 
 The task is a running sum modulo 10, which needs written reasoning: `Work out 4+8-3 modulo 10.` is
-answered step by step, `4+8=2-3=9` and then `\\boxed{9}`. The model is a Qwen2 of a few hundred
+answered step by step, `4+8=2-3=9` and then `\\boxed{9}`. The model is a Qwen2 of about a hundred
 thousand parameters with a tokenizer of its own. It is warmed up by supervised training on worked
 solutions, the last of them with wrong steps mixed in, so that it knows the form, is right in about
 a third of its answers, and leaves room to learn.
