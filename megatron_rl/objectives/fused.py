@@ -1,7 +1,8 @@
 """The token-level part of an objective in one Triton kernel; the torch path is its oracle.
 
 Covers what has a per-token slope: the token score with every weight, and the path score with the
-token's own ratio. Shapes: t tokens on this rank.
+token's own ratio, but not truncated: its gradient ends at the bounds, the kernel's does
+not. Shapes: t tokens on this rank.
 """
 
 import functools
@@ -21,6 +22,7 @@ from megatron_rl.objectives.spec import (
     HardGate,
     ObjectiveSpec,
     PpoClip,
+    Truncate,
     TvFilter,
 )
 from megatron_rl.objectives.statistics import Statistics
@@ -40,7 +42,8 @@ def covers(spec: ObjectiveSpec) -> bool:
     """Whether the kernel computes this objective: no optional terms, a slope per token."""
     plain = spec.kl is None and not spec.entropy_coefficient and spec.rollout_correction is None
     per_token = spec.score == "token" or spec.weight == "token"
-    return plain and per_token and not isinstance(spec.constraint, TvFilter)
+    ends_at_bounds = spec.score == "path" and isinstance(spec.constraint, Truncate)
+    return plain and per_token and not isinstance(spec.constraint, TvFilter) and not ends_at_bounds
 
 
 def weight_statistic(spec: ObjectiveSpec, ratios: LogRatios) -> tuple[Tensor, str]:

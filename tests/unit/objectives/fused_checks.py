@@ -4,13 +4,14 @@ Triton decides at its import whether it interprets, so the variable must be set 
 """
 
 import itertools
+import math
 
 import pytest
 import torch
 
 from megatron_rl.objectives import NAMED, build_objective, fused, policy_loss
 from megatron_rl.objectives.objective import Objective
-from megatron_rl.objectives.spec import ObjectiveSpec
+from megatron_rl.objectives.spec import HardGate, ObjectiveSpec, PpoClip, Truncate
 from tests.unit.objectives import test_definitions
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,21 +69,25 @@ def test_float32_agrees_to_its_rounding(name):
     compare(build_objective(name), batch(torch.float32, rollout=False), 2e-6)
 
 
-def test_every_constraint_and_aggregation():
-    constraints = [c for p, c in test_definitions.CONSTRAINTS.items() if p[0] not in ("tv", "none")]
+@pytest.mark.parametrize("score", ["token", "path"])
+def test_every_constraint_and_aggregation(score):
     aggregations = itertools.cycle(("response_mean", "token_mean", "response_sum", "token_sum"))
-    given = batch(torch.float64, rollout=False)
     weights = itertools.cycle(("token", "prefix_mean", "prefix_product"))
-    for constraint, weight, aggregation in zip(constraints, weights, aggregations, strict=False):
-        constant = 3.7 if aggregation.endswith("sum") else 1.0
+    given = batch(torch.float64, rollout=False)
+    compared = set()
+    for constraint in test_definitions.CONSTRAINTS.values():
+        aggregation, weight = next(aggregations), next(weights)
         spec = ObjectiveSpec(
-            weight=weight,
+            weight=weight if score == "token" else "token",
             constraint=constraint,
-            score="token",
+            score=score,
             aggregation=aggregation,
-            constant=constant,
+            constant=3.7 if aggregation.endswith("sum") else 1.0,
         )
-        compare(Objective(spec), given, 1e-11)
+        if fused.covers(spec):
+            compare(Objective(spec), given, 1e-11)
+            compared.add(type(constraint))
+    assert {PpoClip, HardGate} < compared and (Truncate in compared) == (score == "token")
 
 
 def test_faults_are_found_by_the_kernel_too():
@@ -98,3 +103,22 @@ def test_what_it_does_not_cover_is_refused():
     objective = build_objective("gspo", fused=True)
     with pytest.raises(ValueError, match="does not cover"):
         policy_loss(objective, **batch(torch.float64))
+
+
+def test_a_path_score_that_is_truncated_is_left_to_the_torch_path():
+    # Its gradient is 0 beyond the bounds: 2 is clamped to 1.1 whatever the policy does.
+    truncate = Truncate(low=0.1, high=0.1)
+    spec = ObjectiveSpec(
+        weight="token", constraint=truncate, score="path", aggregation="token_mean"
+    )
+    assert not fused.covers(spec)
+    behavior = torch.tensor([[-2.0, -2.0]], dtype=torch.float64, device=DEVICE)
+    drift = torch.tensor([[math.log(2.0), 0.0]], dtype=torch.float64, device=DEVICE)
+    given = {
+        "policy_logprobs": behavior + drift,
+        "behavior_logprobs": behavior,
+        "advantages": torch.ones(1, dtype=torch.float64, device=DEVICE),
+        "response_mask": torch.ones(1, 2, dtype=torch.bool, device=DEVICE),
+    }
+    _, gradient, _ = evaluate(Objective(spec), given)
+    assert gradient.tolist() == [[0.0, pytest.approx(-0.5)]]

@@ -36,6 +36,8 @@ def test_the_kernel_agrees_with_the_torch_path():
 
 
 COMPILE = """
+import sys
+
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -43,9 +45,9 @@ from megatron_rl.objectives import NAMED
 from megatron_rl.objectives.fused import compile_time_choices
 from megatron_rl.objectives.fused_kernel import token_kernel
 
-spec = NAMED["pnpo"]
+spec = NAMED[sys.argv[1]]
 constants = compile_time_choices(spec, spec.constraint) | {
-    "HAS_ROLLOUT": True, "WEIGHT_DIVISOR": "t"
+    "HAS_ROLLOUT": True, "WEIGHT_DIVISOR": "t" if spec.weight == "prefix_mean" else "1"
 }
 types = {"mask_p": "*i1", "tokens": "i32", "denominator": "fp32", "denominator_rest": "fp32"}
 types |= dict.fromkeys(("position_p", "length_p", "sequence_p"), "*i64")
@@ -62,5 +64,7 @@ assert "token_kernel" in compiled.asm["ptx"]
 """
 
 
-def test_the_kernel_compiles_for_a_gpu(tmp_path):
-    run_python("-c", COMPILE, TRITON_CACHE_DIR=str(tmp_path))
+# A gate, a dual clip of the path, a scaled one in log space, a truncation.
+@pytest.mark.parametrize("name", ["pnpo", "grpo", "ctpo", "cispo"])
+def test_the_kernel_compiles_for_a_gpu(name, tmp_path):
+    run_python("-c", COMPILE, name, TRITON_CACHE_DIR=str(tmp_path))
