@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -88,7 +90,9 @@ class MegatronActor:
         """One optimizer update on this data-parallel rank's micro-batches of one minibatch.
 
         The loss is the sum over all ranks' micro-batches of the objective's per-token losses.
-        Raises FloatingPointError, on every rank alike, when the gradient is not finite.
+        Raises ValueError naming the token when an input or a loss was unusable, and
+        FloatingPointError when the gradient is not finite: on every rank alike, and before the
+        weights and the optimizer's moments are touched.
         """
         self._check(minibatch.micro_batches)
         self.wake_up()
@@ -102,14 +106,10 @@ class MegatronActor:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * group["lr_mult"]
                 group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]
-            _, grad_norm, _ = self.optimizer.step()
-        if not torch.isfinite(torch.tensor(grad_norm)):
-            raise FloatingPointError(
-                f"gradient norm of update {self.updates} is {grad_norm}; the weights are no longer "
-                "usable, continue from a checkpoint with a lower learning rate"
-            )
+            statistics = self._reduce(reports)
+            grad_norm = self._step(statistics)
         self.updates += 1
-        return UpdateResult(self._reduce(reports), float(grad_norm), rate)
+        return UpdateResult(statistics, grad_norm, rate)
 
     def named_parameters_local(self) -> Mapping[str, Tensor]:
         """This rank's parameters by Megatron's names, after `chunk{i}.` if there are several."""
@@ -213,6 +213,26 @@ class MegatronActor:
         )
         return result.loss, result.statistics
 
+    def _step(self, statistics: Statistics) -> float:
+        """Let the optimizer step if all is well; the gradient's norm before clipping.
+
+        The parts of Megatron's `ChainedOptimizer.step`, with the checks between them.
+        """
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())  # waits for the device: ask it all now
+        statistics.raise_on_faults()
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(
+                f"gradient norm of update {self.updates} is {grad_norm}; the weights are still "
+                "those before it, continue with a lower learning rate"
+            )
+        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            parameters = part.get_parameters()
+            if self.settings.clip_grad > 0 and parameters:
+                clip_grad_by_total_norm_fp32(parameters, self.settings.clip_grad, grad_norm)
+        self.optimizer.step_with_ready_grads()
+        return grad_norm
+
     def _from_last_stage(self, local: list[Tensor], tokens: int) -> Tensor:
         """Concatenated log-probs [tokens], on every pipeline stage."""
         if self.topology.is_last_stage:
@@ -225,15 +245,12 @@ class MegatronActor:
 
     def _reduce(self, reports: list[Statistics]) -> Statistics:
         """Statistics of the whole minibatch on every rank; the last stage has computed them."""
-        total: Statistics | None = None
+        total = Statistics.empty(self.topology.device)
         if self.topology.is_last_stage:
-            total = reduce(lambda one, other: one.merge(other), reports)
+            total = reduce(Statistics.merge, reports, total)
             total = total.all_reduce(self.topology.dp_cp_group)
         if self.topology.pp_size > 1:
-            box = [total]
-            dist.broadcast_object_list(
-                box, group=self.topology.pp_group, group_src=self.topology.pp_size - 1
-            )
-            total = box[0]
-        assert total is not None, "no stage computed a loss"
+            for part in (total.sums, total.maxima):
+                last = self.topology.pp_size - 1
+                dist.broadcast(part, group=self.topology.pp_group, group_src=last)
         return total

@@ -1,7 +1,7 @@
 """What an objective reports: sums and maxima that merge exactly over micro-batches and ranks.
 
 Because only sums and maxima are kept, merging gives the numbers of one big batch; nothing waits
-for the device until `to_metrics`, which copies once.
+for the device until `raise_on_faults` or `to_metrics`, which copy once.
 """
 
 from dataclasses import dataclass
@@ -37,8 +37,12 @@ class Statistics:
         """The statistics of all ranks of the group together, on each of them."""
         return Statistics(reduce_sum(self.sums, group=group), reduce_max(self.maxima, group=group))
 
+    def raise_on_faults(self) -> None:
+        """Raise ValueError naming sequence and position if an input was unusable; copies once."""
+        raise_on_faults(self.maxima[len(MAXIMA) :].cpu())
+
     def to_metrics(self, prefix: str = "") -> dict[str, float]:
-        """Named numbers for logging; the only call that waits for the device.
+        """Named numbers for logging; waits for the device.
 
         Raises ValueError naming sequence and position if an input was unusable.
         """

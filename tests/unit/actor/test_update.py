@@ -1,0 +1,124 @@
+"""What an update must refuse: bad numbers before the weights change, and a Megatron that averages.
+
+One process with a tiny Qwen2; the sums themselves are compared over layouts by
+tests/functional/test_actor_layouts.py.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.functional.test_actor_layouts import make_model, make_rollouts
+from tests.ranks import run_ranks
+
+
+def _make_actor(root):
+    from megatron_rl.actor import platform
+    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.actor.settings import ActorSettings
+
+    topology = platform.initialise()
+    settings = ActorSettings(learning_rate=1e-2, warmup_updates=0, clip_grad=0.5)
+    return MegatronActor(root, topology=topology, settings=settings)
+
+
+def _make_minibatch(actor):
+    from megatron_rl.data.packing import plan_minibatches
+
+    (minibatch,) = plan_minibatches(
+        *make_rollouts(),
+        minibatches=1,
+        tokens_per_micro_batch=200,
+        topology=actor.topology,
+        sequence_parallel=actor.sequence_parallel,
+    )
+    packs = minibatch.micro_batches
+    for pack, logprobs in zip(packs, actor.compute_logprobs(packs), strict=True):
+        pack.behavior_logprobs = logprobs
+    return minibatch
+
+
+def _state(actor):
+    """Copies of the weights and of both moments of every parameter."""
+    tensors = [p.detach().clone() for p in actor.named_parameters_local().values()]
+    for part in getattr(actor.optimizer, "chained_optimizers", [actor.optimizer]):
+        for entry in part.optimizer.state.values():
+            tensors += [entry["exp_avg"].clone(), entry["exp_avg_sq"].clone()]
+    return tensors
+
+
+def _unchanged(actor, before):
+    return all(torch.equal(a, b) for a, b in zip(_state(actor), before, strict=True))
+
+
+def update_with_bad_numbers(rank, world_size, root):
+    """Messages of a bad behavior log-prob and of a gradient that overflows; then a good update."""
+    from megatron_rl.objectives import build_objective
+
+    actor = _make_actor(root)
+    minibatch = _make_minibatch(actor)
+    objective = build_objective("grpo")
+    before = _state(actor)
+    pack = minibatch.micro_batches[-1]
+    good = pack.behavior_logprobs.clone()
+    pack.behavior_logprobs[pack.response_mask.nonzero()[0]] = float("nan")
+    with pytest.raises(ValueError, match=r"behavior_logprobs .* is not finite") as named:
+        actor.update(minibatch, objective)
+    assert _unchanged(actor, before) and actor.updates == 0
+    pack.behavior_logprobs = good
+    advantages = pack.advantages.clone()
+    pack.advantages.fill_(3e38)  # every loss is finite, the norm of their gradient is not
+    with pytest.raises(FloatingPointError) as overflow:
+        actor.update(minibatch, objective)
+    assert _unchanged(actor, before) and actor.updates == 0
+    pack.advantages.copy_(advantages)
+    result = actor.update(minibatch, objective)
+    assert not _unchanged(actor, before) and actor.updates == 1
+    assert result.grad_norm > actor.settings.clip_grad  # it was clipped on the way
+    return str(named.value), str(overflow.value)
+
+
+def build_averaging_megatrons(rank, world_size, root):
+    """What `assert_sum_semantics` says of each way in which Megatron would rescale."""
+    from megatron.core.distributed import finalize_model_grads
+
+    from megatron_rl.actor.loss_contract import assert_sum_semantics
+
+    actor = _make_actor(root)
+    config, wrapped = actor.chunks[0].config, actor.wrapped
+    assert_sum_semantics(wrapped, config=config)
+    told = []
+    for change in (
+        {"calculate_per_token_loss": False},
+        {"finalize_model_grads_func": finalize_model_grads},
+    ):
+        with pytest.raises(AssertionError) as error:
+            assert_sum_semantics(wrapped, config=dataclasses.replace(config, **change))
+        told.append(str(error.value))
+    wrapped[0].buffers[0].gradient_scaling_factor = 0.25
+    with pytest.raises(AssertionError) as error:
+        assert_sum_semantics(wrapped, config=config)
+    return [*told, str(error.value)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("update") / "model"
+    make_model(folder, tied=True)
+    return folder
+
+
+def test_bad_numbers_never_reach_the_weights(model):
+    ((named, overflow),) = run_ranks(update_with_bad_numbers, 1, model)
+    assert "position 1" in named
+    assert "the weights are still those before it" in overflow
+
+
+def test_a_megatron_that_averages_is_refused(model):
+    (told,) = run_ranks(build_averaging_megatrons, 1, model)
+    loss, finalize, buffers = told
+    # Each of seven micro-batches would count for a seventh: 3 / 7.
+    assert "turned a loss of 3 into 0.42857" in loss
+    assert "divide gradients by a token count" in finalize
+    assert "scaled by 0.25" in buffers
