@@ -63,7 +63,7 @@ class PackCache:
         response_positions = layout.mask.nonzero().squeeze(1)
         context = PackContext(
             rotation=build_rotation(positions, self.shape, dtype=self.dtype),
-            plan=build_attention_plan(layout),
+            plan=build_attention_plan(layout, dtype=self.dtype),
         )
         inputs = ModelInput(
             tokens=tokens[None],

@@ -68,8 +68,13 @@ class AttentionPlan:
     blocks: list[Block]
 
 
-def build_attention_plan(layout: SequenceLayout) -> AttentionPlan:
-    """The plan of a pack; a pure function of its padded lengths and the context-parallel layout."""
+def build_attention_plan(
+    layout: SequenceLayout, *, dtype: torch.dtype = torch.float32
+) -> AttentionPlan:
+    """The plan of a pack; a pure function of its padded lengths and the context-parallel layout.
+
+    dtype: that of the queries, in which masks are kept; those of another are rebuilt at each use.
+    """
     lengths = torch.tensor(layout.lengths)
     order = torch.argsort(lengths, descending=True, stable=True)
     starts = lengths.cumsum(0) - lengths
@@ -82,7 +87,7 @@ def build_attention_plan(layout: SequenceLayout) -> AttentionPlan:
         last = first + min(similar, fitting)
         builder.add_segment(order[first:last])
         first = last
-    return builder.finish()
+    return builder.finish(dtype)
 
 
 class _PlanBuilder:
@@ -132,12 +137,12 @@ class _PlanBuilder:
                 )
             )
 
-    def finish(self) -> AttentionPlan:
+    def finish(self, dtype: torch.dtype) -> AttentionPlan:
         """The plan on the device of the pack."""
         elements = sum(b.positions.numel() * b.visible for b in self.blocks)
         if elements <= KEPT_MASK_ELEMENTS:
             for block in self.blocks:
-                block.kept_mask = block.mask(torch.float32)
+                block.kept_mask = block.mask(dtype)
         query_rows, query_slots = self._maps(self.query_rows, self.query_real)
         key_rows, key_slots = self._maps(self.key_rows, self.key_real)
         return AttentionPlan(query_rows, query_slots, key_rows, key_slots, self.blocks)
@@ -191,7 +196,7 @@ def _attend(
 
 
 def _attend_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Any, mask: Tensor
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Any, lse: Any, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key, value; off the CPU the block's forward is repeated for them."""
     if lse is not None:
@@ -205,7 +210,7 @@ def _attend_backward(
 
 
 class _PackedAttention(torch.autograd.Function):
-    """Attention of one pack; saves the padded queries, keys, values and outputs."""
+    """Attention of one pack; saves the padded queries, keys, values and, on the CPU, outputs."""
 
     @staticmethod
     def forward(
@@ -216,13 +221,14 @@ class _PackedAttention(torch.autograd.Function):
         keys = _take(both.flatten(0, 1), plan.key_rows)  # [key slots, 2, K, d]
         queries = _take(query, plan.query_rows)  # [query slots, H, d]
         out = torch.empty_like(queries)
-        saved: list[tuple[Tensor, Tensor | None]] = []
+        saved: list[tuple[Tensor | None, Tensor | None]] = []
         for block in plan.blocks:
             q = _segment(queries, block.queries, block.sequences)[:, :, block.rows]
             k, v = _keys_and_values(keys, block)
             o, lse = _attend(q, k, v, block.mask(q.dtype))
             _segment(out, block.queries, block.sequences)[:, :, block.rows] = o
-            saved.append((o, lse))
+            # Only the CPU's backward reads them; elsewhere they would double the outputs.
+            saved.append((None, None) if lse is None else (o, lse))
         ctx.plan, ctx.group, ctx.saved = plan, group, saved
         ctx.save_for_backward(queries, keys)
         return _take(out, plan.query_slots)
@@ -233,7 +239,9 @@ class _PackedAttention(torch.autograd.Function):
         plan, group = ctx.plan, ctx.group
         queries, keys = ctx.saved_tensors
         grads = _spread(grad, plan.query_slots, like=queries)
-        grad_queries, grad_keys = torch.empty_like(queries), torch.zeros_like(keys)
+        grad_queries = torch.empty_like(queries)
+        # A key collects from every block of queries after it: bfloat16 would round each time.
+        grad_keys = torch.zeros_like(keys, dtype=torch.promote_types(keys.dtype, torch.float32))
         for block, (o, lse) in zip(plan.blocks, ctx.saved, strict=True):
             q = _segment(queries, block.queries, block.sequences)[:, :, block.rows]
             g = _segment(grads, block.queries, block.sequences)[:, :, block.rows]
@@ -243,7 +251,7 @@ class _PackedAttention(torch.autograd.Function):
             into_k, into_v = _keys_and_values(grad_keys, block)
             into_k += dk
             into_v += dv
-        owned = _take(grad_keys, plan.key_slots)
+        owned = _take(grad_keys, plan.key_slots).to(keys.dtype)
         owned = _sum_to_owners(owned.view(group_size(group), -1, *owned.shape[1:]), group=group)
         grad_query = _take(grad_queries, plan.query_slots)
         return grad_query, owned[:, 0], owned[:, 1], None, None
