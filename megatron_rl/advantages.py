@@ -77,6 +77,8 @@ def _check(rewards: Tensor) -> None:
         raise ValueError(
             f"rewards have shape {tuple(rewards.shape)}: one row per prompt, one column per sample"
         )
+    if not rewards.is_floating_point():
+        raise ValueError(f"rewards are {rewards.dtype}: they must be floating-point numbers")
     finite = torch.isfinite(rewards)
     if not bool(finite.all()):
         prompt, response = (~finite).nonzero()[0].tolist()

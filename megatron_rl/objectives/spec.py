@@ -53,10 +53,15 @@ class Bounds:
         check_choice("scale", self.scale, Scale)
         check_number("low", self.low, minimum=0)
         check_number("high", self.high, minimum=0)
-        if self.space == "ratio" and self.scale == "constant" and (self.low or 0) > 1:
+        if self.space == "ratio" and self.scale != "t^p" and (self.low or 0) > 1:
             raise ValueError(
                 f"low is {self.low}: a ratio is never below 0, so 1 - low must not be either; "
                 "use None for no lower bound"
+            )
+        # L/t is at least 1, so neither scale ever brings 1 - low * h above 0.
+        if self.space == "ratio" and self.scale in ("constant", "sqrt(L/t)") and self.low == 1:
+            raise ValueError(
+                "low is 1: 1 - low is 0 and no ratio is below that; use None for no lower bound"
             )
         if (self.scale == "t^p") != (self.power is not None):
             raise ValueError(

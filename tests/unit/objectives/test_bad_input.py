@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from megatron_rl.advantages import group_relative_advantages
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import build_objective, policy_loss
 from megatron_rl.types import Denominators
@@ -77,6 +78,9 @@ def test_a_weight_that_overflows_is_an_error_not_infinity():
         ("pnpo", {"constraint": {"high": math.nan}}, "high is nan: it must be a finite number"),
         ("pnpo", {"constraint": {"high": "wide"}}, "high is 'wide': it must be a number"),
         ("grpo", {"constraint": {"low": 1.5}}, "a ratio is never below 0"),
+        ("grpo", {"constraint": {"low": 1.0}}, "use None for no lower bound"),
+        ("pnpo", {"constraint": {"low": 1}}, "use None for no lower bound"),
+        ("pnpo", {"constraint": {"low": 1.5}}, "a ratio is never below 0"),
         ("grpo", {"constraint": {"dual": 0.5}}, "dual is 0.5: it must be > 1"),
         ("pnpo", {"constraint": {"sided": "left"}}, "sided is 'left': choose one of both, adv"),
         ("pnpo", {"constraint": {"power": 0.5}}, "give a power with scale"),
@@ -129,3 +133,9 @@ def test_options_need_their_inputs_and_denominators_their_numbers():
         build_objective("pnpo")(torch.zeros(2), **given | {"denominators": Denominators(1.0, 0.0)})
     with pytest.raises(ValueError, match=r"policy_logprobs has shape \(3,\)"):
         build_objective("pnpo")(torch.zeros(3), **given)
+
+
+def test_rewards_must_be_floating_point_numbers():
+    # The mean of integers is an error of torch that names neither the rewards nor the remedy.
+    with pytest.raises(ValueError, match=r"rewards are torch\.int64"):
+        group_relative_advantages(torch.tensor([[1, 0]]))
