@@ -11,6 +11,7 @@ from megatron_rl.objectives import OBJECTIVE_NAMES
 from tests.functional.test_actor_layouts import make_model, make_rollouts
 from tests.ranks import run_ranks
 
+MOVED_ALIKE = 1e-2  # of the largest step of any weight
 DRIFT = 0.05  # of each token's log-prob from the behavior policy: some weights leave their bounds
 
 
@@ -37,7 +38,8 @@ def run_objectives(rank, world_size, root, layout):
     tensor, pipeline, context = layout
     topology = platform.initialise(tensor=tensor, pipeline=pipeline, context=context)
     rollouts, advantages = make_rollouts()
-    noise = DRIFT * torch.randn(16, 64, generator=torch.Generator().manual_seed(2))
+    generator = torch.Generator().manual_seed(2)
+    noise, engine_noise = DRIFT * torch.randn(2, 16, 64, generator=generator)
     losses = {}
     for name in OBJECTIVE_NAMES:
         settings = ActorSettings(
@@ -55,7 +57,7 @@ def run_objectives(rank, world_size, root, layout):
         packs = minibatch.micro_batches
         for pack, logprobs in zip(packs, actor.compute_logprobs(packs), strict=True):
             pack.behavior_logprobs = _drifted(pack, logprobs, noise)
-            pack.rollout_logprobs = pack.behavior_logprobs
+            pack.rollout_logprobs = _drifted(pack, pack.behavior_logprobs, engine_noise)
         result = actor.update(minibatch, build_objective(name))
         losses[name] = (result.statistics.to_metrics()["loss/policy"], result.grad_norm)
         actor.export_hf(root / f"{world_size}" / name)
@@ -74,15 +76,14 @@ def updated(tmp_path_factory):
 @pytest.mark.parametrize("name", OBJECTIVE_NAMES)
 def test_the_update_does_not_depend_on_the_layout(updated, name):
     root, one, eight = updated
-    assert eight[name] == pytest.approx(one[name], rel=1e-5, abs=1e-5)
+    assert eight[name] == pytest.approx(one[name], rel=1e-5, abs=1e-7)
     before = load_file(root / "model" / "model.safetensors")
     alone = _weights(root / "1" / name)
     together = _weights(root / "8" / name)
-    moved = 0.0
+    moved = max((weight - before[key]).abs().max().item() for key, weight in alone.items())
+    assert moved > 1e-4  # hundreds of float32 roundings of a weight: an update to compare
     for key, weight in alone.items():
-        torch.testing.assert_close(together[key], weight, atol=1e-5, rtol=0)
-        moved = max(moved, (weight - before[key]).abs().max().item())
-    assert moved > 1e-4  # ten times the tolerance: there was an update to compare
+        torch.testing.assert_close(together[key], weight, atol=MOVED_ALIKE * moved, rtol=0)
 
 
 def _weights(folder: Path):
