@@ -53,7 +53,7 @@ def check_holder(holder: WeightHolder, *, doing: str) -> Mapping[str, Tensor]:
     error: Exception | None = None
     try:
         check_parameters(parameters, pieces, layout=layout)
-    except ValueError as found:
+    except Exception as found:  # noqa: BLE001 - the others must not wait, whatever it is
         error = found
     raise_together(error, doing=doing)
     return parameters
@@ -82,7 +82,7 @@ def gather_push(holder: WeightHolder, receiver: WeightReceiver, *, version: int)
     error: Exception | None = None
     try:
         receiver.receive(tensors, version=version)
-    except (ValueError, RuntimeError) as found:
+    except Exception as found:  # noqa: BLE001 - loaders raise KeyError, AssertionError, ...
         error = found
         for _ in tensors:  # the other ranks still wait for this one's broadcasts
             pass

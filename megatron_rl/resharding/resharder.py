@@ -117,7 +117,7 @@ class Resharder:
         except ExchangeError:
             self.receiver.invalidate()
             raise  # the others cannot be asked any more; each finds out by itself
-        except (ValueError, RuntimeError) as found:
+        except Exception as found:  # noqa: BLE001 - loaders raise KeyError, AssertionError, ...
             error = found
             exchange.drain()
         seconds = time.perf_counter() - start - sum(exchange.seconds.values())
