@@ -1,6 +1,7 @@
 """The command `megatron-rl`."""
 
 import argparse
+import atexit
 import os
 import sys
 import time
@@ -66,7 +67,9 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     except ValueError as error:
         _say_error(error, place)
         return 1
-    # Not sys.exit: vLLM and Triton only complain when the interpreter takes them down.
+    # vLLM and Triton only complain when the interpreter takes them down. What was registered for
+    # the exit must run all the same: it ends the checkpoint writer's processes.
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(0)
 
