@@ -10,10 +10,19 @@ from megatron_rl.objectives import Statistics
 # What changes as a rollout batch is reused, kept for each epoch of reuse.
 BY_EPOCH = (
     "gate/acceptance",
+    "gate/rejected_above_positive",
+    "gate/rejected_above_negative",
+    "gate/rejected_below_positive",
+    "gate/rejected_below_negative",
     "ratio/log_mean",
+    "ratio/kl_to_behavior",
     "ratio/prefix_mean_log_std",
     "ratio/max_deviation",
     "weight/effective_sample_fraction",
+    "weight/log_q05",
+    "weight/log_median",
+    "weight/log_q95",
+    "rollout_gap/absolute_mean",
 )
 
 
