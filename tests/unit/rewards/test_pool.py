@@ -120,9 +120,10 @@ import sys, threading, time
 from megatron_rl.rewards.pool import VerifierPool
 pool = VerifierPool(workers=2, time_limit=1.5, verifier={MISBEHAVING!r})
 pids = set()
-while len(pids) < 2:
-    verdicts = pool.verify_all([("pid", "", ""), ("sleep 0.1", "", ""), ("pid", "", "")])
-    pids |= {{v.reason for v in verdicts if v.reason}}
+while len(pids) < 2:  # whichever worker sleeps, the other one answers
+    for items in (["pid", "sleep 0.1", "pid"], ["sleep 0.1", "pid", "pid"]):
+        verdicts = pool.verify_all([(item, "", "") for item in items])
+        pids |= {{v.reason for v in verdicts if v.reason}}
 threading.Timer(0.5, lambda: print(*pids, flush=True)).start()
 pool.verify_all([("spin", "", "")])
 """
