@@ -73,10 +73,6 @@ def prepare(
 
 
 def _require(observed: Observed, spec: ObjectiveSpec) -> None:
-    for option, name in (
-        (spec.kl, "reference_logprobs"),
-        (spec.entropy_coefficient, "entropy"),
-        (spec.rollout_correction, "rollout_logprobs"),
-    ):
-        if option and getattr(observed, name) is None:
+    for name, option in spec.needs.items():
+        if getattr(observed, name) is None:
             raise ValueError(f"the objective's options need {name}, which were not given: {option}")

@@ -35,6 +35,11 @@ class ObjectiveResult:
 class PolicyObjective(Protocol):
     """What the actor asks of an objective; never sees a rank."""
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """The optional arguments below that it cannot do without."""
+        ...
+
     def __call__(
         self,
         policy_logprobs: Tensor,
@@ -61,6 +66,11 @@ class Objective:
 
     spec: ObjectiveSpec
     fused: bool | None = None
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The optional arguments that its terms cannot do without."""
+        return frozenset(self.spec.needs)
 
     def __call__(
         self,

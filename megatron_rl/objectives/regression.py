@@ -29,6 +29,11 @@ class OaplObjective:
 
     beta: float = 1.0
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """No optional arguments."""
+        return frozenset()
+
     def __post_init__(self) -> None:
         check_number("beta", self.beta, minimum=0, strict=True)
 

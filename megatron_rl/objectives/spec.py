@@ -208,6 +208,16 @@ class ObjectiveSpec:
                 raise ValueError(f"{name} is {value!r}: it must be of type {allowed}")
         self._check_meaning()
 
+    @property
+    def needs(self) -> dict[str, object]:
+        """The optional inputs that an option needs, each with that option."""
+        options = {
+            "reference_logprobs": self.kl,
+            "entropy": self.entropy_coefficient,
+            "rollout_logprobs": self.rollout_correction,
+        }
+        return {name: option for name, option in options.items() if option}
+
     def _check_meaning(self) -> None:
         bounds = self.constraint if isinstance(self.constraint, Bounds) else None
         if bounds and self.weight.startswith("sequence_") and bounds.scale != "constant":
