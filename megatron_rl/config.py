@@ -52,6 +52,7 @@ class ModelSection(Section):
     """The model to train: a Hugging Face folder with config, safetensors and tokenizer."""
 
     path: str = ""
+    reference: str | None = None  # the frozen policy of objective.kl; null: `path` itself
 
 
 class DataSection(Section):
@@ -68,6 +69,8 @@ class ParallelSection(Section):
     pipeline: Count = 1
     context: Count = 1
     data: Count | None = None  # null: follows from the number of processes
+    expert: Count = 1  # of a mixture of experts: divides context * data
+    virtual_stages: Count = 1  # model chunks per pipeline stage, interleaved
     sequence: bool = True  # sequence parallelism wherever tensor > 1
 
     @property
@@ -218,6 +221,11 @@ class Config(Section):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    @property
+    def reference_path(self) -> str:
+        """The folder of the reference policy, where the objective has a KL term."""
+        return self.model.reference or self.model.path
 
     @property
     def updates_per_step(self) -> int:

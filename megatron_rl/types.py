@@ -88,6 +88,7 @@ class TokenBatch:
     advantages: Tensor  # [S] float32
     rollout_logprobs: Tensor  # [T] float32, 0 off the mask
     behavior_logprobs: Tensor | None = None  # [T] float32, 0 off the mask
+    reference_logprobs: Tensor | None = None  # the same, where the objective has a KL term
 
     def advantages_per_token(self) -> Tensor:
         """Each position's advantage, that of its sequence; [T]."""

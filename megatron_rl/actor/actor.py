@@ -77,7 +77,7 @@ class MegatronActor:
         """
         self._check(micro_batches)
         with megatron_runtime(), torch.no_grad():
-            local = self._run(micro_batches, self._keep_logprobs, forward_only=True)
+            local = self._run(micro_batches, _keep_logprobs, forward_only=True)
         packs = [self.packs.prepare(batch) for batch in micro_batches]
         flat = self._from_last_stage(local, sum(pack.layout.local_tokens for pack in packs))
         parts = flat.split([pack.layout.local_tokens for pack in packs])
@@ -102,7 +102,12 @@ class MegatronActor:
             for chunk in self.wrapped:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            reports = self._run(minibatch.micro_batches, loss, forward_only=False)
+            reports = self._run(
+                minibatch.micro_batches,
+                loss,
+                forward_only=False,
+                entropy="entropy" in objective.needs,
+            )
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * group["lr_mult"]
                 group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]
@@ -170,13 +175,15 @@ class MegatronActor:
         compute: Callable[[TokenBatch, LocalPack, Tensor], tuple[Tensor, Any]],
         *,
         forward_only: bool,
+        entropy: bool = False,
     ) -> list[Any]:
         """Walk the micro-batches by Megatron's schedule; reports of the last stage, else []."""
 
         def step(batches: Any, model: Any) -> tuple[Tensor, Any]:
             batch = next(batches)
             pack = self.packs.prepare(batch)
-            return model(pack.inputs), as_megatron_loss(partial(compute, batch, pack))
+            output = model(pack.inputs, entropy=entropy)
+            return output, as_megatron_loss(partial(compute, batch, pack))
 
         longest = max(sum(batch.lengths) for batch in micro_batches)
         return get_forward_backward_func()(
@@ -189,20 +196,17 @@ class MegatronActor:
             forward_only=forward_only,
         )
 
-    def _keep_logprobs(
-        self, batch: TokenBatch, pack: LocalPack, logprobs: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return logprobs, logprobs
-
     def _policy_loss(
         self,
         objective: PolicyObjective,
         denominators: Denominators,
         batch: TokenBatch,
         pack: LocalPack,
-        logprobs: Tensor,
+        output: Tensor,
     ) -> tuple[Tensor, Statistics]:
         assert batch.behavior_logprobs is not None, "behavior log-probs come before the update"
+        logprobs, *entropy = output  # [1|2, t]
+        reference = batch.reference_logprobs
         result = objective(
             logprobs,
             behavior_logprobs=pack.shard(batch.behavior_logprobs),
@@ -210,6 +214,8 @@ class MegatronActor:
             layout=pack.layout,
             denominators=denominators,
             rollout_logprobs=pack.shard(batch.rollout_logprobs),
+            reference_logprobs=None if reference is None else pack.shard(reference),
+            entropy=entropy[0] if entropy else None,
         )
         return result.loss, result.statistics
 
@@ -254,3 +260,8 @@ class MegatronActor:
                 last = self.topology.pp_size - 1
                 dist.broadcast(part, group=self.topology.pp_group, group_src=last)
         return total
+
+
+def _keep_logprobs(batch: TokenBatch, pack: LocalPack, output: Tensor) -> tuple[Tensor, Tensor]:
+    """Nothing to learn: the log-probs themselves are what is reported; [1, t] -> [t]."""
+    return output[0], output[0]

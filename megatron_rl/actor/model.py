@@ -76,16 +76,19 @@ class PolicyModel(GPTModel):
         self.vocab_shard = VocabShard(rows * topology.tp_rank, shape.vocab_size, topology.tp_group)
         _mark_tensor_parallel(self)
 
-    def forward(self, inputs: ModelInput) -> Tensor:
-        """Hidden states for the next stage, or on the last stage log-probs [t], 0 off the mask."""
+    def forward(self, inputs: ModelInput, *, entropy: bool = False) -> Tensor:
+        """Hidden states for the next stage; on the last stage log-probs [1, t], 0 off the mask.
+
+        With `entropy` [2, t]: log-probs, and the policy's entropies at the same positions.
+        """
         hidden = self.embedding(inputs.tokens, None) if self.pre_process else None
         hidden = self.decoder(
             hidden_states=hidden, attention_mask=None, packed_seq_params=inputs.context
         )
-        return self._compute_logprobs(hidden, inputs) if self.post_process else hidden
+        return self._run_head(hidden, inputs, entropy) if self.post_process else hidden
 
-    def _compute_logprobs(self, hidden: Tensor, inputs: ModelInput) -> Tensor:
-        """Log-probs of the labels at the response positions, float32; [t / tp, 1, h] -> [t]."""
+    def _run_head(self, hidden: Tensor, inputs: ModelInput, entropy: bool) -> Tensor:
+        """What the response positions say of their labels, float32; [t / tp, 1, h] -> [1|2, t]."""
         group = self.vocab_shard.group
         if self.config.sequence_parallel:
             # The head's gradient is one shard's part: the dual of this gather sums the parts.
@@ -98,16 +101,18 @@ class PolicyModel(GPTModel):
         weight = self.shared_embedding_or_output_weight()
         if not self.share_embeddings_and_output_weights:
             weight = self.output_layer.weight
-        values, _ = token_logprobs(
+        logprobs, entropies = token_logprobs(
             hidden,
             weight,
             inputs.labels,
             shard=self.vocab_shard,
             temperature=self.temperature,
+            entropy=entropy,
             into_main_grad=hasattr(weight, "main_grad"),
         )
-        full = values.new_zeros(inputs.tokens.shape[1])
-        return full.index_copy(0, inputs.response_positions, values)
+        values = logprobs[None] if entropies is None else torch.stack((logprobs, entropies))
+        full = values.new_zeros(len(values), inputs.tokens.shape[1])
+        return full.index_copy(1, inputs.response_positions, values)
 
 
 def _mark_tensor_parallel(model: torch.nn.Module) -> None:

@@ -129,37 +129,30 @@ def build_pack(
     rollouts: Sequence[Rollout], advantages: Tensor, *, indices: Sequence[int], alignment: int
 ) -> TokenBatch:
     """One pack of the rollouts at `indices`, in order; a filler sequence when there are none."""
-    tokens: list[int] = []
-    labels: list[int] = []
-    positions: list[int] = []
-    mask: list[bool] = []
-    logprobs: list[float] = []
-    lengths: list[int] = []
-    for index in indices:
-        prompt = rollouts[index].prompt.token_ids
-        response = rollouts[index].response
-        text = [*prompt, *response.token_ids]
-        length = padded_length(sequence_length(rollouts[index]), alignment=alignment)
-        padding = length - (len(text) - 1)
-        before = len(prompt) - 1
-        tokens += text[:-1] + [0] * padding
-        labels += text[1:] + [0] * padding
-        positions += range(length)
-        mask += [False] * before + [True] * len(response.token_ids) + [False] * padding
-        logprobs += [0.0] * before + list(response.rollout_logprobs) + [0.0] * padding
-        lengths.append(length)
-    if not lengths:
-        tokens, labels, positions = [0] * alignment, [0] * alignment, list(range(alignment))
-        mask, logprobs, lengths = [False] * alignment, [0.0] * alignment, [alignment]
+    lengths = [
+        padded_length(sequence_length(rollouts[index]), alignment=alignment) for index in indices
+    ] or [alignment]
+    tokens, labels = np.zeros((2, sum(lengths)), np.int64)
+    mask = np.zeros(sum(lengths), bool)
+    logprobs = np.zeros(sum(lengths), np.float32)
+    start = 0
+    for index, length in zip(indices, lengths, strict=False):  # a filler has no index
+        prompt, response = rollouts[index].prompt.token_ids, rollouts[index].response
+        text = np.concatenate((prompt, response.token_ids)).astype(np.int64)
+        end = start + len(text) - 1
+        tokens[start:end], labels[start:end] = text[:-1], text[1:]
+        answer = slice(start + len(prompt) - 1, end)
+        mask[answer], logprobs[answer] = True, response.rollout_logprobs
+        start += length
     return TokenBatch(
-        tokens=torch.tensor(tokens),
-        position_ids=torch.tensor(positions),
-        labels=torch.tensor(labels),
-        response_mask=torch.tensor(mask),
+        tokens=torch.from_numpy(tokens),
+        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        labels=torch.from_numpy(labels),
+        response_mask=torch.from_numpy(mask),
         lengths=tuple(lengths),
         rollout_indices=tuple(indices) or (FILLER,),
         advantages=advantages[list(indices)].float() if indices else torch.zeros(1),
-        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        rollout_logprobs=torch.from_numpy(logprobs),
     )
 
 

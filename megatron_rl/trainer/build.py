@@ -1,17 +1,18 @@
 """From a config to a trainer: every part is made here, once, and handed its settings."""
 
-from collections.abc import Callable
-
 import torch
+import torch.distributed as dist
 
 from megatron_rl.actor import platform
 from megatron_rl.actor.actor import MegatronActor
+from megatron_rl.actor.reference import ReferencePolicy
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.actor.weights import check_weights
 from megatron_rl.config import Config
 from megatron_rl.data.prompts import PromptOrder, load_prompts, load_tokenizer
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import PolicyObjective, build_objective
+from megatron_rl.resharding.architectures import read_model_shape
 from megatron_rl.resharding.resharder import ReshardSettings
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rollout.requests import check_prompts
@@ -33,6 +34,8 @@ def run_training(config: Config, *, rank: int, world_size: int) -> None:
     shape = check_settings(config, world_size=world_size)
     check_weights(config.model.path, shape)
     objective = build_objective(config.objective.name, **config.objective.overrides)
+    if "reference_logprobs" in objective.needs:
+        check_weights(config.reference_path, read_model_shape(config.reference_path))
     prompts, eval_sets = _load_prompt_sets(config)
     for some in (prompts, *eval_sets.values()):
         check_prompts(some, vocab_size=shape.vocab_size, longest=config.data.max_prompt_tokens)
@@ -45,6 +48,8 @@ def run_training(config: Config, *, rank: int, world_size: int) -> None:
         tensor=config.parallel.tensor,
         pipeline=config.parallel.pipeline,
         context=config.parallel.context,
+        expert=config.parallel.expert,
+        virtual_stages=config.parallel.virtual_stages,
         seed=config.seed,
     )
     if rank == 0:
@@ -97,6 +102,9 @@ def _build_trainer(
         actor = MegatronActor(
             config.model.path, topology=topology, settings=build_actor_settings(config, topology)
         )
+    reference = None
+    if "reference_logprobs" in objective.needs:
+        reference = ReferencePolicy(actor, config.reference_path)
     actor.sleep()  # so that vLLM, which looks at the free memory, sees what it will have
     with console.progress("starting vLLM"):
         engine = build_engine(config, topology)
@@ -104,6 +112,7 @@ def _build_trainer(
     return Trainer(
         config=config,
         actor=actor,
+        reference=reference,
         engine=engine,
         objective=objective,
         judge=judge,
@@ -113,7 +122,7 @@ def _build_trainer(
         checkpoints=CheckpointKeeper(config, directory, console, topology.rank),
         recorder=Recorder(config, writer, log, console),
         console=console,
-        clock=PhaseClock(_synchronizer(topology)),
+        clock=PhaseClock(topology.device, group=dist.group.WORLD),
     )
 
 
@@ -158,21 +167,18 @@ def compute_dtype(config: Config, topology: Topology) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.trainer.dtype]
 
 
-def _synchronizer(topology: Topology) -> Callable[[], None]:
-    if topology.device.type == "cuda":
-        return torch.cuda.synchronize
-    return lambda: None
-
-
 def _describe(config: Config, world_size: int) -> str:
     parallel = config.parallel
     replicas = world_size // parallel.model_size
     rollout, trainer = config.rollout, config.trainer
+    extra = f", expert {parallel.expert}" if parallel.expert > 1 else ""
+    if parallel.virtual_stages > 1:
+        extra += f", {parallel.virtual_stages} virtual stages"
     return (
         f"{config.run.name}: {config.objective.name}, {trainer.epochs} epochs x "
         f"{trainer.minibatches} minibatches of {rollout.prompts} prompts x "
         f"{rollout.responses_per_prompt} responses\n"
         f"{world_size} processes: Megatron tensor {parallel.tensor}, pipeline {parallel.pipeline}, "
-        f"context {parallel.context}, data {replicas}; vLLM {world_size // rollout.tensor} x "
-        f"tensor {rollout.tensor}"
+        f"context {parallel.context}, data {replicas}{extra}; "
+        f"vLLM {world_size // rollout.tensor} x tensor {rollout.tensor}"
     )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.actor.actor import MegatronActor
+from megatron_rl.actor.reference import ReferencePolicy
 from megatron_rl.config import Config
 from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.objectives import PolicyObjective
@@ -32,6 +33,7 @@ class Trainer:
 
     config: Config
     actor: MegatronActor
+    reference: ReferencePolicy | None  # only where the objective has a KL term
     engine: RolloutEngine
     objective: PolicyObjective
     judge: Judge
@@ -62,6 +64,9 @@ class Trainer:
 
         with self.clock.phase("behavior"):
             batch.freeze_behavior_logprobs(self.actor)
+        if self.reference is not None:
+            with self.clock.phase("reference"):
+                batch.freeze_reference_logprobs(self.reference)
 
         updates = UpdateMetrics()
         with self.clock.phase("train"), self.console.progress("train") as advance:

@@ -3,38 +3,58 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_rl.config import LoggingSection
+from megatron_rl.distributed.collectives import Group, reduce_max
+from megatron_rl.peak_memory import PeakMemory
 
 
 class PhaseClock:
-    """Seconds of each named phase of the current step."""
+    """Seconds and peak memory of each named phase of the current step."""
 
-    def __init__(self, synchronize: Callable[[], None]) -> None:
-        self._synchronize = synchronize  # so that queued device work is charged to its own phase
+    def __init__(self, device: torch.device | str = "cpu", *, group: Group = None) -> None:
+        self.device = torch.device(device)
+        self.group = group  # of all ranks
+        self.memory = PeakMemory(device)
         self.reset()
 
     def reset(self) -> None:
         """Forget all phases; the step begins now."""
         self.seconds: dict[str, float] = {}
+        self.peaks: dict[str, float] = {}  # bytes
         self._start = time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Charge the time of the enclosed block to `name`."""
+        """Charge the time and the peak memory of the enclosed block to `name`."""
+        self.memory.reset()
         start = time.perf_counter()
         yield
-        self._synchronize()
+        if self.device.type == "cuda":  # queued work is charged to its own phase
+            torch.cuda.synchronize(self.device)
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        self.peaks[name] = max(self.peaks.get(name, 0.0), self.memory.peak())
 
     def metrics(self) -> dict[str, float]:
-        """`time/<phase>` of every phase, and `time/step`."""
+        """`time/<phase>`, `time/step`; `memory/<phase>_peak_gib` of the rank that needed most.
+
+        Collective: every rank has walked the same phases.
+        """
         times = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
-        return times | {"time/step": time.perf_counter() - self._start}
+        peaks = reduce_max(
+            torch.tensor(list(self.peaks.values()), dtype=torch.float64), group=self.group
+        )
+        memory = {
+            f"memory/{name}_peak_gib": peak / 2**30
+            for name, peak in zip(self.peaks, peaks.tolist(), strict=True)
+        }
+        return times | {"time/step": time.perf_counter() - self._start} | memory
 
 
 class MetricLog:

@@ -55,14 +55,20 @@ def run_directory(config: Config) -> RunDirectory:
 
 
 def _objective_problems(config: Config) -> list[str]:
-    build_objective(config.objective.name, **config.objective.overrides)  # says what is wrong
-    needs = {"kl": "a frozen reference policy", "entropy_coefficient": "the policy's entropy"}
-    return [
-        f"objective.{key} needs {what}, which the trainer does not compute yet; leave it out "
-        "(the objectives themselves have it: docs/objectives.md)"
-        for key, what in needs.items()
-        if config.objective.overrides.get(key)
-    ]
+    objective = build_objective(config.objective.name, **config.objective.overrides)
+    reference = config.model.reference
+    if reference is None:
+        return []
+    if "reference_logprobs" not in objective.needs:
+        return ["model.reference is set, but the objective has no KL term: set objective.kl too"]
+    if not Path(reference).is_dir():
+        return [f"model.reference: {reference} is not a folder; give a Hugging Face model folder"]
+    if read_model_shape(reference) != read_model_shape(config.model.path):
+        return [
+            f"model.reference: {reference} is of another shape than {config.model.path}; a "
+            "reference must be the same model with other weights"
+        ]
+    return []
 
 
 def _layout_problems(config: Config, shape: ModelShape, world_size: int) -> list[str]:
@@ -78,6 +84,8 @@ def _layout_problems(config: Config, shape: ModelShape, world_size: int) -> list
         )
     problems += _divisible("parallel.tensor", parallel.tensor, _tensor_parallel_sizes(shape))
     problems += _divisible("parallel.pipeline", parallel.pipeline, {"layers": shape.num_layers})
+    problems += _virtual_stage_problems(config, shape)
+    problems += _expert_problems(config, shape, world_size)
     if world_size % config.rollout.tensor:
         problems.append(
             f"rollout.tensor={config.rollout.tensor} does not divide the {world_size} processes; "
@@ -91,6 +99,39 @@ def _layout_problems(config: Config, shape: ModelShape, world_size: int) -> list
         problems.append(
             f"a minibatch of {per_minibatch} responses cannot feed {replicas} data-parallel "
             "replicas; raise rollout.prompts or lower trainer.minibatches"
+        )
+    return problems
+
+
+def _virtual_stage_problems(config: Config, shape: ModelShape) -> list[str]:
+    stages, chunks = config.parallel.pipeline, config.parallel.virtual_stages
+    if chunks == 1:
+        return []
+    if stages == 1:
+        return [
+            f"parallel.virtual_stages={chunks} interleaves pipeline stages, but parallel.pipeline "
+            "is 1; set it to 1, or use more pipeline stages"
+        ]
+    if shape.num_layers % (stages * chunks):
+        return [
+            f"parallel.virtual_stages={chunks} * parallel.pipeline={stages} does not divide the "
+            f"model's {shape.num_layers} layers; every chunk must hold equally many"
+        ]
+    return []
+
+
+def _expert_problems(config: Config, shape: ModelShape, world_size: int) -> list[str]:
+    expert = config.parallel.expert
+    if expert == 1:
+        return []
+    if shape.experts is None:
+        return [f"parallel.expert={expert}, but the model has no experts; set it to 1"]
+    problems = _divisible("parallel.expert", expert, {"experts": shape.experts.num_experts})
+    replicas = world_size // (config.parallel.tensor * config.parallel.pipeline)
+    if replicas % expert:
+        problems.append(
+            f"parallel.expert={expert} does not divide context * data = {replicas}, over which "
+            "experts are spread; choose a divisor"
         )
     return problems
 

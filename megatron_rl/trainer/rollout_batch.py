@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.actor.actor import MegatronActor
+from megatron_rl.actor.reference import ReferencePolicy
 from megatron_rl.advantages import (
     batch_baseline_advantages,
     group_relative_advantages,
@@ -17,7 +18,7 @@ from megatron_rl.advantages import (
 from megatron_rl.config import AdvantageSection, Config
 from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.types import Minibatch, Rollout
+from megatron_rl.types import Minibatch, Rollout, TokenBatch
 
 
 @dataclass
@@ -30,23 +31,31 @@ class RolloutBatch:
     topology: Topology
     rollout_seconds: float
 
+    @property
+    def packs(self) -> list[TokenBatch]:
+        """This data-parallel rank's micro-batches of all minibatches, in order."""
+        return [pack for minibatch in self.minibatches for pack in minibatch.micro_batches]
+
     def freeze_behavior_logprobs(self, actor: MegatronActor) -> None:
         """Recompute behavior log-probs by the actor, on the very packs that training will use.
 
         The first minibatch then sees a ratio of exactly 1.
         """
-        micro_batches = [pack for minibatch in self.minibatches for pack in minibatch.micro_batches]
-        for pack, logprobs in zip(
-            micro_batches, actor.compute_logprobs(micro_batches), strict=True
-        ):
+        for pack, logprobs in zip(self.packs, actor.compute_logprobs(self.packs), strict=True):
             pack.behavior_logprobs = torch.where(pack.response_mask, logprobs, 0.0)
+
+    def freeze_reference_logprobs(self, reference: ReferencePolicy) -> None:
+        """Log-probs of the same tokens under the reference policy, for a KL term."""
+        for pack, logprobs in zip(self.packs, reference.compute_logprobs(self.packs), strict=True):
+            pack.reference_logprobs = torch.where(pack.response_mask, logprobs, 0.0)
 
     def behavior_logprobs_by_rollout(self) -> list[np.ndarray]:
         """Behavior log-probs of every rollout's response tokens, gathered from all dp ranks."""
-        packs = [pack for minibatch in self.minibatches for pack in minibatch.micro_batches]
-        values = [pack.behavior_logprobs for pack in packs if pack.behavior_logprobs is not None]
-        assert len(values) == len(packs), "behavior log-probs are not frozen yet"
-        return gather_by_rollout(packs, values, count=len(self.rollouts), topology=self.topology)
+        values = [p.behavior_logprobs for p in self.packs if p.behavior_logprobs is not None]
+        assert len(values) == len(self.packs), "behavior log-probs are not frozen yet"
+        return gather_by_rollout(
+            self.packs, values, count=len(self.rollouts), topology=self.topology
+        )
 
     def metrics(self) -> dict[str, float]:
         """Rewards, lengths and generation speed."""

@@ -20,11 +20,11 @@ WIDE = {"constraint": {"low": 0.2, "high": 0.3}}
 OBJECTIVES = {"pnpo": "tied", "gspo": "untied", "grpo": "tied"}  # and the model each trains
 
 
-def make_model(folder: Path, *, tied: bool) -> None:
+def make_model(folder: Path, *, tied: bool, seed: int = 3) -> None:
     """A random Qwen2 whose biases and norms matter."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCAB,
         hidden_size=32,

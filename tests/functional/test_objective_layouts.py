@@ -1,6 +1,10 @@
-"""Every named objective under tp 2 x pp 2 x cp 2: the loss and the update of one process."""
+"""Every named objective under tp 2 x pp 2 x cp 2: the loss and the update of one process.
+
+And the terms that need the actor's help: KL to a reference policy, and entropy.
+"""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,13 @@ from megatron_rl.objectives import OBJECTIVE_NAMES
 from tests.functional.test_actor_layouts import make_model, make_rollouts
 from tests.ranks import run_ranks
 
+CASES = {name: (name, {}) for name in OBJECTIVE_NAMES} | {
+    f"{name} with {kind} and entropy": (
+        name,
+        {"kl": {"coefficient": 0.3, "estimator": kind}, "entropy_coefficient": 0.2},
+    )
+    for name, kind in (("pnpo", "k3"), ("grpo", "k2"))
+}
 MOVED_ALIKE = 1e-2  # of the largest step of any weight
 DRIFT = 0.05  # of each token's log-prob from the behavior policy: some weights leave their bounds
 
@@ -31,6 +42,7 @@ def run_objectives(rank, world_size, root, layout):
     """One update by every objective, each from the same weights; runs on every rank."""
     from megatron_rl.actor import platform
     from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.actor.reference import ReferencePolicy
     from megatron_rl.actor.settings import ActorSettings
     from megatron_rl.data.packing import plan_minibatches
     from megatron_rl.objectives import build_objective
@@ -41,7 +53,8 @@ def run_objectives(rank, world_size, root, layout):
     generator = torch.Generator().manual_seed(2)
     noise, engine_noise = DRIFT * torch.randn(2, 16, 64, generator=generator)
     losses = {}
-    for name in OBJECTIVE_NAMES:
+    for case, (name, overrides) in CASES.items():
+        objective = build_objective(name, **overrides)
         settings = ActorSettings(
             learning_rate=3e-3, warmup_updates=0, epsilon=1e-3, weight_decay=0.0, clip_grad=0.0
         )
@@ -58,9 +71,15 @@ def run_objectives(rank, world_size, root, layout):
         for pack, logprobs in zip(packs, actor.compute_logprobs(packs), strict=True):
             pack.behavior_logprobs = _drifted(pack, logprobs, noise)
             pack.rollout_logprobs = _drifted(pack, pack.behavior_logprobs, engine_noise)
-        result = actor.update(minibatch, build_objective(name))
-        losses[name] = (result.statistics.to_metrics()["loss/policy"], result.grad_norm)
-        actor.export_hf(root / f"{world_size}" / name)
+        if "reference_logprobs" in objective.needs:
+            reference = ReferencePolicy(actor, root / "reference")
+            for pack, logprobs in zip(packs, reference.compute_logprobs(packs), strict=True):
+                pack.reference_logprobs = logprobs
+        result = actor.update(minibatch, objective)
+        metrics = result.statistics.to_metrics()
+        terms = [metrics[key] for key in sorted(metrics) if key.startswith("loss/")]
+        losses[case] = (*terms, result.grad_norm)
+        actor.export_hf(root / f"{world_size}" / case)
     return json.dumps(losses)
 
 
@@ -68,12 +87,13 @@ def run_objectives(rank, world_size, root, layout):
 def updated(tmp_path_factory):
     root = tmp_path_factory.mktemp("objectives")
     make_model(root / "model", tied=True)
+    make_model(root / "reference", tied=True, seed=4)
     one = json.loads(run_ranks(run_objectives, 1, root, (1, 1, 1))[0])
     eight = json.loads(run_ranks(run_objectives, 8, root, (2, 2, 2))[0])
     return root, one, eight
 
 
-@pytest.mark.parametrize("name", OBJECTIVE_NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_the_update_does_not_depend_on_the_layout(updated, name):
     root, one, eight = updated
     assert eight[name] == pytest.approx(one[name], rel=1e-5, abs=1e-7)
@@ -88,3 +108,15 @@ def test_the_update_does_not_depend_on_the_layout(updated, name):
 
 def _weights(folder: Path):
     return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+def test_the_optional_terms_are_there(updated):
+    _, one, _ = updated
+    for name in ("pnpo", "grpo"):
+        plain = one[name]  # policy loss, gradient norm
+        entropy, kl, policy, norm = next(one[case] for case in one if case.startswith(f"{name} w"))
+        assert policy == pytest.approx(plain[0], rel=1e-6)  # beside the policy term, not in it
+        # The reference is another random model, far away; 61 words have at most log 61 nats.
+        assert kl > 0.1
+        assert -0.2 * math.log(61) < entropy < -0.2 * 0.5
+        assert norm > 1.1 * plain[1]

@@ -67,8 +67,12 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(tmp_path):
 
 
 def test_the_exported_model_is_the_trained_one(tmp_path):
-    """Under another layout: step 2 starts from the model that a run of one step exported."""
-    arguments = (f"run.dir={tmp_path}", "run.name=a", "run.resume=auto", *SHORT)
+    """Under another layout: step 2 starts from the model that a run of one step exported.
+
+    With KL and entropy terms, whose reference stays the initial model over the resume.
+    """
+    terms = ("objective.kl={coefficient: 1.0e-3}", "objective.entropy_coefficient=1.0e-3")
+    arguments = (f"run.dir={tmp_path}", "run.name=a", "run.resume=auto", *terms, *SHORT)
     train(*arguments, "trainer.steps=1", "parallel.context=1", "parallel.tensor=2")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -76,9 +80,9 @@ def test_the_exported_model_is_the_trained_one(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a" / "model")
     before = AutoModelForCausalLM.from_pretrained(TASK / "model", dtype=torch.float32)
     # Continued with the model cut into two pipeline stages: the checkpoint does not mind.
-    train(*arguments, "trainer.steps=2", "parallel.context=1", "parallel.pipeline=2")
+    metrics = train(*arguments, "trainer.steps=2", "parallel.context=1", "parallel.pipeline=2")[-1]
     rows = pq.read_table(tmp_path / "a" / "rollouts" / "step_000002.parquet").to_pylist()[:8]
-    moved = 0.0
+    moved, kl = 0.0, []
     for row in rows:
         messages = [{"role": "user", "content": row["prompt"]}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -92,5 +96,11 @@ def test_the_exported_model_is_the_trained_one(tmp_path):
             logprobs[name] = logits.log_softmax(-1).gather(1, labels)[:, 0]
         behavior = torch.tensor(row["behavior_logprobs"])
         torch.testing.assert_close(logprobs["exported"], behavior, atol=1e-5, rtol=0)
-        moved = max(moved, (logprobs["initial"] - behavior).abs().max().item())
+        log_q = logprobs["initial"] - behavior
+        moved = max(moved, log_q.abs().max().item())
+        kl.append((torch.expm1(log_q) - log_q).mean().item())
     assert moved > 1e-3  # the comparison would notice the untrained model
+    # The penalty's mean over step 2's updates is of the size that transformers finds before them.
+    assert metrics["loss/kl"] / 1e-3 == pytest.approx(sum(kl) / len(kl), rel=0.7)
+    assert 0 < metrics["entropy"] < torch.tensor(float(model.config.vocab_size)).log()
+    assert metrics["time/reference"] > 0 and metrics["memory/train_peak_gib"] > 0.1

@@ -13,6 +13,7 @@ LAYERS = {
     "types": set(),
     "seeds": set(),
     "processes": set(),
+    "peak_memory": set(),
     "config": set(),
     "distributed": {"types"},
     "objectives": {"types", "distributed"},
@@ -24,8 +25,8 @@ LAYERS = {
     "rollout": {"types", "seeds", "distributed", "resharding"},
     "report": {"types"},
     "trainer": {
-        "types", "seeds", "config", "distributed", "objectives", "advantages", "data", "rewards",
-        "resharding", "actor", "rollout", "report",
+        "types", "seeds", "peak_memory", "config", "distributed", "objectives", "advantages",
+        "data", "rewards", "resharding", "actor", "rollout", "report",
     },
     "doctor": set(),
     "cli": {"config", "processes", "trainer", "doctor"},

@@ -4,18 +4,23 @@
 
 The same random Qwen2, the same long-tailed rollouts (lognormal lengths), the same GRPO loss and
 AdamW. The baseline pads every micro-batch to its longest sequence and materializes logits. Useful
-tokens are those of prompts and responses; padding efficiency is useful / processed. Model FLOP
-utilization needs --peak-tflops of one device; 6 FLOP per parameter and useful token, attention
-apart. On the CPU time is wall time: keep the machine idle.
+tokens are those of prompts and responses; padding efficiency is useful / processed. Utilization is
+the model's own FLOP (6 per parameter and useful token, 6 per layer, hidden unit and pair of tokens
+that causal attention lets meet; nothing for recomputation or padding) against --peak-tflops of one
+device, by default what a large matrix product reaches in this process, on as many cores as there
+are. Memory is the peak of one rank during an update, above what it holds between updates. On the
+CPU time is wall time: keep the machine idle.
 """
 
 import argparse
+import os
 import tempfile
 import time
 
 import torch
 
 from megatron_rl.data.packing import plan_minibatches, sequence_length
+from megatron_rl.peak_memory import PeakMemory
 from megatron_rl.types import Prompt, Response, Rollout, Verdict
 from tests.ranks import run_ranks
 
@@ -57,8 +62,28 @@ def make_rollouts(count, longest):
     return rollouts, torch.randn(count, generator=generator)
 
 
+def model_flop(parameters, hidden, layers, lengths):
+    """Floating-point operations that one update of sequences of these lengths needs."""
+    pairs = sum(length * (length + 1) / 2 for length in lengths)
+    return 6 * parameters * sum(lengths) + 3 * 4 * layers * hidden * pairs
+
+
+def measure_peak(rank, world_size):
+    """FLOP/s of a large matrix product in the dtype that the actor computes in."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = 8192 if device == "cuda" else 1024
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    matrix = torch.randn(size, size, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(10):
+        start = time.perf_counter()
+        float((matrix @ matrix)[0, 0])
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
 def time_actor(rank, world_size, folder, layout, args):
-    """(seconds per update, processed tokens) of one layout, on every rank."""
+    """(seconds per update, processed tokens, peak bytes) of one layout, on every rank."""
     from megatron_rl.actor import platform
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
@@ -78,13 +103,16 @@ def time_actor(rank, world_size, folder, layout, args):
     packs = minibatch.micro_batches
     for pack, logprobs in zip(packs, actor.compute_logprobs(packs), strict=True):
         pack.behavior_logprobs = logprobs
-    seconds = float("inf")
+    memory, seconds, peak = PeakMemory(topology.device), float("inf"), 0.0
     for _ in range(args.repeats):
+        memory.reset()
+        before = memory.now()
         start = time.perf_counter()
         actor.update(minibatch, build_objective("grpo"))
         seconds = min(seconds, time.perf_counter() - start)
+        peak = memory.peak() - before  # the last update's: the optimizer's state exists by then
     processed = sum(sum(pack.lengths) for pack in packs) * topology.dp_size
-    return seconds, processed
+    return seconds, processed, peak
 
 
 def time_transformers(rank, world_size, folder, args):
@@ -97,10 +125,12 @@ def time_transformers(rank, world_size, folder, args):
     rollouts, advantages = make_rollouts(args.rollouts, args.longest)
     size = max(1, args.budget // args.longest)  # sequences that fit the budget when all are longest
     total = sum(len(rollout.response.token_ids) for rollout in rollouts)
-    seconds, processed = float("inf"), 0
+    memory, seconds, processed, peak = PeakMemory(device), float("inf"), 0, 0.0
     for _ in range(args.repeats):
-        start, processed = time.perf_counter(), 0
         optimizer.zero_grad()
+        memory.reset()
+        before = memory.now()
+        start, processed = time.perf_counter(), 0
         for first in range(0, len(rollouts), size):
             some = rollouts[first : first + size]
             texts = [[*r.prompt.token_ids, *r.response.token_ids] for r in some]
@@ -118,8 +148,11 @@ def time_transformers(rank, world_size, folder, args):
             processed += tokens.numel()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
         seconds = min(seconds, time.perf_counter() - start)
-    return seconds, processed
+        peak = memory.peak() - before
+    return seconds, processed, peak
 
 
 def main():
@@ -133,15 +166,20 @@ def main():
     parser.add_argument("--budget", type=int, default=4096, help="tokens per micro-batch")
     parser.add_argument("--recompute", default="none", choices=["none", "selective", "full"])
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--peak-tflops", type=float)
+    parser.add_argument("--peak-tflops", type=float, help="of one device; default: measured")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         parameters = make_model(folder, args.hidden, args.layers)
         rollouts, _ = make_rollouts(args.rollouts, args.longest)
-        useful = sum(sequence_length(rollout) for rollout in rollouts)
+        lengths = [sequence_length(rollout) for rollout in rollouts]
+        useful = sum(lengths)
+        flop = model_flop(parameters, args.hidden, args.layers, lengths)
+        flops = args.peak_tflops * 1e12 if args.peak_tflops else run_ranks(measure_peak, 1)[0]
+        devices = torch.cuda.device_count() or os.cpu_count()
         print(f"{parameters:,} parameters, {useful:,} useful tokens in {len(rollouts)} rollouts")
-        print("| way | s per update | useful tokens/s | useful / processed | utilization |")
-        print("|---|---|---|---|---|")
+        print(f"{flop / 1e9:,.0f} GFLOP per update, {flops / 1e9:,.0f} GFLOP/s of one device")
+        print("| way | s per update | useful tokens/s | useful / processed | utilization | MiB |")
+        print("|---|---|---|---|---|---|")
         results = [("transformers", 1, run_ranks(time_transformers, 1, folder, args))]
         for text in args.layouts:
             layout = tuple(map(int, text.split(",")))
@@ -149,13 +187,13 @@ def main():
             timed = run_ranks(time_actor, ranks, folder, layout, args)
             results.append(("actor tp{} pp{} cp{} dp{}".format(*layout), ranks, timed))
         for name, ranks, timed in results:
-            seconds, processed = max(timed)
-            rate = useful / seconds
-            share = "-"
-            if args.peak_tflops:
-                share = f"{6 * parameters * rate / (args.peak_tflops * 1e12 * ranks):.1%}"
-            efficiency = useful / processed
-            print(f"| {name} | {seconds:.2f} | {rate:,.0f} | {efficiency:.3f} | {share} |")
+            seconds, processed, _ = max(timed)
+            peak = max(peak for _, _, peak in timed)
+            share = flop / (seconds * flops * min(ranks, devices))
+            print(
+                f"| {name} | {seconds:.2f} | {useful / seconds:,.0f} | {useful / processed:.3f} "
+                f"| {share:.1%} | {peak / 2**20:,.0f} |"
+            )
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ wall time on CUDA. Memory is the peak above inputs, weight and the weight's floa
 import argparse
 import multiprocessing
 import time
-from pathlib import Path
 
 import torch
 
 from megatron_rl.distributed.vocab_parallel import VocabShard, token_logprobs
+from megatron_rl.peak_memory import PeakMemory
 
 VOCAB = 151_936  # Qwen2.5
 
@@ -30,23 +30,6 @@ def tiled(hidden, weight, labels):
     return token_logprobs(hidden, weight, labels, shard=shard, into_main_grad=True)[0]
 
 
-def _reset_peak(device):
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-    Path("/proc/self/clear_refs").write_text("5")  # Linux: forget the highest resident size
-    return _resident("VmRSS")
-
-
-def _resident(key):
-    status = Path("/proc/self/status").read_text()
-    return int(status.split(f"{key}:")[1].split()[0]) * 1024
-
-
-def _peak(device):
-    return torch.cuda.max_memory_allocated() if device == "cuda" else _resident("VmHWM")
-
-
 def measure(way, tokens, hidden_size, backward, repeats, queue):
     """(seconds, peak bytes) of one way, put into `queue`."""
     torch.manual_seed(0)
@@ -60,11 +43,13 @@ def measure(way, tokens, hidden_size, backward, repeats, queue):
     function = {"materialized": materialized, "tiled": tiled}[way]
     if backward:  # the float32 buffer in which Megatron accumulates gradients
         weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
+    memory = PeakMemory(device)
     seconds, peak = float("inf"), 0.0
     clock = time.perf_counter if device == "cuda" else time.process_time
     for _ in range(repeats):
         hidden.grad = weight.grad = None
-        before = _reset_peak(device)
+        memory.reset()
+        before = memory.now()
         start = clock()
         with torch.set_grad_enabled(backward):
             out = function(hidden, weight, labels)
@@ -75,7 +60,7 @@ def measure(way, tokens, hidden_size, backward, repeats, queue):
         if device == "cuda":
             torch.cuda.synchronize()
         seconds = min(seconds, clock() - start)
-        peak = max(peak, _peak(device) - before)  # library buffers of the first run included
+        peak = max(peak, memory.peak() - before)  # library buffers of the first run included
         del out
     queue.put((seconds, peak))
 

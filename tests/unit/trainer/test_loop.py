@@ -1,7 +1,9 @@
 """The loop around fakes: what happens in which order, and with which weights."""
 
+import math
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 
 from megatron_rl.config import parse_config
@@ -50,9 +52,21 @@ class ScriptedActor:
             layout=layout,
             denominators=minibatch.denominators,
             rollout_logprobs=batch.rollout_logprobs,
+            reference_logprobs=batch.reference_logprobs,
         )
         self.updates += 1
         return UpdateResult(result.statistics, 1.0, 1e-3)
+
+
+@dataclass
+class ScriptedReference:
+    """A frozen policy half as likely as the untrained one."""
+
+    events: list
+
+    def compute_logprobs(self, micro_batches):
+        self.events.append(("reference",))
+        return [torch.full((sum(b.lengths),), -math.log(2)) for b in micro_batches]
 
 
 @dataclass
@@ -100,7 +114,7 @@ class NoCheckpoints:
         self.saved.append(step)
 
 
-def run_loop(tmp_path, *, done=0):
+def run_loop(tmp_path, *, done=0, **overrides):
     config = parse_config(
         {
             "model": {"path": "m"}, "data": {"train": "t"}, "run": {"name": "r"},
@@ -120,8 +134,9 @@ def run_loop(tmp_path, *, done=0):
     trainer = Trainer(
         config=config,
         actor=actor,
+        reference=ScriptedReference(events) if "kl" in overrides else None,
         engine=engine,
-        objective=build_objective("pnpo"),
+        objective=build_objective("pnpo", **overrides),
         judge=judge,
         prompts=PROMPTS,
         order=PromptOrder(len(PROMPTS), seed=0),
@@ -129,7 +144,7 @@ def run_loop(tmp_path, *, done=0):
         checkpoints=NoCheckpoints(done),
         recorder=Recorder(config, directory, log, console),
         console=console,
-        clock=PhaseClock(lambda: None),
+        clock=PhaseClock(),
     )
     trainer.check_engine = lambda: None  # the scripts compute nothing that could agree
     trainer.train()
@@ -154,6 +169,26 @@ def test_a_step_generates_once_freezes_once_and_reuses(tmp_path):
     assert generated[0][2] == generated[3][2]  # evaluations differ by the weights alone
     assert generated[1][2] != generated[2][2]  # rollouts of two steps do not repeat
     assert trainer.checkpoints.saved == [1, 2]
+
+
+def test_a_kl_term_scores_the_reference_once_per_rollout_batch(tmp_path):
+    events, _ = run_loop(tmp_path, kl={"coefficient": 0.5, "estimator": "k1"})
+    kinds = [event[0] for event in events]
+    assert kinds.count("reference") == 2  # two steps
+    assert kinds[kinds.index("reference") - 1] == "behavior"
+    # k1 of every token is log pi - log pi_ref: 0 + log 2 in step 1, whose policy has log-prob 0.
+    row = read_metrics(tmp_path)[1]
+    assert row["loss/kl"] == pytest.approx(0.5 * math.log(2))
+
+
+def test_phases_report_seconds_and_peak_memory(tmp_path):
+    run_loop(tmp_path)
+    row = read_metrics(tmp_path)[1]
+    phases = {key.split("/")[1] for key in row if key.startswith("time/")} - {"step"}
+    assert phases == {"rollout", "reward", "behavior", "train", "sync", "eval"}
+    for phase in phases:
+        peak = row[f"memory/{phase}_peak_gib"]
+        assert peak is None or 0.05 < peak < 24  # of this process: torch alone takes 0.1 GiB
 
 
 def test_rows_hold_the_stable_metrics(tmp_path):
