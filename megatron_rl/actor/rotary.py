@@ -4,10 +4,13 @@
     x_{i + d/2}' = x_{i + d/2} cos(p f_i) + x_i sin(p f_i),      f_i = base^(-2 i / d)
 
 Su et al., arXiv 2104.09864, in the half-split form of the models of Hugging Face transformers.
+Where the model's config stretches its context (linear, yarn, llama3) transformers' own functions
+give the frequencies, and the factor by which cosines and sines grow.
 Shapes: t local tokens, H heads, d their size.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,10 +33,33 @@ class Rotation:
 
 def build_rotation(position_ids: Tensor, shape: ModelShape, *, dtype: torch.dtype) -> Rotation:
     """The rotation of tokens at these positions [t]; angles are float32, rounded at the end."""
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-    frequencies = (1.0 / shape.rotary_base**exponents).to(position_ids.device)
-    angles = position_ids[:, None].float() * frequencies
-    return Rotation(angles.cos()[:, None].to(dtype), angles.sin()[:, None].to(dtype))
+    frequencies, factor = rotary_frequencies(shape)
+    angles = position_ids[:, None].float() * frequencies.to(position_ids.device)
+    cosine, sine = angles.cos() * factor, angles.sin() * factor
+    return Rotation(cosine[:, None].to(dtype), sine[:, None].to(dtype))
+
+
+@lru_cache
+def rotary_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
+    """Angle per position of each pair, [d / 2] on the host, and the factor of cosine and sine."""
+    if shape.rotary_scaling is None:
+        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+        return 1.0 / shape.rotary_base**exponents, 1.0
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = shape.rotary_scaling
+    parameters = dict(scaling.parameters)
+    config = LlamaConfig(  # any config would do: the functions read only these values
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_position_embeddings,
+        rope_parameters={
+            "rope_type": scaling.kind,
+            "rope_theta": shape.rotary_base,
+            **parameters,
+        },
+    )
+    return ROPE_INIT_FUNCTIONS[scaling.kind](config)
 
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:

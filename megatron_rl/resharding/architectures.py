@@ -13,6 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_rl.resharding.rotary_scaling import (
+    RotaryScaling,
+    read_rotary_base,
+    read_rotary_scaling,
+    unsupported_rotary_features,
+)
+
 # How a parameter is laid out over tensor parallelism, and of which HF tensors it consists:
 #   replicated  every rank holds all of one tensor
 #   vocabulary  rows cut evenly after padding to the layout's vocabulary size
@@ -67,6 +74,7 @@ class ModelShape:
     norm_epsilon: float
     tied_embeddings: bool
     experts: ExpertShape | None = None
+    rotary_scaling: RotaryScaling | None = None
 
     @property
     def qkv_bias(self) -> bool:
@@ -237,13 +245,8 @@ ARCHITECTURES = {
 
 def _unsupported_features(config: dict[str, Any], architecture: Architecture) -> list[str]:
     """What this config.json asks for that the tables (or Megatron-core as we build it) lack."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
     layer_types = config.get("layer_types") or []
     found = {
-        f"rope type {rope_type!r}": rope_type != "default",
-        "partial rotary embeddings": rope.get("partial_rotary_factor", 1) != 1
-        or config.get("partial_rotary_factor", 1) != 1,
         "sliding-window attention": bool(config.get("use_sliding_window"))
         or any(kind != "full_attention" for kind in layer_types),
         f"hidden_act {config.get('hidden_act')!r}": config.get("hidden_act", "silu") != "silu",
@@ -253,7 +256,8 @@ def _unsupported_features(config: dict[str, Any], architecture: Architecture) ->
         "dense layers among the experts": architecture.mixture_of_experts
         and (config.get("decoder_sparse_step", 1) != 1 or bool(config.get("mlp_only_layers"))),
     }
-    return [feature for feature, present in found.items() if present]
+    named = [feature for feature, present in found.items() if present]
+    return [*unsupported_rotary_features(config), *named]
 
 
 def read_model_shape(folder: str | Path) -> ModelShape:
@@ -282,7 +286,8 @@ def read_model_shape(folder: str | Path) -> ModelShape:
 def _build_shape(config: dict[str, Any], name: str) -> ModelShape:
     architecture = ARCHITECTURES[name]
     heads = config["num_attention_heads"]
-    rope = config.get("rope_parameters") or {}
+    scaling = read_rotary_scaling(config)
+    positions = config["max_position_embeddings"]
     experts = None
     if architecture.mixture_of_experts:
         # transformers 5 writes num_local_experts, earlier releases num_experts.
@@ -303,8 +308,9 @@ def _build_shape(config: dict[str, Any], name: str) -> ModelShape:
         head_dim=head_dim or config["hidden_size"] // heads,
         ffn_hidden_size=config["intermediate_size"],
         vocab_size=config["vocab_size"],
-        max_position_embeddings=config["max_position_embeddings"],
-        rotary_base=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
+        max_position_embeddings=scaling.extend(positions) if scaling else positions,
+        rotary_base=read_rotary_base(config),
+        rotary_scaling=scaling,
         norm_epsilon=config["rms_norm_eps"],
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         experts=experts,

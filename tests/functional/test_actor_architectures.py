@@ -26,9 +26,24 @@ EXPERTS = {
     "moe_intermediate_size": 20,
     "decoder_sparse_step": 1,
 }
+# Sequences are up to 49 tokens long: most positions lie beyond the original maximum.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 MODELS = {
-    "llama": ("LlamaConfig", {"rope_theta": 500.0}),
-    "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
+    "llama": ("LlamaConfig", {"rope_parameters": LLAMA3}),
+    "qwen3": ("Qwen3Config", {"tie_word_embeddings": True, "rope_parameters": YARN}),
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "norm_topk_prob": True}),
     "qwen3_moe_unnormalized": ("Qwen3MoeConfig", {**EXPERTS, "norm_topk_prob": False}),
 }

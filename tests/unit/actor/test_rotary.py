@@ -1,8 +1,13 @@
 """Rotary positions against their definition as a rotation of complex numbers."""
 
+import json
+from dataclasses import replace
+
+import pytest
 import torch
 
 from megatron_rl.actor.rotary import build_rotation
+from megatron_rl.resharding.architectures import read_model_shape
 from tests.unit.resharding.shapes import small_shape
 
 
@@ -21,3 +26,51 @@ def test_a_pair_is_rotated_by_position_times_frequency():
     (mine,) = torch.autograd.grad(out, x, grad, retain_graph=True)
     (theirs,) = torch.autograd.grad(want, x, grad)
     torch.testing.assert_close(mine, theirs)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+CONFIGS = {
+    "default": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "linear": {"rope_scaling": {"type": "linear", "factor": 3.0}, "rope_theta": 500.0},
+    "yarn": {"rope_parameters": {**YARN, "rope_theta": 500.0}},
+    "yarn, old names": {"rope_scaling": YARN, "rope_theta": 500.0, "rope_parameters": None},
+    "yarn, own attention factor": {"rope_scaling": {**YARN, "attention_factor": 0.8}},
+    "yarn, mscale": {"rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}},
+    "yarn, betas": {"rope_scaling": {**YARN, "beta_fast": 4, "beta_slow": 2, "truncate": False}},
+    "yarn, original maximum outside": {
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
+        "original_max_position_embeddings": 48,
+    },
+    "yarn, no original maximum": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+    "llama3": {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 16}},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_scaled_positions_are_those_of_transformers(name, tmp_path):
+    """Cosines and sines of a config.json, up to positions ten times the original maximum."""
+    from transformers import AutoConfig
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
+
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 40,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 128,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config | CONFIGS[name]))
+    theirs = Qwen2RotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
+    positions = torch.tensor([0, 1, 15, 16, 33, 127, 128, 320])
+    cosine, sine = theirs(torch.zeros(1), positions[None])  # [1, t, d], both halves alike
+    shape = read_model_shape(tmp_path)
+    mine = build_rotation(positions, shape, dtype=torch.float32)
+    torch.testing.assert_close(mine.cosine[:, 0], cosine[0, :, :16], rtol=0, atol=1e-6)
+    torch.testing.assert_close(mine.sine[:, 0], sine[0, :, :16], rtol=0, atol=1e-6)
+    plain = build_rotation(positions, replace(shape, rotary_scaling=None), dtype=torch.float32)
+    assert torch.equal(mine.cosine, plain.cosine) == (name == "default")

@@ -51,12 +51,26 @@ def test_reads_old_and_new_spelling_of_the_rotary_base(tmp_path):
     assert read_model_shape(tmp_path).rotary_base == 7e5
 
 
+def test_yarn_extends_the_positions_where_the_config_states_the_original_ones(tmp_path):
+    # Qwen2.5's model cards add 4 x 32,768 to a config of 32,768; others state the product.
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    for stated in (32768, 131072):
+        config = _config("Qwen2", rope_parameters=yarn, max_position_embeddings=stated)
+        config.save_pretrained(tmp_path)
+        assert read_model_shape(tmp_path).max_position_embeddings == 131072
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
         ({"use_sliding_window": True}, "sliding-window attention"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4}, "rope_parameters": None}, "'yarn'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "'dynamic'.*depend on the length"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "'longrope'.*depend"),
+        ({"rope_parameters": {"rope_type": "proportional"}}, "'proportional'"),
+        ({"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, "'yarn' without factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "by kind of layer"),
+        ({"partial_rotary_factor": 0.5}, "partial rotary embeddings"),
         ({"hidden_act": "gelu"}, "'gelu'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
     ],
