@@ -3,11 +3,16 @@
 Shape letters: T tokens in a pack, S sequences in a pack.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -31,14 +36,14 @@ class SamplingSettings:
     seed: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Response:
     """What the engine generated for one prompt, with the version of the weights that did."""
 
     prompt_index: int
     sample_index: int
-    token_ids: tuple[int, ...]
-    rollout_logprobs: tuple[float, ...]  # one per token, of the sampled token
+    token_ids: np.ndarray  # [L] int32
+    rollout_logprobs: np.ndarray  # [L] float32, of the sampled token
     text: str
     finish_reason: Literal["stop", "length"]
     weight_version: int

@@ -10,13 +10,13 @@ import torch.distributed as dist
 _FINISH_REASONS = ("stop", "length")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Generated:
     """One response as the engine that generated it knows it."""
 
     place: int  # in the order of the whole call
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
+    token_ids: np.ndarray  # [L] int32
+    logprobs: np.ndarray  # [L] float32
     finish_reason: str
     text: str
 
@@ -27,14 +27,12 @@ def _pack(responses: Sequence[Generated]) -> bytes:
         (r.place, len(r.token_ids), _FINISH_REASONS.index(r.finish_reason), len(text))
         for r, text in zip(responses, texts, strict=True)
     ]
-    tokens = [token for response in responses for token in response.token_ids]
-    logprobs = [value for response in responses for value in response.logprobs]
-    parts = (
+    parts: list[np.ndarray] = [
         np.array([len(responses)], np.int64),
         np.array(header, np.int64).reshape(-1),
-        np.array(tokens, np.int32),
-        np.array(logprobs, np.float32),
-    )
+        *(response.token_ids.astype(np.int32) for response in responses),
+        *(response.logprobs.astype(np.float32) for response in responses),
+    ]
     return b"".join([part.tobytes() for part in parts] + texts)
 
 
@@ -51,8 +49,8 @@ def _unpack(data: bytes) -> list[Generated]:
         responses.append(
             Generated(
                 place=place,
-                token_ids=tokens[span].tolist(),
-                logprobs=logprobs[span].tolist(),
+                token_ids=tokens[span],
+                logprobs=logprobs[span],
                 finish_reason=_FINISH_REASONS[reason],
                 text=data[text_at : text_at + text_length].decode(),
             )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -293,8 +294,8 @@ class VllmEngine:
         tokens = list(completion.token_ids)
         return Generated(
             place=place,
-            token_ids=tokens,
-            logprobs=completion.logprobs.logprobs,
+            token_ids=np.array(tokens, np.int32),
+            logprobs=np.array(completion.logprobs.logprobs, np.float32),
             finish_reason=completion.finish_reason,
             text=self._tokenizer.decode(tokens, skip_special_tokens=True)
             if self._tokenizer
@@ -308,8 +309,8 @@ class VllmEngine:
         return Response(
             prompt_index=prompts[prompt].index,
             sample_index=sample,
-            token_ids=tuple(generated.token_ids),
-            rollout_logprobs=tuple(generated.logprobs),
+            token_ids=generated.token_ids,
+            rollout_logprobs=generated.logprobs,
             text=generated.text,
             finish_reason="stop" if generated.finish_reason == "stop" else "length",
             weight_version=self._version,

@@ -218,9 +218,9 @@ def _rollout_table(rollouts: Sequence[Rollout]) -> pa.Table:
             "extracted": column(lambda r: r.verdict.extracted, pa.string()),
             "finish_reason": column(lambda r: r.response.finish_reason, pa.string()),
             "weight_version": column(lambda r: r.response.weight_version, pa.int64()),
-            "token_ids": column(lambda r: list(r.response.token_ids), pa.list_(pa.int32())),
+            "token_ids": column(lambda r: r.response.token_ids, pa.list_(pa.int32())),
             "rollout_logprobs": column(
-                lambda r: list(r.response.rollout_logprobs), pa.list_(pa.float32())
+                lambda r: r.response.rollout_logprobs, pa.list_(pa.float32())
             ),
         }
     )

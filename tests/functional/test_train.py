@@ -11,8 +11,8 @@ import torch
 from megatron_rl.trainer.metrics import read_metrics
 from tests.functional.tiny_runs import TASK, make_task, start_training, train
 
-# What a clock or a speed decides; everything else must repeat bit for bit.
-TIMED = ("time/", "sync/", "rollout/tokens_per_second")
+# What a clock or the machine decides; everything else must repeat bit for bit.
+TIMED = ("time/", "memory/", "sync/", "rollout/tokens_per_second")
 SHORT = ("rollout.prompts=16", "eval.sets={}", "logging.tensorboard=false",
          "trainer.checkpoint_every=1", "optimizer.decay=constant")  # fmt: skip
 
