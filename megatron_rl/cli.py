@@ -40,6 +40,27 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     train.add_argument("--print-config", action="store_true", help="show the resolved config, exit")
     train.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.steps=5")
     train.set_defaults(run=_train)
+    convert = commands.add_parser(
+        "convert",
+        help="a model between Hugging Face's format and a distributed checkpoint",
+        description="Convert a Hugging Face folder into a distributed checkpoint, or the other way "
+        "round; which one follows from what --from holds. Starts as many processes as the layout "
+        "needs, or joins those of torchrun or srun.",
+    )
+    convert.add_argument(
+        "--from", required=True, dest="source", metavar="PATH",
+        help="Hugging Face folder; or a checkpoint, or a run directory (its newest checkpoint)",
+    )  # fmt: skip
+    convert.add_argument("--to", required=True, dest="target", metavar="PATH", help="a new folder")
+    convert.add_argument(
+        "--like", metavar="PATH",
+        help="Hugging Face folder that gives a checkpoint's config and tokenizer; by default the "
+        "model that the checkpoint's run was trained from",
+    )  # fmt: skip
+    convert.add_argument("--dry-run", action="store_true", help="print the table of names, exit")
+    convert.add_argument("overrides", nargs="*", metavar="parallel.KEY=value",
+                         help="e.g. parallel.tensor=2")  # fmt: skip
+    convert.set_defaults(run=_convert)
     doctor = commands.add_parser("doctor", help="what this machine has and what will be used")
     doctor.set_defaults(run=_doctor)
     options, rest = parser.parse_known_args(arguments)
@@ -67,6 +88,11 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     except ValueError as error:
         _say_error(error, place)
         return 1
+    return _leave()
+
+
+def _leave() -> int:
+    """End this process well, without the interpreter's own end."""
     # vLLM and Triton only complain when the interpreter takes them down. What was registered for
     # the exit must run all the same: it ends the checkpoint writer's processes.
     atexit._run_exitfuncs()
@@ -124,6 +150,29 @@ def _default_replicas(config: Config) -> int:
     import torch
 
     return max(torch.cuda.device_count() // config.parallel.model_size, 1)
+
+
+def _convert(options: argparse.Namespace, arguments: list[str]) -> int:
+    place = None
+    try:
+        place = join_processes()
+        quiet_libraries()
+        from megatron_rl.trainer.conversion import describe_dry_run, plan_conversion, run_conversion
+
+        conversion = plan_conversion(
+            options.source, options.target, like=options.like, overrides=options.overrides
+        )
+        if options.dry_run:
+            print(describe_dry_run(conversion))
+            return 0
+        if place is None:
+            _check_devices(conversion.layout.world_size)
+            return start_processes(arguments, world_size=conversion.layout.world_size)
+        run_conversion(conversion)
+    except ValueError as error:
+        _say_error(error, place)
+        return 1
+    return _leave()
 
 
 def _doctor(options: argparse.Namespace, arguments: list[str]) -> int:

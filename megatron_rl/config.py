@@ -253,7 +253,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, not a {type(values).__name__}")
     for override in overrides or []:
-        _apply_override(values, override)
+        apply_override(values, override)
     return parse_config(values)
 
 
@@ -287,7 +287,8 @@ def _section_of(annotation: Any) -> type[Section] | None:
     return None
 
 
-def _apply_override(values: dict[str, Any], override: str) -> None:
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Put `key.path=value` into nested plain values; ConfigError where it is not of that form."""
     key, equals, text = override.partition("=")
     parts = key.strip().lstrip("-").split(".")
     if not equals or not all(parts):

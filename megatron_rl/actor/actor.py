@@ -16,14 +16,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_rl.actor.build import build_chunks, build_optimizer, wrap_chunks
-from megatron_rl.actor.checkpoint import load_checkpoint, save_checkpoint
+from megatron_rl.actor.checkpoint import load_checkpoint, load_model, save_checkpoint
 from megatron_rl.actor.loss_contract import as_megatron_loss
 from megatron_rl.actor.memory import offload_training_state, restore_training_state
 from megatron_rl.actor.packs import LocalPack, PackCache, check_pack
 from megatron_rl.actor.platform import megatron_runtime
 from megatron_rl.actor.schedule import learning_rate_at
 from megatron_rl.actor.settings import ActorSettings
-from megatron_rl.actor.weights import export_weights, load_weights
+from megatron_rl.actor.weights import export_weights, named_parameters
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives.objective import PolicyObjective
 from megatron_rl.objectives.statistics import Statistics
@@ -43,7 +43,8 @@ class UpdateResult:
 class MegatronActor:
     """A policy in Megatron-core, trained in place; every rank of the layout holds one.
 
-    model_folder: Hugging Face folder that gives shape, weights and, for exports, tokenizer files.
+    model_folder: Hugging Face folder, or one that `megatron-rl convert` made; gives shape, weights
+    and, for exports, tokenizer files.
     """
 
     fused_names = False  # parameters carry the names of Megatron's local layers
@@ -58,12 +59,7 @@ class MegatronActor:
         self.packs = PackCache(self.shape, topology, dtype=settings.dtype)
         with megatron_runtime():
             self.chunks = build_chunks(self.shape, settings=settings, topology=topology)
-            load_weights(
-                self.named_parameters_local(),
-                shape=self.shape,
-                topology=topology,
-                folder=model_folder,
-            )
+            load_model(self.chunks, shape=self.shape, topology=topology, folder=model_folder)
             self.wrapped = wrap_chunks(self.chunks, config=self.chunks[0].config)
             self.optimizer = build_optimizer(self.wrapped, settings)
         self.sequence_parallel = self.chunks[0].config.sequence_parallel
@@ -118,13 +114,7 @@ class MegatronActor:
 
     def named_parameters_local(self) -> Mapping[str, Tensor]:
         """This rank's parameters by Megatron's names, after `chunk{i}.` if there are several."""
-        if len(self.chunks) == 1:
-            return dict(self.chunks[0].named_parameters())
-        return {
-            f"chunk{index}.{name}": parameter
-            for index, chunk in enumerate(self.chunks)
-            for name, parameter in chunk.named_parameters()
-        }
+        return named_parameters(self.chunks)
 
     def sleep(self) -> None:
         """Take gradients and optimizer state off the device; log-probs can still be computed."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,14 +20,16 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_rl.actor.model import PolicyModel
+from megatron_rl.actor.stored import COMPLETE, FOLDER, STATE, is_checkpoint, read_state
+from megatron_rl.actor.weights import load_weights, named_parameters
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.resharding.architectures import ModelShape
 
-STATE = "actor.json"
-COMPLETE = "complete"
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def _sharded_state(
-    chunks: list[PolicyModel], optimizer: MegatronOptimizer, *, is_loading: bool
+    chunks: list[PolicyModel], optimizer: MegatronOptimizer | None, *, is_loading: bool
 ) -> dict[str, Any]:
     models = {
         (f"model{index}" if len(chunks) > 1 else "model"): chunk.sharded_state_dict(
@@ -34,6 +37,8 @@ def _sharded_state(
         )
         for index, chunk in enumerate(chunks)
     }
+    if optimizer is None:
+        return models
     state = optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=_METADATA)
     return {**models, "optimizer": state}
 
@@ -42,10 +47,15 @@ def save_checkpoint(
     folder: str | Path,
     *,
     chunks: list[PolicyModel],
-    optimizer: MegatronOptimizer,
-    updates: int,
+    optimizer: MegatronOptimizer | None = None,
+    updates: int = 0,
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> None:
-    """Write a complete checkpoint folder; collective, replaces a folder of the same name."""
+    """Write a complete checkpoint folder; collective, replaces a folder of the same name.
+
+    Without an optimizer it holds the weights alone. dtypes: of the Hugging Face tensors that the
+    weights came from, where nothing else will keep them.
+    """
     folder = Path(folder)
     partial = folder.with_name(f".{folder.name}.partial")
     if dist.get_rank() == 0:
@@ -57,7 +67,10 @@ def save_checkpoint(
     dist_checkpointing.save(state, str(partial), content_metadata=_METADATA)
     dist.barrier()
     if dist.get_rank() == 0:
-        (partial / STATE).write_text(json.dumps({"updates": updates}))
+        about: dict[str, Any] = {"updates": updates, "optimizer": optimizer is not None}
+        if dtypes is not None:
+            about["dtypes"] = {name: str(dtype)[6:] for name, dtype in dtypes.items()}
+        (partial / STATE).write_text(json.dumps(about))
         (partial / COMPLETE).touch()
         if folder.exists():
             shutil.rmtree(folder)
@@ -66,26 +79,39 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    folder: str | Path, *, chunks: list[PolicyModel], optimizer: MegatronOptimizer
+    folder: str | Path, *, chunks: list[PolicyModel], optimizer: MegatronOptimizer | None = None
 ) -> int:
     """Load model and optimizer in place, under any layout; returns the updates done so far.
 
-    Collective. Raises ValueError when the folder is missing or its save did not finish.
+    An optimizer that the checkpoint lacks starts afresh from the weights. Collective. Raises
+    ValueError when the folder is missing or its save did not finish.
     """
-    folder = Path(folder)
-    if not (folder / COMPLETE).is_file():
-        problem = "is not a complete checkpoint" if folder.is_dir() else "does not exist"
-        raise ValueError(f"checkpoint {folder} {problem}; choose one whose save finished")
-    wanted = _sharded_state(chunks, optimizer, is_loading=True)
+    state = read_state(folder)
+    stored = optimizer if state["optimizer"] else None
+    wanted = _sharded_state(chunks, stored, is_loading=True)
     loaded = dist_checkpointing.load(wanted, str(folder))
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[f"model{index}" if len(chunks) > 1 else "model"])
-    with mock.patch.object(
-        DistributedOptimizer, "_set_main_param_and_optimizer_states", _set_shard_states
-    ):
-        optimizer.load_state_dict(loaded["optimizer"])
-    _separate_steps(optimizer)
-    return int(json.loads((folder / STATE).read_text())["updates"])
+    if stored is not None:
+        with mock.patch.object(
+            DistributedOptimizer, "_set_main_param_and_optimizer_states", _set_shard_states
+        ):
+            stored.load_state_dict(loaded["optimizer"])
+        _separate_steps(stored)
+    elif optimizer is not None:
+        optimizer.reload_model_params()
+    return int(state["updates"])
+
+
+def load_model(
+    chunks: list[PolicyModel], *, shape: ModelShape, topology: Topology, folder: str | Path
+) -> None:
+    """Fill this rank's chunks from a model folder: of safetensors, or made by `convert`."""
+    stored = Path(folder) / FOLDER
+    if is_checkpoint(stored):
+        load_checkpoint(stored, chunks=chunks)
+    else:
+        load_weights(named_parameters(chunks), shape=shape, topology=topology, folder=folder)
 
 
 def _set_shard_states(self: DistributedOptimizer, model_param: Any, tensors: dict) -> None:

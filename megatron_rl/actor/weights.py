@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import Module
 
+from megatron_rl.actor.stored import FOLDER, check_stored, is_checkpoint, read_dtypes
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.resharding.architectures import ModelShape, tensor_shapes
 from megatron_rl.resharding.pieces import Piece
@@ -27,7 +29,12 @@ from megatron_rl.resharding.source import check_parameters, layout_of
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 4 << 30
+Progress = Callable[[int, int], None]  # (done, total)
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".gguf")
+
+
+def _silent(done: int, total: int) -> None:
+    """Progress that nobody watches."""
 
 
 class HfReader:
@@ -78,7 +85,29 @@ class HfReader:
 
 def check_weights(folder: str | Path, shape: ModelShape) -> None:
     """ValueError naming every tensor of the model that the folder lacks or has in another shape."""
-    HfReader(folder).check(shape)
+    if is_checkpoint(Path(folder) / FOLDER):
+        check_stored(Path(folder) / FOLDER, shape)
+    else:
+        HfReader(folder).check(shape)
+
+
+def stored_dtypes(folder: str | Path, shape: ModelShape) -> dict[str, torch.dtype]:
+    """The dtype of every tensor in a model folder: of safetensors, or of a converted model."""
+    if is_checkpoint(Path(folder) / FOLDER):
+        return read_dtypes(Path(folder) / FOLDER)
+    reader = HfReader(folder)
+    return {name: reader.dtype(name) for name in tensor_shapes(shape)}
+
+
+def named_parameters(chunks: Sequence[Module]) -> dict[str, Tensor]:
+    """A rank's parameters by Megatron's names, after `chunk{i}.` if there are several chunks."""
+    if len(chunks) == 1:
+        return dict(chunks[0].named_parameters())
+    return {
+        f"chunk{index}.{name}": parameter
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+    }
 
 
 def read_piece(reader: HfReader, piece: Piece) -> Tensor:
@@ -92,11 +121,17 @@ def read_piece(reader: HfReader, piece: Piece) -> Tensor:
 
 @torch.no_grad()
 def load_weights(
-    parameters: Mapping[str, Tensor], *, shape: ModelShape, topology: Topology, folder: str | Path
+    parameters: Mapping[str, Tensor],
+    *,
+    shape: ModelShape,
+    topology: Topology,
+    folder: str | Path,
+    progress: Progress = _silent,
 ) -> None:
     """Fill this rank's parameters from a Hugging Face folder; vocabulary padding becomes zero.
 
-    Raises ValueError when a tensor or a parameter is missing, extra or of the wrong shape.
+    progress: is told the number of pieces done and of all. Raises ValueError when a tensor or a
+    parameter is missing, extra or of the wrong shape.
     """
     reader = HfReader(folder)
     reader.check(shape)
@@ -106,8 +141,9 @@ def load_weights(
     for name, parameter in parameters.items():
         if "word_embeddings" in name or "output_layer" in name:
             parameter.zero_()
-    for piece in pieces:
+    for done, piece in enumerate(pieces, start=1):
         piece.of_parameter(parameters[piece.parameter]).copy_(read_piece(reader, piece))
+        progress(done, len(pieces))
 
 
 def _owners(shape: ModelShape, topology: Topology) -> dict[str, list[tuple[int, Piece]]]:
@@ -167,25 +203,31 @@ def export_weights(
     topology: Topology,
     source: str | Path,
     folder: str | Path,
+    progress: Progress = _silent,
 ) -> None:
     """Write a Hugging Face folder; config and tokenizer files are copied from `source`.
 
     Collective over all ranks. Every tensor keeps the dtype that it has in `source`. The folder
-    appears under its name only when it is complete.
+    appears under its name only when it is complete. progress: is told the number of tensors done
+    and of all.
     """
     folder = Path(folder)
     partial = folder.with_name(f".{folder.name}.partial")
-    reader = HfReader(source)
-    writer = _begin(partial, source) if topology.rank == 0 else None
-    for name, tiles in _owners(shape, topology).items():
-        dtype = reader.dtype(name)
-        whole = torch.empty(tensor_shapes(shape)[name], dtype=dtype) if writer else None
+    sizes, dtypes = tensor_shapes(shape), stored_dtypes(source, shape)
+    writer = None
+    if topology.rank == 0:
+        begin_folder(partial, source)
+        writer = _ShardWriter(partial)
+    for done, (name, tiles) in enumerate(_owners(shape, topology).items(), start=1):
+        dtype = dtypes[name]
+        whole = torch.empty(sizes[name], dtype=dtype) if writer else None
         for rank, piece in tiles:
             part = _move(piece, parameters, rank=rank, topology=topology, dtype=dtype)
             if whole is not None and part is not None:
                 piece.of_tensor(whole).copy_(part)
         if writer is not None and whole is not None:
             writer.add(name, whole)
+        progress(done, len(sizes))
     if writer is not None:
         writer.finish()
         if folder.exists():
@@ -195,15 +237,14 @@ def export_weights(
         dist.barrier()
 
 
-def _begin(partial: Path, source: str | Path) -> _ShardWriter:
-    """An empty folder with everything of `source` that is not weights."""
+def begin_folder(partial: Path, source: str | Path) -> None:
+    """Make a folder anew with every file of `source` that is not weights: config, tokenizer."""
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
     for path in Path(source).iterdir():
         if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES):
             shutil.copy2(path, partial / path.name)
-    return _ShardWriter(partial)
 
 
 def _move(

@@ -1,0 +1,209 @@
+"""`megatron-rl convert`: what is asked, whether it can be done, and the table of names."""
+
+import math
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.actor.stored import FOLDER, check_stored, is_checkpoint
+from megatron_rl.actor.weights import check_weights, stored_dtypes
+from megatron_rl.config import (
+    ConfigError,
+    ParallelSection,
+    apply_override,
+    load_config,
+    parse_config,
+)
+from megatron_rl.resharding.architectures import ModelShape, read_model_shape, tensor_shapes
+from megatron_rl.resharding.layouts import ActorLayout
+from megatron_rl.trainer.console import Console
+from megatron_rl.trainer.name_table import build_name_table, describe_shares, format_table
+from megatron_rl.trainer.run_directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One conversion that can be done: everything that a look at the files can tell is checked."""
+
+    source: Path  # a Hugging Face folder, or a folder of distributed-checkpoint files
+    target: Path
+    like: Path  # gives config, tokenizer files and dtypes; `source` itself if Hugging Face's
+    to_checkpoint: bool
+    shape: ModelShape
+    dtypes: dict[str, torch.dtype]
+    layout: ActorLayout
+
+    def describe(self) -> str:
+        """What becomes of what, in one line."""
+        kinds = ("Hugging Face folder", "distributed checkpoint")
+        kind_from, kind_to = kinds if self.to_checkpoint else kinds[::-1]
+        return f"{kind_from} {self.source} -> {kind_to} {self.target}, {self.layout}"
+
+
+def plan_conversion(
+    source: str | Path, target: str | Path, *, like: str | None, overrides: list[str]
+) -> Conversion:
+    """Find out what is to be converted, and refuse what cannot be; nothing is written.
+
+    Raises ValueError with the cure.
+    """
+    source, target = Path(source), Path(target)
+    checkpoint = _find_checkpoint(source)
+    if checkpoint is None and not (source / "config.json").is_file():
+        raise ConfigError(
+            f"--from {source} is neither a Hugging Face folder (it has no config.json) nor a "
+            "checkpoint of a run or of `convert`; give one of these, or a run directory"
+        )
+    if checkpoint is None and like is not None:
+        raise ConfigError(f"--like is for checkpoints; {source} is a Hugging Face folder itself")
+    if target.exists():
+        raise ConfigError(f"--to {target} exists and is never overwritten; choose another")
+    model = source if checkpoint is None else _find_model_folder(checkpoint, like)
+    shape = read_model_shape(model)
+    if checkpoint is None:
+        check_weights(source, shape)
+    else:
+        check_stored(checkpoint, shape)
+    conversion = Conversion(
+        source=checkpoint or source,
+        target=target,
+        like=model,
+        to_checkpoint=checkpoint is None,
+        shape=shape,
+        dtypes=stored_dtypes(model, shape),
+        layout=_read_layout(overrides, shape),
+    )
+    _check_disk(conversion)
+    return conversion
+
+
+def describe_dry_run(conversion: Conversion) -> str:
+    """What a conversion would do: its table of names, and what each process would hold."""
+    shape, layout = conversion.shape, conversion.layout
+    table = format_table(build_name_table(shape, layout, conversion.dtypes))
+    size = f"{len(conversion.dtypes)} tensors, {_mebibytes(conversion):,.1f} MiB"
+    shares = "\n".join(describe_shares(shape, layout))
+    return f"{conversion.describe()}\n\n{table}\n\n{size}\n{shares}\nnothing was written"
+
+
+def run_conversion(conversion: Conversion) -> None:
+    """Convert as one rank of the layout; collective."""
+    from megatron_rl.actor import platform
+    from megatron_rl.actor.convert import convert_to_checkpoint, convert_to_hugging_face
+
+    start = time.monotonic()
+    layout = conversion.layout
+    topology = platform.initialise(
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        context=layout.context,
+        expert=layout.expert,
+        virtual_stages=layout.virtual,
+    )
+    console = Console(speaks=topology.rank == 0)
+    console.say(conversion.describe())
+    with console.progress("converting") as progress:
+        if conversion.to_checkpoint:
+            convert_to_checkpoint(
+                conversion.source, conversion.target, topology=topology, progress=progress
+            )
+        else:
+            convert_to_hugging_face(
+                conversion.source,
+                conversion.target,
+                like=conversion.like,
+                topology=topology,
+                progress=progress,
+            )
+    console.say(
+        f"wrote {conversion.target}: {len(conversion.dtypes)} tensors, "
+        f"{_mebibytes(conversion):,.1f} MiB in {time.monotonic() - start:.0f} s"
+    )
+
+
+def _find_checkpoint(source: Path) -> Path | None:
+    """The folder of checkpoint files that this path means, if it means one."""
+    for folder in (source, source / FOLDER):
+        if is_checkpoint(folder):
+            return folder
+    newest = RunDirectory(source).latest_checkpoint()
+    return newest[1] / FOLDER if newest else None
+
+
+def _find_model_folder(checkpoint: Path, like: str | None) -> Path:
+    """The model folder that a checkpoint's weights belong to."""
+    if like is not None:
+        if not (Path(like) / "config.json").is_file():
+            raise ConfigError(f"--like {like} has no config.json; give a Hugging Face folder")
+        return Path(like)
+    if (checkpoint.parent / "config.json").is_file():  # made by `convert`
+        return checkpoint.parent
+    runs = [
+        folder for folder in checkpoint.absolute().parents if (folder / "config.yaml").is_file()
+    ]
+    cure = "name the Hugging Face folder that gives config and tokenizer by --like"
+    if not runs:
+        raise ConfigError(f"checkpoint {checkpoint} lies in no run directory; {cure}")
+    model = Path(load_config(runs[0] / "config.yaml").model.path)
+    if not (model / "config.json").is_file():
+        raise ConfigError(f"{runs[0]} was trained from {model}, which is not there now; {cure}")
+    return model
+
+
+def _read_layout(overrides: list[str], shape: ModelShape) -> ActorLayout:
+    values: dict[str, Any] = {"model": {"path": "."}, "data": {"train": "."}}
+    for override in overrides:
+        if not override.startswith("parallel."):
+            raise ConfigError(f"{override}: only parallel.* can be set here, as parallel.tensor=2")
+        apply_override(values, override)
+    return check_layout(parse_config(values).parallel, shape)
+
+
+def check_layout(parallel: ParallelSection, shape: ModelShape) -> ActorLayout:
+    """The layout of a conversion; ValueError where the model cannot be cut so."""
+    if parallel.virtual_stages > 1 and parallel.pipeline == 1:
+        raise ConfigError(
+            f"parallel.virtual_stages={parallel.virtual_stages} interleaves pipeline stages, but "
+            "parallel.pipeline is 1; set it to 1, or use more pipeline stages"
+        )
+    if parallel.expert > 1 and shape.experts is None:
+        raise ConfigError(
+            f"parallel.expert={parallel.expert}, but the model has no experts; set it to 1"
+        )
+    # Experts are spread over context * data: as many replicas as that takes, and no more.
+    least = parallel.expert // math.gcd(parallel.expert, parallel.context)
+    layout = ActorLayout(
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        context=parallel.context,
+        data=parallel.data or least,
+        virtual=parallel.virtual_stages,
+        expert=parallel.expert,
+    )
+    layout.pieces(shape, rank=0)  # says what does not fit
+    return layout
+
+
+def _check_disk(conversion: Conversion) -> None:
+    folder = conversion.target.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"--to: {folder} is not a folder that can be written; choose another")
+    needed, free = _mebibytes(conversion), shutil.disk_usage(folder).free / 2**20
+    if needed > free:
+        raise ConfigError(
+            f"--to {conversion.target}: {needed:,.0f} MiB are needed and {folder} has "
+            f"{free:,.0f} MiB free; free some, or choose another disk"
+        )
+
+
+def _mebibytes(conversion: Conversion) -> float:
+    """The size of the weights, in the dtypes that they have in Hugging Face's files."""
+    sizes, dtypes = tensor_shapes(conversion.shape), conversion.dtypes
+    return sum(math.prod(sizes[name]) * dtype.itemsize for name, dtype in dtypes.items()) / 2**20

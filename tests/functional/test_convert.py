@@ -1,0 +1,113 @@
+"""`megatron-rl convert` there and back, under other layouts: not one bit changes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.functional.test_actor_architectures import MODELS, _make_model
+from tests.functional.test_actor_layouts import make_model, make_rollouts
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+def convert(source, target, *words):
+    """Run the command; returns what it printed."""
+    command = [sys.executable, "-m", "megatron_rl.cli", "convert"]
+    command += ["--from", str(source), "--to", str(target), *words]
+    done = subprocess.run(
+        command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def assert_same_model(folder, like):
+    mine, theirs = (load_file(path / "model.safetensors") for path in (folder, like))
+    assert mine.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert mine[name].dtype == tensor.dtype, name
+        assert torch.equal(mine[name], tensor), name
+    assert (folder / "config.json").read_bytes() == (like / "config.json").read_bytes()
+
+
+def test_there_and_back_under_other_layouts(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = tmp_path / "model"
+    make_model(model, tied=False)
+    tensors = load_file(model / "model.safetensors")  # as some publish them: norms in float32
+    mixed = {key: x if "norm" in key else x.bfloat16() for key, x in tensors.items()}
+    save_file(mixed, model / "model.safetensors", metadata={"format": "pt"})
+    (model / "tokenizer.json").write_text("{}")
+
+    said = convert(model, tmp_path / "stored", "parallel.tensor=2")
+    assert f"wrote {tmp_path / 'stored'}: {len(mixed)} tensors" in said
+    assert (tmp_path / "stored" / "tokenizer.json").is_file()
+    assert not list((tmp_path / "stored").glob("*.safetensors"))
+    convert(tmp_path / "stored", tmp_path / "back", "parallel.pipeline=2")
+    assert_same_model(tmp_path / "back", model)
+    assert not list((tmp_path / "back").rglob("*.distcp"))
+    AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+
+
+def test_experts_there_and_back(tmp_path):
+    _make_model(tmp_path / "model", *MODELS["qwen3_moe"])
+    convert(tmp_path / "model", tmp_path / "stored", "parallel.expert=2")
+    convert(tmp_path / "stored", tmp_path / "back", "parallel.tensor=2")
+    assert_same_model(tmp_path / "back", tmp_path / "model")
+
+
+def _train(rank, world_size, root):
+    """Start an actor from a converted model; save and export after an update."""
+    from megatron_rl.actor import platform
+    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.data.packing import plan_minibatches
+    from megatron_rl.objectives import build_objective
+
+    root = Path(root)
+    topology = platform.initialise(tensor=world_size)
+    settings = ActorSettings(learning_rate=1e-2, warmup_updates=0)
+    plain = MegatronActor(root / "model", topology=topology, settings=settings)
+    actor = MegatronActor(root / "stored", topology=topology, settings=settings)
+    pairs = zip(
+        plain.named_parameters_local().values(),
+        actor.named_parameters_local().values(),
+        strict=True,
+    )
+    same = [torch.equal(one, other) for one, other in pairs]
+    minibatch = plan_minibatches(
+        *make_rollouts(),
+        minibatches=1,
+        tokens_per_micro_batch=160,
+        topology=topology,
+        sequence_parallel=True,
+    )[0]
+    packs = minibatch.micro_batches
+    for pack, logprobs in zip(packs, actor.compute_logprobs(packs), strict=True):
+        pack.behavior_logprobs = logprobs
+    actor.update(minibatch, build_objective("grpo"))
+    actor.save(root / "run" / "checkpoints" / "step_000001" / "actor")
+    actor.export_hf(root / "exported")
+    plain.load(root / "stored" / "actor")  # weights without an optimizer
+    return json.dumps([all(same), plain.updates])
+
+
+def test_a_run_starts_from_a_converted_model_and_its_checkpoint_converts_back(tmp_path):
+    make_model(tmp_path / "model", tied=True)
+    convert(tmp_path / "model", tmp_path / "stored", "parallel.pipeline=2")
+    for text in run_ranks(_train, 2, str(tmp_path)):
+        assert json.loads(text) == [True, 0]
+    before, after = (load_file(tmp_path / x / "model.safetensors") for x in ("model", "exported"))
+    assert not torch.equal(before["model.norm.weight"], after["model.norm.weight"])
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
+    (checkpoint / "trainer.json").write_text("{}")
+    config = f"model: {{path: {tmp_path / 'model'}}}\ndata: {{train: prompts.parquet}}\n"
+    (tmp_path / "run" / "config.yaml").write_text(config)
+    convert(tmp_path / "run", tmp_path / "back")  # its newest checkpoint, by the run's own model
+    assert_same_model(tmp_path / "back", tmp_path / "exported")
