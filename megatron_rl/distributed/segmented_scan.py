@@ -11,9 +11,13 @@ Shapes: n tokens in all segments together, R rows of W columns, K segments.
 import math
 from collections.abc import Callable
 from functools import cached_property
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+Combine = Literal["sum", "min"]  # sums are accumulated in float64
+IDENTITY: dict[Combine, float] = {"sum": 0.0, "min": math.inf}
 
 
 class SegmentedScan:
@@ -64,39 +68,61 @@ class SegmentedScan:
         row = torch.arange(self.rows, device=self._table.device) - self._table[3][segment]
         return segment * self.rows_of_longest + row
 
-    def __call__(self, x: Tensor, *, combine: str, reverse: bool = False) -> tuple[Tensor, Tensor]:
-        """Inclusive scan of every segment, and every segment's total; [n] -> ([n], [K]).
-
-        `combine` is "sum" (in float64) or "min"; `reverse` scans from the segment's end.
-        """
-        identity = 0.0 if combine == "sum" else float("inf")
+    def begin(self, x: Tensor, *, combine: Combine, reverse: bool = False) -> "StartedScan":
+        """Scan the rows and their totals: all that is known before a carry comes in; x is [n]."""
+        identity = IDENTITY[combine]
         dtype = torch.float64 if combine == "sum" else x.dtype
         rows = x.new_full((self.rows * self.width,), identity, dtype=dtype)
-        rows[self._cells] = x.to(dtype)
+        rows.scatter_(0, self._cells, x.to(dtype))
         inside = _scan_last(rows.view(self.rows, self.width), combine, reverse)  # [R, W]
 
         row_totals = inside[:, 0] if reverse else inside[:, -1]
-        shape = (self.segments, self.rows_of_longest)
-        table = x.new_full(shape, identity, dtype=dtype)
-        table.view(-1)[self._row_cells] = row_totals
-        across = _scan_last(table, combine, reverse)  # [K, rows of the longest]
+        table = x.new_full((self.segments * self.rows_of_longest,), identity, dtype=dtype)
+        table.scatter_(0, self._row_cells, row_totals)
+        across = _scan_last(table.view(self.segments, -1), combine, reverse)
         totals = across[:, 0] if reverse else across[:, -1]
+        return StartedScan(inside, _shift(across, identity, reverse), totals, combine, reverse)
 
-        before = _shift(across, identity, reverse).reshape(-1)[self._row_cells]  # [R]
-        scanned = combine_pair(inside, before[:, None], combine)
-        return scanned.reshape(-1)[self._cells], totals
+    def finish(
+        self, started: "StartedScan", *, carry: Tensor | None = None, exclusive: bool = False
+    ) -> Tensor:
+        """The scan of every segment, begun with the segment's `carry` [K]; [n].
 
-    def spread(self, per_segment: Tensor) -> Tensor:
-        """Give every token its segment's value; [K, ...] -> [n, ...]."""
-        return per_segment[self.segment_ids]
+        `exclusive` leaves each token itself out.
+        """
+        inside, before, _, combine, reverse = started
+        if carry is not None:
+            before = combine_pair(before, carry.to(before.dtype)[:, None], combine)
+        if exclusive:
+            inside = _shift(inside, IDENTITY[combine], reverse)
+        before_row = before.reshape(-1).index_select(0, self._row_cells)  # [R]
+        scanned = combine_pair(inside, before_row[:, None], combine)
+        return scanned.reshape(-1).index_select(0, self._cells)
+
+    def __call__(
+        self, x: Tensor, *, combine: Combine, reverse: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Inclusive scan of every segment, and every segment's total; [n] -> ([n], [K])."""
+        started = self.begin(x, combine=combine, reverse=reverse)
+        return self.finish(started), started.totals
 
 
-def combine_pair(x: Tensor, y: Tensor, combine: str) -> Tensor:
+class StartedScan(NamedTuple):
+    """A scan whose segments do not know yet what came before them."""
+
+    inside: Tensor  # [R, W] inclusive scan of every row
+    before: Tensor  # [K, rows of the longest] what the segment holds before each row
+    totals: Tensor  # [K]
+    combine: Combine
+    reverse: bool
+
+
+def combine_pair(x: Tensor, y: Tensor, combine: Combine) -> Tensor:
     """x + y or min(x, y)."""
     return x + y if combine == "sum" else torch.minimum(x, y)
 
 
-def _scan_last(x: Tensor, combine: str, reverse: bool) -> Tensor:
+def _scan_last(x: Tensor, combine: Combine, reverse: bool) -> Tensor:
     if reverse:
         return _scan_last(x.flip(-1), combine, False).flip(-1)
     return x.cumsum(-1) if combine == "sum" else x.cummin(-1).values

@@ -7,22 +7,31 @@ is, sequence after sequence, its early chunk followed by its late chunk.
 
 Positions and lengths come from the response mask, which every rank knows whole, so they need no
 communication. A scan over log-ratios does: each rank scans its own chunks, all ranks exchange
-one [S, 2] table of chunk totals in a single all-gather, and a running sum over the 2 * cp_size
-chunks carries what came before. Sequences are scanned apart from one another: no prefix is ever
-obtained by subtracting a larger one. Sums are accumulated in float64.
+one [S, 2, k] table of the chunk totals of k statistics in a single all-gather, and a running sum
+(or minimum) over the 2 * cp_size chunks carries what came before. Sequences are scanned apart
+from one another: no prefix is ever obtained by subtracting a larger one. Sums are accumulated in
+float64.
 
 Shapes: T tokens in the pack, t = T / cp_size on this rank, S sequences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_rl.distributed.collectives import Group, all_gather, gather_stacked, group_size
-from megatron_rl.distributed.segmented_scan import SegmentedScan
-from megatron_rl.distributed.sequence_statistics import prefix_min, prefix_sum_and_total
+from megatron_rl.distributed.segmented_scan import IDENTITY, Combine, SegmentedScan
+from megatron_rl.distributed.sequence_statistics import Scan, Scanned, scan_together
+
+
+class Carried(NamedTuple):
+    """What one statistic's chunks are told by the others."""
+
+    carry: Tensor  # [S, 2] combined totals of all chunks before the early and the late chunk
+    total: Tensor  # [S] of the whole sequences
 
 
 class SequenceLayout:
@@ -46,6 +55,7 @@ class SequenceLayout:
         self.cp_rank, self.cp_size, self.cp_group = cp_rank, cp_size, cp_group
         self.full_mask = response_mask.bool()  # [T]
         self.device = response_mask.device
+        self._remembered: dict[Callable[[SequenceLayout], Tensor], Tensor] = {}
         self._check()
         # The lengths live on the host, so every table size is known without asking the device.
         self._host_lengths = torch.tensor(self.lengths, dtype=torch.int64)  # [S]
@@ -161,6 +171,12 @@ class SequenceLayout:
         starts = self._host_lengths.cumsum(0) - self._host_lengths
         return self.local_index - self._to_device(starts)[self.sequence_ids]
 
+    def once(self, compute: Callable[["SequenceLayout"], Tensor]) -> Tensor:
+        """compute(self), remembered: for tables that follow from lengths and mask alone."""
+        if compute not in self._remembered:
+            self._remembered[compute] = compute(self)
+        return self._remembered[compute]
+
     def whole(self) -> "SequenceLayout":
         """The same pack as one process without context parallelism sees it."""
         return SequenceLayout(self.lengths, self.full_mask)
@@ -177,43 +193,51 @@ class SequenceLayout:
         stacked = all_gather(self._local(x), group=self.cp_group)
         return stacked.flatten(0, 1).index_select(0, self._gather_index)
 
+    def spread(self, per_sequence: Tensor) -> Tensor:
+        """Give every local token its sequence's value; [S] -> [t]."""
+        return per_sequence.index_select(0, self.sequence_ids)
+
+    def scan_together(self, *scans: Scan) -> list[Scanned]:
+        """Several statistics along the sequences from a single all-gather of [S, 2, scans]."""
+        for scan in scans:
+            self._local(scan.x)
+        return scan_together(self, *scans)
+
     def prefix_sum(self, x: Tensor) -> Tensor:
         """S_t = x_1 + ... + x_t over the valid decisions of each sequence; [t] -> [t]."""
-        return self.prefix_sum_and_total(x)[0]
+        return self.scan_together(Scan(x))[0].running
 
     def sequence_sum(self, x: Tensor) -> Tensor:
         """S_L, the sum over all valid decisions of the token's sequence; [t] -> [t]."""
-        return self.prefix_sum_and_total(x)[1]
-
-    def prefix_sum_and_total(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """S_t and S_L from a single all-gather; [t] -> ([t], [t])."""
-        return prefix_sum_and_total(self, self._local(x))
+        return self.spread(self.scan_together(Scan(x))[0].total).to(x.dtype)
 
     def prefix_min(self, x: Tensor, *, exclusive: bool = False) -> Tensor:
         """min of x_1, ..., x_t (of x_1, ..., x_{t-1} if exclusive; inf where none); [t] -> [t]."""
-        return prefix_min(self, self._local(x), exclusive)
+        return self.scan_together(Scan(x, "min", exclusive))[0].running
 
     def carry_in(
-        self, totals: Tensor, *, combine: str, reverse: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Each local chunk's combined total of all chunks before it (after it, if reverse).
+        self, totals: Tensor, *, combine: Sequence[Combine], reverse: bool = False
+    ) -> list[Carried]:
+        """What came before each local chunk (after it, if reverse), for k statistics at once.
 
-        The one collective of a scan: `totals` [S, 2] of this rank, early and late chunk, gathered
-        and put in the order of the 2 * cp_size chunks. Returns the carries [S, 2] and the whole
-        sequences' totals [S].
+        The one collective of a scan: `totals` [S, 2, k] of this rank, early and late chunk, is
+        gathered and put in the order of the 2 * cp_size chunks.
         """
         self._require_group()
-        gathered = gather_stacked(totals, group=self.cp_group)  # [cp, S, 2]
-        chunks = torch.cat((gathered[:, :, 0], gathered[:, :, 1].flip(0)))  # [2 cp, S]
+        gathered = gather_stacked(totals, group=self.cp_group)  # [cp, S, 2, k]
+        chunks = torch.cat((gathered[:, :, 0], gathered[:, :, 1].flip(0)))  # [2 cp, S, k]
         if reverse:
             chunks = chunks.flip(0)
-        identity = torch.full_like(chunks[:1], 0.0 if combine == "sum" else float("inf"))
-        shifted = torch.cat((identity, chunks))
-        running = shifted.cumsum(0) if combine == "sum" else shifted.cummin(0).values
         early, late = self.cp_rank, 2 * self.cp_size - 1 - self.cp_rank
         if reverse:
             early, late = late, early
-        return torch.stack((running[early], running[late]), dim=1), running[-1]
+        carried = []
+        for column, how in zip(chunks.unbind(2), combine, strict=True):
+            shifted = torch.cat((torch.full_like(column[:1], IDENTITY[how]), column))
+            running = shifted.cumsum(0) if how == "sum" else shifted.cummin(0).values
+            carry = torch.stack((running[early], running[late]), dim=1)
+            carried.append(Carried(carry, running[-1]))
+        return carried
 
     def _require_group(self) -> None:
         if group_size(self.cp_group) != self.cp_size:

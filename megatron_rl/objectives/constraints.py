@@ -23,33 +23,29 @@ class Constrained(NamedTuple):
     inside: Tensor  # [t] bool, False where the constraint changed something
 
 
-def position_scale(bounds: Bounds, layout: SequenceLayout, dtype: torch.dtype) -> Tensor | float:
-    """h(t, L): 1, sqrt(L/t) or t^p; [t] or a number."""
-    position = layout.position.clamp(min=1).to(dtype)
+def position_scale(bounds: Bounds, layout: SequenceLayout, dtype: torch.dtype) -> Tensor:
+    """h(t, L): 1, sqrt(L/t) or t^p; [t], or [] where it is constant."""
     match bounds.scale:
         case "constant":
-            return 1.0
+            return torch.ones((), dtype=dtype, device=layout.device)
         case "sqrt(L/t)":
+            position = layout.position.clamp(min=1).to(dtype)
             return torch.sqrt(layout.length.to(dtype) / position)
         case "t^p":
             assert bounds.power is not None, "checked when the bounds were made"
-            return position**bounds.power
+            return layout.position.clamp(min=1).to(dtype) ** bounds.power
     raise AssertionError(f"unknown scale {bounds.scale}")
 
 
-def log_bounds(bounds: Bounds, layout: SequenceLayout, like: Tensor) -> tuple[Tensor, Tensor]:
+def log_bounds(bounds: Bounds, layout: SequenceLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Lower and upper bound of the log-weight, both inclusive; ([t] or [], [t] or [])."""
-    infinity = torch.full_like(like, torch.inf)
-    scale = position_scale(bounds, layout, like.dtype) * torch.ones_like(like)
-    lower, upper = -infinity, infinity
+    scale = position_scale(bounds, layout, dtype)
+    upper = torch.full((), torch.inf, dtype=dtype, device=layout.device)
+    lower = -upper
     if bounds.low is not None:
         reach = bounds.low * scale
-        # 1 - low * h <= 0 bounds nothing: a ratio is positive.
-        lower = (
-            -reach
-            if bounds.space == "log"
-            else torch.where(reach < 1, torch.log1p(-reach.clamp(max=1)), -infinity)
-        )
+        # 1 - low * h <= 0 bounds nothing, a ratio is positive: log1p of -1 is -inf.
+        lower = -reach if bounds.space == "log" else torch.log1p(-reach.clamp(max=1))
     if bounds.high is not None:
         reach = bounds.high * scale
         upper = reach if bounds.space == "log" else torch.log1p(reach)
@@ -68,10 +64,10 @@ def ppo_clip(
 
     A > 0: min(r, upper) A.  A < 0: max(r, lower) A, with dual min(max(r, lower), dual) A.
     """
-    lower, upper = log_bounds(clip, layout, log_weight)
-    dual = torch.full_like(log_weight, torch.inf)
+    lower, upper = log_bounds(clip, layout, log_weight.dtype)
+    dual = torch.full_like(upper, torch.inf)
     if clip.dual is not None:
-        dual = log_bounds(_dual_bounds(clip), layout, log_weight)[1]
+        dual = log_bounds(_dual_bounds(clip), layout, log_weight.dtype)[1]
     lower = torch.where(advantages < 0, lower, -torch.inf)
     upper = torch.where(advantages > 0, upper, torch.where(advantages < 0, dual, torch.inf))
     inside = (lower <= log_weight) & (log_weight <= upper)
@@ -90,7 +86,7 @@ def hard_gate(
     gate: HardGate, log_weight: Tensor, advantages: Tensor, layout: SequenceLayout
 ) -> Constrained:
     """M r with M = 1 inside the bounds, 0 outside; never inf * 0, the exponent is gated first."""
-    lower, upper = log_bounds(gate, layout, log_weight)
+    lower, upper = log_bounds(gate, layout, log_weight.dtype)
     below, above = log_weight < lower, log_weight > upper
     if gate.sided == "advantage":
         below, above = below & (advantages < 0), above & (advantages > 0)
@@ -103,7 +99,7 @@ def truncate(
     bounds: Truncate, log_weight: Tensor, advantages: Tensor, layout: SequenceLayout
 ) -> Constrained:
     """clip(r); under the token score every token keeps its gradient."""
-    lower, upper = log_bounds(bounds, layout, log_weight)
+    lower, upper = log_bounds(bounds, layout, log_weight.dtype)
     inside = (lower <= log_weight) & (log_weight <= upper)
     weight = exponential(log_weight.clamp(lower, upper), advantages)
     return Constrained(weight, weight, inside)
@@ -113,12 +109,8 @@ def tv_filter(
     tv: TvFilter, log_weight: Tensor, advantages: Tensor, ratios: LogRatios
 ) -> Constrained:
     """Zero where A (rho - 1) > 0 in a response with mean |rho - 1| / 2 above the threshold."""
-    log_ratio = ratios.token.detach()
-    # Far beyond any threshold; keeps one extreme ratio from becoming infinite.
-    deviation = torch.expm1(log_ratio.clamp(max=60)).abs()
-    layout = ratios.layout
-    variation = layout.sequence_sum(deviation) / (2 * layout.length.clamp(min=1))
-    inside = (variation <= tv.threshold) | (advantages * log_ratio <= 0)
+    variation = ratios.total("deviation") / (2 * ratios.layout.length.clamp(min=1))
+    inside = (variation <= tv.threshold) | (advantages * ratios.token.detach() <= 0)
     weight = torch.where(inside, exponential(torch.where(inside, log_weight, 0), advantages), 0)
     return Constrained(weight, weight, inside)
 

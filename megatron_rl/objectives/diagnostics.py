@@ -1,18 +1,25 @@
 """Compute a micro-batch's Statistics with a fixed number of device operations.
 
-Shapes: t tokens on this rank.
+On a CPU they run over blocks of tokens that stay in its cache. Shapes: t tokens on this rank, b
+in a block.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import schema
+from megatron_rl.objectives.buckets import BucketTable, position_pairs
 from megatron_rl.objectives.constraints import Constrained
+from megatron_rl.objectives.inputs import Prepared
 from megatron_rl.objectives.statistics import Statistics
 from megatron_rl.objectives.weights import LogRatios
+
+CPU_BLOCK = 2**14  # tokens: a column of float64 is 128 KiB
+# Rounding of a float32 log-softmax can lift a probability of 1 slightly above 0.
+BEHAVIOR_LIMIT = 1e-4
 
 
 @dataclass(frozen=True)
@@ -33,145 +40,160 @@ class Losses:
 
 
 @dataclass(frozen=True)
-class Observed:
-    """The inputs as given, before values off the mask were dropped; [t] each."""
+class TokenColumns:
+    """What the statistics are made of; [t] or [b] each."""
 
-    policy_logprobs: Tensor
-    behavior_logprobs: Tensor
+    mask: Tensor
+    position: Tensor
+    length: Tensor
+    pair: Tensor  # of position buckets, see buckets.py
+    policy: Tensor
+    behavior: Tensor
     advantages: Tensor
-    rollout_logprobs: Tensor | None = None
-    reference_logprobs: Tensor | None = None
-    entropy: Tensor | None = None
+    log_ratio: Tensor
+    prefix_sum: Tensor
+    log_weight: Tensor  # of the objective's own weight
+    weight: Tensor  # what multiplies the advantage and the score
+    inside: Tensor
+    loss: Tensor
+    loss_policy: Tensor
+    loss_kl: Tensor | None
+    loss_entropy: Tensor | None
+    log_gap: Tensor | None
+    reference: Tensor | None
+    entropy: Tensor | None
+
+    def block(self, start: int, size: int) -> "TokenColumns":
+        """`size` tokens from `start` on."""
+        end = start + size
+        parts: dict[str, Any] = {
+            name: None if column is None else column[start:end]
+            for name, column in vars(self).items()
+        }
+        return TokenColumns(**parts)
 
 
 @torch.no_grad()
 def compute_statistics(
+    x: Prepared,
     *,
-    observed: Observed,
     losses: Losses,
+    loss: Tensor,
     ratios: LogRatios,
     log_weight: Tensor,
     constrained: Constrained,
 ) -> Statistics:
-    """The statistics of one micro-batch's tokens on this rank."""
+    """The statistics of one micro-batch's tokens on this rank; `loss` [t] is the losses' sum."""
     layout = ratios.layout
-    mask = layout.mask
-    # A fault is reported below; here it must not become an index out of range.
-    log_weight = torch.nan_to_num(torch.where(mask, log_weight.double(), 0))
-    above = ~constrained.inside & (log_weight > 0) & mask
-    below = ~constrained.inside & ~(log_weight > 0) & mask
-    gap = None
-    if observed.rollout_logprobs is not None:
-        gap = observed.behavior_logprobs.double() - observed.rollout_logprobs.double()
-        gap = torch.where(mask, gap, 0)
-    scalars = _scalar_sums(observed, losses, ratios, constrained, above, below, gap)
-    buckets = _bucket_sums(layout, log_weight, constrained.inside, above, below)
-    deviation = torch.expm1(ratios.token.double().clamp(max=700)).abs()
-    candidates = [deviation, log_weight, -log_weight, torch.zeros_like(log_weight)]
-    if gap is not None:
-        candidates[3] = gap.abs()
-    maxima = torch.where(mask, torch.stack(candidates), -torch.inf).amax(dim=1)
-    faults = _fault_places(observed, losses.total(), layout)
-    return Statistics(torch.cat((scalars, buckets)), torch.cat((maxima, faults)))
+    columns = TokenColumns(
+        mask=layout.mask,
+        position=layout.position,
+        length=layout.length,
+        pair=layout.once(position_pairs),
+        policy=x.policy,
+        behavior=x.behavior,
+        advantages=x.advantages,
+        log_ratio=ratios.token,
+        prefix_sum=ratios.prefix_sum,
+        log_weight=log_weight,
+        weight=constrained.score_weight,
+        inside=constrained.inside,
+        loss=loss,
+        loss_policy=losses.policy,
+        loss_kl=losses.kl,
+        loss_entropy=losses.entropy,
+        log_gap=x.log_gap,
+        reference=x.reference,
+        entropy=x.entropy,
+    )
+    table = BucketTable.empty(layout.device)
+    scalars, maxima, suspects = [], [], []
+    size = CPU_BLOCK if layout.device.type == "cpu" else layout.local_tokens
+    for start in range(0, layout.local_tokens, size):
+        block = columns.block(start, size)
+        table.add(block)
+        scalars.append(_scalar_sums(block))
+        maxima.append(_maxima(block))
+        suspects.append(start + _suspects(block))
+    suspect = torch.cat(suspects)
+    place = layout.sequence_ids[suspect] * schema.PLACE + layout.position[suspect]
+    faults = _faults(columns, suspect)
+    return Statistics(
+        torch.cat((torch.stack(scalars).sum(dim=0), table.margins())),
+        torch.cat(
+            (
+                torch.stack(maxima).amax(dim=0),
+                torch.where(faults, -place.double(), -torch.inf).amax(dim=1),
+            )
+        ),
+    )
 
 
-def _scalar_sums(
-    observed: Observed,
-    losses: Losses,
-    ratios: LogRatios,
-    constrained: Constrained,
-    above: Tensor,
-    below: Tensor,
-    gap: Tensor | None,
-) -> Tensor:
-    layout, advantages = ratios.layout, observed.advantages
-    every = torch.ones_like(layout.mask)
-    positive, negative = advantages > 0, advantages < 0
-    log_ratio, prefix_mean = ratios.token.double(), ratios.prefix_mean.double()
-    weight = constrained.score_weight.double().clamp(max=1e100)  # its square must be finite
+def _scalar_sums(x: TokenColumns) -> Tensor:
+    """One number for each of schema.SUMS."""
+    log_ratio = x.log_ratio.double()
     rows = {
-        "tokens": every,
-        "responses": 1 / layout.length.clamp(min=1).double(),
-        "loss_policy": losses.policy,
-        "loss_kl": losses.kl,
-        "loss_entropy": losses.entropy,
-        "inside": constrained.inside,
-        "positive": positive,
-        "negative": negative,
-        "above_positive": above & positive,
-        "above_negative": above & negative,
-        "below_positive": below & positive,
-        "below_negative": below & negative,
+        "responses": x.mask & (x.position == x.length),  # each has one last decision
+        "loss_policy": x.loss_policy,
+        "loss_kl": x.loss_kl,
+        "loss_entropy": x.loss_entropy,
         "log_ratio": log_ratio,
         "kl_to_behavior": torch.expm1(log_ratio.clamp(max=700)) - log_ratio,
-        "prefix_mean": prefix_mean,
-        "prefix_mean_squared": prefix_mean.square(),
-        "weight": weight,
-        "weight_squared": weight.square(),
-        "rollout_tokens": None if gap is None else every,
-        "rollout_gap": gap,
-        "rollout_gap_absolute": None if gap is None else gap.abs(),
-        "rollout_gap_squared": None if gap is None else gap.square(),
-        "entropy_tokens": None if observed.entropy is None else every,
-        "entropy": observed.entropy,
+        "rollout_gap_absolute": None if x.log_gap is None else x.log_gap.abs(),
+        "entropy_tokens": None if x.entropy is None else x.mask,
+        "entropy": x.entropy,
     }
-    # One row at a time: all of them at once would be [24, t] in float64.
-    return torch.stack([_masked_sum(rows[name], layout.mask) for name in schema.SUMS])
+    zero = torch.zeros((), dtype=torch.float64, device=x.mask.device)
+    return torch.stack(
+        [zero if (row := rows[name]) is None else row.double().sum() for name in schema.SUMS]
+    )
 
 
-def _masked_sum(x: Tensor | None, mask: Tensor) -> Tensor:
-    if x is None:
-        return torch.zeros((), dtype=torch.float64, device=mask.device)
-    if x.dtype == torch.bool:
-        return (x & mask).sum().double()
-    return torch.where(mask, x, 0).sum(dtype=torch.float64)
-
-
-def _bucket_sums(
-    layout: SequenceLayout, log_weight: Tensor, inside: Tensor, above: Tensor, below: Tensor
-) -> Tensor:
-    """[BUCKETS, BUCKET_SUMS] and [BUCKETS, BINS], flat."""
-    mask = layout.mask.double()
-    position = layout.position.clamp(min=1)
-    decile = (schema.DECILES * position - 1) // layout.length.clamp(min=1)
-    decile = decile.clamp(max=schema.DECILES - 1)
-    octave = torch.frexp(position.float()).exponent.long() - 1
-    # Counted once per pair of buckets; the two kinds of bucket are its margins.
-    pair = decile * schema.OCTAVES + octave.clamp(max=schema.OCTAVES - 1)
-    pairs = (schema.DECILES, schema.OCTAVES)
-    columns = (mask, inside * mask, above * mask, below * mask, log_weight, log_weight.square())
-    table = mask.new_zeros(len(columns), pairs[0] * pairs[1])
-    for row, column in zip(table, columns, strict=True):
-        row.index_add_(0, pair, column)
-    histogram = mask.new_zeros(pairs[0] * pairs[1] * schema.BINS)
-    histogram.index_add_(0, pair * schema.BINS + histogram_bin(log_weight), mask)
-    table = table.T.reshape(*pairs, -1)
-    histogram = histogram.view(*pairs, -1)
-    margins = [torch.cat((x.sum(dim=1), x.sum(dim=0))).reshape(-1) for x in (table, histogram)]
-    return torch.cat(margins)
-
-
-def histogram_bin(log_weight: Tensor) -> Tensor:
-    """The bin of each log-weight: symmetric around 0, logarithmic in its size; int64."""
-    size = torch.log10(log_weight.abs()) - schema.SMALLEST_DECADE
-    distance = torch.floor(size * schema.BINS_PER_DECADE).clamp(-1, schema.HALF - 1) + 1
-    return (schema.HALF + torch.sign(log_weight) * distance).long()
-
-
-def _fault_places(observed: Observed, loss: Tensor, layout: SequenceLayout) -> Tensor:
-    """Minus the place of the first unusable value of each kind, -inf where there is none."""
-    behavior = observed.behavior_logprobs
-    # Rounding of a float32 log-softmax can lift a probability of 1 slightly above 0.
-    faults = {
-        "policy_logprobs": ~torch.isfinite(observed.policy_logprobs),
-        "behavior_logprobs": ~torch.isfinite(behavior),
-        "behavior_logprobs_positive": behavior > 1e-4,
-        "advantages": ~torch.isfinite(observed.advantages),
-        "loss": ~torch.isfinite(loss),
+def _maxima(x: TokenColumns) -> Tensor:
+    """One number for each of schema.MAXIMA; log-ratio and gap are 0 off the mask."""
+    least, most = torch.aminmax(x.log_ratio)
+    zero = torch.zeros_like(most)
+    numbers = {
+        "log_ratio": most,
+        "minus_log_ratio": -least,
+        "log_weight": torch.where(x.mask, x.log_weight, -torch.inf).amax(),
+        "minus_log_weight": -torch.where(x.mask, x.log_weight, torch.inf).amin(),
+        "rollout_gap": zero if x.log_gap is None else x.log_gap.abs().amax(),
     }
-    for name in ("rollout_logprobs", "reference_logprobs"):
-        given = getattr(observed, name)
-        faults[name] = torch.zeros_like(layout.mask) if given is None else ~torch.isfinite(given)
-    places = (layout.sequence_ids * schema.PLACE + layout.position).double()
-    found = torch.stack([faults[name] for name in schema.FAULTS]) & layout.mask
-    return torch.where(found, -places, -torch.inf).amax(dim=1)
+    return torch.stack([numbers[name].double() for name in schema.MAXIMA])
+
+
+def _suspects(x: TokenColumns) -> Tensor:
+    """The first token with an unusable input and the first with an unusable loss; [2].
+
+    Any token where there is none: `_faults` decides. One pass over a sum instead of one per input:
+    a sum is not finite if one of its terms is not.
+    """
+    inputs = x.policy + x.behavior + x.advantages
+    for given in (x.log_gap, x.reference, x.entropy):
+        if given is not None:
+            inputs = inputs + given
+    bad = _not_finite(inputs) | (x.behavior > BEHAVIOR_LIMIT)
+    return torch.stack((bad, _not_finite(x.loss))).byte().argmax(dim=1)
+
+
+def _faults(x: TokenColumns, index: Tensor) -> Tensor:
+    """Which of schema.FAULTS the tokens `index` [n] have; [FAULTS, n] bool."""
+    columns = {
+        "policy_logprobs": x.policy,
+        "behavior_logprobs": x.behavior,
+        "advantages": x.advantages,
+        "rollout_logprobs": x.log_gap,
+        "reference_logprobs": x.reference,
+        "entropy": x.entropy,
+        "loss": x.loss,
+    }
+    none = torch.zeros_like(index, dtype=torch.bool)
+    found = {k: none if v is None else _not_finite(v[index]) for k, v in columns.items()}
+    found["behavior_logprobs_positive"] = x.behavior[index] > BEHAVIOR_LIMIT
+    return torch.stack([found[name] for name in schema.FAULTS])
+
+
+def _not_finite(x: Tensor) -> Tensor:
+    """~isfinite(x) in two passes: x - x is 0, and nan for what is not finite; bool."""
+    return (x - x) != 0

@@ -8,6 +8,7 @@ not. Shapes: t tokens on this rank.
 import functools
 import importlib.util
 import struct
+import warnings
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import schema
-from megatron_rl.objectives.diagnostics import Observed
+from megatron_rl.objectives.buckets import bucket_margins, position_pairs
+from megatron_rl.objectives.inputs import Observed
 from megatron_rl.objectives.spec import (
     CONSTRAINTS,
     Bounds,
@@ -33,9 +35,27 @@ BLOCK = 512  # tokens per program
 
 
 @functools.cache
-def triton_is_installed() -> bool:
-    """Whether Triton can be imported; its absence is not an error."""
-    return importlib.util.find_spec("triton") is not None
+def triton_works(device: str = "cuda") -> bool:
+    """Whether Triton is installed and can build and start a kernel there.
+
+    Without Triton the torch path is silent; with one that fails (no C compiler, an unknown
+    device) it warns once: the objective is right either way, and slower.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        from megatron_rl.objectives.fused_kernel import probe_kernel
+
+        result = torch.zeros(1, dtype=torch.int32, device=device)
+        probe_kernel[(1,)](result)
+        return bool(result.item() == 1)
+    except Exception as problem:  # noqa: BLE001 - a compiler, a driver or a linker may raise anything
+        warnings.warn(
+            f"Triton is installed but runs no kernel on {device} ({type(problem).__name__}: "
+            f"{problem}): objectives are evaluated by torch calls instead of one kernel",
+            stacklevel=2,
+        )
+        return False
 
 
 def covers(spec: ObjectiveSpec) -> bool:
@@ -59,8 +79,7 @@ def weight_statistic(spec: ObjectiveSpec, ratios: LogRatios) -> tuple[Tensor, st
             return ratios.sequence_sum, "L"
         case "sequence_product":
             return ratios.sequence_sum, "1"
-    smallest = ratios.layout.prefix_min(ratios.token, exclusive=True)
-    return ratios.token + torch.where(smallest < torch.inf, smallest, 0), "1"
+    return ratios.prefix_min, "1"
 
 
 class _TokenTerm(torch.autograd.Function):
@@ -97,8 +116,11 @@ def launch(
     statistic, divisor = weight_statistic(spec, ratios)
     scalars = policy.new_empty((programs, len(schema.SUMS)), dtype=torch.float64)
     maxima = policy.new_empty((programs, schema.MAXIMA_SIZE), dtype=torch.float64)
-    tables = policy.new_zeros(schema.SUMS_SIZE - len(schema.SUMS), dtype=torch.float64)
-    split = schema.BUCKETS * len(schema.BUCKET_SUMS)
+    counts = policy.new_zeros((schema.BUCKETS, len(schema.COUNTS)), dtype=torch.float64)
+    columns = policy.new_zeros(
+        (schema.BUCKETS, len(schema.BUCKET_SUMS) - len(schema.COUNTS)), dtype=torch.float64
+    )
+    histogram = policy.new_zeros((schema.PAIRS, schema.BINS), dtype=torch.int32)
     loss, slope = torch.empty_like(policy), torch.empty_like(policy)
     bounds = spec.constraint if isinstance(spec.constraint, Bounds) else Bounds(low=None, high=None)
     rollout = observed.rollout_logprobs
@@ -107,13 +129,27 @@ def launch(
         observed.advantages.contiguous(), policy if rollout is None else rollout.contiguous(),
         statistic, ratios.prefix_sum,
         layout.mask, layout.position, layout.length, layout.sequence_ids,
-        loss, slope, scalars, maxima, tables[:split], tables[split:],
+        layout.once(position_pairs),
+        loss, slope, scalars, maxima, counts, columns, histogram,
         layout.local_tokens, *_denominator(spec, denominators),
         HAS_ROLLOUT=rollout is not None,
         WEIGHT_DIVISOR=divisor,
         **compile_time_choices(spec, bounds),
     )  # fmt: skip
+    tables = _bucket_tables(counts, columns, histogram, has_rollout=rollout is not None)
     return loss, slope, torch.cat((scalars.sum(dim=0), tables)), maxima.amax(dim=0)
+
+
+def _bucket_tables(
+    counts: Tensor, columns: Tensor, histogram: Tensor, *, has_rollout: bool
+) -> Tensor:
+    """[BUCKETS, BUCKET_SUMS] and [BUCKETS, BINS], flat, from what the kernel added up."""
+    tokens = counts.sum(dim=1)  # [BUCKETS]
+    if has_rollout:
+        columns[:, -1] = tokens
+    bins = bucket_margins(histogram.double()).view(schema.BUCKETS, schema.BINS)
+    bins[:, schema.HALF] = tokens - bins.sum(dim=1)  # log-weights of 0 are not added one by one
+    return torch.cat((torch.cat((counts, columns), dim=1).reshape(-1), bins.reshape(-1)))
 
 
 def compile_time_choices(spec: ObjectiveSpec, bounds: Bounds) -> dict[str, Any]:

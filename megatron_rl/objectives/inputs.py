@@ -10,9 +10,20 @@ import torch
 from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.objectives.diagnostics import Observed
 from megatron_rl.objectives.spec import ObjectiveSpec
 from megatron_rl.types import Denominators
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The inputs as given, whatever they are off the mask; [t] each."""
+
+    policy_logprobs: Tensor
+    behavior_logprobs: Tensor
+    advantages: Tensor
+    rollout_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+    entropy: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -22,9 +33,9 @@ class Prepared:
     policy: Tensor
     behavior: Tensor
     advantages: Tensor
-    reference: Tensor
-    entropy: Tensor
-    log_gap: Tensor  # behavior minus rollout log-probability
+    reference: Tensor | None
+    entropy: Tensor | None
+    log_gap: Tensor | None  # behavior minus rollout log-probability
 
 
 def prepare(
@@ -57,18 +68,18 @@ def prepare(
     dtype = torch.promote_types(observed.policy_logprobs.dtype, torch.float32)
     zero = torch.zeros((), dtype=dtype, device=layout.device)
 
-    def masked(x: Tensor | None) -> Tensor:
-        return zero if x is None else torch.where(layout.mask, x.to(dtype), zero)
+    def masked(x: Tensor) -> Tensor:
+        return torch.where(layout.mask, x.to(dtype), zero)
 
-    behavior = masked(observed.behavior_logprobs).detach()
-    rollout = observed.rollout_logprobs
+    behavior = masked(observed.behavior_logprobs.detach())
+    rollout, reference = observed.rollout_logprobs, observed.reference_logprobs
     return Prepared(
         policy=masked(observed.policy_logprobs),
         behavior=behavior,
-        advantages=masked(observed.advantages).detach(),
-        reference=masked(observed.reference_logprobs).detach(),
-        entropy=masked(observed.entropy),
-        log_gap=zero if rollout is None else behavior - masked(rollout).detach(),
+        advantages=masked(observed.advantages.detach()),
+        reference=None if reference is None else masked(reference.detach()),
+        entropy=None if observed.entropy is None else masked(observed.entropy),
+        log_gap=None if rollout is None else behavior - masked(rollout.detach()),
     )
 
 

@@ -15,8 +15,8 @@ from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import fused
 from megatron_rl.objectives.aggregation import token_denominator
 from megatron_rl.objectives.constraints import apply_constraint
-from megatron_rl.objectives.diagnostics import Losses, Observed, compute_statistics
-from megatron_rl.objectives.inputs import Prepared, prepare
+from megatron_rl.objectives.diagnostics import Losses, compute_statistics
+from megatron_rl.objectives.inputs import Observed, Prepared, prepare
 from megatron_rl.objectives.spec import ObjectiveSpec
 from megatron_rl.objectives.statistics import Statistics
 from megatron_rl.objectives.terms import kl_penalty, rollout_factor
@@ -61,7 +61,7 @@ class Objective:
     """A policy objective as a function of log-probabilities.
 
     `fused` says whether the Triton kernel computes the token-level part; None: on CUDA, where
-    Triton is installed and the kernel covers the objective.
+    Triton works and the kernel covers the objective.
     """
 
     spec: ObjectiveSpec
@@ -103,7 +103,7 @@ class Objective:
 
         # Under the token score weight, gate and advantage are constants: no backward scan.
         policy = x.policy.detach() if spec.score == "token" else x.policy
-        ratios = LogRatios.of(policy - x.behavior, layout)
+        ratios = LogRatios.of(policy - x.behavior, layout, spec=spec, log_gap=x.log_gap)
         if self._use_fused(policy):
             return ObjectiveResult(*fused.evaluate(spec, observed, x.policy, ratios, denominators))
         log_weight = compute_log_weight(spec.weight, ratios)
@@ -117,21 +117,28 @@ class Objective:
         else:  # weight * A
             term = constrained.weight * x.advantages
         if spec.rollout_correction is not None:
-            term = term * rollout_factor(spec.rollout_correction, x.log_gap, layout)
+            assert x.log_gap is not None, "checked with the inputs"
+            term = term * rollout_factor(spec.rollout_correction, x.log_gap, ratios)
 
         losses = self._losses(x, term, layout, denominators)
+        loss = losses.total()
         statistics = compute_statistics(
-            observed=observed,
+            x,
             losses=losses,
+            loss=loss,
             ratios=ratios,
             log_weight=log_weight,
             constrained=constrained,
         )
-        return ObjectiveResult(losses.total(), statistics)
+        return ObjectiveResult(loss, statistics)
 
     def _use_fused(self, policy: Tensor) -> bool:
         if self.fused is None:
-            return policy.is_cuda and fused.triton_is_installed() and fused.covers(self.spec)
+            return (
+                policy.is_cuda
+                and fused.triton_works(str(policy.device))
+                and fused.covers(self.spec)
+            )
         if self.fused and not fused.covers(self.spec):
             raise ValueError(f"the fused kernel does not cover {self.spec}: leave `fused` out")
         return self.fused
@@ -144,10 +151,12 @@ class Objective:
         policy = -torch.where(layout.mask, term / denominator, 0)
         kl = entropy = None
         if spec.kl is not None:
+            assert x.reference is not None, "checked with the inputs"
             penalty = kl_penalty(
                 spec.kl, x.policy, behavior_logprobs=x.behavior, reference_logprobs=x.reference
             )
             kl = torch.where(layout.mask, penalty / denominator, 0)
         if spec.entropy_coefficient:
+            assert x.entropy is not None, "checked with the inputs"
             entropy = -spec.entropy_coefficient * x.entropy / denominator
         return Losses(policy, kl, entropy)

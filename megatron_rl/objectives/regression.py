@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives.constraints import Constrained
-from megatron_rl.objectives.diagnostics import Losses, Observed, compute_statistics
-from megatron_rl.objectives.inputs import prepare
+from megatron_rl.objectives.diagnostics import Losses, compute_statistics
+from megatron_rl.objectives.inputs import Observed, prepare
 from megatron_rl.objectives.objective import ObjectiveResult
 from megatron_rl.objectives.spec import check_number
 from megatron_rl.objectives.weights import LogRatios
@@ -60,15 +60,17 @@ class OaplObjective:
         )
         x = prepare(observed, layout, denominators)
         ratios = LogRatios.of(x.policy - x.behavior, layout)
-        square = (self.beta * ratios.sequence_sum - x.advantages).square()
+        sequence_sum = ratios.sequence_sum
+        square = (self.beta * sequence_sum - x.advantages).square()
         loss = square / (layout.length.clamp(min=1) * denominators.responses)
         losses = Losses(torch.where(layout.mask, loss, 0))
         one = torch.ones_like(ratios.token)
         statistics = compute_statistics(
-            observed=observed,
+            x,
             losses=losses,
+            loss=losses.policy,
             ratios=ratios,
-            log_weight=ratios.sequence_sum,
+            log_weight=sequence_sum,
             constrained=Constrained(one, one, one.bool()),
         )
-        return ObjectiveResult(losses.total(), statistics)
+        return ObjectiveResult(losses.policy, statistics)

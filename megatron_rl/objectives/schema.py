@@ -1,38 +1,37 @@
 """Which sums and maxima a Statistics holds, and in which order.
 
-Quantiles come from histograms of the log-weight with eight bins per decade, so they are exact up
-to a bin (a factor of 1.33). Position buckets: ten of t/L (bucket d holds t/L in (d/10, (d+1)/10])
-and one per power of two of t (bucket b holds 2^b <= t < 2^(b+1)).
+Position buckets: ten of t/L (bucket d holds t/L in (d/10, (d+1)/10]) and one per power of two of t
+(bucket b holds 2^b <= t < 2^(b+1)). Every bucket has a row of sums and a histogram of log w_t. A
+histogram's bins are symmetric around 0 and follow the bits of a float32: its exponent and the
+first two bits of its mantissa, so quantiles are exact up to a factor of 1.25.
 """
 
+# Whole batch; everything else about it is the sum over the ten buckets of t/L.
 SUMS = (
-    "tokens",
     "responses",
     "loss_policy",
     "loss_kl",
     "loss_entropy",
-    "inside",
-    "positive",  # tokens with A > 0
-    "negative",  # tokens with A < 0
-    "above_positive",  # rejected above the upper bound with A > 0
-    "above_negative",
-    "below_positive",
-    "below_negative",
     "log_ratio",
     "kl_to_behavior",  # k3 of policy against behavior, from the behavior's samples
-    "prefix_mean",
-    "prefix_mean_squared",
-    "weight",  # after the constraint, 0 where rejected
-    "weight_squared",
-    "rollout_tokens",  # tokens that came with the engine's log-probability
-    "rollout_gap",  # behavior minus rollout
     "rollout_gap_absolute",
-    "rollout_gap_squared",
-    "entropy_tokens",
+    "entropy_tokens",  # tokens that came with an entropy
     "entropy",
 )
-BUCKET_SUMS = ("tokens", "inside", "above", "below", "log_weight", "log_weight_squared")
-MAXIMA = ("deviation", "log_weight", "minus_log_weight", "rollout_gap")
+# What the constraint did (above: rejected above the upper bound), by the sign of the advantage.
+SIDES, SIGNS = ("inside", "above", "below"), ("positive", "zero", "negative")
+COUNTS = tuple(f"{side}_{sign}" for side in SIDES for sign in SIGNS)
+BUCKET_SUMS = (
+    *COUNTS,
+    "log_w",  # S_t / t
+    "log_w_squared",
+    "weight",  # the objective's own, after the constraint, 0 where rejected
+    "weight_squared",
+    "rollout_gap",  # behavior minus rollout
+    "rollout_gap_squared",
+    "rollout_tokens",  # tokens that came with the engine's log-probability
+)
+MAXIMA = ("log_ratio", "minus_log_ratio", "log_weight", "minus_log_weight", "rollout_gap")
 # Each fault's entry is minus its place (sequence * PLACE + position), so the first one wins.
 FAULTS = {
     "policy_logprobs": "is not finite",
@@ -41,6 +40,7 @@ FAULTS = {
     "advantages": "is not finite",
     "rollout_logprobs": "is not finite",
     "reference_logprobs": "is not finite",
+    "entropy": "is not finite",
     "loss": "is not finite although all inputs are: its weight overflows, the log-ratios are too "
     "large for an objective without an upper bound",
 }
@@ -49,9 +49,10 @@ PLACE = 2**32
 DECILES = 10
 OCTAVES = 24
 BUCKETS = DECILES + OCTAVES
-BINS_PER_DECADE = 8
-SMALLEST_DECADE, DECADES = -6, 8  # |log w| from 1e-6 to 1e2
-HALF = BINS_PER_DECADE * DECADES
+PAIRS = DECILES * OCTAVES
+SMALLEST_EXPONENT, EXPONENTS = -20, 27  # |log w| from 2^-20 (1e-6) to 2^7 (128)
+BINS_PER_OCTAVE = 4
+HALF = BINS_PER_OCTAVE * EXPONENTS
 BINS = 2 * HALF + 1
 
 SUMS_SIZE = len(SUMS) + BUCKETS * len(BUCKET_SUMS) + BUCKETS * BINS

@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives.spec import KlPenalty, RolloutCorrection
+from megatron_rl.objectives.weights import LogRatios
 
 
 def kl_penalty(
@@ -30,17 +30,15 @@ def kl_penalty(
 
 
 @torch.no_grad()
-def rollout_factor(
-    correction: RolloutCorrection, log_gap: Tensor, layout: SequenceLayout
-) -> Tensor:
+def rollout_factor(correction: RolloutCorrection, log_gap: Tensor, ratios: LogRatios) -> Tensor:
     """The constant that multiplies a token's policy term; [t].
 
     `log_gap` [t] is behavior minus rollout log-probability, 0 off the mask.
     """
     if correction.level != "token":
-        log_gap = layout.sequence_sum(log_gap)
-        if correction.level == "sequence_mean":
-            log_gap = log_gap / layout.length.clamp(min=1)
+        log_gap = ratios.total("log_gap")
+    if correction.level == "sequence_mean":
+        log_gap = log_gap / ratios.layout.length.clamp(min=1)
     low = -math.inf if correction.low is None else math.log(correction.low)
     high = math.log(correction.high)
     truncated = torch.exp(log_gap.clamp(low, high))

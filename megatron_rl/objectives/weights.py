@@ -4,30 +4,60 @@ With l_t the log-ratio of the t-th valid decision, S_t = l_1 + ... + l_t, L deci
 Shapes: t tokens on this rank.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.objectives.spec import Weight
+from megatron_rl.distributed.sequence_statistics import Scan, Scanned
+from megatron_rl.objectives.spec import ObjectiveSpec, TvFilter, Weight
 
 
 @dataclass(frozen=True)
 class LogRatios:
-    """Log-ratios of one micro-batch with their running and total sums; zero off the mask."""
+    """Log-ratios of one micro-batch and everything that is scanned along its sequences."""
 
     token: Tensor  # [t] l_t
     prefix_sum: Tensor  # [t] S_t
-    sequence_sum: Tensor  # [t] S_L
     layout: SequenceLayout
+    scanned: dict[str, Scanned] = field(repr=False)
 
     @classmethod
-    def of(cls, log_ratio: Tensor, layout: SequenceLayout) -> "LogRatios":
-        """Scan the log-ratios once: one all-gather for both sums."""
-        log_ratio = torch.where(layout.mask, log_ratio, 0)
-        prefix_sum, sequence_sum = layout.prefix_sum_and_total(log_ratio)
-        return cls(log_ratio, prefix_sum, sequence_sum, layout)
+    def of(
+        cls,
+        log_ratio: Tensor,
+        layout: SequenceLayout,
+        *,
+        spec: ObjectiveSpec | None = None,
+        log_gap: Tensor | None = None,
+    ) -> "LogRatios":
+        """Scan what the objective needs, all with one all-gather; tensors are [t].
+
+        `log_gap` is behavior minus rollout log-probability, for a rollout correction.
+        """
+        scans = {"log_ratio": Scan(log_ratio)}
+        if spec is not None:
+            if spec.weight == "prefix_min":
+                scans["minimum_before"] = Scan(log_ratio, "min", exclusive=True)
+            if isinstance(spec.constraint, TvFilter):
+                # Far beyond any threshold; keeps one extreme ratio from becoming infinite.
+                clamped = log_ratio.detach().clamp(max=60)
+                scans["deviation"] = Scan(torch.expm1(clamped).abs())
+            if spec.rollout_correction is not None and spec.rollout_correction.level != "token":
+                assert log_gap is not None, "checked with the inputs"
+                scans["log_gap"] = Scan(log_gap)
+        scanned = dict(zip(scans, layout.scan_together(*scans.values()), strict=True))
+        return cls(log_ratio, scanned["log_ratio"].running, layout, scanned)
+
+    def total(self, name: str) -> Tensor:
+        """The whole sequence's sum of "log_ratio", "deviation" or "log_gap" at its tokens; [t]."""
+        return self.layout.spread(self.scanned[name].total).to(self.token.dtype)
+
+    @property
+    def sequence_sum(self) -> Tensor:
+        """S_L; [t]."""
+        return self.total("log_ratio")
 
     @property
     def prefix_mean(self) -> Tensor:
@@ -38,6 +68,12 @@ class LogRatios:
     def sequence_mean(self) -> Tensor:
         """S_L / L; [t]."""
         return self.sequence_sum / self.layout.length.clamp(min=1)
+
+    @property
+    def prefix_min(self) -> Tensor:
+        """l_t + min_{k<t} l_k, the minimum 0 at t = 1; [t]."""
+        smallest = self.scanned["minimum_before"].running
+        return self.token + torch.where(smallest < torch.inf, smallest, 0)
 
 
 def compute_log_weight(weight: Weight, ratios: LogRatios) -> Tensor:
@@ -50,8 +86,7 @@ def compute_log_weight(weight: Weight, ratios: LogRatios) -> Tensor:
         case "prefix_product":  # C_t = rho_1 ... rho_t
             return ratios.prefix_sum
         case "prefix_min":  # rho_t * min_{k<t} rho_k, the minimum 1 at t = 1
-            smallest = ratios.layout.prefix_min(ratios.token, exclusive=True)
-            return ratios.token + torch.where(smallest < torch.inf, smallest, 0)
+            return ratios.prefix_min
         case "sequence_mean":  # s = (rho_1 ... rho_L)^(1/L)
             return ratios.sequence_mean
         case "sequence_product":  # C_L

@@ -17,12 +17,14 @@ BY_EPOCH = (
     "ratio/log_mean",
     "ratio/kl_to_behavior",
     "ratio/prefix_mean_log_std",
+    "ratio/prefix_mean_log_q05",
+    "ratio/prefix_mean_log_median",
+    "ratio/prefix_mean_log_q95",
     "ratio/max_deviation",
     "weight/effective_sample_fraction",
-    "weight/log_q05",
-    "weight/log_median",
-    "weight/log_q95",
     "rollout_gap/absolute_mean",
+    "rollout_gap/mean",
+    "rollout_gap/rms",
 )
 
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from megatron_rl.distributed import collectives
 from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.distributed.sequence_statistics import Scan
 from tests.unit.distributed.eight_ranks import all_results
 
 CP_SIZES = (1, 2, 4, 8)
@@ -27,10 +28,14 @@ def example():
 def statistics_and_gradient(layout, x, cotangents):
     """Every statistic, gathered to the whole pack, and the gradient of their sum over ranks."""
     local = layout.shard(x).requires_grad_()
-    exclusive = layout.prefix_min(local, exclusive=True)
+    scanned = layout.scan_together(
+        Scan(local), Scan(local, "min"), Scan(local, "min", exclusive=True)
+    )
+    exclusive = scanned[2].running
     outputs = (
-        *layout.prefix_sum_and_total(local),
-        layout.prefix_min(local),
+        scanned[0].running,
+        layout.spread(scanned[0].total),
+        scanned[1].running,
         torch.where(exclusive < torch.inf, exclusive, 0),
     )
     own = layout.shard(cotangents.T).T
@@ -67,7 +72,7 @@ def on_rank(rank, world_size):
 
 
 def count_gathers(layout, x):
-    """Elements and bytes per element of each all-gather of one prefix sum, with its total."""
+    """Elements and bytes per element of each all-gather, of one prefix sum and of three scans."""
     seen = []
     original = dist.all_gather
 
@@ -77,7 +82,9 @@ def count_gathers(layout, x):
 
     dist.all_gather = counting
     try:
-        layout.prefix_sum_and_total(layout.shard(x))
+        local = layout.shard(x)
+        layout.prefix_sum(local)
+        layout.scan_together(Scan(local), Scan(local, "min", exclusive=True), Scan(local.abs()))
     finally:
         dist.all_gather = original
     return seen
@@ -112,8 +119,9 @@ def test_scans_and_their_gradients_do_not_depend_on_context_parallelism(cp_size)
 
 
 @pytest.mark.parametrize("cp_size", CP_SIZES)
-def test_a_prefix_sum_costs_one_all_gather_of_sixteen_bytes_per_sequence(cp_size):
-    wanted = [] if cp_size == 1 else [((len(LENGTHS), 2), 8)]
+def test_scans_cost_one_all_gather_of_sixteen_bytes_per_sequence_and_statistic(cp_size):
+    tables = [(len(LENGTHS), 2, 1), (len(LENGTHS), 2, 3)]
+    wanted = [] if cp_size == 1 else [(table, 8) for table in tables]
     for result in layout_results():
         assert result[cp_size, "collectives"] == wanted
 

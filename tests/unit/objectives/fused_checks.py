@@ -8,6 +8,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_rl.objectives import NAMED, build_objective, fused, policy_loss
 from megatron_rl.objectives.objective import Objective
@@ -64,9 +66,52 @@ def test_float64_agrees_to_rounding(name):
     compare(build_objective(name), batch(torch.float64), 1e-11)
 
 
-@pytest.mark.parametrize("name", ["pnpo", "grpo", "ctpo"])
-def test_float32_agrees_to_its_rounding(name):
-    compare(build_objective(name), batch(torch.float32, rollout=False), 2e-6)
+@settings(max_examples=2, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**31 - 1),
+    lengths=st.lists(st.floats(0, 3).map(lambda x: int(10**x)), min_size=1, max_size=3),
+    scale=st.sampled_from([0.0, 3e-4, 1e-2, 0.3]),
+    extreme=st.booleans(),
+)
+@pytest.mark.parametrize("name", COVERED)
+def test_float32_agrees_to_its_rounding(name, seed, lengths, scale, extreme):
+    # Lengths from 1 to 1,000. A weight that overflows is the same error on both paths.
+    given_batch = random_batch(torch.Generator().manual_seed(seed), lengths, scale, extreme)
+    try:
+        compare(build_objective(name), given_batch, 2e-5)
+    except ValueError as problem:
+        assert extreme and "weight overflows" in str(problem)
+        with pytest.raises(ValueError, match="weight overflows"):
+            evaluate(build_objective(name, fused=True), given_batch)
+
+
+def random_batch(generator, lengths, scale, extreme):
+    shape = (len(lengths), max(lengths) + 3)
+
+    def normal(size):
+        return size * torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    behavior = -1 - normal(0.3).abs()
+    drift = normal(scale)
+    if extreme:
+        drift[:, 0] = 1e4 * torch.randn(shape[0], dtype=torch.float64, generator=generator).sign()
+    mask = torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
+    mask &= torch.rand(shape, generator=generator) < 0.9
+    mask[:, 0] = True
+    inputs = {
+        "policy_logprobs": (behavior + drift).clamp(max=0),
+        "behavior_logprobs": behavior - drift.clamp(min=0),
+        "advantages": torch.randn(shape[0], dtype=torch.float64, generator=generator),
+        "response_mask": mask,
+        "rollout_logprobs": behavior + normal(0.1),
+    }
+    return {
+        k: v.to(DEVICE, torch.float32 if v.is_floating_point() else None) for k, v in inputs.items()
+    }
+
+
+def test_triton_works_here():
+    assert fused.triton_works(DEVICE)
 
 
 @pytest.mark.parametrize("score", ["token", "path"])

@@ -50,8 +50,9 @@ constants = compile_time_choices(spec, spec.constraint) | {
     "HAS_ROLLOUT": True, "WEIGHT_DIVISOR": "t" if spec.weight == "prefix_mean" else "1"
 }
 types = {"mask_p": "*i1", "tokens": "i32", "denominator": "fp32", "denominator_rest": "fp32"}
-types |= dict.fromkeys(("position_p", "length_p", "sequence_p"), "*i64")
-types |= dict.fromkeys(("sums_p", "maxima_p", "buckets_p", "histogram_p"), "*fp64")
+types |= dict.fromkeys(("position_p", "length_p", "sequence_p", "pair_p"), "*i64")
+types |= dict.fromkeys(("sums_p", "maxima_p", "counts_p", "columns_p"), "*fp64")
+types |= {"histogram_p": "*i32"}
 names = token_kernel.arg_names
 signature = {n: "constexpr" if n in constants else types.get(n, "*fp32") for n in names}
 source = ASTSource(
@@ -68,3 +69,17 @@ assert "token_kernel" in compiled.asm["ptx"]
 @pytest.mark.parametrize("name", ["pnpo", "grpo", "ctpo", "cispo"])
 def test_the_kernel_compiles_for_a_gpu(name, tmp_path):
     run_python("-c", COMPILE, name, TRITON_CACHE_DIR=str(tmp_path))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton works where there is a GPU")
+def test_a_triton_that_runs_nothing_is_left_alone_and_said_so():
+    # Installed, but neither a GPU nor the interpreter: the automatic choice is the torch path.
+    code = """
+import warnings
+from megatron_rl.objectives import fused
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    assert not fused.triton_works("cpu") and not fused.triton_works("cpu")
+assert len(said) == 1 and "runs no kernel on cpu" in str(said[0].message), said
+"""
+    run_python("-c", code)

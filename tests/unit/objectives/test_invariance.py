@@ -18,10 +18,29 @@ from tests.unit.distributed.eight_ranks import all_results
 CP_SIZES = (1, 2, 4, 8)
 PADDED = (16, 160, 16, 48, 32, 16, 64, 16, 32, 16)
 OPTIONS = {
-    "kl": {"coefficient": 0.1},
-    "entropy_coefficient": 0.01,
-    "rollout_correction": {"level": "sequence_mean", "low": 0.5, "high": 2.0},
+    "k3, entropy, sequence mean": {
+        "kl": {"coefficient": 0.1, "estimator": "k3"},
+        "entropy_coefficient": 0.01,
+        "rollout_correction": {"level": "sequence_mean", "low": 0.5, "high": 2.0},
+    },
+    "k1, token": {
+        "kl": {"coefficient": 0.1, "estimator": "k1"},
+        "rollout_correction": {"level": "token", "mode": "mask", "low": 0.9, "high": 1.1},
+    },
+    "k2, entropy, sequence": {
+        "kl": {"coefficient": 0.1, "estimator": "k2"},
+        "entropy_coefficient": 0.01,
+        "rollout_correction": {"level": "sequence", "low": 0.3, "high": 3.0},
+    },
+    "plain": {},
 }
+# Every objective with one set of optional terms, in turn; four of them with each. The scans of
+# these four: a prefix, a sequence with a backward scan, a token, a prefix and its minimum.
+CASES = sorted(
+    {(name, list(OPTIONS)[i % 3]) for i, name in enumerate(OBJECTIVE_NAMES) if name != "oapl"}
+    | {(name, options) for name in ("pnpo", "gspo", "grpo", "minpro") for options in OPTIONS}
+    | {("oapl", "plain")}
+)
 
 
 def minibatch():
@@ -50,12 +69,16 @@ def minibatch():
     return mask, tensors
 
 
-def build(name):
-    return build_objective(name) if name == "oapl" else build_objective(name, **OPTIONS)
+def build(case):
+    name, options = case
+    return build_objective(name, **OPTIONS[options])
 
 
-def run_micro_batch(name, rows, *, cp_rank=0, cp_size=1, cp_group=None):
-    """Loss of this rank, gradient of the whole micro-batch per response, statistics."""
+def run_micro_batch(case, rows, *, cp_rank=0, cp_size=1, cp_group=None):
+    """Loss of this rank, gradients of the whole micro-batch per response, statistics.
+
+    The gradients are those of the log-probs and of the entropy.
+    """
     mask, tensors = minibatch()
     lengths = [PADDED[row] for row in rows]
 
@@ -67,12 +90,16 @@ def run_micro_batch(name, rows, *, cp_rank=0, cp_size=1, cp_group=None):
     )
     local = {key: layout.shard(pack(x)) for key, x in tensors.items()}
     policy = local.pop("policy_logprobs").requires_grad_()
+    local["entropy"].requires_grad_()
     denominators = Denominators(responses=float(len(PADDED)), tokens=float(mask.sum()))
-    result = build(name)(policy, layout=layout, denominators=denominators, **local)
+    result = build(case)(policy, layout=layout, denominators=denominators, **local)
     result.loss.sum().backward()
-    gradient = torch.zeros(len(PADDED), max(PADDED), dtype=torch.float64)
-    for row, part in zip(rows, layout.gather(policy.grad).split(lengths), strict=True):
-        gradient[row, : PADDED[row]] = part
+    gradient = torch.zeros(2, len(PADDED), max(PADDED), dtype=torch.float64)
+    of_entropy = local["entropy"].grad
+    grads = (policy.grad, torch.zeros_like(policy) if of_entropy is None else of_entropy)
+    for table, grad in zip(gradient, grads, strict=True):
+        for row, part in zip(rows, layout.gather(grad.detach()).split(lengths), strict=True):
+            table[row, : PADDED[row]] = part
     return result.loss.detach().sum(), gradient, result.statistics
 
 
@@ -88,13 +115,14 @@ def micro_batches(dp_rank, dp_size):
     return batches
 
 
-def count_collectives(name, rank, group):
-    """Collectives of one micro-batch at cp 2: (forward, backward)."""
-    counts, originals = [0, 0], (dist.all_gather, dist.all_reduce)
+def count_collectives(case, rank, group):
+    """What one micro-batch at cp 2 sends, shapes and bytes of an element: (forward, backward)."""
+    seen, originals = ([], []), (dist.all_gather, dist.all_reduce)
 
-    def counting(original, phase):
+    def counting(original, place):
         def call(*arguments, **options):
-            counts[phase[0]] += 1
+            tensor = arguments[place]
+            seen[phase[0]].append((tuple(tensor.shape), tensor.element_size()))
             return original(*arguments, **options)
 
         return call
@@ -107,16 +135,14 @@ def count_collectives(name, rank, group):
     layout = SequenceLayout(PADDED, full_mask, cp_rank=rank % 2, cp_size=2, cp_group=group)
     local = {key: layout.shard(x) for key, x in pack.items()}
     policy = local.pop("policy_logprobs").requires_grad_()
-    dist.all_gather, dist.all_reduce = (counting(original, phase) for original in originals)
+    dist.all_gather, dist.all_reduce = counting(originals[0], 1), counting(originals[1], 0)
     try:
-        result = build_objective(name)(
-            policy, layout=layout, denominators=Denominators(10.0, 100.0), **local
-        )
+        result = build(case)(policy, layout=layout, denominators=Denominators(10.0, 100.0), **local)
         phase[0] = 1
         result.loss.sum().backward()
     finally:
         dist.all_gather, dist.all_reduce = originals
-    return tuple(counts)
+    return seen
 
 
 def on_rank(rank, world_size):
@@ -127,13 +153,13 @@ def on_rank(rank, world_size):
             dist.new_group(list(range(start, start + cp_size)))
             for start in range(0, world_size, cp_size)
         ]
-        for name in OBJECTIVE_NAMES:
+        for case in CASES:
             # Loss and gradients in one tensor: one all-reduce instead of two.
-            totals = torch.zeros(1 + len(PADDED) * max(PADDED), dtype=torch.float64)
+            totals = torch.zeros(1 + 2 * len(PADDED) * max(PADDED), dtype=torch.float64)
             statistics = Statistics.empty()
             for rows in micro_batches(rank // cp_size, world_size // cp_size):
                 part = run_micro_batch(
-                    name,
+                    case,
                     rows,
                     cp_rank=rank % cp_size,
                     cp_size=cp_size,
@@ -143,42 +169,49 @@ def on_rank(rank, world_size):
                 totals += torch.cat((part[0].view(1), part[1].reshape(-1) / cp_size))
                 statistics = statistics.merge(part[2])
             dist.all_reduce(totals)
-            gradient = totals[1:].view(len(PADDED), -1).numpy()
+            gradient = totals[1:].view(2, len(PADDED), -1).numpy()
             metrics = statistics.all_reduce(dist.group.WORLD).to_metrics()
-            results[cp_size, name] = (totals[0].item(), gradient, metrics)
+            results[cp_size, case] = (totals[0].item(), gradient, metrics)
         if cp_size == 2:
             group = groups[rank // 2]
-            counts = {name: count_collectives(name, rank, group) for name in OBJECTIVE_NAMES}
+            counts = {case: count_collectives(case, rank, group) for case in CASES}
     if rank:
         results = {key: value[2] for key, value in results.items()}
     return results | {"collectives": counts}
 
 
-@pytest.mark.parametrize("name", OBJECTIVE_NAMES)
-def test_splits_do_not_matter(name):
-    wanted_loss, wanted_gradient, wanted_statistics = run_micro_batch(name, range(len(PADDED)))
+def test_every_objective_is_split():
+    assert {name for name, _ in CASES} == set(OBJECTIVE_NAMES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=", ".join)
+def test_splits_do_not_matter(case):
+    wanted_loss, wanted_gradient, wanted_statistics = run_micro_batch(case, range(len(PADDED)))
     wanted_metrics = wanted_statistics.to_metrics()
-    assert wanted_gradient.abs().sum() > 0
+    assert wanted_gradient[0].abs().sum() > 0
+    assert bool(wanted_gradient[1].any()) == ("entropy" in case[1])
     results = [rank["objectives"] for rank in all_results()]
     for cp_size in CP_SIZES:
-        loss, gradient, metrics = results[0][cp_size, name]
+        loss, gradient, metrics = results[0][cp_size, case]
         assert loss == pytest.approx(wanted_loss.item(), rel=1e-11)
         np.testing.assert_allclose(gradient, wanted_gradient, rtol=1e-10, atol=1e-15)
         assert set(metrics) == set(wanted_metrics)
         for key, value in wanted_metrics.items():
             assert metrics[key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
         for other in results[1:]:
-            assert other[cp_size, name] == metrics
+            assert other[cp_size, case] == metrics
 
 
-# Objectives that need more than the one all-gather of the prefix sums, and those whose gradient
-# flows through a sum over the response.
+# What is scanned beside the log-ratio, and whose gradient flows through a sum over the response.
 SECOND_SCAN = {"minpro", "tv_filter"}
 BACKWARD_SCAN = {"gspo", "exact_prefix_score", "oapl"}
 
 
-@pytest.mark.parametrize("name", OBJECTIVE_NAMES)
-def test_one_all_gather_per_micro_batch(name):
-    wanted = (2 if name in SECOND_SCAN else 1, 1 if name in BACKWARD_SCAN else 0)
+@pytest.mark.parametrize("case", CASES, ids=", ".join)
+def test_one_all_gather_per_micro_batch_whatever_is_scanned(case):
+    # Two chunk totals in float64: 16 bytes per sequence, rank and statistic.
+    statistics = 1 + (case[0] in SECOND_SCAN) + ("sequence" in case[1])
+    forward = [((len(PADDED), 2, statistics), 8)]
+    backward = [((len(PADDED), 2, 1), 8)] if case[0] in BACKWARD_SCAN else []
     for result in all_results():
-        assert result["objectives"]["collectives"][name] == wanted
+        assert result["objectives"]["collectives"][case] == (forward, backward)

@@ -49,9 +49,9 @@ MUTATIONS = {
         "torch.ones_like(self.full_mask).cumsum(0)",
     ),
     "values off the mask enter the sums": (
-        sequence_statistics.prefix_sum_and_total,
-        "torch.where(layout.mask, x, 0)",
-        "x + layout.mask.logical_not()",
+        sequence_statistics.scan_together,
+        "torch.where(layout.mask, s.x, IDENTITY[s.combine])",
+        "s.x + layout.mask.logical_not()",
     ),
     "the ratio is behavior over policy": (
         Objective.__call__,
@@ -116,19 +116,19 @@ MUTATIONS = {
         "x.to(dtype) * layout.mask",
     ),
     "the prefix minimum includes the token itself": (
-        weights.compute_log_weight,
+        weights.LogRatios.of.__func__,
         "exclusive=True",
         "exclusive=False",
     ),
     "sequences are not scanned apart": (
-        SegmentedScan.__call__,
-        "before = _shift(across, identity, reverse)",
-        "before = _shift(across.flatten().cumsum(0).view_as(across), identity, reverse)",
+        SegmentedScan.begin,
+        "_shift(across, identity, reverse)",
+        "_shift(across.flatten().cumsum(0).view_as(across), identity, reverse)",
     ),
     "the backward scan runs forward": (
-        sequence_statistics._PrefixSum.backward,
-        "reverse=True",
-        "reverse=False",
+        sequence_statistics._sum_backward,
+        'combine="sum", reverse=True',
+        'combine="sum", reverse=False',
     ),
 }
 
@@ -193,8 +193,8 @@ CP_MUTATIONS = {
     ),
     "no carry between chunks": (
         sequence_statistics.scan_sequences,
-        "layout.scan.spread(carry.reshape(-1))",
-        "layout.scan.spread(0 * carry.reshape(-1))",
+        "carry=carry.reshape(-1)",
+        "carry=0 * carry.reshape(-1)",
     ),
     "chunks in the order of ranks": (
         SequenceLayout.carry_in,
@@ -212,11 +212,14 @@ CP_MUTATIONS = {
         "running[self.local_index + 1] - before[ids], length[ids] // self.cp_size",
     ),
     "the backward does not sum over ranks": (
-        sequence_statistics._PrefixSum.backward,
-        "spread = totals[layout.sequence_ids]",
-        "spread = totals[layout.sequence_ids] / layout.cp_size",
+        sequence_statistics._sum_backward,
+        "layout.spread(gathered[-1].total)",
+        "layout.spread(total)",
     ),
 }
+
+
+CP_OPTIONS = "k3, entropy, sequence mean"
 
 
 def on_rank(rank, world_size):
@@ -236,7 +239,7 @@ def on_rank(rank, world_size):
 def run_at_cp_two(name, rank, groups):
     group = groups[rank // 2]
     loss, gradient, _ = test_invariance.run_micro_batch(
-        name, range(10), cp_rank=rank % 2, cp_size=2, cp_group=group
+        (name, CP_OPTIONS), range(10), cp_rank=rank % 2, cp_size=2, cp_group=group
     )
     dist.all_reduce(loss, group=group)
     return loss.item(), gradient.numpy()
@@ -244,7 +247,9 @@ def run_at_cp_two(name, rank, groups):
 
 def same_as_one_process(mistake):
     for name in ("pnpo", "gspo"):
-        wanted_loss, wanted_gradient, _ = test_invariance.run_micro_batch(name, range(10))
+        wanted_loss, wanted_gradient, _ = test_invariance.run_micro_batch(
+            (name, CP_OPTIONS), range(10)
+        )
         loss, gradient = all_results()[0]["mutations"][mistake, name]
         if abs(loss - wanted_loss.item()) > 1e-11 * abs(loss):
             return False

@@ -40,7 +40,7 @@ def test_properties_of_the_prefix_mean(values, other, cut):
 
 def test_the_gate_widens_to_the_front_and_ends_at_the_base_interval():
     layout = SequenceLayout([100], torch.ones(100).bool())
-    lower, upper = log_bounds(NAMED["pnpo"].constraint, layout, torch.zeros(100).double())
+    lower, upper = log_bounds(NAMED["pnpo"].constraint, layout, torch.float64)
     assert upper[-1].item() == pytest.approx(math.log1p(9.5e-4), rel=1e-12)
     assert lower[-1].item() == pytest.approx(math.log1p(-7e-4), rel=1e-12)
     assert upper[0].item() == pytest.approx(math.log1p(9.5e-4 * 10), rel=1e-12)  # sqrt(100 / 1)
@@ -52,7 +52,7 @@ def test_no_lower_bound_where_the_tolerance_reaches_zero():
     # eps_low * sqrt(L / t) >= 1 for t <= 0.7^2 * 100: a ratio is positive, nothing is below.
     gate = type(NAMED["pnpo"].constraint)(low=0.7, high=0.1, scale="sqrt(L/t)")
     layout = SequenceLayout([100], torch.ones(100).bool())
-    lower, _ = log_bounds(gate, layout, torch.zeros(100).double())
+    lower, _ = log_bounds(gate, layout, torch.float64)
     assert lower.isinf().sum().item() == 49
     assert lower[48].item() == -math.inf
     assert lower[49].item() == pytest.approx(math.log(1 - 0.7 * math.sqrt(2)), rel=1e-9)
