@@ -3,8 +3,9 @@
 Every rank gathers the keys and values of the whole pack (one collective) and attends with its own
 queries; the gradients of keys and values are summed back to their owners (one collective). No
 T x T matrix is made: sequences of similar length form a segment and are attended as one padded
-batch, long ones are cut into blocks of queries that see only the keys before them. Memory that
-outlives a layer is linear in the tokens.
+batch. On CUDA a block is a run of queries with the keys up to the last of them, which torch's fused
+kernels (flash, cuDNN, memory-efficient) attend without a mask, in memory linear in the tokens. On
+the CPU long segments are cut into blocks of queries under additive masks of bounded size.
 
 Shapes: T tokens in the pack, t = T / cp on this rank, H query heads, K key-value heads, d their
 size; in a segment s sequences, q query slots and k key slots each.
@@ -19,11 +20,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from megatron_rl.distributed.collectives import Group, gather_stacked, group_size
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 
-# Score-matrix elements of one kernel call: the bound of every temporary that is not linear in T.
+# Mask elements of one kernel call: the bound of every temporary that is not linear in T.
 BLOCK_ELEMENTS = 1 << 22
 # Masks of a whole pack are kept between layers up to this many elements, and rebuilt beyond it.
 KEPT_MASK_ELEMENTS = 1 << 24
@@ -41,10 +43,16 @@ class Block:
     rows: slice  # of the segment's q query slots per sequence
     visible: int  # leading key slots that any of these rows sees
     positions: Tensor  # [s, rows] of each query in its sequence
+    is_run: bool = False  # the rows are consecutive positions, the last one at visible - 1
     kept_mask: Tensor | None = None
 
-    def mask(self, dtype: torch.dtype) -> Tensor:
-        """Additive causal mask; a query sees the keys at and before its position; [s, 1, q, k]."""
+    def mask(self, dtype: torch.dtype) -> Tensor | None:
+        """Additive causal mask; a query sees the keys at and before its position; [s, 1, q, k].
+
+        None for a run: its last query sees all visible keys, and each one before it one key less.
+        """
+        if self.is_run:
+            return None
         if self.kept_mask is not None and self.kept_mask.dtype == dtype:
             return self.kept_mask
         keys = torch.arange(self.visible, device=self.positions.device)
@@ -69,12 +77,14 @@ class AttentionPlan:
 
 
 def build_attention_plan(
-    layout: SequenceLayout, *, dtype: torch.dtype = torch.float32
+    layout: SequenceLayout, *, dtype: torch.dtype = torch.float32, runs: bool | None = None
 ) -> AttentionPlan:
     """The plan of a pack; a pure function of its padded lengths and the context-parallel layout.
 
     dtype: that of the queries, in which masks are kept; those of another are rebuilt at each use.
+    runs: blocks without masks, for fused kernels; by default wherever the pack is on CUDA.
     """
+    runs = layout.device.type == "cuda" if runs is None else runs
     lengths = torch.tensor(layout.lengths)
     order = torch.argsort(lengths, descending=True, stable=True)
     starts = lengths.cumsum(0) - lengths
@@ -82,10 +92,14 @@ def build_attention_plan(
     first = 0
     while first < len(order):
         longest = int(lengths[order[first]])
-        fitting = max(1, BLOCK_ELEMENTS // max(1, longest * longest // layout.cp_size))
-        similar = int((lengths[order[first:]] >= SIMILAR * longest).sum())
-        last = first + min(similar, fitting)
-        builder.add_segment(order[first:last])
+        # Chunks of a shorter sequence lie elsewhere: in a segment of runs they must not differ.
+        least = longest if runs and layout.cp_size > 1 else SIMILAR * longest
+        count = int((lengths[order[first:]] >= least).sum())
+        if not runs:
+            fitting = BLOCK_ELEMENTS // max(1, longest * longest // layout.cp_size)
+            count = min(count, max(1, fitting))
+        last = first + count
+        builder.add_segment(order[first:last], runs=runs)
         first = last
     return builder.finish(dtype)
 
@@ -104,7 +118,7 @@ class _PlanBuilder:
         self.blocks: list[Block] = []
         self.query_count = self.key_count = 0
 
-    def add_segment(self, sequences: Tensor) -> None:
+    def add_segment(self, sequences: Tensor, *, runs: bool) -> None:
         """Lay these sequences side by side, padded to the longest, and cut their queries."""
         lengths, starts = self.lengths[sequences, None], self.starts[sequences, None]
         cp_size = self.layout.cp_size
@@ -117,12 +131,16 @@ class _PlanBuilder:
         self.query_rows.append(rows.view(-1))
         self.key_real.append(key_real.view(-1))
         self.query_real.append(query_real.view(-1))
-        self._cut(len(sequences), queries=queries, keys=keys, positions=positions)
+        if runs:  # a rank's queries of a sequence are two chunks, or without cp the whole sequence
+            step = queries if cp_size == 1 else queries // 2
+        else:
+            step = max(1, min(queries, BLOCK_ELEMENTS // (len(sequences) * keys)))
+        self._cut(step, keys=keys, positions=positions, is_run=runs)
         self.query_count += rows.numel()
         self.key_count += key_real.numel()
 
-    def _cut(self, sequences: int, *, queries: int, keys: int, positions: Tensor) -> None:
-        step = max(1, min(queries, BLOCK_ELEMENTS // (sequences * keys)))
+    def _cut(self, step: int, *, keys: int, positions: Tensor, is_run: bool) -> None:
+        sequences, queries = positions.shape
         for start in range(0, queries, step):
             rows = slice(start, min(start + step, queries))
             inside = positions[:, rows]
@@ -134,12 +152,13 @@ class _PlanBuilder:
                     rows=rows,
                     visible=int(inside.max()) + 1,
                     positions=inside.contiguous().to(self.layout.device),
+                    is_run=is_run,
                 )
             )
 
     def finish(self, dtype: torch.dtype) -> AttentionPlan:
         """The plan on the device of the pack."""
-        elements = sum(b.positions.numel() * b.visible for b in self.blocks)
+        elements = sum(b.positions.numel() * b.visible for b in self.blocks if not b.is_run)
         if elements <= KEPT_MASK_ELEMENTS:
             for block in self.blocks:
                 block.kept_mask = block.mask(dtype)
@@ -184,22 +203,28 @@ def _sum_to_owners(x: Tensor, *, group: Group) -> Tensor:
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Output [s, H, q, d] and, on the CPU, its log-sum-exp; grouped queries, additive mask."""
-    if query.device.type == "cpu":
+    """Output [s, H, q, d] and, under a mask, its log-sum-exp; grouped queries; None: a run."""
+    if mask is not None:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return kernel(query, key, value, 0.0, False, attn_mask=mask)
-    grouped = query.shape[1] != key.shape[1]
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
+    repeats = query.shape[1] // key.shape[1]
+    grouped = repeats > 1
+    if grouped and query.dtype == torch.float32:
+        # Only the kernels of half precision know groups; else all scores would be materialized.
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+        grouped = False
+    bias = causal_lower_right(query.shape[2], key.shape[2])
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=grouped)
     return out, None
 
 
 def _attend_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Any, lse: Any, mask: Tensor
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Any, lse: Any, mask: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value; off the CPU the block's forward is repeated for them."""
-    if lse is not None:
+    """Gradients of query, key, value; of a run the forward is repeated for them."""
+    if mask is not None:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(grad, query, key, value, out, lse, 0.0, False, attn_mask=mask)
     with torch.enable_grad():
@@ -210,7 +235,7 @@ def _attend_backward(
 
 
 class _PackedAttention(torch.autograd.Function):
-    """Attention of one pack; saves the padded queries, keys, values and, on the CPU, outputs."""
+    """Attention of one pack; saves padded queries, keys, values and, under masks, outputs."""
 
     @staticmethod
     def forward(
@@ -227,7 +252,7 @@ class _PackedAttention(torch.autograd.Function):
             k, v = _keys_and_values(keys, block)
             o, lse = _attend(q, k, v, block.mask(q.dtype))
             _segment(out, block.queries, block.sequences)[:, :, block.rows] = o
-            # Only the CPU's backward reads them; elsewhere they would double the outputs.
+            # Only a masked block's backward reads them; a run's would double the outputs.
             saved.append((None, None) if lse is None else (o, lse))
         ctx.plan, ctx.group, ctx.saved = plan, group, saved
         ctx.save_for_backward(queries, keys)

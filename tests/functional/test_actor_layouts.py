@@ -183,15 +183,15 @@ def reference(root):
     return json.loads(run_ranks(run_layout, 1, str(root), (1, 1, 1, 1), None)[0])
 
 
-def transformers_logprobs(folder):
+def transformers_logprobs(folder, dtype=torch.float32):
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     rows = []
     for rollout in make_rollouts()[0]:
         text = torch.tensor([[*rollout.prompt.token_ids, *rollout.response.token_ids]])
         with torch.no_grad():
-            logprobs = model(text).logits[0, :-1].log_softmax(-1)
+            logprobs = model(text).logits[0, :-1].float().log_softmax(-1)
         picked = logprobs.gather(1, text[0, 1:, None]).squeeze(1)
         rows.append(picked[-len(rollout.response.token_ids) :].tolist())
     return rows

@@ -36,7 +36,7 @@ def _naive(query, key, value, lengths):
     return torch.cat(outputs)
 
 
-def _attend_on_rank(rank, world_size, lengths, block_elements, group=None):
+def _attend_on_rank(rank, world_size, lengths, block_elements, runs=False, group=None):
     module.BLOCK_ELEMENTS = block_elements
     module.KEPT_MASK_ELEMENTS = block_elements
     if world_size > 1:
@@ -45,18 +45,27 @@ def _attend_on_rank(rank, world_size, lengths, block_elements, group=None):
     layout = SequenceLayout(lengths, mask, cp_rank=rank, cp_size=world_size, cp_group=group)
     *inputs, grad = (layout.shard(x) for x in _inputs(lengths))
     leaves = [x.clone().requires_grad_() for x in inputs]
-    out = context_attention(*leaves, plan=build_attention_plan(layout), group=group)
+    plan = build_attention_plan(layout, runs=runs)
+    assert all((block.mask(torch.float32) is None) == runs for block in plan.blocks)
+    if runs and world_size > 1:  # two chunks of all sequences of one length at once
+        assert len(plan.blocks) == 2 * len(set(lengths))
+    out = context_attention(*leaves, plan=plan, group=group)
     out.backward(grad)
     results = layout.local_index, out.detach(), *(leaf.grad for leaf in leaves)
     return tuple(result.numpy() for result in results)
 
 
-@pytest.mark.parametrize("block_elements", [1 << 22, 500])
+# Runs are what CUDA gets; torch's attention on the CPU stands in for its fused kernels.
+WAYS = [(1 << 22, False), (500, False), (500, True)]
+WAY_NAMES = ["masks", "small masks", "runs"]
+
+
+@pytest.mark.parametrize(("block_elements", "runs"), WAYS, ids=WAY_NAMES)
 @pytest.mark.parametrize("lengths", [LENGTHS, (16, 16, 16)])
-def test_one_process_equals_the_definition(block_elements, lengths, monkeypatch):
+def test_one_process_equals_the_definition(block_elements, runs, lengths, monkeypatch):
     monkeypatch.setattr(module, "BLOCK_ELEMENTS", block_elements)
     monkeypatch.setattr(module, "KEPT_MASK_ELEMENTS", block_elements)
-    _check([_attend_on_rank(0, 1, lengths, block_elements)], lengths)
+    _check([_attend_on_rank(0, 1, lengths, block_elements, runs)], lengths)
 
 
 def _check(results, lengths):
@@ -73,10 +82,25 @@ def _check(results, lengths):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("block_elements", [1 << 22, 500])
-def test_two_ranks_hold_the_shards_of_one(block_elements):
+def _attend_every_way(rank, world_size, lengths):
+    return [_attend_on_rank(rank, world_size, lengths, *way) for way in WAYS]
+
+
+def test_two_ranks_hold_the_shards_of_one():
     lengths = tuple(4 * length for length in (2, 16, 3, 15, 2, 12, 1))
-    _check(run_ranks(_attend_on_rank, 2, lengths, block_elements), lengths)
+    for results in zip(*run_ranks(_attend_every_way, 2, lengths), strict=True):
+        _check(results, lengths)
+
+
+def test_runs_are_few_and_whole():
+    """Without context parallelism one kernel call attends all sequences of similar lengths."""
+    lengths = (64, 60, 16, 64, 16, 12)
+    mask = torch.ones(sum(lengths), dtype=torch.bool)
+    plan = build_attention_plan(SequenceLayout(lengths, mask), runs=True)
+    assert [(b.sequences, b.rows, b.visible) for b in plan.blocks] == [
+        (3, slice(0, 64), 64),  # 64, 64 and 60
+        (3, slice(0, 16), 16),  # 16, 16 and 12
+    ]
 
 
 def test_a_neighbour_in_the_pack_changes_nothing():
