@@ -23,6 +23,7 @@ from megatron_rl.resharding.architectures import ModelShape, read_model_shape, t
 from megatron_rl.resharding.layouts import ActorLayout
 from megatron_rl.trainer.console import Console
 from megatron_rl.trainer.name_table import build_name_table, describe_shares, format_table
+from megatron_rl.trainer.preflight import cut_problems
 from megatron_rl.trainer.run_directory import RunDirectory
 
 
@@ -166,15 +167,9 @@ def _read_layout(overrides: list[str], shape: ModelShape) -> ActorLayout:
 
 def check_layout(parallel: ParallelSection, shape: ModelShape) -> ActorLayout:
     """The layout of a conversion; ValueError where the model cannot be cut so."""
-    if parallel.virtual_stages > 1 and parallel.pipeline == 1:
-        raise ConfigError(
-            f"parallel.virtual_stages={parallel.virtual_stages} interleaves pipeline stages, but "
-            "parallel.pipeline is 1; set it to 1, or use more pipeline stages"
-        )
-    if parallel.expert > 1 and shape.experts is None:
-        raise ConfigError(
-            f"parallel.expert={parallel.expert}, but the model has no experts; set it to 1"
-        )
+    problems = cut_problems(parallel, shape)
+    if problems:
+        raise ConfigError("\n  ".join(problems))
     # Experts are spread over context * data: as many replicas as that takes, and no more.
     least = parallel.expert // math.gcd(parallel.expert, parallel.context)
     layout = ActorLayout(
@@ -185,7 +180,7 @@ def check_layout(parallel: ParallelSection, shape: ModelShape) -> ActorLayout:
         virtual=parallel.virtual_stages,
         expert=parallel.expert,
     )
-    layout.pieces(shape, rank=0)  # says what does not fit
+    layout.pieces(shape, rank=0)  # says what else does not fit
     return layout
 
 

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.config import Config, ConfigError
+from megatron_rl.config import Config, ConfigError, ParallelSection
 from megatron_rl.objectives import build_objective
 from megatron_rl.resharding.architectures import ModelShape, read_model_shape, tensor_shapes
 from megatron_rl.rollout.requests import stop_tokens
@@ -82,10 +82,13 @@ def _layout_problems(config: Config, shape: ModelShape, world_size: int) -> list
             "their product must equal the number of processes: change one of parallel.*, or start "
             f"{parallel.model_size * (parallel.data or 1)} processes"
         )
-    problems += _divisible("parallel.tensor", parallel.tensor, _tensor_parallel_sizes(shape))
-    problems += _divisible("parallel.pipeline", parallel.pipeline, {"layers": shape.num_layers})
-    problems += _virtual_stage_problems(config, shape)
-    problems += _expert_problems(config, shape, world_size)
+    problems += cut_problems(parallel, shape)
+    experts_over = world_size // (parallel.tensor * parallel.pipeline)
+    if experts_over % parallel.expert:
+        problems.append(
+            f"parallel.expert={parallel.expert} does not divide context * data = {experts_over}, "
+            "over which experts are spread; choose a divisor"
+        )
     if world_size % config.rollout.tensor:
         problems.append(
             f"rollout.tensor={config.rollout.tensor} does not divide the {world_size} processes; "
@@ -103,36 +106,25 @@ def _layout_problems(config: Config, shape: ModelShape, world_size: int) -> list
     return problems
 
 
-def _virtual_stage_problems(config: Config, shape: ModelShape) -> list[str]:
-    stages, chunks = config.parallel.pipeline, config.parallel.virtual_stages
-    if chunks == 1:
-        return []
-    if stages == 1:
-        return [
+def cut_problems(parallel: ParallelSection, shape: ModelShape) -> list[str]:
+    """Why the model cannot be cut as asked, whatever the number of processes."""
+    stages, chunks, expert = parallel.pipeline, parallel.virtual_stages, parallel.expert
+    problems = _divisible("parallel.tensor", parallel.tensor, _tensor_parallel_sizes(shape))
+    if chunks > 1 and stages == 1:
+        problems.append(
             f"parallel.virtual_stages={chunks} interleaves pipeline stages, but parallel.pipeline "
             "is 1; set it to 1, or use more pipeline stages"
-        ]
-    if shape.num_layers % (stages * chunks):
-        return [
-            f"parallel.virtual_stages={chunks} * parallel.pipeline={stages} does not divide the "
-            f"model's {shape.num_layers} layers; every chunk must hold equally many"
-        ]
-    return []
-
-
-def _expert_problems(config: Config, shape: ModelShape, world_size: int) -> list[str]:
-    expert = config.parallel.expert
-    if expert == 1:
-        return []
-    if shape.experts is None:
-        return [f"parallel.expert={expert}, but the model has no experts; set it to 1"]
-    problems = _divisible("parallel.expert", expert, {"experts": shape.experts.num_experts})
-    replicas = world_size // (config.parallel.tensor * config.parallel.pipeline)
-    if replicas % expert:
-        problems.append(
-            f"parallel.expert={expert} does not divide context * data = {replicas}, over which "
-            "experts are spread; choose a divisor"
         )
+    elif shape.num_layers % (stages * chunks):
+        product = f" * parallel.virtual_stages={chunks}" if chunks > 1 else ""
+        problems.append(
+            f"parallel.pipeline={stages}{product} does not divide the model's {shape.num_layers} "
+            "layers; every chunk must hold equally many"
+        )
+    if expert > 1 and shape.experts is None:
+        problems.append(f"parallel.expert={expert}, but the model has no experts; set it to 1")
+    elif shape.experts is not None:
+        problems += _divisible("parallel.expert", expert, {"experts": shape.experts.num_experts})
     return problems
 
 

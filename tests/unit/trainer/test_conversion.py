@@ -114,8 +114,8 @@ def test_what_cannot_be_converted_is_refused(model, tmp_path):
 def test_layouts_that_do_not_fit_are_refused(model, tmp_path):
     out = tmp_path / "out"
     for overrides, said in (
-        (["parallel.tensor=3"], "2 attention heads cannot be divided by tensor parallel size 3"),
-        (["parallel.pipeline=4"], "2 layers cannot be divided among 4 pipeline stages"),
+        (["parallel.tensor=3"], "parallel.tensor=3 does not divide the model's 2 attention heads"),
+        (["parallel.pipeline=4"], "parallel.pipeline=4 does not divide the model's 2 layers"),
         (["parallel.virtual_stages=2"], "parallel.pipeline is 1"),
         (["parallel.expert=2"], "the model has no experts"),
         (["parallel.tensro=2"], "did you mean parallel.tensor"),
