@@ -8,8 +8,9 @@ from setuptools import find_packages, setup
 REQUIREMENTS = [
     "math-verify>=0.8",
     "matplotlib>=3.8",
-    "megatron-core>=0.16.1",
+    "megatron-core>=0.16.1,<0.20",
     "numpy",
+    "psutil",  # megatron-core writes checkpoints with it and does not ask for it
     "pyarrow>=15",
     "pydantic>=2.7",
     "pyyaml",

@@ -11,15 +11,14 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_rl.actor.model import PolicyModel
+from megatron_rl.actor.platform import optimizer_loading
 from megatron_rl.actor.stored import COMPLETE, FOLDER, STATE, is_checkpoint, read_state
 from megatron_rl.actor.weights import load_weights, named_parameters
 from megatron_rl.distributed.topology import Topology
@@ -93,9 +92,7 @@ def load_checkpoint(
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[f"model{index}" if len(chunks) > 1 else "model"])
     if stored is not None:
-        with mock.patch.object(
-            DistributedOptimizer, "_set_main_param_and_optimizer_states", _set_shard_states
-        ):
+        with optimizer_loading():
             stored.load_state_dict(loaded["optimizer"])
         _separate_steps(stored)
     elif optimizer is not None:
@@ -112,19 +109,6 @@ def load_model(
         load_checkpoint(stored, chunks=chunks)
     else:
         load_weights(named_parameters(chunks), shape=shape, topology=topology, folder=folder)
-
-
-def _set_shard_states(self: DistributedOptimizer, model_param: Any, tensors: dict) -> None:
-    """Copy one parameter's shard and moments from a checkpoint.
-
-    Megatron-core 0.16 asks the checkpoint for torch Adam's per-parameter "step" too, which it keeps
-    elsewhere (KeyError: 'step'); with apex or Transformer Engine there is none.
-    """
-    group, order = self.model_param_group_index_map[model_param]
-    main_param = self.optimizer.param_groups[group]["params"][order]
-    targets = {"param": main_param, **self.optimizer.state[main_param]}
-    for key, tensor in tensors.items():
-        targets[key].copy_(tensor)
 
 
 def _separate_steps(optimizer: MegatronOptimizer) -> None:

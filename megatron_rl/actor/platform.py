@@ -1,8 +1,9 @@
-"""What depends on the machine: device, backend, process groups, seeds, and Megatron on the CPU.
+"""What depends on the machine and on Megatron-core's release: device, groups, seeds, adaptations.
 
 Megatron-core is written for CUDA: it names the device "cuda", asks `torch.cuda` for the current
 device and forks CUDA generators. Where there is no CUDA device, `megatron_runtime()` translates
-these requests while Megatron's code runs, and only then; with CUDA it does nothing.
+these requests while Megatron's code runs, and only then; with CUDA it does nothing. One file serves
+megatron-core 0.16 to 0.19: `tools/test_versions.sh` runs the actor's tests under each.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.overrides import TorchFunctionMode
@@ -143,6 +145,28 @@ def megatron_runtime() -> Iterator[None]:
         for owner, name, replacement in _CPU_PATCHES:
             stack.enter_context(mock.patch.object(owner, name, replacement))
         stack.enter_context(_CudaMeansCpu())
+        yield
+
+
+def _set_shard_states(self: DistributedOptimizer, model_param: Any, tensors: dict) -> None:
+    """Copy one parameter's shard and moments from a checkpoint.
+
+    Megatron-core 0.16 asks the checkpoint for torch Adam's per-parameter "step" too, which it keeps
+    elsewhere (KeyError: 'step'); with apex or Transformer Engine there is none.
+    """
+    group, order = self.model_param_group_index_map[model_param]
+    main_param = self.optimizer.param_groups[group]["params"][order]
+    targets = {"param": main_param, **self.optimizer.state[main_param]}
+    for key, tensor in tensors.items():
+        targets[key].copy_(tensor)
+
+
+@contextlib.contextmanager
+def optimizer_loading() -> Iterator[None]:
+    """Let Megatron-core load a checkpoint into a distributed optimizer on torch's Adam."""
+    with mock.patch.object(
+        DistributedOptimizer, "_set_main_param_and_optimizer_states", _set_shard_states
+    ):
         yield
 
 
