@@ -2,11 +2,13 @@
 
     PYTHONPATH=. OMP_NUM_THREADS=1 python tools/benchmarks/objective.py
 
-512 sequences of long-tailed lengths up to 16,384 in one pack. Three ways to the same loss:
+512 sequences of long-tailed lengths up to 16,384 in one pack. The ways to the same loss:
 
-  scan    this package: one all-gather of [sequences, 2] totals; with all diagnostics
-  gather  the same, but every rank gathers all log-ratios and scans the whole pack
-  padded  a plain torch loss on a [512, longest] rectangle, without diagnostics (cp 1 only)
+  scan    this package's torch path: one all-gather of [sequences, 2] totals; all diagnostics
+  fused   the same with the Triton kernel (CUDA only)
+  gather  as scan, but every rank gathers all log-ratios and scans the whole pack
+  padded  a plain torch loss on a [512, longest] rectangle, without diagnostics; under context
+          parallelism every rank gathers all log-probs and fills the whole rectangle
 
 and the scan and the gather of the prefix sums alone. On the CPU the ranks are gloo processes that
 share the machine's cores: compare ways within a row of cp, not cp sizes with each other.
@@ -24,7 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.objectives import build_objective
+from megatron_rl.distributed.sequence_statistics import Scan, Scanned
+from megatron_rl.objectives import build_objective, fused
 from megatron_rl.types import Denominators
 from tests.ranks import run_ranks
 
@@ -40,10 +43,10 @@ class GatherLayout(SequenceLayout):
         """The whole pack's tables, made once as the scan's are."""
         return self.whole()
 
-    def prefix_sum_and_total(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather [T], scan it here, keep this rank's tokens."""
-        prefix, total = self.pack.prefix_sum_and_total(self.gather(x))
-        return self.shard(prefix), self.shard(total)
+    def scan_together(self, *scans: Scan) -> list[Scanned]:
+        """Gather each [T], scan it here, keep this rank's tokens."""
+        whole = self.pack.scan_together(*(s._replace(x=self.gather(s.x)) for s in scans))
+        return [result._replace(running=self.shard(result.running)) for result in whole]
 
 
 def make_lengths() -> list[int]:
@@ -69,9 +72,11 @@ def make_inputs(lengths: list[int], device: str) -> dict[str, Tensor]:
     return {name: x.to(device) for name, x in inputs.items()}
 
 
-def packed_loss(layout: SequenceLayout, local: dict[str, Tensor], tokens: int) -> Callable:
+def packed_loss(
+    layout: SequenceLayout, local: dict[str, Tensor], tokens: int, *, use_kernel: bool = False
+) -> Callable:
     """A function that runs the objective forward and backward once."""
-    objective = build_objective("pnpo")
+    objective = build_objective("pnpo", fused=use_kernel)
     denominators = Denominators(responses=float(SEQUENCES), tokens=float(tokens))
 
     def run() -> None:
@@ -89,25 +94,37 @@ def packed_loss(layout: SequenceLayout, local: dict[str, Tensor], tokens: int) -
     return run
 
 
-def padded_loss(inputs: dict[str, Tensor], lengths: list[int]) -> Callable:
-    """PNPO as a few lines of torch on a rectangle, for comparison only."""
+def padded_loss(layout: SequenceLayout, inputs: dict[str, Tensor], lengths: list[int]) -> Callable:
+    """PNPO as a few lines of torch on a rectangle, for comparison only.
+
+    One process starts from the rectangle. With context parallelism every rank gathers the
+    log-probs of all, computes the whole loss, and keeps its tokens' gradients.
+    """
     parts = {name: x.split(lengths) for name, x in inputs.items()}
     pad = torch.nn.utils.rnn.pad_sequence
-    policy, behavior, advantages = (
+    rectangle, behavior, advantages = (
         pad(parts[name], batch_first=True) for name in ("policy", "behavior", "advantages")
     )
     mask = pad([part.float() for part in parts["mask"]], batch_first=True)
+    cells = torch.cat([torch.arange(n) + row * max(lengths) for row, n in enumerate(lengths)])
+    cells = cells.to(mask.device)
+    start = rectangle if layout.cp_size == 1 else layout.shard(inputs["policy"])
 
     def run() -> None:
-        leaf = policy.requires_grad_()
+        leaf = start.requires_grad_()
         leaf.grad = None
+        policy = leaf
+        if layout.cp_size > 1:
+            policy = torch.zeros_like(mask).view(-1).scatter(0, cells, layout.gather(leaf))
+            policy = policy.view_as(mask)
         position = mask.cumsum(1).clamp(min=1)
         length = mask.sum(1, keepdim=True).clamp(min=1)
-        log_w = ((leaf.detach() - behavior) * mask).cumsum(1) / position
+        log_w = ((policy.detach() - behavior) * mask).cumsum(1) / position
         scale = (length / position).sqrt()
         keep = (log_w >= torch.log1p(-7e-4 * scale)) & (log_w <= torch.log1p(9.5e-4 * scale))
         coefficient = keep * log_w.exp() * advantages * mask
-        (-(coefficient * leaf / length).sum() / SEQUENCES).backward()
+        # Every rank computes the sum of all, and the gather's gradient is that of their sum.
+        (-(coefficient * policy / length).sum() / SEQUENCES / layout.cp_size).backward()
 
     return run
 
@@ -145,7 +162,7 @@ def on_rank(rank: int, world_size: int, device: str = "cpu") -> dict[str, tuple[
     lengths = make_lengths()
     inputs = make_inputs(lengths, device)
     group = dist.group.WORLD if world_size > 1 else None
-    results = {}
+    results, tokens = {}, sum(lengths)
     for name, cls in (("scan", SequenceLayout), ("gather", GatherLayout)):
         if name == "gather" and world_size == 1:
             continue
@@ -153,12 +170,27 @@ def on_rank(rank: int, world_size: int, device: str = "cpu") -> dict[str, tuple[
         local = {key: layout.shard(x) for key, x in inputs.items() if key != "mask"}
         gap = local["policy"] - local["behavior"]
         results[f"{name}: prefix sums"] = measure(
-            lambda layout=layout, gap=gap: layout.prefix_sum_and_total(gap), device
+            lambda layout=layout, gap=gap: layout.prefix_sum(gap), device
         )
-        results[f"{name}: loss"] = measure(packed_loss(layout, local, sum(lengths)), device)
-    if world_size == 1:
-        results["padded: loss"] = measure(padded_loss(inputs, lengths), device)
+        results[f"{name}: loss"] = measure(packed_loss(layout, local, tokens), device)
+        if name == "scan" and device == "cuda" and fused.triton_works(device):
+            run = packed_loss(layout, local, tokens, use_kernel=True)
+            results["fused: loss"] = measure(run, device)
+    results["padded: loss"] = measure(padded_loss(layout, inputs, lengths), device)
     return results
+
+
+def print_profile() -> None:
+    """Where one loss at cp 1 spends its time, by torch operator."""
+    lengths = make_lengths()
+    inputs = make_inputs(lengths, "cpu")
+    layout = SequenceLayout(lengths, inputs["mask"])
+    local = {key: layout.shard(x) for key, x in inputs.items() if key != "mask"}
+    run = packed_loss(layout, local, sum(lengths))
+    run()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        run()
+    print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=20))
 
 
 def copy_bandwidth(device: str) -> float:
@@ -171,7 +203,11 @@ def copy_bandwidth(device: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cp", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--profile", action="store_true", help="one loss on the CPU, by operator")
     arguments = parser.parse_args()
+    if arguments.profile:
+        print_profile()
+        return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     lengths = make_lengths()
     tokens = sum(lengths)
@@ -192,7 +228,8 @@ def main() -> None:
         for way in ranks[0]:
             slowest = max(rank[way][0] for rank in ranks)
             peak = max(rank[way][1] for rank in ranks)
-            sent = 16 * SEQUENCES if way.startswith("scan") else 4 * tokens // cp
+            totals = way.startswith(("scan", "fused"))
+            sent = 16 * SEQUENCES if totals else 4 * tokens // cp
             traffic = "0" if cp == 1 else f"{sent:,} B"
             print(f"| {cp} | {way} | {slowest:.1f} | {peak:.0f} | {traffic} |", flush=True)
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron_rl.advantages import group_relative_advantages
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.objectives import build_objective, policy_loss
+from megatron_rl.objectives import OBJECTIVE_NAMES, build_objective, policy_loss
 from megatron_rl.types import Denominators
 
 
@@ -46,6 +46,7 @@ def arguments(**changes):
         ({"response_mask": torch.full((2, 4), 0.5)}, "values other than 0 and 1"),
         ({"policy_logprobs": torch.zeros(8)}, r"must be \[B, T\]"),
         ({"rollout_logprobs": torch.full((2, 4), math.nan)}, "rollout_logprobs at sequence 0"),
+        ({"entropy": torch.full((2, 4), math.inf)}, "entropy at sequence 0"),
     ],
 )
 def test_values_are_named_with_their_place(name, changes, message):
@@ -59,6 +60,20 @@ def test_what_the_mask_excludes_may_be_anything():
     loss, same_metrics = policy_loss("pnpo", **rubbish)
     assert loss == clean
     assert same_metrics == metrics
+
+
+@pytest.mark.parametrize("name", OBJECTIVE_NAMES)
+@pytest.mark.parametrize("field", ["policy_logprobs", "behavior_logprobs", "rollout_logprobs"])
+def test_an_impossible_token_is_named_and_one_off_the_mask_is_nothing(name, field):
+    # A log-prob of -inf at position 1 of response 1: its weight is infinite or 0, rejected or not.
+    given = arguments(rollout_logprobs=torch.full((2, 4), -1.2))
+    wanted, _ = policy_loss(name, **given)
+    given[field] = given[field].clone()
+    given[field][0, 3] = given[field][1, 0] = -math.inf  # both off the mask
+    assert policy_loss(name, **given)[0] == wanted
+    given[field][1, 1] = -math.inf
+    with pytest.raises(ValueError, match=rf"{field} at sequence 1 .*position 1 .*is not finite"):
+        policy_loss(name, **given)
 
 
 def test_a_weight_that_overflows_is_an_error_not_infinity():

@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.objectives import OBJECTIVE_NAMES, policy_loss
+from megatron_rl.objectives import OBJECTIVE_NAMES, build_objective, policy_loss
 
 PAGE = Path(__file__).parents[3] / "docs" / "use-in-your-trainer.md"
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
@@ -64,39 +64,59 @@ def test_the_verl_registration(batch, monkeypatch):
     wanted, _ = policy_loss("pnpo", **batch)
     mask = batch["response_mask"]
     sizes = {"dp_size": 2, "global_batch_size": 8, "batch_num_tokens": 2 * int(mask.sum())}
-    for global_batch_info, factor in (({}, 1.0), (sizes, 2 * 4 / 8)):
-        loss, metrics = registry["megatron_rl_pnpo"](
-            old_log_prob=batch["behavior_logprobs"],
-            log_prob=batch["policy_logprobs"],
-            advantages=batch["advantages"][:, None].expand(4, 9),
-            response_mask=mask.float(),
-            config=SimpleNamespace(global_batch_info=global_batch_info),
-        )
-        assert loss.item() == pytest.approx(wanted.item() * factor, rel=1e-6)
-        assert "actor/gate/acceptance" in metrics
+    given = {
+        "old_log_prob": batch["behavior_logprobs"],
+        "log_prob": batch["policy_logprobs"],
+        "advantages": batch["advantages"][:, None].expand(4, 9),
+        "response_mask": mask.float(),
+    }
+    # Four of the eight responses of a mini-batch, on one of two ranks whose gradients are averaged.
+    loss, metrics = registry["megatron_rl_pnpo"](
+        **given, config=SimpleNamespace(global_batch_info=sizes)
+    )
+    assert loss.item() == pytest.approx(wanted.item() * 2 * 4 / 8, rel=1e-6)
+    assert "actor/gate/acceptance" in metrics
+    with pytest.raises(ValueError, match="batch_num_tokens"):
+        registry["megatron_rl_pnpo"](**given, config=SimpleNamespace(global_batch_info={}))
 
 
 def test_the_trl_trainer(batch, monkeypatch):
     trainer = execute(SNIPPETS[2], monkeypatch, trl={"GRPOTrainer": object})["PNPOTrainer"]
-    logprobs = batch["policy_logprobs"]
-    given = SimpleNamespace(
-        objective=trainer.objective,
-        _get_per_token_logps_and_entropies=lambda *_: (logprobs, None, None),
-        model=SimpleNamespace(training=True),
-        current_gradient_accumulation_steps=2,
-        _metrics={"train": defaultdict(list)},
-    )
-    inputs = {
-        "prompt_ids": torch.zeros(4, 2).long(),
-        "prompt_mask": torch.ones(4, 2).long(),
-        "completion_ids": torch.zeros(4, 9).long(),
-        "completion_mask": batch["response_mask"].long(),
-        "advantages": batch["advantages"],
-        "old_per_token_logps": batch["behavior_logprobs"],
-    }
-    loss = trainer._compute_loss(given, None, inputs)
-    assert loss.item() == pytest.approx(policy_loss("pnpo", **batch)[0].item() / 2, rel=1e-6)
-    assert len(given._metrics["train"]["gate/acceptance"]) == 1
+
+    def loss_of(rows, *, objective, parts=1, processes=1, steps_per_generation=1):
+        given = SimpleNamespace(
+            objective=objective,
+            _get_per_token_logps_and_entropies=lambda *_: (batch["policy_logprobs"][rows], None),
+            model=SimpleNamespace(training=True),
+            current_gradient_accumulation_steps=parts,
+            args=SimpleNamespace(steps_per_generation=steps_per_generation),
+            accelerator=SimpleNamespace(num_processes=processes),
+            _metrics={"train": defaultdict(list)},
+        )
+        mask = batch["response_mask"]
+        inputs = {
+            "prompt_ids": torch.zeros(4, 2).long()[rows],
+            "prompt_mask": torch.ones(4, 2).long()[rows],
+            "completion_ids": torch.zeros(4, 9).long()[rows],
+            "completion_mask": mask.long()[rows],
+            "advantages": batch["advantages"][rows],
+            "old_per_token_logps": batch["behavior_logprobs"][rows],
+            "num_items_in_batch": mask.sum(),  # of the generation batch, on all processes
+        }
+        loss = trainer._compute_loss(given, None, inputs)
+        assert len(given._metrics["train"]["gate/acceptance"]) == 1
+        return loss.item()
+
+    for name in ("pnpo", "dapo"):  # a response mean and a token mean
+        wanted = policy_loss(name, **batch)[0].item()
+        objective = build_objective(name)
+        assert loss_of(slice(0, 4), objective=objective) == pytest.approx(wanted, rel=1e-6)
+        halves = (slice(0, 2), slice(2, 4))
+        # Two accumulated parts are added; two processes are averaged.
+        added = [loss_of(h, objective=objective, parts=2, steps_per_generation=2) for h in halves]
+        assert sum(added) == pytest.approx(wanted, rel=1e-6)
+        averaged = [loss_of(h, objective=objective, processes=2) for h in halves]
+        assert sum(averaged) / 2 == pytest.approx(wanted, rel=1e-6)
 
 
 def test_every_objective_is_in_the_table():

@@ -1,0 +1,92 @@
+"""The objectives a third time: float64 numpy over whole responses, for thousands of tokens.
+
+Takes the objectives' tables from naive.py and is held to its double loops by test_definitions.
+Advantages are one number per response, as they are for a long one.
+"""
+
+import numpy as np
+
+
+def evaluate(spec, responses):
+    """Loss and gradients of a minibatch, as `naive.evaluate`; `responses` are dicts of lists."""
+    aggregation, tokens = spec[3], sum(len(r["log_ratios"]) for r in responses)
+    loss, gradients = 0.0, []
+    for response in responses:
+        length = len(response["log_ratios"])
+        with np.errstate(over="ignore", invalid="ignore"):
+            value, gradient = response_terms(spec, response)
+        denominator = {
+            "response_mean": length * len(responses),
+            "token_mean": tokens,
+            "response_sum": len(responses),
+        }[aggregation]
+        loss -= value / denominator
+        gradients.append(-gradient / denominator)
+    return loss, gradients
+
+
+def response_terms(spec, response):
+    """J of one response and dJ/dlog pi, before aggregation."""
+    weight, constraint, score, _ = spec
+    ratios = np.array(response["log_ratios"])
+    advantage = response["advantages"][0]
+    factors = np.array(response.get("factors", np.ones(len(ratios))))
+    log_w = log_weights(weight, ratios)
+    value, slope = constrain(constraint, log_w, advantage, ratios)
+    if score == "token":
+        slope = slope * factors
+        return np.where(slope == 0, 0, slope * np.array(response["logprobs"])).sum(), slope
+    slope, gradient = slope * factors, np.zeros(len(ratios))
+    if weight == "token":
+        gradient = slope
+    elif weight == "prefix_product":  # d S_t / d l_k = 1 for k <= t
+        gradient = slope[::-1].cumsum()[::-1]
+    elif weight == "sequence_mean":
+        gradient[:] = slope.sum() / len(ratios)
+    else:
+        raise AssertionError(f"no named objective has a path score of {weight}")
+    return (value * factors).sum(), gradient
+
+
+def log_weights(weight, ratios):
+    """The logarithm of the weight at every position."""
+    sums, t = ratios.cumsum(), np.arange(1, len(ratios) + 1)
+    if weight == "prefix_min":
+        before = np.minimum.accumulate(np.append(np.inf, ratios[:-1]))
+        return ratios + np.where(np.isinf(before), 0, before)
+    return {
+        "token": ratios,
+        "prefix_mean": sums / t,
+        "prefix_product": sums,
+        "sequence_mean": np.full(len(ratios), sums[-1] / len(ratios)),
+    }[weight]
+
+
+def constrain(constraint, log_w, advantage, ratios):
+    """(what enters J under the path score, what multiplies the score), both times A."""
+    kind, t = constraint[0], np.arange(1, len(ratios) + 1)
+    ratio = np.exp(log_w)
+    if not advantage:
+        return np.zeros(len(ratios)), np.zeros(len(ratios))
+    if kind == "none":
+        return ratio * advantage, ratio * advantage
+    if kind == "tv":
+        variation = np.abs(np.expm1(np.minimum(ratios, 60))).mean() / 2
+        keep = (variation <= constraint[1]) | (advantage * ratios <= 0)
+        term = np.where(keep, ratio, 0) * advantage
+        return term, term
+    _, low, high, dual, space, power = constraint
+    h = np.sqrt(len(ratios) / t) if power == "sqrt" else t.astype(float) ** power
+    transform = np.exp if space == "log" else lambda x: 1 + x
+    lower = np.zeros(len(ratios)) if low is None else transform(-low * h)
+    upper = transform(high * h)
+    if kind == "truncate":
+        term = np.clip(ratio, lower, upper) * advantage
+        return term, term
+    if kind == "gate":
+        term = np.where((ratio >= lower) & (ratio <= upper), ratio, 0) * advantage
+        return term, term
+    value = np.minimum(ratio * advantage, np.clip(ratio, lower, upper) * advantage)
+    if dual is not None and advantage < 0:
+        value = np.maximum(value, (dual if space == "ratio" else np.exp(dual * h)) * advantage)
+    return value, np.where(value == ratio * advantage, value, 0)
