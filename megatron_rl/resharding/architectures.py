@@ -287,7 +287,7 @@ def _build_shape(config: dict[str, Any], name: str) -> ModelShape:
     architecture = ARCHITECTURES[name]
     heads = config["num_attention_heads"]
     scaling = read_rotary_scaling(config)
-    positions = config["max_position_embeddings"]
+    stated = config["max_position_embeddings"]
     experts = None
     if architecture.mixture_of_experts:
         # transformers 5 writes num_local_experts, earlier releases num_experts.
@@ -308,7 +308,7 @@ def _build_shape(config: dict[str, Any], name: str) -> ModelShape:
         head_dim=head_dim or config["hidden_size"] // heads,
         ffn_hidden_size=config["intermediate_size"],
         vocab_size=config["vocab_size"],
-        max_position_embeddings=scaling.extend(positions) if scaling else positions,
+        max_position_embeddings=scaling.positions(stated) if scaling else stated,
         rotary_base=read_rotary_base(config),
         rotary_scaling=scaling,
         norm_epsilon=config["rms_norm_eps"],

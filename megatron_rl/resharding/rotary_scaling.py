@@ -29,15 +29,15 @@ class RotaryScaling:
     kind: str
     parameters: tuple[tuple[str, float | bool], ...]
 
-    def extend(self, positions: int) -> int:
-        """The positions that the model serves, if config.json states `positions`.
+    def positions(self, stated: int) -> int:
+        """How many positions the model serves, where config.json states `stated`.
 
-        Configs of yarn state those before the stretching or after it.
+        Configs of yarn state the number before the stretching or after it; vLLM takes the product.
         """
         if self.kind != "yarn":
-            return positions
+            return stated
         values = dict(self.parameters)
-        return max(positions, int(values["original_max_position_embeddings"] * values["factor"]))
+        return int(values["original_max_position_embeddings"] * values["factor"])
 
 
 def _stated(config: dict[str, Any]) -> dict[str, Any]:

@@ -51,8 +51,8 @@ def test_reads_old_and_new_spelling_of_the_rotary_base(tmp_path):
     assert read_model_shape(tmp_path).rotary_base == 7e5
 
 
-def test_yarn_extends_the_positions_where_the_config_states_the_original_ones(tmp_path):
-    # Qwen2.5's model cards add 4 x 32,768 to a config of 32,768; others state the product.
+def test_yarn_serves_the_original_positions_times_the_factor(tmp_path):
+    # Qwen2.5's model cards add yarn to a config of 32,768 positions; others state the product.
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     for stated in (32768, 131072):
         config = _config("Qwen2", rope_parameters=yarn, max_position_embeddings=stated)
