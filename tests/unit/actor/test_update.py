@@ -11,6 +11,7 @@ import torch
 
 from tests.functional.test_actor_layouts import make_model, make_rollouts
 from tests.ranks import run_ranks
+from tests.unit.objectives.mutate import mutated
 
 
 def _make_actor(root):
@@ -23,13 +24,13 @@ def _make_actor(root):
     return MegatronActor(root, topology=topology, settings=settings)
 
 
-def _make_minibatch(actor):
+def _make_minibatch(actor, tokens_per_micro_batch=200):
     from megatron_rl.data.packing import plan_minibatches
 
     (minibatch,) = plan_minibatches(
         *make_rollouts(),
         minibatches=1,
-        tokens_per_micro_batch=200,
+        tokens_per_micro_batch=tokens_per_micro_batch,
         topology=actor.topology,
         sequence_parallel=actor.sequence_parallel,
     )
@@ -102,6 +103,26 @@ def build_averaging_megatrons(rank, world_size, root):
     return [*told, str(error.value)]
 
 
+def norms_of_one_and_several_micro_batches(rank, world_size, root):
+    """Gradient norms of the first update in one and in several micro-batches, as is and divided."""
+    from megatron_rl.actor import loss_contract
+    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.objectives import build_objective
+
+    actor = _make_actor(root)
+
+    def norm(tokens_per_micro_batch):
+        fresh = MegatronActor(root, topology=actor.topology, settings=actor.settings)
+        minibatch = _make_minibatch(fresh, tokens_per_micro_batch)
+        return fresh.update(minibatch, build_objective("grpo")).grad_norm
+
+    as_is = norm(10_000), norm(200)
+    with mutated(
+        loss_contract.finalize_gradients, "list(chunks), None", "list(chunks), num_tokens"
+    ):
+        return as_is, (norm(10_000), norm(200))
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("update") / "model"
@@ -122,3 +143,12 @@ def test_a_megatron_that_averages_is_refused(model):
     assert "turned a loss of 3 into 0.42857" in loss
     assert "divide gradients by a token count" in finalize
     assert "scaled by 0.25" in buffers
+
+
+def test_a_finalize_that_divides_changes_the_gradient(model):
+    # The loss contract reports one token per micro-batch, so dividing by them is dividing by their
+    # number: one micro-batch hides it, several do not.
+    ((as_is, divided),) = run_ranks(norms_of_one_and_several_micro_batches, 1, model)
+    assert as_is[1] == pytest.approx(as_is[0], rel=1e-4)
+    assert divided[0] == pytest.approx(as_is[0], rel=1e-4)
+    assert divided[1] < 0.6 * as_is[1]
