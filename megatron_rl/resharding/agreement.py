@@ -1,7 +1,14 @@
 """Errors that every rank raises together, so that none waits for one that has given up."""
 
+import time
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
+
+
+class RankTimeoutError(RuntimeError):
+    """Another rank did not come in time, or died: no collective can follow."""
 
 
 def wire_device() -> torch.device:
@@ -11,20 +18,53 @@ def wire_device() -> torch.device:
     return torch.device("cpu")
 
 
-def raise_together(error: Exception | None, *, doing: str) -> None:
-    """Collective over all processes: raise RuntimeError everywhere if any rank has an `error`.
+def raise_together(error: Exception | None, *, doing: str, time_limit: float | None = None) -> None:
+    """Collective over all processes: raise everywhere if any rank has an `error`.
 
-    doing: what was attempted, for the message. One integer is exchanged where all is well.
+    A rank with an error raises that error, the others a RuntimeError that names the ranks and
+    their errors; all messages begin with `doing`. One integer is exchanged where all is well.
+    time_limit: seconds to wait for the others, else RankTimeoutError; None: as the process
+        group has it.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         if error is not None:
-            raise RuntimeError(f"{doing}: {error}") from error
+            raise _prefixed(error, doing)
         return
-    failures = torch.tensor([int(error is not None)], device=wire_device())
-    dist.all_reduce(failures)
-    if not int(failures):
+    if not sum_over_ranks(int(error is not None), doing=doing, time_limit=time_limit):
         return
     messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, None if error is None else str(error))
+    dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise _prefixed(error, doing)
     told = [f"rank {rank}: {text}" for rank, text in enumerate(messages) if text is not None]
-    raise RuntimeError(f"{doing}: " + "; ".join(told)) from error
+    raise RuntimeError(f"{doing}: " + "; ".join(told))
+
+
+def sum_over_ranks(number: int, *, doing: str, time_limit: float | None = None) -> int:
+    """The sum of every rank's number; RankTimeoutError where another rank dies or does not come."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return number
+    total = torch.tensor([number], device=wire_device())
+    start = time.monotonic()
+    try:
+        work = dist.all_reduce(total, async_op=True)
+        if time_limit is None:
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=time_limit))
+    except RuntimeError as error:
+        limit = "" if time_limit is None else f" (the limit is {time_limit:g} s)"
+        raise RankTimeoutError(
+            f"{doing}: another rank died or did not come: gave up after "
+            f"{time.monotonic() - start:.0f} s{limit}: {error}"
+        ) from error
+    return int(total)
+
+
+def _prefixed(error: Exception, doing: str) -> Exception:
+    """The same error, its message saying what was attempted (in a note where it has no message)."""
+    if len(error.args) == 1 and isinstance(error.args[0], str):
+        error.args = (f"{doing}: {error.args[0]}",)
+    else:
+        error.add_note(doing)
+    return error

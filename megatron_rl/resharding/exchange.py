@@ -4,7 +4,7 @@
     for each round k:
         pack and launch round k + 1          (while k is on the wire)
         wait for round k
-        unpack it, hand over its tensors     (loaded while k + 1 is on the wire)
+        tensor by tensor: unpack, hand over  (loaded while k + 1 is on the wire)
 
 Every rank runs as many rounds, so no rank waits for one that has finished. At most two rounds are
 alive at once; a round's buckets are bounded by the plan. Slices travel in the engine's dtype.
@@ -25,8 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.resharding.ledger import Ledger
-from megatron_rl.resharding.plan import Copy, RankPlan
+from megatron_rl.resharding.plan import Copy
+from megatron_rl.resharding.rounds import Message, RankPlan, Round
+from megatron_rl.resharding.scratch import ScratchPool
 
+PHASES = ("pack", "transfer", "unpack", "cache_reset", "verify")
 _NOTHING = torch.empty(0)  # stands for a tensor whose slices are already where they belong
 
 
@@ -36,11 +39,10 @@ class ExchangeError(RuntimeError):
 
 @dataclass
 class Flight:
-    """One round under way: its buckets by the other rank, and what to wait for."""
+    """One round under way: its messages in their buffers, and what to wait for."""
 
     number: int
-    sent: dict[int, Tensor]
-    received: dict[int, Tensor]
+    received: list[tuple[Message, Tensor]]
     work: list[Any]
 
 
@@ -63,20 +65,32 @@ class Exchange:
     ledger: Ledger
     time_limit: float
     live: Mapping[str, Tensor] | None = None
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     _open: dict[str, Tensor] = field(default_factory=dict)
     _arrived: dict[str, list[Copy]] = field(default_factory=lambda: defaultdict(list))
     _arenas: list[Tensor | None] = field(default_factory=lambda: [None, None])
+    _scratch: ScratchPool = field(init=False)
     _flight: Flight | None = None
     _launched: bool = False
 
+    def __post_init__(self) -> None:
+        self._scratch = ScratchPool(self.dtype, self.device)
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Exchange all rounds; yield each HF tensor once this rank's part of it is there."""
+        due: dict[int, list[str]] = defaultdict(list)
+        for name, last in self.plan.last_round.items():
+            due[last].append(name)
         self._launch(0)
-        yield from self._complete(self.plan.ready)
-        for names in self.plan.complete_after:
-            self._advance()
-            yield from self._complete(names)
+        for name in due[-1]:
+            yield name, self._assemble(name)
+        for number in range(len(self.plan.rounds)):
+            arrived = self._advance()
+            for name in arrived.keys() - due[number]:
+                self._unpack(arrived[name])
+            for name in due[number]:
+                self._unpack(arrived.get(name, []))
+                yield name, self._assemble(name)
 
     def write(self) -> None:
         """Exchange all rounds, writing every slice straight into the engine's live parameters."""
@@ -98,14 +112,15 @@ class Exchange:
         self.seconds["verify"] += time.perf_counter() - start
         return changed
 
-    def _advance(self) -> None:
+    def _advance(self) -> dict[str, list[tuple[Copy, Tensor]]]:
+        """Launch the next round, finish this one; the slices that arrived, by tensor."""
         flight = self._flight
         assert flight is not None, "no round is under way"
         self._launch(flight.number + 1)
         start = time.perf_counter()
-        self._wait(flight.work, what=f"round {flight.number + 1} of {len(self.plan.rounds)}")
+        self._wait(flight.work, what=self._describe(flight))
         self.seconds["transfer"] += time.perf_counter() - start
-        self._unpack(flight)
+        return self._open_messages(flight)
 
     def _launch(self, number: int) -> None:
         self._launched = True
@@ -113,44 +128,46 @@ class Exchange:
             self._flight = None
             return
         start = time.perf_counter()
-        exchange = self.plan.rounds[number]
-        messages = self._messages(number)
-        received = {rank: messages["received", rank] for rank in exchange.receives}
-        sent = {to: messages["sent", to] for to in exchange.sends}
-        for to, copies in exchange.sends.items():
-            self._pack(number, to, copies, sent[to])
+        part = self.plan.rounds[number]
+        buffers = self._buffers(number)
+        messages = [
+            (message, buffer[: message.size])
+            for message, buffer in zip((*part.sends, *part.receives), buffers, strict=True)
+        ]
+        sent, received = messages[: len(part.sends)], messages[len(part.sends) :]
+        for message, buffer in sent:
+            self._pack(number, message, buffer)
         self.seconds["pack"] += time.perf_counter() - start
         start = time.perf_counter()
-        # Sorted alike on both sides: messages between two ranks are matched by their order.
-        operations = [dist.P2POp(dist.isend, sent[to], to) for to in sorted(sent)]
-        operations += [dist.P2POp(dist.irecv, received[of], of) for of in sorted(received)]
+        # Messages between two ranks are matched by their order, which is the same on both.
+        operations = [
+            dist.P2POp(dist.isend, buffer, to)
+            for message, buffer in sent
+            for to in message.destinations
+        ]
+        operations += [dist.P2POp(dist.irecv, buffer, m.source) for m, buffer in received]
         work = dist.batch_isend_irecv(operations) if operations else []
-        self._flight = Flight(number, sent, received, work)
+        self._flight = Flight(number, received, work)
         self.seconds["transfer"] += time.perf_counter() - start
 
-    def _messages(self, number: int) -> dict[tuple[str, int], Tensor]:
+    def _buffers(self, number: int) -> list[Tensor]:
         """Flat buffers of one round's messages, cut from the arena of every second round.
 
         The round before last, which used the same arena, has been sent and unpacked.
         """
-        exchange = self.plan.rounds[number]
-        sizes = {("sent", rank): _count(copies) for rank, copies in exchange.sends.items()}
-        sizes |= {("received", of): _count(copies) for of, copies in exchange.receives.items()}
         arena = self._arenas[number % 2]
-        if arena is None or arena.numel() < sum(sizes.values()):
-            arena = torch.empty(sum(sizes.values()), dtype=self.dtype, device=self.device)
+        if arena is None:
+            largest = max(sum(_aligned_sizes(part)) for part in self.plan.rounds)
+            arena = torch.empty(largest, dtype=self.dtype, device=self.device)
             self._arenas[number % 2] = arena
-        parts = arena[: sum(sizes.values())].split(list(sizes.values()))
-        return dict(zip(sizes, parts, strict=True))
+        sizes = _aligned_sizes(self.plan.rounds[number])
+        return list(arena[: sum(sizes)].split(sizes))
 
-    def _pack(self, number: int, to: int, copies: list[Copy], message: Tensor) -> None:
-        at = 0
-        for copy in copies:
-            part = message[at : at + copy.size].view(copy.held.shape)
+    def _pack(self, number: int, message: Message, buffer: Tensor) -> None:
+        for copy, part in _parts(message, buffer):
             part.copy_(self._held(copy))  # converts to the engine's dtype on the way
             self.ledger.note_slice("sent", copy, part)
-            at += copy.size
-        self.ledger.note_message("sent", number, to, message)
+        self.ledger.note_message("sent", number, message, buffer)
 
     def _wait(self, work: list[Any], *, what: str) -> None:
         try:
@@ -162,43 +179,63 @@ class Exchange:
                 f"{self.time_limit:g} s, or another rank died: {error}"
             ) from error
 
+    def _describe(self, flight: Flight) -> str:
+        """A round as an error should name it: what this rank waits for, and from whom."""
+        text = f"round {flight.number + 1} of {len(self.plan.rounds)}"
+        names = list(dict.fromkeys(c.tensor for m, _ in flight.received for c in m.copies))
+        if not names:
+            return text
+        sources = sorted({message.source for message, _ in flight.received})
+        more = f" and {len(names) - 3} more" if names[3:] else ""
+        return f"{text} ({', '.join(names[:3])}{more} from ranks {sources})"
+
     def _wait_for_checksums(self, work: list[Any]) -> None:
         self._wait(work, what="comparing checksums")
 
-    def _unpack(self, flight: Flight) -> None:
+    def _open_messages(self, flight: Flight) -> dict[str, list[tuple[Copy, Tensor]]]:
         start = time.perf_counter()
-        for rank, message in flight.received.items():
-            at = 0
-            for copy in self.plan.rounds[flight.number].receives[rank]:
-                part = message[at : at + copy.size].view(copy.held.shape)
-                self._destination(copy).copy_(part)
-                self._arrived[copy.tensor].append(copy)
-                at += copy.size
-            self.ledger.note_message("received", flight.number, rank, message)
+        arrived: dict[str, list[tuple[Copy, Tensor]]] = defaultdict(list)
+        for message, buffer in flight.received:
+            self.ledger.note_message("received", flight.number, message, buffer)
+            for copy, part in _parts(message, buffer):
+                arrived[copy.tensor].append((copy, part))
+        self.seconds["unpack"] += time.perf_counter() - start
+        return arrived
+
+    def _unpack(self, parts: list[tuple[Copy, Tensor]]) -> None:
+        start = time.perf_counter()
+        for copy, part in parts:
+            self._destination(copy).copy_(part)
+            self._arrived[copy.tensor].append(copy)
         self.seconds["unpack"] += time.perf_counter() - start
 
-    def _complete(self, names: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
-        for name in names:
-            start = time.perf_counter()
-            tensor = self._assemble(name)
-            self.seconds["unpack"] += time.perf_counter() - start
-            yield name, tensor
-
     def _assemble(self, name: str) -> Tensor:
-        """The tensor `name` with every slice that this rank needs."""
+        """The tensor `name` with every slice that this rank needs; local ones are added here."""
+        start = time.perf_counter()
         local = self.plan.local.get(name, [])
         full = self.shapes[name]
         if self.live is None and len(local) == 1 and local[0].size == torch.Size(full).numel():
             # A single slice that is the whole tensor: no copy where dtype and device agree.
-            return self._held(local[0]).to(self.device, self.dtype).reshape(full)
+            tensor = self._held(local[0]).to(self.device, self.dtype).reshape(full)
+        else:
+            tensor = self._filled(name, local)
+        self.seconds["unpack"] += time.perf_counter() - start
+        return tensor
+
+    def _filled(self, name: str, local: list[Copy]) -> Tensor:
         for copy in local:
             self._destination(copy).copy_(self._held(copy))
             if self.ledger.full:
                 self.ledger.note_slice("sent", copy, self._held(copy).to(self.dtype))
+        arrived = self._arrived.pop(name, [])
         if self.ledger.full:
-            for copy in (*local, *self._arrived[name]):
+            for copy in (*local, *arrived):
                 self.ledger.note_slice("received", copy, self._destination(copy))
-        return _NOTHING if self.live is not None else self._take(name)
+        if self.live is not None:
+            return _NOTHING
+        tensor = self._target(name)
+        del self._open[name]
+        return tensor
 
     def _destination(self, copy: Copy) -> Tensor:
         """Where a slice goes: into the live parameter, or into the tensor being assembled."""
@@ -206,20 +243,23 @@ class Exchange:
             return copy.needed.of_parameter(self.live[copy.needed.parameter].detach())
         return copy.needed.of_tensor(self._target(copy.tensor))
 
-    def _take(self, name: str) -> Tensor:
-        tensor = self._target(name)
-        del self._open[name]
-        return tensor
-
     def _target(self, name: str) -> Tensor:
         if name not in self._open:
-            full = torch.empty(self.shapes[name], dtype=self.dtype, device=self.device)
-            self._open[name] = full
+            self._open[name] = self._scratch.empty(self.shapes[name])
         return self._open[name]
 
     def _held(self, copy: Copy) -> Tensor:
         return copy.held.of_parameter(self.parameters[copy.held.parameter].detach())
 
 
-def _count(copies: list[Copy]) -> int:
-    return sum(copy.size for copy in copies)
+def _aligned_sizes(part: Round) -> list[int]:
+    """Elements of each message's buffer, rounded up so that checksums read aligned words."""
+    return [-(-message.size // 8) * 8 for message in (*part.sends, *part.receives)]
+
+
+def _parts(message: Message, buffer: Tensor) -> Iterator[tuple[Copy, Tensor]]:
+    """The slices of a message with their places in its buffer, as matrices [h, w]."""
+    at = 0
+    for copy in message.copies:
+        yield copy, buffer[at : at + copy.size].view(copy.held.shape)
+        at += copy.size

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.resharding.checksums import message_checksum, slice_checksum
-from megatron_rl.resharding.plan import Copy, RankPlan
+from megatron_rl.resharding.plan import Copy
+from megatron_rl.resharding.rounds import Message, RankPlan
 
 End = Literal["sent", "received"]
 
@@ -18,17 +19,18 @@ End = Literal["sent", "received"]
 class Ledger:
     """What this rank has seen of every message and, in a full check, of every slice.
 
-    The sender reads a slice as it packs it; the receiver reads it where it hands it to the
-    engine. Both keep their sums in the order of the plan, so only numbers are exchanged.
+    The sender reads a slice as it packs it; a receiver reads it where it hands it to the engine.
+    Both keep their sums in the order of the plan, so only numbers are exchanged.
     """
 
     full: bool
-    _messages: dict[tuple[End, int, int], Tensor] = field(default_factory=dict)
+    _messages: dict[tuple[End, int, int, tuple[int, ...]], Tensor] = field(default_factory=dict)
     _slices: dict[tuple[End, int], Tensor] = field(default_factory=dict)  # by id of the Copy
 
-    def note_message(self, end: End, round_number: int, rank: int, message: Tensor) -> None:
-        """A whole bucket as it left for, or arrived from, `rank`."""
-        self._messages[end, round_number, rank] = message_checksum(message)
+    def note_message(self, end: End, number: int, message: Message, buffer: Tensor) -> None:
+        """A whole message of round `number` as it left or arrived."""
+        key = end, number, message.source, message.destinations
+        self._messages[key] = message_checksum(buffer)
 
     def note_slice(self, end: End, copy: Copy, matrix: Tensor) -> None:
         """A slice at one of its ends; ignored unless this is a full check."""
@@ -66,13 +68,15 @@ class Ledger:
     ) -> dict[int, tuple[list[Tensor], list[tuple[str, ...]]]]:
         """Per partner: its sums in the order of the plan, and the tensors each stands for."""
         listed: dict[int, tuple[list[Tensor], list[tuple[str, ...]]]] = {}
-        for number, exchange in enumerate(plan.rounds):
-            partners = exchange.sends if end == "sent" else exchange.receives
-            for rank, copies in partners.items():
-                sums, names = listed.setdefault(rank, ([], []))
-                if self.full:
-                    sums += [self._slices[end, id(copy)] for copy in copies]
-                    names += [(copy.tensor,) for copy in copies]
-                sums.append(self._messages[end, number, rank])
-                names.append(tuple(dict.fromkeys(copy.tensor for copy in copies)))
+        for number, part in enumerate(plan.rounds):
+            for message in part.sends if end == "sent" else part.receives:
+                others = message.destinations if end == "sent" else (message.source,)
+                whole = self._messages[end, number, message.source, message.destinations]
+                for rank in others:
+                    sums, names = listed.setdefault(rank, ([], []))
+                    if self.full:
+                        sums += [self._slices[end, id(copy)] for copy in message.copies]
+                        names += [(copy.tensor,) for copy in message.copies]
+                    sums.append(whole)
+                    names.append(tuple(dict.fromkeys(copy.tensor for copy in message.copies)))
         return listed

@@ -25,6 +25,10 @@ class WeightReceiver(Protocol):
     layout: EngineLayout
     dtype: torch.dtype
 
+    def check_idle(self) -> None:
+        """RuntimeError while requests are running: weights must not change under them."""
+        ...
+
     def receive(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> float:
         """Replace every parameter; returns the seconds that resetting caches took."""
         ...
@@ -42,33 +46,42 @@ class WeightReceiver(Protocol):
         ...
 
 
-def check_holder(holder: WeightHolder, *, doing: str) -> Mapping[str, Tensor]:
-    """The holder's local parameters, known to fit the table on every rank; collective.
+def check_ends(
+    holder: WeightHolder,
+    receiver: WeightReceiver,
+    *,
+    doing: str,
+    time_limit: float | None = None,
+) -> Mapping[str, Tensor]:
+    """The holder's local parameters, once all ranks are ready; collective, changes nothing.
 
-    Raises RuntimeError on every rank, naming the parameters that do not fit on any of them.
+    Raises on every rank when parameters of any rank do not fit the table (naming them) or its
+    engine is generating: the error itself on that rank, RuntimeError elsewhere.
     """
-    parameters = holder.named_parameters_local()
-    layout, fused = layout_of(holder.topology), has_fused_names(parameters)
-    pieces = layout.pieces(holder.shape, rank=holder.topology.rank, fused=fused)
     error: Exception | None = None
+    parameters: Mapping[str, Tensor] = {}
     try:
+        receiver.check_idle()
+        parameters = holder.named_parameters_local()
+        layout, fused = layout_of(holder.topology), has_fused_names(parameters)
+        pieces = layout.pieces(holder.shape, rank=holder.topology.rank, fused=fused)
         check_parameters(parameters, pieces, layout=layout)
     except Exception as found:  # noqa: BLE001 - the others must not wait, whatever it is
         error = found
-    raise_together(error, doing=doing)
+    raise_together(error, doing=doing, time_limit=time_limit)
     return parameters
 
 
 def gather_push(holder: WeightHolder, receiver: WeightReceiver, *, version: int) -> SyncStats:
     """Gather every parameter in full on every rank and load it; collective over all processes.
 
-    Raises RuntimeError on every rank, naming parameters and both layouts, when a parameter is
-    missing, extra or of the wrong shape on any of them.
+    Raises on every rank, naming parameters and both layouts, when a parameter is missing, extra or
+    of the wrong shape on any of them.
     """
     start = time.perf_counter()
     layout = layout_of(holder.topology)
     doing = f"weight push {version}, {layout} to {receiver.layout}"
-    parameters = check_holder(holder, doing=doing)
+    parameters = check_ends(holder, receiver, doing=doing)
     shards = distinct_shards(holder.shape, layout=layout, fused=has_fused_names(parameters))
     seconds: dict[str, float] = {}
     tensors = gather_tensors(

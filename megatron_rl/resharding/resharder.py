@@ -1,18 +1,20 @@
 """A weight push by plan, verified: the sequence of one push, its errors and its numbers."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from megatron_rl.resharding.agreement import raise_together, wire_device
+from megatron_rl.resharding.agreement import raise_together, sum_over_ranks
 from megatron_rl.resharding.architectures import ModelShape, tensor_shapes
 from megatron_rl.resharding.exchange import Exchange, ExchangeError
 from megatron_rl.resharding.layouts import ActorLayout
 from megatron_rl.resharding.ledger import Ledger
-from megatron_rl.resharding.plan import RankPlan, plan_for_rank
-from megatron_rl.resharding.push import WeightReceiver, check_holder, gather_push
+from megatron_rl.resharding.push import WeightReceiver, check_ends, gather_push
+from megatron_rl.resharding.rounds import RankPlan, plan_for_rank
 from megatron_rl.resharding.source import SyncStats, WeightHolder, has_fused_names, layout_of
 
 
@@ -20,7 +22,8 @@ from megatron_rl.resharding.source import SyncStats, WeightHolder, has_fused_nam
 class ReshardSettings:
     """How weights are moved and how closely that is watched.
 
-    bucket_bytes: what a rank sends plus receives in one round; two rounds are alive at once.
+    bucket_bytes: half of the extra memory of a push, which are two rounds on the wire and, on the
+        way through the engine's loaders, the tensors that are being assembled.
     full_check_every: pushes between checks of every single slice; the first one always is one,
         0 means no further ones. Every push compares a checksum of every message.
     direct: write into the engine's own parameters where they are laid out as the table says
@@ -46,22 +49,49 @@ class Resharder:
     settings: ReshardSettings = ReshardSettings()
     repairs: int = 0
     _pushes: int = 0
-    _plans: dict[tuple[ModelShape, ActorLayout, bool], RankPlan] = field(default_factory=dict)
+    _plans: dict[tuple[ModelShape, ActorLayout, bool, bool], RankPlan] = field(default_factory=dict)
 
     def push(self, holder: WeightHolder, *, version: int) -> SyncStats:
         """Bring all weights over; collective over all processes.
 
-        Raises RuntimeError, on every rank, when parameters do not fit the table, when the engine
-        refuses them, or when checksums differ (unless `repair`); ExchangeError when a rank hangs
-        or dies. The receiver then has no valid weights.
+        Raises on every rank: the error itself where it happened, RuntimeError elsewhere;
+        ExchangeError or RankTimeoutError when a rank hangs or dies. Nothing has changed when
+        parameters do not fit the table or an engine is generating. After any later error, as when
+        an engine refuses weights or checksums differ (unless `repair`), no receiver has valid
+        weights.
         """
         start = time.perf_counter()
         doing = f"weight push {version}, {layout_of(holder.topology)} to {self.receiver.layout}"
-        parameters = check_holder(holder, doing=doing)
+        limit = self.settings.time_limit
+        parameters = check_ends(holder, self.receiver, doing=doing, time_limit=limit)
+        try:
+            plan, phases = self._transfer(holder, parameters, version=version, doing=doing)
+        except BaseException as error:
+            self.receiver.invalidate()
+            if isinstance(error, ExchangeError):
+                raise ExchangeError(f"{doing}: {error}") from error
+            raise
+        itemsize = self.receiver.dtype.itemsize
+        return SyncStats(
+            seconds=time.perf_counter() - start,
+            bytes_sent=plan.elements_sent * itemsize,
+            bytes_local=plan.elements_local * itemsize,
+            phases=phases,
+            repairs=self.repairs,
+        )
+
+    def _transfer(
+        self, holder: WeightHolder, parameters: Mapping[str, Tensor], *, version: int, doing: str
+    ) -> tuple[RankPlan, dict[str, float]]:
+        """Exchange, load, compare; the plan and the seconds of each phase."""
+        start = time.perf_counter()
         if not self._pushes and holder.topology.device.type == "cuda":
             # NCCL's first point-to-point message needs a communicator that all ranks made together.
             dist.all_reduce(torch.zeros(1, device=holder.topology.device))
-        plan = self._plan(holder, fused=has_fused_names(parameters))
+        live = self.receiver.live_parameters() if self.settings.direct else None
+        if sum_over_ranks(int(live is None), doing=doing, time_limit=self.settings.time_limit):
+            live = None  # the rounds of the two ways differ: all ranks go the same
+        plan = self._plan(holder, fused=has_fused_names(parameters), direct=live is not None)
         plan_seconds = time.perf_counter() - start
         every = self.settings.full_check_every
         exchange = Exchange(
@@ -72,33 +102,29 @@ class Resharder:
             device=holder.topology.device,
             ledger=Ledger(full=self._pushes % every == 0 if every else self._pushes == 0),
             time_limit=self.settings.time_limit,
-            live=self.receiver.live_parameters() if self.settings.direct else None,
+            live=live,
         )
         self._pushes += 1
         load_seconds = self._load(exchange, version=version, doing=doing)
-        changed = _agree_on_names(exchange.settle())
-        if changed:
-            self.receiver.invalidate()
-            self._repair_or_raise(holder, changed, version=version, doing=doing)
-        phases = {"plan": plan_seconds, "load": load_seconds, **exchange.seconds}
-        return SyncStats(
-            seconds=time.perf_counter() - start,
-            bytes_sent=plan.elements_sent * self.receiver.dtype.itemsize,
-            bytes_local=plan.elements_local * self.receiver.dtype.itemsize,
-            phases=phases,
-            repairs=self.repairs,
+        changed = _agree_on_names(
+            exchange.settle(), doing=doing, time_limit=self.settings.time_limit
         )
+        if changed:
+            self._repair_or_raise(holder, changed, version=version, doing=doing)
+        return plan, {"plan": plan_seconds, "load": load_seconds, **exchange.seconds}
 
-    def _plan(self, holder: WeightHolder, *, fused: bool) -> RankPlan:
+    def _plan(self, holder: WeightHolder, *, fused: bool, direct: bool) -> RankPlan:
         layout = layout_of(holder.topology)
-        key = (holder.shape, layout, fused)
+        key = (holder.shape, layout, fused, direct)
         if key not in self._plans:
+            # Two rounds are alive at once; loaders need as much again for whole tensors.
+            bucket = self.settings.bucket_bytes // (1 if direct else 2)
             self._plans[key] = plan_for_rank(
                 holder.shape,
                 layout,
                 self.receiver.layout,
                 rank=holder.topology.rank,
-                bucket_elements=self.settings.bucket_bytes // self.receiver.dtype.itemsize,
+                bucket_elements=max(1, bucket // self.receiver.dtype.itemsize),
                 fused=fused,
                 ranks_per_node=self.settings.ranks_per_node,
             )
@@ -115,13 +141,12 @@ class Resharder:
                 cache_seconds = self.receiver.receive(exchange.tensors(), version=version)
             exchange.seconds["cache_reset"] += cache_seconds
         except ExchangeError:
-            self.receiver.invalidate()
             raise  # the others cannot be asked any more; each finds out by itself
         except Exception as found:  # noqa: BLE001 - loaders raise KeyError, AssertionError, ...
             error = found
             exchange.drain()
         seconds = time.perf_counter() - start - sum(exchange.seconds.values())
-        raise_together(error, doing=doing)
+        raise_together(error, doing=doing, time_limit=self.settings.time_limit)
         return seconds
 
     def _repair_or_raise(
@@ -134,13 +159,11 @@ class Resharder:
         gather_push(holder, self.receiver, version=version)
 
 
-def _agree_on_names(names: list[str]) -> list[str]:
+def _agree_on_names(names: list[str], *, doing: str, time_limit: float) -> list[str]:
     """Every rank's names together, sorted, on every rank; one integer where there are none."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return names
-    count = torch.tensor([len(names)], device=wire_device())
-    dist.all_reduce(count)
-    if not int(count):
+    if not sum_over_ranks(len(names), doing=doing, time_limit=time_limit):
         return []
     everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, names)

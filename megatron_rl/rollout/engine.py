@@ -34,12 +34,17 @@ class RolloutEngine(Protocol):
     ) -> list[Response]:
         """`samples` responses to each prompt, ordered by prompt, then sample; all on every rank.
 
-        The same prompts and seed give the same responses whatever the engines' layout.
+        The same prompts and seed give the same responses whatever the engines' layout. Raises on
+        every rank when an engine fails, hangs, dies or takes too long.
         """
         ...
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Log-probs of each sequence's tokens from the second on, [length - 1] float32."""
+        ...
+
+    def check_idle(self) -> None:
+        """RuntimeError while requests are running: weights must not change under them."""
         ...
 
     def receive(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> float:

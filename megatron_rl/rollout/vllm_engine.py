@@ -31,6 +31,7 @@ from megatron_rl.rollout.requests import (
     scoring_requests,
     stop_tokens,
 )
+from megatron_rl.rollout.running import GRACE, run_requests
 from megatron_rl.types import Prompt, Response, SamplingSettings
 
 # An LLM that is garbage-collected tears down the default process group of the whole process
@@ -47,6 +48,8 @@ class VllmEngine:
     max_model_len: longest prompt plus response, in tokens.
     kv_cache_bytes: memory for cached keys and values (None on CUDA: by `memory_fraction`).
     max_sequences: requests that run at once on one engine.
+    time_limit: seconds for one call of `generate` or `score` on this engine, before it is an error
+        on every rank.
     resharding: how weights are moved and verified.
     """
 
@@ -62,6 +65,7 @@ class VllmEngine:
         kv_cache_bytes: int | None = None,
         memory_fraction: float = 0.5,
         max_sequences: int = 256,
+        time_limit: float = 7200.0,
         resharding: ReshardSettings | None = None,
     ) -> None:
         if not dist.is_initialized():
@@ -72,6 +76,7 @@ class VllmEngine:
         self.dtype = dtype
         self.topology = topology
         self.max_model_len = max_model_len
+        self.time_limit = time_limit
         self._version = -1
         self._asleep = False
         self._resharder = Resharder(self, resharding or ReshardSettings())
@@ -116,8 +121,9 @@ class VllmEngine:
 
         Every sample has a seed of its own, derived from (sampling.seed, prompt, sample): responses
         do not depend on the layout or on what else runs in the batch. Collective.
-        Raises ValueError when a prompt does not fit the engine; RuntimeError on every rank when an
-        engine fails.
+        Raises ValueError when a prompt does not fit the engine. When an engine fails or its time is
+        up (TimeoutError): the error itself on its ranks, RuntimeError on the others;
+        RankTimeoutError when a rank hangs or dies.
         """
         check_prompts(
             prompts,
@@ -140,9 +146,11 @@ class VllmEngine:
             finished = self._run(requests, on_progress=on_progress)
             if self.topology.rank % self.layout.tensor == 0:  # the others hold the same
                 own = [self._generated(place, output) for place, output in finished.items()]
-        except (ValueError, RuntimeError) as found:
+        except Exception as found:  # noqa: BLE001 - the others must not wait, whatever it is
             error = found
-        raise_together(error, doing=f"generating with {self.layout}")
+        # Whoever is done first waits for the last engine, which takes at most this long.
+        limit = self.time_limit + 2 * GRACE
+        raise_together(error, doing=f"generating with {self.layout}", time_limit=limit)
         everything = gather_responses(own, device=self.topology.device)
         assert [each.place for each in everything] == list(range(len(prompts) * samples))
         return [self._response(prompts, each, samples=samples) for each in everything]
@@ -164,6 +172,11 @@ class VllmEngine:
     def push_weights(self, actor: WeightHolder, *, version: int) -> SyncStats:
         """Bring the actor's present weights into this engine; raises unless all of them arrive."""
         return self._resharder.push(actor, version=version)
+
+    def check_idle(self) -> None:
+        """RuntimeError while requests are running: their cached keys would mix two versions."""
+        if self._llm.llm_engine.has_unfinished_requests():
+            raise RuntimeError("the engine is generating; push weights between calls")
 
     def receive(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> float:
         """Replace every parameter by HF tensors of full shape, on each rank of each engine.
@@ -197,8 +210,7 @@ class VllmEngine:
         #   4. wake the memory for keys and values;
         #   5. forget cached prefixes: they were computed with the old weights;
         #   6. only then is the version the new one.
-        if self._llm.llm_engine.has_unfinished_requests():
-            raise RuntimeError("the engine is generating; push weights between calls")
+        self.check_idle()
         self._version = -1
         with preserved_generators(), torch.no_grad():
             if self._asleep:
@@ -267,27 +279,9 @@ class VllmEngine:
     def _run(
         self, requests: Sequence[SequenceRequest], *, on_progress: Progress | None = None
     ) -> dict[int, Any]:
-        """Run requests to their end; vLLM's RequestOutput by the request's place."""
-        core = self._llm.llm_engine
-        finished: dict[int, Any] = {}
-        started = f"{time.monotonic_ns()}"
-        names = {f"{started}-{request.place}": request.place for request in requests}
-        try:
-            with preserved_generators():
-                for name, request in zip(names, requests, strict=True):
-                    prompt = {"prompt_token_ids": list(request.token_ids)}
-                    core.add_request(name, prompt, request.params)
-                while core.has_unfinished_requests():
-                    for output in core.step():
-                        if output.finished:
-                            finished[names[output.request_id]] = output
-                            if on_progress:
-                                on_progress(len(finished), len(requests))
-        except BaseException:
-            # Requests left in the queue would come back as results of the next call.
-            core.abort_request([name for name, place in names.items() if place not in finished])
-            raise
-        return finished
+        return run_requests(
+            self._llm.llm_engine, requests, time_limit=self.time_limit, on_progress=on_progress
+        )
 
     def _generated(self, place: int, output: Any) -> Generated:
         completion = output.outputs[0]

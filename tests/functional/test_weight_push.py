@@ -5,6 +5,8 @@ and large enough that every one of them matters, in float32, compared to 1e-5.
 """
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -20,21 +22,26 @@ SAMPLES = 3
 SAMPLING = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=12, seed=11)
 
 
-def _save_model(folder: Path, *, tied: bool) -> None:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def _save_model(folder: Path, *, tied: bool = False, experts: bool = False) -> None:
+    import transformers
 
-    config = Qwen2Config(
-        vocab_size=300,
-        hidden_size=128,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        eos_token_id=2,
-    )
-    model = Qwen2ForCausalLM(config).float()
+    sizes = {
+        "vocab_size": 300,
+        "hidden_size": 128,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": tied,
+        "eos_token_id": 2,
+    }
+    if experts:
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        sizes |= {"num_hidden_layers": 2, "norm_topk_prob": True, "head_dim": 64}
+    name = "Qwen3Moe" if experts else "Qwen2"
+    config = getattr(transformers, f"{name}Config")(**sizes, architectures=[f"{name}ForCausalLM"])
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -43,7 +50,7 @@ def _save_model(folder: Path, *, tied: bool) -> None:
     model.save_pretrained(folder)
 
 
-def _actor(folder, sizes):
+def _actor(folder, sizes, expert=1):
     """The actor in one layout; the process groups of the layout before are taken down."""
     from megatron.core import parallel_state
 
@@ -54,7 +61,7 @@ def _actor(folder, sizes):
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     tensor, pipeline, context, _ = sizes
-    topology = initialise(tensor=tensor, pipeline=pipeline, context=context)
+    topology = initialise(tensor=tensor, pipeline=pipeline, context=context, expert=expert)
     return MegatronActor(folder, topology=topology, settings=ActorSettings())
 
 
@@ -142,6 +149,44 @@ def test_engine_computes_what_the_actor_computes_in_every_layout(tied, tmp_path)
     assert samples[0][0] != samples[0][1], "the second push changed nothing"
 
 
+def _push_experts(rank, world_size, folder):
+    """Whole experts on each actor rank, a slice of every expert on each engine rank."""
+    actor = _actor(folder, (1, 1, 1, 2), expert=2)
+    engine = _engine(folder, 2, actor.topology)
+    for version in (0, 1):  # the second update finds kernels that the first one set up
+        stats = engine.push_weights(actor, version=version)
+        _compare_logprobs(actor, engine, version)
+        with torch.no_grad():
+            for parameter in actor.named_parameters_local().values():
+                parameter.mul_(1.1)
+    # Of each of 2 x 4 experts (3 matrices of 64 x 128 float32) half goes to the other rank.
+    return stats.bytes_sent == 2 * 4 * 3 * 64 * 128 * 4 // 2
+
+
+def test_experts_reach_the_engine_from_an_expert_parallel_actor(tmp_path):
+    _save_model(tmp_path, experts=True)
+    assert all(run_ranks(_push_experts, 2, str(tmp_path)))
+
+
+def _push_into_a_new_vllm(actor, engine):
+    """The error when vLLM's own parameters are not those of the table."""
+    from megatron_rl.resharding.layouts import EngineLayout
+
+    class OtherTable(EngineLayout):
+        def parameter_shapes(self, shape, *, rank):
+            shapes = super().parameter_shapes(shape, rank=rank)
+            shapes["model.scale"] = shapes.pop("model.norm.weight")
+            return shapes
+
+    known, engine.layout = engine.layout, OtherTable(tensor=1, world_size=1)
+    with pytest.raises(ValueError) as error:
+        engine.push_weights(actor, version=4)
+    engine.layout = known
+    with pytest.raises(RuntimeError, match="no valid weights"):
+        engine.generate(PROMPTS, samples=1, sampling=SAMPLING)
+    return str(error.value)
+
+
 def _break_pushes(rank, world_size, folder):
     """The errors of wrong pushes into a real engine, and whether it recovers."""
     from megatron_rl.resharding.push import gather_push
@@ -152,6 +197,8 @@ def _break_pushes(rank, world_size, folder):
 
     class Collector:
         layout, dtype = engine.layout, engine.dtype
+
+        def check_idle(self): ...
 
         def receive(self, weights, *, version):
             collected.update(weights)
@@ -185,6 +232,8 @@ def _break_pushes(rank, world_size, folder):
     with pytest.raises(RuntimeError, match="does not compute with the actor's weights"):
         check_engine(actor, engine, PROMPTS, temperature=1.0, seed=1)
     engine.push_weights(actor, version=3)
+    told["vllm"] = _push_into_a_new_vllm(actor, engine)
+    engine.push_weights(actor, version=3)
     # A request that is still running.
     from vllm import SamplingParams
 
@@ -199,6 +248,12 @@ def _break_pushes(rank, world_size, folder):
             PROMPTS, samples=2, sampling=SAMPLING, on_progress=lambda done, total: 1 // 0
         )
     _compare_logprobs(actor, engine, 3)
+    # A call that takes too long leaves an engine that works.
+    engine.time_limit = 0.0
+    with pytest.raises(TimeoutError, match="0 of 5 responses were finished after 0 s"):
+        engine.generate(PROMPTS, samples=1, sampling=SAMPLING)
+    engine.time_limit = 600.0
+    _compare_logprobs(actor, engine, 3)
     return json.dumps(told)
 
 
@@ -208,4 +263,43 @@ def test_wrong_weights_are_errors_and_the_engine_recovers(tmp_path):
     name = "model.layers.1.self_attn.k_proj.weight"
     assert told["missing"] == f"weights were not pushed: ['{name}']"
     assert told["extra"].startswith("model.layers.9.self_attn.k_proj.weight was pushed twice or")
+    assert told["vllm"] == (
+        "weight push 4, actor tp1 to vLLM tp1 x 1 engines: vLLM's parameters are not those "
+        "expected: model.norm.weight (128,) is unknown to the table; model.scale (128,) does not "
+        "exist"
+    )
     assert told["shape"] == f"{name} has shape (63, 128), the model says (64, 128)"
+
+
+def _generate_with_late_ranks(rank, world_size, folder):
+    """One engine of two ranks: it is late for one of them; then one of them does not come."""
+    from megatron_rl.rollout import running
+
+    actor = _actor(folder, (1, 1, 1, 2))
+    engine = _engine(folder, 2, actor.topology)
+    engine.push_weights(actor, version=0)
+    engine.time_limit = 0.0 if rank == 1 else 600.0
+    with pytest.raises(TimeoutError):  # on both, or the other would wait in the next step
+        engine.generate(PROMPTS, samples=1, sampling=SAMPLING)
+    engine.time_limit = 600.0
+    _compare_logprobs(actor, engine, 0)
+    said = Path(folder) / "said"
+    if rank == 0:
+        running.GRACE = 1.0
+        os.dup2(os.open(said, os.O_CREAT | os.O_WRONLY), 2)
+        engine.time_limit = 1.0
+        engine.generate(PROMPTS, samples=1, sampling=SAMPLING)
+        raise AssertionError("generated without the other rank")
+    deadline = time.monotonic() + 60
+    while not (said.exists() and "hangs or died" in said.read_text()):
+        assert time.monotonic() < deadline, "rank 0 waits for ever"
+        time.sleep(0.1)
+    raise AssertionError("rank 0 has given up")
+
+
+def test_a_late_engine_stops_and_a_stuck_one_ends_with_a_message(tmp_path):
+    _save_model(tmp_path)
+    with pytest.raises(AssertionError, match="rank 0 has given up"):
+        run_ranks(_generate_with_late_ranks, 2, str(tmp_path))
+    message = "rank 0: the engine did not come back from a step within 2 s of generating"
+    assert message in (tmp_path / "said").read_text()

@@ -1,25 +1,29 @@
 """Measure the weight push: gather-everything and the plan side by side, and project real clusters.
 
-    python tools/benchmarks/resharding.py bytes                    every layout of 8 processes
-    python tools/benchmarks/resharding.py time 100M 2,2,2:2 4,1,2:1
-                                                tensor,pipeline,data:vLLM tensor, one or more
-    python tools/benchmarks/resharding.py project                  7B to 235B on clusters
+    python tools/benchmarks/resharding.py bytes               every layout of 8 processes
+    python tools/benchmarks/resharding.py time 10M            seconds of every layout
+    python tools/benchmarks/resharding.py time 100M 2,2,2:2 4,2,1:1 --dtype bfloat16
+                                              tensor,pipeline,data:vLLM tensor, one or more
+    python tools/benchmarks/resharding.py project             7B to 235B on clusters
 
-`time` starts gloo processes on this machine. The receiver copies what each rank needs out of the
-tensors it is given, as vLLM's loaders do, and drops it (`direct`: slices are written into an
-engine's own parameters, as on CUDA); the exchange is that of training.
+`time` starts 8 gloo processes on this machine. Each has its shards of the actor and its share of an
+engine's parameters, and takes turns: `gather` and `plan` hand tensors to a loader that copies what
+the rank needs of each into the engine's parameters, as vLLM's loaders do; `direct` writes slices
+into the same parameters without one, as on CUDA. The exchange is that of training.
 """
 
 import argparse
 import itertools
-import multiprocessing
+import resource
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.resharding.architectures import ExpertShape, ModelShape, tensor_shapes
@@ -28,9 +32,9 @@ from megatron_rl.resharding.pieces import padded_vocabulary
 from megatron_rl.resharding.plan import iterate_copies
 from megatron_rl.resharding.push import gather_push
 from megatron_rl.resharding.resharder import Resharder, ReshardSettings
-from megatron_rl.resharding.source import parameter_shapes
+from megatron_rl.resharding.source import SyncStats, parameter_shapes
 
-BUCKET = 16 << 20
+WORLD_SIZE = 8
 
 
 def _shape(layers: int, hidden: int, ffn: int, vocabulary: int, **changes) -> ModelShape:
@@ -126,62 +130,50 @@ def print_bytes(size: str) -> None:
     total = count_parameters(shape) * 4
     print(f"{size}: {total / 1e6:.1f} MB in float32; sent over all ranks, in units of the model")
     print("| actor tp x pp x dp | vLLM tp | gather | plan | bound |\n|---|---|---|---|---|")
-    for tensor, pipeline in itertools.product((1, 2, 4, 8), repeat=2):
-        if tensor * pipeline > 8:
-            continue
-        source = ActorLayout(tensor=tensor, pipeline=pipeline, data=8 // (tensor * pipeline))
-        for engine in (1, 2, 4, 8):
-            destination = EngineLayout(engine, 8)
-            copies = iterate_copies(shape, source, destination)
-            sent = 4 * sum(copy.size for copy in copies if copy.source != copy.destination)
-            bound = 4 * lower_bound(shape, source, destination)
-            assert sent == bound, f"{source} {destination}: {sent} bytes, bound {bound}"
-            name = f"{tensor} x {pipeline} x {source.data}"
-            print(f"| {name} | {engine} | 7.00 | {sent / total:.2f} | {bound / total:.2f} |")
+    for source, engine in all_cases():
+        destination = EngineLayout(engine, WORLD_SIZE)
+        copies = iterate_copies(shape, source, destination)
+        sent = 4 * sum(copy.size for copy in copies if copy.source != copy.destination)
+        bound = 4 * lower_bound(shape, source, destination)
+        assert sent == bound, f"{source} {destination}: {sent} bytes, bound {bound}"
+        name = f"{source.tensor} x {source.pipeline} x {source.data}"
+        print(f"| {name} | {engine} | 7.00 | {sent / total:.2f} | {bound / total:.2f} |")
 
 
-class _Receiver:
-    """Copies the slices this rank needs out of each tensor, one after the other."""
+class _Engine:
+    """One rank's parameters of an engine, and a loader as vLLM's: it copies out what it needs."""
 
-    def __init__(self, shape: ModelShape, layout: EngineLayout, rank: int) -> None:
-        self.layout, self.dtype = layout, torch.float32
+    def __init__(
+        self, shape: ModelShape, layout: EngineLayout, rank: int, dtype: torch.dtype
+    ) -> None:
+        self.layout, self.dtype, self.direct = layout, dtype, False
         self.pieces = defaultdict(list)
         for piece in layout.pieces(shape, rank=rank):
             self.pieces[piece.tensor].append(piece)
-        largest = max(sum(p.size for p in pieces) for pieces in self.pieces.values())
-        self.memory = torch.zeros(largest)
+        sizes = layout.parameter_shapes(shape, rank=rank)
+        self.parameters = {name: torch.zeros(size, dtype=dtype) for name, size in sizes.items()}
 
     def receive(self, weights, *, version: int) -> float:
         for name, tensor in weights:
             for piece in self.pieces[name]:
-                source = piece.of_tensor(tensor)
-                self.memory[: piece.size].view(source.shape).copy_(source)
+                target = piece.of_parameter(self.parameters[piece.parameter])
+                target.copy_(piece.of_tensor(tensor))
         return 0.0
 
-    def live_parameters(self) -> None:
-        return None
-
-    def invalidate(self) -> None: ...
-
-
-class _Live(_Receiver):
-    """An engine whose own parameters are written."""
-
-    def __init__(self, shape: ModelShape, layout: EngineLayout, rank: int) -> None:
-        super().__init__(shape, layout, rank)
-        sizes = layout.parameter_shapes(shape, rank=rank)
-        self.live = {name: torch.zeros(size) for name, size in sizes.items()}
+    def check_idle(self) -> None: ...
 
     def live_parameters(self):
-        return self.live
+        return self.parameters if self.direct else None
 
     def overwrite(self, write, *, version: int) -> float:
         write()
         return 0.0
 
+    def invalidate(self) -> None: ...
+
 
 class _Holder:
-    """Random shards of the size a Megatron rank holds."""
+    """Shards of the size that a Megatron rank holds, in float32."""
 
     def __init__(self, shape: ModelShape, layout: ActorLayout, rank: int) -> None:
         self.shape = shape
@@ -196,7 +188,8 @@ class _Holder:
         self.parameters = {}
         for name, size in parameter_shapes(layout.pieces(shape, rank=rank)).items():
             vocabulary = name.endswith(("word_embeddings.weight", "output_layer.weight"))
-            self.parameters[name] = torch.randn(rows if vocabulary else size[0], size[1])
+            height = rows if vocabulary else size[0]
+            self.parameters[name] = torch.full((height, size[1]), float(rank))  # touched memory
 
     def named_parameters_local(self):
         return self.parameters
@@ -210,82 +203,135 @@ def _peak_memory(reset: bool = False) -> int:
     return next(int(line.split()[1]) for line in status.splitlines() if "VmHWM" in line) * 1024
 
 
-def _measure(rank: int, world_size: int, init: str, size: str, actor: list[int], engine: int, out):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world_size)
-    shape = SHAPES[size]
-    layout = ActorLayout(tensor=actor[0], pipeline=actor[1], data=actor[2])
-    holder = _Holder(shape, layout, rank)
-    receiver = _Receiver(shape, EngineLayout(engine, world_size), rank)
-    settings = ReshardSettings(bucket_bytes=BUCKET, full_check_every=0)
-    resharder = Resharder(receiver, settings)
-    pushes = {
-        "gather": lambda: gather_push(holder, receiver, version=0),
-        "plan": lambda: resharder.push(holder, version=0),
-    }
-    if count_parameters(shape) < 200e6:  # eight engines' own parameters need memory too
-        direct = Resharder(_Live(shape, EngineLayout(engine, world_size), rank), settings)
-        pushes["plan, direct"] = lambda: direct.push(holder, version=0)
-    results = {}
-    for name, push in pushes.items():
-        push()  # the first one also plans, checks in full and connects
-        best = None
-        for _ in range(3):
+@dataclass
+class Measured:
+    """One push: the slowest rank's seconds and transfer, the largest peak, all bytes."""
+
+    seconds: float
+    transfer: float
+    peak: int
+    bytes_sent: int
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a table of seconds is measured with."""
+
+    size: str
+    dtype: torch.dtype
+    bucket_mib: int
+    repeats: int
+    verbose: bool
+
+
+Case = tuple[ActorLayout, int]
+WAYS = ("gather", "plan", "direct")
+
+
+def _measure(case: Case, rank: int, options: Options) -> dict[str, Measured]:
+    """Every way of pushing in one layout, taking turns; the best of `repeats` of each."""
+    shape = SHAPES[options.size]
+    holder = _Holder(shape, case[0], rank)
+    engine = _Engine(shape, EngineLayout(case[1], WORLD_SIZE), rank, options.dtype)
+    settings = ReshardSettings(bucket_bytes=options.bucket_mib << 20, full_check_every=0)
+    resharder = Resharder(engine, settings)
+    best: dict[str, Measured] = {}
+    for number in range(
+        1 + options.repeats
+    ):  # the first one also plans, checks in full and connects
+        for way in WAYS:
+            engine.direct = way == "direct"
             dist.barrier()
             before = _peak_memory(reset=True)
+            before_usage = resource.getrusage(resource.RUSAGE_SELF)
             start = time.perf_counter()
-            stats = push()
+            if way == "gather":
+                stats = gather_push(holder, engine, version=0)
+            else:
+                stats = resharder.push(holder, version=0)
             dist.barrier()
             seconds = time.perf_counter() - start
             peak = _peak_memory() - before
-            if best is None or seconds < best[0]:
-                best = (seconds, stats.bytes_sent, peak, dict(stats.phases))
-        results[name] = best
-    everyone: list[dict] = [{} for _ in range(world_size)]
-    dist.all_gather_object(everyone, results)
-    if rank == 0:
-        out.put(everyone)
+            everyone: list[Measured] = [None] * WORLD_SIZE
+            dist.all_gather_object(
+                everyone,
+                Measured(seconds, stats.phases.get("transfer", 0.0), peak, stats.bytes_sent),
+            )
+            slowest = Measured(
+                *(max(values) for values in zip(*map(astuple, everyone), strict=True))
+            )
+            if number == 1 or (number and slowest.seconds < best[way].seconds):
+                best[way] = slowest
+            if options.verbose and number:
+                _print_details(way, stats, before_usage)
+    return best
+
+
+def _print_details(way: str, stats: SyncStats, before: resource.struct_rusage) -> None:
+    """All ranks' processor time and page faults, rank 0's phases: less sensitive to other load."""
+    now = resource.getrusage(resource.RUSAGE_SELF)
+    names = ("ru_utime", "ru_stime", "ru_minflt")
+    used = torch.tensor([getattr(now, name) - getattr(before, name) for name in names])
+    dist.reduce(used, 0)
+    if dist.get_rank() == 0:
+        phases = " ".join(f"{k} {v:.3f}" for k, v in stats.phases.items())
+        user, system, faults = used.tolist()
+        print(f"# {way} {stats.seconds:.3f} s; processor {user:.2f} + {system:.2f} s, "
+              f"{faults:.0f} page faults; {phases}", flush=True)  # fmt: skip
+
+
+def _run_rank(rank: int, init: str, cases: list[Case], options: Options) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=WORLD_SIZE)
+    for case in cases:
+        ways = _measure(case, rank, options)
+        if rank == 0:
+            print(_table_row(case, ways), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def print_times(size: str, cases: list[str]) -> None:
-    """Seconds of both ways for some layouts, on gloo processes of this machine."""
-    print(f"{size} in float32, buckets of {BUCKET >> 20} MiB, best of 3, slowest rank")
-    print("| actor tp x pp x dp | vLLM tp | way | MB sent | seconds | of which | peak extra MB |")
-    print("|---|---|---|---|---|---|---|")
-    for case in cases:
-        layout, engine = case.split(":")
-        actor = [int(part) for part in layout.split(",")]
-        world_size = actor[0] * actor[1] * actor[2]
-        context = multiprocessing.get_context("spawn")
-        queue = context.Queue()
-        with tempfile.TemporaryDirectory() as folder:
-            init = f"file://{folder}/store"
-            arguments = (world_size, init, size, actor, int(engine), queue)
-            ranks = [
-                context.Process(target=_measure, args=(rank, *arguments))
-                for rank in range(world_size)
-            ]
-            for process in ranks:
-                process.start()
-            everyone = queue.get(timeout=300)
-            for process in ranks:
-                process.join()
-        for way in everyone[0]:
-            seconds = max(each[way][0] for each in everyone)
-            peak = max(each[way][2] for each in everyone)
-            phases = {
-                phase: max(each[way][3].get(phase, 0.0) for each in everyone)
-                for phase in everyone[0][way][3]
-            }
-            detail = " ".join(f"{phase} {value:.3f}" for phase, value in phases.items())
-            print(
-                f"| {' x '.join(map(str, actor))} | {engine} | {way} "
-                f"| {everyone[0][way][1] / 1e6:.1f} | {seconds:.3f} "
-                f"| {detail} | {peak / 1e6:.0f} |",
-                flush=True,
-            )
+def _table_row(case: Case, ways: dict[str, Measured]) -> str:
+    layout, engine = case
+    cells = [f"{layout.tensor} x {layout.pipeline} x {layout.data}", str(engine)]
+    cells += [f"{ways[way].bytes_sent / 1e6:.0f}" for way in WAYS[:2]]
+    cells += [f"{ways[way].seconds:.3f}" for way in WAYS]
+    cells += [f"{ways[way].transfer:.3f}" for way in WAYS]
+    cells += [f"{ways[way].peak / 1e6:.0f}" for way in WAYS]
+    return f"| {' | '.join(cells)} |"
+
+
+def all_cases() -> list[Case]:
+    """Every actor tensor x pipeline x data with every engine that 8 processes allow."""
+    sizes = [1, 2, 4, 8]
+    return [
+        (ActorLayout(tensor=tensor, pipeline=pipeline, data=WORLD_SIZE // (tensor * pipeline)), tp)
+        for tensor, pipeline in itertools.product(sizes, repeat=2)
+        if tensor * pipeline <= WORLD_SIZE
+        for tp in sizes
+    ]
+
+
+def _parse_case(text: str) -> Case:
+    layout, engine = text.split(":")
+    tensor, pipeline, data = (int(part) for part in layout.split(","))
+    return ActorLayout(tensor=tensor, pipeline=pipeline, data=data), int(engine)
+
+
+def print_times(cases: list[Case], options: Options) -> None:
+    """Seconds of all ways for some layouts, on gloo processes of this machine."""
+    name = str(options.dtype).removeprefix("torch.")
+    print(
+        f"{options.size}, {WORLD_SIZE} processes, engine in {name}, buckets of "
+        f"{options.bucket_mib} MiB, best of {options.repeats}, slowest rank; "
+        "g gather, p plan, d plan direct"
+    )
+    heads = "actor tp x pp x dp,vLLM tp,g MB,p MB,g s,p s,d s"
+    heads += ",g transfer,p transfer,d transfer,g peak MB,p peak MB,d peak MB"
+    print(f"| {heads.replace(',', ' | ')} |\n|{'---|' * len(heads.split(','))}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (f"file://{folder}/store", cases, options)
+        torch.multiprocessing.spawn(_run_rank, arguments, nprocs=WORLD_SIZE)
 
 
 def project() -> None:
@@ -348,13 +394,24 @@ def main() -> None:
     table.add_argument("size", nargs="?", default="1M", choices=SHAPES)
     timed = commands.add_parser("time")
     timed.add_argument("size", choices=SHAPES)
-    timed.add_argument("cases", nargs="+", metavar="TENSOR,PIPELINE,DATA:ENGINE")
+    timed.add_argument("cases", nargs="*", type=_parse_case, metavar="TENSOR,PIPELINE,DATA:ENGINE")
+    timed.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    timed.add_argument("--bucket-mib", type=int, default=64)
+    timed.add_argument("--repeats", type=int, default=3)
+    timed.add_argument("--verbose", action="store_true", help="phases of every push")
     commands.add_parser("project")
     arguments = parser.parse_args()
     if arguments.command == "bytes":
         print_bytes(arguments.size)
     elif arguments.command == "time":
-        print_times(arguments.size, arguments.cases)
+        options = Options(
+            arguments.size,
+            getattr(torch, arguments.dtype),
+            arguments.bucket_mib,
+            arguments.repeats,
+            arguments.verbose,
+        )
+        print_times(arguments.cases or all_cases(), options)
     else:
         project()
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from megatron_rl.resharding.architectures import ARCHITECTURES, tensor_shapes
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
-from megatron_rl.resharding.plan import iterate_copies, plan_for_rank
+from megatron_rl.resharding.plan import iterate_copies
+from megatron_rl.resharding.rounds import plan_for_rank
 from megatron_rl.resharding.source import parameter_shapes
 from tests.unit.resharding.shapes import numbered_tensors, small_shape
 
@@ -93,6 +94,10 @@ def test_a_replica_on_the_same_node_is_preferred_and_the_load_is_spread():
         assert copy.source // 2 == copy.destination // 2
 
 
+def _contents(message):
+    return [(copy.tensor, copy.held.rows, copy.held.columns) for copy in message.copies]
+
+
 @pytest.mark.parametrize("bucket", [7, 100, 10**9])
 def test_rounds_hold_the_whole_plan_in_bounded_buckets(bucket):
     shape = small_shape(num_layers=2)
@@ -105,21 +110,74 @@ def test_rounds_hold_the_whole_plan_in_bounded_buckets(bucket):
     total = 0
     for plan in plans:
         for number, exchange in enumerate(plan.rounds):
-            out = sum(c.size for copies in exchange.sends.values() for c in copies)
-            into = sum(c.size for copies in exchange.receives.values() for c in copies)
+            held = sum(message.size for message in (*exchange.sends, *exchange.receives))
             # One row of 20 or 24 or 32 columns is the smallest slice.
-            assert out + into <= max(bucket, 32)
-            total += out
-            for other, copies in exchange.sends.items():
-                assert plans[other].rounds[number].receives[plan.rank] == copies
-        complete = list(plan.ready) + [name for names in plan.complete_after for name in names]
-        assert sorted(complete) == sorted(numbered_tensors(shape))
+            assert held <= max(bucket, 32)
+            total += sum(m.size * len(m.destinations) for m in exchange.sends)
+            for other in range(4):
+                # Messages are matched by their order: the same slices in the same order.
+                out = [m for m in exchange.sends if other in m.destinations]
+                into = [m for m in plans[other].rounds[number].receives if m.source == plan.rank]
+                assert [_contents(m) for m in out] == [_contents(m) for m in into]
+                assert all(copy.destination == other for m in into for copy in m.copies)
+        assert plan.last_round.keys() == numbered_tensors(shape).keys()
     assert total == plans[0].elements_sent
+
+
+def test_a_module_is_handed_over_as_a_whole_even_where_part_of_it_is_local():
+    """Each rank holds two of four experts; vLLM keeps a layer's until it has all of them."""
+    shape = small_shape("Qwen3MoeForCausalLM")
+    source, engines = ActorLayout(data=2, expert=2), EngineLayout(1, 2)
+    for rank in range(2):
+        plan = plan_for_rank(shape, source, engines, rank=rank, bucket_elements=2000)
+        layers = [name.split(".")[2] for name in plan.last_round if ".experts." in name]
+        assert layers == sorted(layers)
+        rounds = list(plan.last_round.values())
+        assert rounds == sorted(rounds) and rounds[0] == -1 and len(plan.rounds) > 3
+        # Of a later layer nothing is handed over before the round that completes the one before.
+        for layer in range(1, shape.num_layers):
+            by_layer = [
+                [at for name, at in plan.last_round.items() if f".{number}.mlp.experts" in name]
+                for number in (layer - 1, layer)
+            ]
+            assert min(by_layer[1]) >= max(by_layer[0]) >= 0
 
 
 def test_worlds_of_different_size_are_refused():
     with pytest.raises(ValueError, match="different numbers of ranks"):
         list(iterate_copies(small_shape(), ActorLayout(2), EngineLayout(1, 4)))
+
+
+def test_what_several_ranks_need_is_one_message_packed_once():
+    """8 stages of one layer to engines of one rank: everybody needs each stage's layer."""
+    plans = [
+        plan_for_rank(
+            small_shape(num_layers=8),
+            ActorLayout(pipeline=8),
+            EngineLayout(1, 8),
+            rank=rank,
+            bucket_elements=10**9,
+        )
+        for rank in range(8)
+    ]
+    for plan in plans:
+        others = tuple(rank for rank in range(8) if rank != plan.rank)
+        (exchange,) = plan.rounds
+        assert [message.destinations for message in exchange.sends] == [others]
+        assert [message.source for message in exchange.receives] == list(others)
+
+
+def test_a_tensor_that_fits_into_a_bucket_arrives_in_one_round():
+    shape = small_shape()
+    # Of 4 shards a rank holds one; the largest tensor, 37 x 20 numbers, is a third of 4000.
+    for bucket in (740, 4000):
+        plan = plan_for_rank(
+            shape, ActorLayout(4), EngineLayout(1, 4), rank=2, bucket_elements=bucket
+        )
+        assert len(plan.rounds) > 1
+        for number, exchange in enumerate(plan.rounds):
+            for message in exchange.receives:
+                assert {plan.last_round[copy.tensor] for copy in message.copies} == {number}
 
 
 def test_a_rank_whose_vocabulary_shard_is_padding_is_still_handed_every_tensor():
@@ -132,5 +190,5 @@ def test_a_rank_whose_vocabulary_shard_is_padding_is_still_handed_every_tensor()
         rank=1,
         bucket_elements=1000,
     )
-    handed = [*plan.ready, *(name for names in plan.complete_after for name in names)]
-    assert sorted(handed) == sorted(tensor_shapes(shape))
+    assert plan.last_round.keys() == tensor_shapes(shape).keys()
+    assert plan.last_round["model.embed_tokens.weight"] == -1  # handed over before any round

@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import os
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from megatron_rl.resharding.architectures import tensor_shapes
@@ -37,6 +39,8 @@ class Slices:
         assert self.received.keys() == self.names
         self.version = version
         return 0.0
+
+    def check_idle(self): ...
 
     def live_parameters(self):
         return None
@@ -88,6 +92,11 @@ CASES = [  # actor (tensor, pipeline, context, data, virtual, expert), vLLM tens
 ]
 
 
+PHASES = ("plan", "pack", "transfer", "unpack", "load", "cache_reset", "verify")
+METRICS = ["seconds", "bytes_sent", "bytes_local", "gigabytes_per_second", "repairs"]
+METRICS += [f"{phase}_seconds" for phase in PHASES]
+
+
 def _values(shape, version):
     """Numbers that float32 and bfloat16 keep exactly or round alike, new with each version."""
     tensors = numbered_tensors(shape)
@@ -108,6 +117,7 @@ def _push_all(rank, world_size):
             shards = cut_shards(tensors, shape=shape, layout=layout, rank=rank)
             stats = resharder.push(shards, version=version)
             assert receiver.differs_from(tensors) == [] and receiver.version == version
+        assert {f"sync/{name}" for name in METRICS} == stats.to_metrics().keys()
         if sizes == (2, 2, 1, 1):  # each rank has one of two stages of the right tensor shard
             elements = sum(tensor.numel() for tensor in tensors.values())
             assert 0 < stats.bytes_sent <= 4 * elements * 4 / 4 + 4 * 4 * 20 * 9 + 4 * 20 * 64
@@ -124,38 +134,49 @@ class _Damaging(Exchange):
     tensor = "model.layers.1.mlp.down_proj.weight"
     after_checksum = False
 
-    def _unpack(self, flight):
-        if not self.after_checksum:
-            for of, copies in self.plan.rounds[flight.number].receives.items():
-                at = 0
-                for copy in copies:
-                    if copy.tensor == self.tensor and self.plan.rank == 1:
-                        flight.received[of][at] += 1
-                    at += copy.size
-        super()._unpack(flight)
+    def _open_messages(self, flight):
+        for message, buffer in flight.received if not self.after_checksum else ():
+            at = 0
+            for copy in message.copies:
+                if copy.tensor == self.tensor and self.plan.rank == 1:
+                    buffer[at] += 1
+                at += copy.size
+        return super()._open_messages(flight)
+
+    def _unpack(self, parts):
+        super()._unpack(parts)
         if self.after_checksum and self.plan.rank == 1 and self.tensor in self._open:
             self._open[self.tensor].zero_()
 
 
-class Busy(Slices):
-    """An engine that refuses: before it takes anything, or after some tensors."""
+class Refusing(Slices):
+    """An engine that refuses: before anything moves, before it takes anything, after some."""
+
+    when = ""
+
+    def check_idle(self):
+        if self.when == "generating":
+            raise RuntimeError("the engine is generating")
 
     def receive(self, weights, *, version):
-        for _ in range(3 if version == 2 else 0):
+        if not self.when:
+            return super().receive(weights, version=version)
+        for _ in range(3 if self.when == "halfway" else 0):
             next(weights)
-        raise RuntimeError("the engine is generating")
+        raise KeyError("no such parameter")
 
 
 def _refuse(shape, shards, rank):
-    """What each rank is told when the engine of rank 1 refuses, and how long that takes."""
+    """What each rank is told when the engine of rank 1 refuses, its version, and the seconds."""
     told, start = [], time.monotonic()
-    kind = Busy if rank == 1 else Slices
-    resharder = Resharder(kind(shape, EngineLayout(1, 2), rank), ReshardSettings(bucket_bytes=999))
-    for version in (1, 2):
+    receiver = Refusing(shape, EngineLayout(1, 2), rank)
+    resharder = Resharder(receiver, ReshardSettings(bucket_bytes=999))
+    for version, when in enumerate(("", "generating", "", "at once", "", "halfway")):
+        receiver.when = when if rank == 1 else ""
         try:
             resharder.push(shards, version=version)
-        except RuntimeError as error:
-            told.append(str(error))
+        except (RuntimeError, KeyError) as error:
+            told.append((type(error).__name__, error.args[0], receiver.version))
     return told, time.monotonic() - start
 
 
@@ -185,9 +206,19 @@ def _damage(rank, world_size):
 
 
 def test_a_damaged_slice_is_named_on_every_rank_and_stops_or_is_repaired():
-    for (refused, seconds), message, full, repaired in run_ranks(_damage, 2):
-        assert len(refused) == 2 and seconds < 30
-        assert all(text.endswith("rank 1: the engine is generating") for text in refused)
+    for rank, ((refused, seconds), message, full, repaired) in enumerate(run_ranks(_damage, 2)):
+        pair = "actor tp1 pp2 to vLLM tp1 x 2 engines: "
+        busy, key = "the engine is generating", "no such parameter"
+        # Where it happened, the error itself. An engine that is generating keeps its weights, and
+        # so do the others; one that is written halfway must not go on, nor any other.
+        if rank == 1:
+            expected = [("RuntimeError", f"weight push 1, {pair}{busy}", 0)]
+            expected += [("KeyError", f"weight push {v}, {pair}{key}", -1) for v in (3, 5)]
+        else:
+            expected = [("RuntimeError", f"weight push 1, {pair}rank 1: RuntimeError: {busy}", 0)]
+            told = f"{pair}rank 1: KeyError: '{key}'"
+            expected += [("RuntimeError", f"weight push {v}, {told}", -1) for v in (3, 5)]
+        assert refused == expected and seconds < 30
         start = "weight push 5, actor tp1 pp2 to vLLM tp1 x 2 engines: checksums differ"
         assert message[0].startswith(start) and full[0].startswith(start)
         # A message's checksum names all tensors of the message, a slice's only its own.
@@ -197,12 +228,15 @@ def test_a_damaged_slice_is_named_on_every_rank_and_stops_or_is_repaired():
 
 
 class _Stuck(Exchange):
-    """Rank 1 does not come to the exchange until the others have given up."""
+    """Rank 1 does not come to the exchange until the others have given up, or dies there."""
 
     folder: Path
+    dies = False
 
     def _launch(self, number):
         if self.plan.rank == 1:
+            if self.dies:
+                os._exit(1)
             _wait_for_reports(self.folder)
         super()._launch(number)
 
@@ -214,28 +248,62 @@ def _wait_for_reports(folder):
         time.sleep(0.02)
 
 
-def _hang(rank, world_size, folder):
+def _hang(rank, world_size, folder, dies):
     import megatron_rl.resharding.resharder as module
 
     shape = small_shape(num_attention_heads=6, num_query_groups=3)
     shards = cut_shards(_values(shape, 0), shape=shape, layout=ActorLayout(tensor=3), rank=rank)
     receiver = Slices(shape, EngineLayout(1, 3), rank)
-    resharder = Resharder(receiver, ReshardSettings(time_limit=1.0))
+    resharder = Resharder(receiver, ReshardSettings(time_limit=60.0 if dies else 1.0))
     resharder.push(shards, version=0)
-    module.Exchange, _Stuck.folder = _Stuck, folder
+    module.Exchange, _Stuck.folder, _Stuck.dies = _Stuck, folder, dies
+    start = time.monotonic()
     try:
         resharder.push(shards, version=1)
     except ExchangeError as error:
-        told = json.dumps([str(error), receiver.version])
+        told = json.dumps([str(error), receiver.version, time.monotonic() - start])
         (folder / f"{rank}.partial").write_text(told)
         (folder / f"{rank}.partial").rename(folder / f"{rank}.json")
         _wait_for_reports(folder)  # the connections are gone: whoever ends first ends the test
 
 
-def test_a_rank_that_hangs_is_an_error_on_the_others(tmp_path):
+@pytest.mark.parametrize("dies", [False, True], ids=["hangs", "dies"])
+def test_a_rank_that_hangs_or_dies_is_an_error_on_the_others(dies, tmp_path):
     with contextlib.suppress(AssertionError):  # the connections are gone; goodbyes fail
-        run_ranks(_hang, 3, tmp_path)
+        run_ranks(_hang, 3, tmp_path, dies)
     for rank in (0, 2):
-        message, version = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert "round 1 of" in message and "within 1 s" in message
-        assert version == -1
+        message, version, seconds = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert message.startswith("weight push 1, actor tp3 to vLLM tp1 x 3 engines: round 1 of ")
+        assert "model.layers.0.self_attn.q_proj.weight" in message
+        assert f"from ranks {[other for other in range(3) if other != rank]})" in message
+        assert f"on rank {rank} within {60 if dies else 1} s, or another rank died" in message
+        assert version == -1, "a half-updated engine must not go on"
+        assert seconds < 50, "a death is noticed at once"
+
+
+def _mixed_ways(rank, world_size):
+    """Rank 0's parameters could be written directly, rank 1's could not."""
+    shape, layout = small_shape(), ActorLayout(1, 2)
+    tensors = _values(shape, 0)
+    shards = cut_shards(tensors, shape=shape, layout=layout, rank=rank)
+    receiver = (Live, Slices)[rank](shape, EngineLayout(1, 2), rank, torch.float32)
+    Resharder(receiver, ReshardSettings(bucket_bytes=999)).push(shards, version=0)
+    return receiver.differs_from(tensors)
+
+
+def test_ranks_agree_on_the_way_into_the_engine():
+    assert run_ranks(_mixed_ways, 2) == [[], []]
+
+
+def test_both_ways_into_the_engine_give_the_same_slices():
+    """Directly written parameters against what a loader was handed, for merged and cut ones."""
+    shape, layout = small_shape(tied_embeddings=True), ActorLayout()
+    tensors = _values(shape, 3)
+    shards = cut_shards(tensors, shape=shape, layout=layout, rank=0)
+    for dtype in (torch.float32, torch.bfloat16):
+        live, slices = (kind(shape, EngineLayout(1, 1), 0, dtype) for kind in (Live, Slices))
+        for receiver in (live, slices):
+            Resharder(receiver).push(shards, version=1)
+        for name, loaded in slices.received.items():
+            for own, other in zip(live.received[name], loaded, strict=True):
+                assert torch.equal(own, other), name

@@ -1,0 +1,95 @@
+"""Running requests on one engine to their end, within a time limit."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.rollout.engine import Progress
+from megatron_rl.rollout.process_state import preserved_generators
+from megatron_rl.rollout.requests import SequenceRequest
+
+GRACE = 30.0  # seconds beyond the limit for the step under way and for clearing up
+_STEPS_BETWEEN_LOOKS = 8  # at the clock, which all ranks of an engine read together
+
+
+def run_requests(
+    core: Any,
+    requests: Sequence[SequenceRequest],
+    *,
+    time_limit: float,
+    on_progress: Progress | None,
+) -> dict[int, Any]:
+    """Run requests to their end; vLLM's RequestOutput by the request's place.
+
+    core: vLLM's LLMEngine. All ranks of an engine call this with the same requests.
+    Raises TimeoutError on all of them after `time_limit` seconds; the engine is then idle again.
+    A rank whose engine does not come back from a step, because another rank of it hangs or died,
+    ends its process with a message: vLLM waits in a loop that nothing can interrupt.
+    """
+    finished: dict[int, Any] = {}
+    started = time.monotonic()
+    names = {f"{time.monotonic_ns()}-{request.place}": request.place for request in requests}
+    try:
+        with preserved_generators(), _ended_after(time_limit + GRACE):
+            for name, request in zip(names, requests, strict=True):
+                prompt = {"prompt_token_ids": list(request.token_ids)}
+                core.add_request(name, prompt, request.params)
+            steps = 0
+            while core.has_unfinished_requests():
+                late = time.monotonic() - started > time_limit
+                if steps % _STEPS_BETWEEN_LOOKS == 0 and _any_rank_of_engine(late):
+                    raise TimeoutError(
+                        f"{len(finished)} of {len(requests)} responses were finished after "
+                        f"{time_limit:g} s; generate fewer or shorter ones, or raise the limit"
+                    )
+                steps += 1
+                for output in core.step():
+                    if output.finished:
+                        finished[names[output.request_id]] = output
+                        if on_progress:
+                            on_progress(len(finished), len(requests))
+    except BaseException:
+        # Requests left in the queue would come back as results of the next call.
+        core.abort_request([name for name, place in names.items() if place not in finished])
+        raise
+    return finished
+
+
+def _any_rank_of_engine(late: bool) -> bool:
+    """Whether it is late for any rank of this engine: all must stop after the same step."""
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return late
+    answer = torch.tensor([int(late)])
+    dist.all_reduce(answer, dist.ReduceOp.MAX, group=group.cpu_group)
+    return bool(answer)
+
+
+@contextmanager
+def _ended_after(seconds: float) -> Iterator[None]:
+    """End this process when the block takes longer."""
+
+    def end() -> None:
+        sys.stderr.write(
+            f"megatron-rl: rank {dist.get_rank()}: the engine did not come back from a step "
+            f"within {seconds:g} s of generating: another rank of it hangs or died\n"
+        )
+        sys.stderr.flush()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
