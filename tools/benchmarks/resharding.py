@@ -396,7 +396,7 @@ def main() -> None:
     timed.add_argument("size", choices=SHAPES)
     timed.add_argument("cases", nargs="*", type=_parse_case, metavar="TENSOR,PIPELINE,DATA:ENGINE")
     timed.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    timed.add_argument("--bucket-mib", type=int, default=64)
+    timed.add_argument("--bucket-mib", type=int, default=16)
     timed.add_argument("--repeats", type=int, default=3)
     timed.add_argument("--verbose", action="store_true", help="phases of every push")
     commands.add_parser("project")
