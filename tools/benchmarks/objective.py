@@ -15,6 +15,7 @@ share the machine's cores: compare ways within a row of cp, not cp sizes with ea
 """
 
 import argparse
+import ctypes
 import time
 from collections.abc import Callable
 from functools import cached_property
@@ -137,6 +138,8 @@ def measure(run: Callable[[], Any], device: str) -> tuple[float, float]:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() / 2**20
     else:
+        # What the allocator keeps of the first run would hide the next one's need.
+        ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak that VmHWM remembers
         before = _memory("VmRSS")
     best = float("inf")
