@@ -91,6 +91,7 @@ class RolloutSection(Section):
     max_sequences: Count = 256  # that one engine generates at once
     memory_fraction: Fraction = 0.5  # of the device, on CUDA
     kv_cache_mib: Count = 256  # on CPU
+    time_limit_seconds: Positive = 7200.0  # for generating one rollout batch, or one evaluation set
 
 
 class RewardSection(Section):

@@ -151,6 +151,7 @@ def build_engine(config: Config, topology: Topology) -> VllmEngine:
         kv_cache_bytes=None if on_cuda else config.rollout.kv_cache_mib * 2**20,
         memory_fraction=config.rollout.memory_fraction,
         max_sequences=config.rollout.max_sequences,
+        time_limit=config.rollout.time_limit_seconds,
         resharding=ReshardSettings(
             bucket_bytes=config.resharding.bucket_mib * 2**20,
             full_check_every=config.resharding.full_check_every,

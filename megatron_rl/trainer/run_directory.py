@@ -31,7 +31,7 @@ TRAINER_STATE = "trainer.json"
 RESUMABLE_CHANGES = (
     "run.", "trainer.steps", "trainer.checkpoint_every", "trainer.keep_checkpoints", "eval.",
     "logging.", "resharding.", "reward.workers", "parallel.", "rollout.tensor",
-    "rollout.memory_fraction", "rollout.kv_cache_mib",
+    "rollout.memory_fraction", "rollout.kv_cache_mib", "rollout.time_limit_seconds",
 )  # fmt: skip
 
 
