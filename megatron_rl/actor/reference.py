@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron_rl.actor.actor import MegatronActor
-from megatron_rl.actor.weights import load_weights
+from megatron_rl.actor.checkpoint import load_model
+from megatron_rl.actor.platform import megatron_runtime
 from megatron_rl.types import TokenBatch
 
 
 class ReferencePolicy:
-    """Weights of a Hugging Face folder, cut as the actor's, that stand in for the actor's own.
+    """Weights of another model folder, cut as the actor's, that stand in for the actor's own.
 
     To score, they change places with the actor's parameters, one at a time: on the device no more
     memory is needed than the largest parameter, and every layout, kernel and pack is the policy's.
@@ -26,29 +26,30 @@ class ReferencePolicy:
     def __init__(self, actor: MegatronActor, folder: str | Path) -> None:
         self.actor = actor
         on_cuda = actor.topology.device.type == "cuda"
-        self.weights = {
-            name: torch.empty_like(parameter, device="cpu", pin_memory=on_cuda).detach()
-            for name, parameter in actor.named_parameters_local().items()
+        self.resting = {
+            name: torch.empty_like(parameter, device="cpu", pin_memory=on_cuda).copy_(parameter)
+            for name, parameter in self._parameters().items()
         }
-        load_weights(self.weights, shape=actor.shape, topology=actor.topology, folder=folder)
+        try:
+            with megatron_runtime():
+                load_model(actor.chunks, shape=actor.shape, topology=actor.topology, folder=folder)
+        finally:
+            self._exchange()  # the policy's own weights are back
 
     def compute_logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         """Log-probs of the labels, [T] per pack, 0 off the mask; as the actor's own."""
-        with self._in_place():
-            return self.actor.compute_logprobs(micro_batches)
-
-    @contextmanager
-    def _in_place(self) -> Iterator[None]:
         self._exchange()
         try:
-            yield
+            return self.actor.compute_logprobs(micro_batches)
         finally:
             self._exchange()
 
-    @torch.no_grad()
+    def _parameters(self) -> dict[str, Tensor]:
+        named = self.actor.named_parameters_local()
+        return {name: parameter.detach() for name, parameter in named.items()}
+
     def _exchange(self) -> None:
-        for name, parameter in self.actor.named_parameters_local().items():
-            resting = self.weights[name]
-            active = parameter.detach().clone()
-            parameter.copy_(resting)
-            resting.copy_(active)
+        for name, parameter in self._parameters().items():
+            active = parameter.clone()
+            parameter.copy_(self.resting[name])
+            self.resting[name].copy_(active)

@@ -41,7 +41,7 @@ def score_by_reference(rank, world_size, root):
         assert torch.equal(parameter, before[name])
     for got, want, theirs in zip(policy.compute_logprobs(packs), own, wanted, strict=True):
         assert torch.equal(got, want) and not torch.allclose(got, theirs, atol=0.1)
-    assert all(weight.device.type == "cpu" for weight in reference.weights.values())
+    assert all(weight.device.type == "cpu" for weight in reference.resting.values())
     with pytest.raises(ValueError, match=r"lm_head.weight is missing|has shape"):
         ReferencePolicy(policy, root / "smaller")
     return "done"
