@@ -1,4 +1,4 @@
-"""Executing a plan: pack slices into flat buckets, exchange them, hand over whole tensors.
+"""Executing a plan: exchange slices in rounds, hand over whole tensors.
 
     launch round 0
     for each round k:
@@ -7,7 +7,9 @@
         tensor by tensor: unpack, hand over  (loaded while k + 1 is on the wire)
 
 Every rank runs as many rounds, so no rank waits for one that has finished. At most two rounds are
-alive at once; a round's buckets are bounded by the plan. Slices travel in the engine's dtype.
+alive at once, each bounded by the plan. Slices travel in the engine's dtype. A large slice is sent
+from where it lies and received where it belongs, if it is in one piece there; others are packed
+into flat buffers and unpacked.
 
 The engine takes tensors of full shape of which it reads its own slice. Where a rank needs only a
 slice, the rest of that tensor is memory that is never touched.
@@ -42,6 +44,7 @@ class Flight:
     """One round under way: its messages in their buffers, and what to wait for."""
 
     number: int
+    sent: list[tuple[Message, Tensor]]
     received: list[tuple[Message, Tensor]]
     work: list[Any]
 
@@ -72,6 +75,7 @@ class Exchange:
     _scratch: ScratchPool = field(init=False)
     _flight: Flight | None = None
     _launched: bool = False
+    _draining: bool = False
 
     def __post_init__(self) -> None:
         self._scratch = ScratchPool(self.dtype, self.device)
@@ -100,6 +104,7 @@ class Exchange:
 
     def drain(self) -> None:
         """Take part in the rounds that are left, so that the other ranks can finish theirs."""
+        self._draining = True
         if not self._launched:
             self._launch(0)
         while self._flight is not None:
@@ -129,14 +134,9 @@ class Exchange:
             return
         start = time.perf_counter()
         part = self.plan.rounds[number]
-        buffers = self._buffers(number)
-        messages = [
-            (message, buffer[: message.size])
-            for message, buffer in zip((*part.sends, *part.receives), buffers, strict=True)
-        ]
-        sent, received = messages[: len(part.sends)], messages[len(part.sends) :]
-        for message, buffer in sent:
-            self._pack(number, message, buffer)
+        shared = self._shared_buffers(number)
+        sent = [(message, self._outgoing(message, shared)) for message in part.sends]
+        received = [(message, self._incoming(message, shared)) for message in part.receives]
         self.seconds["pack"] += time.perf_counter() - start
         start = time.perf_counter()
         # Messages between two ranks are matched by their order, which is the same on both.
@@ -147,11 +147,11 @@ class Exchange:
         ]
         operations += [dist.P2POp(dist.irecv, buffer, m.source) for m, buffer in received]
         work = dist.batch_isend_irecv(operations) if operations else []
-        self._flight = Flight(number, received, work)
+        self._flight = Flight(number, sent, received, work)
         self.seconds["transfer"] += time.perf_counter() - start
 
-    def _buffers(self, number: int) -> list[Tensor]:
-        """Flat buffers of one round's messages, cut from the arena of every second round.
+    def _shared_buffers(self, number: int) -> Iterator[Tensor]:
+        """Flat buffers of one round's messages that share, from the arena of every second round.
 
         The round before last, which used the same arena, has been sent and unpacked.
         """
@@ -161,13 +161,32 @@ class Exchange:
             arena = torch.empty(largest, dtype=self.dtype, device=self.device)
             self._arenas[number % 2] = arena
         sizes = _aligned_sizes(self.plan.rounds[number])
-        return list(arena[: sum(sizes)].split(sizes))
+        return iter(arena[: sum(sizes)].split(sizes)) if sizes else iter(())
 
-    def _pack(self, number: int, message: Message, buffer: Tensor) -> None:
+    def _outgoing(self, message: Message, shared: Iterator[Tensor]) -> Tensor:
+        """A message as it leaves, flat and in the engine's dtype: in place, or packed."""
+        if message.is_own:
+            held = self._held(message.copies[0])
+            in_place = held.is_contiguous() and held.dtype == self.dtype
+            buffer = held.view(-1) if in_place else self._scratch.empty((message.size,))
+        else:
+            buffer, in_place = next(shared)[: message.size], False
         for copy, part in _parts(message, buffer):
-            part.copy_(self._held(copy))  # converts to the engine's dtype on the way
+            if not in_place:
+                part.copy_(self._held(copy))
             self.ledger.note_slice("sent", copy, part)
-        self.ledger.note_message("sent", number, message, buffer)
+        self.ledger.note_message(message, buffer)
+        return buffer
+
+    def _incoming(self, message: Message, shared: Iterator[Tensor]) -> Tensor:
+        """Where a message arrives: its place in the tensor, or a buffer to unpack from."""
+        if not message.is_own:
+            return next(shared)[: message.size]
+        if not self._draining:  # nobody takes the tensors then
+            place = self._destination(message.copies[0])
+            if place.is_contiguous():
+                return place.view(-1)
+        return self._scratch.empty((message.size,))
 
     def _wait(self, work: list[Any], *, what: str) -> None:
         try:
@@ -196,7 +215,7 @@ class Exchange:
         start = time.perf_counter()
         arrived: dict[str, list[tuple[Copy, Tensor]]] = defaultdict(list)
         for message, buffer in flight.received:
-            self.ledger.note_message("received", flight.number, message, buffer)
+            self.ledger.note_message(message, buffer)
             for copy, part in _parts(message, buffer):
                 arrived[copy.tensor].append((copy, part))
         self.seconds["unpack"] += time.perf_counter() - start
@@ -205,7 +224,9 @@ class Exchange:
     def _unpack(self, parts: list[tuple[Copy, Tensor]]) -> None:
         start = time.perf_counter()
         for copy, part in parts:
-            self._destination(copy).copy_(part)
+            place = self._destination(copy)
+            if place.data_ptr() != part.data_ptr():  # else it arrived in its place
+                place.copy_(part)
             self._arrived[copy.tensor].append(copy)
         self.seconds["unpack"] += time.perf_counter() - start
 
@@ -253,8 +274,9 @@ class Exchange:
 
 
 def _aligned_sizes(part: Round) -> list[int]:
-    """Elements of each message's buffer, rounded up so that checksums read aligned words."""
-    return [-(-message.size // 8) * 8 for message in (*part.sends, *part.receives)]
+    """Elements of each shared buffer, rounded up so that checksums read aligned words."""
+    messages = (*part.sends, *part.receives)
+    return [-(-message.size // 8) * 8 for message in messages if not message.is_own]
 
 
 def _parts(message: Message, buffer: Tensor) -> Iterator[tuple[Copy, Tensor]]:

@@ -24,13 +24,12 @@ class Ledger:
     """
 
     full: bool
-    _messages: dict[tuple[End, int, int, tuple[int, ...]], Tensor] = field(default_factory=dict)
+    _messages: dict[int, Tensor] = field(default_factory=dict)  # by id of the Message
     _slices: dict[tuple[End, int], Tensor] = field(default_factory=dict)  # by id of the Copy
 
-    def note_message(self, end: End, number: int, message: Message, buffer: Tensor) -> None:
-        """A whole message of round `number` as it left or arrived."""
-        key = end, number, message.source, message.destinations
-        self._messages[key] = message_checksum(buffer)
+    def note_message(self, message: Message, buffer: Tensor) -> None:
+        """A whole message as it left or arrived."""
+        self._messages[id(message)] = message_checksum(buffer)
 
     def note_slice(self, end: End, copy: Copy, matrix: Tensor) -> None:
         """A slice at one of its ends; ignored unless this is a full check."""
@@ -68,10 +67,10 @@ class Ledger:
     ) -> dict[int, tuple[list[Tensor], list[tuple[str, ...]]]]:
         """Per partner: its sums in the order of the plan, and the tensors each stands for."""
         listed: dict[int, tuple[list[Tensor], list[tuple[str, ...]]]] = {}
-        for number, part in enumerate(plan.rounds):
+        for part in plan.rounds:
             for message in part.sends if end == "sent" else part.receives:
                 others = message.destinations if end == "sent" else (message.source,)
-                whole = self._messages[end, number, message.source, message.destinations]
+                whole = self._messages[id(message)]
                 for rank in others:
                     sums, names = listed.setdefault(rank, ([], []))
                     if self.full:

@@ -1,6 +1,7 @@
 """The plan of one rank: messages in rounds of bounded size.
 
-What several ranks need of one source is one message to all of them, packed once. In a round no
+What several ranks need of one source is one message to all of them, packed once; a large slice is a
+message of its own, which needs no packing where it lies in one piece. In a round no
 rank holds more than one bucket of messages, sent and received together. The slices of a tensor
 stay in one round where they fit, so that a tensor is assembled from one round's messages and few
 are under way at once; those of a larger tensor are cut into blocks of rows.
@@ -9,6 +10,7 @@ Every rank walks the whole plan to find the same rounds, and keeps its own part.
 for others to fill a round: each is as far as its own traffic takes it.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
@@ -18,6 +20,8 @@ from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.plan import Copy, crop, iterate_copies
 
 Slice = list[Copy]  # of one rectangle, from one source, to one rank or several
+# Elements from which a slice travels alone. Smaller ones share a message, for each has its price.
+OWN_MESSAGE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,11 @@ class Message:
     def size(self) -> int:
         """Number of elements."""
         return sum(copy.size for copy in self.copies)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this is one large slice."""
+        return len(self.copies) == 1 and self.size >= OWN_MESSAGE
 
 
 @dataclass(frozen=True)
@@ -148,7 +157,8 @@ def plan_for_rank(
     """The part of one rank. `bucket_elements` bounds what it sends plus receives in a round."""
     copies = iterate_copies(shape, source, destination, fused=fused, ranks_per_node=ranks_per_node)
     placing = _Rounds(bucket_elements)
-    parts: list[dict[tuple[int, tuple[int, ...]], Message]] = []  # of this rank, by round
+    parts: list[dict[tuple, Message]] = []  # of this rank, by round
+    large = itertools.count(1)
     local: dict[str, list[Copy]] = {}
     last_round: dict[str, int] = {}
     latest = -1  # of the rounds in which this rank receives anything
@@ -168,8 +178,9 @@ def plan_for_rank(
             own = _own_copy(copies_of_slice, rank)
             if own is None:
                 continue
-            key = own.source, tuple(copy.destination for copy in copies_of_slice)
-            parts[number].setdefault(key, Message(*key)).copies.append(own)
+            ends = own.source, tuple(copy.destination for copy in copies_of_slice)
+            key = *ends, next(large) if own.size >= OWN_MESSAGE else 0
+            parts[number].setdefault(key, Message(*ends)).copies.append(own)
             if own.destination == rank:
                 latest = number
         last_round[name] = latest  # no tensor before its turn: its module may lack others

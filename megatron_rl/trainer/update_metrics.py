@@ -7,25 +7,9 @@ from functools import reduce
 from megatron_rl.actor.actor import UpdateResult
 from megatron_rl.objectives import Statistics
 
-# What changes as a rollout batch is reused, kept for each epoch of reuse.
-BY_EPOCH = (
-    "gate/acceptance",
-    "gate/rejected_above_positive",
-    "gate/rejected_above_negative",
-    "gate/rejected_below_positive",
-    "gate/rejected_below_negative",
-    "ratio/log_mean",
-    "ratio/kl_to_behavior",
-    "ratio/prefix_mean_log_std",
-    "ratio/prefix_mean_log_q05",
-    "ratio/prefix_mean_log_median",
-    "ratio/prefix_mean_log_q95",
-    "ratio/max_deviation",
-    "weight/effective_sample_fraction",
-    "rollout_gap/absolute_mean",
-    "rollout_gap/mean",
-    "rollout_gap/rms",
-)
+# What is kept for each epoch of reuse: of the whole rollout batch, and in every tenth of t/L.
+BY_EPOCH = ("gate/", "ratio/", "weight/effective_sample_fraction", "rollout_gap/")
+BY_EPOCH_AND_FRACTION = ("/acceptance", "/prefix_mean_log_std", "/effective_sample_fraction")
 
 
 @dataclass
@@ -67,8 +51,14 @@ class UpdateMetrics:
         for epoch in sorted(set(self.epochs)):
             own = [r for r, e in zip(self.results, self.epochs, strict=True) if e == epoch]
             values = _merge(own).to_metrics()
-            metrics |= {f"epoch_{epoch}/{key}": values[key] for key in BY_EPOCH if key in values}
+            metrics |= {f"epoch_{epoch}/{k}": v for k, v in values.items() if _is_by_epoch(k)}
         return metrics
+
+
+def _is_by_epoch(key: str) -> bool:
+    if key.startswith("by_fraction/"):
+        return key.endswith(BY_EPOCH_AND_FRACTION)
+    return key.startswith(BY_EPOCH)
 
 
 def _merge(results: Sequence[UpdateResult]) -> Statistics:

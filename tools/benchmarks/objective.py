@@ -19,7 +19,6 @@ import ctypes
 import time
 from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from torch import Tensor
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.sequence_statistics import Scan, Scanned
 from megatron_rl.objectives import build_objective, fused
+from megatron_rl.peak_memory import PeakMemory
 from megatron_rl.types import Denominators
 from tests.ranks import run_ranks
 
@@ -135,14 +135,11 @@ def measure(run: Callable[[], Any], device: str) -> tuple[float, float]:
     run()  # builds the layout's tables, warms the allocator
     if device == "cuda":
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated() / 2**20
-    else:
-        # What the allocator keeps of the first run would hide the next one's need.
+    else:  # what the allocator keeps of the first run would hide the next one's need
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak that VmHWM remembers
-        before = _memory("VmRSS")
-    best = float("inf")
+    memory = PeakMemory(device)
+    memory.reset()
+    before, best = memory.now(), float("inf")
     for _ in range(REPEATS):
         if dist.is_initialized():
             dist.barrier()
@@ -151,13 +148,7 @@ def measure(run: Callable[[], Any], device: str) -> tuple[float, float]:
         if device == "cuda":
             torch.cuda.synchronize()
         best = min(best, time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else _memory("VmHWM")
-    return best * 1e3, peak - before
-
-
-def _memory(field: str) -> float:
-    status = Path("/proc/self/status").read_text()
-    return int(status.split(f"{field}:")[1].split()[0]) / 1024
+    return best * 1e3, (memory.peak() - before) / 2**20
 
 
 def on_rank(rank: int, world_size: int, device: str = "cpu") -> dict[str, tuple[float, float]]:

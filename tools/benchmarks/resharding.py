@@ -19,13 +19,13 @@ import tempfile
 import time
 from collections import defaultdict
 from dataclasses import astuple, dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.peak_memory import PeakMemory
 from megatron_rl.resharding.architectures import ExpertShape, ModelShape, tensor_shapes
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.pieces import padded_vocabulary
@@ -195,21 +195,13 @@ class _Holder:
         return self.parameters
 
 
-def _peak_memory(reset: bool = False) -> int:
-    """Peak resident bytes of this process since the last reset (Linux)."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if "VmHWM" in line) * 1024
-
-
 @dataclass
 class Measured:
     """One push: the slowest rank's seconds and transfer, the largest peak, all bytes."""
 
     seconds: float
     transfer: float
-    peak: int
+    peak: float
     bytes_sent: int
 
 
@@ -235,6 +227,7 @@ def _measure(case: Case, rank: int, options: Options) -> dict[str, Measured]:
     engine = _Engine(shape, EngineLayout(case[1], WORLD_SIZE), rank, options.dtype)
     settings = ReshardSettings(bucket_bytes=options.bucket_mib << 20, full_check_every=0)
     resharder = Resharder(engine, settings)
+    memory = PeakMemory()
     best: dict[str, Measured] = {}
     for number in range(
         1 + options.repeats
@@ -242,7 +235,8 @@ def _measure(case: Case, rank: int, options: Options) -> dict[str, Measured]:
         for way in WAYS:
             engine.direct = way == "direct"
             dist.barrier()
-            before = _peak_memory(reset=True)
+            memory.reset()
+            before = memory.now()
             before_usage = resource.getrusage(resource.RUSAGE_SELF)
             start = time.perf_counter()
             if way == "gather":
@@ -251,7 +245,7 @@ def _measure(case: Case, rank: int, options: Options) -> dict[str, Measured]:
                 stats = resharder.push(holder, version=0)
             dist.barrier()
             seconds = time.perf_counter() - start
-            peak = _peak_memory() - before
+            peak = memory.peak() - before
             everyone: list[Measured] = [None] * WORLD_SIZE
             dist.all_gather_object(
                 everyone,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl.resharding import rounds
 from megatron_rl.resharding.architectures import tensor_shapes
 from megatron_rl.resharding.exchange import Exchange, ExchangeError
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
@@ -92,6 +93,8 @@ CASES = [  # actor (tensor, pipeline, context, data, virtual, expert), vLLM tens
 ]
 
 
+# Slices packed together, as these small ones are; and sent and received in place where they can.
+OWN_MESSAGES = [rounds.OWN_MESSAGE, 8]
 PHASES = ("plan", "pack", "transfer", "unpack", "load", "cache_reset", "verify")
 METRICS = ["seconds", "bytes_sent", "bytes_local", "gigabytes_per_second", "repairs"]
 METRICS += [f"{phase}_seconds" for phase in PHASES]
@@ -103,7 +106,8 @@ def _values(shape, version):
     return {name: (tensor + 977 * version).float() for name, tensor in tensors.items()}
 
 
-def _push_all(rank, world_size):
+def _push_all(rank, world_size, own_message):
+    rounds.OWN_MESSAGE = own_message
     for number, (sizes, engine_tensor) in enumerate(CASES):
         layout = ActorLayout(*sizes)
         architecture = "Qwen3MoeForCausalLM" if layout.expert > 1 else "Qwen2ForCausalLM"
@@ -124,8 +128,9 @@ def _push_all(rank, world_size):
     return resharder.repairs
 
 
-def test_every_rank_gets_its_slices_in_the_engines_dtype():
-    assert run_ranks(_push_all, 4) == [0, 0, 0, 0]
+@pytest.mark.parametrize("own_message", OWN_MESSAGES)
+def test_every_rank_gets_its_slices_in_the_engines_dtype(own_message):
+    assert run_ranks(_push_all, 4, own_message) == [0, 0, 0, 0]
 
 
 class _Damaging(Exchange):
@@ -180,9 +185,10 @@ def _refuse(shape, shards, rank):
     return told, time.monotonic() - start
 
 
-def _damage(rank, world_size):
+def _damage(rank, world_size, own_message):
     import megatron_rl.resharding.resharder as module
 
+    rounds.OWN_MESSAGE = own_message
     shape, layout = small_shape(), ActorLayout(1, 2)
     tensors = _values(shape, 0)
     shards = cut_shards(tensors, shape=shape, layout=layout, rank=rank)
@@ -205,8 +211,10 @@ def _damage(rank, world_size):
     return told
 
 
-def test_a_damaged_slice_is_named_on_every_rank_and_stops_or_is_repaired():
-    for rank, ((refused, seconds), message, full, repaired) in enumerate(run_ranks(_damage, 2)):
+@pytest.mark.parametrize("own_message", OWN_MESSAGES)
+def test_a_damaged_slice_is_named_on_every_rank_and_stops_or_is_repaired(own_message):
+    told = run_ranks(_damage, 2, own_message)
+    for rank, ((refused, seconds), message, full, repaired) in enumerate(told):
         pair = "actor tp1 pp2 to vLLM tp1 x 2 engines: "
         busy, key = "the engine is generating", "no such parameter"
         # Where it happened, the error itself. An engine that is generating keeps its weights, and

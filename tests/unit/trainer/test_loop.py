@@ -201,6 +201,8 @@ def test_rows_hold_the_stable_metrics(tmp_path):
         "reward/mean", "response/length_mean", "gate/acceptance", "loss/policy", "grad/norm",
         "ratio/first_minibatch_max_deviation", "ratio/prefix_mean_log_std", "sync/seconds",
         "rollout/logprob_gap_mean", "rollout/tokens_per_second", "sync/bytes_sent",
+        "epoch_1/gate/acceptance", "epoch_3/ratio/kl_to_behavior",
+        "epoch_3/by_fraction/1.0/prefix_mean_log_std",
         *(f"time/{p}" for p in ("rollout", "reward", "behavior", "train", "sync", "eval", "step")),
     }  # fmt: skip
     assert needed <= rows[1].keys()
