@@ -7,14 +7,14 @@ Advantages are one number per response, as they are for a long one.
 import numpy as np
 
 
+@np.errstate(over="ignore", invalid="ignore")  # what overflows is inf or nan, for the caller to see
 def evaluate(spec, responses):
     """Loss and gradients of a minibatch, as `naive.evaluate`; `responses` are dicts of lists."""
     aggregation, tokens = spec[3], sum(len(r["log_ratios"]) for r in responses)
     loss, gradients = 0.0, []
     for response in responses:
         length = len(response["log_ratios"])
-        with np.errstate(over="ignore", invalid="ignore"):
-            value, gradient = response_terms(spec, response)
+        value, gradient = response_terms(spec, response)
         denominator = {
             "response_mean": length * len(responses),
             "token_mean": tokens,
