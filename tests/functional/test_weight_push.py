@@ -106,7 +106,7 @@ def _compare_logprobs(actor, engine, version):
         for score, r in zip(engine.score(sequences), rollouts, strict=True)
     ]
     torch.testing.assert_close(torch.cat(scores), computed, atol=1e-5, rtol=0)
-    return [response.token_ids for response in responses]
+    return [response.token_ids.tolist() for response in responses]
 
 
 def _push_and_compare(rank, world_size, folder, tensor, layouts):
