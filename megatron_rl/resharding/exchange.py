@@ -55,6 +55,7 @@ class Exchange:
 
     parameters: the actor's, by local name. shapes: full shapes of the HF tensors.
     ledger: takes checksums on the way. time_limit: seconds to wait for one round.
+    scratch: memory for what is on its way.
     live: the engine's own parameters; where given, slices are written into them and the tensors
     are not assembled.
     seconds: time of this rank by phase; `transfer` is what it waited for the wire.
@@ -67,18 +68,15 @@ class Exchange:
     device: torch.device
     ledger: Ledger
     time_limit: float
+    scratch: ScratchPool
     live: Mapping[str, Tensor] | None = None
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     _open: dict[str, Tensor] = field(default_factory=dict)
     _arrived: dict[str, list[Copy]] = field(default_factory=lambda: defaultdict(list))
     _arenas: list[Tensor | None] = field(default_factory=lambda: [None, None])
-    _scratch: ScratchPool = field(init=False)
     _flight: Flight | None = None
     _launched: bool = False
     _draining: bool = False
-
-    def __post_init__(self) -> None:
-        self._scratch = ScratchPool(self.dtype, self.device)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Exchange all rounds; yield each HF tensor once this rank's part of it is there."""
@@ -155,20 +153,22 @@ class Exchange:
 
         The round before last, which used the same arena, has been sent and unpacked.
         """
+        sizes = _aligned_sizes(self.plan.rounds[number])
+        if not sizes:
+            return iter(())
         arena = self._arenas[number % 2]
         if arena is None:
             largest = max(sum(_aligned_sizes(part)) for part in self.plan.rounds)
-            arena = torch.empty(largest, dtype=self.dtype, device=self.device)
+            arena = self.scratch.empty((largest,))
             self._arenas[number % 2] = arena
-        sizes = _aligned_sizes(self.plan.rounds[number])
-        return iter(arena[: sum(sizes)].split(sizes)) if sizes else iter(())
+        return iter(arena[: sum(sizes)].split(sizes))
 
     def _outgoing(self, message: Message, shared: Iterator[Tensor]) -> Tensor:
         """A message as it leaves, flat and in the engine's dtype: in place, or packed."""
         if message.is_own:
             held = self._held(message.copies[0])
             in_place = held.is_contiguous() and held.dtype == self.dtype
-            buffer = held.view(-1) if in_place else self._scratch.empty((message.size,))
+            buffer = held.view(-1) if in_place else self.scratch.empty((message.size,))
         else:
             buffer, in_place = next(shared)[: message.size], False
         for copy, part in _parts(message, buffer):
@@ -186,7 +186,7 @@ class Exchange:
             place = self._destination(message.copies[0])
             if place.is_contiguous():
                 return place.view(-1)
-        return self._scratch.empty((message.size,))
+        return self.scratch.empty((message.size,))
 
     def _wait(self, work: list[Any], *, what: str) -> None:
         try:
@@ -266,7 +266,7 @@ class Exchange:
 
     def _target(self, name: str) -> Tensor:
         if name not in self._open:
-            self._open[name] = self._scratch.empty(self.shapes[name])
+            self._open[name] = self.scratch.empty(self.shapes[name])
         return self._open[name]
 
     def _held(self, copy: Copy) -> Tensor:

@@ -15,6 +15,7 @@ from megatron_rl.resharding.layouts import ActorLayout
 from megatron_rl.resharding.ledger import Ledger
 from megatron_rl.resharding.push import WeightReceiver, check_ends, gather_push
 from megatron_rl.resharding.rounds import RankPlan, plan_for_rank
+from megatron_rl.resharding.scratch import ScratchPool
 from megatron_rl.resharding.source import SyncStats, WeightHolder, has_fused_names, layout_of
 
 
@@ -49,7 +50,13 @@ class Resharder:
     settings: ReshardSettings = ReshardSettings()
     repairs: int = 0
     _pushes: int = 0
+    _scratch: ScratchPool | None = None  # kept: on a CPU, memory that is new to a push costs more
     _plans: dict[tuple[ModelShape, ActorLayout, bool, bool], RankPlan] = field(default_factory=dict)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Host memory that is kept from one push to the next; none on CUDA."""
+        return self._scratch.kept_bytes if self._scratch else 0
 
     def push(self, holder: WeightHolder, *, version: int) -> SyncStats:
         """Bring all weights over; collective over all processes.
@@ -93,6 +100,8 @@ class Resharder:
             live = None  # the rounds of the two ways differ: all ranks go the same
         plan = self._plan(holder, fused=has_fused_names(parameters), direct=live is not None)
         plan_seconds = time.perf_counter() - start
+        if self._scratch is None:
+            self._scratch = ScratchPool(self.receiver.dtype, holder.topology.device)
         every = self.settings.full_check_every
         exchange = Exchange(
             plan=plan,
@@ -102,6 +111,7 @@ class Resharder:
             device=holder.topology.device,
             ledger=Ledger(full=self._pushes % every == 0 if every else self._pushes == 0),
             time_limit=self.settings.time_limit,
+            scratch=self._scratch,
             live=live,
         )
         self._pushes += 1

@@ -20,6 +20,11 @@ class ScratchPool:
         self.dtype, self.device = dtype, device
         self._free: list[np.ndarray] = []  # bytes, each the whole of one allocation
 
+    @property
+    def kept_bytes(self) -> int:
+        """Memory that nobody refers to and that serves the next tensors."""
+        return sum(memory.size for memory in self._free)
+
     def empty(self, shape: tuple[int, ...]) -> Tensor:
         """A tensor of `shape` with arbitrary contents."""
         if self.device.type != "cpu":
@@ -32,8 +37,13 @@ class ScratchPool:
         return torch.from_numpy(lease).view(self.dtype).view(shape)
 
     def _memory(self, size: int) -> np.ndarray:
-        """The smallest free memory that is large enough, or new memory in place of a free one."""
-        fitting = [place for place, memory in enumerate(self._free) if memory.size >= size]
+        """The smallest free memory that is large enough and not twice that; else new memory.
+
+        New memory takes the place of a free one.
+        """
+        fitting = [
+            place for place, memory in enumerate(self._free) if size <= memory.size <= 2 * size
+        ]
         if fitting:
             return self._free.pop(min(fitting, key=lambda place: self._free[place].size))
         if self._free:

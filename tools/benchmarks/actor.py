@@ -13,6 +13,7 @@ CPU time is wall time: keep the machine idle.
 """
 
 import argparse
+import ctypes
 import os
 import tempfile
 import time
@@ -82,6 +83,14 @@ def measure_peak(rank, world_size):
     return 2 * size**3 / best
 
 
+def start_of(memory):
+    """Bytes held now, without what the allocator keeps of an earlier update."""
+    if memory.device.type == "cpu":
+        ctypes.CDLL(None).malloc_trim(0)
+    memory.reset()
+    return memory.now()
+
+
 def time_actor(rank, world_size, folder, layout, args):
     """(seconds per update, processed tokens, peak bytes) of one layout, on every rank."""
     from megatron_rl.actor import platform
@@ -105,8 +114,7 @@ def time_actor(rank, world_size, folder, layout, args):
         pack.behavior_logprobs = logprobs
     memory, seconds, peak = PeakMemory(topology.device), float("inf"), 0.0
     for _ in range(args.repeats):
-        memory.reset()
-        before = memory.now()
+        before = start_of(memory)
         start = time.perf_counter()
         actor.update(minibatch, build_objective("grpo"))
         seconds = min(seconds, time.perf_counter() - start)
@@ -128,8 +136,7 @@ def time_transformers(rank, world_size, folder, args):
     memory, seconds, processed, peak = PeakMemory(device), float("inf"), 0, 0.0
     for _ in range(args.repeats):
         optimizer.zero_grad()
-        memory.reset()
-        before = memory.now()
+        before = start_of(memory)
         start, processed = time.perf_counter(), 0
         for first in range(0, len(rollouts), size):
             some = rollouts[first : first + size]

@@ -226,17 +226,18 @@ def _measure(case: Case, rank: int, options: Options) -> dict[str, Measured]:
     holder = _Holder(shape, case[0], rank)
     engine = _Engine(shape, EngineLayout(case[1], WORLD_SIZE), rank, options.dtype)
     settings = ReshardSettings(bucket_bytes=options.bucket_mib << 20, full_check_every=0)
-    resharder = Resharder(engine, settings)
+    resharders = {way: Resharder(engine, settings) for way in WAYS}
     memory = PeakMemory()
     best: dict[str, Measured] = {}
     for number in range(
         1 + options.repeats
     ):  # the first one also plans, checks in full and connects
         for way in WAYS:
-            engine.direct = way == "direct"
+            engine.direct, resharder = way == "direct", resharders[way]
             dist.barrier()
             memory.reset()
-            before = memory.now()
+            # What the plan keeps for its next push is memory that it needs.
+            before = memory.now() - resharder.kept_bytes
             before_usage = resource.getrusage(resource.RUSAGE_SELF)
             start = time.perf_counter()
             if way == "gather":
@@ -390,7 +391,7 @@ def main() -> None:
     timed.add_argument("size", choices=SHAPES)
     timed.add_argument("cases", nargs="*", type=_parse_case, metavar="TENSOR,PIPELINE,DATA:ENGINE")
     timed.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    timed.add_argument("--bucket-mib", type=int, default=16)
+    timed.add_argument("--bucket-mib", type=int, default=64)
     timed.add_argument("--repeats", type=int, default=3)
     timed.add_argument("--verbose", action="store_true", help="phases of every push")
     commands.add_parser("project")
