@@ -14,7 +14,7 @@ def test_memory_is_reused_once_the_last_view_is_gone():
     second = pool.empty((4, 6)).fill_(7.0)
     assert second.data_ptr() != place and (view == 3.0).all(), "a view was overwritten"
     del view
-    assert pool.empty((2, 5)).data_ptr() == place, "free memory was not used again"
+    assert pool.empty((3, 5)).data_ptr() == place, "free memory was not used again"
 
 
 def test_too_small_memory_is_replaced_not_kept():
@@ -23,8 +23,17 @@ def test_too_small_memory_is_replaced_not_kept():
     larger = pool.empty((100,))
     assert larger.numel() == 100 and not pool._free
     del larger
-    small, large = pool.empty((10,)), pool.empty((50,))  # one fits, the other is new
-    del small, large
+    wide, narrow = pool.empty((60,)), pool.empty((50,))  # the free 400 bytes, and new ones
+    del wide, narrow
     assert sorted(memory.size for memory in pool._free) == [200, 400]
-    assert pool.empty((30,)).untyped_storage().nbytes() == 120
-    assert sorted(memory.size for memory in pool._free) == [200, 400], "the smallest that fits"
+    assert pool.empty((30,)).untyped_storage().nbytes() == 120  # the smallest that fits
+    assert sorted(memory.size for memory in pool._free) == [200, 400] and pool.kept_bytes == 600
+
+
+def test_memory_of_twice_the_size_is_left_to_larger_tensors():
+    pool = ScratchPool(torch.float32, torch.device("cpu"))
+    pool.empty((50,))
+    held = pool.empty((24,))  # 96 bytes: the free 200 are more than twice that
+    assert pool.kept_bytes == 0, "new memory takes the place of a free one"
+    del held
+    assert pool.kept_bytes == 96
