@@ -13,6 +13,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Odd, so that multiplication modulo 2^64 loses nothing; within int64 (2^64 / golden ratio, halved).
 _ROW_FACTOR = 0x4F1BBCDCBFA53E0B
 _COLUMN_FACTOR = 0x27BB2EE687B0B0FD
+_BLOCK = 1 << 16  # elements
 
 
 def message_checksum(message: Tensor) -> Tensor:
@@ -29,11 +30,20 @@ def message_checksum(message: Tensor) -> Tensor:
     return total
 
 
-def slice_checksum(matrix: Tensor) -> Tensor:
-    """Position-dependent checksum of a matrix [h, w]; int64 scalar, equal on every device."""
-    bits = matrix.contiguous().view(_INTEGERS[matrix.dtype.itemsize])
-    rows, columns = bits.sum(1, dtype=torch.int64), bits.sum(0, dtype=torch.int64)
-    count = torch.arange(1, max(matrix.shape) + 1, device=matrix.device)
-    return (rows * count[: len(rows)] * _ROW_FACTOR).sum() + (
-        columns * count[: len(columns)] * _COLUMN_FACTOR
-    ).sum()
+def slice_checksum(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Position-dependent checksum of a matrix [h, w], int64 scalar, equal on every device.
+
+    dtype: read the elements in this one. Works on blocks of rows: no copy of the matrix is made.
+    """
+    height, width = matrix.shape
+    count = torch.arange(1, max(height, width) + 1, device=matrix.device)
+    by_column = torch.zeros(width, dtype=torch.int64, device=matrix.device)
+    total = torch.zeros((), dtype=torch.int64, device=matrix.device)
+    step = max(1, _BLOCK // max(1, width))
+    for start in range(0, height, step):
+        block = matrix[start : start + step].to(dtype or matrix.dtype).contiguous()
+        bits = block.view(_INTEGERS[block.dtype.itemsize])
+        rows = bits.sum(1, dtype=torch.int64)
+        total += (rows * count[start : start + len(rows)] * _ROW_FACTOR).sum()
+        by_column += bits.sum(0, dtype=torch.int64)
+    return total + (by_column * count[:width] * _COLUMN_FACTOR).sum()

@@ -15,11 +15,13 @@ The engine takes tensors of full shape of which it reads its own slice. Where a 
 slice, the rest of that tensor is memory that is never touched.
 """
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from torch import Tensor
 from megatron_rl.resharding.ledger import Ledger
 from megatron_rl.resharding.plan import Copy
 from megatron_rl.resharding.rounds import Message, RankPlan, Round
-from megatron_rl.resharding.scratch import ScratchPool
+from megatron_rl.resharding.scratch import Scratch
 
 PHASES = ("pack", "transfer", "unpack", "cache_reset", "verify")
 _NOTHING = torch.empty(0)  # stands for a tensor whose slices are already where they belong
@@ -68,12 +70,11 @@ class Exchange:
     device: torch.device
     ledger: Ledger
     time_limit: float
-    scratch: ScratchPool
+    scratch: Scratch
     live: Mapping[str, Tensor] | None = None
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     _open: dict[str, Tensor] = field(default_factory=dict)
     _arrived: dict[str, list[Copy]] = field(default_factory=lambda: defaultdict(list))
-    _arenas: list[Tensor | None] = field(default_factory=lambda: [None, None])
     _flight: Flight | None = None
     _launched: bool = False
     _draining: bool = False
@@ -111,7 +112,7 @@ class Exchange:
     def settle(self) -> list[str]:
         """The tensors whose checksums differ between the ends; collective among partners."""
         start = time.perf_counter()
-        changed = self.ledger.settle(self.plan, wait=self._wait_for_checksums)
+        changed = self.ledger.settle(wait=self._wait_for_checksums)
         self.seconds["verify"] += time.perf_counter() - start
         return changed
 
@@ -132,9 +133,11 @@ class Exchange:
             return
         start = time.perf_counter()
         part = self.plan.rounds[number]
-        shared = self._shared_buffers(number)
-        sent = [(message, self._outgoing(message, shared)) for message in part.sends]
-        received = [(message, self._incoming(message, shared)) for message in part.receives]
+        # The round before last, which used the same buffer, has been sent and unpacked.
+        buffer = self.scratch.wire(number, self._wire_size)
+        free = _split(buffer, part)
+        sent = [(message, self._outgoing(message, next(free))) for message in part.sends]
+        received = [(message, self._incoming(message, next(free))) for message in part.receives]
         self.seconds["pack"] += time.perf_counter() - start
         start = time.perf_counter()
         # Messages between two ranks are matched by their order, which is the same on both.
@@ -148,45 +151,31 @@ class Exchange:
         self._flight = Flight(number, sent, received, work)
         self.seconds["transfer"] += time.perf_counter() - start
 
-    def _shared_buffers(self, number: int) -> Iterator[Tensor]:
-        """Flat buffers of one round's messages that share, from the arena of every second round.
+    @cached_property
+    def _wire_size(self) -> int:
+        return max(map(_buffer_size, self.plan.rounds))
 
-        The round before last, which used the same arena, has been sent and unpacked.
-        """
-        sizes = _aligned_sizes(self.plan.rounds[number])
-        if not sizes:
-            return iter(())
-        arena = self._arenas[number % 2]
-        if arena is None:
-            largest = max(sum(_aligned_sizes(part)) for part in self.plan.rounds)
-            arena = self.scratch.empty((largest,))
-            self._arenas[number % 2] = arena
-        return iter(arena[: sum(sizes)].split(sizes))
-
-    def _outgoing(self, message: Message, shared: Iterator[Tensor]) -> Tensor:
-        """A message as it leaves, flat and in the engine's dtype: in place, or packed."""
+    def _outgoing(self, message: Message, buffer: Tensor) -> Tensor:
+        """A message as it leaves, flat, in the engine's dtype: in place, or packed in `buffer`."""
+        in_place = False
         if message.is_own:
             held = self._held(message.copies[0])
             in_place = held.is_contiguous() and held.dtype == self.dtype
-            buffer = held.view(-1) if in_place else self.scratch.empty((message.size,))
-        else:
-            buffer, in_place = next(shared)[: message.size], False
+            buffer = held.view(-1) if in_place else buffer
         for copy, part in _parts(message, buffer):
             if not in_place:
                 part.copy_(self._held(copy))
             self.ledger.note_slice("sent", copy, part)
-        self.ledger.note_message(message, buffer)
+        self.ledger.note_message("sent", message, buffer)
         return buffer
 
-    def _incoming(self, message: Message, shared: Iterator[Tensor]) -> Tensor:
-        """Where a message arrives: its place in the tensor, or a buffer to unpack from."""
-        if not message.is_own:
-            return next(shared)[: message.size]
-        if not self._draining:  # nobody takes the tensors then
+    def _incoming(self, message: Message, buffer: Tensor) -> Tensor:
+        """Where a message arrives: its place in the tensor, or `buffer` to unpack it from."""
+        if message.is_own and not self._draining:  # nobody takes the tensors then
             place = self._destination(message.copies[0])
             if place.is_contiguous():
                 return place.view(-1)
-        return self.scratch.empty((message.size,))
+        return buffer
 
     def _wait(self, work: list[Any], *, what: str) -> None:
         try:
@@ -215,7 +204,7 @@ class Exchange:
         start = time.perf_counter()
         arrived: dict[str, list[tuple[Copy, Tensor]]] = defaultdict(list)
         for message, buffer in flight.received:
-            self.ledger.note_message(message, buffer)
+            self.ledger.note_message("received", message, buffer)
             for copy, part in _parts(message, buffer):
                 arrived[copy.tensor].append((copy, part))
         self.seconds["unpack"] += time.perf_counter() - start
@@ -235,9 +224,9 @@ class Exchange:
         start = time.perf_counter()
         local = self.plan.local.get(name, [])
         full = self.shapes[name]
-        if self.live is None and len(local) == 1 and local[0].size == torch.Size(full).numel():
-            # A single slice that is the whole tensor: no copy where dtype and device agree.
-            tensor = self._held(local[0]).to(self.device, self.dtype).reshape(full)
+        held = self._held(local[0]) if self.live is None and len(local) == 1 else _NOTHING
+        if held.shape.numel() == math.prod(full) and held.dtype == self.dtype:
+            tensor = held.reshape(full)  # a single slice that is the whole tensor
         else:
             tensor = self._filled(name, local)
         self.seconds["unpack"] += time.perf_counter() - start
@@ -246,8 +235,7 @@ class Exchange:
     def _filled(self, name: str, local: list[Copy]) -> Tensor:
         for copy in local:
             self._destination(copy).copy_(self._held(copy))
-            if self.ledger.full:
-                self.ledger.note_slice("sent", copy, self._held(copy).to(self.dtype))
+            self.ledger.note_slice("sent", copy, self._held(copy))
         arrived = self._arrived.pop(name, [])
         if self.ledger.full:
             for copy in (*local, *arrived):
@@ -266,7 +254,7 @@ class Exchange:
 
     def _target(self, name: str) -> Tensor:
         if name not in self._open:
-            self._open[name] = self.scratch.empty(self.shapes[name])
+            self._open[name] = self.scratch.tensor(self.shapes[name])
         return self._open[name]
 
     def _held(self, copy: Copy) -> Tensor:
@@ -274,9 +262,21 @@ class Exchange:
 
 
 def _aligned_sizes(part: Round) -> list[int]:
-    """Elements of each shared buffer, rounded up so that checksums read aligned words."""
-    messages = (*part.sends, *part.receives)
-    return [-(-message.size // 8) * 8 for message in messages if not message.is_own]
+    """Elements of each message of a round, rounded up so that checksums read aligned words."""
+    return [-(-message.size // 8) * 8 for message in (*part.sends, *part.receives)]
+
+
+def _buffer_size(part: Round) -> int:
+    """Elements that the messages of a round take in one buffer."""
+    return sum(_aligned_sizes(part))
+
+
+def _split(buffer: Tensor, part: Round) -> Iterator[Tensor]:
+    """Places [size] in `buffer` for the messages of a round, those that it sends first."""
+    at = 0
+    for message, size in zip((*part.sends, *part.receives), _aligned_sizes(part), strict=True):
+        yield buffer[at : at + message.size]
+        at += size
 
 
 def _parts(message: Message, buffer: Tensor) -> Iterator[tuple[Copy, Tensor]]:

@@ -15,7 +15,7 @@ from megatron_rl.resharding.layouts import ActorLayout
 from megatron_rl.resharding.ledger import Ledger
 from megatron_rl.resharding.push import WeightReceiver, check_ends, gather_push
 from megatron_rl.resharding.rounds import RankPlan, plan_for_rank
-from megatron_rl.resharding.scratch import ScratchPool
+from megatron_rl.resharding.scratch import Scratch
 from megatron_rl.resharding.source import SyncStats, WeightHolder, has_fused_names, layout_of
 
 
@@ -23,8 +23,8 @@ from megatron_rl.resharding.source import SyncStats, WeightHolder, has_fused_nam
 class ReshardSettings:
     """How weights are moved and how closely that is watched.
 
-    bucket_bytes: half of the extra memory of a push, which are two rounds on the wire and, on the
-        way through the engine's loaders, the tensors that are being assembled.
+    bucket_bytes: half of the extra memory of a push: two rounds on the wire and, on the way through
+        the engine's loaders, the tensors that are being assembled. On CPU it is kept for the next.
     full_check_every: pushes between checks of every single slice; the first one always is one,
         0 means no further ones. Every push compares a checksum of every message.
     direct: write into the engine's own parameters where they are laid out as the table says
@@ -50,13 +50,8 @@ class Resharder:
     settings: ReshardSettings = ReshardSettings()
     repairs: int = 0
     _pushes: int = 0
-    _scratch: ScratchPool | None = None  # kept: on a CPU, memory that is new to a push costs more
+    _scratch: Scratch | None = None
     _plans: dict[tuple[ModelShape, ActorLayout, bool, bool], RankPlan] = field(default_factory=dict)
-
-    @property
-    def kept_bytes(self) -> int:
-        """Host memory that is kept from one push to the next; none on CUDA."""
-        return self._scratch.kept_bytes if self._scratch else 0
 
     def push(self, holder: WeightHolder, *, version: int) -> SyncStats:
         """Bring all weights over; collective over all processes.
@@ -100,18 +95,22 @@ class Resharder:
             live = None  # the rounds of the two ways differ: all ranks go the same
         plan = self._plan(holder, fused=has_fused_names(parameters), direct=live is not None)
         plan_seconds = time.perf_counter() - start
-        if self._scratch is None:
-            self._scratch = ScratchPool(self.receiver.dtype, holder.topology.device)
+        device = holder.topology.device
+        scratch = self._scratch or Scratch(
+            self.receiver.dtype, device, limit=self.settings.bucket_bytes
+        )
+        self._scratch = None  # of a push that fails the memory may still be written to
         every = self.settings.full_check_every
+        full = self._pushes % every == 0 if every else self._pushes == 0
         exchange = Exchange(
             plan=plan,
             parameters=parameters,
             shapes=tensor_shapes(holder.shape),
             dtype=self.receiver.dtype,
-            device=holder.topology.device,
-            ledger=Ledger(full=self._pushes % every == 0 if every else self._pushes == 0),
+            device=device,
+            ledger=Ledger(plan, full=full, dtype=self.receiver.dtype, device=device),
             time_limit=self.settings.time_limit,
-            scratch=self._scratch,
+            scratch=scratch,
             live=live,
         )
         self._pushes += 1
@@ -119,6 +118,8 @@ class Resharder:
         changed = _agree_on_names(
             exchange.settle(), doing=doing, time_limit=self.settings.time_limit
         )
+        if device.type == "cpu":
+            self._scratch = scratch
         if changed:
             self._repair_or_raise(holder, changed, version=version, doing=doing)
         return plan, {"plan": plan_seconds, "load": load_seconds, **exchange.seconds}
@@ -127,14 +128,17 @@ class Resharder:
         layout = layout_of(holder.topology)
         key = (holder.shape, layout, fused, direct)
         if key not in self._plans:
-            # Two rounds are alive at once; loaders need as much again for whole tensors.
-            bucket = self.settings.bucket_bytes // (1 if direct else 2)
+            # Two rounds are alive at once, on the wire and in what they add to. For loaders that is
+            # half a bucket on the wire and one of tensors; the rest is for tensors that they keep.
+            bucket = self.settings.bucket_bytes // self.receiver.dtype.itemsize
+            wire, tensors = (bucket, None) if direct else (bucket // 4, bucket // 2)
             self._plans[key] = plan_for_rank(
                 holder.shape,
                 layout,
                 self.receiver.layout,
                 rank=holder.topology.rank,
-                bucket_elements=max(1, bucket // self.receiver.dtype.itemsize),
+                bucket_elements=max(1, wire),
+                tensor_elements=tensors,
                 fused=fused,
                 ranks_per_node=self.settings.ranks_per_node,
             )

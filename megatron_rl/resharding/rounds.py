@@ -3,17 +3,20 @@
 What several ranks need of one source is one message to all of them, packed once; a large slice is a
 message of its own, which needs no packing where it lies in one piece. In a round no
 rank holds more than one bucket of messages, sent and received together. The slices of a tensor
-stay in one round where they fit, so that a tensor is assembled from one round's messages and few
-are under way at once; those of a larger tensor are cut into blocks of rows.
+stay in one round where they fit, so that a tensor is assembled from one round's messages; those of
+a larger tensor are cut into blocks of rows. Where tensors are assembled for a loader, those that a
+round adds to are bounded too.
 
 Every rank walks the whole plan to find the same rounds, and keeps its own part. Ranks do not wait
 for others to fill a round: each is as far as its own traffic takes it.
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
+from typing import Literal
 
 from megatron_rl.resharding.architectures import ModelShape, tensor_shapes
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
@@ -83,13 +86,21 @@ def _slices(copies: Iterable[Copy]) -> list[Slice]:
     return list(found.values())
 
 
-def _rank_loads(slices: Iterable[Slice]) -> dict[int, int]:
+Use = Literal["wire", "tensors"]
+Loads = dict[tuple[Use, int], int]  # elements, by what a rank needs memory for
+
+
+def _wire_loads(slices: Iterable[Slice]) -> Loads:
     """Elements that each rank sends and receives; the sender holds a slice once."""
-    loads: dict[int, int] = {}
+    loads: Loads = {}
     for copies in slices:
-        for rank in (copies[0].source, *(copy.destination for copy in copies)):
-            loads[rank] = loads.get(rank, 0) + copies[0].size
+        for rank in (copies[0].source, *_destinations([copies])):
+            loads["wire", rank] = loads.get(("wire", rank), 0) + copies[0].size
     return loads
+
+
+def _destinations(slices: Iterable[Slice]) -> set[int]:
+    return {copy.destination for copies in slices for copy in copies}
 
 
 def _row_blocks(copies: Slice, limit: int) -> Iterator[Slice]:
@@ -112,36 +123,47 @@ def _row_blocks(copies: Slice, limit: int) -> Iterator[Slice]:
 class _Rounds:
     """Puts slices into rounds, in order for every rank, each where all its ends have room."""
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._round: dict[int, int] = {}  # by rank: the last round it takes part in
-        self._load: dict[int, int] = {}  # by rank: elements in that round
+    def __init__(self, wire: int, tensors: int | None) -> None:
+        self.capacity: dict[Use, int | None] = {"wire": wire, "tensors": tensors}
+        self._round: dict[tuple[Use, int], int] = {}  # the last one that needs memory for this
+        self._load: Loads = {}  # in that round
 
-    def place(self, slices: list[Slice]) -> Iterator[tuple[int, Slice]]:
-        """The rounds of one tensor's slices: one for all of them where they fit into a bucket."""
-        loads = _rank_loads(slices)
-        if not slices or max(loads.values()) <= self.capacity:
-            number = self._reserve(loads)
+    def place(self, slices: list[Slice], *, size: int) -> Iterator[tuple[int, Slice]]:
+        """The rounds of one tensor's slices: one for all of them where they fit into a bucket.
+
+        size: elements of the whole tensor.
+        """
+        wire, capacity = _wire_loads(slices), self.capacity["wire"] or 0
+        if max(wire.values(), default=0) <= capacity:
+            number = self._reserve(wire | self._opened(_destinations(slices), size))
             yield from ((number, each) for each in slices)
             return
         # Blocks of all slices in turn: all sources send at once.
-        limit = self.capacity // len(slices)
+        limit = capacity // len(slices)
         for blocks in zip_longest(*(_row_blocks(each, limit) for each in slices)):
+            opened: set[int] = set()
             for block in filter(None, blocks):
-                yield self._reserve(_rank_loads([block])), block
+                new = _destinations([block]) - opened
+                yield self._reserve(_wire_loads([block]) | self._opened(new, size)), block
+                opened |= new
 
-    def _reserve(self, loads: dict[int, int]) -> int:
+    def _opened(self, ranks: Iterable[int], size: int) -> Loads:
+        """A tensor that is assembled on `ranks`; one above the limit has its rounds to itself."""
+        limit = self.capacity["tensors"]
+        return {} if limit is None else {("tensors", rank): min(size, limit) for rank in ranks}
+
+    def _reserve(self, loads: Loads) -> int:
         """The first round, not before the last one of any of these ranks, that has room."""
-        number = max((self._round.get(rank, 0) for rank in loads), default=0)
-        present = {rank: self._load_in(number, rank) for rank in loads}
-        if any(present[rank] and present[rank] + loads[rank] > self.capacity for rank in loads):
+        number = max((self._round.get(key, 0) for key in loads), default=0)
+        present = {key: self._load_in(number, key) for key in loads}
+        if any(present[k] and present[k] + loads[k] > (self.capacity[k[0]] or 0) for k in loads):
             number, present = number + 1, dict.fromkeys(loads, 0)
-        for rank, load in loads.items():
-            self._round[rank], self._load[rank] = number, present[rank] + load
+        for key, load in loads.items():
+            self._round[key], self._load[key] = number, present[key] + load
         return number
 
-    def _load_in(self, number: int, rank: int) -> int:
-        return self._load.get(rank, 0) if self._round.get(rank, 0) == number else 0
+    def _load_in(self, number: int, key: tuple[Use, int]) -> int:
+        return self._load.get(key, 0) if self._round.get(key, 0) == number else 0
 
 
 def plan_for_rank(
@@ -151,12 +173,19 @@ def plan_for_rank(
     *,
     rank: int,
     bucket_elements: int,
+    tensor_elements: int | None = None,
     fused: bool = False,
     ranks_per_node: int | None = None,
 ) -> RankPlan:
-    """The part of one rank. `bucket_elements` bounds what it sends plus receives in a round."""
+    """The part of one rank.
+
+    bucket_elements: bounds what any rank sends plus receives in a round. tensor_elements: bounds
+    the tensors that a round adds to, in their full shape; a larger one has its rounds to itself.
+    None: slices are written where they belong and no tensors are assembled.
+    """
     copies = iterate_copies(shape, source, destination, fused=fused, ranks_per_node=ranks_per_node)
-    placing = _Rounds(bucket_elements)
+    placing = _Rounds(bucket_elements, tensor_elements)
+    sizes = tensor_shapes(shape)
     parts: list[dict[tuple, Message]] = []  # of this rank, by round
     large = itertools.count(1)
     local: dict[str, list[Copy]] = {}
@@ -173,7 +202,9 @@ def plan_for_rank(
             elements_local += copy.size
             if copy.source == rank:
                 local.setdefault(name, []).append(copy)
-        for number, copies_of_slice in placing.place(_slices(travelling)):
+        for number, copies_of_slice in placing.place(
+            _slices(travelling), size=math.prod(sizes[name])
+        ):
             parts += [{} for _ in range(number + 1 - len(parts))]
             own = _own_copy(copies_of_slice, rank)
             if own is None:
@@ -184,7 +215,7 @@ def plan_for_rank(
             if own.destination == rank:
                 latest = number
         last_round[name] = latest  # no tensor before its turn: its module may lack others
-    for name in tensor_shapes(shape):
+    for name in sizes:
         last_round.setdefault(name, -1)
     return RankPlan(
         rank=rank,

@@ -1,10 +1,9 @@
-"""Measure the weight push: gather-everything and the plan side by side, and project real clusters.
+"""Measure the weight push: gather-everything and the plan side by side.
 
     python tools/benchmarks/resharding.py bytes               every layout of 8 processes
     python tools/benchmarks/resharding.py time 10M            seconds of every layout
     python tools/benchmarks/resharding.py time 100M 2,2,2:2 4,2,1:1 --dtype bfloat16
                                               tensor,pipeline,data:vLLM tensor, one or more
-    python tools/benchmarks/resharding.py project             7B to 235B on clusters
 
 `time` starts 8 gloo processes on this machine. Each has its shards of the actor and its share of an
 engine's parameters, and takes turns: `gather` and `plan` hand tensors to a loader that copies what
@@ -13,6 +12,7 @@ into the same parameters without one, as on CUDA. The exchange is that of traini
 """
 
 import argparse
+import ctypes
 import itertools
 import resource
 import tempfile
@@ -26,7 +26,7 @@ import torch.multiprocessing
 
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.peak_memory import PeakMemory
-from megatron_rl.resharding.architectures import ExpertShape, ModelShape, tensor_shapes
+from megatron_rl.resharding.architectures import ModelShape, tensor_shapes
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.pieces import padded_vocabulary
 from megatron_rl.resharding.plan import iterate_copies
@@ -37,7 +37,7 @@ from megatron_rl.resharding.source import SyncStats, parameter_shapes
 WORLD_SIZE = 8
 
 
-def _shape(layers: int, hidden: int, ffn: int, vocabulary: int, **changes) -> ModelShape:
+def make_shape(layers: int, hidden: int, ffn: int, vocabulary: int, **changes) -> ModelShape:
     sizes = {
         "architecture": "Qwen2ForCausalLM",
         "num_layers": layers,
@@ -56,49 +56,11 @@ def _shape(layers: int, hidden: int, ffn: int, vocabulary: int, **changes) -> Mo
 
 
 SHAPES = {
-    "1M": _shape(8, 96, 256, 1024),
-    "10M": _shape(8, 256, 768, 4096),
-    "100M": _shape(16, 640, 1920, 16384),
-    "500M": _shape(24, 1216, 3584, 24576),
+    "1M": make_shape(8, 96, 256, 1024),
+    "10M": make_shape(8, 256, 768, 4096),
+    "100M": make_shape(16, 640, 1920, 16384),
+    "500M": make_shape(24, 1216, 3584, 24576),
 }
-_QWEN = {"num_query_groups": 4, "head_dim": 128}
-_MOE = _QWEN | {"architecture": "Qwen3MoeForCausalLM"}
-CLUSTERS = [  # name, shape, actor layout, engine layout, ranks per node
-    (
-        "7B dense, 8 GPUs",
-        _shape(28, 3584, 18944, 152064, num_attention_heads=28, **_QWEN),
-        ActorLayout(tensor=4, data=2),
-        EngineLayout(2, 8),
-        8,
-    ),
-    (
-        "7B dense, 16 GPUs",
-        _shape(28, 3584, 18944, 152064, num_attention_heads=28, **_QWEN),
-        ActorLayout(tensor=4, pipeline=2, data=2),
-        EngineLayout(2, 16),
-        8,
-    ),
-    (
-        "30B-A3B MoE, 8 GPUs",
-        _shape(
-            48, 2048, 6144, 151936, num_attention_heads=32,
-            experts=ExpertShape(128, 8, 768, True), **_MOE,
-        ),
-        ActorLayout(tensor=2, data=4, expert=4, expert_tensor=1),
-        EngineLayout(4, 8, expert_parallel=True),
-        8,
-    ),
-    (
-        "235B-A22B MoE, 64 GPUs",
-        _shape(
-            94, 4096, 12288, 151936, num_attention_heads=64,
-            experts=ExpertShape(128, 8, 1536, True), **_MOE,
-        ),
-        ActorLayout(tensor=4, pipeline=2, data=8, expert=8, expert_tensor=1),
-        EngineLayout(8, 64, expert_parallel=True),
-        8,
-    ),
-]  # fmt: skip
 
 
 def count_parameters(shape: ModelShape) -> int:
@@ -220,45 +182,56 @@ Case = tuple[ActorLayout, int]
 WAYS = ("gather", "plan", "direct")
 
 
+def _start_of(memory: PeakMemory) -> int:
+    """Bytes held now, without what the allocator keeps of earlier pushes."""
+    ctypes.CDLL(None).malloc_trim(0)
+    memory.reset()
+    return memory.now()
+
+
 def _measure(case: Case, rank: int, options: Options) -> dict[str, Measured]:
     """Every way of pushing in one layout, taking turns; the best of `repeats` of each."""
     shape = SHAPES[options.size]
     holder = _Holder(shape, case[0], rank)
     engine = _Engine(shape, EngineLayout(case[1], WORLD_SIZE), rank, options.dtype)
     settings = ReshardSettings(bucket_bytes=options.bucket_mib << 20, full_check_every=0)
-    resharders = {way: Resharder(engine, settings) for way in WAYS}
     memory = PeakMemory()
+
+    def push(way: str, resharder: Resharder) -> tuple[float, SyncStats]:
+        engine.direct = way == "direct"
+        dist.barrier()
+        start = time.perf_counter()
+        if way == "gather":
+            stats = gather_push(holder, engine, version=0)
+        else:
+            stats = resharder.push(holder, version=0)
+        dist.barrier()
+        return time.perf_counter() - start, stats
+
+    peaks: dict[str, float] = {}
+    resharders: dict[str, Resharder] = {}
+    push("direct", Resharder(engine, settings))  # connects all ranks
+    for way in WAYS:
+        resharders[way] = Resharder(engine, settings)
+        before = _start_of(memory)
+        for _ in range(2):  # the first one plans and checks every slice
+            push(way, resharders[way])
+        peaks[way] = memory.peak() - before
     best: dict[str, Measured] = {}
-    for number in range(
-        1 + options.repeats
-    ):  # the first one also plans, checks in full and connects
+    for _ in range(options.repeats):
         for way in WAYS:
-            engine.direct, resharder = way == "direct", resharders[way]
-            dist.barrier()
-            memory.reset()
-            # What the plan keeps for its next push is memory that it needs.
-            before = memory.now() - resharder.kept_bytes
-            before_usage = resource.getrusage(resource.RUSAGE_SELF)
-            start = time.perf_counter()
-            if way == "gather":
-                stats = gather_push(holder, engine, version=0)
-            else:
-                stats = resharder.push(holder, version=0)
-            dist.barrier()
-            seconds = time.perf_counter() - start
-            peak = memory.peak() - before
-            everyone: list[Measured] = [None] * WORLD_SIZE
-            dist.all_gather_object(
-                everyone,
-                Measured(seconds, stats.phases.get("transfer", 0.0), peak, stats.bytes_sent),
+            usage = resource.getrusage(resource.RUSAGE_SELF)
+            seconds, stats = push(way, resharders[way])
+            mine = Measured(
+                seconds, stats.phases.get("transfer", 0.0), peaks[way], stats.bytes_sent
             )
-            slowest = Measured(
-                *(max(values) for values in zip(*map(astuple, everyone), strict=True))
-            )
-            if number == 1 or (number and slowest.seconds < best[way].seconds):
+            everyone: list[Measured] = [mine] * WORLD_SIZE
+            dist.all_gather_object(everyone, mine)
+            slowest = Measured(*(max(each) for each in zip(*map(astuple, everyone), strict=True)))
+            if way not in best or slowest.seconds < best[way].seconds:
                 best[way] = slowest
-            if options.verbose and number:
-                _print_details(way, stats, before_usage)
+            if options.verbose:
+                _print_details(way, stats, usage)
     return best
 
 
@@ -329,58 +302,6 @@ def print_times(cases: list[Case], options: Options) -> None:
         torch.multiprocessing.spawn(_run_rank, arguments, nprocs=WORLD_SIZE)
 
 
-def project() -> None:
-    """Bytes that each rank sends and receives, per kind of link, on real clusters in bfloat16.
-
-    Bytes are linear in the layers of a stage, so two small plans give those of the whole model.
-    """
-    print("GB of the busiest rank; seconds at 300 GB/s within a node and 40 GB/s between nodes")
-    print("| model | actor | engines | model GB | gather GB in | plan GB in | between nodes | s |")
-    print("|---|---|---|---|---|---|---|---|")
-    for name, shape, source, destination, node in CLUSTERS:
-        one, two = (
-            _bytes_by_link(shape, source, destination, node, layers=source.pipeline * count)
-            for count in (1, 2)
-        )
-        stage_layers = shape.num_layers // source.pipeline
-        within, between = (
-            max(a + (b - a) * (stage_layers - 1) for a, b in zip(one[k], two[k], strict=True))
-            for k in (0, 1)
-        )
-        total = _extrapolated_parameters(shape) * 2
-        seconds = max(within / 300e9, between / 40e9)
-        print(
-            f"| {name} | {str(source)[6:]} | {str(destination)[5:]} | {total / 1e9:.1f} "
-            f"| {total / 1e9:.1f} | {(within + between) / 1e9:.2f} | {between / 1e9:.2f} "
-            f"| {seconds:.3f} |",
-            flush=True,
-        )
-
-
-def _with_layers(shape: ModelShape, layers: int) -> ModelShape:
-    return ModelShape(**(vars(shape) | {"num_layers": layers}))
-
-
-def _extrapolated_parameters(shape: ModelShape) -> int:
-    one, two = (count_parameters(_with_layers(shape, layers)) for layers in (1, 2))
-    return one + (two - one) * (shape.num_layers - 1)
-
-
-def _bytes_by_link(shape, source, destination, node, *, layers) -> tuple[list[int], list[int]]:
-    """Bytes per rank, the larger of sent and received, within a node and between nodes."""
-    traffic = [[[0] * source.world_size for _ in range(2)] for _ in range(2)]  # [link][direction]
-    for copy in iterate_copies(
-        _with_layers(shape, layers), source, destination, ranks_per_node=node
-    ):
-        if copy.source == copy.destination:
-            continue
-        link = int(copy.source // node != copy.destination // node)
-        traffic[link][0][copy.source] += 2 * copy.size
-        traffic[link][1][copy.destination] += 2 * copy.size
-    within, between = ([max(pair) for pair in zip(*link, strict=True)] for link in traffic)
-    return within, between
-
-
 def main() -> None:
     """Parse the command line and print one table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -394,11 +315,10 @@ def main() -> None:
     timed.add_argument("--bucket-mib", type=int, default=64)
     timed.add_argument("--repeats", type=int, default=3)
     timed.add_argument("--verbose", action="store_true", help="phases of every push")
-    commands.add_parser("project")
     arguments = parser.parse_args()
     if arguments.command == "bytes":
         print_bytes(arguments.size)
-    elif arguments.command == "time":
+    else:
         options = Options(
             arguments.size,
             getattr(torch, arguments.dtype),
@@ -407,8 +327,6 @@ def main() -> None:
             arguments.verbose,
         )
         print_times(arguments.cases or all_cases(), options)
-    else:
-        project()
 
 
 if __name__ == "__main__":

@@ -180,6 +180,26 @@ def test_a_tensor_that_fits_into_a_bucket_arrives_in_one_round():
                 assert {plan.last_round[copy.tensor] for copy in message.copies} == {number}
 
 
+@pytest.mark.parametrize("engine_tensor", [1, 2])
+def test_rounds_bound_the_tensors_that_a_loader_is_handed(engine_tensor):
+    """Whole tensors [37, 20], 740 numbers, are the largest; a round may add to 1000 of them."""
+    shape = small_shape()
+    sizes = {name: torch.Size(size).numel() for name, size in tensor_shapes(shape).items()}
+    for limit in (500, 1000):  # below the vocabulary's tensors, and above all
+        plan = plan_for_rank(
+            shape,
+            ActorLayout(4),
+            EngineLayout(engine_tensor, 4),
+            rank=1,
+            bucket_elements=10**9,
+            tensor_elements=limit,
+        )
+        assert len(plan.rounds) > 2
+        for part in plan.rounds:
+            added = {copy.tensor for message in part.receives for copy in message.copies}
+            assert sum(sizes[name] for name in added) <= limit or len(added) == 1
+
+
 def test_a_rank_whose_vocabulary_shard_is_padding_is_still_handed_every_tensor():
     """vLLM pads 24 rows to 64: of two ranks the second needs no row, yet its loader is asked."""
     shape = small_shape("Qwen2ForCausalLM", vocab_size=24)

@@ -289,6 +289,39 @@ def test_a_rank_that_hangs_or_dies_is_an_error_on_the_others(dies, tmp_path):
         assert seconds < 50, "a death is noticed at once"
 
 
+def _memory(rank, world_size):
+    """The most bytes of scratch memory during pushes through loaders, and direct."""
+    shape, layout = small_shape(num_layers=8), ActorLayout(2, 2)
+    shards = cut_shards(_values(shape, 0), shape=shape, layout=layout, rank=rank)
+    peaks = []
+    for kind in (Slices, Live):
+        receiver = kind(shape, EngineLayout(1, 4), rank, torch.float32)
+        resharder = Resharder(receiver, ReshardSettings(bucket_bytes=8000))
+        for version in range(2):
+            resharder.push(shards, version=version)
+        scratch, held = resharder._scratch, [0]
+
+        def watch(inner, scratch=scratch, held=held):
+            def watched(*arguments):
+                out = inner(*arguments)
+                wire = sum(buffer.nbytes for buffer in scratch._wire if buffer is not None)
+                held.append(wire + scratch.bytes_in_use + scratch.bytes_free)
+                return out
+
+            return watched
+
+        scratch.tensor, scratch.wire = watch(scratch.tensor), watch(scratch.wire)
+        resharder.push(shards, version=2)
+        peaks.append(max(held))
+    return peaks
+
+
+def test_a_push_needs_two_buckets_of_memory():
+    """Of 8,000 bytes each, for a model of some 100,000; messages are padded to 8 numbers."""
+    for loaders, direct in run_ranks(_memory, 4):
+        assert 4000 < loaders <= 16000 and 8000 < direct <= 16000 + 256
+
+
 def _mixed_ways(rank, world_size):
     """Rank 0's parameters could be written directly, rank 1's could not."""
     shape, layout = small_shape(), ActorLayout(1, 2)

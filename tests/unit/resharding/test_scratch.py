@@ -1,39 +1,43 @@
-"""Scratch memory is used again only when nobody can see it any more."""
+"""Scratch memory is used again only when nobody can see it, and kept only within its limit."""
 
 import torch
 
-from megatron_rl.resharding.scratch import ScratchPool
+from megatron_rl.resharding.scratch import Scratch
+
+CPU = torch.device("cpu")
 
 
-def test_memory_is_reused_once_the_last_view_is_gone():
-    pool = ScratchPool(torch.bfloat16, torch.device("cpu"))
-    first = pool.empty((4, 6))
+def test_memory_is_used_again_once_the_last_view_is_gone():
+    scratch = Scratch(torch.bfloat16, CPU, limit=1000)
+    first = scratch.tensor((4, 6))
     assert first.shape == (4, 6) and first.dtype == torch.bfloat16
     place, view = first.data_ptr(), first.fill_(3.0)[1:3, :2]
     del first
-    second = pool.empty((4, 6)).fill_(7.0)
+    second = scratch.tensor((4, 6)).fill_(7.0)
     assert second.data_ptr() != place and (view == 3.0).all(), "a view was overwritten"
     del view
-    assert pool.empty((3, 5)).data_ptr() == place, "free memory was not used again"
+    assert scratch.tensor((3, 8)).data_ptr() == place, "free memory was not used again"
 
 
-def test_too_small_memory_is_replaced_not_kept():
-    pool = ScratchPool(torch.float32, torch.device("cpu"))
-    pool.empty((8,))
-    larger = pool.empty((100,))
-    assert larger.numel() == 100 and not pool._free
-    del larger
-    wide, narrow = pool.empty((60,)), pool.empty((50,))  # the free 400 bytes, and new ones
-    del wide, narrow
-    assert sorted(memory.size for memory in pool._free) == [200, 400]
-    assert pool.empty((30,)).untyped_storage().nbytes() == 120  # the smallest that fits
-    assert sorted(memory.size for memory in pool._free) == [200, 400] and pool.kept_bytes == 600
+def test_what_is_kept_stays_within_the_limit():
+    scratch = Scratch(torch.float32, CPU, limit=1000)
+    one, two = scratch.tensor((100,)), scratch.tensor((90,))
+    assert (scratch.bytes_in_use, scratch.bytes_free) == (760, 0)
+    del one
+    del two
+    assert (scratch.bytes_in_use, scratch.bytes_free) == (0, 760)
+    held = scratch.tensor((80,))  # 760 + 320 are too many: the older 400 go
+    assert (scratch.bytes_in_use, scratch.bytes_free) == (320, 360)
+    large = scratch.tensor((300,))  # allowed, for it is needed, but nothing is kept beside it
+    assert (scratch.bytes_in_use, scratch.bytes_free) == (1520, 0)
+    del large
+    assert (scratch.bytes_in_use, scratch.bytes_free) == (320, 0)
+    assert held.numel() == 80
 
 
-def test_memory_of_twice_the_size_is_left_to_larger_tensors():
-    pool = ScratchPool(torch.float32, torch.device("cpu"))
-    pool.empty((50,))
-    held = pool.empty((24,))  # 96 bytes: the free 200 are more than twice that
-    assert pool.kept_bytes == 0, "new memory takes the place of a free one"
-    del held
-    assert pool.kept_bytes == 96
+def test_rounds_take_turns_on_two_buffers():
+    scratch = Scratch(torch.float32, CPU, limit=0)
+    first, second = scratch.wire(0, 10), scratch.wire(1, 10)
+    assert first.data_ptr() != second.data_ptr()
+    assert scratch.wire(2, 10).data_ptr() == first.data_ptr()
+    assert scratch.wire(3, 11).numel() == 11, "a larger round needs a larger buffer"

@@ -1,0 +1,45 @@
+"""The checksums against their definition, and what they must notice."""
+
+import pytest
+import torch
+
+from megatron_rl.resharding import checksums
+from megatron_rl.resharding.checksums import message_checksum, slice_checksum
+
+
+def _by_definition(bits):
+    """The sum of slice_checksum, element by element in Python's integers, modulo 2^64."""
+    height, width = len(bits), len(bits[0])
+    total = sum((r + 1) * checksums._ROW_FACTOR * sum(bits[r]) for r in range(height))
+    for c in range(width):
+        total += (c + 1) * checksums._COLUMN_FACTOR * sum(row[c] for row in bits)
+    return (total + 2**63) % 2**64 - 2**63
+
+
+@pytest.mark.parametrize("block", [1, 12, 1 << 16])
+def test_slice_checksum_is_its_definition_in_any_blocks(block, monkeypatch):
+    monkeypatch.setattr(checksums, "_BLOCK", block)
+    matrix = torch.randn(7, 20, generator=torch.Generator().manual_seed(0))[:, 3:9]
+    for dtype, integers in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
+        bits = matrix.to(dtype).contiguous().view(integers).tolist()
+        assert slice_checksum(matrix, dtype).item() == _by_definition(bits)
+        assert slice_checksum(matrix.to(dtype)).item() == _by_definition(bits)
+
+
+def test_slice_checksum_sees_what_changed_places():
+    matrix = torch.randn(6, 5)
+    whole = slice_checksum(matrix)
+    assert slice_checksum(matrix.clone()) == whole
+    for other in (matrix.flip(0), matrix.flip(1), matrix[[1, 0, 2, 3, 4, 5]], matrix + 1):
+        assert slice_checksum(other) != whole
+
+
+def test_message_checksum_sees_one_changed_bit_wherever_it_is():
+    message = torch.arange(11, dtype=torch.bfloat16)  # 22 bytes: two words and a rest
+    whole = message_checksum(message)
+    for place in range(11):
+        changed = message.clone()
+        changed.view(torch.int16)[place] ^= 1
+        assert message_checksum(changed) != whole
+    longer = torch.cat([torch.zeros(1, dtype=torch.bfloat16), message])
+    assert message_checksum(longer[1:]) == whole  # read from an odd address
