@@ -8,6 +8,17 @@ math-verify (https://github.com/huggingface/Math-Verify).
 import logging
 import re
 from functools import lru_cache
+from typing import Any
+
+# Here, not where it is needed: what is imported before a worker is ready is no part of the time
+# that a judgement may take, and sympy takes a second, or many from a slow disk.
+from math_verify import parse, verify
+
+from megatron_rl.rewards.verifier import UNPARSABLE_TRUTH
+
+# The pool's own time limit replaces math-verify's, which cannot stop a hang inside C code; it
+# says so at every call.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 # An escaped brace, as in \{1, 2\}, opens and closes nothing.
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
@@ -59,15 +70,17 @@ def _extract_last_box(text: str) -> str | None:
 
 @lru_cache(maxsize=10_000)
 def _compare(answer: str, ground_truth: str) -> tuple[float, str]:
-    # Imported here, where it is needed: sympy takes a second.
-    from math_verify import parse, verify
-
-    # The pool's own time limit replaces math-verify's, which cannot stop a hang inside C code.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    truth = parse(f"\\boxed{{{ground_truth.strip('$')}}}", parsing_timeout=None)
-    given = parse(f"\\boxed{{{answer.strip('$')}}}", parsing_timeout=None)
-    if not given:
-        return 0.0, "answer not understood"
+    truth, given = _parse(ground_truth), _parse(answer)
     if verify(truth, given, timeout_seconds=None):
         return 1.0, "equal"
-    return 0.0, "wrong answer"
+    if all(isinstance(reading, str) for reading in truth):  # nothing but its text
+        return 0.0, UNPARSABLE_TRUTH
+    return 0.0, "wrong answer" if given else "answer not understood"
+
+
+def _parse(answer: str) -> list[Any]:
+    """Readings of an answer: expressions of sympy, then its text; none at all where it is empty."""
+    return parse(f"\\boxed{{{answer.strip('$')}}}", parsing_timeout=None)
+
+
+_parse(r"\frac{1}{2}")  # builds the tables of the grammar, also before a worker is ready

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import IO, Any, Self
 
-from megatron_rl.rewards.verifier import MATH_ANSWER, VerifierError
+from megatron_rl.rewards.verifier import MATH_ANSWER, TIME_LIMIT, VerifierError
 from megatron_rl.types import Verdict
 
-START_SECONDS = 120.0  # on a crowded machine, reading sympy from a slow disk
+START_SECONDS = 120.0  # to import the verifier: on a crowded machine, sympy from a slow disk
 READ_BYTES = 1 << 16
 
 Item = tuple[str, str, str]  # response text, ground truth, data source
@@ -54,7 +54,7 @@ class VerifierPool:
     def verify_all(self, items: Sequence[Item]) -> list[Verdict]:
         """A verdict for each (response text, ground truth, data source), in order.
 
-        A judgement that exceeds the time limit is the verdict `Verdict(0.0, "time limit", None)`.
+        A judgement that exceeds the time limit is the verdict `Verdict(0.0, TIME_LIMIT, None)`.
         Raises VerifierError if the verifier's code raises, if its process dies twice over the
         same response, or if it does not start.
         """
@@ -106,7 +106,7 @@ class VerifierPool:
             if worker.is_waited_for and time.monotonic() > worker.deadline:
                 if worker.place is None:
                     raise VerifierError(f"a verifier did not start in {START_SECONDS:.0f} s")
-                batch.finish(worker.place, Verdict(0.0, "time limit", None))
+                batch.finish(worker.place, Verdict(0.0, TIME_LIMIT, None))
                 self._replace(worker, selector)
 
     def _read(self, worker: "_Worker", batch: "_Batch", selector: selectors.BaseSelector) -> None:

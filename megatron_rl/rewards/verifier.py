@@ -9,6 +9,10 @@ from typing import Protocol
 
 MATH_ANSWER = "megatron_rl.rewards.math_answer:verify_math_answer"
 
+# Reasons for a reward of 0 that say nothing about the response; the metrics count them.
+TIME_LIMIT = "time limit"
+UNPARSABLE_TRUTH = "ground truth not understood"
+
 
 class Verifier(Protocol):
     """Judges one response.

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.rewards.pool import VerifierPool
+from megatron_rl.rewards.verifier import TIME_LIMIT, VerifierError
 from megatron_rl.types import Prompt, Response, Rollout, Verdict
 
 
@@ -27,6 +28,7 @@ class Judge:
         """Rollouts in the order of `responses`, the same on every rank.
 
         `responses` holds the same number of responses for each prompt, prompt after prompt.
+        Raises VerifierError on every rank when not one judgement ended in time.
         """
         samples = len(responses) // len(prompts)
         asked = [prompt for prompt in prompts for _ in range(samples)]
@@ -36,6 +38,12 @@ class Judge:
             for prompt, response in list(zip(asked, responses, strict=True))[rank::world_size]
         ]
         verdicts = self._gather(self.pool.verify_all(own))
+        if all(verdict.reason == TIME_LIMIT for verdict in verdicts):
+            raise VerifierError(
+                f"none of {len(verdicts)} judgements ended within reward.time_limit_seconds="
+                f"{self.pool.time_limit:g}, so no reward means anything; raise it, or lower "
+                "reward.workers if they have to share cores"
+            )
         if on_progress is not None:
             on_progress(len(verdicts), len(verdicts))
         return [

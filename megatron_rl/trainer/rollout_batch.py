@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.reference import ReferencePolicy
+from megatron_rl.actor.settings import GEMM_TOKENS
 from megatron_rl.advantages import (
     batch_baseline_advantages,
     group_relative_advantages,
@@ -18,6 +19,7 @@ from megatron_rl.advantages import (
 from megatron_rl.config import AdvantageSection, Config
 from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.rewards.verifier import TIME_LIMIT, UNPARSABLE_TRUTH
 from megatron_rl.types import Minibatch, Rollout, TokenBatch
 
 
@@ -60,11 +62,14 @@ class RolloutBatch:
     def metrics(self) -> dict[str, float]:
         """Rewards, lengths and generation speed."""
         rewards = [rollout.verdict.reward for rollout in self.rollouts]
+        reasons = [rollout.verdict.reason for rollout in self.rollouts]
         lengths = [len(rollout.response.token_ids) for rollout in self.rollouts]
         truncated = [rollout.response.finish_reason == "length" for rollout in self.rollouts]
         return {
             "reward/mean": statistics.fmean(rewards),
             "reward/std": statistics.pstdev(rewards),
+            "reward/time_limit_fraction": reasons.count(TIME_LIMIT) / len(reasons),
+            "reward/unparsable_truth_fraction": reasons.count(UNPARSABLE_TRUTH) / len(reasons),
             "advantage/zero_fraction": (self.advantages == 0).float().mean().item(),
             "response/length_mean": statistics.fmean(lengths),
             "response/length_max": max(lengths),
@@ -92,6 +97,7 @@ def build_rollout_batch(
         tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
         topology=topology,
         sequence_parallel=config.parallel.sequence and topology.tp_size > 1,
+        gemm_tokens=GEMM_TOKENS[config.model.fp8],
     )
     return RolloutBatch(rollouts, advantages, minibatches, topology, rollout_seconds)
 

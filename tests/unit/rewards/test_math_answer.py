@@ -5,6 +5,7 @@ import time
 import pytest
 
 from megatron_rl.rewards.math_answer import extract_answer, verify_math_answer
+from megatron_rl.rewards.verifier import UNPARSABLE_TRUTH
 
 
 @pytest.mark.parametrize(
@@ -76,5 +77,13 @@ def test_the_verdict_says_why():
     assert verify_math_answer(r"\boxed{8}", "7", "set") == (0.0, "wrong answer", "8")
     assert verify_math_answer(r"\boxed{7}", " 7 ", "set") == (1.0, "same text", "7")
     assert verify_math_answer(r"\boxed{7.0}", "7", "set") == (1.0, "equal", "7.0")
+    assert verify_math_answer(r"\boxed{\text{}}", "7", "set")[1] == "answer not understood"
     reward, reason, _ = verify_math_answer("\\boxed{" + "1+" * 5000 + "1}", "5001", "set")
     assert (reward, reason) == (0.0, "answer too long")
+
+
+@pytest.mark.parametrize("truth", ["", r"\text{}", r"\frac{1}{", "x^2+"])
+def test_a_ground_truth_that_cannot_be_read_is_no_wrong_answer(truth):
+    """Only the very same text can be right for it."""
+    assert verify_math_answer(r"\boxed{8}", truth, "set") == (0.0, UNPARSABLE_TRUTH, "8")
+    assert verify_math_answer(r"\boxed{8}", "7", "set")[1] == "wrong answer"

@@ -91,6 +91,19 @@ def test_a_factorial_that_would_take_hours_is_cut_short():
         assert time.monotonic() - start < 15
 
 
+def test_the_first_judgement_pays_for_no_import():
+    program = """
+import sys
+from megatron_rl.rewards.verifier import MATH_ANSWER, load_verifier
+verify = load_verifier(MATH_ANSWER)
+loaded = set(sys.modules)
+assert verify("so \\\\boxed{7.0}", "7", "set")[0] == 1.0
+print(sorted(set(sys.modules) - loaded))
+"""
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
 def test_a_verifier_that_cannot_be_loaded_is_an_error_at_the_first_use():
     pool = VerifierPool(verifier="megatron_rl.rewards.nowhere:verify")
     with pool, pytest.raises(VerifierError, match="did not start"):

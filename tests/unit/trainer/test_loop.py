@@ -10,6 +10,7 @@ from megatron_rl.config import parse_config
 from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import build_objective
+from megatron_rl.rewards.verifier import VerifierError
 from megatron_rl.trainer.console import Console
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.judge import Judge
@@ -99,8 +100,18 @@ class ScriptedEngine:
 
 
 class ScriptedPool:
+    """Judges by the text; the first judgements of a call get these reasons for no reward."""
+
+    time_limit = 5.0
+
+    def __init__(self, *reasons):
+        self.reasons = reasons
+
     def verify_all(self, items):
-        return [Verdict(float(text == truth), "equal", text) for text, truth, _source in items]
+        verdicts = [Verdict(float(text == truth), "equal", text) for text, truth, _source in items]
+        return [Verdict(0.0, reason, None) for reason in self.reasons] + verdicts[
+            len(self.reasons) :
+        ]
 
 
 class NoCheckpoints:
@@ -114,7 +125,7 @@ class NoCheckpoints:
         self.saved.append(step)
 
 
-def run_loop(tmp_path, *, done=0, **overrides):
+def run_loop(tmp_path, *, done=0, reasons=(), **overrides):
     config = parse_config(
         {
             "model": {"path": "m"}, "data": {"train": "t"}, "run": {"name": "r"},
@@ -129,7 +140,7 @@ def run_loop(tmp_path, *, done=0, **overrides):
     directory = RunDirectory(tmp_path)
     directory.create(config)
     console = Console(speaks=False)
-    judge = Judge(ScriptedPool(), actor.topology)
+    judge = Judge(ScriptedPool(*reasons), actor.topology)
     log = MetricLog(tmp_path, LoggingSection(tensorboard=False), config={})
     trainer = Trainer(
         config=config,
@@ -218,3 +229,17 @@ def test_a_continued_run_takes_the_walk_of_the_uninterrupted_one(tmp_path):
     generated = [event for event in whole if event[0] == "generate"]
     assert rest[1] == ("push", 1, 0)
     assert [event for event in rest if event[0] == "generate"] == generated[2:]
+
+
+def test_rewards_that_say_nothing_about_the_response_are_counted(tmp_path):
+    run_loop(tmp_path, reasons=("time limit", "time limit", "ground truth not understood"))
+    row = read_metrics(tmp_path)[1]
+    # of 4 prompts x 4 responses
+    assert row["reward/time_limit_fraction"] == 2 / 16
+    assert row["reward/unparsable_truth_fraction"] == 1 / 16
+
+
+def test_a_batch_without_one_judgement_in_time_is_an_error(tmp_path):
+    # the evaluation before training has 2 prompts x 2 responses
+    with pytest.raises(VerifierError, match=r"none of 4 .* reward.time_limit_seconds=5, .* raise"):
+        run_loop(tmp_path, reasons=["time limit"] * 4)
