@@ -53,6 +53,9 @@ class ModelSection(Section):
 
     path: str = ""
     reference: str | None = None  # the frozen policy of objective.kl; null: `path` itself
+    # null: in bfloat16 on CUDA, wherever Transformer Engine is installed; false: never
+    transformer_engine: bool | None = None
+    fp8: Literal["tensorwise", "blockwise"] | None = None  # of the layers' matrix products
 
 
 class DataSection(Section):

@@ -90,7 +90,8 @@ def _optional() -> list[Finding]:
         Finding(
             "Transformer Engine",
             engine or "missing",
-            "not used yet: Megatron's local layers and our context-parallel attention run",
+            "the actor's layers in bfloat16 on CUDA; without it Megatron's local layers and our "
+            "context-parallel attention",
             good=bool(engine),
         ),
         Finding("NVIDIA apex", apex, apex_use, good=apex == "present"),

@@ -1,4 +1,5 @@
-"""Every CUDA-only path once, small: NCCL, Triton objective, head, attention, bf16 actors, sleep.
+"""Every CUDA-only path once, small: NCCL, Triton objective, head, attention, bf16 actors, sleep,
+and the actor on Transformer Engine's layers where it is installed.
 
     bash tools/gpu_check.sh
 
@@ -36,14 +37,6 @@ def check_machine():
     """Device, torch and what is installed beside it."""
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU: no CUDA device"
     return f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads"
-
-
-def check_engine():
-    """Transformer Engine, if it is there: Megatron-core takes its optimizer kernels by itself."""
-    if importlib.util.find_spec("transformer_engine") is None:
-        raise Skipped("Transformer Engine is not installed; the actor's layers do not need it")
-    version = importlib.import_module("transformer_engine").__version__
-    return f"version {version} imports; the actor's layers do not use it"
 
 
 def check_groups():
@@ -233,7 +226,7 @@ def _rollouts():
         yield Rollout(Prompt(index // 4, (), tokens[:8], "", ""), response, Verdict(0.0, "", None))
 
 
-def _build(folder):
+def _build(folder, *, transformer_engine=False, fp8=None):
     """An actor in low precision, a minibatch, and its log-probs by rollout."""
     from megatron_rl.actor import platform
     from megatron_rl.actor.actor import MegatronActor
@@ -241,7 +234,13 @@ def _build(folder):
     from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
 
     topology = platform.topology_now()
-    settings = ActorSettings(learning_rate=1e-4, warmup_updates=0, dtype=LOW)
+    settings = ActorSettings(
+        learning_rate=1e-4,
+        warmup_updates=0,
+        dtype=LOW,
+        transformer_engine=transformer_engine,
+        fp8=fp8,
+    )
     actor = MegatronActor(folder, topology=topology, settings=settings)
     torch.manual_seed(0)
     minibatch = plan_minibatches(
@@ -251,6 +250,7 @@ def _build(folder):
         tokens_per_micro_batch=2048,
         topology=topology,
         sequence_parallel=False,
+        gemm_tokens=settings.gemm_tokens,
     )[0]
     packs = minibatch.micro_batches
     logprobs = actor.compute_logprobs(packs)
@@ -310,9 +310,54 @@ def check_update():
     return "; ".join(said)
 
 
+def _engine():
+    """Transformer Engine's version, or Skipped where its layers cannot run."""
+    if DEVICE == "cpu":
+        raise Skipped("Transformer Engine needs a CUDA device")
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise Skipped("Transformer Engine is absent: the actor runs on Megatron's local layers")
+    return importlib.import_module("transformer_engine").__version__
+
+
+def _against_local_layers(names, *, logprob_bound, norm_bound, **settings):
+    """Log-probs and one update of both kinds of layers; the packs hold several sequences."""
+    from megatron_rl.objectives import build_objective
+
+    said = []
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            _save_model(folder, name)
+            actors = [_build(folder), _build(folder, transformer_engine=True, **settings)]
+        rows = [rows for _, _, rows in actors]
+        gap = max(abs(a - b).mean() for a, b in zip(*rows, strict=True))
+        said.append(_require(float(gap), logprob_bound, f"{name} mean gap"))
+        results = [actor.update(batch, build_objective("grpo")) for actor, batch, _ in actors]
+        norm, engine_norm = (result.grad_norm for result in results)
+        change = abs(engine_norm - norm) / norm
+        said.append(_require(change, norm_bound, "gradient norm's change"))
+        deviation = results[1].statistics.to_metrics()["ratio/max_deviation"]
+        said.append(_require(deviation, 0.0, "first ratio - 1"))
+    return "; ".join(said)
+
+
+def check_engine():
+    """Transformer Engine's layers and THD attention against the local ones, all architectures."""
+    version = _engine()
+    said = _against_local_layers(MODELS, logprob_bound=2e-2, norm_bound=5e-2)
+    return f"version {version}; {said}"
+
+
+def check_fp8():
+    """The same with matrix products in fp8, scaled by tensor."""
+    _engine()
+    if torch.cuda.get_device_capability() < (8, 9):
+        raise Skipped("this device has no fp8 (compute capability 8.9 or above)")
+    names = [name for name in MODELS if "num_experts" not in MODELS[name]]
+    return _against_local_layers(names, logprob_bound=1e-1, norm_bound=2e-1, fp8="tensorwise")
+
+
 CHECKS = (
     check_machine,
-    check_engine,
     check_groups,
     check_objective,
     check_head,
@@ -321,6 +366,8 @@ CHECKS = (
     check_memory,
     check_parity,
     check_update,
+    check_engine,
+    check_fp8,
 )
 
 

@@ -1,5 +1,6 @@
-"""The modules that replace Megatron's own in its local layer spec: norm and core attention.
+"""What Megatron's layers are built of, and what their attention is told of a pack.
 
+Without Transformer Engine: Megatron's local layer spec with our norm and core attention in it.
 Megatron's torch norm refuses sequence parallelism and its dot-product attention refuses context
 parallelism and packed sequences; these two accept all three.
 """
@@ -7,6 +8,8 @@ parallelism and packed sequences; these two accept all three.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,13 +17,19 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_rl.actor.elementwise import rms_norm, swiglu
 from megatron_rl.actor.rotary import Rotation
 from megatron_rl.distributed.collectives import Group
-from megatron_rl.distributed.context_attention import AttentionPlan, context_attention
+from megatron_rl.distributed.context_attention import (
+    AttentionPlan,
+    build_attention_plan,
+    context_attention,
+)
+from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.resharding.architectures import ModelShape
 
 
@@ -28,12 +37,41 @@ from megatron_rl.resharding.architectures import ModelShape
 class PackContext(PackedSeqParams):
     """What attention needs to know of a pack; travels to every layer as Megatron's pack argument.
 
-    "thd" makes Megatron hand over queries, keys and values as [t, heads, size].
+    "thd" makes Megatron hand over queries, keys and values as [t, heads, size]. Made at first use:
+    `plan` for our attention, `boundaries` for Transformer Engine's.
     """
 
     qkv_format: str = "thd"
+    layout: SequenceLayout | None = None
     rotation: Rotation | None = None
-    plan: AttentionPlan | None = None
+
+    @cached_property
+    def plan(self) -> AttentionPlan:
+        """How this rank attends the pack."""
+        assert self.layout is not None and self.rotation is not None, "a pack without its parts"
+        return build_attention_plan(self.layout, dtype=self.rotation.cosine.dtype)
+
+    @cached_property
+    def boundaries(self) -> PackedSeqParams:
+        """Where the sequences of the whole pack begin and end, padding included.
+
+        Padding comes after a sequence's tokens, where causal attention lets none of them see it:
+        it may count as tokens. One tensor stands for all four arguments, which tells Transformer
+        Engine that nothing lies between sequences and leaves it every kernel.
+        """
+        assert self.layout is not None, "a pack without its layout"
+        lengths = self.layout.lengths
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)  # [S + 1]
+        ends = ends.to(self.layout.device)
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            cu_seqlens_q_padded=ends,
+            cu_seqlens_kv_padded=ends,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+        )
 
 
 class RmsNorm(torch.nn.Module):
@@ -87,7 +125,21 @@ class PackedCoreAttention(torch.nn.Module):
         return out.flatten(1)
 
 
-def build_layer_spec(shape: ModelShape) -> ModuleSpec:
+def build_block_spec(
+    shape: ModelShape, *, config: TransformerConfig, depth: int
+) -> TransformerBlockSubmodules:
+    """`depth` layers and a final norm, of the kind that `config.transformer_impl` names."""
+    if config.transformer_impl == "transformer_engine":
+        # Not to be imported where Transformer Engine is missing.
+        from megatron_rl.actor.engine_layers import TENorm, build_engine_layer_spec
+
+        layer, norm = build_engine_layer_spec(shape), TENorm
+    else:
+        layer, norm = build_local_layer_spec(shape), RmsNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * depth, layer_norm=norm)
+
+
+def build_local_layer_spec(shape: ModelShape) -> ModuleSpec:
     """Megatron's local layer with our norm and attention in it."""
     spec = get_gpt_layer_local_spec(
         num_experts=shape.experts.num_experts if shape.experts else None,

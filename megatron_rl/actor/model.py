@@ -7,7 +7,9 @@ Megatron's position embedding is switched off.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
@@ -18,18 +20,18 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_rl.actor.layers import PackContext, RmsNorm, build_layer_spec
+from megatron_rl.actor.layers import PackContext, build_block_spec
+from megatron_rl.actor.settings import GEMM_TOKENS
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.distributed.vocab_parallel import VocabShard, token_logprobs
 from megatron_rl.resharding.architectures import ModelShape
 from megatron_rl.resharding.pieces import padded_vocabulary
+
+_EXTRA_STATE = "_extra_state"  # in the name of a module's state that is no parameter
 
 
 @dataclass
@@ -56,13 +58,10 @@ class PolicyModel(GPTModel):
     ) -> None:
         chunk = (virtual_stage or 0) * topology.pp_size + topology.pp_rank
         chunks = topology.pp_size * topology.virtual_stages
-        spec = build_layer_spec(shape)
         depth = get_num_layers_to_build(config, virtual_stage, topology.pp_rank)
         super().__init__(
             config=config,
-            transformer_layer_spec=TransformerBlockSubmodules(
-                layer_specs=[spec] * depth, layer_norm=RmsNorm
-            ),
+            transformer_layer_spec=build_block_spec(shape, config=config, depth=depth),
             vocab_size=padded_vocabulary(shape.vocab_size, tp_size=topology.tp_size),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=chunk == 0,
@@ -81,11 +80,38 @@ class PolicyModel(GPTModel):
 
         With `entropy` [2, t]: log-probs, and the policy's entropies at the same positions.
         """
+        self._check_tokens(inputs.tokens.shape[1])
         hidden = self.embedding(inputs.tokens, None) if self.pre_process else None
         hidden = self.decoder(
             hidden_states=hidden, attention_mask=None, packed_seq_params=inputs.context
         )
         return self._run_head(hidden, inputs, entropy) if self.post_process else hidden
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Parameters alone, the same of local layers and of Transformer Engine's.
+
+        "_extra_state" is the history of delayed fp8 scaling, which the actor does not use.
+        """
+        state = super().sharded_state_dict(*args, **kwargs)
+        return {key: value for key, value in state.items() if _EXTRA_STATE not in key}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load parameters as torch does; modules keep the extra state that they have."""
+        extra = {key: value for key, value in self.state_dict().items() if _EXTRA_STATE in key}
+        return super().load_state_dict({**extra, **state_dict}, *args, **kwargs)
+
+    def _check_tokens(self, tokens: int) -> None:
+        """Raise ValueError where products in fp8 could not take this rank's tokens of a pack."""
+        config = self.config
+        if not config.fp8:
+            return
+        least = GEMM_TOKENS[config.fp8_recipe]
+        multiple = least * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+        if tokens % multiple:
+            raise ValueError(
+                f"a rank has {tokens} tokens of a pack; with fp8={config.fp8_recipe} they must be "
+                f"a multiple of {multiple}: plan packs with gemm_tokens={least}"
+            )
 
     def _run_head(self, hidden: Tensor, inputs: ModelInput, entropy: bool) -> Tensor:
         """What the response positions say of their labels, float32; [t / tp, 1, h] -> [1|2, t]."""

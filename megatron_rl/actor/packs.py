@@ -1,4 +1,4 @@
-"""One pack as this rank's model and objective see it: sharded, with attention plan and rotation."""
+"""One pack as this rank's model and objective see it: sharded, with its rotation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from megatron_rl.actor.layers import PackContext
 from megatron_rl.actor.model import ModelInput
 from megatron_rl.actor.rotary import build_rotation
-from megatron_rl.distributed.context_attention import build_attention_plan
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.resharding.architectures import ModelShape
@@ -33,8 +32,8 @@ class LocalPack:
 class PackCache:
     """Prepares packs, and keeps them as long as the caller keeps the pack.
 
-    A rollout batch is walked many times; layout, plan and rotation are made once. The key is the
-    pack's response mask: its identity stands for the pack.
+    A rollout batch is walked many times; layout, attention plan and rotation are made once. The key
+    is the pack's response mask: its identity stands for the pack.
     """
 
     def __init__(self, shape: ModelShape, topology: Topology, *, dtype: torch.dtype) -> None:
@@ -61,15 +60,12 @@ class PackCache:
             for x in (batch.tokens, batch.labels, batch.position_ids)
         )
         response_positions = layout.mask.nonzero().squeeze(1)
-        context = PackContext(
-            rotation=build_rotation(positions, self.shape, dtype=self.dtype),
-            plan=build_attention_plan(layout, dtype=self.dtype),
-        )
+        rotation = build_rotation(positions, self.shape, dtype=self.dtype)
         inputs = ModelInput(
             tokens=tokens[None],
             labels=labels[response_positions],
             response_positions=response_positions,
-            context=context,
+            context=PackContext(layout=layout, rotation=rotation),
         )
         return LocalPack(layout, inputs)
 

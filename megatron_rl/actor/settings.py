@@ -5,6 +5,10 @@ from typing import Literal
 
 import torch
 
+# Tokens of one rank's matrix products must be a multiple of this: in a weight's gradient they are
+# the inner dimension, 16 of which cuBLAS multiplies at a time and 128 of which share a scale.
+GEMM_TOKENS = {None: 1, "tensorwise": 16, "blockwise": 128}
+
 
 @dataclass(frozen=True)
 class ActorSettings:
@@ -24,10 +28,27 @@ class ActorSettings:
     sequence_parallel: bool = True  # wherever tp > 1
     recompute: Literal["none", "selective", "full"] = "none"
     temperature: float = 1.0  # of the policy whose log-probs are computed
+    # None: in bfloat16 on CUDA, where Transformer Engine is installed; False: never
+    transformer_engine: bool | None = None
+    # Scales of fp8 are those of the numbers at hand: with scales from earlier micro-batches the
+    # same weights would give another log-prob each time.
+    fp8: Literal["tensorwise", "blockwise"] | None = None
+
+    @property
+    def gemm_tokens(self) -> int:
+        """What the tokens of a pack on one rank must be a multiple of."""
+        return GEMM_TOKENS[self.fp8]
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"dtype {self.dtype} is not supported; use float32 or bfloat16")
+        if self.fp8 not in GEMM_TOKENS:
+            raise ValueError(f"fp8={self.fp8!r} is not supported; use tensorwise or blockwise")
+        if self.fp8 and (self.transformer_engine is False or self.dtype != torch.bfloat16):
+            raise ValueError(
+                f"fp8={self.fp8} computes with Transformer Engine beside bfloat16, but "
+                f"transformer_engine is {self.transformer_engine} and dtype {self.dtype}"
+            )
         if self.temperature <= 0:
             raise ValueError(f"temperature is {self.temperature}; it must be above 0")
         if self.min_learning_rate > self.learning_rate:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.actor.loss_contract import SUM_SEMANTICS
@@ -16,14 +17,32 @@ def build_transformer_config(
     shape: ModelShape, settings: ActorSettings, topology: Topology
 ) -> TransformerConfig:
     """The config that every Megatron module of the actor is built from."""
+    engine = uses_engine(settings, device=topology.device)
     return TransformerConfig(
         **_model(shape),
         **_layout(topology, settings),
         **_numerics(topology, settings),
         **_recompute(settings),
-        **_experts(shape, topology),
+        **_experts(shape, topology, engine=engine),
+        transformer_impl="transformer_engine" if engine else "local",
         **SUM_SEMANTICS,
     )
+
+
+def uses_engine(settings: ActorSettings, *, device: torch.device) -> bool:
+    """Whether the layers are Transformer Engine's: as set, else in bfloat16 on CUDA if it is there.
+
+    Raises ValueError where it is asked for and missing.
+    """
+    wanted = settings.transformer_engine or settings.fp8 is not None
+    if wanted and not HAVE_TE:
+        raise ValueError(
+            f"transformer_engine={settings.transformer_engine}, fp8={settings.fp8}, but Megatron "
+            "finds no Transformer Engine: install transformer-engine[pytorch], or unset them"
+        )
+    if settings.transformer_engine is None and not wanted:
+        return HAVE_TE and device.type == "cuda" and settings.dtype == torch.bfloat16
+    return bool(wanted)
 
 
 def _model(shape: ModelShape) -> dict[str, Any]:
@@ -76,6 +95,7 @@ def _numerics(topology: Topology, settings: ActorSettings) -> dict[str, Any]:
         "bias_dropout_fusion": False,
         "apply_rope_fusion": False,
         "masked_softmax_fusion": False,
+        **({"fp8": "hybrid", "fp8_recipe": settings.fp8} if settings.fp8 else {}),
     }
 
 
@@ -93,7 +113,7 @@ def _recompute(settings: ActorSettings) -> dict[str, Any]:
     return {}
 
 
-def _experts(shape: ModelShape, topology: Topology) -> dict[str, Any]:
+def _experts(shape: ModelShape, topology: Topology, *, engine: bool) -> dict[str, Any]:
     experts = shape.experts
     if experts is None:
         return {}
@@ -101,6 +121,7 @@ def _experts(shape: ModelShape, topology: Topology) -> dict[str, Any]:
         "num_moe_experts": experts.num_experts,
         "moe_router_topk": experts.experts_per_token,
         "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_grouped_gemm": engine,  # all local experts in one product
         "moe_router_load_balancing_type": "none",
         # Softmax over the chosen experts is softmax over all of them, normalised over the chosen.
         "moe_router_pre_softmax": not experts.normalize_top_k,

@@ -24,7 +24,7 @@ from megatron_rl.actor.stored import FOLDER, check_stored, is_checkpoint, read_d
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.resharding.architectures import ModelShape, tensor_shapes
 from megatron_rl.resharding.pieces import Piece
-from megatron_rl.resharding.source import check_parameters, layout_of
+from megatron_rl.resharding.source import check_parameters, has_fused_names, layout_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -136,7 +136,7 @@ def load_weights(
     reader = HfReader(folder)
     reader.check(shape)
     layout = layout_of(topology)
-    pieces = layout.pieces(shape, rank=topology.rank)
+    pieces = layout.pieces(shape, rank=topology.rank, fused=has_fused_names(parameters))
     check_parameters(parameters, pieces, layout=layout)
     for name, parameter in parameters.items():
         if "word_embeddings" in name or "output_layer" in name:
@@ -146,12 +146,14 @@ def load_weights(
         progress(done, len(pieces))
 
 
-def _owners(shape: ModelShape, topology: Topology) -> dict[str, list[tuple[int, Piece]]]:
+def _owners(
+    shape: ModelShape, topology: Topology, *, fused: bool
+) -> dict[str, list[tuple[int, Piece]]]:
     """For every HF tensor, rectangles that tile it, each with the first rank that holds it."""
     layout = layout_of(topology)
     owners: dict[str, dict[tuple, tuple[int, Piece]]] = {name: {} for name in tensor_shapes(shape)}
     for rank in range(topology.world_size):
-        for piece in layout.pieces(shape, rank=rank):
+        for piece in layout.pieces(shape, rank=rank, fused=fused):
             owners[piece.tensor].setdefault((piece.rows, piece.columns), (rank, piece))
     return {name: list(tiles.values()) for name, tiles in owners.items()}
 
@@ -218,7 +220,8 @@ def export_weights(
     if topology.rank == 0:
         begin_folder(partial, source)
         writer = _ShardWriter(partial)
-    for done, (name, tiles) in enumerate(_owners(shape, topology).items(), start=1):
+    owners = _owners(shape, topology, fused=has_fused_names(parameters))
+    for done, (name, tiles) in enumerate(owners.items(), start=1):
         dtype = dtypes[name]
         whole = torch.empty(sizes[name], dtype=dtype) if writer else None
         for rank, piece in tiles:

@@ -7,13 +7,15 @@ emptiest pack. Every rank gets the same number of micro-batches; a pack that wou
 filler sequence without response tokens, so that all ranks walk alike.
 
 A sequence is the prompt and all but the last token of the response (nothing follows that one), and
-is padded only to the layout's alignment.
+is padded only to the layout's alignment. Where matrix products want more of the sum of a pack's
+tokens, its last sequence is padded further.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -95,13 +97,16 @@ def plan_minibatches(
     tokens_per_micro_batch: int,
     topology: Topology,
     sequence_parallel: bool,
+    gemm_tokens: int = 1,
 ) -> list[Minibatch]:
     """This data-parallel rank's packs of a rollout batch, with each minibatch's global sizes.
 
     advantages [N], one per rollout. tokens_per_micro_batch is the budget of one pack, over all its
-    context-parallel shards. Raises ValueError when the groups cannot be divided into minibatches.
+    context-parallel shards. gemm_tokens: each shard of a pack is a multiple of it.
+    Raises ValueError when the groups cannot be divided into minibatches.
     """
     alignment = topology.alignment(sequence_parallel=sequence_parallel)
+    multiple_of = pack_multiple(alignment, gemm_tokens=gemm_tokens)
     # The interleaved pipeline schedule runs micro-batches in rounds of one per stage.
     multiple = topology.pp_size if topology.virtual_stages > 1 else 1
     planned = []
@@ -109,12 +114,19 @@ def plan_minibatches(
         lengths = [padded_length(sequence_length(rollouts[i]), alignment=alignment) for i in span]
         packs = assign_packs(
             lengths,
-            budget=tokens_per_micro_batch,
+            # Padding the sum to a multiple must not exceed the budget.
+            budget=tokens_per_micro_batch // multiple_of * multiple_of,
             ranks=topology.dp_size,
             multiple=multiple,
         )
         micro_batches = [
-            build_pack(rollouts, advantages, indices=[span[i] for i in pack], alignment=alignment)
+            build_pack(
+                rollouts,
+                advantages,
+                indices=[span[i] for i in pack],
+                alignment=alignment,
+                gemm_tokens=gemm_tokens,
+            )
             for pack in packs[topology.dp_rank]
         ]
         sizes = [len(rollouts[i].response.token_ids) for i in span]
@@ -125,13 +137,27 @@ def plan_minibatches(
     return planned
 
 
+def pack_multiple(alignment: int, *, gemm_tokens: int) -> int:
+    """What a pack's tokens must be a multiple of.
+
+    alignment: that of a sequence, twice the number of shards over context and tensor parallelism.
+    """
+    return alignment // 2 * math.lcm(2, gemm_tokens)
+
+
 def build_pack(
-    rollouts: Sequence[Rollout], advantages: Tensor, *, indices: Sequence[int], alignment: int
+    rollouts: Sequence[Rollout],
+    advantages: Tensor,
+    *,
+    indices: Sequence[int],
+    alignment: int,
+    gemm_tokens: int = 1,
 ) -> TokenBatch:
     """One pack of the rollouts at `indices`, in order; a filler sequence when there are none."""
     lengths = [
         padded_length(sequence_length(rollouts[index]), alignment=alignment) for index in indices
     ] or [alignment]
+    lengths[-1] += -sum(lengths) % pack_multiple(alignment, gemm_tokens=gemm_tokens)
     tokens, labels = np.zeros((2, sum(lengths)), np.int64)
     mask = np.zeros(sum(lengths), bool)
     logprobs = np.zeros(sum(lengths), np.float32)

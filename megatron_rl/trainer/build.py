@@ -135,6 +135,8 @@ def build_actor_settings(config: Config, topology: Topology) -> ActorSettings:
         sequence_parallel=config.parallel.sequence,
         recompute=config.trainer.recompute,
         temperature=config.rollout.temperature,
+        transformer_engine=config.model.transformer_engine,
+        fp8=config.model.fp8,
     )
 
 

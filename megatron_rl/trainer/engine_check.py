@@ -41,6 +41,7 @@ def check_engine(
         torch.zeros(len(rollouts)),
         indices=range(len(rollouts)),
         alignment=actor.topology.alignment(sequence_parallel=actor.sequence_parallel),
+        gemm_tokens=actor.settings.gemm_tokens,
     )
     computed = actor.compute_logprobs([pack])[0].cpu()[pack.response_mask]
     gap = (computed - pack.rollout_logprobs[pack.response_mask]).abs().mean().item()

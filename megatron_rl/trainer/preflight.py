@@ -6,6 +6,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from megatron_rl.config import Config, ConfigError, ParallelSection
 from megatron_rl.objectives import build_objective
 from megatron_rl.resharding.architectures import ModelShape, read_model_shape, tensor_shapes
@@ -15,6 +17,7 @@ from megatron_rl.trainer.run_directory import RunDirectory
 # float32 weight, Adam's two moments and the master weight
 CHECKPOINT_BYTES_PER_PARAMETER = 16
 EXPORT_BYTES_PER_PARAMETER = 4
+FP8_SIZES = 16  # Transformer Engine's `assert_dim_for_fp8_exec`
 
 
 def check_settings(config: Config, *, world_size: int) -> ModelShape:
@@ -34,6 +37,7 @@ def check_settings(config: Config, *, world_size: int) -> ModelShape:
         *_objective_problems(config),
         *_layout_problems(config, shape, world_size),
         *_length_problems(config, shape),
+        *_engine_problems(config, shape),
         *_file_problems(config),
         *_logger_problems(config),
     ]
@@ -152,6 +156,50 @@ def _length_problems(config: Config, shape: ModelShape) -> list[str]:
         f"{config.rollout.max_response_tokens} exceed the model's "
         f"{shape.max_position_embeddings} positions; lower one of them"
     ]
+
+
+def _engine_problems(config: Config, shape: ModelShape) -> list[str]:
+    """Why Transformer Engine, or fp8 with it, cannot be used as asked."""
+    model, keys = config.model, []
+    if model.transformer_engine:
+        keys.append("model.transformer_engine=true")
+    if model.fp8:
+        keys.append(f"model.fp8={model.fp8}")
+    if not keys:
+        return []
+    needs = {
+        "a CUDA device, and there is none": not torch.cuda.is_available(),
+        "Transformer Engine, which is not installed (pip install transformer-engine[pytorch])": (
+            importlib.util.find_spec("transformer_engine") is None
+        ),
+        "bfloat16, and trainer.dtype is float32": config.trainer.dtype == "float32",
+        "Transformer Engine, and model.transformer_engine is false": (
+            model.transformer_engine is False
+        ),
+    }
+    asked = " and ".join(keys)
+    problems = [f"{asked}: needs {what}; or unset it" for what, lacks in needs.items() if lacks]
+    if model.fp8:
+        problems += [
+            f"model.fp8={model.fp8}: a rank's {name} is {size}; matrix products in fp8 need "
+            f"multiples of {FP8_SIZES}: lower parallel.tensor, or unset model.fp8"
+            for name, size in _product_sizes(config.parallel, shape).items()
+            if size % FP8_SIZES
+        ]
+    return problems
+
+
+def _product_sizes(parallel: ParallelSection, shape: ModelShape) -> dict[str, int]:
+    """The sides of the layers' weights on one rank."""
+    ffn = shape.experts.ffn_hidden_size if shape.experts else shape.ffn_hidden_size
+    heads = shape.num_attention_heads * shape.head_dim
+    merged = heads + 2 * shape.num_query_groups * shape.head_dim
+    return {
+        "hidden size": shape.hidden_size,
+        "queries' size": heads // parallel.tensor,
+        "queries', keys' and values' size": merged // parallel.tensor,
+        "feed-forward size": ffn // parallel.tensor,
+    }
 
 
 def _file_problems(config: Config) -> list[str]:

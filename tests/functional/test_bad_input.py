@@ -57,6 +57,13 @@ def absolute():
             ["model.reference=/nowhere", "objective.kl={coefficient: 0.1}"],
             "model.reference: /nowhere is not a folder",
         ),
+        (["model.transformer_engine=true"], "model.transformer_engine=true: needs a CUDA device"),
+        (["model.fp8=tensorwise"], "model.fp8=tensorwise: needs Transformer Engine, which is not"),
+        (["model.fp8=delayed"], "model.fp8='delayed'"),
+        (
+            ["model.fp8=blockwise", "model.transformer_engine=false", "trainer.dtype=float32"],
+            "model.fp8=blockwise: needs Transformer Engine, and model.transformer_engine is false",
+        ),
         (["parallel.virtual_stages=2"], "but parallel.pipeline is 1"),
         (["parallel.virtual_stages=2", "parallel.pipeline=2"], "the model's 2 layers; every chunk"),
         (["parallel.expert=2"], "the model has no experts"),

@@ -33,7 +33,7 @@ def _rollouts(groups=4, samples=2):
     ]
 
 
-def _plan(rollouts, *, dp_size=1, dp_rank=0, cp_size=1, minibatches=2, budget=64):
+def _plan(rollouts, *, dp_size=1, dp_rank=0, cp_size=1, minibatches=2, budget=64, gemm_tokens=1):
     topology = Topology(
         world_size=dp_size * cp_size, dp_size=dp_size, dp_rank=dp_rank, cp_size=cp_size
     )
@@ -45,6 +45,7 @@ def _plan(rollouts, *, dp_size=1, dp_rank=0, cp_size=1, minibatches=2, budget=64
         tokens_per_micro_batch=budget,
         topology=topology,
         sequence_parallel=False,
+        gemm_tokens=gemm_tokens,
     )
 
 
@@ -134,3 +135,30 @@ def test_values_come_back_to_their_rollouts():
     expected = [np.float32(rollout.response.rollout_logprobs) for rollout in rollouts]
     assert all(map(np.array_equal, rows, expected))
     assert sequence_length(rollouts[0]) == 3  # prompt 2, response 2, less one
+
+
+@pytest.mark.parametrize(("cp_size", "gemm_tokens", "multiple"), [(1, 16, 16), (2, 16, 32)])
+def test_the_last_sequence_fills_up_what_matrix_products_need(cp_size, gemm_tokens, multiple):
+    plain = _plan(_rollouts(), cp_size=cp_size, budget=100)
+    filled = _plan(_rollouts(), cp_size=cp_size, budget=100, gemm_tokens=gemm_tokens)
+    packs = [pack for minibatch in filled for pack in minibatch.micro_batches]
+    for pack in packs:
+        assert sum(pack.lengths) == len(pack.tokens) == len(pack.position_ids)
+        assert sum(pack.lengths) % multiple == 0  # each of cp shards is a multiple of 16
+        assert sum(pack.lengths) <= 100
+        assert all(length % (2 * cp_size) == 0 for length in pack.lengths)
+        grown = sum(pack.lengths) - sum(
+            -(-sequence_length(_rollouts()[i]) // (2 * cp_size)) * 2 * cp_size
+            for i in pack.rollout_indices
+        )
+        assert 0 <= grown < multiple  # no more than the pack needs, however many its sequences
+    count = sum(int(pack.response_mask.sum()) for pack in packs)
+    assert count == sum(int(p.response_mask.sum()) for m in plain for p in m.micro_batches)
+    assert [m.denominators for m in filled] == [m.denominators for m in plain]
+
+
+def test_a_filler_is_what_matrix_products_need_too():
+    plans = [_plan(_rollouts(1, 1), dp_size=2, dp_rank=rank, minibatches=1, gemm_tokens=16)
+             for rank in range(2)]  # fmt: skip
+    assert [plan[0].micro_batches[0].rollout_indices for plan in plans] == [(0,), (FILLER,)]
+    assert [plan[0].micro_batches[0].lengths for plan in plans] == [(16,), (16,)]

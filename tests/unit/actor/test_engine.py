@@ -1,0 +1,141 @@
+"""When Transformer Engine's layers are chosen, what they are told of a pack, and what fp8 needs."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rl.actor import transformer_config
+from megatron_rl.actor.layers import PackContext
+from megatron_rl.actor.model import PolicyModel
+from megatron_rl.actor.settings import ActorSettings
+from megatron_rl.config import ParallelSection, parse_config
+from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.resharding.architectures import ModelShape
+from megatron_rl.trainer import preflight
+
+LOW = torch.bfloat16
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+SHAPE = ModelShape(
+    architecture="Qwen2ForCausalLM",
+    num_layers=2,
+    hidden_size=96,
+    num_attention_heads=6,
+    num_query_groups=2,
+    head_dim=16,
+    ffn_hidden_size=80,
+    vocab_size=64,
+    max_position_embeddings=64,
+    rotary_base=1e4,
+    norm_epsilon=1e-6,
+    tied_embeddings=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("installed", "device", "dtype", "setting", "used"),
+    [
+        (True, CUDA, LOW, None, True),
+        (True, CUDA, LOW, False, False),
+        (True, CUDA, torch.float32, None, False),  # its fused attention knows no float32
+        (True, CPU, LOW, None, False),
+        (True, CPU, LOW, True, True),
+        (False, CUDA, LOW, None, False),
+        (False, CUDA, LOW, False, False),
+    ],
+)
+def test_when_the_engine_is_used(monkeypatch, installed, device, dtype, setting, used):
+    monkeypatch.setattr(transformer_config, "HAVE_TE", installed)
+    settings = ActorSettings(dtype=dtype, transformer_engine=setting)
+    assert transformer_config.uses_engine(settings, device=device) is used
+
+
+@pytest.mark.parametrize("asked", [{"transformer_engine": True}, {"fp8": "tensorwise"}])
+def test_a_missing_engine_that_was_asked_for_is_an_error(monkeypatch, asked):
+    monkeypatch.setattr(transformer_config, "HAVE_TE", False)
+    with pytest.raises(ValueError, match="finds no Transformer Engine: install"):
+        transformer_config.uses_engine(ActorSettings(dtype=LOW, **asked), device=CUDA)
+
+
+def test_fp8_goes_to_megatron_only_when_asked_for(monkeypatch):
+    monkeypatch.setattr(transformer_config, "HAVE_TE", True)
+
+    def build(**settings):
+        settings = ActorSettings(dtype=LOW, **settings)
+        return transformer_config.build_transformer_config(SHAPE, settings, Topology())
+
+    config = build(fp8="tensorwise")
+    assert (config.fp8, config.fp8_recipe) == ("hybrid", "tensorwise")
+    assert config.transformer_impl == "transformer_engine"
+    assert not config.fp8_param  # weights stay in bfloat16: they are exported and pushed
+    assert (build().fp8, build().transformer_impl) == (None, "local")
+
+
+def test_impossible_settings_of_fp8():
+    for wrong in (
+        {"fp8": "delayed", "dtype": LOW},
+        {"fp8": "tensorwise", "dtype": torch.float32},
+        {"fp8": "tensorwise", "dtype": LOW, "transformer_engine": False},
+    ):
+        with pytest.raises(ValueError, match="fp8="):
+            ActorSettings(**wrong)
+
+
+def test_shards_lie_as_in_the_engines_documentation():
+    # Its picture of DualChunkSwap in THD: two sequences of 8 and 4 tokens over two ranks.
+    expected = {0: [0, 1, 6, 7, 0, 3], 1: [2, 3, 4, 5, 1, 2]}
+    for rank, positions in expected.items():
+        layout = SequenceLayout((8, 4), torch.ones(12), cp_rank=rank, cp_size=2)
+        assert layout.offsets.tolist() == positions
+        assert layout.sequence_ids.tolist() == [0, 0, 0, 0, 1, 1]
+
+
+def test_boundaries_are_those_of_the_whole_pack():
+    layout = SequenceLayout((8, 4), torch.ones(12), cp_rank=1, cp_size=2)
+    told = PackContext(layout=layout).boundaries
+    assert told.qkv_format == "thd"
+    assert told.cu_seqlens_q.tolist() == [0, 8, 12]
+    assert told.cu_seqlens_q.dtype == torch.int32
+    # By identity the engine sees that there is nothing between the sequences.
+    assert told.cu_seqlens_q is told.cu_seqlens_kv
+    assert told.cu_seqlens_q is told.cu_seqlens_q_padded
+    assert told.cu_seqlens_kv is told.cu_seqlens_kv_padded
+    assert (told.max_seqlen_q, told.max_seqlen_kv) == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("fp8", "sequence_parallel", "fits", "does_not"),
+    [
+        (None, True, 7, None),
+        ("tensorwise", False, 48, 40),
+        ("tensorwise", True, 64, 48),  # 24 on each of two ranks
+        ("blockwise", False, 256, 64),
+    ],
+)
+def test_tokens_that_products_in_fp8_cannot_take(fp8, sequence_parallel, fits, does_not):
+    config = SimpleNamespace(
+        fp8="hybrid" if fp8 else None,
+        fp8_recipe=fp8 or "delayed",
+        sequence_parallel=sequence_parallel,
+        tensor_model_parallel_size=2,
+    )
+    model = SimpleNamespace(config=config)
+    PolicyModel._check_tokens(model, fits)
+    if does_not:
+        with pytest.raises(ValueError, match=f"has {does_not} tokens of a pack; with fp8={fp8}"):
+            PolicyModel._check_tokens(model, does_not)
+
+
+def test_weights_that_products_in_fp8_cannot_take(monkeypatch):
+    # Over two ranks: queries 48, with keys and values (6 + 2 * 2) * 16 / 2 = 80, feed-forward 40.
+    sizes = preflight._product_sizes(ParallelSection(tensor=2), SHAPE)
+    assert list(sizes.values()) == [96, 48, 80, 40]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: name)
+    given = {"model": {"path": "p", "fp8": "tensorwise"}, "data": {"train": "t"}}
+    (problem,) = preflight._engine_problems(
+        parse_config(given | {"parallel": {"tensor": 2}}), SHAPE
+    )
+    assert "a rank's feed-forward size is 40; matrix products in fp8 need" in problem
+    assert not preflight._engine_problems(parse_config(given), SHAPE)
