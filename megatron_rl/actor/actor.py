@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from megatron_rl.actor.platform import megatron_runtime
 from megatron_rl.actor.schedule import learning_rate_at
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.actor.weights import export_weights, named_parameters
+from megatron_rl.data.packing import build_pack
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives.objective import PolicyObjective
 from megatron_rl.objectives.statistics import Statistics
@@ -75,6 +76,7 @@ class MegatronActor:
         with megatron_runtime(), torch.no_grad():
             local = self._run(micro_batches, _keep_logprobs, forward_only=True)
         packs = [self.packs.prepare(batch) for batch in micro_batches]
+        local = local[: len(packs)]  # fillers come last
         flat = self._from_last_stage(local, sum(pack.layout.local_tokens for pack in packs))
         parts = flat.split([pack.layout.local_tokens for pack in packs])
         return [
@@ -167,7 +169,12 @@ class MegatronActor:
         forward_only: bool,
         entropy: bool = False,
     ) -> list[Any]:
-        """Walk the micro-batches by Megatron's schedule; reports of the last stage, else []."""
+        """Walk the micro-batches by Megatron's schedule; reports of the last stage, else [].
+
+        Reports of fillers, which make up whole rounds of interleaved stages, stand at the end.
+        """
+        missing = -len(micro_batches) % self.topology.round_size
+        walked = [*micro_batches, *(self._filler() for _ in range(missing))]
 
         def step(batches: Any, model: Any) -> tuple[Tensor, Any]:
             batch = next(batches)
@@ -175,16 +182,28 @@ class MegatronActor:
             output = model(pack.inputs, entropy=entropy)
             return output, as_megatron_loss(partial(compute, batch, pack))
 
-        longest = max(sum(batch.lengths) for batch in micro_batches)
+        longest = max(sum(batch.lengths) for batch in walked)
         return get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=[iter(micro_batches) for _ in self.wrapped],
+            data_iterator=[iter(walked) for _ in self.wrapped],
             model=self.wrapped,
-            num_microbatches=len(micro_batches),
+            num_microbatches=len(walked),
             seq_length=longest // self.topology.cp_size,
             micro_batch_size=1,
             forward_only=forward_only,
         )
+
+    def _filler(self) -> TokenBatch:
+        """A pack without response tokens: it adds zeros to every sum."""
+        pack = build_pack(
+            [],
+            torch.empty(0),
+            indices=(),
+            alignment=self.topology.alignment(sequence_parallel=self.sequence_parallel),
+            gemm_tokens=self.settings.gemm_tokens,
+        )
+        nothing = torch.zeros_like(pack.rollout_logprobs)
+        return replace(pack, behavior_logprobs=nothing, reference_logprobs=nothing)
 
     def _policy_loss(
         self,

@@ -107,8 +107,6 @@ def plan_minibatches(
     """
     alignment = topology.alignment(sequence_parallel=sequence_parallel)
     multiple_of = pack_multiple(alignment, gemm_tokens=gemm_tokens)
-    # The interleaved pipeline schedule runs micro-batches in rounds of one per stage.
-    multiple = topology.pp_size if topology.virtual_stages > 1 else 1
     planned = []
     for span in split_groups(rollouts, minibatches=minibatches):
         lengths = [padded_length(sequence_length(rollouts[i]), alignment=alignment) for i in span]
@@ -117,7 +115,7 @@ def plan_minibatches(
             # Padding the sum to a multiple must not exceed the budget.
             budget=tokens_per_micro_batch // multiple_of * multiple_of,
             ranks=topology.dp_size,
-            multiple=multiple,
+            multiple=topology.round_size,
         )
         micro_batches = [
             build_pack(

@@ -67,6 +67,11 @@ class Topology:
         """Whether this rank holds the output layer and computes the loss."""
         return self.pp_rank == self.pp_size - 1
 
+    @property
+    def round_size(self) -> int:
+        """Micro-batches come in multiples of this: one per stage where stages interleave."""
+        return self.pp_size if self.virtual_stages > 1 else 1
+
     def alignment(self, *, sequence_parallel: bool) -> int:
         """Multiple to which every sequence is padded: 2 cp chunks, cut once more over tp."""
         return 2 * self.cp_size * (self.tp_size if sequence_parallel else 1)

@@ -97,7 +97,25 @@ def _score(rank, world_size, root, layout):
         result = actor.update(minibatch, build_objective("grpo"))
         report[f"{name}/deviation"] = result.statistics.to_metrics()["ratio/max_deviation"]
         report[f"{name}/grad_norm"] = result.grad_norm
+        report[f"{name}/one_pack"] = _update_by_one_pack(actor, rollouts, advantages)
     return json.dumps(report)
+
+
+def _update_by_one_pack(actor, rollouts, advantages):
+    """The gradient's norm where every replica holds one micro-batch, the same: fewer than stages.
+
+    Everything is divided by the number of replicas, so layouts agree.
+    """
+    from megatron_rl.data.packing import build_pack
+    from megatron_rl.objectives import build_objective
+    from megatron_rl.types import Denominators, Minibatch
+
+    alignment = actor.topology.alignment(sequence_parallel=actor.sequence_parallel)
+    pack = build_pack(rollouts, advantages, indices=range(len(rollouts)), alignment=alignment)
+    pack.advantages = pack.advantages / actor.topology.dp_size
+    (pack.behavior_logprobs,) = actor.compute_logprobs([pack])
+    minibatch = Minibatch([pack], Denominators(responses=16.0, tokens=300.0))
+    return actor.update(minibatch, build_objective("grpo")).grad_norm
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +149,8 @@ def test_architectures_equal_transformers(root, reference, layout, world_size):
         assert report[f"{name}/deviation"] == 0.0, name
         want = reference[f"{name}/grad_norm"]
         assert report[f"{name}/grad_norm"] == pytest.approx(want, rel=1e-5), name
+        want = reference[f"{name}/one_pack"]
+        assert report[f"{name}/one_pack"] == pytest.approx(want, rel=1e-4), name
         source = load_file(root / name / "model.safetensors")
         exported = load_file(root / f"{name}-exported-{world_size}" / "model.safetensors")
         assert exported.keys() == source.keys()
