@@ -8,6 +8,7 @@ from megatron_rl.data.packing import (
     FILLER,
     assign_packs,
     gather_by_rollout,
+    padded_length,
     plan_minibatches,
     sequence_length,
     split_groups,
@@ -139,22 +140,23 @@ def test_values_come_back_to_their_rollouts():
 
 @pytest.mark.parametrize(("cp_size", "gemm_tokens", "multiple"), [(1, 16, 16), (2, 16, 32)])
 def test_the_last_sequence_fills_up_what_matrix_products_need(cp_size, gemm_tokens, multiple):
-    plain = _plan(_rollouts(), cp_size=cp_size, budget=100)
-    filled = _plan(_rollouts(), cp_size=cp_size, budget=100, gemm_tokens=gemm_tokens)
-    packs = [pack for minibatch in filled for pack in minibatch.micro_batches]
-    for pack in packs:
-        assert sum(pack.lengths) == len(pack.tokens) == len(pack.position_ids)
-        assert sum(pack.lengths) % multiple == 0  # each of cp shards is a multiple of 16
-        assert sum(pack.lengths) <= 100
-        assert all(length % (2 * cp_size) == 0 for length in pack.lengths)
-        grown = sum(pack.lengths) - sum(
-            -(-sequence_length(_rollouts()[i]) // (2 * cp_size)) * 2 * cp_size
-            for i in pack.rollout_indices
-        )
-        assert 0 <= grown < multiple  # no more than the pack needs, however many its sequences
-    count = sum(int(pack.response_mask.sum()) for pack in packs)
-    assert count == sum(int(p.response_mask.sum()) for m in plain for p in m.micro_batches)
-    assert [m.denominators for m in filled] == [m.denominators for m in plain]
+    plain = _plan(_rollouts(), cp_size=cp_size)
+    count = sum(int(pack.response_mask.sum()) for each in plain for pack in each.micro_batches)
+    for budget in range(32, 120):
+        filled = _plan(_rollouts(), cp_size=cp_size, budget=budget, gemm_tokens=gemm_tokens)
+        assert [each.denominators for each in filled] == [each.denominators for each in plain]
+        packs = [pack for minibatch in filled for pack in minibatch.micro_batches]
+        assert count == sum(int(pack.response_mask.sum()) for pack in packs)
+        for pack in packs:
+            assert sum(pack.lengths) == len(pack.tokens) == len(pack.position_ids)
+            assert sum(pack.lengths) % multiple == 0  # each of cp shards is a multiple of 16
+            assert all(length % (2 * cp_size) == 0 for length in pack.lengths)
+            assert sum(pack.lengths) <= budget
+            needed = sum(
+                padded_length(sequence_length(_rollouts()[i]), alignment=2 * cp_size)
+                for i in pack.rollout_indices
+            )
+            assert 0 <= sum(pack.lengths) - needed < multiple
 
 
 def test_a_filler_is_what_matrix_products_need_too():
