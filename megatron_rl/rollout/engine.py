@@ -34,6 +34,7 @@ class RolloutEngine(Protocol):
     ) -> list[Response]:
         """`samples` responses to each prompt, ordered by prompt, then sample; all on every rank.
 
+        Prompt i is answered by engine i modulo the number of engines.
         The same prompts and seed give the same responses whatever the engines' layout. Raises on
         every rank when an engine fails, hangs, dies or takes too long.
         """

@@ -4,17 +4,20 @@ Checksums show that weights arrived; only log-probs show that they arrived in th
 """
 
 from collections.abc import Sequence
+from itertools import cycle, islice
 
+import numpy as np
 import torch
 
 from megatron_rl.actor.actor import MegatronActor
-from megatron_rl.data.packing import build_pack
+from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
 from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.types import Prompt, Rollout, SamplingSettings, Verdict
 
 # Mean absolute gap of a sampled token's log-prob. Right weights give 1e-7 in float32 and some 1e-2
 # in bfloat16, where two engines round differently; one misplaced matrix gives more than 1.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+PROMPTS_PER_ENGINE = 8
 
 
 def check_engine(
@@ -24,32 +27,48 @@ def check_engine(
     *,
     temperature: float,
     seed: int,
+    tokens_per_micro_batch: int,
     max_tokens: int = 32,
 ) -> float:
-    """Mean gap between the two log-probs of one sampled response per prompt; collective.
+    """The largest of all engines' mean gaps between the two log-probs of its tokens; collective.
 
-    temperature: the actor's. Raises RuntimeError on every rank when the gap is too large.
+    Every engine answers PROMPTS_PER_ENGINE prompts, the same ones where there are too few.
+    temperature: the actor's. Raises RuntimeError on every rank when a gap is too large.
     """
+    engines = engine.layout.world_size // engine.layout.tensor
+    prompts = list(islice(cycle(prompts), PROMPTS_PER_ENGINE * engines))
     sampling = SamplingSettings(temperature, top_p=1.0, max_tokens=max_tokens, seed=seed)
     responses = engine.generate(prompts, samples=1, sampling=sampling)
     rollouts = [
         Rollout(prompt, response, Verdict(0.0, "engine check", None))
         for prompt, response in zip(prompts, responses, strict=True)
     ]
-    pack = build_pack(
+    (minibatch,) = plan_minibatches(
         rollouts,
         torch.zeros(len(rollouts)),
-        indices=range(len(rollouts)),
-        alignment=actor.topology.alignment(sequence_parallel=actor.sequence_parallel),
+        minibatches=1,
+        tokens_per_micro_batch=tokens_per_micro_batch,
+        topology=actor.topology,
+        sequence_parallel=actor.sequence_parallel,
         gemm_tokens=actor.settings.gemm_tokens,
     )
-    computed = actor.compute_logprobs([pack])[0].cpu()[pack.response_mask]
-    gap = (computed - pack.rollout_logprobs[pack.response_mask]).abs().mean().item()
+    packs = minibatch.micro_batches
+    computed = gather_by_rollout(
+        packs, actor.compute_logprobs(packs), count=len(rollouts), topology=actor.topology
+    )
+    gaps = [
+        np.abs(ours - np.asarray(response.rollout_logprobs))
+        for ours, response in zip(computed, responses, strict=True)
+    ]
+    # One wrong engine must not disappear in a mean over many.
+    means = [float(np.concatenate(gaps[one::engines]).mean()) for one in range(engines)]
     tolerance = _TOLERANCE[engine.dtype]
-    if not gap <= tolerance:
+    wrong = [one for one, mean in enumerate(means) if not mean <= tolerance]
+    if wrong:
         raise RuntimeError(
-            f"after the weight push the engine's log-probs differ from the actor's by {gap:.3g} on "
-            f"average (at most {tolerance:g} is expected of {engine.dtype}): {engine.layout} does "
-            "not compute with the actor's weights"
+            f"after the weight push the log-probs of engine {wrong[0]} differ from the actor's by "
+            f"{means[wrong[0]]:.3g} on average (at most {tolerance:g} is expected of "
+            f"{engine.dtype}); {len(wrong)} of {engines} engines do not compute with the actor's "
+            f"weights: {engine.layout}"
         )
-    return gap
+    return max(means)

@@ -115,9 +115,10 @@ class Trainer:
         check_engine(
             self.actor,
             self.engine,
-            self.prompts[:8],
+            self.prompts,
             temperature=self.config.rollout.temperature,
             seed=derive_seed(self.config.seed, "engine check"),
+            tokens_per_micro_batch=self.config.trainer.tokens_per_micro_batch,
             max_tokens=min(32, self.config.rollout.max_response_tokens),
         )
 
