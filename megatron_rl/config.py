@@ -86,6 +86,7 @@ class RolloutSection(Section):
     """What is generated in each step and how the engine runs."""
 
     tensor: Count = 1  # vLLM's tensor parallel size; data parallel over the rest
+    expert_parallel: bool = False  # whole experts on each rank of an engine; on CUDA
     prompts: Count = 256
     responses_per_prompt: Annotated[int, Field(ge=2)] = 8
     max_response_tokens: Count = 15360

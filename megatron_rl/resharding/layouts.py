@@ -95,6 +95,8 @@ class EngineLayout:
             raise ValueError(
                 f"vLLM's tensor parallel size {self.tensor} does not divide {self.world_size} ranks"
             )
+        if self.expert_parallel and shape.experts is None:
+            raise ValueError("an expert parallel engine needs a model with experts")
         vllm_pieces(shape, tp_size=self.tensor, expert_parallel=self.expert_parallel)
 
     def parameter_shapes(self, shape: ModelShape, *, rank: int) -> dict[str, tuple[int, ...]]:

@@ -44,6 +44,7 @@ class VllmEngine:
 
     model_folder: config.json and tokenizer; its weights are not read.
     tensor: ranks per engine; must divide the world and the model's heads.
+    expert_parallel: each rank of an engine holds whole experts instead of a slice of every one.
     topology: of the actor, for rank, world size and device. Process groups exist already.
     max_model_len: longest prompt plus response, in tokens.
     kv_cache_bytes: memory for cached keys and values (None on CUDA: by `memory_fraction`).
@@ -61,6 +62,7 @@ class VllmEngine:
         topology: Topology,
         dtype: torch.dtype,
         max_model_len: int,
+        expert_parallel: bool = False,
         seed: int = 0,
         kv_cache_bytes: int | None = None,
         memory_fraction: float = 0.5,
@@ -71,8 +73,14 @@ class VllmEngine:
         if not dist.is_initialized():
             raise RuntimeError("start torch.distributed (and Megatron) before the vLLM engine")
         self.shape: ModelShape = read_model_shape(model_folder)
-        self.layout = EngineLayout(tensor=tensor, world_size=topology.world_size)
+        self.layout = EngineLayout(tensor, topology.world_size, expert_parallel)
         self.layout.check(self.shape)
+        on_cuda = topology.device.type == "cuda"
+        if expert_parallel and not on_cuda:
+            raise ValueError(
+                "an expert parallel engine (rollout.expert_parallel) needs CUDA: vLLM's kernel for "
+                "experts on CPU takes a slice of every expert; set it to false"
+            )
         self.dtype = dtype
         self.topology = topology
         self.max_model_len = max_model_len
@@ -81,7 +89,6 @@ class VllmEngine:
         self._asleep = False
         self._resharder = Resharder(self, resharding or ReshardSettings())
         self._stop_tokens = stop_tokens(model_folder)
-        on_cuda = topology.device.type == "cuda"
         arguments: dict[str, Any] = {
             "model": str(model_folder),
             "skip_tokenizer_init": True,
@@ -89,6 +96,7 @@ class VllmEngine:
             "dtype": str(dtype).removeprefix("torch."),
             "seed": seed,
             "tensor_parallel_size": tensor,
+            "enable_expert_parallel": expert_parallel,
             "distributed_executor_backend": "external_launcher",
             "logprobs_mode": "processed_logprobs",
             "max_model_len": max_model_len,

@@ -151,7 +151,18 @@ def test_engine_computes_what_the_actor_computes_in_every_layout(tied, tmp_path)
 
 def _push_experts(rank, world_size, folder):
     """Whole experts on each actor rank, a slice of every expert on each engine rank."""
+    from megatron_rl.rollout.vllm_engine import VllmEngine
+
     actor = _actor(folder, (1, 1, 1, 2), expert=2)
+    with pytest.raises(ValueError, match="needs CUDA"):
+        VllmEngine(
+            folder,
+            tensor=2,
+            expert_parallel=True,
+            topology=actor.topology,
+            dtype=torch.float32,
+            max_model_len=64,
+        )
     engine = _engine(folder, 2, actor.topology)
     for version in (0, 1):  # the second update finds kernels that the first one set up
         stats = engine.push_weights(actor, version=version)

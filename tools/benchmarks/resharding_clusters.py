@@ -31,8 +31,18 @@ CLUSTERS = [  # name, shape, actor layout, engine layout, ranks per node
             48, 2048, 6144, 151936, num_attention_heads=32,
             experts=ExpertShape(128, 8, 768, True), **_MOE,
         ),
-        ActorLayout(tensor=2, data=4, expert=4, expert_tensor=1),
+        ActorLayout(data=8, expert=4),
         EngineLayout(4, 8, expert_parallel=True),
+        8,
+    ),
+    (
+        "30B-A3B MoE, 8 GPUs",
+        make_shape(
+            48, 2048, 6144, 151936, num_attention_heads=32,
+            experts=ExpertShape(128, 8, 768, True), **_MOE,
+        ),
+        ActorLayout(tensor=2, data=4, expert=4),
+        EngineLayout(4, 8),
         8,
     ),
     (
@@ -41,7 +51,7 @@ CLUSTERS = [  # name, shape, actor layout, engine layout, ranks per node
             94, 4096, 12288, 151936, num_attention_heads=64,
             experts=ExpertShape(128, 8, 1536, True), **_MOE,
         ),
-        ActorLayout(tensor=4, pipeline=2, data=8, expert=8, expert_tensor=1),
+        ActorLayout(pipeline=2, context=4, data=8, expert=8),
         EngineLayout(8, 64, expert_parallel=True),
         8,
     ),
