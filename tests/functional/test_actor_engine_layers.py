@@ -71,7 +71,10 @@ def _compare(rank, world_size, root, models, layout):
     for model in MODELS:
         for kind in ("local", "engine"):
             settings = ActorSettings(
-                learning_rate=1e-3, warmup_updates=0, transformer_engine=kind == "engine"
+                learning_rate=1e-3,
+                warmup_updates=0,
+                recompute="full" if layout else "none",
+                transformer_engine=kind == "engine",
             )
             actor = MegatronActor(Path(models) / model, topology=topology, settings=settings)
             name = f"{model}-{kind}"
