@@ -47,8 +47,7 @@ NAMED: dict[str, ObjectiveSpec] = {
         aggregation="token_mean",
         source="arXiv 1707.06347, equation 7",
     ),
-    # PPO with clip-higher and token mean; dynamic sampling and overlong shaping belong to the
-    # rollout and the reward
+    # PPO with clip-higher and token mean: the loss alone, no dynamic sampling, no overlong shaping
     "dapo": ObjectiveSpec(
         weight="token",
         constraint=PpoClip(low=0.2, high=0.28),

@@ -60,19 +60,34 @@ def run_directory(config: Config) -> RunDirectory:
 
 def _objective_problems(config: Config) -> list[str]:
     objective = build_objective(config.objective.name, **config.objective.overrides)
-    reference = config.model.reference
+    problems, name, reference = [], config.objective.name, config.model.reference
+    if name == "oapl" and config.advantage.estimator != "optimal_value":
+        problems.append(
+            f"objective.name=oapl regresses on R - V*, and advantage.estimator="
+            f"{config.advantage.estimator} is none; set advantage.estimator=optimal_value"
+        )
+    if name == "sao":
+        problems.append(
+            "objective.name=sao takes its ratio to the engine's log-probs, and a run's behavior "
+            "log-probs are the actor's; choose another, as icepop, or use it in your own trainer"
+        )
     if reference is None:
-        return []
+        return problems
     if "reference_logprobs" not in objective.needs:
-        return ["model.reference is set, but the objective has no KL term: set objective.kl too"]
-    if not Path(reference).is_dir():
-        return [f"model.reference: {reference} is not a folder; give a Hugging Face model folder"]
-    if read_model_shape(reference) != read_model_shape(config.model.path):
         return [
+            *problems,
+            "model.reference is set, but the objective has no KL term: set objective.kl too",
+        ]
+    if not Path(reference).is_dir():
+        problems.append(
+            f"model.reference: {reference} is not a folder; give a Hugging Face model folder"
+        )
+    elif read_model_shape(reference) != read_model_shape(config.model.path):
+        problems.append(
             f"model.reference: {reference} is of another shape than {config.model.path}; a "
             "reference must be the same model with other weights"
-        ]
-    return []
+        )
+    return problems
 
 
 def _layout_problems(config: Config, shape: ModelShape, world_size: int) -> list[str]:

@@ -52,6 +52,8 @@ def absolute():
         (["data.train=/nowhere.parquet"], "/nowhere.parquet does not exist"),
         (["objective.name=pnpoo"], "did you mean 'pnpo'"),
         (["objective.constraint={lo: 1}"], "no option 'lo'; did you mean 'low'"),
+        (["objective={name: oapl}"], "set advantage.estimator=optimal_value"),
+        (["objective={name: sao}"], "sao takes its ratio to the engine's log-probs"),
         (["model.reference=/nowhere"], "the objective has no KL term"),
         (
             ["model.reference=/nowhere", "objective.kl={coefficient: 0.1}"],
