@@ -126,15 +126,17 @@ class MegatronActor:
             self.asleep = True
 
     def wake_up(self) -> None:
-        """Bring gradients and optimizer state back; updates and checkpoints do it themselves."""
+        """Bring gradients and optimizer state back; `update` and `load` do it themselves."""
         if self.asleep:
             with megatron_runtime():
                 restore_training_state(self.wrapped, self.optimizer, device=self.topology.device)
             self.asleep = False
 
     def save(self, folder: str | Path) -> None:
-        """Write model, optimizer and schedule; complete under its name or not there. Collective."""
-        self.wake_up()
+        """Write model, optimizer and schedule; complete under its name or not there. Collective.
+
+        A sleeping actor stays asleep.
+        """
         with megatron_runtime():
             save_checkpoint(
                 folder, chunks=self.chunks, optimizer=self.optimizer, updates=self.updates

@@ -24,7 +24,12 @@ from megatron_rl.actor.weights import load_weights, named_parameters
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.resharding.architectures import ModelShape
 
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    # Optimizer state is gathered by gloo, in host memory and on one rank of each data-parallel
+    # group: the device needs none, so an actor can be saved asleep, beside an engine.
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+}
 
 
 def _sharded_state(

@@ -117,7 +117,9 @@ def _train(name, actor, folder, checkpoint):
     minibatches = _plan(actor, *make_rollouts())
     _freeze_behavior(actor, minibatches)
     reports = [_report(actor.update(minibatches[0], objective))]
+    actor.sleep()
     actor.save(folder / f"{name}-checkpoint")
+    assert actor.asleep, "the engine has that memory"
     reports.append(_report(actor.update(minibatches[0], objective)))
     actor.export_hf(folder / name)
     actor.load(folder / f"{name}-checkpoint")

@@ -1,10 +1,30 @@
 """Sleeping frees gradients, keeps the policy, and changes no later number; recompute neither."""
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 from tests.functional.test_actor_layouts import make_model, make_rollouts
 from tests.ranks import run_ranks
+
+
+@contextmanager
+def _counted_gathers():
+    """The dtypes of what is gathered on one rank."""
+    original, seen = dist.gather, []
+
+    def counting(tensor, *args, **options):
+        seen.append(tensor.dtype)
+        return original(tensor, *args, **options)
+
+    dist.gather = counting
+    try:
+        yield seen
+    finally:
+        dist.gather = original
 
 
 def _train(rank, world_size, folder):
@@ -45,6 +65,10 @@ def _train(rank, world_size, folder):
                 less = training_state_bytes(actor.wrapped, actor.optimizer)
                 parameters = sum(p.numel() for p in actor.named_parameters_local().values())
                 assert held - less >= 4 * parameters  # the float32 gradient buffers are gone
+                with _counted_gathers() as gathered:
+                    actor.save(Path(folder).parent / "checkpoint")
+                assert actor.asleep and training_state_bytes(actor.wrapped, actor.optimizer) == less
+                assert torch.float32 in gathered  # on the host of one rank, not on every device
             numbers.append(sum(x.sum().item() for x in actor.compute_logprobs(packs)))
         report[name] = numbers
     return json.dumps(report)
