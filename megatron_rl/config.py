@@ -90,8 +90,8 @@ class RolloutSection(Section):
     prompts: Count = 256
     responses_per_prompt: Annotated[int, Field(ge=2)] = 8
     max_response_tokens: Count = 15360
+    # There is no top_p: ratios are to the whole distribution, which it would not sample from.
     temperature: Positive = 1.0
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     max_sequences: Count = 256  # that one engine generates at once
     memory_fraction: Fraction = 0.5  # of the device, on CUDA
     kv_cache_mib: Count = 256  # on CPU

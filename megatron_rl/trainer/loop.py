@@ -95,7 +95,7 @@ class Trainer:
                 samples=settings.responses_per_prompt,
                 sampling=SamplingSettings(
                     temperature=settings.temperature,
-                    top_p=settings.top_p,
+                    top_p=1.0,
                     max_tokens=settings.max_response_tokens,
                     seed=derive_seed(self.config.seed, "rollout", step),
                 ),
