@@ -46,17 +46,17 @@ def leave_one_out_advantages(rewards: Tensor) -> Tensor:
     return group_relative_advantages(rewards, std="none") * (group / (group - 1))
 
 
-def batch_baseline_advantages(rewards: Tensor, *, normalize: bool = True) -> Tensor:
+def batch_baseline_advantages(
+    rewards: Tensor, *, std: Literal["sample", "population", "none"] = "sample"
+) -> Tensor:
     """A_i = (R_i - mean of the batch) / (std of the batch + 1e-6); [N, G] -> [N, G].
 
     REINFORCE with the batch as its baseline (REINFORCE++, arXiv 2501.03262, without its KL
-    reward); `normalize` False leaves out the division. Sample standard deviation. `rewards` must
-    be those of the whole rollout batch, not one rank's.
+    reward); `std` as of `group_relative_advantages`. `rewards` must be those of the whole rollout
+    batch, not one rank's.
     """
     _check(rewards)
-    flat = rewards.reshape(1, -1)
-    std: Literal["sample", "none"] = "sample" if normalize else "none"
-    return group_relative_advantages(flat, std=std).reshape(rewards.shape)
+    return group_relative_advantages(rewards.reshape(1, -1), std=std).reshape(rewards.shape)
 
 
 def optimal_value_advantages(rewards: Tensor, *, beta: float) -> Tensor:

@@ -111,7 +111,7 @@ class AdvantageSection(Section):
     estimator: Literal["group_relative", "leave_one_out", "batch_baseline", "optimal_value"] = (
         "group_relative"
     )
-    std: Literal["sample", "population", "none"] = "sample"
+    std: Literal["sample", "population", "none"] = "sample"  # of group_relative, batch_baseline
     beta: Positive = 1.0  # of optimal_value (OAPL), in units of reward
 
 
@@ -223,9 +223,25 @@ class Config(Section):
             problems.append(
                 "optimizer.min_learning_rate is above optimizer.learning_rate; lower it"
             )
+        problems += self._unread()
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _unread(self) -> list[str]:
+        """Values that nothing reads beside the others: whoever set one expects an effect."""
+        advantage, optimizer, problems = self.advantage, self.optimizer, []
+        estimator = f"advantage.estimator={advantage.estimator}"
+        if advantage.std != "sample" and advantage.estimator in ("leave_one_out", "optimal_value"):
+            problems.append(f"advantage.std={advantage.std}: {estimator} divides by none; unset it")
+        if advantage.beta != 1.0 and advantage.estimator != "optimal_value":
+            problems.append(f"advantage.beta={advantage.beta}: {estimator} has no beta; unset it")
+        if optimizer.min_learning_rate and optimizer.decay == "constant":
+            problems.append(
+                f"optimizer.min_learning_rate={optimizer.min_learning_rate}: a constant rate never "
+                "comes down to it; unset it, or set optimizer.decay"
+            )
+        return problems
 
     @property
     def reference_path(self) -> str:

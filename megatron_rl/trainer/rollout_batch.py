@@ -110,6 +110,6 @@ def compute_advantages(rewards: Tensor, settings: AdvantageSection) -> Tensor:
         case "leave_one_out":
             return leave_one_out_advantages(rewards)
         case "batch_baseline":
-            return batch_baseline_advantages(rewards, normalize=settings.std != "none")
+            return batch_baseline_advantages(rewards, std=settings.std)
         case "optimal_value":
             return optimal_value_advantages(rewards, beta=settings.beta)

@@ -58,7 +58,13 @@ def test_batch_baseline_by_hand():
         pytest.approx([wanted] * 2),
         pytest.approx([-wanted] * 2),
     ]
-    assert batch_baseline_advantages(rewards, normalize=False).tolist() == [[0.5] * 2, [-0.5] * 2]
+    # The population's deviation is sqrt(1 / 4) = 0.5.
+    wanted = 0.5 / (0.5 + 1e-6)
+    assert batch_baseline_advantages(rewards, std="population").tolist() == [
+        pytest.approx([wanted] * 2),
+        pytest.approx([-wanted] * 2),
+    ]
+    assert batch_baseline_advantages(rewards, std="none").tolist() == [[0.5] * 2, [-0.5] * 2]
 
 
 def test_optimal_value_lies_between_the_mean_and_the_best():

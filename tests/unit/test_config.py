@@ -51,6 +51,13 @@ def test_every_error_comes_at_once_with_the_nearest_key(tmp_path):
         (MINIMAL, ["rollout.prompts=10"], "rollout.prompts=10 cannot be split into"),
         (MINIMAL, ["optimizer.min_learning_rate=1"], "min_learning_rate is above"),
         (MINIMAL, ["rollout.top_p=0.9"], "rollout.top_p: unknown key"),
+        (
+            MINIMAL,
+            ["advantage.estimator=leave_one_out", "advantage.std=none"],
+            "advantage.std=none: advantage.estimator=leave_one_out divides by none",
+        ),
+        (MINIMAL, ["advantage.beta=0.5"], "group_relative has no beta"),
+        (MINIMAL, ["optimizer.min_learning_rate=1e-7"], "constant rate never comes down to it"),
         (MINIMAL, ["rollout.responses_per_prompt=1"], "rollout.responses_per_prompt=1"),
         (MINIMAL, ["seed"], "not of the form key=value"),
         ("- a\n- b\n", [], "must hold a mapping"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from megatron_rl.config import parse_config
+from megatron_rl.config import AdvantageSection, parse_config
 from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import build_objective
@@ -17,6 +17,7 @@ from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.loop import Trainer
 from megatron_rl.trainer.metrics import LoggingSection, MetricLog, PhaseClock, read_metrics
 from megatron_rl.trainer.recorder import Recorder
+from megatron_rl.trainer.rollout_batch import compute_advantages
 from megatron_rl.trainer.run_directory import RunDirectory
 from megatron_rl.types import Prompt, Response, Verdict
 
@@ -200,6 +201,18 @@ def test_phases_report_seconds_and_peak_memory(tmp_path):
     for phase in phases:
         peak = row[f"memory/{phase}_peak_gib"]
         assert peak is None or 0.05 < peak < 24  # of this process: torch alone takes 0.1 GiB
+
+
+def test_every_kind_of_deviation_reaches_its_estimator():
+    rewards = torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+    for estimator in ("group_relative", "batch_baseline"):
+        kinds = [
+            compute_advantages(rewards, AdvantageSection(estimator=estimator, std=std))
+            for std in ("sample", "population", "none")
+        ]
+        # Within a group of equal rewards all is 0; over the batch no two kinds agree.
+        differ = [not torch.equal(kinds[a], kinds[b]) for a, b in ((0, 1), (1, 2), (0, 2))]
+        assert differ == [estimator == "batch_baseline"] * 3
 
 
 def test_rows_hold_the_stable_metrics(tmp_path):
