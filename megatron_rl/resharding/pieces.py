@@ -88,16 +88,25 @@ def _require_divisible(size: int, what: str, *, by: int, of: str) -> None:
         raise ValueError(f"{size} {what} cannot be divided by {of} {by}")
 
 
-def _require_fit(shape: ModelShape, *, tp_size: int, ep_size: int, expert_tp_size: int) -> None:
-    size = "tensor parallel size"
-    _require_divisible(shape.num_attention_heads, "attention heads", by=tp_size, of=size)
-    _require_divisible(shape.num_query_groups, "key-value heads", by=tp_size, of=size)
+def what_is_cut(shape: ModelShape) -> tuple[tuple[str, int, str], ...]:
+    """What the actor's parallel sizes must divide: (which size, how many, of what)."""
+    heads = (
+        ("tensor", shape.num_attention_heads, "attention heads"),
+        ("tensor", shape.num_query_groups, "key-value heads"),
+    )
     if shape.experts is None:
-        _require_divisible(shape.ffn_hidden_size, "feed-forward units", by=tp_size, of=size)
-        return
-    ffn, count = shape.experts.ffn_hidden_size, shape.experts.num_experts
-    _require_divisible(ffn, "units of an expert", by=expert_tp_size, of="expert tensor size")
-    _require_divisible(count, "experts", by=ep_size, of="expert parallel size")
+        return (*heads, ("tensor", shape.ffn_hidden_size, "feed-forward units"))
+    return (
+        *heads,
+        ("expert tensor", shape.experts.ffn_hidden_size, "units of an expert"),
+        ("expert parallel", shape.experts.num_experts, "experts"),
+    )
+
+
+def _require_fit(shape: ModelShape, *, tp_size: int, ep_size: int, expert_tp_size: int) -> None:
+    sizes = {"tensor": tp_size, "expert tensor": expert_tp_size, "expert parallel": ep_size}
+    for kind, whole, name in what_is_cut(shape):
+        _require_divisible(whole, name, by=sizes[kind], of=f"{kind} size")
 
 
 @dataclass(frozen=True)

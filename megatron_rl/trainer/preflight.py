@@ -11,6 +11,8 @@ import torch
 from megatron_rl.config import Config, ConfigError, ParallelSection
 from megatron_rl.objectives import build_objective
 from megatron_rl.resharding.architectures import ModelShape, read_model_shape, tensor_shapes
+from megatron_rl.resharding.layouts import EngineLayout
+from megatron_rl.resharding.pieces import what_is_cut
 from megatron_rl.rollout.requests import stop_tokens
 from megatron_rl.trainer.run_directory import RunDirectory
 
@@ -108,12 +110,16 @@ def _layout_problems(config: Config, shape: ModelShape, world_size: int) -> list
             f"parallel.expert={parallel.expert} does not divide context * data = {experts_over}, "
             "over which experts are spread; choose a divisor"
         )
-    if world_size % config.rollout.tensor:
+    if shape.experts and parallel.tensor > 1 and not parallel.sequence:
         problems.append(
-            f"rollout.tensor={config.rollout.tensor} does not divide the {world_size} processes; "
-            "vLLM's tensor parallel groups must tile them"
+            f"parallel.sequence=false: Megatron trains experts under parallel.tensor="
+            f"{parallel.tensor} with sequence parallelism only; leave it true"
         )
-    problems += _divisible("rollout.tensor", config.rollout.tensor, _tensor_parallel_sizes(shape))
+    rollout = config.rollout
+    try:
+        EngineLayout(rollout.tensor, world_size, rollout.expert_parallel).check(shape)
+    except ValueError as error:
+        problems.append(f"rollout.tensor={rollout.tensor}: {error}; choose another")
     per_minibatch = (
         config.rollout.prompts * config.rollout.responses_per_prompt // config.trainer.minibatches
     )
@@ -128,7 +134,18 @@ def _layout_problems(config: Config, shape: ModelShape, world_size: int) -> list
 def cut_problems(parallel: ParallelSection, shape: ModelShape) -> list[str]:
     """Why the model cannot be cut as asked, whatever the number of processes."""
     stages, chunks, expert = parallel.pipeline, parallel.virtual_stages, parallel.expert
-    problems = _divisible("parallel.tensor", parallel.tensor, _tensor_parallel_sizes(shape))
+    sizes = {
+        "tensor": ("parallel.tensor", parallel.tensor),
+        "expert tensor": ("parallel.tensor", parallel.tensor),
+        "expert parallel": ("parallel.expert", expert),
+    }
+    problems = [
+        f"{key}={size} does not divide the model's {whole} {name}; choose a divisor of {whole}"
+        for (key, size), whole, name in (
+            (sizes[kind], whole, name) for kind, whole, name in what_is_cut(shape)
+        )
+        if whole % size
+    ]
     if chunks > 1 and stages == 1:
         problems.append(
             f"parallel.virtual_stages={chunks} interleaves pipeline stages, but parallel.pipeline "
@@ -142,25 +159,7 @@ def cut_problems(parallel: ParallelSection, shape: ModelShape) -> list[str]:
         )
     if expert > 1 and shape.experts is None:
         problems.append(f"parallel.expert={expert}, but the model has no experts; set it to 1")
-    elif shape.experts is not None:
-        problems += _divisible("parallel.expert", expert, {"experts": shape.experts.num_experts})
     return problems
-
-
-def _tensor_parallel_sizes(shape: ModelShape) -> dict[str, int]:
-    return {
-        "attention heads": shape.num_attention_heads,
-        "key-value heads": shape.num_query_groups,
-        "feed-forward size": shape.ffn_hidden_size,
-    }
-
-
-def _divisible(key: str, size: int, wholes: dict[str, int]) -> list[str]:
-    return [
-        f"{key}={size} does not divide the model's {whole} {name}; choose a divisor of {whole}"
-        for name, whole in wholes.items()
-        if whole % size
-    ]
 
 
 def _length_problems(config: Config, shape: ModelShape) -> list[str]:

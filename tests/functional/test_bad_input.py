@@ -46,7 +46,10 @@ def absolute():
     [
         (["parallel.tensor=4"], "parallel.tensor=4 does not divide the model's 2 attention heads"),
         (["parallel.pipeline=3"], "parallel.pipeline=3 does not divide the model's 2 layers"),
-        (["rollout.tensor=4"], "rollout.tensor=4 does not divide the 2 processes"),
+        (
+            ["rollout.tensor=4"],
+            "rollout.tensor=4: vLLM's tensor parallel size 4 does not divide 2 ranks",
+        ),
         (["rollout.max_response_tokens=4000"], "exceed the model's"),
         (["model.path=/nowhere"], "/nowhere is not a folder"),
         (["data.train=/nowhere.parquet"], "/nowhere.parquet does not exist"),

@@ -1,0 +1,70 @@
+"""What a run refuses before it begins, from the model's config.json alone."""
+
+import json
+
+import pytest
+
+from megatron_rl.config import ConfigError, parse_config
+from megatron_rl.trainer.preflight import check_settings
+
+SIZES = {
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 90, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "tie_word_embeddings": False, "eos_token_id": 2, "rope_theta": 1000.0, "rms_norm_eps": 1e-6,
+    "architectures": ["Qwen2ForCausalLM"],
+}  # fmt: skip
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20, "norm_topk_prob": True, "head_dim": 8,
+}  # fmt: skip
+
+
+def check(folder, sizes, *, world_size, **sections):
+    """`check_settings` of a run of 4 prompts x 2 responses of such a model."""
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "config.json").write_text(json.dumps(SIZES | sizes))
+    (folder / "prompts.parquet").touch()
+    values = {
+        "run": {"dir": str(folder), "name": "a"},
+        "model": {"path": str(folder / "model")},
+        "data": {"train": str(folder / "prompts.parquet"), "max_prompt_tokens": 16},
+        "rollout": {"prompts": 4, "responses_per_prompt": 2, "max_response_tokens": 16},
+        "trainer": {"minibatches": 1},
+    }
+    for name, settings in sections.items():
+        values[name] = values.get(name, {}) | settings
+    return check_settings(parse_config(values), world_size=world_size)
+
+
+def test_experts_are_cut_by_their_own_size(tmp_path):
+    # 90 units of a dense layer, which the model lacks, could not be cut in 4; 20 of an expert can.
+    layout = {"parallel": {"tensor": 2}, "rollout": {"tensor": 1}}
+    assert check(tmp_path / "a", EXPERTS, world_size=2, **layout).experts is not None
+    four = {"parallel": {"tensor": 4}, "rollout": {"tensor": 4}}
+    kv = {"num_key_value_heads": 4}
+    assert check(tmp_path / "b", EXPERTS | kv, world_size=4, **four)
+    with pytest.raises(ConfigError) as error:
+        check(tmp_path / "c", {}, world_size=4, **four)
+    assert "parallel.tensor=4 does not divide the model's 2 key-value heads" in str(error.value)
+    assert "parallel.tensor=4 does not divide the model's 90 feed-forward units" in str(error.value)
+    with pytest.raises(
+        ConfigError, match=r"parallel.expert=4 does not divide the model's 6 experts"
+    ):
+        check(tmp_path / "d", EXPERTS, world_size=4, parallel={"expert": 4})
+
+
+def test_experts_under_tensor_parallelism_need_sequence_parallelism(tmp_path):
+    layout = {"tensor": 2, "sequence": False}
+    with pytest.raises(ConfigError, match=r"parallel.sequence=false: Megatron trains experts"):
+        check(tmp_path / "experts", EXPERTS, world_size=2, parallel=layout)
+    assert check(tmp_path / "dense", {}, world_size=2, parallel=layout)
+
+
+def test_an_engine_may_repeat_key_value_heads(tmp_path):
+    # 8 ranks of an engine hold the 2 key-value heads four times each; 88 = 8 * 11.
+    sizes = {"intermediate_size": 88}
+    assert check(tmp_path / "a", sizes, world_size=8, rollout={"tensor": 8})
+    with pytest.raises(ConfigError, match=r"rollout.tensor=3: .* do not fit"):
+        check(tmp_path / "b", {}, world_size=3, rollout={"tensor": 3})
+    with pytest.raises(ConfigError, match=r"rollout.tensor=2: .* does not divide 3 ranks"):
+        check(tmp_path / "c", {}, world_size=3, rollout={"tensor": 2})
