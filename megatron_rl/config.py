@@ -21,9 +21,11 @@ def _refuse_bool(value: Any) -> Any:
 
 
 Count = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]  # of a moving average
 NonNegative = Annotated[float, Field(ge=0.0)]
 Positive = Annotated[float, Field(gt=0.0)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # of a file or a folder
 
 
 class ConfigError(ValueError):
@@ -42,7 +44,7 @@ class RunSection(Section):
     """Where the run is kept and whether it continues an earlier one."""
 
     dir: str = "runs"
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
+    name: Name | None = None
     # null: the config file's name and the time
     # never: refuse an existing run; auto: continue it from its last checkpoint, or begin it
     resume: Literal["never", "auto"] = "never"
@@ -136,8 +138,8 @@ class OptimizerSection(Section):
     warmup_updates: Annotated[int, Field(ge=0)] = 10
     decay: Literal["constant", "linear", "cosine"] = "constant"
     weight_decay: NonNegative = 0.1
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.999
+    beta1: Decay = 0.9
+    beta2: Decay = 0.999
     epsilon: Positive = 1.0e-8
     clip_grad: NonNegative = 1.0
 
@@ -158,11 +160,11 @@ class TrainerSection(Section):
 class EvalSection(Section):
     """Held-out evaluation: Avg@samples, before, during and after training."""
 
-    sets: dict[str, str] = Field(default_factory=dict)  # name: parquet file
+    sets: dict[Name, str] = Field(default_factory=dict)  # name: parquet file
     every: Count = 10
     samples: Count = 32
     temperature: Positive = 0.7
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+    top_p: Fraction = 0.9
 
 
 class WandbSection(Section):
