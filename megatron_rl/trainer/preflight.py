@@ -27,28 +27,43 @@ def check_settings(config: Config, *, world_size: int) -> ModelShape:
 
     Raises ConfigError that lists every problem with its cure.
     """
-    folder = Path(config.model.path)
-    if not folder.is_dir():
-        raise ConfigError(
-            f"model.path: {folder} is not a folder; give a local Hugging Face model folder "
-            "(config.json, *.safetensors, tokenizer files)"
-        )
-    shape = read_model_shape(folder)
-    stop_tokens(folder)  # says so if there is none: a response could never end
-    problems = [
-        *_objective_problems(config),
-        *_layout_problems(config, shape, world_size),
-        *_length_problems(config, shape),
-        *_engine_problems(config, shape),
-        *_file_problems(config),
-        *_logger_problems(config),
-    ]
+    problems = [*_file_problems(config), *_logger_problems(config)]
+    shape = _read_model(config.model.path, problems)
+    problems += _objective_problems(config, shape)
+    if shape is not None:
+        problems += _layout_problems(config, shape, world_size)
+        problems += _length_problems(config, shape)
+        problems += _engine_problems(config, shape)
+    try:
+        run = run_directory(config)
+        run.check_usable(config)
+        if shape is not None:
+            _check_disk(config, run, shape)
+    except ConfigError as error:
+        problems.append(str(error))
     if problems:
         raise ConfigError("this run cannot start:\n  " + "\n  ".join(problems))
-    run = run_directory(config)
-    run.check_usable(config)
-    _check_disk(config, run, shape)
+    assert shape is not None, "a model without a shape is a problem"
     return shape
+
+
+def _read_model(path: str, problems: list[str]) -> ModelShape | None:
+    """The model's shape; None where a problem is added."""
+    if not Path(path).is_dir():
+        problems.append(
+            f"model.path: {path} is not a folder; give a local Hugging Face model folder "
+            "(config.json, *.safetensors, tokenizer files)"
+        )
+        return None
+    try:
+        stop_tokens(path)  # says so if there is none: a response could never end
+    except ValueError as error:
+        problems.append(f"model.path: {error}")
+    try:
+        return read_model_shape(path)
+    except ValueError as error:
+        problems.append(f"model.path: {error}")
+        return None
 
 
 def run_directory(config: Config) -> RunDirectory:
@@ -60,9 +75,12 @@ def run_directory(config: Config) -> RunDirectory:
     return RunDirectory(Path(config.run.dir) / config.run.name)
 
 
-def _objective_problems(config: Config) -> list[str]:
-    objective = build_objective(config.objective.name, **config.objective.overrides)
+def _objective_problems(config: Config, shape: ModelShape | None) -> list[str]:
     problems, name, reference = [], config.objective.name, config.model.reference
+    try:
+        needs = build_objective(name, **config.objective.overrides).needs
+    except ValueError as error:
+        return [f"objective: {error}"]
     if name == "oapl" and config.advantage.estimator != "optimal_value":
         problems.append(
             f"objective.name=oapl regresses on R - V*, and advantage.estimator="
@@ -75,20 +93,19 @@ def _objective_problems(config: Config) -> list[str]:
         )
     if reference is None:
         return problems
-    if "reference_logprobs" not in objective.needs:
+    if "reference_logprobs" not in needs:
         return [
             *problems,
             "model.reference is set, but the objective has no KL term: set objective.kl too",
         ]
-    if not Path(reference).is_dir():
-        problems.append(
-            f"model.reference: {reference} is not a folder; give a Hugging Face model folder"
-        )
-    elif read_model_shape(reference) != read_model_shape(config.model.path):
-        problems.append(
-            f"model.reference: {reference} is of another shape than {config.model.path}; a "
-            "reference must be the same model with other weights"
-        )
+    try:
+        if read_model_shape(reference) != shape and shape is not None:
+            problems.append(
+                f"model.reference: {reference} is of another shape than {config.model.path}; a "
+                "reference must be the same model with other weights"
+            )
+    except ValueError as error:
+        problems.append(f"model.reference: {error}")
     return problems
 
 

@@ -60,7 +60,7 @@ def absolute():
         (["model.reference=/nowhere"], "the objective has no KL term"),
         (
             ["model.reference=/nowhere", "objective.kl={coefficient: 0.1}"],
-            "model.reference: /nowhere is not a folder",
+            "model.reference: /nowhere/config.json does not exist",
         ),
         (["model.transformer_engine=true"], "model.transformer_engine=true: needs a CUDA device"),
         (["model.fp8=tensorwise"], "model.fp8=tensorwise: needs Transformer Engine, which is not"),
@@ -85,6 +85,22 @@ def absolute():
 def test_impossible_settings(capsys, tmp_path, overrides, said):
     assert said in refusal(capsys, f"run.dir={tmp_path}", *overrides)
     assert not list(tmp_path.iterdir())  # nothing was begun
+
+
+def test_all_problems_come_at_once(capsys, tmp_path):
+    (tmp_path / "prompts").mkdir()
+    said = refusal(
+        capsys, f"run.dir={CONFIG}", f"model.path={tmp_path}/prompts", "data.train=/nowhere",
+        "objective.name=pnpoo", "logging.wandb={project: p}",
+    )  # fmt: skip
+    for problem in (
+        "model.path:", "config.json does not exist", "eos_token_id", "data.train: /nowhere",
+        "did you mean 'pnpo'", "wandb is not installed",
+    ):  # fmt: skip
+        assert problem in said
+    said = refusal(capsys, f"run.dir={CONFIG}", "parallel.tensor=4", "model.reference=/nowhere")
+    for problem in ("2 attention heads", "no KL term", "is not a folder that can be written"):
+        assert problem in said
 
 
 def test_the_number_of_processes_must_be_the_layouts(tmp_path):
