@@ -110,7 +110,7 @@ def _attend(lengths, inputs):
     from megatron_rl.distributed.sequence_layout import SequenceLayout
 
     mask = torch.ones(sum(lengths), dtype=torch.bool, device=DEVICE)
-    plan = build_attention_plan(SequenceLayout(lengths, mask), runs=True)
+    plan = build_attention_plan(SequenceLayout(lengths, mask), fused=True)
     return context_attention(*inputs, plan=plan, group=None)
 
 
@@ -141,7 +141,7 @@ def check_attention():
 
 def check_chunks():
     """What a context-parallel rank attends: chunks of queries that end before the last key."""
-    from megatron_rl.distributed.context_attention import _attend as attend
+    from megatron_rl.distributed.context_attention import attend_fused
 
     said = []
     for dtype, bound in ((LOW, 3e-2), (torch.float32, 1e-3)):
@@ -150,7 +150,7 @@ def check_chunks():
             torch.randn(1, heads, tokens, 64, device=DEVICE, dtype=dtype)
             for heads, tokens in ((8, 512), (2, 1536), (2, 1536))
         )
-        mine, _ = attend(query, key, value, None)
+        mine = attend_fused(query, key, value)
         places = torch.arange(1024, 1536, device=DEVICE)[:, None]
         seen = torch.arange(1536, device=DEVICE) <= places
         wide = (x.float() for x in (query, key, value))

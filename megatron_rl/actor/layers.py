@@ -48,8 +48,8 @@ class PackContext(PackedSeqParams):
     @cached_property
     def plan(self) -> AttentionPlan:
         """How this rank attends the pack."""
-        assert self.layout is not None and self.rotation is not None, "a pack without its parts"
-        return build_attention_plan(self.layout, dtype=self.rotation.cosine.dtype)
+        assert self.layout is not None, "a pack without its layout"
+        return build_attention_plan(self.layout)
 
     @cached_property
     def boundaries(self) -> PackedSeqParams:

@@ -2,10 +2,10 @@
 
 Every rank gathers the keys and values of the whole pack (one collective) and attends with its own
 queries; the gradients of keys and values are summed back to their owners (one collective). No
-T x T matrix is made: sequences of similar length form a segment and are attended as one padded
-batch. On CUDA a block is a run of queries with the keys up to the last of them, which torch's fused
-kernels (flash, cuDNN, memory-efficient) attend without a mask, in memory linear in the tokens. On
-the CPU long segments are cut into blocks of queries under additive masks of bounded size.
+T x T matrix is made: a block is a run of queries with the keys up to the last of them, which fused
+kernels attend in memory linear in the tokens. On CUDA, where few large kernels are fastest,
+sequences of similar length form a segment and are attended as one padded batch. On the CPU each
+sequence of a pack is attended where it lies, unless most of them are very short.
 
 Shapes: T tokens in the pack, t = T / cp on this rank, H query heads, K key-value heads, d their
 size; in a segment s sequences, q query slots and k key slots each.
@@ -14,6 +14,7 @@ size; in a segment s sequences, q query slots and k key slots each.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,40 +26,25 @@ from torch.nn.attention.bias import causal_lower_right
 from megatron_rl.distributed.collectives import Group, gather_stacked, group_size
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 
-# Mask elements of one kernel call: the bound of every temporary that is not linear in T.
-BLOCK_ELEMENTS = 1 << 22
-# Masks of a whole pack are kept between layers up to this many elements, and rebuilt beyond it.
-KEPT_MASK_ELEMENTS = 1 << 24
 # A segment's shortest sequence is at least this fraction of its longest: padding is bounded.
 SIMILAR = 0.75
+# On the CPU sequences that are on average this long or longer are attended one by one: starting a
+# kernel costs less than padding.
+SHORT = 48
+# Queries of one kernel call on the CPU. Its causal form skips hidden keys in steps of 512 only, so
+# it is left to whole sequences that are long; else a mask hides what is left of shorter runs.
+RUN, LONG = 192, 1024
 
 
 @dataclass
 class Block:
-    """Some queries of every sequence of one segment, and the keys that they may see."""
+    """A run of queries of every sequence of one segment, and the keys that they may see."""
 
     queries: slice  # of the pack's query slots, s * q of them
     keys: slice  # of the pack's key slots, s * k of them
     sequences: int
-    rows: slice  # of the segment's q query slots per sequence
-    visible: int  # leading key slots that any of these rows sees
-    positions: Tensor  # [s, rows] of each query in its sequence
-    is_run: bool = False  # the rows are consecutive positions, the last one at visible - 1
-    kept_mask: Tensor | None = None
-
-    def mask(self, dtype: torch.dtype) -> Tensor | None:
-        """Additive causal mask; a query sees the keys at and before its position; [s, 1, q, k].
-
-        None for a run: its last query sees all visible keys, and each one before it one key less.
-        """
-        if self.is_run:
-            return None
-        if self.kept_mask is not None and self.kept_mask.dtype == dtype:
-            return self.kept_mask
-        keys = torch.arange(self.visible, device=self.positions.device)
-        hidden = keys > self.positions[:, None, :, None]
-        zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-        return zeros.masked_fill_(hidden, float("-inf"))
+    rows: slice  # consecutive positions among the segment's q query slots per sequence
+    visible: int  # leading key slots that the last of these rows sees; each one before it one less
 
 
 @dataclass
@@ -74,43 +60,48 @@ class AttentionPlan:
     key_rows: Tensor | None  # [key slots] row of the gathered keys [cp * t]
     key_slots: Tensor | None  # [cp * t] slot of each gathered row
     blocks: list[Block]
+    fused: bool  # by torch's attention, as on CUDA; else by the kernel for the CPU
 
 
-def build_attention_plan(
-    layout: SequenceLayout, *, dtype: torch.dtype = torch.float32, runs: bool | None = None
-) -> AttentionPlan:
+def build_attention_plan(layout: SequenceLayout, *, fused: bool | None = None) -> AttentionPlan:
     """The plan of a pack; a pure function of its padded lengths and the context-parallel layout.
 
-    dtype: that of the queries, in which masks are kept; those of another are rebuilt at each use.
-    runs: blocks without masks, for fused kernels; by default wherever the pack is on CUDA.
+    fused: attend by torch's choice of fused kernels; by default wherever the pack is on CUDA.
     """
-    runs = layout.device.type == "cuda" if runs is None else runs
+    fused = layout.device.type == "cuda" if fused is None else fused
     lengths = torch.tensor(layout.lengths)
+    builder = _PlanBuilder(layout, lengths=lengths, fused=fused)
+    if not fused and layout.full_tokens >= SHORT * len(lengths):
+        segments = list(torch.arange(len(lengths)).split(1))
+    else:
+        segments = _similar(lengths, least=SIMILAR if layout.cp_size == 1 else 1.0)
+    for sequences in segments:
+        builder.add_segment(sequences)
+    return builder.finish()
+
+
+def _similar(lengths: Tensor, *, least: float) -> list[Tensor]:
+    """Sequences by descending length, cut where one is below `least` of its segment's longest.
+
+    Under context parallelism least must be 1: chunks of a shorter sequence would lie elsewhere.
+    """
     order = torch.argsort(lengths, descending=True, stable=True)
-    starts = lengths.cumsum(0) - lengths
-    builder = _PlanBuilder(layout, lengths=lengths, starts=starts)
-    first = 0
-    while first < len(order):
-        longest = int(lengths[order[first]])
-        # Chunks of a shorter sequence lie elsewhere: in a segment of runs they must not differ.
-        least = longest if runs and layout.cp_size > 1 else SIMILAR * longest
-        count = int((lengths[order[first:]] >= least).sum())
-        if not runs:
-            fitting = BLOCK_ELEMENTS // max(1, longest * longest // layout.cp_size)
-            count = min(count, max(1, fitting))
-        last = first + count
-        builder.add_segment(order[first:last], runs=runs)
-        first = last
-    return builder.finish(dtype)
+    segments = []
+    while len(order):
+        count = int((lengths[order] >= least * lengths[order[0]]).sum())
+        segments.append(order[:count])
+        order = order[count:]
+    return segments
 
 
 class _PlanBuilder:
     """Collects the segments of one plan, on the host."""
 
-    def __init__(self, layout: SequenceLayout, *, lengths: Tensor, starts: Tensor) -> None:
-        self.layout, self.lengths, self.starts = layout, lengths, starts
+    def __init__(self, layout: SequenceLayout, *, lengths: Tensor, fused: bool) -> None:
+        self.layout, self.lengths, self.fused = layout, lengths, fused
+        self.starts = lengths.cumsum(0) - lengths
         self.offsets = layout.offsets.cpu()  # [t] position in its sequence
-        self.gathered = layout._gather_index.cpu()  # [T] row of the gathered keys
+        self.gathered = layout.gathered_index.cpu()  # [T] row of the gathered keys
         self.query_rows: list[Tensor] = []
         self.key_rows: list[Tensor] = []
         self.query_real: list[Tensor] = []
@@ -118,7 +109,7 @@ class _PlanBuilder:
         self.blocks: list[Block] = []
         self.query_count = self.key_count = 0
 
-    def add_segment(self, sequences: Tensor, *, runs: bool) -> None:
+    def add_segment(self, sequences: Tensor) -> None:
         """Lay these sequences side by side, padded to the longest, and cut their queries."""
         lengths, starts = self.lengths[sequences, None], self.starts[sequences, None]
         cp_size = self.layout.cp_size
@@ -127,44 +118,42 @@ class _PlanBuilder:
         key_real, query_real = key_slot < lengths, query_slot < lengths // cp_size
         self.key_rows.append(self.gathered[starts + key_slot * key_real].view(-1))
         rows = starts // cp_size + query_slot * query_real
-        positions = self.offsets[rows] * query_real
         self.query_rows.append(rows.view(-1))
         self.key_real.append(key_real.view(-1))
         self.query_real.append(query_real.view(-1))
-        if runs:  # a rank's queries of a sequence are two chunks, or without cp the whole sequence
-            step = queries if cp_size == 1 else queries // 2
-        else:
-            step = max(1, min(queries, BLOCK_ELEMENTS // (len(sequences) * keys)))
-        self._cut(step, keys=keys, positions=positions, is_run=runs)
+        longest = self.offsets[rows[int(lengths.argmax())]]  # [q] positions
+        for run in self._runs(queries):
+            self.blocks.append(
+                Block(
+                    queries=slice(self.query_count, self.query_count + rows.numel()),
+                    keys=slice(self.key_count, self.key_count + key_real.numel()),
+                    sequences=len(sequences),
+                    rows=run,
+                    visible=int(longest[run.stop - 1]) + 1,
+                )
+            )
         self.query_count += rows.numel()
         self.key_count += key_real.numel()
 
-    def _cut(self, step: int, *, keys: int, positions: Tensor, is_run: bool) -> None:
-        sequences, queries = positions.shape
-        for start in range(0, queries, step):
-            rows = slice(start, min(start + step, queries))
-            inside = positions[:, rows]
-            self.blocks.append(
-                Block(
-                    queries=slice(self.query_count, self.query_count + sequences * queries),
-                    keys=slice(self.key_count, self.key_count + sequences * keys),
-                    sequences=sequences,
-                    rows=rows,
-                    visible=int(inside.max()) + 1,
-                    positions=inside.contiguous().to(self.layout.device),
-                    is_run=is_run,
-                )
-            )
+    def _runs(self, queries: int) -> list[slice]:
+        """A rank's queries of one sequence, cut where their positions jump and to kernels' liking.
 
-    def finish(self, dtype: torch.dtype) -> AttentionPlan:
+        They are two chunks, or without context parallelism the whole sequence.
+        """
+        chunk = queries if self.layout.cp_size == 1 else queries // 2
+        whole = self.fused or (chunk == queries and queries >= LONG)
+        step = chunk if whole else min(chunk, RUN)
+        return [
+            slice(start, min(start + step, first + chunk))
+            for first in range(0, queries, chunk)
+            for start in range(first, first + chunk, step)
+        ]
+
+    def finish(self) -> AttentionPlan:
         """The plan on the device of the pack."""
-        elements = sum(b.positions.numel() * b.visible for b in self.blocks if not b.is_run)
-        if elements <= KEPT_MASK_ELEMENTS:
-            for block in self.blocks:
-                block.kept_mask = block.mask(dtype)
         query_rows, query_slots = self._maps(self.query_rows, self.query_real)
         key_rows, key_slots = self._maps(self.key_rows, self.key_real)
-        return AttentionPlan(query_rows, query_slots, key_rows, key_slots, self.blocks)
+        return AttentionPlan(query_rows, query_slots, key_rows, key_slots, self.blocks, self.fused)
 
     def _maps(self, rows: list[Tensor], real: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
         """Slot -> row and its inverse on the real slots; (None, None) where both are identity."""
@@ -185,11 +174,6 @@ def _spread(x: Tensor, slots: Tensor | None, *, like: Tensor) -> Tensor:
     return x if slots is None else torch.zeros_like(like).index_copy_(0, slots, x)
 
 
-def _segment(x: Tensor, slots: slice, sequences: int) -> Tensor:
-    """Slots of one segment as a batch, a view; [slots, H, d] -> [s, H, slots per sequence, d]."""
-    return x[slots].view(sequences, -1, *x.shape[1:]).transpose(1, 2)
-
-
 def _sum_to_owners(x: Tensor, *, group: Group) -> Tensor:
     """Each rank's part of the sum over ranks; [cp, t, ...] -> [t, ...] (a reduce-scatter).
 
@@ -202,13 +186,8 @@ def _sum_to_owners(x: Tensor, *, group: Group) -> Tensor:
     return received.sum(0)
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Output [s, H, q, d] and, under a mask, its log-sum-exp; grouped queries; None: a run."""
-    if mask is not None:
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return kernel(query, key, value, 0.0, False, attn_mask=mask)
+def attend_fused(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of a run by torch's fused kernels; [s, H, q, d], [s, K, k, d] -> [s, H, q, d]."""
     repeats = query.shape[1] // key.shape[1]
     grouped = repeats > 1
     if grouped and query.dtype == torch.float32:
@@ -216,26 +195,52 @@ def _attend(
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
         grouped = False
     bias = causal_lower_right(query.shape[2], key.shape[2])
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=grouped)
-    return out, None
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=grouped)
 
 
-def _attend_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Any, lse: Any, mask: Any
+def _attend_fused_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value; of a run the forward is repeated for them."""
-    if mask is not None:
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return kernel(grad, query, key, value, out, lse, 0.0, False, attn_mask=mask)
+    """Gradients of query, key, value; the forward is repeated for them."""
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (query, key, value))
-        repeated, _ = _attend(q, k, v, mask)
-        dq, dk, dv = torch.autograd.grad(repeated, (q, k, v), grad)
+        dq, dk, dv = torch.autograd.grad(attend_fused(q, k, v), (q, k, v), grad)
         return dq, dk, dv
 
 
+@lru_cache(maxsize=16)
+def _triangle(width: int, dtype: torch.dtype) -> Tensor:
+    """The last RUN rows of a causal mask over `width` keys, additive; its corners are any run's."""
+    return torch.full((RUN, width), float("-inf"), dtype=dtype).triu_(1 + width - RUN)
+
+
+def _causal(query: Tensor, key: Tensor) -> dict[str, Any]:
+    """How the kernel is told that the last query sees all keys, each one before it one less."""
+    queries, keys = query.shape[2], key.shape[2]
+    if queries == keys:
+        return {"is_causal": True}
+    width = max(RUN, 1 << (keys - 1).bit_length())  # few widths, so that each is made once
+    triangle = _triangle(width, query.dtype)
+    return {"attn_mask": triangle[None, None, -queries:, -keys:]}
+
+
+def _attend_cpu(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [s, H, q, d] of a run and its log-sum-exp [s, H, q]."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(query, key, value, **_causal(query, key))
+
+
+def _attend_cpu_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value from the saved output and log-sum-exp."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    causal = {"is_causal": False, **_causal(query, key)}
+    return kernel(grad, query, key, value, out, log_sum, dropout_p=0.0, **causal)
+
+
 class _PackedAttention(torch.autograd.Function):
-    """Attention of one pack; saves padded queries, keys, values and, under masks, outputs."""
+    """Attention of one pack; saves padded queries, keys, values and, on the CPU, outputs."""
 
     @staticmethod
     def forward(
@@ -246,33 +251,38 @@ class _PackedAttention(torch.autograd.Function):
         keys = _take(both.flatten(0, 1), plan.key_rows)  # [key slots, 2, K, d]
         queries = _take(query, plan.query_rows)  # [query slots, H, d]
         out = torch.empty_like(queries)
-        saved: list[tuple[Tensor | None, Tensor | None]] = []
+        log_sums: list[Tensor] = []
         for block in plan.blocks:
-            q = _segment(queries, block.queries, block.sequences)[:, :, block.rows]
-            k, v = _keys_and_values(keys, block)
-            o, lse = _attend(q, k, v, block.mask(q.dtype))
-            _segment(out, block.queries, block.sequences)[:, :, block.rows] = o
-            # Only a masked block's backward reads them; a run's would double the outputs.
-            saved.append((None, None) if lse is None else (o, lse))
-        ctx.plan, ctx.group, ctx.saved = plan, group, saved
-        ctx.save_for_backward(queries, keys)
+            q, k, v = _rows(queries, block), *_keys_and_values(keys, block)
+            if plan.fused:
+                attended = attend_fused(q, k, v)
+            else:
+                attended, log_sum = _attend_cpu(q, k, v)
+                log_sums.append(log_sum)
+            _rows(out, block).copy_(attended)
+        ctx.plan, ctx.group, ctx.log_sums = plan, group, log_sums
+        # The fused backward attends again and does not read the output.
+        ctx.save_for_backward(queries, keys, *(() if plan.fused else (out,)))
         return _take(out, plan.query_slots)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of query, key and value."""
         plan, group = ctx.plan, ctx.group
-        queries, keys = ctx.saved_tensors
+        queries, keys, *outs = ctx.saved_tensors
         grads = _spread(grad, plan.query_slots, like=queries)
         grad_queries = torch.empty_like(queries)
-        # A key collects from every block of queries after it: bfloat16 would round each time.
+        # A key collects from both runs of queries after it: bfloat16 would round each time.
         grad_keys = torch.zeros_like(keys, dtype=torch.promote_types(keys.dtype, torch.float32))
-        for block, (o, lse) in zip(plan.blocks, ctx.saved, strict=True):
-            q = _segment(queries, block.queries, block.sequences)[:, :, block.rows]
-            g = _segment(grads, block.queries, block.sequences)[:, :, block.rows]
+        for index, block in enumerate(plan.blocks):
+            q, g = _rows(queries, block), _rows(grads, block)
             k, v = _keys_and_values(keys, block)
-            dq, dk, dv = _attend_backward(g, q, k, v, o, lse, block.mask(q.dtype))
-            _segment(grad_queries, block.queries, block.sequences)[:, :, block.rows] = dq
+            if plan.fused:
+                dq, dk, dv = _attend_fused_backward(g, q, k, v)
+            else:
+                saved = _rows(outs[0], block), ctx.log_sums[index]
+                dq, dk, dv = _attend_cpu_backward(g, q, k, v, *saved)
+            _rows(grad_queries, block).copy_(dq)
             into_k, into_v = _keys_and_values(grad_keys, block)
             into_k += dk
             into_v += dv
@@ -280,6 +290,12 @@ class _PackedAttention(torch.autograd.Function):
         owned = _sum_to_owners(owned.view(group_size(group), -1, *owned.shape[1:]), group=group)
         grad_query = _take(grad_queries, plan.query_slots)
         return grad_query, owned[:, 0], owned[:, 1], None, None
+
+
+def _rows(x: Tensor, block: Block) -> Tensor:
+    """A block's run of query slots, as a view; [query slots, H, d] -> [s, H, q, d]."""
+    segment = x[block.queries].view(block.sequences, -1, *x.shape[1:])
+    return segment[:, block.rows].transpose(1, 2)
 
 
 def _keys_and_values(keys: Tensor, block: Block) -> tuple[Tensor, Tensor]:

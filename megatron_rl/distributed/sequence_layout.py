@@ -122,8 +122,12 @@ class SequenceLayout:
         return chunk_starts[self.scan.segment_ids] + self.scan.columns
 
     @cached_property
-    def _gather_index(self) -> Tensor:
-        """Where each pack position lies in the ranks' shards laid end to end; [T] int64."""
+    def gathered_index(self) -> Tensor:
+        """Where each pack position lies in all ranks' shards laid end to end; [T] int64.
+
+        Row gathered_index[i] of what an all-gather of the shards returns, [cp_size * t, ...], is
+        token i of the pack.
+        """
         if self.cp_size == 1:
             return torch.arange(self.full_tokens, device=self.device)
         starts = self._host_lengths.cumsum(0) - self._host_lengths
@@ -191,7 +195,7 @@ class SequenceLayout:
         """The whole pack from all ranks' tokens, differentiable; [t, ...] -> [T, ...]."""
         self._require_group()
         stacked = all_gather(self._local(x), group=self.cp_group)
-        return stacked.flatten(0, 1).index_select(0, self._gather_index)
+        return stacked.flatten(0, 1).index_select(0, self.gathered_index)
 
     def spread(self, per_sequence: Tensor) -> Tensor:
         """Give every local token its sequence's value; [S] -> [t]."""

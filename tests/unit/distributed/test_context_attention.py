@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.distributed import context_attention as module
 from megatron_rl.distributed.context_attention import build_attention_plan, context_attention
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from tests.ranks import run_ranks
 
-LENGTHS = (8, 64, 12, 60, 8, 48, 4)
+LENGTHS = (8, 264, 12, 260, 8, 148, 4)  # attended one by one on the CPU, the longer in runs
+SHORT_LENGTHS = (8, 64, 12, 60, 8, 48, 4)  # attended in padded segments of similar lengths
+LONG_LENGTHS = (1030, 40)  # one run, left to the kernel's own causal form
 HEADS, GROUPS, DIM = 4, 2, 8
 
 
@@ -36,18 +39,15 @@ def _naive(query, key, value, lengths):
     return torch.cat(outputs)
 
 
-def _attend_on_rank(rank, world_size, lengths, block_elements, runs=False, group=None):
-    module.BLOCK_ELEMENTS = block_elements
-    module.KEPT_MASK_ELEMENTS = block_elements
+def _attend_on_rank(rank, world_size, lengths, fused, group=None):
     if world_size > 1:
         group = torch.distributed.group.WORLD
     mask = torch.ones(sum(lengths), dtype=torch.bool)
     layout = SequenceLayout(lengths, mask, cp_rank=rank, cp_size=world_size, cp_group=group)
     *inputs, grad = (layout.shard(x) for x in _inputs(lengths))
     leaves = [x.clone().requires_grad_() for x in inputs]
-    plan = build_attention_plan(layout, runs=runs)
-    assert all((block.mask(torch.float32) is None) == runs for block in plan.blocks)
-    if runs and world_size > 1:  # two chunks of all sequences of one length at once
+    plan = build_attention_plan(layout, fused=fused)
+    if fused and world_size > 1:  # two chunks of all sequences of one length at once
         assert len(plan.blocks) == 2 * len(set(lengths))
     out = context_attention(*leaves, plan=plan, group=group)
     out.backward(grad)
@@ -55,17 +55,11 @@ def _attend_on_rank(rank, world_size, lengths, block_elements, runs=False, group
     return tuple(result.numpy() for result in results)
 
 
-# Runs are what CUDA gets; torch's attention on the CPU stands in for its fused kernels.
-WAYS = [(1 << 22, False), (500, False), (500, True)]
-WAY_NAMES = ["masks", "small masks", "runs"]
-
-
-@pytest.mark.parametrize(("block_elements", "runs"), WAYS, ids=WAY_NAMES)
-@pytest.mark.parametrize("lengths", [LENGTHS, (16, 16, 16)])
-def test_one_process_equals_the_definition(block_elements, runs, lengths, monkeypatch):
-    monkeypatch.setattr(module, "BLOCK_ELEMENTS", block_elements)
-    monkeypatch.setattr(module, "KEPT_MASK_ELEMENTS", block_elements)
-    _check([_attend_on_rank(0, 1, lengths, block_elements, runs)], lengths)
+# Fused is what CUDA gets; torch's attention on the CPU stands in for its kernels.
+@pytest.mark.parametrize("fused", [False, True], ids=["cpu", "fused"])
+@pytest.mark.parametrize("lengths", [LENGTHS, SHORT_LENGTHS, LONG_LENGTHS, (16, 16, 16)])
+def test_one_process_equals_the_definition(fused, lengths):
+    _check([_attend_on_rank(0, 1, lengths, fused)], lengths)
 
 
 def _check(results, lengths):
@@ -83,20 +77,21 @@ def _check(results, lengths):
 
 
 def _attend_every_way(rank, world_size, lengths):
-    return [_attend_on_rank(rank, world_size, lengths, *way) for way in WAYS]
+    return [_attend_on_rank(rank, world_size, lengths, fused) for fused in (False, True)]
 
 
-def test_two_ranks_hold_the_shards_of_one():
-    lengths = tuple(4 * length for length in (2, 16, 3, 15, 2, 12, 1))
+@pytest.mark.parametrize("lengths", [LENGTHS, SHORT_LENGTHS], ids=["long", "short"])
+def test_two_ranks_hold_the_shards_of_one(lengths):
+    lengths = tuple(4 * (length // 4 + 1) for length in (*lengths, max(lengths)))
     for results in zip(*run_ranks(_attend_every_way, 2, lengths), strict=True):
         _check(results, lengths)
 
 
-def test_runs_are_few_and_whole():
+def test_fused_runs_are_few_and_whole():
     """Without context parallelism one kernel call attends all sequences of similar lengths."""
     lengths = (64, 60, 16, 64, 16, 12)
     mask = torch.ones(sum(lengths), dtype=torch.bool)
-    plan = build_attention_plan(SequenceLayout(lengths, mask), runs=True)
+    plan = build_attention_plan(SequenceLayout(lengths, mask), fused=True)
     assert [(b.sequences, b.rows, b.visible) for b in plan.blocks] == [
         (3, slice(0, 64), 64),  # 64, 64 and 60
         (3, slice(0, 16), 16),  # 16, 16 and 12
@@ -118,14 +113,43 @@ def test_a_neighbour_in_the_pack_changes_nothing():
     assert not torch.equal(before[rows], after[rows])
 
 
-def test_what_outlives_the_layer_is_linear_in_the_tokens(monkeypatch):
-    # One sequence of 512: a full score matrix has 512 * 512 elements; blocks may have 1/16 of it.
-    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 512 * 32)
-    monkeypatch.setattr(module, "KEPT_MASK_ELEMENTS", 0)
-    layout = SequenceLayout((512,), torch.ones(512, dtype=torch.bool))
+def test_on_the_cpu_nothing_is_copied_and_runs_are_short():
+    """Slots are the tokens; 500 = 192 + 192 + 116 queries, each run with the keys before it."""
+    layout = SequenceLayout((40, 500), torch.ones(540, dtype=torch.bool))
     plan = build_attention_plan(layout)
-    assert len(plan.blocks) == 16
-    assert all(block.kept_mask is None for block in plan.blocks)
-    assert max(block.mask(torch.float32).numel() for block in plan.blocks) <= 512 * 32
-    # A block sees only the keys before it: 32, 64, ... 512.
-    assert [block.visible for block in plan.blocks] == list(range(32, 513, 32))
+    assert plan.query_rows is None and plan.key_rows is None
+    assert [(b.queries.start, b.rows.start, b.rows.stop, b.visible) for b in plan.blocks] == [
+        (0, 0, 40, 40),
+        (40, 0, 192, 192),
+        (40, 192, 384, 384),
+        (40, 384, 500, 500),
+    ]
+
+
+class _Sizes(TorchDispatchMode):
+    """Elements of the largest tensor that any operation makes."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            self.largest = max(self.largest, x.numel() if torch.is_tensor(x) else 0)
+        return result
+
+
+@pytest.mark.parametrize("tokens", [960, 3840])
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_memory_is_linear_in_the_tokens(tokens, cp_size):
+    """The largest is a mask of RUN rows, as wide as a power of two; all scores are 10 times it."""
+    module._triangle.cache_clear()
+    layout = SequenceLayout((tokens,), torch.ones(tokens, dtype=torch.bool), cp_size=cp_size)
+    plan = build_attention_plan(layout)
+    query, key, value, grad = (x.requires_grad_() for x in _inputs((tokens,)))
+    with _Sizes() as sizes:
+        for block in plan.blocks:  # one rank's part, without the collectives
+            q, g = (module._rows(x[: layout.local_tokens], block) for x in (query, grad))
+            k, v = (x[: block.visible].transpose(0, 1)[None] for x in (key, value))
+            out, log_sum = module._attend_cpu(q, k, v)
+            module._attend_cpu_backward(g, q, k, v, out, log_sum)
+    assert sizes.largest <= module.RUN * 2 * tokens
