@@ -41,8 +41,13 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     return _RmsNorm.apply(x, weight, eps)
 
 
+# Rows of a SwiGLU that are worked on at once: what lies between its passes stays in the cache.
+SWIGLU_ROWS = 128
+
+
 class _Swiglu(torch.autograd.Function):
-    """Keeps only its input, and makes silu(gate) again in the backward pass."""
+    """Keeps only its input, makes silu(gate) again in the backward pass, and leaves the gradient
+    in the input's place: nothing as wide as the input is allocated where memory is at its peak."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -53,14 +58,19 @@ class _Swiglu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        gate, up = x.chunk(2, dim=-1)
-        out = torch.empty_like(x)
-        grad_gate, grad_up = out.chunk(2, dim=-1)
-        torch.mul(F.silu(gate), grad, out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-        return out
+        x = x.detach()
+        for rows, grad_rows in zip(x.split(SWIGLU_ROWS), grad.split(SWIGLU_ROWS), strict=True):
+            gate, up = rows.chunk(2, dim=-1)
+            grad_silu = grad_rows * up
+            torch.mul(F.silu(gate), grad_rows, out=up)
+            torch.ops.aten.silu_backward.grad_input(grad_silu, gate, grad_input=gate)
+        return x
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up of x = [gate; up] in the last dimension; [..., 2 f] -> [..., f]."""
+    """silu(gate) * up of x = [gate; up] in the last dimension; [t, ..., 2 f] -> [t, ..., f].
+
+    The backward pass overwrites x, so x must be what nobody else reads after it: a projection's
+    output, not a leaf. A second backward pass through the same graph raises torch's RuntimeError.
+    """
     return _Swiglu.apply(x)

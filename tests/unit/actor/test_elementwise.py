@@ -1,5 +1,6 @@
 """Hand-written backward passes against autograd's, in float64."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -41,4 +42,15 @@ def test_swiglu():
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    _compare(swiglu, plain, _draw(4, 1, 10))
+    # 300 rows: whole blocks and a rest. The gradient takes the place of the product with 1.
+    _compare(lambda x: swiglu(x * 1), plain, _draw(300, 1, 10))
+
+
+def test_swiglu_refuses_a_second_backward_pass_through_what_it_has_overwritten():
+    x = _draw(4, 1, 10).requires_grad_()
+    inner = x * 1
+    out = swiglu(inner)
+    out.sum().backward(retain_graph=True)
+    assert torch.equal(inner.detach(), x.grad)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
