@@ -7,9 +7,12 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_rl.config import Config, ConfigError, dump_config, load_config, parse_config
+from megatron_rl.interruption import Interruption, RunInterrupted
 from megatron_rl.processes import (
+    INTERRUPTED,
     ProcessPlace,
     has_cuda,
     join_processes,
@@ -72,9 +75,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _train(options: argparse.Namespace, arguments: list[str]) -> int:
-    place = None
+    place, interruption = None, Interruption()
     try:
         place = join_processes()
+        if place is not None:
+            interruption.listen()  # before anything is imported that starts threads
         config = load_config(options.config, options.overrides)
         if options.print_config:
             print(dump_config(config), end="")
@@ -84,20 +89,24 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
         quiet_libraries()
         from megatron_rl.trainer.build import run_training
 
-        run_training(config, rank=place.rank, world_size=place.world_size)
+        run_training(
+            config, rank=place.rank, world_size=place.world_size, interruption=interruption
+        )
+    except RunInterrupted:
+        _leave(INTERRUPTED)
     except ValueError as error:
         _say_error(error, place)
         return 1
-    return _leave()
+    return _leave(0)
 
 
-def _leave() -> int:
-    """End this process well, without the interpreter's own end."""
+def _leave(status: int) -> NoReturn:
+    """End this process without the interpreter's own end."""
     # vLLM and Triton only complain when the interpreter takes them down. What was registered for
     # the exit must run all the same: it ends the checkpoint writer's processes.
     atexit._run_exitfuncs()
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 def _say_error(error: ValueError, place: ProcessPlace | None) -> None:
@@ -172,7 +181,7 @@ def _convert(options: argparse.Namespace, arguments: list[str]) -> int:
     except ValueError as error:
         _say_error(error, place)
         return 1
-    return _leave()
+    return _leave(0)
 
 
 def _doctor(options: argparse.Namespace, arguments: list[str]) -> int:

@@ -4,13 +4,27 @@ The environment variables that torch, vLLM and the tokenizers read at import are
 before any of them is imported: nobody has to set one by hand.
 """
 
+import contextlib
+import ctypes
 import logging
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from dataclasses import dataclass
+
+from megatron_rl.interruption import Interruption, heard_signals
+
+INTERRUPTED = os.EX_TEMPFAIL  # exit status 75: start the same command again to go on
+LAUNCHER = "MEGATRON_RL_LAUNCHER"  # in a rank's environment: the process that started it
+POLL_SECONDS = 0.1
+CLEAN_UP_SECONDS = 3.0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -65,6 +79,8 @@ def join_processes() -> ProcessPlace | None:
     For srun the variables of torch's `env://` rendezvous are derived from SLURM's.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if LAUNCHER in os.environ:
+            _end_with(int(os.environ[LAUNCHER]))
         return _place()
     world_size = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if "SLURM_STEP_ID" not in os.environ or world_size == 1:  # no step, or an interactive shell
@@ -90,6 +106,13 @@ def join_processes() -> ProcessPlace | None:
     return _place()
 
 
+def _end_with(launcher: int) -> None:
+    """Ask the kernel to end this process when its launcher ends, even by SIGKILL."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it has ended already
+        os._exit(128 + signal.SIGKILL)
+
+
 def _place() -> ProcessPlace:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     return ProcessPlace(*(int(os.environ.get(name, "0")) for name in names))
@@ -98,24 +121,91 @@ def _place() -> ProcessPlace:
 def start_processes(arguments: list[str], *, world_size: int) -> int:
     """Run `megatron-rl ARGUMENTS` in `world_size` processes of this node; returns the exit code.
 
-    When one process fails the others are ended. torchrun's own report of the failure is left out:
-    the failing process has already said what was wrong.
+    When one process fails the others are ended. A signal that asks to end is passed on, and the
+    processes take the time they need; the next one ends them at once.
     """
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node: no need to resolve its name
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.distributed.run").setLevel(logging.CRITICAL)
-    command = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={world_size}",
-               "-m", "megatron_rl.cli", *arguments]  # fmt: skip
+    interruption, insistent = Interruption(), threading.Event()
+
+    def take(number: int, frame: object) -> None:
+        interruption.take(signal.Signals(number), at_second=insistent.set)
+
+    earlier = {one: signal.signal(one, take) for one in heard_signals()}
+    port = _find_port()
+    processes = [_start_rank(arguments, rank, world_size, port) for rank in range(world_size)]
+    is_passed_on = False
     try:
-        run.main(command)
-    except ChildFailedError as failure:
-        code = failure.get_first_failure()[1].exitcode
-        return code if code > 0 else 128 - code
-    except SignalException as interruption:  # Ctrl-C too; the processes have been ended
-        print(f"megatron-rl: ended by signal {interruption.sigval.name}", file=sys.stderr)
-        return 128 + interruption.sigval
-    return 0
+        # Those that end well, or early as asked, do not end the others.
+        while None in (codes := [process.poll() for process in processes]):
+            if insistent.is_set() or not set(codes) <= {None, 0, INTERRUPTED}:
+                break
+            if interruption.received and not is_passed_on:
+                is_passed_on = True
+                _say(f"{interruption.received.name}: ending as soon as the run can be continued")
+                for process in processes:
+                    process.terminate()
+            time.sleep(POLL_SECONDS)
+        return 128 + signal.SIGTERM if insistent.is_set() else _exit_code(processes)
+    finally:
+        _end(processes)
+        for one, handler in earlier.items():
+            signal.signal(one, handler)
+
+
+def _start_rank(
+    arguments: list[str], rank: int, world_size: int, port: int
+) -> subprocess.Popen[bytes]:
+    """One process of this node, in a session of its own: Ctrl-C reaches the launcher alone."""
+    places = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        LAUNCHER: os.getpid(),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "megatron_rl.cli", *arguments],
+        env=os.environ | {name: str(value) for name, value in places.items()},
+        start_new_session=True,
+    )
+
+
+def _exit_code(processes: list[subprocess.Popen[bytes]]) -> int:
+    """That of a process that failed; one that could not speak for itself is named."""
+    codes = [process.poll() or 0 for process in processes]
+    for rank, code in enumerate(codes):
+        if code < 0:
+            often = " (often the out-of-memory killer)" if -code == signal.SIGKILL else ""
+            _say(f"rank {rank} was ended by signal {-code}, {signal.Signals(-code).name}{often}")
+            return 128 - code
+    return max(codes, key=lambda code: (code not in (0, INTERRUPTED), code))
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """End what still runs, then what it has started: reward workers, writers of checkpoints."""
+    for process in processes:
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + CLEAN_UP_SECONDS
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):  # nothing is left of its session
+            while time.monotonic() < deadline:
+                os.killpg(process.pid, 0)
+                time.sleep(POLL_SECONDS)
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _find_port() -> int:
+    """A port for the ranks to meet at, below those that the system gives to anyone who asks."""
+    for offset in range(10_000):
+        port = 20_000 + (os.getpid() + offset) % 10_000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("none of the ports 20000 to 29999 is free on this node")
+
+
+def _say(text: str) -> None:
+    print(f"megatron-rl: {text}", file=sys.stderr, flush=True)

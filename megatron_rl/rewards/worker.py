@@ -6,6 +6,7 @@ will release. Sends `"ready"` once the verifier is loaded.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -13,6 +14,7 @@ import select
 import signal
 import sys
 import traceback
+from io import RawIOBase
 from typing import BinaryIO
 
 from megatron_rl.rewards.verifier import Verifier, load_verifier
@@ -27,23 +29,24 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, required=True)
     parser.add_argument("--memory-limit", type=int, required=True)
     arguments = parser.parse_args()
-    # Ctrl-C and SLURM's SIGTERM reach every process of a job, while the trainer means to finish
+    # Ctrl-C and SLURM's signals reach every process of a job, while the trainer means to finish
     # its step: a worker ends when its parent does, not before.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for request in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(request, signal.SIG_IGN)
     # The kernel's answer to an alarm is to end the process, even inside C code that holds the
     # interpreter's lock. The parent kills sooner; this is for a worker whose parent has died.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     # Answers go to a copy of standard output, so that a verifier that prints corrupts nothing.
-    output = os.fdopen(os.dup(1), "wb")
+    output = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     verifier = load_verifier(arguments.verifier)
     _limit_memory(arguments.memory_limit)
-    _send(output, "ready")
-    _serve(verifier, sys.stdin.buffer, output, time_limit=arguments.time_limit)
+    with contextlib.suppress(BrokenPipeError):  # the parent is gone; it is not ours to say so
+        _send(output, "ready")
+        _serve(verifier, sys.stdin.buffer, output, time_limit=arguments.time_limit)
 
 
-def _serve(verifier: Verifier, source: BinaryIO, output: BinaryIO, *, time_limit: float) -> None:
+def _serve(verifier: Verifier, source: BinaryIO, output: RawIOBase, *, time_limit: float) -> None:
     parent = os.getppid()
     while True:
         # One request is outstanding at a time, so nothing waits in the buffer of `source`.
@@ -69,9 +72,10 @@ def _limit_memory(limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def _send(output: BinaryIO, answer: object) -> None:
-    output.write(json.dumps(answer).encode() + b"\n")
-    output.flush()
+def _send(output: RawIOBase, answer: object) -> None:
+    rest = memoryview(json.dumps(answer).encode() + b"\n")
+    while rest:
+        rest = rest[output.write(rest) :]
 
 
 if __name__ == "__main__":

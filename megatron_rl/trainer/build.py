@@ -11,6 +11,7 @@ from megatron_rl.actor.weights import check_weights
 from megatron_rl.config import Config
 from megatron_rl.data.prompts import PromptOrder, load_prompts, load_tokenizer
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.interruption import Interruption
 from megatron_rl.objectives import PolicyObjective, build_objective
 from megatron_rl.resharding.architectures import read_model_shape
 from megatron_rl.resharding.resharder import ReshardSettings
@@ -29,8 +30,13 @@ from megatron_rl.trainer.run_directory import RunDirectory
 from megatron_rl.types import Prompt
 
 
-def run_training(config: Config, *, rank: int, world_size: int) -> None:
-    """Train as this rank of `world_size`; raises ValueError for bad input before any long work."""
+def run_training(
+    config: Config, *, rank: int, world_size: int, interruption: Interruption | None = None
+) -> None:
+    """Train as this rank of `world_size`; raises ValueError for bad input before any long work.
+
+    Raises RunInterrupted between two steps if `interruption` of any rank was asked for.
+    """
     shape = check_settings(config, world_size=world_size)
     check_weights(config.model.path, shape)
     objective = build_objective(config.objective.name, **config.objective.overrides)
@@ -69,6 +75,7 @@ def run_training(config: Config, *, rank: int, world_size: int) -> None:
             console=console,
             topology=topology,
             judge=Judge(pool, topology),
+            interruption=interruption or Interruption(),
         )
         trainer.train()
         trainer.actor.export_hf(directory.model)
@@ -96,6 +103,7 @@ def _build_trainer(
     console: Console,
     topology: Topology,
     judge: Judge,
+    interruption: Interruption,
 ) -> Trainer:
     writer = directory if topology.rank == 0 else None
     with console.progress("starting Megatron"):
@@ -119,7 +127,7 @@ def _build_trainer(
         prompts=prompts,
         order=order,
         evaluator=Evaluator(config, engine, judge, eval_sets, writer, console),
-        checkpoints=CheckpointKeeper(config, directory, console, topology.rank),
+        checkpoints=CheckpointKeeper(config, directory, console, topology.rank, interruption),
         recorder=Recorder(config, writer, log, console),
         console=console,
         clock=PhaseClock(topology.device, group=dist.group.WORLD),

@@ -1,13 +1,15 @@
 """When the run is saved and from where it continues."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.config import Config
+from megatron_rl.interruption import Interruption, RunInterrupted
+from megatron_rl.resharding.agreement import sum_over_ranks
 from megatron_rl.trainer.console import Console
 from megatron_rl.trainer.run_directory import RunDirectory
 
@@ -24,6 +26,8 @@ class CheckpointKeeper:
     directory: RunDirectory
     console: Console
     rank: int
+    interruption: Interruption = field(default_factory=Interruption)
+    _saved: int = 0  # the step of the newest checkpoint
 
     def restore(self, actor: MegatronActor) -> int:
         """Load the newest complete checkpoint; returns the number of finished steps, 0 for none."""
@@ -32,6 +36,7 @@ class CheckpointKeeper:
             return 0
         step, folder = found
         actor.load(folder / "actor")
+        self._saved = step
         self.console.say(f"continuing {self.directory.path.name} after step {step}")
         return step
 
@@ -40,6 +45,23 @@ class CheckpointKeeper:
         last = step == self.config.trainer.steps
         if last or step % self.config.trainer.checkpoint_every == 0:
             self.save(actor, step)
+
+    def end_if_interrupted(self, actor: MegatronActor, done: int) -> None:
+        """Save after step `done` and raise RunInterrupted if any rank was asked to end.
+
+        Collective: one integer is exchanged.
+        """
+        asked = int(self.interruption.received is not None)
+        if not sum_over_ranks(asked, doing="asking every rank whether to go on"):
+            return
+        if done > self._saved:
+            self.save(actor, done)
+        what = f"after step {done}/{self.config.trainer.steps}, which is saved"
+        self.console.say(
+            f"asked to end: stopping {what if done else 'before the first step'}; the same command "
+            "with run.resume=auto goes on from there"
+        )
+        raise RunInterrupted
 
     def save(self, actor: MegatronActor, step: int) -> None:
         """Write to a hidden folder, then rename it: a kill in between leaves no half checkpoint."""
@@ -54,6 +76,7 @@ class CheckpointKeeper:
             self.directory.complete_checkpoint(partial, step)
             self.directory.prune_checkpoints(keep=self.config.trainer.keep_checkpoints)
         _barrier()
+        self._saved = step
 
     def _clear(self, partial: Path, final: Path) -> None:
         for leftover in (partial, final):

@@ -54,6 +54,7 @@ class Trainer:
         if done == 0:
             self.recorder.record({"step": 0} | self.evaluator.evaluate(0))
         for step in range(done + 1, self.config.trainer.steps + 1):
+            self.checkpoints.end_if_interrupted(self.actor, step - 1)
             self.run_step(step)
 
     def run_step(self, step: int) -> None:

@@ -45,25 +45,58 @@ def test_it_learns_from_fresh_weights_only(tmp_path):
     assert "heldout/avg@4" in (tmp_path / "a" / "log.txt").read_text()
 
 
-def test_a_killed_run_continues_as_if_nothing_had_happened(tmp_path):
-    whole = train(f"run.dir={tmp_path}", "run.name=whole", "trainer.steps=3", *SHORT)
-    arguments = (f"run.dir={tmp_path}", "run.name=killed", "trainer.steps=3", "run.resume=auto")
-    process = start_training(*arguments, *SHORT)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run directory of three steps without an interruption."""
+    runs = tmp_path_factory.mktemp("runs")
+    train(f"run.dir={runs}", "run.name=whole", "trainer.steps=3", *SHORT)
+    return runs / "whole"
+
+
+def start_and_wait(arguments, folder, *, rows):
+    """A training process that has recorded this many rows; step 0 is the first."""
+    process = start_training(*arguments)
     deadline = time.monotonic() + 300
-    while len(read_metrics(tmp_path / "killed")) < 3:  # steps 0, 1 and 2
+    while len(read_metrics(folder)) < rows:
         assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
         time.sleep(0.02)
+    return process
+
+
+def assert_same_run(run, whole):
+    assert learned(read_metrics(run)) == learned(read_metrics(whole))
+    names = [f"step_{step:06d}.parquet" for step in (1, 2, 3)]
+    assert [file.name for file in sorted((run / "rollouts").iterdir())] == names
+    for name in names:
+        tables = [pq.read_table(folder / "rollouts" / name) for folder in (run, whole)]
+        assert tables[0].equals(tables[1])
+
+
+def test_a_killed_run_continues_as_if_nothing_had_happened(tmp_path, whole):
+    arguments = (f"run.dir={tmp_path}", "run.name=killed", "trainer.steps=3", "run.resume=auto")
+    process = start_and_wait((*arguments, *SHORT), tmp_path / "killed", rows=3)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    continued = train(*arguments, *SHORT)
-    assert learned(continued) == learned(whole)
-    assert [p.name for p in sorted((tmp_path / "killed" / "rollouts").iterdir())] == [
-        f"step_{step:06d}.parquet" for step in (1, 2, 3)
-    ]
-    for step in (1, 2, 3):
-        name = f"step_{step:06d}.parquet"
-        tables = [pq.read_table(tmp_path / run / "rollouts" / name) for run in ("whole", "killed")]
-        assert tables[0].equals(tables[1])
+    train(*arguments, *SHORT)
+    assert_same_run(tmp_path / "killed", whole)
+
+
+@pytest.mark.parametrize("request_to_end", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_asked_to_end_saves_its_step_and_continues(tmp_path, whole, request_to_end):
+    """No checkpoint is due before the last step: the signal alone saves one."""
+    run = tmp_path / "asked"
+    arguments = (f"run.dir={tmp_path}", "run.name=asked", "trainer.steps=3", "run.resume=auto",
+                 *SHORT, "trainer.checkpoint_every=10")  # fmt: skip
+    process = start_and_wait(arguments, run, rows=2)
+    process.send_signal(request_to_end)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == os.EX_TEMPFAIL, output
+    done = read_metrics(run)[-1]["step"]  # most likely 2
+    assert f"stopping after step {done}/3, which is saved" in output, output
+    assert "Traceback" not in output
+    assert [folder.name for folder in (run / "checkpoints").iterdir()] == [f"step_{done:06d}"]
+    train(*arguments)
+    assert_same_run(run, whole)
 
 
 def test_the_exported_model_is_the_trained_one(tmp_path):

@@ -12,7 +12,8 @@ MAX_FUNCTION_LINES = 60
 LAYERS = {
     "types": set(),
     "seeds": set(),
-    "processes": set(),
+    "interruption": set(),
+    "processes": {"interruption"},
     "peak_memory": set(),
     "config": set(),
     "distributed": {"types"},
@@ -25,11 +26,11 @@ LAYERS = {
     "rollout": {"types", "seeds", "distributed", "resharding"},
     "report": {"types"},
     "trainer": {
-        "types", "seeds", "peak_memory", "config", "distributed", "objectives", "advantages",
-        "data", "rewards", "resharding", "actor", "rollout", "report",
+        "types", "seeds", "peak_memory", "interruption", "config", "distributed", "objectives",
+        "advantages", "data", "rewards", "resharding", "actor", "rollout", "report",
     },
     "doctor": set(),
-    "cli": {"config", "processes", "trainer", "doctor"},
+    "cli": {"config", "interruption", "processes", "trainer", "doctor"},
 }  # fmt: skip
 ONLY_IMPORTER = {"megatron": "actor", "vllm": "rollout", "nemo_run": "launch"}
 NEED_ONLY_TORCH = {"objectives", "advantages", "distributed"}

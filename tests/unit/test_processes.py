@@ -1,10 +1,24 @@
 """Joining torchrun and srun, the environment, and named seeds."""
 
+import os
+import signal
 import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
-from megatron_rl.processes import ProcessPlace, join_processes, prepare_environment
+from megatron_rl.interruption import ECHO_SECONDS, Interruption
+from megatron_rl.processes import (
+    INTERRUPTED,
+    ProcessPlace,
+    join_processes,
+    prepare_environment,
+    start_processes,
+)
 from megatron_rl.seeds import derive_seed
 
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -40,15 +54,11 @@ def test_srun_started_us(environment, tmp_path):
     for name, value in steps.items():
         environment.setenv(f"SLURM_{name}", value)
     assert join_processes() == ProcessPlace(5, 8, 1)
-    import os
-
     # 8 tasks on 2 nodes; the port is 20000 + 20007 mod 20000, so that two jobs rarely share one.
     assert [os.environ[name] for name in PLACES] == ["5", "8", "1", "4", "n1", "20007"]
 
 
 def test_what_the_user_set_is_kept(environment):
-    import os
-
     environment.setenv("HF_HUB_OFFLINE", "0")
     environment.setenv("OMP_NUM_THREADS", "7")
     prepare_environment()
@@ -61,3 +71,120 @@ def test_seeds_have_names():
     different = {derive_seed(s, n, k) for s in (1, 2) for n in ("rollout", "eval") for k in (1, 2)}
     assert len(different) == 8
     assert all(0 <= seed < 2**31 for seed in different)
+
+
+@pytest.fixture
+def ranks(tmp_path, monkeypatch):
+    """Put a shell script in the place of the ranks' program."""
+
+    def write(script):
+        file = tmp_path / "rank"
+        file.write_text(f"#!/bin/bash\n{script}\n")
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setattr(sys, "executable", str(file))
+
+    return write
+
+
+def is_running(pid):
+    """Whether there is such a process; a zombie that nobody has waited for is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_ranks_know_their_places_and_end_well(ranks, tmp_path):
+    ranks(f'echo "$RANK $LOCAL_RANK $WORLD_SIZE $*" > {tmp_path}/told$RANK')
+    assert start_processes(["train", "seed=1"], world_size=2) == 0
+    assert (tmp_path / "told1").read_text() == "1 1 2 -m megatron_rl.cli train seed=1\n"
+
+
+def test_a_rank_that_is_killed_is_named_and_the_others_are_ended(ranks, capfd, tmp_path):
+    # Rank 0 never ends by itself, nor does what it has started.
+    pid = tmp_path / "pid"
+    die = f"while [ ! -s {pid} ]; do sleep 0.1; done; kill -9 $$"
+    ranks(f"if [ $RANK = 1 ]; then {die}; fi; sleep 600 & echo $! > {pid}; wait")
+    assert start_processes([], world_size=2) == 128 + 9
+    said = capfd.readouterr().err
+    assert said == (
+        "megatron-rl: rank 1 was ended by signal 9, SIGKILL (often the out-of-memory killer)\n"
+    )
+    deadline = time.monotonic() + 30
+    while is_running(int(pid.read_text())):  # the kernel takes a moment
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_rank_that_fails_gives_its_exit_status(ranks, capfd):
+    ranks("[ $RANK = 0 ] && exit 3; exec sleep 600")
+    assert start_processes([], world_size=2) == 3
+    assert capfd.readouterr().err == ""  # it has said itself what was wrong
+
+
+def send_when(*files, times=1):
+    """SIGINT to this process once these files are there, and again when it is no echo."""
+
+    def send():
+        while not all(file.exists() for file in files):
+            time.sleep(0.02)
+        for again in range(times):
+            time.sleep(again * (ECHO_SECONDS + 0.2))
+            os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=send).start()
+
+
+def test_a_request_to_end_is_passed_on_and_waited_for(ranks, tmp_path):
+    end = f"sleep 1; touch {tmp_path}/saved$RANK; exit {INTERRUPTED}"
+    ranks(f"trap '{end}' TERM; touch {tmp_path}/$RANK; while true; do sleep 0.1; done")
+    send_when(tmp_path / "0", tmp_path / "1")
+    handler = signal.getsignal(signal.SIGINT)
+    assert start_processes([], world_size=2) == INTERRUPTED
+    assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists()
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_second_request_ends_at_once(ranks, tmp_path):
+    ranks(f"trap '' TERM; touch {tmp_path}/$RANK; while true; do sleep 0.1; done")
+    send_when(tmp_path / "0", tmp_path / "1", times=2)
+    assert start_processes([], world_size=2) == 128 + signal.SIGTERM
+
+
+def test_the_echo_of_a_request_is_no_second_one(monkeypatch):
+    now = iter([10.0, 10.1, 10.0 + ECHO_SECONDS + 0.1])
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    interruption, ends = Interruption(), []
+    for when in ("first", "echo", "second"):
+        interruption.take(signal.SIGTERM, at_second=lambda when=when: ends.append(when))
+    assert ends == ["second"]
+    assert interruption.received == signal.SIGTERM
+
+
+def test_a_rank_answers_while_its_main_thread_cannot():
+    """The first signal disturbs neither it nor its children; the second ends it inside C code."""
+    program = """
+import ctypes, multiprocessing, time
+from megatron_rl import interruption
+interruption.ECHO_SECONDS = 0.0
+asked = interruption.Interruption()
+asked.listen()
+manager = multiprocessing.get_context("spawn").Manager()  # as Megatron has one for checkpoints
+print(manager._process.pid, flush=True)
+while asked.received is None:
+    time.sleep(0.01)
+print(list(manager.list([asked.received.name])), flush=True)
+ctypes.CDLL(None).sleep(600)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    manager = int(process.stdout.readline())
+    for pid in (manager, process.pid):
+        os.kill(pid, signal.SIGTERM)
+    assert process.stdout.readline() == "['SIGTERM']\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 128 + signal.SIGINT
+    os.kill(manager, signal.SIGKILL)
+    assert process.communicate()[1] == "megatron-rl: SIGINT after another request: ending at once\n"

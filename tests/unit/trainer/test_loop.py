@@ -1,5 +1,6 @@
 """The loop around fakes: what happens in which order, and with which weights."""
 
+import contextlib
 import math
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ import torch
 from megatron_rl.config import AdvantageSection, parse_config
 from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.interruption import RunInterrupted
 from megatron_rl.objectives import build_objective
 from megatron_rl.rewards.verifier import VerifierError
 from megatron_rl.trainer.console import Console
@@ -116,8 +118,8 @@ class ScriptedPool:
 
 
 class NoCheckpoints:
-    def __init__(self, done):
-        self.done, self.saved = done, []
+    def __init__(self, done, last):
+        self.done, self.saved, self.last = done, [], last
 
     def restore(self, actor):
         return self.done
@@ -125,8 +127,12 @@ class NoCheckpoints:
     def save_if_due(self, actor, step):
         self.saved.append(step)
 
+    def end_if_interrupted(self, actor, done):
+        if done == self.last:
+            raise RunInterrupted
 
-def run_loop(tmp_path, *, done=0, reasons=(), **overrides):
+
+def run_loop(tmp_path, *, done=0, last=None, reasons=(), **overrides):
     config = parse_config(
         {
             "model": {"path": "m"}, "data": {"train": "t"}, "run": {"name": "r"},
@@ -153,13 +159,14 @@ def run_loop(tmp_path, *, done=0, reasons=(), **overrides):
         prompts=PROMPTS,
         order=PromptOrder(len(PROMPTS), seed=0),
         evaluator=Evaluator(config, engine, judge, {"held": PROMPTS[:2]}, directory, console),
-        checkpoints=NoCheckpoints(done),
+        checkpoints=NoCheckpoints(done, last),
         recorder=Recorder(config, directory, log, console),
         console=console,
         clock=PhaseClock(),
     )
     trainer.check_engine = lambda: None  # the scripts compute nothing that could agree
-    trainer.train()
+    with contextlib.suppress(RunInterrupted):
+        trainer.train()
     return events, trainer
 
 
@@ -256,3 +263,9 @@ def test_a_batch_without_one_judgement_in_time_is_an_error(tmp_path):
     # the evaluation before training has 2 prompts x 2 responses
     with pytest.raises(VerifierError, match=r"none of 4 .* reward.time_limit_seconds=5, .* raise"):
         run_loop(tmp_path, reasons=["time limit"] * 4)
+
+
+def test_a_run_that_is_asked_to_end_ends_between_two_steps(tmp_path):
+    events, trainer = run_loop(tmp_path, last=1)
+    assert trainer.checkpoints.saved == [1]
+    assert events[-1] == ("push", 1, 6)  # the walk of step 1 to its end, nothing of step 2

@@ -1,0 +1,63 @@
+"""Being asked to end: by SLURM before it takes the nodes back, by Ctrl-C, by a lost terminal."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import resource_tracker
+
+# SIGUSR1 is what people let SLURM send ahead of the end (`--signal=USR1@600`).
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+# SLURM signals a launcher and its ranks alike, and a launcher passes on what it gets: what comes
+# within this time is the same request.
+ECHO_SECONDS = 3.0
+
+
+class RunInterrupted(Exception):  # noqa: N818 - no error
+    """The run ended early because it was asked to; what it had done is saved."""
+
+
+class Interruption:
+    """Whether this process was asked to end, and by which signal."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._when = 0.0
+
+    def listen(self) -> None:
+        """Take requests from now on; a second one ends the process at once.
+
+        Signals are blocked, in libraries' threads too if these start later, and one thread waits
+        for them: it answers even while the main thread is inside a collective that never returns.
+        Child processes inherit the block, so that those who write a checkpoint survive a signal to
+        the whole job. Signals that are ignored, as under nohup, stay so.
+        """
+        heard = heard_signals()
+        resource_tracker.ensure_running()  # where it starts later, it unblocks them
+        signal.pthread_sigmask(signal.SIG_BLOCK, heard)
+        threading.Thread(target=self._wait, args=(heard,), daemon=True).start()
+
+    def take(self, received: signal.Signals, *, at_second: Callable[[], object]) -> None:
+        """Note one signal."""
+        if self.received is None:
+            self.received, self._when = received, time.monotonic()
+        elif time.monotonic() - self._when > ECHO_SECONDS:
+            at_second()
+
+    def _wait(self, heard: set[signal.Signals]) -> None:
+        while True:
+            received = signal.Signals(signal.sigwait(heard))
+            self.take(received, at_second=lambda: _end_at_once(received))  # noqa: B023
+
+
+def heard_signals() -> set[signal.Signals]:
+    """The signals that ask this process to end."""
+    return {one for one in SIGNALS if signal.getsignal(one) is not signal.SIG_IGN}
+
+
+def _end_at_once(received: signal.Signals) -> None:
+    sys.stderr.write(f"megatron-rl: {received.name} after another request: ending at once\n")
+    sys.stderr.flush()
+    os._exit(128 + received)
