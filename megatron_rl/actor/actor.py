@@ -48,8 +48,6 @@ class MegatronActor:
     and, for exports, tokenizer files.
     """
 
-    fused_names = False  # parameters carry the names of Megatron's local layers
-
     def __init__(
         self, model_folder: str | Path, *, topology: Topology, settings: ActorSettings
     ) -> None:

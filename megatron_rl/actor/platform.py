@@ -250,9 +250,7 @@ def topology_now(virtual_stages: int = 1) -> Topology:
         dp_rank=state.get_data_parallel_rank(),
         dp_group=state.get_data_parallel_group(),
         dp_cp_group=state.get_data_parallel_group(with_context_parallel=True),
-        model_group=state.get_model_parallel_group(),
         ep_size=state.get_expert_model_parallel_world_size(),
         ep_rank=state.get_expert_model_parallel_rank(),
-        ep_group=state.get_expert_model_parallel_group(),
         virtual_stages=virtual_stages,
     )

@@ -17,8 +17,7 @@ class Topology:
     """This process's rank and group in each parallelism; plain data, made once at start.
 
     tp tensor, cp context, pp pipeline, dp data, ep expert parallel. `dp_cp` spans data and context
-    parallelism: the ranks that hold the same parameters and sum their gradients. `model` spans
-    tensor and pipeline parallelism: the ranks that together hold one copy of the parameters.
+    parallelism: the ranks that hold the same parameters and sum their gradients.
     """
 
     world_size: int = 1
@@ -37,10 +36,8 @@ class Topology:
     dp_rank: int = 0
     dp_group: ProcessGroup | None = None
     dp_cp_group: ProcessGroup | None = None
-    model_group: ProcessGroup | None = None
     ep_size: int = 1
     ep_rank: int = 0
-    ep_group: ProcessGroup | None = None
     virtual_stages: int = 1  # model chunks per pipeline rank
 
     def __post_init__(self) -> None:

@@ -64,9 +64,5 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Give the device's memory to training."""
-        ...
-
-    def wake_up(self) -> None:
-        """Take the memory back before generating."""
+        """Give the device's memory to training, until weights are pushed."""
         ...

@@ -262,12 +262,6 @@ class VllmEngine:
             self._asleep = True
             self._version = -1
 
-    def wake_up(self) -> None:
-        """Take back the memory; weights must then be pushed before generating."""
-        if self._asleep:
-            self._llm.wake_up()
-            self._asleep = False
-
     def _require_weights(self) -> None:
         if self._version < 0:
             raise RuntimeError("the engine has no valid weights; push them before generating")
