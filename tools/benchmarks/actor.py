@@ -8,8 +8,9 @@ tokens are those of prompts and responses; padding efficiency is useful / proces
 the model's own FLOP (6 per parameter and useful token, 6 per layer, hidden unit and pair of tokens
 that causal attention lets meet; nothing for recomputation or padding) against --peak-tflops of one
 device, by default what a large matrix product reaches in this process, on as many cores as there
-are. Memory is the peak of one rank during an update, above what it holds between updates. On the
-CPU time is wall time: keep the machine idle.
+are. Memory is the peak of one rank during an update, above what it holds between updates. It has an
+update of its own: what the allocator keeps from one update to the next makes the next one faster,
+and is given back before memory is measured. On the CPU time is wall time: keep the machine idle.
 """
 
 import argparse
@@ -83,12 +84,21 @@ def measure_peak(rank, world_size):
     return 2 * size**3 / best
 
 
-def start_of(memory):
-    """Bytes held now, without what the allocator keeps of an earlier update."""
+def measure(update, *, repeats, device):
+    """(seconds of the fastest of some updates, peak bytes of another one)."""
+    seconds, memory = float("inf"), PeakMemory(device)
+    for _ in range(repeats):
+        start = time.perf_counter()
+        update()
+        if memory.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = min(seconds, time.perf_counter() - start)
     if memory.device.type == "cpu":
         ctypes.CDLL(None).malloc_trim(0)
     memory.reset()
-    return memory.now()
+    before = memory.now()
+    update()
+    return seconds, memory.peak() - before
 
 
 def time_actor(rank, world_size, folder, layout, args):
@@ -112,13 +122,11 @@ def time_actor(rank, world_size, folder, layout, args):
     packs = minibatch.micro_batches
     for pack, logprobs in zip(packs, actor.compute_logprobs(packs), strict=True):
         pack.behavior_logprobs = logprobs
-    memory, seconds, peak = PeakMemory(topology.device), float("inf"), 0.0
-    for _ in range(args.repeats):
-        before = start_of(memory)
-        start = time.perf_counter()
-        actor.update(minibatch, build_objective("grpo"))
-        seconds = min(seconds, time.perf_counter() - start)
-        peak = memory.peak() - before  # the last update's: the optimizer's state exists by then
+    seconds, peak = measure(
+        lambda: actor.update(minibatch, build_objective("grpo")),
+        repeats=args.repeats,
+        device=topology.device,
+    )
     processed = sum(sum(pack.lengths) for pack in packs) * topology.dp_size
     return seconds, processed, peak
 
@@ -133,11 +141,12 @@ def time_transformers(rank, world_size, folder, args):
     rollouts, advantages = make_rollouts(args.rollouts, args.longest)
     size = max(1, args.budget // args.longest)  # sequences that fit the budget when all are longest
     total = sum(len(rollout.response.token_ids) for rollout in rollouts)
-    memory, seconds, processed, peak = PeakMemory(device), float("inf"), 0, 0.0
-    for _ in range(args.repeats):
+    processed = 0
+
+    def update():
+        nonlocal processed
+        processed = 0
         optimizer.zero_grad()
-        before = start_of(memory)
-        start, processed = time.perf_counter(), 0
         for first in range(0, len(rollouts), size):
             some = rollouts[first : first + size]
             texts = [[*r.prompt.token_ids, *r.response.token_ids] for r in some]
@@ -155,10 +164,8 @@ def time_transformers(rank, world_size, folder, args):
             processed += tokens.numel()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        seconds = min(seconds, time.perf_counter() - start)
-        peak = memory.peak() - before
+
+    seconds, peak = measure(update, repeats=args.repeats, device=device)
     return seconds, processed, peak
 
 
