@@ -17,20 +17,20 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (wide * scale).mul_(weight.float()).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        """With n = x s and g' = g w: dx = s (g' - n mean(g' n)), dw = sum of g n."""
+        """With g' = g w and p = g x: dx = s g' - x s^3 mean(p w), dw = sum of s p over tokens."""
         x, weight, scale = ctx.saved_tensors
-        normed = x.float() * scale
-        grad = grad.float()
-        product = grad * normed
-        grad_weight = product.flatten(0, -2).sum(0)
-        mean = (product @ weight.float()).div_(x.shape[-1]).unsqueeze(-1)
-        grad_x = (grad * weight.float()).sub_(normed.mul_(mean)).mul_(scale)
+        wide, grad, wide_weight = x.float(), grad.float(), weight.float()
+        product = grad * wide
+        grad_weight = product.flatten(0, -2).t() @ scale.flatten()
+        share = (product @ wide_weight).unsqueeze(-1).mul_(scale**3).div_(-x.shape[-1])
+        grad_x = (grad * wide_weight).mul_(scale).addcmul_(wide, share)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 

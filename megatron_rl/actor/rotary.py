@@ -23,7 +23,7 @@ from megatron_rl.resharding.architectures import ModelShape
 class Rotation:
     """Cosines and sines of every local token; computed once per pack, shared by all layers."""
 
-    cosine: Tensor  # [t, 1, d / 2] in the model's dtype
+    cosine: Tensor  # [t, 1, d] in the model's dtype, both halves alike
     sine: Tensor  # [t, 1, d / 2]
 
     def apply(self, x: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def build_rotation(position_ids: Tensor, shape: ModelShape, *, dtype: torch.dtyp
     frequencies, factor = rotary_frequencies(shape)
     angles = position_ids[:, None].float() * frequencies.to(position_ids.device)
     cosine, sine = angles.cos() * factor, angles.sin() * factor
-    return Rotation(cosine[:, None].to(dtype), sine[:, None].to(dtype))
+    return Rotation(cosine.repeat(1, 2)[:, None].to(dtype), sine[:, None].to(dtype))
 
 
 @lru_cache
@@ -63,11 +63,9 @@ def rotary_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
 
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    head, tail = out.chunk(2, dim=-1)
-    torch.mul(first, cosine, out=head)
-    torch.mul(second, cosine, out=tail)
+    torch.mul(x, cosine, out=out)
+    (first, second), (head, tail) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
     head.addcmul_(second, sine, value=-sign)
     tail.addcmul_(first, sine, value=sign)
     return out
