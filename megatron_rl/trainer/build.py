@@ -110,6 +110,8 @@ def _build_trainer(
         actor = MegatronActor(
             config.model.path, topology=topology, settings=build_actor_settings(config, topology)
         )
+    checkpoints = CheckpointKeeper(config, directory, console, topology.rank, interruption)
+    done = checkpoints.restore(actor)  # takes the memory that vLLM will have
     reference = None
     if "reference_logprobs" in objective.needs:
         reference = ReferencePolicy(actor, config.reference_path)
@@ -127,7 +129,8 @@ def _build_trainer(
         prompts=prompts,
         order=order,
         evaluator=Evaluator(config, engine, judge, eval_sets, writer, console),
-        checkpoints=CheckpointKeeper(config, directory, console, topology.rank, interruption),
+        checkpoints=checkpoints,
+        done=done,
         recorder=Recorder(config, writer, log, console),
         console=console,
         clock=PhaseClock(topology.device, group=dist.group.WORLD),

@@ -41,13 +41,14 @@ class Trainer:
     order: PromptOrder
     evaluator: Evaluator
     checkpoints: CheckpointKeeper
+    done: int  # steps before this start; the actor is as they left it
     recorder: Recorder
     console: Console
     clock: PhaseClock
 
     def train(self) -> None:
-        """Run from the last checkpoint, or from the beginning, to the last step."""
-        done = self.checkpoints.restore(self.actor)
+        """Run the steps that are not done; before the first of all, evaluate."""
+        done = self.done
         self.recorder.open(done)
         self.push_weights(version=done)
         self.check_engine()

@@ -118,11 +118,8 @@ class ScriptedPool:
 
 
 class NoCheckpoints:
-    def __init__(self, done, last):
-        self.done, self.saved, self.last = done, [], last
-
-    def restore(self, actor):
-        return self.done
+    def __init__(self, last):
+        self.saved, self.last = [], last
 
     def save_if_due(self, actor, step):
         self.saved.append(step)
@@ -159,7 +156,8 @@ def run_loop(tmp_path, *, done=0, last=None, reasons=(), **overrides):
         prompts=PROMPTS,
         order=PromptOrder(len(PROMPTS), seed=0),
         evaluator=Evaluator(config, engine, judge, {"held": PROMPTS[:2]}, directory, console),
-        checkpoints=NoCheckpoints(done, last),
+        checkpoints=NoCheckpoints(last),
+        done=done,
         recorder=Recorder(config, directory, log, console),
         console=console,
         clock=PhaseClock(),
