@@ -1,14 +1,14 @@
 """One picture of a run, from its run directory alone."""
 
-import json
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-PHASES = ("rollout", "reward", "behavior", "train", "sync", "eval")
+from megatron_rl.report.rows import PHASES, read_metrics
+
 BLUE, ORANGE, GREY = "#2f6db3", "#d9822b", "#8a8f98"
-GREEN, VIOLET, RED = "#7fb069", "#b0a8d8", "#c8553d"
+GREEN, VIOLET, RED, BROWN = "#7fb069", "#b0a8d8", "#c8553d", "#8c6d5a"
 LINES = (BLUE, ORANGE, GREEN, RED, VIOLET, GREY)
 
 
@@ -23,7 +23,9 @@ def draw_curves(run_folder: str | Path) -> Path:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     folder = Path(run_folder)
-    rows = _read_rows(folder)
+    rows = read_metrics(folder)
+    if not rows:
+        raise ValueError(f"{folder} has no metrics in a metrics.jsonl; give the folder of a run")
     figure = Figure(figsize=(12, 6.2), layout=ConstrainedLayoutEngine(hspace=0.06, wspace=0.04))
     axes = figure.subplots(2, 3)
     figure.suptitle(folder.name, fontsize=13, fontweight="bold")
@@ -45,21 +47,6 @@ def draw_curves(run_folder: str | Path) -> Path:
     path = folder / "curves.png"
     figure.savefig(path, dpi=110)
     return path
-
-
-def _read_rows(folder: Path) -> list[dict[str, Any]]:
-    file = folder / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.is_file() else []
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):  # the last one may have been cut short by a kill
-                raise ValueError(f"{file}, line {number} is not JSON: {error}") from error
-    if not rows:
-        raise ValueError(f"{folder} has no metrics in a metrics.jsonl; give the folder of a run")
-    return rows
 
 
 def _keys(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -109,14 +96,16 @@ def _label(axis: Any, point: tuple[float, float], color: str, *, side: str) -> N
 def _draw_seconds(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
     steps = [row["step"] for row in rows if row.get("time/step") is not None]
     bottom = [0.0] * len(steps)
-    colors = [BLUE, GREEN, VIOLET, ORANGE, RED, GREY]
+    colors = [BLUE, GREEN, VIOLET, BROWN, ORANGE, RED, GREY]
     for phase, color in zip(PHASES, colors, strict=True):
         values = [row.get(f"time/{phase}") or 0.0 for row in rows if row.get("time/step")]
+        if not any(values):  # most runs have no reference
+            continue
         axis.bar(steps, values, bottom=bottom, color=color, width=0.85, label=phase)
         bottom = [low + value for low, value in zip(bottom, values, strict=True)]
-    if bottom:
+    if any(bottom):
         axis.set_ylim(0, 1.35 * max(bottom))
-    axis.legend(fontsize=8, ncols=3, frameon=False, loc="upper center")
+        axis.legend(fontsize=8, ncols=3, frameon=False, loc="upper center")
     _dress(axis, "Seconds per step, by phase")
 
 

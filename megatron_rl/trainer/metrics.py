@@ -115,21 +115,6 @@ class MetricLog:
             self._wandb.finish()
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """All complete rows of a run directory; a last line cut short by a kill is left out."""
-    rows = []
-    file = folder / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number == len(lines):  # an interrupted append
-                break
-            raise ValueError(f"{file}, line {number} is damaged: {error}; repair it") from error
-    return rows
-
-
 def _finite(value: float) -> float | int | None:
     if isinstance(value, int):
         return value

@@ -4,12 +4,11 @@ from dataclasses import dataclass
 
 from megatron_rl.config import Config
 from megatron_rl.report.curves import draw_curves
+from megatron_rl.report.rows import PHASES, read_metrics
 from megatron_rl.trainer.console import Console
-from megatron_rl.trainer.metrics import MetricLog, read_metrics
+from megatron_rl.trainer.metrics import MetricLog
 from megatron_rl.trainer.rollout_batch import RolloutBatch
 from megatron_rl.trainer.run_directory import RunDirectory
-
-PHASES = ("rollout", "reward", "behavior", "train", "sync", "eval")
 
 
 @dataclass

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_rl.config import Config, ConfigError, dump_config, load_config
-from megatron_rl.trainer.metrics import read_metrics
+from megatron_rl.report.rows import read_metrics
 from megatron_rl.types import Rollout
 
 CHECKPOINT_NAME = re.compile(r"step_(\d{6})$")

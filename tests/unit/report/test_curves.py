@@ -54,5 +54,5 @@ def test_a_folder_that_is_not_a_run_is_refused(tmp_path):
 
 def test_a_line_that_is_spoilt_in_the_middle_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(BEFORE) + "\n{oops\n" + json.dumps(STEP))
-    with pytest.raises(ValueError, match="line 2 is not JSON"):
+    with pytest.raises(ValueError, match="line 2 is damaged"):
         draw_curves(tmp_path)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from megatron_rl.report.rows import PHASES, read_metrics
 
 from megatron_rl.config import AdvantageSection, parse_config
 from megatron_rl.data.prompts import PromptOrder
@@ -17,7 +18,7 @@ from megatron_rl.trainer.console import Console
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.loop import Trainer
-from megatron_rl.trainer.metrics import LoggingSection, MetricLog, PhaseClock, read_metrics
+from megatron_rl.trainer.metrics import LoggingSection, MetricLog, PhaseClock
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.trainer.rollout_batch import compute_advantages
 from megatron_rl.trainer.run_directory import RunDirectory
@@ -196,6 +197,9 @@ def test_a_kl_term_scores_the_reference_once_per_rollout_batch(tmp_path):
     # k1 of every token is log pi - log pi_ref: 0 + log 2 in step 1, whose policy has log-prob 0.
     row = read_metrics(tmp_path)[1]
     assert row["loss/kl"] == pytest.approx(0.5 * math.log(2))
+    assert {key for key in row if key.startswith("time/")} == {
+        f"time/{phase}" for phase in (*PHASES, "step")
+    }
 
 
 def test_phases_report_seconds_and_peak_memory(tmp_path):

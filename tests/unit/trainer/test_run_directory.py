@@ -5,9 +5,10 @@ import json
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from megatron_rl.report.rows import read_metrics
 
 from megatron_rl.config import ConfigError, LoggingSection, parse_config
-from megatron_rl.trainer.metrics import MetricLog, read_metrics
+from megatron_rl.trainer.metrics import MetricLog
 from megatron_rl.trainer.run_directory import RunDirectory
 from megatron_rl.types import Prompt, Response, Rollout, Verdict
 

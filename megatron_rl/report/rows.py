@@ -1,0 +1,22 @@
+"""The rows that a run leaves in its metrics.jsonl."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+PHASES = ("rollout", "reward", "behavior", "reference", "train", "sync", "eval")  # of `time/`
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """All complete rows of a run directory; a last line cut short by a kill is left out."""
+    rows = []
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines):  # an interrupted append
+                break
+            raise ValueError(f"{file}, line {number} is damaged: {error}; repair it") from error
+    return rows
