@@ -1,6 +1,8 @@
 """Errors that every rank raises together, so that none waits for one that has given up."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -38,6 +40,20 @@ def raise_together(error: Exception | None, *, doing: str, time_limit: float | N
         raise _prefixed(error, doing)
     told = [f"rank {rank}: {text}" for rank, text in enumerate(messages) if text is not None]
     raise RuntimeError(f"{doing}: " + "; ".join(told))
+
+
+@contextmanager
+def raised_together(*, doing: str) -> Iterator[None]:
+    """Collective over all processes: an error of any rank's block is raised on every rank.
+
+    The block itself must not communicate: a rank that fails in it would miss a collective.
+    """
+    error = None
+    try:
+        yield
+    except Exception as caught:  # noqa: BLE001 - raised again on the next line
+        error = caught
+    raise_together(error, doing=doing)
 
 
 def sum_over_ranks(number: int, *, doing: str, time_limit: float | None = None) -> int:

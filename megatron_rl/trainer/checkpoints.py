@@ -4,12 +4,10 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.config import Config
 from megatron_rl.interruption import Interruption, RunInterrupted
-from megatron_rl.resharding.agreement import sum_over_ranks
+from megatron_rl.resharding.agreement import raised_together, sum_over_ranks
 from megatron_rl.trainer.console import Console
 from megatron_rl.trainer.run_directory import RunDirectory
 
@@ -31,6 +29,9 @@ class CheckpointKeeper:
 
     def restore(self, actor: MegatronActor) -> int:
         """Load the newest complete checkpoint; returns the number of finished steps, 0 for none."""
+        with raised_together(doing="removing what failed saves have left"):
+            if self.rank == 0:
+                self.directory.remove_partial_checkpoints()
         found = self.directory.latest_checkpoint()
         if found is None:
             return 0
@@ -67,15 +68,17 @@ class CheckpointKeeper:
         """Write to a hidden folder, then rename it: a kill in between leaves no half checkpoint."""
         final = self.directory.checkpoint_folder(step)
         partial = final.with_name(f".{final.name}.partial")
-        if self.rank == 0:
-            self._clear(partial, final)
-        _barrier()
+        doing = f"saving the checkpoint of step {step}"
+        with raised_together(doing=doing):
+            if self.rank == 0:
+                self._clear(partial, final)
         actor.save(partial / "actor")
-        _barrier()
-        if self.rank == 0:
-            self.directory.complete_checkpoint(partial, step)
-            self.directory.prune_checkpoints(keep=self.config.trainer.keep_checkpoints)
-        _barrier()
+        with raised_together(doing=doing):  # every rank has written its part
+            pass
+        with raised_together(doing=doing):
+            if self.rank == 0:
+                self.directory.complete_checkpoint(partial, step)
+                self.directory.prune_checkpoints(keep=self.config.trainer.keep_checkpoints)
         self._saved = step
 
     def _clear(self, partial: Path, final: Path) -> None:
@@ -83,8 +86,3 @@ class CheckpointKeeper:
             if leftover.exists():
                 shutil.rmtree(leftover)
         partial.mkdir(parents=True)
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import Config
+from megatron_rl.resharding.agreement import raised_together
 from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.seeds import derive_seed
 from megatron_rl.trainer.console import Console
@@ -54,6 +55,7 @@ class Evaluator:
             lengths = [len(rollout.response.token_ids) for rollout in rollouts]
             metrics[f"eval/{name}/avg@{settings.samples}"] = sum(rewards) / len(rewards)
             metrics[f"eval/{name}/response_length_mean"] = sum(lengths) / len(lengths)
-            if self.directory is not None:
-                self.directory.write_evaluation(name, step, rollouts)
+            with raised_together(doing=f"recording the evaluation on {name}"):
+                if self.directory is not None:
+                    self.directory.write_evaluation(name, step, rollouts)
         return metrics

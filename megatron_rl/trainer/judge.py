@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.resharding.agreement import raised_together
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import TIME_LIMIT, VerifierError
 from megatron_rl.types import Prompt, Response, Rollout, Verdict
@@ -37,7 +38,9 @@ class Judge:
             (response.text, prompt.ground_truth, prompt.data_source)
             for prompt, response in list(zip(asked, responses, strict=True))[rank::world_size]
         ]
-        verdicts = self._gather(self.pool.verify_all(own))
+        with raised_together(doing="judging responses"):
+            judged = self.pool.verify_all(own)
+        verdicts = self._gather(judged)
         if all(verdict.reason == TIME_LIMIT for verdict in verdicts):
             raise VerifierError(
                 f"none of {len(verdicts)} judgements ended within reward.time_limit_seconds="

@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from megatron_rl.config import Config
 from megatron_rl.report.curves import draw_curves
 from megatron_rl.report.rows import PHASES, read_metrics
+from megatron_rl.resharding.agreement import raised_together
 from megatron_rl.trainer.console import Console
 from megatron_rl.trainer.metrics import MetricLog
 from megatron_rl.trainer.rollout_batch import RolloutBatch
@@ -13,7 +16,10 @@ from megatron_rl.trainer.run_directory import RunDirectory
 
 @dataclass
 class Recorder:
-    """Records on the writing rank; elsewhere only the collectives inside run."""
+    """Records on the writing rank; elsewhere only the collectives inside run.
+
+    What fails on the writing rank, a full disk for instance, is raised on every rank.
+    """
 
     config: Config
     directory: RunDirectory | None
@@ -22,13 +28,25 @@ class Recorder:
 
     def open(self, done: int) -> None:
         """Begin to record after step `done`, dropping what a stopped run wrote past it."""
-        if self.directory is not None and self.log is not None:
-            self.directory.rewind(done if done else -1)
-            self.log.open(first_step=done + 1 if done else 0)
+        with raised_together(doing="opening the run directory"):
+            if self.directory is not None and self.log is not None:
+                self.directory.rewind(done if done else -1)
+                # Not before: what was recorded is checked against the settings that recorded it.
+                self.directory.create(self.config)
+                self.log.open(first_step=done + 1 if done else 0)
 
     def record(self, metrics: dict[str, float], batch: RolloutBatch | None = None) -> None:
         """Write one step; rollouts first, so that a metrics row always has its rollouts."""
         behavior_logprobs = batch.behavior_logprobs_by_rollout() if batch is not None else []
+        with raised_together(doing=f"recording step {int(metrics['step'])}"):
+            self._write(metrics, batch, behavior_logprobs)
+
+    def _write(
+        self,
+        metrics: dict[str, float],
+        batch: RolloutBatch | None,
+        behavior_logprobs: list[np.ndarray],
+    ) -> None:
         if self.directory is None or self.log is None:
             return
         if batch is not None:

@@ -9,10 +9,13 @@ runs/NAME/config.yaml        the resolved config
           log.txt curves.png tensorboard/
 """
 
+import errno
+import fcntl
 import json
 import os
 import re
 import shutil
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,9 +32,10 @@ CHECKPOINT_NAME = re.compile(r"step_(\d{6})$")
 TRAINER_STATE = "trainer.json"
 # A resumed run may change these; anything else would make it another experiment.
 RESUMABLE_CHANGES = (
-    "run.", "trainer.steps", "trainer.checkpoint_every", "trainer.keep_checkpoints", "eval.",
-    "logging.", "resharding.", "reward.workers", "parallel.", "rollout.tensor",
-    "rollout.memory_fraction", "rollout.kv_cache_mib", "rollout.time_limit_seconds",
+    "run.", "trainer.steps", "trainer.checkpoint_every", "trainer.keep_checkpoints",
+    "trainer.tokens_per_micro_batch", "trainer.recompute", "eval.", "logging.", "resharding.",
+    "reward.workers", "parallel.", "rollout.tensor", "rollout.memory_fraction",
+    "rollout.max_sequences", "rollout.kv_cache_mib", "rollout.time_limit_seconds",
 )  # fmt: skip
 
 
@@ -52,7 +56,7 @@ class RunDirectory:
 
         Raises ConfigError with the setting to change.
         """
-        if not self.config_file.exists():
+        if not self._has_begun():
             return
         if config.run.resume == "never":
             raise ConfigError(
@@ -77,6 +81,37 @@ class RunDirectory:
                 "restore them or choose another run.name:\n  " + "\n  ".join(changed)
             )
         self._check_checkpoints(earlier)
+
+    def _has_begun(self) -> bool:
+        """Whether there is anything to lose; a start that failed leaves a log and a config."""
+        is_saved = any(self.checkpoints.glob("step_*"))
+        return self.config_file.exists() and (is_saved or bool(read_metrics(self.path)))
+
+    def lock(self) -> None:
+        """Hold the directory, made where it is missing, for as long as this process lives.
+
+        The kernel lets go of it however the process ends, an NFS server too. Raises ConfigError
+        that names the process holding it. File systems without locks are left unlocked.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        file = (self.path / ".lock").open("a+")
+        try:
+            # A record lock: what this process forks does not inherit it.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return
+            file.seek(0)
+            holder = file.read().strip()
+            file.close()
+            raise ConfigError(
+                f"{self.path} is in use by {holder}; wait until it has ended or end it, or choose "
+                "another run.name"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        self._lock = file  # closing it would let go
 
     def _check_checkpoints(self, config: Config) -> None:
         """Refuse to continue where a checkpoint is lost: rewinding would delete what came after."""
@@ -151,9 +186,13 @@ class RunDirectory:
                 )
 
     def prune_checkpoints(self, *, keep: int) -> None:
-        """Delete all but the newest `keep` checkpoints, and what kills left half-written."""
+        """Delete all but the newest `keep` complete checkpoints, and all that are not complete."""
         for _step, folder in self.complete_checkpoints()[:-keep]:
             shutil.rmtree(folder)
+        self.remove_partial_checkpoints()
+
+    def remove_partial_checkpoints(self) -> None:
+        """Delete what kills and full disks left half-written."""
         for folder in self.checkpoints.glob(".step_*.partial"):
             shutil.rmtree(folder)
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megatron_rl.resharding.agreement import RankTimeoutError, raise_together
+from megatron_rl.resharding.agreement import RankTimeoutError, raise_together, raised_together
 from tests.ranks import run_ranks
 
 
@@ -65,3 +65,23 @@ def test_a_rank_that_does_not_come_is_an_error_within_the_limit(tmp_path):
 def test_one_process_raises_its_own_error():
     with pytest.raises(ZeroDivisionError, match="trying: by zero"):
         raise_together(ZeroDivisionError("by zero"), doing="trying")
+
+
+def _fail_in_a_block(rank, world_size):
+    told = []
+    for fails in (False, True):
+        try:
+            with raised_together(doing="writing"):
+                if rank == 0 and fails:
+                    raise OSError("disk full")
+            told.append(None)
+        except Exception as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_an_error_in_one_rank_s_block_is_everybody_s():
+    assert run_ranks(_fail_in_a_block, 2) == [
+        [None, "OSError: writing: disk full"],
+        [None, "RuntimeError: writing: rank 0: OSError: disk full"],
+    ]

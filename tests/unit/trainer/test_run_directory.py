@@ -1,6 +1,9 @@
 """What a run keeps, refuses, rewinds and repeats."""
 
 import json
+import socket
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -8,6 +11,8 @@ import pytest
 from megatron_rl.report.rows import read_metrics
 
 from megatron_rl.config import ConfigError, LoggingSection, parse_config
+from megatron_rl.trainer.checkpoints import CheckpointKeeper
+from megatron_rl.trainer.console import Console
 from megatron_rl.trainer.metrics import MetricLog
 from megatron_rl.trainer.run_directory import RunDirectory
 from megatron_rl.types import Prompt, Response, Rollout, Verdict
@@ -23,6 +28,10 @@ def build_rollout(reward=1.0):
     return Rollout(prompt, response, Verdict(reward, "equal", "2"))
 
 
+def record(directory, step):
+    (directory.path / "metrics.jsonl").write_text(json.dumps({"step": step}) + "\n")
+
+
 def write_checkpoint(directory, step):
     partial = directory.checkpoints / f".step_{step:06d}.partial"
     (partial / "actor").mkdir(parents=True)
@@ -34,6 +43,9 @@ def test_an_existing_run_is_not_overwritten(tmp_path):
     directory = RunDirectory(tmp_path / "a")
     directory.check_usable(build_config())  # nothing there yet
     directory.create(build_config())
+    (directory.path / "log.txt").touch()
+    directory.check_usable(build_config(name="b"))  # a start that failed before any result
+    record(directory, 0)
     with pytest.raises(ConfigError, match=r"run\.resume=auto"):
         directory.check_usable(build_config())
 
@@ -41,6 +53,7 @@ def test_an_existing_run_is_not_overwritten(tmp_path):
 def test_a_run_continues_only_under_its_own_settings(tmp_path):
     directory = RunDirectory(tmp_path / "a")
     directory.create(build_config())
+    record(directory, 0)
     directory.check_usable(build_config(resume="auto"))
     changed = parse_config(
         build_config(resume="auto").model_dump() | {"seed": 1, "trainer": {"steps": 300}}
@@ -49,6 +62,49 @@ def test_a_run_continues_only_under_its_own_settings(tmp_path):
         directory.check_usable(changed)
     assert "seed: 42 -> 1" in str(error.value)
     assert "trainer.steps" not in str(error.value)  # a run may be made longer
+
+
+def test_a_run_that_was_out_of_memory_continues_with_less(tmp_path):
+    directory = RunDirectory(tmp_path / "a")
+    directory.create(build_config())
+    record(directory, 0)
+    smaller = build_config(resume="auto").model_dump() | {
+        "trainer": {"tokens_per_micro_batch": 4096, "recompute": "full"},
+        "rollout": {"max_sequences": 32},
+    }
+    directory.check_usable(parse_config(smaller))
+
+
+HOLD = """
+import sys, time
+from megatron_rl.trainer.run_directory import RunDirectory
+directory = RunDirectory(sys.argv[1])
+directory.lock()
+print(flush=True)
+time.sleep(600)
+"""
+
+
+def test_one_process_at_a_time_uses_a_directory(tmp_path):
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "a")]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert holder.stdout is not None and holder.stdout.readline()
+    directory = RunDirectory(tmp_path / "a")
+    said = rf"a is in use by process {holder.pid} on {socket.gethostname()}; wait until"
+    with pytest.raises(ConfigError, match=said):
+        directory.lock()
+    holder.kill()
+    holder.communicate()
+    directory.lock()  # nothing has to be cleaned up
+
+
+def test_what_a_failed_save_left_goes_when_the_run_continues(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.create(build_config())
+    (directory.checkpoints / ".step_000008.partial" / "actor").mkdir(parents=True)
+    keeper = CheckpointKeeper(build_config(), directory, Console(speaks=False), rank=0)
+    assert keeper.restore(None) == 0  # there is nothing to load
+    assert not list(directory.checkpoints.iterdir())
 
 
 def test_only_complete_checkpoints_count_and_old_ones_go(tmp_path):
