@@ -103,6 +103,8 @@ class RolloutSection(Section):
 class RewardSection(Section):
     """How responses are judged."""
 
+    # `module:function` of a megatron_rl.rewards.verifier.Verifier
+    verifier: str = "megatron_rl.rewards.math_answer:verify_math_answer"
     workers: Count = 1  # processes per rank
     time_limit_seconds: Positive = 5.0
 

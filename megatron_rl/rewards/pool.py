@@ -51,6 +51,17 @@ class VerifierPool:
         ]
         self._workers = [_Worker(self._command) for _ in range(workers)]
 
+    def start(self) -> None:
+        """Wait until every worker has loaded the verifier, so that a wrong one is noticed early.
+
+        Raises VerifierError if one does not.
+        """
+        nothing = _Batch([])
+        with selectors.DefaultSelector() as selector:
+            while not all(worker.is_ready for worker in self._workers):
+                self._hand_out(nothing, selector)
+                self._collect(nothing, selector)
+
     def verify_all(self, items: Sequence[Item]) -> list[Verdict]:
         """A verdict for each (response text, ground truth, data source), in order.
 

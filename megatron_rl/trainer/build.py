@@ -1,5 +1,7 @@
 """From a config to a trainer: every part is made here, once, and handed its settings."""
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
@@ -13,6 +15,7 @@ from megatron_rl.data.prompts import PromptOrder, load_prompts, load_tokenizer
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.interruption import Interruption
 from megatron_rl.objectives import PolicyObjective, build_objective
+from megatron_rl.resharding.agreement import raised_together
 from megatron_rl.resharding.architectures import read_model_shape
 from megatron_rl.resharding.resharder import ReshardSettings
 from megatron_rl.rewards.pool import VerifierPool
@@ -28,6 +31,8 @@ from megatron_rl.trainer.preflight import check_settings, run_directory
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.trainer.run_directory import RunDirectory
 from megatron_rl.types import Prompt
+
+GRACE = timedelta(minutes=2)  # for whoever reached a limit to say so first
 
 
 def run_training(
@@ -49,7 +54,9 @@ def run_training(
     order.indices(0, config.rollout.prompts)  # says so if there are too few
     directory = run_directory(config)
 
-    # The ranks meet here, so none still checks the directory when rank 0 creates it.
+    if rank == 0:
+        directory.lock()
+    # The ranks meet here, so none still checks the directory when rank 0 writes to it.
     topology = platform.initialise(
         tensor=config.parallel.tensor,
         pipeline=config.parallel.pipeline,
@@ -57,13 +64,14 @@ def run_training(
         expert=config.parallel.expert,
         virtual_stages=config.parallel.virtual_stages,
         seed=config.seed,
+        timeout=collective_timeout(config),
     )
-    if rank == 0:
-        directory.create(config)
     console = Console(speaks=rank == 0, log_file=directory.log_file)
     console.say(_describe(config, world_size))
     with VerifierPool(
-        workers=config.reward.workers, time_limit=config.reward.time_limit_seconds
+        workers=config.reward.workers,
+        time_limit=config.reward.time_limit_seconds,
+        verifier=config.reward.verifier,
     ) as pool:
         trainer = _build_trainer(
             config,
@@ -77,9 +85,20 @@ def run_training(
             judge=Judge(pool, topology),
             interruption=interruption or Interruption(),
         )
+        with raised_together(doing="starting the verifiers"):
+            pool.start()
         trainer.train()
         trainer.actor.export_hf(directory.model)
         trainer.recorder.finish()
+
+
+def collective_timeout(config: Config) -> timedelta:
+    """How long a collective waits for a rank: longer than any limit that the config allows.
+
+    An engine that is done waits for the slowest one, which may take all its time.
+    """
+    longest = max(config.rollout.time_limit_seconds, config.resharding.time_limit_seconds)
+    return max(timedelta(minutes=30), timedelta(seconds=longest) + GRACE)
 
 
 def _load_prompt_sets(config: Config) -> tuple[list[Prompt], dict[str, list[Prompt]]]:

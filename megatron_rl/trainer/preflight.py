@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import torch
@@ -27,7 +28,11 @@ def check_settings(config: Config, *, world_size: int) -> ModelShape:
 
     Raises ConfigError that lists every problem with its cure.
     """
-    problems = [*_file_problems(config), *_logger_problems(config)]
+    problems = [
+        *_file_problems(config),
+        *_logger_problems(config),
+        *_verifier_problems(config.reward.verifier),
+    ]
     shape = _read_model(config.model.path, problems)
     problems += _objective_problems(config, shape)
     if shape is not None:
@@ -242,6 +247,21 @@ def _file_problems(config: Config) -> list[str]:
         for key, path in files.items()
         if not Path(path).is_file()
     ]
+
+
+def _verifier_problems(name: str) -> list[str]:
+    """Why workers will not find the verifier; only they import it, whatever it needs."""
+    module, _, function = name.partition(":")
+    if not (module and function.isidentifier()):
+        return [f"reward.verifier={name}: name it as module:function"]
+    package = module.split(".")[0]
+    # Workers look in the folder that the command is started in, too.
+    if not (importlib.util.find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])):
+        return [
+            f"reward.verifier={name}: there is no module {package} here or on the Python path; "
+            "start where its file lies, or install it"
+        ]
+    return []
 
 
 def _logger_problems(config: Config) -> list[str]:

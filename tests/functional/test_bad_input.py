@@ -72,6 +72,8 @@ def absolute():
         (["parallel.virtual_stages=2"], "but parallel.pipeline is 1"),
         (["parallel.virtual_stages=2", "parallel.pipeline=2"], "the model's 2 layers; every chunk"),
         (["parallel.expert=2"], "the model has no experts"),
+        (["reward.verifier=my_rewards"], "reward.verifier=my_rewards: name it as module:function"),
+        (["reward.verifier=my_rewards:score"], "there is no module my_rewards here or on the"),
         (["logging.wandb={project: p}"], "logging.wandb is set but wandb is not installed"),
         (["parallel.tensr=2"], "did you mean parallel.tensor?"),
         (["trainer.minibatches=7"], "cannot be split into trainer.minibatches=7"),
@@ -131,6 +133,7 @@ def test_an_existing_run_is_kept(capsys, tmp_path):
     from megatron_rl.trainer.run_directory import RunDirectory
 
     RunDirectory(tmp_path / "a").create(config)
+    (tmp_path / "a" / "metrics.jsonl").write_text(json.dumps({"step": 0}) + "\n")
     said = refusal(capsys, f"run.dir={tmp_path}", "run.name=a")
     assert "already holds a run; set run.resume=auto" in said
 

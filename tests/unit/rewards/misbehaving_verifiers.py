@@ -29,3 +29,8 @@ def verify_as_told(text, ground_truth, data_source):
 
             return 0.0, ",".join(sorted({"torch", "vllm", "numpy"} & set(sys.modules))), None
     return float(len(text)), data_source, ground_truth
+
+
+def break_always(text, ground_truth, data_source):
+    """A verifier of one's own with a mistake in it."""
+    raise LookupError("broken on purpose")

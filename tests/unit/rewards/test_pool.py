@@ -108,6 +108,35 @@ def test_a_verifier_that_cannot_be_loaded_is_an_error_at_the_first_use():
     pool = VerifierPool(verifier="megatron_rl.rewards.nowhere:verify")
     with pool, pytest.raises(VerifierError, match="did not start"):
         pool.verify_all(as_items("a"))
+    pool = VerifierPool(workers=2, verifier="megatron_rl.rewards.math_answer:no_such_function")
+    with pool, pytest.raises(VerifierError, match="did not start"):
+        pool.start()  # before anything is generated
+
+
+def test_a_started_pool_has_loaded_the_verifier(tmp_path, monkeypatch):
+    """Of the folder that the command is started in, as a verifier of one's own is."""
+    (tmp_path / "my_rewards.py").write_text("def score(*item):\n    return 0.5, 'half', None\n")
+    monkeypatch.chdir(tmp_path)
+    with VerifierPool(workers=2, verifier="my_rewards:score") as pool:
+        pool.start()
+        assert all(worker.is_ready for worker in pool._workers)
+        assert pool.verify_all(as_items("a")) == [Verdict(0.5, "half", None)]
+
+
+def test_a_worker_whose_parent_is_gone_says_nothing():
+    command = [sys.executable, "-m", "megatron_rl.rewards.worker", "--verifier", MISBEHAVING]
+    worker = subprocess.Popen(
+        [*command, "--time-limit", "9", "--memory-limit", str(4 << 30)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert worker.stdin is not None and worker.stdout is not None
+    assert worker.stdout.readline() == b'"ready"\n'
+    worker.stdout.close()  # as the kernel does it for a process that it kills
+    worker.stdin.write(b'["a", "truth", "source"]\n')
+    worker.stdin.close()
+    assert worker.wait(timeout=60) == 0
+    assert worker.stderr is not None and worker.stderr.read() == b""
+    worker.stderr.close()
 
 
 def test_wrong_settings_and_a_closed_pool_are_refused():

@@ -14,6 +14,7 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.interruption import RunInterrupted
 from megatron_rl.objectives import build_objective
 from megatron_rl.rewards.verifier import VerifierError
+from megatron_rl.trainer.build import collective_timeout
 from megatron_rl.trainer.console import Console
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.judge import Judge
@@ -271,3 +272,13 @@ def test_a_run_that_is_asked_to_end_ends_between_two_steps(tmp_path):
     events, trainer = run_loop(tmp_path, last=1)
     assert trainer.checkpoints.saved == [1]
     assert events[-1] == ("push", 1, 6)  # the walk of step 1 to its end, nothing of step 2
+
+
+def test_a_collective_waits_longer_than_any_limit_of_the_config():
+    def seconds(**sections):
+        values = {"model": {"path": "m"}, "data": {"train": "t"}} | sections
+        return collective_timeout(parse_config(values)).total_seconds()
+
+    assert seconds(rollout={"time_limit_seconds": 60}) == 30 * 60
+    assert seconds() == 7200 + 120  # an engine may generate for two hours
+    assert seconds(resharding={"time_limit_seconds": 9000}) == 9000 + 120
