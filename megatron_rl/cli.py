@@ -2,8 +2,10 @@
 
 import argparse
 import atexit
+import contextlib
 import os
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -20,6 +22,8 @@ from megatron_rl.processes import (
     quiet_libraries,
     start_processes,
 )
+
+EXIT_SECONDS = 10.0
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -75,7 +79,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _train(options: argparse.Namespace, arguments: list[str]) -> int:
-    place, interruption = None, Interruption()
+    place, config, interruption = None, None, Interruption()
     try:
         place = join_processes()
         if place is not None:
@@ -93,11 +97,41 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
             config, rank=place.rank, world_size=place.world_size, interruption=interruption
         )
     except RunInterrupted:
-        _leave(INTERRUPTED)
-    except ValueError as error:
-        _say_error(error, place)
-        return 1
+        interruption.settle()
+        return _leave(INTERRUPTED)
+    except Exception as error:  # noqa: BLE001 - said, logged, and the process ends
+        return _fail(error, place, config)
     return _leave(0)
+
+
+def _fail(error: Exception, place: ProcessPlace | None, config: Config | None = None) -> int:
+    """Say what went wrong; a rank of a run also leaves its traceback in the log, and ends."""
+    if isinstance(error, ValueError):
+        _say_error(error, place)
+    elif place is None:
+        raise error
+    else:
+        print(f"megatron-rl: rank {place.rank} failed", file=sys.stderr)
+        traceback.print_exception(error)
+    if place is None:
+        return 1
+    if config is not None and _is_training():  # before, the run directory may be another run's
+        _log_failure(error, place, config)
+    # What it waits for at the exit may have failed too.
+    deadline = threading.Timer(EXIT_SECONDS, os._exit, (1,))
+    deadline.daemon = True
+    deadline.start()
+    return _leave(1)
+
+
+def _log_failure(error: Exception, place: ProcessPlace, config: Config) -> None:
+    from megatron_rl.trainer.console import Console
+    from megatron_rl.trainer.preflight import run_directory
+
+    trace = "".join(traceback.format_exception(error))
+    with contextlib.suppress(OSError):  # a full disk, perhaps the very error
+        log = Console(speaks=True, log_file=run_directory(config).log_file)
+        log.log(f"rank {place.rank} failed\n{trace}")
 
 
 def _leave(status: int) -> NoReturn:
@@ -106,6 +140,7 @@ def _leave(status: int) -> NoReturn:
     # the exit must run all the same: it ends the checkpoint writer's processes.
     atexit._run_exitfuncs()
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(status)
 
 
@@ -178,9 +213,8 @@ def _convert(options: argparse.Namespace, arguments: list[str]) -> int:
             _check_devices(conversion.layout.world_size)
             return start_processes(arguments, world_size=conversion.layout.world_size)
         run_conversion(conversion)
-    except ValueError as error:
-        _say_error(error, place)
-        return 1
+    except Exception as error:  # noqa: BLE001 - said, and the process ends
+        return _fail(error, place)
     return _leave(0)
 
 

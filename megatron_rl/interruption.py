@@ -1,5 +1,6 @@
 """Being asked to end: by SLURM before it takes the nodes back, by Ctrl-C, by a lost terminal."""
 
+import math
 import os
 import signal
 import sys
@@ -45,6 +46,13 @@ class Interruption:
             self.received, self._when = received, time.monotonic()
         elif time.monotonic() - self._when > ECHO_SECONDS:
             at_second()
+
+    def settle(self) -> None:
+        """What comes now changes nothing: all is saved and the process ends by itself.
+
+        srun ends the other ranks when the first one has ended, which must not change their status.
+        """
+        self._when = math.inf
 
     def _wait(self, heard: set[signal.Signals]) -> None:
         while True:

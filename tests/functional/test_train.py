@@ -137,3 +137,14 @@ def test_the_exported_model_is_the_trained_one(tmp_path):
     assert metrics["loss/kl"] / 1e-3 == pytest.approx(sum(kl) / len(kl), rel=0.7)
     assert 0 < metrics["entropy"] < torch.tensor(float(model.config.vocab_size)).log()
     assert metrics["time/reference"] > 0 and metrics["memory/train_peak_gib"] > 0.1
+
+
+def test_an_error_of_one_s_own_verifier_ends_every_rank_and_is_in_the_log(tmp_path):
+    broken = "reward.verifier=tests.unit.rewards.misbehaving_verifiers:break_always"
+    process = start_training(f"run.dir={tmp_path}", "run.name=a", *SHORT, broken)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert "LookupError: broken on purpose" in output and "leaked" not in output, output
+    log = (tmp_path / "a" / "log.txt").read_text()
+    assert "rank 0 failed" in log or "rank 1 failed" in log  # the first one ends the other
+    assert "Traceback" in log and "judging responses" in log and "broken on purpose" in log

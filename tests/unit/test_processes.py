@@ -152,11 +152,13 @@ def test_a_second_request_ends_at_once(ranks, tmp_path):
 
 
 def test_the_echo_of_a_request_is_no_second_one(monkeypatch):
-    now = iter([10.0, 10.1, 10.0 + ECHO_SECONDS + 0.1])
+    now = iter([10.0, 10.1, 10.0 + ECHO_SECONDS + 0.1, 100.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
     interruption, ends = Interruption(), []
     for when in ("first", "echo", "second"):
         interruption.take(signal.SIGTERM, at_second=lambda when=when: ends.append(when))
+    interruption.settle()
+    interruption.take(signal.SIGTERM, at_second=lambda: ends.append("third"))
     assert ends == ["second"]
     assert interruption.received == signal.SIGTERM
 

@@ -76,18 +76,18 @@ def test_a_run_that_was_out_of_memory_continues_with_less(tmp_path):
 
 
 HOLD = """
-import sys, time
+import sys
 from megatron_rl.trainer.run_directory import RunDirectory
 directory = RunDirectory(sys.argv[1])
 directory.lock()
 print(flush=True)
-time.sleep(600)
+sys.stdin.read()
 """
 
 
 def test_one_process_at_a_time_uses_a_directory(tmp_path):
     command = [sys.executable, "-c", HOLD, str(tmp_path / "a")]
-    holder = subprocess.Popen(command, stdout=subprocess.PIPE)
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout is not None and holder.stdout.readline()
     directory = RunDirectory(tmp_path / "a")
     said = rf"a is in use by process {holder.pid} on {socket.gethostname()}; wait until"
