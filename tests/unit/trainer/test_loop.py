@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from megatron_rl.report.rows import PHASES, read_metrics
 
 from megatron_rl.config import AdvantageSection, parse_config
 from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.interruption import RunInterrupted
 from megatron_rl.objectives import build_objective
+from megatron_rl.report.rows import PHASES, read_metrics
 from megatron_rl.rewards.verifier import VerifierError
 from megatron_rl.trainer.build import collective_timeout
 from megatron_rl.trainer.console import Console

@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from megatron_rl.report.rows import read_metrics
 
 from megatron_rl.config import ConfigError, LoggingSection, parse_config
+from megatron_rl.report.rows import read_metrics
 from megatron_rl.trainer.checkpoints import CheckpointKeeper
 from megatron_rl.trainer.console import Console
 from megatron_rl.trainer.metrics import MetricLog
