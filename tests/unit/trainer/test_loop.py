@@ -282,3 +282,13 @@ def test_a_collective_waits_longer_than_any_limit_of_the_config():
     assert seconds(rollout={"time_limit_seconds": 60}) == 30 * 60
     assert seconds() == 7200 + 120  # an engine may generate for two hours
     assert seconds(resharding={"time_limit_seconds": 9000}) == 9000 + 120
+
+
+def test_what_the_writing_rank_cannot_write_is_raised_for_all(tmp_path, monkeypatch):
+    def fail(log, row):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(MetricLog, "append", fail)
+    with pytest.raises(OSError, match="No space left") as error:
+        run_loop(tmp_path)
+    assert error.value.__notes__ == ["recording step 0"]  # said by what every rank agrees with
