@@ -60,6 +60,15 @@ def test_experts_under_tensor_parallelism_need_sequence_parallelism(tmp_path):
     assert check(tmp_path / "dense", {}, world_size=2, parallel=layout)
 
 
+def test_oapl_regresses_on_the_optimal_value_by_two_betas(tmp_path):
+    objective, estimator = {"name": "oapl", "beta": 0.1}, {"estimator": "optimal_value"}
+    assert check(
+        tmp_path / "a", {}, world_size=1, objective=objective, advantage=estimator | {"beta": 0.5}
+    )
+    with pytest.raises(ConfigError, match=r"set advantage.estimator=optimal_value"):
+        check(tmp_path / "b", {}, world_size=1, objective=objective)
+
+
 def test_an_engine_may_repeat_key_value_heads(tmp_path):
     # 8 ranks of an engine hold the 2 key-value heads four times each; 88 = 8 * 11.
     sizes = {"intermediate_size": 88}
