@@ -310,7 +310,7 @@ def check_update():
     return "; ".join(said)
 
 
-def _engine():
+def _transformer_engine():
     """Transformer Engine's version, or Skipped where its layers cannot run."""
     if DEVICE == "cpu":
         raise Skipped("Transformer Engine needs a CUDA device")
@@ -332,24 +332,24 @@ def _against_local_layers(names, *, logprob_bound, norm_bound, **settings):
         gap = max(abs(a - b).mean() for a, b in zip(*rows, strict=True))
         said.append(_require(float(gap), logprob_bound, f"{name} mean gap"))
         results = [actor.update(batch, build_objective("grpo")) for actor, batch, _ in actors]
-        norm, engine_norm = (result.grad_norm for result in results)
-        change = abs(engine_norm - norm) / norm
+        norm, other_norm = (result.grad_norm for result in results)
+        change = abs(other_norm - norm) / norm
         said.append(_require(change, norm_bound, "gradient norm's change"))
         deviation = results[1].statistics.to_metrics()["ratio/max_deviation"]
         said.append(_require(deviation, 0.0, "first ratio - 1"))
     return "; ".join(said)
 
 
-def check_engine():
+def check_transformer_engine():
     """Transformer Engine's layers and THD attention against the local ones, all architectures."""
-    version = _engine()
+    version = _transformer_engine()
     said = _against_local_layers(MODELS, logprob_bound=2e-2, norm_bound=5e-2)
     return f"version {version}; {said}"
 
 
 def check_fp8():
     """The same with matrix products in fp8, scaled by tensor."""
-    _engine()
+    _transformer_engine()
     if torch.cuda.get_device_capability() < (8, 9):
         raise Skipped("this device has no fp8 (compute capability 8.9 or above)")
     names = [name for name in MODELS if "num_experts" not in MODELS[name]]
@@ -366,7 +366,7 @@ CHECKS = (
     check_memory,
     check_parity,
     check_update,
-    check_engine,
+    check_transformer_engine,
     check_fp8,
 )
 

@@ -131,9 +131,12 @@ def build_block_spec(
     """`depth` layers and a final norm, of the kind that `config.transformer_impl` names."""
     if config.transformer_impl == "transformer_engine":
         # Not to be imported where Transformer Engine is missing.
-        from megatron_rl.actor.engine_layers import TENorm, build_engine_layer_spec
+        from megatron_rl.actor.transformer_engine_layers import (
+            TENorm,
+            build_transformer_engine_spec,
+        )
 
-        layer, norm = build_engine_layer_spec(shape), TENorm
+        layer, norm = build_transformer_engine_spec(shape), TENorm
     else:
         layer, norm = build_local_layer_spec(shape), RmsNorm
     return TransformerBlockSubmodules(layer_specs=[layer] * depth, layer_norm=norm)

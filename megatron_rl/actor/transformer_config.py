@@ -17,19 +17,19 @@ def build_transformer_config(
     shape: ModelShape, settings: ActorSettings, topology: Topology
 ) -> TransformerConfig:
     """The config that every Megatron module of the actor is built from."""
-    engine = uses_engine(settings, device=topology.device)
+    on_te = uses_transformer_engine(settings, device=topology.device)
     return TransformerConfig(
         **_model(shape),
         **_layout(topology, settings),
         **_numerics(topology, settings),
         **_recompute(settings),
-        **_experts(shape, topology, engine=engine),
-        transformer_impl="transformer_engine" if engine else "local",
+        **_experts(shape, topology, grouped=on_te),
+        transformer_impl="transformer_engine" if on_te else "local",
         **SUM_SEMANTICS,
     )
 
 
-def uses_engine(settings: ActorSettings, *, device: torch.device) -> bool:
+def uses_transformer_engine(settings: ActorSettings, *, device: torch.device) -> bool:
     """Whether the layers are Transformer Engine's: as set, else in bfloat16 on CUDA if it is there.
 
     Raises ValueError where it is asked for and missing.
@@ -113,7 +113,7 @@ def _recompute(settings: ActorSettings) -> dict[str, Any]:
     return {}
 
 
-def _experts(shape: ModelShape, topology: Topology, *, engine: bool) -> dict[str, Any]:
+def _experts(shape: ModelShape, topology: Topology, *, grouped: bool) -> dict[str, Any]:
     experts = shape.experts
     if experts is None:
         return {}
@@ -121,7 +121,7 @@ def _experts(shape: ModelShape, topology: Topology, *, engine: bool) -> dict[str
         "num_moe_experts": experts.num_experts,
         "moe_router_topk": experts.experts_per_token,
         "moe_ffn_hidden_size": experts.ffn_hidden_size,
-        "moe_grouped_gemm": engine,  # all local experts in one product
+        "moe_grouped_gemm": grouped,  # all local experts in one product
         "moe_router_load_balancing_type": "none",
         # Softmax over the chosen experts is softmax over all of them, normalised over the chosen.
         "moe_router_pre_softmax": not experts.normalize_top_k,

@@ -38,7 +38,7 @@ def check_settings(config: Config, *, world_size: int) -> ModelShape:
     if shape is not None:
         problems += _layout_problems(config, shape, world_size)
         problems += _length_problems(config, shape)
-        problems += _engine_problems(config, shape)
+        problems += _transformer_engine_problems(config, shape)
     try:
         run = run_directory(config)
         run.check_usable(config)
@@ -194,7 +194,7 @@ def _length_problems(config: Config, shape: ModelShape) -> list[str]:
     ]
 
 
-def _engine_problems(config: Config, shape: ModelShape) -> list[str]:
+def _transformer_engine_problems(config: Config, shape: ModelShape) -> list[str]:
     """Why Transformer Engine, or fp8 with it, cannot be used as asked."""
     model, keys = config.model, []
     if model.transformer_engine:

@@ -1,6 +1,6 @@
 """Layers of Transformer Engine against Megatron's local ones, with a double of Transformer Engine.
 
-`engine_double/` says what the double stands for and what it cannot tell.
+`transformer_engine_double/` says what the double stands for and what it cannot tell.
 """
 
 import json
@@ -14,7 +14,7 @@ from tests.functional.test_actor_architectures import EXPERTS, YARN, _make_model
 from tests.functional.test_actor_layouts import make_rollouts, transformers_logprobs
 from tests.ranks import run_ranks
 
-DOUBLE = Path(__file__).parent / "engine_double"
+DOUBLE = Path(__file__).parent / "transformer_engine_double"
 MODELS = {
     "qwen2": ("Qwen2Config", {}),  # biases
     "qwen3": ("Qwen3Config", {"tie_word_embeddings": True, "rope_parameters": YARN}),  # q, k norms
@@ -91,7 +91,9 @@ def models(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("layout", "world_size"), LAYOUTS.values(), ids=LAYOUTS)
-def test_engine_layers_equal_local_layers(models, tmp_path, monkeypatch, layout, world_size):
+def test_transformer_engine_layers_equal_local_layers(
+    models, tmp_path, monkeypatch, layout, world_size
+):
     monkeypatch.syspath_prepend(DOUBLE)  # spawned ranks take over the path
     answer = run_ranks(_compare, world_size, str(tmp_path), str(models), layout)[0]
     reports = json.loads(answer)

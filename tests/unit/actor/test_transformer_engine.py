@@ -45,17 +45,17 @@ SHAPE = ModelShape(
         (False, CUDA, LOW, False, False),
     ],
 )
-def test_when_the_engine_is_used(monkeypatch, installed, device, dtype, setting, used):
+def test_when_transformer_engine_is_used(monkeypatch, installed, device, dtype, setting, used):
     monkeypatch.setattr(transformer_config, "HAVE_TE", installed)
     settings = ActorSettings(dtype=dtype, transformer_engine=setting)
-    assert transformer_config.uses_engine(settings, device=device) is used
+    assert transformer_config.uses_transformer_engine(settings, device=device) is used
 
 
 @pytest.mark.parametrize("asked", [{"transformer_engine": True}, {"fp8": "tensorwise"}])
-def test_a_missing_engine_that_was_asked_for_is_an_error(monkeypatch, asked):
+def test_missing_transformer_engine_that_was_asked_for_is_an_error(monkeypatch, asked):
     monkeypatch.setattr(transformer_config, "HAVE_TE", False)
     with pytest.raises(ValueError, match="finds no Transformer Engine: install"):
-        transformer_config.uses_engine(ActorSettings(dtype=LOW, **asked), device=CUDA)
+        transformer_config.uses_transformer_engine(ActorSettings(dtype=LOW, **asked), device=CUDA)
 
 
 def test_fp8_goes_to_megatron_only_when_asked_for(monkeypatch):
@@ -82,7 +82,7 @@ def test_impossible_settings_of_fp8():
             ActorSettings(**wrong)
 
 
-def test_shards_lie_as_in_the_engines_documentation():
+def test_shards_lie_as_in_transformer_engines_documentation():
     # Its picture of DualChunkSwap in THD: two sequences of 8 and 4 tokens over two ranks.
     expected = {0: [0, 1, 6, 7, 0, 3], 1: [2, 3, 4, 5, 1, 2]}
     for rank, positions in expected.items():
@@ -134,8 +134,8 @@ def test_weights_that_products_in_fp8_cannot_take(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: name)
     given = {"model": {"path": "p", "fp8": "tensorwise"}, "data": {"train": "t"}}
-    (problem,) = preflight._engine_problems(
+    (problem,) = preflight._transformer_engine_problems(
         parse_config(given | {"parallel": {"tensor": 2}}), SHAPE
     )
     assert "a rank's feed-forward size is 40; matrix products in fp8 need" in problem
-    assert not preflight._engine_problems(parse_config(given), SHAPE)
+    assert not preflight._transformer_engine_problems(parse_config(given), SHAPE)

@@ -15,10 +15,10 @@ from torch import Tensor
 from megatron_rl.actor.layers import build_local_layer_spec
 from megatron_rl.resharding.architectures import ModelShape
 
-__all__ = ["EngineAttention", "TENorm", "build_engine_layer_spec"]
+__all__ = ["TransformerEngineAttention", "TENorm", "build_transformer_engine_spec"]
 
 
-class EngineAttention(TEDotProductAttention):
+class TransformerEngineAttention(TEDotProductAttention):
     """Rotates queries and keys, then lets Transformer Engine attend inside each sequence.
 
     Under context parallelism it exchanges keys and values in a ring. It expects of every sequence
@@ -35,7 +35,7 @@ class EngineAttention(TEDotProductAttention):
         )
 
 
-def build_engine_layer_spec(shape: ModelShape) -> ModuleSpec:
+def build_transformer_engine_spec(shape: ModelShape) -> ModuleSpec:
     """Megatron's layer of Transformer Engine modules, with explicit rotary positions."""
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=shape.experts.num_experts if shape.experts else None,
@@ -43,7 +43,7 @@ def build_engine_layer_spec(shape: ModelShape) -> ModuleSpec:
         qk_layernorm=shape.qk_norm,
     )
     layer = spec.submodules
-    layer.self_attention.submodules.core_attention = EngineAttention
+    layer.self_attention.submodules.core_attention = TransformerEngineAttention
     # Checkpoints call every tensor as those of local layers do, so that either loads the other's.
     local = build_local_layer_spec(shape).submodules
     layer.sharded_state_dict_keys_map = local.sharded_state_dict_keys_map
