@@ -1,5 +1,6 @@
 """From a config to a trainer: every part is made here, once, and handed its settings."""
 
+import os
 from datetime import timedelta
 
 import torch
@@ -176,6 +177,7 @@ def build_engine(config: Config, topology: Topology) -> VllmEngine:
     return VllmEngine(
         config.model.path,
         tensor=config.rollout.tensor,
+        expert_parallel=config.rollout.expert_parallel,
         topology=topology,
         dtype=compute_dtype(config, topology),
         max_model_len=config.max_model_tokens,
@@ -189,6 +191,7 @@ def build_engine(config: Config, topology: Topology) -> VllmEngine:
             full_check_every=config.resharding.full_check_every,
             repair=config.resharding.repair,
             time_limit=config.resharding.time_limit_seconds,
+            ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size)),
         ),
     )
 

@@ -236,12 +236,15 @@ def _break_pushes(rank, world_size, folder):
     # Two matrices of one shape in each other's place pass every other check.
     from megatron_rl.trainer.engine_check import check_engine
 
-    assert check_engine(actor, engine, PROMPTS, temperature=1.0, seed=1) < 1e-5
+    assert (
+        check_engine(actor, engine, PROMPTS, temperature=1.0, seed=1, tokens_per_micro_batch=256)
+        < 1e-5
+    )
     other = name.replace("layers.1", "layers.2")
     swapped = collected | {name: collected[other], other: collected[name]}
     engine.receive(iter(swapped.items()), version=3)
     with pytest.raises(RuntimeError, match="does not compute with the actor's weights"):
-        check_engine(actor, engine, PROMPTS, temperature=1.0, seed=1)
+        check_engine(actor, engine, PROMPTS, temperature=1.0, seed=1, tokens_per_micro_batch=256)
     engine.push_weights(actor, version=3)
     told["vllm"] = _push_into_a_new_vllm(actor, engine)
     engine.push_weights(actor, version=3)
