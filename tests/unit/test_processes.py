@@ -137,7 +137,7 @@ def send_when(*files, times=1):
 
 def test_a_request_to_end_is_passed_on_and_waited_for(ranks, tmp_path):
     end = f"sleep 1; touch {tmp_path}/saved$RANK; exit {INTERRUPTED}"
-    ranks(f"trap '{end}' TERM; touch {tmp_path}/$RANK; while true; do sleep 0.1; done")
+    ranks(f"trap '{end}' TERM; touch {tmp_path}/$RANK; for _ in $(seq 600); do sleep 0.1; done")
     send_when(tmp_path / "0", tmp_path / "1")
     handler = signal.getsignal(signal.SIGINT)
     assert start_processes([], world_size=2) == INTERRUPTED
@@ -146,7 +146,7 @@ def test_a_request_to_end_is_passed_on_and_waited_for(ranks, tmp_path):
 
 
 def test_a_second_request_ends_at_once(ranks, tmp_path):
-    ranks(f"trap '' TERM; touch {tmp_path}/$RANK; while true; do sleep 0.1; done")
+    ranks(f"trap '' TERM; touch {tmp_path}/$RANK; for _ in $(seq 600); do sleep 0.1; done")
     send_when(tmp_path / "0", tmp_path / "1", times=2)
     assert start_processes([], world_size=2) == 128 + signal.SIGTERM
 
