@@ -44,7 +44,8 @@ def test_every_destination_element_comes_once_from_a_right_source(
     world_size = source.world_size
     if world_size % engine_tensor or (shape.experts and engine_tensor == 8):
         engine_tensor = 1
-    destination = EngineLayout(engine_tensor, world_size, expert_parallel)
+    whole_experts = expert_parallel and shape.experts is not None
+    destination = EngineLayout(engine_tensor, world_size, whole_experts)
     tensors = numbered_tensors(shape)
     held = [_fill(source.pieces(shape, rank=r), tensors) for r in range(world_size)]
     expected = [_fill(destination.pieces(shape, rank=r), tensors) for r in range(world_size)]
@@ -141,6 +142,11 @@ def test_a_module_is_handed_over_as_a_whole_even_where_part_of_it_is_local():
                 for number in (layer - 1, layer)
             ]
             assert min(by_layer[1]) >= max(by_layer[0]) >= 0
+
+
+def test_engines_of_whole_experts_need_experts():
+    with pytest.raises(ValueError, match="needs a model with experts"):
+        EngineLayout(2, 2, expert_parallel=True).check(small_shape())
 
 
 def test_worlds_of_different_size_are_refused():
