@@ -41,9 +41,9 @@ def check_machine():
 
 def check_groups():
     """Megatron's process groups of one, with a collective on each."""
-    from megatron_rl.actor import platform
+    from megatron_rl.actor import groups
 
-    topology = platform.initialise()
+    topology = groups.initialise()
     one = torch.ones(1, device=topology.device)
     for group in (topology.tp_group, topology.cp_group, topology.pp_group, topology.dp_cp_group):
         torch.distributed.all_reduce(one, group=group)
@@ -228,12 +228,12 @@ def _rollouts():
 
 def _build(folder, *, transformer_engine=False, fp8=None):
     """An actor in low precision, a minibatch, and its log-probs by rollout."""
-    from megatron_rl.actor import platform
+    from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
     from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
 
-    topology = platform.topology_now()
+    topology = groups.topology_now()
     settings = ActorSettings(
         learning_rate=1e-4,
         warmup_updates=0,

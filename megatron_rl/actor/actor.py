@@ -17,18 +17,18 @@ from torch import Tensor
 
 from megatron_rl.actor.build import build_chunks, build_optimizer, wrap_chunks
 from megatron_rl.actor.checkpoint import load_checkpoint, load_model, save_checkpoint
+from megatron_rl.actor.cpu_adaptation import megatron_runtime
 from megatron_rl.actor.loss_contract import as_megatron_loss
 from megatron_rl.actor.memory import offload_training_state, restore_training_state
 from megatron_rl.actor.packs import LocalPack, PackCache, check_pack
-from megatron_rl.actor.platform import megatron_runtime
 from megatron_rl.actor.schedule import learning_rate_at
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.actor.weights import export_weights, named_parameters
 from megatron_rl.data.packing import build_pack
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.models.architectures import read_model_shape
 from megatron_rl.objectives.objective import PolicyObjective
 from megatron_rl.objectives.statistics import Statistics
-from megatron_rl.resharding.architectures import read_model_shape
 from megatron_rl.types import Denominators, Minibatch, TokenBatch
 
 

@@ -6,23 +6,25 @@ beside its final name and renamed when complete: a killed save leaves nothing th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron_rl.actor.checkpoint_contents import COMPLETE, FOLDER, STATE, is_checkpoint, read_state
 from megatron_rl.actor.model import PolicyModel
-from megatron_rl.actor.platform import optimizer_loading
-from megatron_rl.actor.stored import COMPLETE, FOLDER, STATE, is_checkpoint, read_state
 from megatron_rl.actor.weights import load_weights, named_parameters
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.resharding.architectures import ModelShape
+from megatron_rl.models.architectures import ModelShape
 
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -30,6 +32,28 @@ _METADATA = {
     # group: the device needs none, so an actor can be saved asleep, beside an engine.
     "distrib_optim_fully_reshardable_mem_efficient": True,
 }
+
+
+def _set_shard_states(self: DistributedOptimizer, model_param: Any, tensors: dict) -> None:
+    """Copy one parameter's shard and moments from a checkpoint.
+
+    Megatron-core 0.16 asks the checkpoint for torch Adam's per-parameter "step" too, which it keeps
+    elsewhere (KeyError: 'step'); with apex or Transformer Engine there is none.
+    """
+    group, order = self.model_param_group_index_map[model_param]
+    main_param = self.optimizer.param_groups[group]["params"][order]
+    targets = {"param": main_param, **self.optimizer.state[main_param]}
+    for key, tensor in tensors.items():
+        targets[key].copy_(tensor)
+
+
+@contextlib.contextmanager
+def _optimizer_loading() -> Iterator[None]:
+    """Let Megatron-core load a checkpoint into a distributed optimizer on torch's Adam."""
+    with mock.patch.object(
+        DistributedOptimizer, "_set_main_param_and_optimizer_states", _set_shard_states
+    ):
+        yield
 
 
 def _sharded_state(
@@ -97,7 +121,7 @@ def load_checkpoint(
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[f"model{index}" if len(chunks) > 1 else "model"])
     if stored is not None:
-        with optimizer_loading():
+        with _optimizer_loading():
             stored.load_state_dict(loaded["optimizer"])
         _separate_steps(stored)
     elif optimizer is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.checkpoint import load_model
-from megatron_rl.actor.platform import megatron_runtime
+from megatron_rl.actor.cpu_adaptation import megatron_runtime
 from megatron_rl.types import TokenBatch
 
 

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.actor.loss_contract import SUM_SEMANTICS
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.resharding.architectures import ModelShape
+from megatron_rl.models.architectures import ModelShape
 
 
 def build_transformer_config(

@@ -5,7 +5,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.report.rows import PHASES, read_metrics
+from megatron_rl.runs.rows import PHASES, read_metrics
 
 BLUE, ORANGE, GREY = "#2f6db3", "#d9822b", "#8a8f98"
 GREEN, VIOLET, RED, BROWN = "#7fb069", "#b0a8d8", "#c8553d", "#8c6d5a"

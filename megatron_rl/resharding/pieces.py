@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_rl.resharding.architectures import (
+from megatron_rl.models.architectures import (
     EMBEDDING,
     OUTPUT_LAYER,
     ModelShape,

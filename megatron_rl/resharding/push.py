@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_rl.resharding.agreement import raise_together
+from megatron_rl.distributed.agreement import raise_together
 from megatron_rl.resharding.gather import distinct_shards, gather_tensors, gathered_bytes
 from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.source import (

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.resharding.agreement import raise_together, sum_over_ranks
-from megatron_rl.resharding.architectures import ModelShape, tensor_shapes
+from megatron_rl.distributed.agreement import raise_together, sum_over_ranks
+from megatron_rl.models.architectures import ModelShape, tensor_shapes
 from megatron_rl.resharding.exchange import Exchange, ExchangeError
 from megatron_rl.resharding.layouts import ActorLayout
 from megatron_rl.resharding.ledger import Ledger

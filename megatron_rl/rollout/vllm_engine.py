@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.distributed.agreement import raise_together
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.resharding.agreement import raise_together
-from megatron_rl.resharding.architectures import ModelShape, read_model_shape, tensor_shapes
+from megatron_rl.models.architectures import ModelShape, read_model_shape, tensor_shapes
 from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.resharder import Resharder, ReshardSettings
 from megatron_rl.resharding.source import SyncStats, WeightHolder
 from megatron_rl.rollout.engine import Progress
-from megatron_rl.rollout.exchange import Generated, gather_responses
 from megatron_rl.rollout.process_state import hosted_start, preserved_generators
 from megatron_rl.rollout.requests import (
     SequenceRequest,
@@ -31,6 +30,7 @@ from megatron_rl.rollout.requests import (
     scoring_requests,
     stop_tokens,
 )
+from megatron_rl.rollout.response_gather import Generated, gather_responses
 from megatron_rl.rollout.running import GRACE, run_requests
 from megatron_rl.types import Prompt, Response, SamplingSettings
 

@@ -6,31 +6,31 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_rl.actor import platform
+from megatron_rl.actor import groups
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.reference import ReferencePolicy
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.actor.weights import check_weights
 from megatron_rl.config import Config
+from megatron_rl.console import Console
 from megatron_rl.data.prompts import PromptOrder, load_prompts, load_tokenizer
+from megatron_rl.distributed.agreement import raised_together
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.interruption import Interruption
+from megatron_rl.models.architectures import read_model_shape
 from megatron_rl.objectives import PolicyObjective, build_objective
-from megatron_rl.resharding.agreement import raised_together
-from megatron_rl.resharding.architectures import read_model_shape
+from megatron_rl.preflight.settings import check_settings
 from megatron_rl.resharding.resharder import ReshardSettings
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rollout.requests import check_prompts
 from megatron_rl.rollout.vllm_engine import VllmEngine
-from megatron_rl.trainer.checkpoints import CheckpointKeeper
-from megatron_rl.trainer.console import Console
+from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.loop import Trainer
 from megatron_rl.trainer.metrics import MetricLog, PhaseClock
-from megatron_rl.trainer.preflight import check_settings, run_directory
 from megatron_rl.trainer.recorder import Recorder
-from megatron_rl.trainer.run_directory import RunDirectory
+from megatron_rl.trainer.saving import CheckpointKeeper
 from megatron_rl.types import Prompt
 
 GRACE = timedelta(minutes=2)  # for whoever reached a limit to say so first
@@ -53,12 +53,12 @@ def run_training(
         check_prompts(some, vocab_size=shape.vocab_size, longest=config.data.max_prompt_tokens)
     order = PromptOrder(len(prompts), seed=config.seed)
     order.indices(0, config.rollout.prompts)  # says so if there are too few
-    directory = run_directory(config)
+    directory = RunDirectory.of(config)
 
     if rank == 0:
         directory.lock()
     # The ranks meet here, so none still checks the directory when rank 0 writes to it.
-    topology = platform.initialise(
+    topology = groups.initialise(
         tensor=config.parallel.tensor,
         pipeline=config.parallel.pipeline,
         context=config.parallel.context,

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import Config
-from megatron_rl.resharding.agreement import raised_together
+from megatron_rl.console import Console
+from megatron_rl.distributed.agreement import raised_together
 from megatron_rl.rollout.engine import RolloutEngine
+from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.seeds import derive_seed
-from megatron_rl.trainer.console import Console
 from megatron_rl.trainer.judge import Judge
-from megatron_rl.trainer.run_directory import RunDirectory
 from megatron_rl.types import Prompt, SamplingSettings
 
 

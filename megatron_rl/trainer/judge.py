@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from megatron_rl.distributed.agreement import raised_together
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.resharding.agreement import raised_together
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import TIME_LIMIT, VerifierError
 from megatron_rl.types import Prompt, Response, Rollout, Verdict

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.reference import ReferencePolicy
 from megatron_rl.config import Config
+from megatron_rl.console import Console
 from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.objectives import PolicyObjective
 from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.seeds import derive_seed
-from megatron_rl.trainer.checkpoints import CheckpointKeeper
-from megatron_rl.trainer.console import Console
 from megatron_rl.trainer.engine_check import check_engine
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.metrics import PhaseClock
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.trainer.rollout_batch import RolloutBatch, build_rollout_batch
+from megatron_rl.trainer.saving import CheckpointKeeper
 from megatron_rl.trainer.update_metrics import UpdateMetrics
 from megatron_rl.types import Prompt, SamplingSettings
 

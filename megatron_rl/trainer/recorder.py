@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.config import Config
+from megatron_rl.console import Console
+from megatron_rl.distributed.agreement import raised_together
 from megatron_rl.report.curves import draw_curves
-from megatron_rl.report.rows import PHASES, read_metrics
-from megatron_rl.resharding.agreement import raised_together
-from megatron_rl.trainer.console import Console
+from megatron_rl.runs.directory import RunDirectory
+from megatron_rl.runs.rows import PHASES, read_metrics
 from megatron_rl.trainer.metrics import MetricLog
 from megatron_rl.trainer.rollout_batch import RolloutBatch
-from megatron_rl.trainer.run_directory import RunDirectory
 
 
 @dataclass

@@ -66,13 +66,13 @@ def _make_model(folder, config_class, extra):
 
 def _score(rank, world_size, root, layout):
     """Log-probs by rollout and an export of every model; one update must stay finite."""
-    from megatron_rl.actor import platform
+    from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
     from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
     from megatron_rl.objectives import build_objective
 
-    topology = platform.initialise(**layout)
+    topology = groups.initialise(**layout)
     rollouts, advantages = make_rollouts()
     report = {}
     for name in MODELS:

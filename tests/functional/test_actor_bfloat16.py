@@ -88,10 +88,10 @@ def _train(actor, minibatch):
 
 
 def _run(rank, world_size, root, layout):
-    from megatron_rl.actor import platform
+    from megatron_rl.actor import groups
 
     root = Path(root)
-    topology = platform.initialise(**layout)
+    topology = groups.initialise(**layout)
     report, moved = {}, {}
     for dtype in (torch.float32, torch.bfloat16):
         actor = _actor(root, topology, dtype)

@@ -146,12 +146,12 @@ def _perturbed_neighbour(actor, minibatches):
 
 def run_layout(rank, world_size, root, layout, checkpoint):
     """Everything one layout is asked; runs on every rank."""
-    from megatron_rl.actor import platform
+    from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.data.packing import gather_by_rollout
 
     tensor, pipeline, context, _ = layout
-    topology = platform.initialise(tensor=tensor, pipeline=pipeline, context=context)
+    topology = groups.initialise(tensor=tensor, pipeline=pipeline, context=context)
     root = Path(root)
     folder = root / "-".join(map(str, layout))
     report = {}

@@ -28,14 +28,14 @@ def _counted_gathers():
 
 
 def _train(rank, world_size, folder):
-    from megatron_rl.actor import platform
+    from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.memory import training_state_bytes
     from megatron_rl.actor.settings import ActorSettings
     from megatron_rl.data.packing import plan_minibatches
     from megatron_rl.objectives import build_objective
 
-    topology = platform.initialise(context=world_size)
+    topology = groups.initialise(context=world_size)
     report = {}
     for name, recompute in (
         ("plain", "none"),

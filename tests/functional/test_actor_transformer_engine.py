@@ -62,11 +62,11 @@ def _report(actor, root, name, topology):
 
 
 def _compare(rank, world_size, root, models, layout):
-    from megatron_rl.actor import platform
+    from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
 
-    topology = platform.initialise(**layout)
+    topology = groups.initialise(**layout)
     reports = {}
     for model in MODELS:
         for kind in ("local", "engine"):

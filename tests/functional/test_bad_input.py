@@ -10,8 +10,8 @@ import yaml
 
 from megatron_rl.cli import main
 from megatron_rl.config import load_config
+from megatron_rl.preflight.settings import check_settings
 from megatron_rl.trainer.build import run_training
-from megatron_rl.trainer.preflight import check_settings
 from tests.functional.tiny_runs import CONFIG, TASK, make_task, start_training
 
 
@@ -130,7 +130,7 @@ def test_no_free_disk(capsys, tmp_path, monkeypatch):
 def test_an_existing_run_is_kept(capsys, tmp_path):
     (tmp_path / "a").mkdir()
     config = load_config(CONFIG, [*absolute(), "run.name=a"])
-    from megatron_rl.trainer.run_directory import RunDirectory
+    from megatron_rl.runs.directory import RunDirectory
 
     RunDirectory(tmp_path / "a").create(config)
     (tmp_path / "a" / "metrics.jsonl").write_text(json.dumps({"step": 0}) + "\n")
@@ -165,7 +165,7 @@ def test_weights_cut_short(tmp_path):
 
 
 def test_a_lost_checkpoint_is_not_answered_by_starting_again(capsys, tmp_path):
-    from megatron_rl.trainer.run_directory import RunDirectory
+    from megatron_rl.runs.directory import RunDirectory
 
     config = load_config(CONFIG, [*absolute(), "run.name=a"])
     directory = RunDirectory(tmp_path / "a")

@@ -64,14 +64,14 @@ def test_experts_there_and_back(tmp_path):
 
 def _train(rank, world_size, root):
     """Start an actor from a converted model; save and export after an update."""
-    from megatron_rl.actor import platform
+    from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
     from megatron_rl.data.packing import plan_minibatches
     from megatron_rl.objectives import build_objective
 
     root = Path(root)
-    topology = platform.initialise(tensor=world_size)
+    topology = groups.initialise(tensor=world_size)
     settings = ActorSettings(learning_rate=1e-2, warmup_updates=0)
     plain = MegatronActor(root / "model", topology=topology, settings=settings)
     actor = MegatronActor(root / "stored", topology=topology, settings=settings)

@@ -40,7 +40,7 @@ def _drifted(pack, logprobs, noise):
 
 def run_objectives(rank, world_size, root, layout):
     """One update by every objective, each from the same weights; runs on every rank."""
-    from megatron_rl.actor import platform
+    from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.reference import ReferencePolicy
     from megatron_rl.actor.settings import ActorSettings
@@ -48,7 +48,7 @@ def run_objectives(rank, world_size, root, layout):
     from megatron_rl.objectives import build_objective
 
     tensor, pipeline, context = layout
-    topology = platform.initialise(tensor=tensor, pipeline=pipeline, context=context)
+    topology = groups.initialise(tensor=tensor, pipeline=pipeline, context=context)
     rollouts, advantages = make_rollouts()
     generator = torch.Generator().manual_seed(2)
     noise, engine_noise = DRIFT * torch.randn(2, 16, 64, generator=generator)

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from megatron_rl.report.rows import read_metrics
+from megatron_rl.runs.rows import read_metrics
 from tests.functional.tiny_runs import TASK, make_task, start_training, train
 
 # What a clock or the machine decides; everything else must repeat bit for bit.

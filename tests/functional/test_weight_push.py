@@ -55,7 +55,7 @@ def _actor(folder, sizes, expert=1):
     from megatron.core import parallel_state
 
     from megatron_rl.actor.actor import MegatronActor
-    from megatron_rl.actor.platform import initialise
+    from megatron_rl.actor.groups import initialise
     from megatron_rl.actor.settings import ActorSettings
 
     if parallel_state.model_parallel_is_initialized():

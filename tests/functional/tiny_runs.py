@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_rl.report.rows import read_metrics
+from megatron_rl.runs.rows import read_metrics
 
 ROOT = Path(__file__).parents[2]
 TASK = ROOT / ".cache" / "tiny_task"

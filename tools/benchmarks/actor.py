@@ -103,13 +103,13 @@ def measure(update, *, repeats, device):
 
 def time_actor(rank, world_size, folder, layout, args):
     """(seconds per update, processed tokens, peak bytes) of one layout, on every rank."""
-    from megatron_rl.actor import platform
+    from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
     from megatron_rl.objectives import build_objective
 
     tensor, pipeline, context, _ = layout
-    topology = platform.initialise(tensor=tensor, pipeline=pipeline, context=context)
+    topology = groups.initialise(tensor=tensor, pipeline=pipeline, context=context)
     settings = ActorSettings(warmup_updates=0, recompute=args.recompute)
     actor = MegatronActor(folder, topology=topology, settings=settings)
     minibatch = plan_minibatches(

@@ -25,8 +25,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.models.architectures import ModelShape, tensor_shapes
 from megatron_rl.peak_memory import PeakMemory
-from megatron_rl.resharding.architectures import ModelShape, tensor_shapes
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.pieces import padded_vocabulary
 from megatron_rl.resharding.plan import iterate_copies

@@ -9,13 +9,13 @@ from tests.ranks import run_ranks
 
 def score_by_reference(rank, world_size, root):
     """Runs on both tensor-parallel ranks; asserts there."""
-    from megatron_rl.actor import platform
+    from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.reference import ReferencePolicy
     from megatron_rl.actor.settings import ActorSettings
     from megatron_rl.data.packing import plan_minibatches
 
-    topology = platform.initialise(tensor=world_size)
+    topology = groups.initialise(tensor=world_size)
     policy = MegatronActor(root / "policy", topology=topology, settings=ActorSettings())
     other = MegatronActor(root / "other", topology=topology, settings=ActorSettings())
     (minibatch,) = plan_minibatches(

@@ -12,8 +12,9 @@ from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.config import ParallelSection, parse_config
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.resharding.architectures import ModelShape
-from megatron_rl.trainer import preflight
+from megatron_rl.models.architectures import ModelShape
+from megatron_rl.preflight import layout
+from megatron_rl.preflight import settings as preflight
 
 LOW = torch.bfloat16
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -129,7 +130,7 @@ def test_tokens_that_products_in_fp8_cannot_take(fp8, sequence_parallel, fits, d
 
 def test_weights_that_products_in_fp8_cannot_take(monkeypatch):
     # Over two ranks: queries 48, with keys and values (6 + 2 * 2) * 16 / 2 = 80, feed-forward 40.
-    sizes = preflight._product_sizes(ParallelSection(tensor=2), SHAPE)
+    sizes = layout.product_sizes(ParallelSection(tensor=2), SHAPE)
     assert list(sizes.values()) == [96, 48, 80, 40]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: name)

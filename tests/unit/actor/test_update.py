@@ -15,11 +15,11 @@ from tests.unit.objectives.mutate import mutated
 
 
 def _make_actor(root):
-    from megatron_rl.actor import platform
+    from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
 
-    topology = platform.initialise()
+    topology = groups.initialise()
     settings = ActorSettings(learning_rate=1e-2, warmup_updates=0, clip_grad=0.5)
     return MegatronActor(root, topology=topology, settings=settings)
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_rl.resharding.architectures import ExpertShape, ModelShape, tensor_shapes
+from megatron_rl.models.architectures import ExpertShape, ModelShape, tensor_shapes
 
 
 def small_shape(architecture: str = "Qwen2ForCausalLM", **changes) -> ModelShape:

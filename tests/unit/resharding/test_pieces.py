@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_rl.resharding.architectures import ARCHITECTURES
+from megatron_rl.models.architectures import ARCHITECTURES
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.pieces import megatron_pieces, vllm_pieces
 from tests.unit.resharding.shapes import numbered_tensors, small_shape

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.resharding.architectures import ARCHITECTURES, tensor_shapes
+from megatron_rl.models.architectures import ARCHITECTURES, tensor_shapes
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.plan import iterate_copies
 from megatron_rl.resharding.rounds import plan_for_rank

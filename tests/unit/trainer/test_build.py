@@ -1,12 +1,12 @@
 """In which order the parts of a run take the device's memory."""
 
 from megatron_rl.config import parse_config
+from megatron_rl.console import Console
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.interruption import Interruption
 from megatron_rl.objectives import build_objective
+from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.trainer import build
-from megatron_rl.trainer.console import Console
-from megatron_rl.trainer.run_directory import RunDirectory
 
 
 def test_a_run_continues_before_the_engine_takes_its_memory(tmp_path, monkeypatch):

@@ -8,21 +8,21 @@ import pytest
 import torch
 
 from megatron_rl.config import AdvantageSection, parse_config
+from megatron_rl.console import Console
 from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.interruption import RunInterrupted
 from megatron_rl.objectives import build_objective
-from megatron_rl.report.rows import PHASES, read_metrics
 from megatron_rl.rewards.verifier import VerifierError
+from megatron_rl.runs.directory import RunDirectory
+from megatron_rl.runs.rows import PHASES, read_metrics
 from megatron_rl.trainer.build import collective_timeout
-from megatron_rl.trainer.console import Console
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.loop import Trainer
 from megatron_rl.trainer.metrics import LoggingSection, MetricLog, PhaseClock
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.trainer.rollout_batch import compute_advantages
-from megatron_rl.trainer.run_directory import RunDirectory
 from megatron_rl.types import Prompt, Response, Verdict
 
 PROMPTS = [Prompt(i, ({"role": "user", "content": "?"},), (5, 6), "1", "toy") for i in range(8)]

@@ -1,7 +1,7 @@
 """Plain lines, heartbeats and silence."""
 
-from megatron_rl.trainer import console as console_module
-from megatron_rl.trainer.console import Console
+from megatron_rl import console as console_module
+from megatron_rl.console import Console
 
 
 def test_without_a_terminal_lines_are_plain_and_kept(tmp_path, capsys):

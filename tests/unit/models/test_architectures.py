@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from megatron_rl.resharding.architectures import read_model_shape, tensor_shapes
+from megatron_rl.models.architectures import read_model_shape, tensor_shapes
 
 SIZES = {
     "vocab_size": 37,

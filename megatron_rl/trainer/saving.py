@@ -6,10 +6,10 @@ from pathlib import Path
 
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.config import Config
+from megatron_rl.console import Console
+from megatron_rl.distributed.agreement import raised_together, sum_over_ranks
 from megatron_rl.interruption import Interruption, RunInterrupted
-from megatron_rl.resharding.agreement import raised_together, sum_over_ranks
-from megatron_rl.trainer.console import Console
-from megatron_rl.trainer.run_directory import RunDirectory
+from megatron_rl.runs.directory import RunDirectory
 
 
 @dataclass

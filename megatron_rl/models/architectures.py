@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_rl.resharding.rotary_scaling import (
+from megatron_rl.models.rotary_scaling import (
     RotaryScaling,
     read_rotary_base,
     read_rotary_scaling,

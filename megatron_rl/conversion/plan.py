@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.actor.stored import FOLDER, check_stored, is_checkpoint
+from megatron_rl.actor.checkpoint_contents import FOLDER, check_stored, is_checkpoint
 from megatron_rl.actor.weights import check_weights, stored_dtypes
 from megatron_rl.config import (
     ConfigError,
@@ -19,12 +19,12 @@ from megatron_rl.config import (
     load_config,
     parse_config,
 )
-from megatron_rl.resharding.architectures import ModelShape, read_model_shape, tensor_shapes
+from megatron_rl.console import Console
+from megatron_rl.conversion.name_table import build_name_table, describe_shares, format_table
+from megatron_rl.models.architectures import ModelShape, read_model_shape, tensor_shapes
+from megatron_rl.preflight.layout import cut_problems
 from megatron_rl.resharding.layouts import ActorLayout
-from megatron_rl.trainer.console import Console
-from megatron_rl.trainer.name_table import build_name_table, describe_shares, format_table
-from megatron_rl.trainer.preflight import cut_problems
-from megatron_rl.trainer.run_directory import RunDirectory
+from megatron_rl.runs.directory import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,12 @@ def describe_dry_run(conversion: Conversion) -> str:
 
 def run_conversion(conversion: Conversion) -> None:
     """Convert as one rank of the layout; collective."""
-    from megatron_rl.actor import platform
-    from megatron_rl.actor.convert import convert_to_checkpoint, convert_to_hugging_face
+    from megatron_rl.actor import groups
+    from megatron_rl.actor.import_export import convert_to_checkpoint, convert_to_hugging_face
 
     start = time.monotonic()
     layout = conversion.layout
-    topology = platform.initialise(
+    topology = groups.initialise(
         tensor=layout.tensor,
         pipeline=layout.pipeline,
         context=layout.context,

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from megatron_rl.actor.build import build_chunks
 from megatron_rl.actor.checkpoint import load_checkpoint, save_checkpoint
+from megatron_rl.actor.checkpoint_contents import FOLDER
+from megatron_rl.actor.cpu_adaptation import megatron_runtime
 from megatron_rl.actor.model import PolicyModel
-from megatron_rl.actor.platform import megatron_runtime
 from megatron_rl.actor.settings import ActorSettings
-from megatron_rl.actor.stored import FOLDER
 from megatron_rl.actor.weights import (
     Progress,
     begin_folder,
@@ -25,7 +25,7 @@ from megatron_rl.actor.weights import (
     stored_dtypes,
 )
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.resharding.architectures import ModelShape, read_model_shape
+from megatron_rl.models.architectures import ModelShape, read_model_shape
 
 
 def convert_to_checkpoint(

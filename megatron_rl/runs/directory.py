@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_rl.config import Config, ConfigError, dump_config, load_config
-from megatron_rl.report.rows import read_metrics
+from megatron_rl.runs.rows import read_metrics
 from megatron_rl.types import Rollout
 
 CHECKPOINT_NAME = re.compile(r"step_(\d{6})$")
@@ -50,6 +50,15 @@ class RunDirectory:
         self.model = self.path / "model"
         self.config_file = self.path / "config.yaml"
         self.log_file = self.path / "log.txt"
+
+    @classmethod
+    def of(cls, config: Config) -> "RunDirectory":
+        """The run directory that the config names."""
+        if config.run.name is None:
+            raise ConfigError(
+                "run.name: missing; torchrun and srun jobs need a name, as run.name=my-run"
+            )
+        return cls(Path(config.run.dir) / config.run.name)
 
     def check_usable(self, config: Config) -> None:
         """Refuse to overwrite another run, or to continue one under changed settings.

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megatron_rl.resharding.agreement import RankTimeoutError, raise_together, raised_together
+from megatron_rl.distributed.agreement import RankTimeoutError, raise_together, raised_together
 from tests.ranks import run_ranks
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_rl import doctor
+from megatron_rl.commands import doctor
 
 
 def finding(part):

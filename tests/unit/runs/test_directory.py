@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl.config import ConfigError, LoggingSection, parse_config
-from megatron_rl.report.rows import read_metrics
-from megatron_rl.trainer.checkpoints import CheckpointKeeper
-from megatron_rl.trainer.console import Console
+from megatron_rl.console import Console
+from megatron_rl.runs.directory import RunDirectory
+from megatron_rl.runs.rows import read_metrics
 from megatron_rl.trainer.metrics import MetricLog
-from megatron_rl.trainer.run_directory import RunDirectory
+from megatron_rl.trainer.saving import CheckpointKeeper
 from megatron_rl.types import Prompt, Response, Rollout, Verdict
 
 
@@ -77,7 +77,7 @@ def test_a_run_that_was_out_of_memory_continues_with_less(tmp_path):
 
 HOLD = """
 import sys
-from megatron_rl.trainer.run_directory import RunDirectory
+from megatron_rl.runs.directory import RunDirectory
 directory = RunDirectory(sys.argv[1])
 directory.lock()
 print(flush=True)

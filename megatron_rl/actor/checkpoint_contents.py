@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_rl.resharding.architectures import ModelShape, Row, row_shapes
+from megatron_rl.models.architectures import ModelShape, Row, row_shapes
 
 FOLDER = "actor"  # of a run's checkpoint, and of a converted model
 STATE = "actor.json"

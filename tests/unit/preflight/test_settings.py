@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_rl.config import ConfigError, parse_config
-from megatron_rl.trainer.preflight import check_settings
+from megatron_rl.preflight.settings import check_settings
 
 SIZES = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 90, "num_hidden_layers": 2,

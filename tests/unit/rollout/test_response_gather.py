@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from megatron_rl.rollout.exchange import Generated, gather_responses
+from megatron_rl.rollout.response_gather import Generated, gather_responses
 from tests.ranks import run_ranks
 
 

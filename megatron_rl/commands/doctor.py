@@ -1,14 +1,12 @@
-"""What this machine has, what will therefore be used, and what is missing for what."""
+"""`megatron-rl doctor`: what this machine has, what follows, and what is missing for what."""
 
+import argparse
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import sys
 from dataclasses import dataclass
-
-from rich.console import Console
-from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -21,8 +19,17 @@ class Finding:
     good: bool = True
 
 
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Its options: none."""
+    doctor = commands.add_parser("doctor", help="what this machine has and what will be used")
+    doctor.set_defaults(run=lambda options, arguments: print_report())
+
+
 def print_report() -> int:
     """Print the findings; returns 1 if training cannot run on this machine, else 0."""
+    from rich.console import Console
+    from rich.table import Table
+
     findings = examine()
     table = Table(title="megatron-rl doctor", title_justify="left")
     for heading in ("", "part", "found", "what follows"):

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.config import Config, ConfigError, ParallelSection
+from megatron_rl.config import Config, ConfigError
+from megatron_rl.models.architectures import ModelShape, read_model_shape, tensor_shapes
 from megatron_rl.objectives import build_objective
-from megatron_rl.resharding.architectures import ModelShape, read_model_shape, tensor_shapes
-from megatron_rl.resharding.layouts import EngineLayout
-from megatron_rl.resharding.pieces import what_is_cut
+from megatron_rl.preflight.layout import layout_problems, length_problems, product_sizes
 from megatron_rl.rollout.requests import stop_tokens
-from megatron_rl.trainer.run_directory import RunDirectory
+from megatron_rl.runs.directory import RunDirectory
 
 # float32 weight, Adam's two moments and the master weight
 CHECKPOINT_BYTES_PER_PARAMETER = 16
@@ -36,11 +35,11 @@ def check_settings(config: Config, *, world_size: int) -> ModelShape:
     shape = _read_model(config.model.path, problems)
     problems += _objective_problems(config, shape)
     if shape is not None:
-        problems += _layout_problems(config, shape, world_size)
-        problems += _length_problems(config, shape)
+        problems += layout_problems(config, shape, world_size)
+        problems += length_problems(config, shape)
         problems += _transformer_engine_problems(config, shape)
     try:
-        run = run_directory(config)
+        run = RunDirectory.of(config)
         run.check_usable(config)
         if shape is not None:
             _check_disk(config, run, shape)
@@ -69,15 +68,6 @@ def _read_model(path: str, problems: list[str]) -> ModelShape | None:
     except ValueError as error:
         problems.append(f"model.path: {error}")
         return None
-
-
-def run_directory(config: Config) -> RunDirectory:
-    """The run directory that the config names."""
-    if config.run.name is None:
-        raise ConfigError(
-            "run.name: missing; torchrun and srun jobs need a name, as run.name=my-run"
-        )
-    return RunDirectory(Path(config.run.dir) / config.run.name)
 
 
 def _objective_problems(config: Config, shape: ModelShape | None) -> list[str]:
@@ -114,86 +104,6 @@ def _objective_problems(config: Config, shape: ModelShape | None) -> list[str]:
     return problems
 
 
-def _layout_problems(config: Config, shape: ModelShape, world_size: int) -> list[str]:
-    parallel, problems = config.parallel, []
-    replicas, rest = divmod(world_size, parallel.model_size)
-    wanted = parallel.data or replicas
-    if rest or wanted * parallel.model_size != world_size:
-        problems.append(
-            f"{world_size} processes cannot hold tensor {parallel.tensor} * pipeline "
-            f"{parallel.pipeline} * context {parallel.context} * data {parallel.data or '?'}; "
-            "their product must equal the number of processes: change one of parallel.*, or start "
-            f"{parallel.model_size * (parallel.data or 1)} processes"
-        )
-    problems += cut_problems(parallel, shape)
-    experts_over = world_size // (parallel.tensor * parallel.pipeline)
-    if experts_over % parallel.expert:
-        problems.append(
-            f"parallel.expert={parallel.expert} does not divide context * data = {experts_over}, "
-            "over which experts are spread; choose a divisor"
-        )
-    if shape.experts and parallel.tensor > 1 and not parallel.sequence:
-        problems.append(
-            f"parallel.sequence=false: Megatron trains experts under parallel.tensor="
-            f"{parallel.tensor} with sequence parallelism only; leave it true"
-        )
-    rollout = config.rollout
-    try:
-        EngineLayout(rollout.tensor, world_size, rollout.expert_parallel).check(shape)
-    except ValueError as error:
-        problems.append(f"rollout.tensor={rollout.tensor}: {error}; choose another")
-    per_minibatch = (
-        config.rollout.prompts * config.rollout.responses_per_prompt // config.trainer.minibatches
-    )
-    if replicas > per_minibatch:
-        problems.append(
-            f"a minibatch of {per_minibatch} responses cannot feed {replicas} data-parallel "
-            "replicas; raise rollout.prompts or lower trainer.minibatches"
-        )
-    return problems
-
-
-def cut_problems(parallel: ParallelSection, shape: ModelShape) -> list[str]:
-    """Why the model cannot be cut as asked, whatever the number of processes."""
-    stages, chunks, expert = parallel.pipeline, parallel.virtual_stages, parallel.expert
-    sizes = {
-        "tensor": ("parallel.tensor", parallel.tensor),
-        "expert tensor": ("parallel.tensor", parallel.tensor),
-        "expert parallel": ("parallel.expert", expert),
-    }
-    problems = [
-        f"{key}={size} does not divide the model's {whole} {name}; choose a divisor of {whole}"
-        for (key, size), whole, name in (
-            (sizes[kind], whole, name) for kind, whole, name in what_is_cut(shape)
-        )
-        if whole % size
-    ]
-    if chunks > 1 and stages == 1:
-        problems.append(
-            f"parallel.virtual_stages={chunks} interleaves pipeline stages, but parallel.pipeline "
-            "is 1; set it to 1, or use more pipeline stages"
-        )
-    elif shape.num_layers % (stages * chunks):
-        product = f" * parallel.virtual_stages={chunks}" if chunks > 1 else ""
-        problems.append(
-            f"parallel.pipeline={stages}{product} does not divide the model's {shape.num_layers} "
-            "layers; every chunk must hold equally many"
-        )
-    if expert > 1 and shape.experts is None:
-        problems.append(f"parallel.expert={expert}, but the model has no experts; set it to 1")
-    return problems
-
-
-def _length_problems(config: Config, shape: ModelShape) -> list[str]:
-    if config.max_model_tokens <= shape.max_position_embeddings:
-        return []
-    return [
-        f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_response_tokens="
-        f"{config.rollout.max_response_tokens} exceed the model's "
-        f"{shape.max_position_embeddings} positions; lower one of them"
-    ]
-
-
 def _transformer_engine_problems(config: Config, shape: ModelShape) -> list[str]:
     """Why Transformer Engine, or fp8 with it, cannot be used as asked."""
     model, keys = config.model, []
@@ -219,23 +129,10 @@ def _transformer_engine_problems(config: Config, shape: ModelShape) -> list[str]
         problems += [
             f"model.fp8={model.fp8}: a rank's {name} is {size}; matrix products in fp8 need "
             f"multiples of {FP8_SIZES}: lower parallel.tensor, or unset model.fp8"
-            for name, size in _product_sizes(config.parallel, shape).items()
+            for name, size in product_sizes(config.parallel, shape).items()
             if size % FP8_SIZES
         ]
     return problems
-
-
-def _product_sizes(parallel: ParallelSection, shape: ModelShape) -> dict[str, int]:
-    """The sides of the layers' weights on one rank."""
-    ffn = shape.experts.ffn_hidden_size if shape.experts else shape.ffn_hidden_size
-    heads = shape.num_attention_heads * shape.head_dim
-    merged = heads + 2 * shape.num_query_groups * shape.head_dim
-    return {
-        "hidden size": shape.hidden_size,
-        "queries' size": heads // parallel.tensor,
-        "queries', keys' and values' size": merged // parallel.tensor,
-        "feed-forward size": ffn // parallel.tensor,
-    }
 
 
 def _file_problems(config: Config) -> list[str]:

@@ -8,12 +8,12 @@ import torch.distributed.checkpoint as dcp
 import yaml
 from safetensors.torch import save_file
 
-from megatron_rl.actor.stored import COMPLETE, STATE
+from megatron_rl.actor.checkpoint_contents import COMPLETE, STATE
 from megatron_rl.config import ConfigError, parse_config
-from megatron_rl.resharding.architectures import read_model_shape, tensor_shapes
+from megatron_rl.conversion.name_table import build_name_table
+from megatron_rl.conversion.plan import describe_dry_run, plan_conversion
+from megatron_rl.models.architectures import read_model_shape, tensor_shapes
 from megatron_rl.resharding.layouts import ActorLayout
-from megatron_rl.trainer.conversion import describe_dry_run, plan_conversion
-from megatron_rl.trainer.name_table import build_name_table
 from tests.unit.resharding.shapes import small_shape
 
 CONFIG = {

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_rl.resharding.architectures import ModelShape, Row, row_shapes
+from megatron_rl.models.architectures import ModelShape, Row, row_shapes
 from megatron_rl.resharding.layouts import ActorLayout
 from megatron_rl.resharding.pieces import padded_vocabulary
 

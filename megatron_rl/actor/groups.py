@@ -1,0 +1,100 @@
+"""Megatron-core's process groups and random generators, and this process's place in them."""
+
+import os
+import random
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random as megatron_random
+
+from megatron_rl.actor.cpu_adaptation import megatron_runtime
+from megatron_rl.actor.device import has_cuda, local_device
+from megatron_rl.distributed.topology import Topology
+
+
+def _init_process_group(timeout: timedelta) -> None:
+    """Join the process group that torchrun's environment describes, or make one of one process."""
+    if has_cuda():
+        torch.cuda.set_device(local_device())
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def initialise(
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    context: int = 1,
+    expert: int = 1,
+    virtual_stages: int = 1,
+    seed: int = 0,
+    timeout: timedelta = timedelta(minutes=30),
+) -> Topology:
+    """Make the process groups of one layout and seed every generator; data parallelism is the rest.
+
+    Collective over all processes. Raises ValueError when the number of processes is not a multiple
+    of tensor * pipeline * context.
+    """
+    _init_process_group(timeout)
+    world_size, model_size = dist.get_world_size(), tensor * pipeline * context
+    if world_size % model_size:
+        raise ValueError(
+            f"tensor {tensor} * pipeline {pipeline} * context {context} = {model_size} does not "
+            f"divide the {world_size} processes; start a multiple of {model_size} processes"
+        )
+    with megatron_runtime():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor,
+            pipeline_model_parallel_size=pipeline,
+            virtual_pipeline_model_parallel_size=virtual_stages if virtual_stages > 1 else None,
+            context_parallel_size=context,
+            expert_model_parallel_size=expert,
+            create_gloo_process_groups=True,
+            distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
+        )
+        seed_everything(seed)
+    return topology_now(virtual_stages)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, torch and Megatron's generators; the same on every rank."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if has_cuda():
+        megatron_random.model_parallel_cuda_manual_seed(seed)
+    else:
+        megatron_random.initialize_rng_tracker()
+
+
+def topology_now(virtual_stages: int = 1) -> Topology:
+    """This process's place in the process groups that exist."""
+    state = parallel_state
+    return Topology(
+        world_size=dist.get_world_size(),
+        rank=dist.get_rank(),
+        device=local_device(),
+        tp_size=state.get_tensor_model_parallel_world_size(),
+        tp_rank=state.get_tensor_model_parallel_rank(),
+        tp_group=state.get_tensor_model_parallel_group(),
+        cp_size=state.get_context_parallel_world_size(),
+        cp_rank=state.get_context_parallel_rank(),
+        cp_group=state.get_context_parallel_group(),
+        pp_size=state.get_pipeline_model_parallel_world_size(),
+        pp_rank=state.get_pipeline_model_parallel_rank(),
+        pp_group=state.get_pipeline_model_parallel_group(),
+        dp_size=state.get_data_parallel_world_size(),
+        dp_rank=state.get_data_parallel_rank(),
+        dp_group=state.get_data_parallel_group(),
+        dp_cp_group=state.get_data_parallel_group(with_context_parallel=True),
+        ep_size=state.get_expert_model_parallel_world_size(),
+        ep_rank=state.get_expert_model_parallel_rank(),
+        virtual_stages=virtual_stages,
+    )

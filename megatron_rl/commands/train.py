@@ -1,0 +1,92 @@
+"""`megatron-rl train`: start the processes of this node, or join those that were started."""
+
+import argparse
+import time
+from pathlib import Path
+
+from megatron_rl.commands.ending import fail, leave
+from megatron_rl.config import Config, ConfigError, dump_config, load_config, parse_config
+from megatron_rl.interruption import Interruption, RunInterrupted
+from megatron_rl.processes import (
+    INTERRUPTED,
+    has_cuda,
+    join_processes,
+    quiet_libraries,
+    start_processes,
+)
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Its options."""
+    train = commands.add_parser(
+        "train",
+        help="train from a config",
+        description="Train. Starts the processes of this node itself, as many as the layout "
+        "needs, or joins them when torchrun or srun started it.",
+    )
+    train.add_argument("--config", required=True, help="YAML file")
+    train.add_argument("--print-config", action="store_true", help="show the resolved config, exit")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.steps=5")
+    train.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, arguments: list[str]) -> int:
+    place, config, interruption = None, None, Interruption()
+    try:
+        place = join_processes()
+        if place is not None:
+            interruption.listen()  # before anything is imported that starts threads
+        config = load_config(options.config, options.overrides)
+        if options.print_config:
+            print(dump_config(config), end="")
+            return 0
+        if place is None:
+            return _start(config, options, arguments)
+        quiet_libraries()
+        from megatron_rl.trainer.build import run_training
+
+        run_training(
+            config, rank=place.rank, world_size=place.world_size, interruption=interruption
+        )
+    except RunInterrupted:
+        interruption.settle()
+        return leave(INTERRUPTED)
+    except Exception as error:  # noqa: BLE001 - said, logged, and the process ends
+        return fail(error, place, config)
+    return leave(0)
+
+
+def _start(config: Config, options: argparse.Namespace, arguments: list[str]) -> int:
+    from megatron_rl.preflight.settings import check_settings
+
+    world_size = config.parallel.model_size * (config.parallel.data or _default_replicas(config))
+    if config.run.name is None:  # decided once, here, so that all processes agree
+        name = f"{Path(options.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        arguments = [*arguments, f"run.name={name}"]
+        values = config.model_dump()
+        values["run"]["name"] = name
+        config = parse_config(values)
+    check_settings(config, world_size=world_size)
+    check_devices(world_size)
+    return start_processes(arguments, world_size=world_size)
+
+
+def check_devices(world_size: int) -> None:
+    """ConfigError if this node has fewer devices than the processes that it is to run."""
+    if not has_cuda():
+        return
+    import torch
+
+    if world_size > (devices := torch.cuda.device_count()):
+        raise ConfigError(
+            f"the layout needs {world_size} processes, one per device, and this node has {devices} "
+            "devices; lower parallel.*, or start the processes of several nodes by torchrun or srun"
+        )
+
+
+def _default_replicas(config: Config) -> int:
+    if not has_cuda():
+        return 1
+    import torch
+
+    return max(torch.cuda.device_count() // config.parallel.model_size, 1)
