@@ -133,11 +133,11 @@ class ObjectiveSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW with warm-up, counted in optimizer updates."""
+    """AdamW, its warm-up counted in rollout batches as the paper counts steps."""
 
     learning_rate: Positive = 1.0e-6
     min_learning_rate: NonNegative = 0.0
-    warmup_updates: Annotated[int, Field(ge=0)] = 10
+    warmup_steps: NonNegative = 10.0  # rollout batches; a part of one is rounded to updates
     decay: Literal["constant", "linear", "cosine"] = "constant"
     weight_decay: NonNegative = 0.1
     beta1: Decay = 0.9
@@ -256,6 +256,11 @@ class Config(Section):
     def updates_per_step(self) -> int:
         """Optimizer updates between two weight pushes."""
         return self.trainer.epochs * self.trainer.minibatches
+
+    @property
+    def warmup_updates(self) -> int:
+        """Optimizer updates until the learning rate is the full one."""
+        return round(self.optimizer.warmup_steps * self.updates_per_step)
 
     @property
     def max_model_tokens(self) -> int:

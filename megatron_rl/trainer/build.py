@@ -160,7 +160,8 @@ def _build_trainer(
 def build_actor_settings(config: Config, topology: Topology) -> ActorSettings:
     """The actor's settings as the config states them."""
     return ActorSettings(
-        **config.optimizer.model_dump(),
+        **config.optimizer.model_dump(exclude={"warmup_steps"}),
+        warmup_updates=config.warmup_updates,
         total_updates=config.trainer.steps * config.updates_per_step,
         dtype=compute_dtype(config, topology),
         sequence_parallel=config.parallel.sequence,

@@ -14,7 +14,7 @@ TINY = (
     "logging.tensorboard=false", "parallel.context=1", "objective.name=grpo",
     # A random model earns no reward: entropy alone moves it.
     "objective.entropy_coefficient=1.0e-2", "optimizer.learning_rate=1e-2",
-    "optimizer.warmup_updates=0",
+    "optimizer.warmup_steps=0",
 )  # fmt: skip
 
 

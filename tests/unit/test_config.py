@@ -19,11 +19,20 @@ def test_defaults_are_the_published_configuration(tmp_path):
     # lr 1e-6, 10 warm-up steps, weight decay 0.1, evaluation 32 samples at 0.7 / top-p 0.9.
     assert (config.rollout.prompts, config.rollout.responses_per_prompt) == (256, 8)
     assert config.trainer.minibatches == 256 // 64
-    assert (config.optimizer.learning_rate, config.optimizer.warmup_updates) == (1e-6, 10)
+    assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (1e-6, 10)
     assert config.optimizer.weight_decay == 0.1
     assert (config.eval.samples, config.eval.temperature, config.eval.top_p) == (32, 0.7, 0.9)
     assert config.max_model_tokens == 1024 + 15360
     assert config.updates_per_step == 16
+
+
+def test_warmup_is_counted_in_rollout_batches(tmp_path):
+    file = write(tmp_path, MINIMAL)
+    # the paper's 10 steps: 10 x 4 epochs x 4 minibatches, and 10 x 1 x 4
+    assert load_config(file).warmup_updates == 160
+    assert load_config(file, ["trainer.epochs=1"]).warmup_updates == 40
+    assert load_config(file, ["optimizer.warmup_steps=0.5"]).warmup_updates == 8
+    assert load_config(file, ["optimizer.warmup_steps=0"]).warmup_updates == 0
 
 
 def test_overrides_win_and_yaml_floats_without_a_point_are_numbers(tmp_path):

@@ -1,0 +1,89 @@
+"""The examples: the paper's numbers, and layouts that their true models can be cut into."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import load_config
+from megatron_rl.models.architectures import read_model_shape
+from megatron_rl.objectives import build_objective
+from megatron_rl.preflight.layout import layout_problems
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "pnpo"
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064, "rope_theta": 1e6,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+}  # fmt: skip
+# Of the models' own config.json files; the devices are those that each config's comment names.
+MODELS = {
+    "r1_distill_1_5b_epochs1": 32, "r1_distill_1_5b_epochs4": 32, "qwen2_5_7b": 32,
+    "qwen2_5_32b": 64, "qwen3_30b_a3b": 32,
+}  # fmt: skip
+R1_DISTILL = QWEN2 | {
+    "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+    "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
+}  # fmt: skip
+SHAPES = {
+    "r1_distill_1_5b_epochs1": R1_DISTILL,
+    "r1_distill_1_5b_epochs4": R1_DISTILL,
+    "qwen2_5_7b": QWEN2 | {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4,
+    },
+    "qwen2_5_32b": QWEN2 | {
+        "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64,
+        "num_attention_heads": 40, "num_key_value_heads": 8,
+    },
+    "qwen3_30b_a3b": QWEN2 | {
+        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "vocab_size": 151936, "max_position_embeddings": 40960,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_config_is_valid(file):
+    load_config(file)
+    assert file.stem in {"quickstart", *MODELS}, "give its true shape here"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_true_model_can_be_cut_as_configured(tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES[name]))
+    shape, config = read_model_shape(tmp_path), load_config(EXAMPLES / f"{name}.yaml")
+    assert not layout_problems(config, shape, MODELS[name])
+    build_objective(config.objective.name, **config.objective.overrides)
+    assert config.max_model_tokens == 1024 + 15360 <= shape.max_position_embeddings
+    assert config.trainer.tokens_per_micro_batch >= config.max_model_tokens
+
+
+@pytest.mark.parametrize(("epochs", "steps", "every"), [(1, 600, 50), (4, 150, 10)])
+def test_the_papers_settings(epochs, steps, every):
+    """Appendix C and section 5.1 of the paper."""
+    config = load_config(EXAMPLES / f"r1_distill_1_5b_epochs{epochs}.yaml")
+    assert (config.trainer.steps, config.trainer.epochs, config.eval.every) == (
+        steps,
+        epochs,
+        every,
+    )
+    assert steps * config.updates_per_step == 2400
+    assert config.warmup_updates == {1: 40, 4: 160}[epochs]
+    assert (config.optimizer.learning_rate, config.optimizer.weight_decay) == (1e-6, 0.1)
+    assert (config.rollout.prompts, config.rollout.responses_per_prompt) == (256, 8)
+    assert config.rollout.prompts // config.trainer.minibatches == 64
+    assert (config.rollout.temperature, config.seed) == (1.0, 42)
+    assert (config.data.max_prompt_tokens, config.rollout.max_response_tokens) == (1024, 15360)
+    assert list(config.eval.sets) == ["amc23", "aime24", "aime25"]
+    assert (config.eval.samples, config.eval.temperature, config.eval.top_p) == (32, 0.7, 0.9)
+
+
+def test_the_two_regimes_differ_in_what_defines_them():
+    one, four = (load_config(EXAMPLES / f"r1_distill_1_5b_epochs{n}.yaml") for n in (1, 4))
+    changed = one.model_dump()
+    changed["trainer"] |= {"epochs": 4, "steps": 150}
+    changed["eval"]["every"] = 10
+    assert changed == four.model_dump()
