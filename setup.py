@@ -1,6 +1,13 @@
 """Packaging of megatron_rl; `tools/setup_env.sh` makes a whole working environment."""
 
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+?)"', (HERE / "megatron_rl" / "__init__.py").read_text())
+assert VERSION is not None
 
 # torch and vLLM are not pinned here: vLLM pins the torch it was built for, and its name
 # differs by machine (extras `cpu` and `cuda`). Install torch first on a machine without a GPU, or
@@ -34,8 +41,12 @@ DEVELOPMENT = [
 
 setup(
     name="megatron_rl",
-    version="0.1.0",
+    version=VERSION[1],
     description="Reinforcement-learning post-training with Megatron-core and a colocated vLLM",
+    long_description=(HERE / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
     install_requires=REQUIREMENTS,

@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from megatron_rl import __version__
 from megatron_rl.commands import convert, doctor, train
 from megatron_rl.processes import prepare_environment
 
@@ -17,6 +18,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="megatron-rl", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"megatron-rl {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in (train, convert, doctor):
         command.add_parser(commands)

@@ -1,16 +1,12 @@
 """Every setting of a run, with its type, default and rule.
 
-A config is a YAML file plus `key=value` overrides. It is strict: an unknown key or a wrong value
-is an error that names the key, the rule and the nearest valid key; all errors come at once. The
-defaults are the published PNPO configuration (1.5B model, 16k context) where the paper gives one.
+The defaults are the published PNPO configuration (1.5B model, 16k context) where the paper gives
+one. `docs/configuration.md` is made from this file by `tools/configuration_page.py`.
 """
 
-import difflib
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 def _refuse_bool(value: Any) -> Any:
@@ -28,55 +24,65 @@ Positive = Annotated[float, Field(gt=0.0)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # of a file or a folder
 
 
-class ConfigError(ValueError):
-    """One or more settings are wrong; the message lists every one of them with its cure."""
-
-
 class Section(BaseModel):
-    """A group of settings: immutable, without unknown keys."""
+    """A group of settings: immutable, without unknown keys; a key's docstring says what it does."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
-    )
+        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )  # fmt: skip
 
 
 class RunSection(Section):
     """Where the run is kept and whether it continues an earlier one."""
 
     dir: str = "runs"
+    """the folder of run directories"""
     name: Name | None = None
-    # null: the config file's name and the time
-    # never: refuse an existing run; auto: continue it from its last checkpoint, or begin it
+    """the run's folder in `run.dir`; null: the config file's name and the time"""
     resume: Literal["never", "auto"] = "never"
+    """`never`: refuse an existing run; `auto`: continue it from its last checkpoint, or begin it"""
 
 
 class ModelSection(Section):
-    """The model to train: a Hugging Face folder with config, safetensors and tokenizer."""
+    """The model to train."""
 
     path: str = ""
-    reference: str | None = None  # the frozen policy of objective.kl; null: `path` itself
-    # null: in bfloat16 on CUDA, wherever Transformer Engine is installed; false: never
+    """a Hugging Face folder with config, safetensors and tokenizer; must be given"""
+    reference: str | None = None
+    """the frozen policy of `objective.kl`; null: `model.path` itself"""
     transformer_engine: bool | None = None
-    fp8: Literal["tensorwise", "blockwise"] | None = None  # of the layers' matrix products
+    """null: in bfloat16 on CUDA, wherever Transformer Engine is installed; false: never"""
+    fp8: Literal["tensorwise", "blockwise"] | None = None
+    """of the layers' matrix products, by Transformer Engine"""
 
 
 class DataSection(Section):
-    """Training prompts: parquet in the schema of DAPO-Math-17k."""
+    """Training prompts."""
 
     train: str = ""
+    """a parquet file in the schema of DAPO-Math-17k; must be given"""
     max_prompt_tokens: Count = 1024
+    """the longest prompt, in tokens"""
 
 
 class ParallelSection(Section):
     """The actor's layout; tensor * pipeline * context * data = number of processes."""
 
     tensor: Count = 1
+    """tensor parallel size"""
     pipeline: Count = 1
+    """pipeline stages"""
     context: Count = 1
-    data: Count | None = None  # null: follows from the number of processes
-    expert: Count = 1  # of a mixture of experts: divides context * data
-    virtual_stages: Count = 1  # model chunks per pipeline stage, interleaved
-    sequence: bool = True  # sequence parallelism wherever tensor > 1
+    """ranks over which every sequence is split"""
+    data: Count | None = None
+    """replicas; null: follows from the number of processes"""
+    expert: Count = 1
+    """of a mixture of experts: ranks over which they are spread; divides context * data"""
+    virtual_stages: Count = 1
+    """model chunks per pipeline stage, interleaved"""
+    sequence: bool = True
+    """sequence parallelism wherever `parallel.tensor` > 1"""
 
     @property
     def model_size(self) -> int:
@@ -87,26 +93,38 @@ class ParallelSection(Section):
 class RolloutSection(Section):
     """What is generated in each step and how the engine runs."""
 
-    tensor: Count = 1  # vLLM's tensor parallel size; data parallel over the rest
-    expert_parallel: bool = False  # whole experts on each rank of an engine; on CUDA
+    tensor: Count = 1
+    """vLLM's tensor parallel size; data parallel over the rest"""
+    expert_parallel: bool = False
+    """whole experts on each rank of an engine, instead of a slice of every one; on CUDA"""
     prompts: Count = 256
+    """prompts in a rollout batch"""
     responses_per_prompt: Annotated[int, Field(ge=2)] = 8
+    """responses to each prompt: a group"""
     max_response_tokens: Count = 15360
-    # There is no top_p: ratios are to the whole distribution, which it would not sample from.
+    """where a response is cut off"""
     temperature: Positive = 1.0
-    max_sequences: Count = 256  # that one engine generates at once
-    memory_fraction: Fraction = 0.5  # of the device, on CUDA
-    kv_cache_mib: Count = 256  # on CPU
-    time_limit_seconds: Positive = 7200.0  # for generating one rollout batch, or one evaluation set
+    """of sampling, and of the log-probs that are trained on; there is no `top_p`, because ratios
+    are to the whole distribution"""
+    max_sequences: Count = 256
+    """sequences that one engine generates at once"""
+    memory_fraction: Fraction = 0.5
+    """of the device's memory that the engine may take, on CUDA"""
+    kv_cache_mib: Count = 256
+    """the engine's memory for keys and values, on a CPU"""
+    time_limit_seconds: Positive = 7200.0
+    """for generating one rollout batch, or one evaluation set"""
 
 
 class RewardSection(Section):
     """How responses are judged."""
 
-    # `module:function` of a megatron_rl.rewards.verifier.Verifier
     verifier: str = "megatron_rl.rewards.math_answer:verify_math_answer"
-    workers: Count = 1  # processes per rank
+    """`module:function` of what judges a response"""
+    workers: Count = 1
+    """processes per rank that judge"""
     time_limit_seconds: Positive = 5.0
+    """for one judgement"""
 
 
 class AdvantageSection(Section):
@@ -115,8 +133,11 @@ class AdvantageSection(Section):
     estimator: Literal["group_relative", "leave_one_out", "batch_baseline", "optimal_value"] = (
         "group_relative"
     )
-    std: Literal["sample", "population", "none"] = "sample"  # of group_relative, batch_baseline
-    beta: Positive = 1.0  # of optimal_value (OAPL), in units of reward
+    """what a reward is compared with"""
+    std: Literal["sample", "population", "none"] = "sample"
+    """what `group_relative` and `batch_baseline` divide by"""
+    beta: Positive = 1.0
+    """of `optimal_value` (OAPL), in units of reward"""
 
 
 class ObjectiveSection(Section):
@@ -125,6 +146,7 @@ class ObjectiveSection(Section):
     model_config = ConfigDict(extra="allow")
 
     name: str = "pnpo"
+    """which objective"""
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -136,66 +158,97 @@ class OptimizerSection(Section):
     """AdamW, its warm-up counted in rollout batches as the paper counts steps."""
 
     learning_rate: Positive = 1.0e-6
+    """after the warm-up"""
     min_learning_rate: NonNegative = 0.0
-    warmup_steps: NonNegative = 10.0  # rollout batches; a part of one is rounded to updates
+    """where the decay ends"""
+    warmup_steps: NonNegative = 10.0
+    """rollout batches over which the rate rises from 0; a part of one is rounded to updates"""
     decay: Literal["constant", "linear", "cosine"] = "constant"
+    """of the rate, from the warm-up to the last update"""
     weight_decay: NonNegative = 0.1
+    """decoupled, as in AdamW"""
     beta1: Decay = 0.9
+    """of the first moment"""
     beta2: Decay = 0.999
+    """of the second moment"""
     epsilon: Positive = 1.0e-8
+    """added to the root of the second moment"""
     clip_grad: NonNegative = 1.0
+    """the largest norm of a gradient; 0: any"""
 
 
 class TrainerSection(Section):
     """The regime: steps, reuse of each rollout batch, micro-batches, checkpoints."""
 
-    steps: Count = 150  # rollout batches
-    epochs: Count = 4  # passes over each rollout batch
-    minibatches: Count = 4  # optimizer updates per epoch
-    tokens_per_micro_batch: Count = 32768  # the packing budget of one forward
+    steps: Count = 150
+    """rollout batches"""
+    epochs: Count = 4
+    """passes over each rollout batch"""
+    minibatches: Count = 4
+    """optimizer updates per epoch"""
+    tokens_per_micro_batch: Count = 32768
+    """the packing budget of one forward"""
     recompute: Literal["none", "selective", "full"] = "none"
-    checkpoint_every: Count = 10  # steps; the last step is always kept
+    """activations computed again in the backward instead of kept"""
+    checkpoint_every: Count = 10
+    """steps; the last step is always kept"""
     keep_checkpoints: Count = 2
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA
+    """how many, the newest"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of weights and activations; `auto`: bfloat16 on CUDA, float32 on a CPU"""
 
 
 class EvalSection(Section):
     """Held-out evaluation: Avg@samples, before, during and after training."""
 
-    sets: dict[Name, str] = Field(default_factory=dict)  # name: parquet file
+    sets: dict[Name, str] = Field(default_factory=dict)
+    """name: file of prompts, as `data.train`"""
     every: Count = 10
+    """steps"""
     samples: Count = 32
+    """responses to each prompt"""
     temperature: Positive = 0.7
+    """of sampling"""
     top_p: Fraction = 0.9
+    """of sampling"""
 
 
 class WandbSection(Section):
     """Weights & Biases, used only where a project is named."""
 
     project: str
+    """the project"""
     entity: str | None = None
+    """the user or team; null: the default of the login"""
 
 
 class ReshardingSection(Section):
     """How weights reach the engine, and how closely that is watched."""
 
-    bucket_mib: Count = 64  # what a rank sends plus receives in one round
-    full_check_every: Annotated[int, Field(ge=0)] = 50  # pushes; every push compares checksums
-    repair: bool = False  # after a mismatch push everything again, instead of stopping
-    time_limit_seconds: Positive = 300.0  # for one round
+    bucket_mib: Count = 64
+    """what a rank sends plus receives in one round"""
+    full_check_every: Annotated[int, Field(ge=0)] = 50
+    """pushes; every push compares checksums"""
+    repair: bool = False
+    """after a mismatch push everything again, instead of stopping"""
+    time_limit_seconds: Positive = 300.0
+    """for one round"""
 
 
 class LoggingSection(Section):
     """Where metrics go besides metrics.jsonl."""
 
     tensorboard: bool = True
+    """TensorBoard files in the run directory"""
     wandb: WandbSection | None = None
+    """null: nothing is sent anywhere"""
 
 
 class Config(Section):
     """A whole run."""
 
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 42
+    """of everything random; each use derives its own from it"""
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
@@ -266,92 +319,3 @@ class Config(Section):
     def max_model_tokens(self) -> int:
         """Longest prompt plus longest response."""
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
-
-
-def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
-    """The config in a YAML file with `key.path=value` overrides applied.
-
-    Raises ConfigError listing every wrong key and value.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"config file {path} does not exist; give the path of a YAML file")
-    try:
-        values = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a mapping of sections, not a {type(values).__name__}")
-    for override in overrides or []:
-        apply_override(values, override)
-    return parse_config(values)
-
-
-def parse_config(values: dict[str, Any]) -> Config:
-    """A Config from nested plain values; raises ConfigError listing every wrong key and value."""
-    try:
-        return Config.model_validate(values)
-    except ValidationError as error:
-        problems = [_explain(item) for item in error.errors()]
-        raise ConfigError("wrong config:\n  " + "\n  ".join(problems)) from None
-
-
-def dump_config(config: Config) -> str:
-    """The resolved config as YAML that `load_config` reads back to the same Config."""
-    return yaml.safe_dump(config.model_dump(), sort_keys=False)
-
-
-def valid_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """Every dotted key of the config, in order."""
-    keys = []
-    for name, field in section.model_fields.items():
-        inner = _section_of(field.annotation)
-        keys += valid_keys(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
-    return keys
-
-
-def _section_of(annotation: Any) -> type[Section] | None:
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, Section):
-            return candidate
-    return None
-
-
-def apply_override(values: dict[str, Any], override: str) -> None:
-    """Put `key.path=value` into nested plain values; ConfigError where it is not of that form."""
-    key, equals, text = override.partition("=")
-    parts = key.strip().lstrip("-").split(".")
-    if not equals or not all(parts):
-        raise ConfigError(f"override {override!r} is not of the form key=value, as in seed=7")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML") from error
-    inner = values
-    for part in parts[:-1]:
-        if not isinstance(inner.get(part), dict):
-            inner[part] = {}
-        inner = inner[part]
-    inner[parts[-1]] = value
-
-
-def _explain(item: Any) -> str:
-    key = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":
-        return f"{key}: unknown key{_suggest(key)}"
-    if item["type"] == "value_error" and not key:
-        return str(item["ctx"]["error"]).replace("\n", "\n  ")
-    return f"{key}={item['input']!r}: {item['msg'].lower()}"
-
-
-def _suggest(key: str) -> str:
-    section, _, last = key.rpartition(".")
-    siblings = [name for name in valid_keys() if section and name.startswith(f"{section}.")]
-    if siblings:
-        words = {name.removeprefix(f"{section}."): name for name in siblings}
-        near = [words[word] for word in difflib.get_close_matches(last, words, n=1)]
-    else:
-        near = difflib.get_close_matches(key, [*Config.model_fields, *valid_keys()], n=1)
-    if near:
-        return f"; did you mean {near[0]}?"
-    return f"; valid here: {', '.join(siblings or Config.model_fields)}"

@@ -1,0 +1,37 @@
+"""Every setting of a run, with its type, default and rule; `docs/configuration.md` lists them.
+
+A config is strict: an unknown key or a wrong value is an error that names the key, the rule and the
+nearest valid key; all errors come at once.
+"""
+
+from megatron_rl.config.loading import (
+    ConfigError,
+    apply_override,
+    dump_config,
+    load_config,
+    parse_config,
+    valid_keys,
+)
+from megatron_rl.config.sections import (
+    AdvantageSection,
+    Config,
+    EvalSection,
+    LoggingSection,
+    ParallelSection,
+    Section,
+)
+
+__all__ = [
+    "AdvantageSection",
+    "Config",
+    "ConfigError",
+    "EvalSection",
+    "LoggingSection",
+    "ParallelSection",
+    "Section",
+    "apply_override",
+    "dump_config",
+    "load_config",
+    "parse_config",
+    "valid_keys",
+]

@@ -1,0 +1,104 @@
+"""Reading a config: YAML plus `key=value` overrides, every error at once with its cure."""
+
+import difflib
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from megatron_rl.config.sections import Config, Section
+
+
+class ConfigError(ValueError):
+    """One or more settings are wrong; the message lists every one of them with its cure."""
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """The config in a YAML file with `key.path=value` overrides applied.
+
+    Raises ConfigError listing every wrong key and value.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"config file {path} does not exist; give the path of a YAML file")
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections, not a {type(values).__name__}")
+    for override in overrides or []:
+        apply_override(values, override)
+    return parse_config(values)
+
+
+def parse_config(values: dict[str, Any]) -> Config:
+    """A Config from nested plain values; raises ConfigError listing every wrong key and value."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        problems = [_explain(item) for item in error.errors()]
+        raise ConfigError("wrong config:\n  " + "\n  ".join(problems)) from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML that `load_config` reads back to the same Config."""
+    return yaml.safe_dump(config.model_dump(), sort_keys=False)
+
+
+def valid_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Every dotted key of the config, in order."""
+    keys = []
+    for name, field in section.model_fields.items():
+        inner = _section_of(field.annotation)
+        keys += valid_keys(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
+    return keys
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None
+
+
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Put `key.path=value` into nested plain values; ConfigError where it is not of that form."""
+    key, equals, text = override.partition("=")
+    parts = key.strip().lstrip("-").split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"override {override!r} is not of the form key=value, as in seed=7")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML") from error
+    inner = values
+    for part in parts[:-1]:
+        if not isinstance(inner.get(part), dict):
+            inner[part] = {}
+        inner = inner[part]
+    inner[parts[-1]] = value
+
+
+def _explain(item: Any) -> str:
+    key = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        return f"{key}: unknown key{_suggest(key)}"
+    if item["type"] == "value_error" and not key:
+        return str(item["ctx"]["error"]).replace("\n", "\n  ")
+    said = item["msg"]  # a pattern in it is as it is: only the first letter becomes small
+    return f"{key}={item['input']!r}: {said[:1].lower()}{said[1:]}"
+
+
+def _suggest(key: str) -> str:
+    section, _, last = key.rpartition(".")
+    siblings = [name for name in valid_keys() if section and name.startswith(f"{section}.")]
+    if siblings:
+        words = {name.removeprefix(f"{section}."): name for name in siblings}
+        near = [words[word] for word in difflib.get_close_matches(last, words, n=1)]
+    else:
+        near = difflib.get_close_matches(key, [*Config.model_fields, *valid_keys()], n=1)
+    if near:
+        return f"; did you mean {near[0]}?"
+    return f"; valid here: {', '.join(siblings or Config.model_fields)}"

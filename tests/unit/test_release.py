@@ -1,0 +1,33 @@
+"""One version, said the same everywhere, and files that a release needs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import megatron_rl
+from megatron_rl.cli import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_version_has_one_source(capsys):
+    command = [sys.executable, "setup.py", "--version"]
+    built = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"megatron-rl {megatron_rl.__version__}\n"
+    assert built.split() == [citation["version"]] == [megatron_rl.__version__]
+    assert newest is not None and newest[1] in (megatron_rl.__version__, "Unreleased")
+
+
+def test_the_license_is_that_of_megatron_core_and_vllm():
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text and "Version 2.0, January 2004" in text
+    assert 'license="Apache-2.0"' in (ROOT / "setup.py").read_text()

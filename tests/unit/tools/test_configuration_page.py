@@ -1,0 +1,23 @@
+"""docs/configuration.md: it is what the tool makes of the config, and it names every key."""
+
+from megatron_rl.config import Config, valid_keys
+from tools.configuration_page import PAGE, page
+
+
+def test_the_page_is_what_the_tool_makes():
+    assert PAGE.read_text() == page(), "run python tools/configuration_page.py"
+
+
+def test_every_key_has_a_row_with_its_default_and_its_rule():
+    rows = [line.split(" | ") for line in page().splitlines() if line.startswith("| `")]
+    said = {row[0].strip("| `"): row[1:] for row in rows}
+    # A section that may be null is a key of its own, beside those in it.
+    assert set(said) == set(valid_keys(Config)) | {"logging.wandb"}
+    assert said["optimizer.beta1"][:2] == ["`0.9`", "number ≥ 0.0, < 1.0"]
+    assert said["rollout.responses_per_prompt"][:2] == ["`8`", "integer ≥ 2"]
+    assert said["run.resume"][:2] == ["`never`", "`never` or `auto`"]
+    assert said["run.name"][:2] == [
+        "`null`",
+        "a file name of letters, digits, `.`, `_` and `-` or `null`",
+    ]
+    assert all(row[-1].removesuffix("|").strip() for row in said.values())

@@ -1,0 +1,129 @@
+"""Write docs/configuration.md, the list of all settings, from megatron_rl/config/sections.py.
+
+python tools/configuration_page.py           write it
+python tools/configuration_page.py --check   exit with 1 if it is not up to date
+"""
+
+import sys
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_rl.config import Config, Section  # noqa: E402
+
+PAGE = ROOT / "docs" / "configuration.md"
+HEAD = """# Configuration
+
+Every setting of a run, with its default and rule, made from `megatron_rl/config/sections.py` by
+`python tools/configuration_page.py`. A config is a YAML file; `key=value` arguments override it:
+
+```bash
+megatron-rl train --config my.yaml trainer.steps=20 'eval.sets={aime24: data/aime24.parquet}'
+```
+
+It is strict: an unknown key or a wrong value is refused by name, with the nearest valid key,
+before any work. `--print-config` shows the whole config of a command. Paths are relative to the
+folder that the command is started in; the run directory keeps them absolute.
+"""
+SIGNS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}
+WORDS = {int: "integer", float: "number", bool: "`true` or `false`", str: "text"}
+
+
+def page() -> str:
+    """The whole page."""
+    tables = [_table("", Config)]
+    for name, field in Config.model_fields.items():
+        if section := _section_of(field):
+            tables.append(_table(name, section))
+    return HEAD + "".join(tables)
+
+
+def _table(name: str, section: type[Section]) -> str:
+    title = f"\n## {name}\n\n{section.__doc__}\n" if name else ""
+    rows = _rows(f"{name}." if name else "", section)
+    lines = ["| key | default | rule | |", "|---|---|---|---|", *rows]
+    return f"{title}\n" + "\n".join(lines) + "\n"
+
+
+def _rows(prefix: str, section: type[Section]) -> list[str]:
+    rows = []
+    for name, field in section.model_fields.items():
+        inner = _section_of(field)
+        if inner is not None and not prefix:
+            continue  # it has a table of its own
+        assert field.description, f"{prefix}{name} has no docstring"
+        said = " ".join(field.description.split())
+        rule = _rule(field.annotation, field.metadata)
+        rows.append(f"| `{prefix}{name}` | {_default(field)} | {rule} | {said} |")
+        if inner is not None:
+            rows += _rows(f"{prefix}{name}.", inner)
+    return rows
+
+
+def _section_of(field: FieldInfo) -> type[Section] | None:
+    for kind in (field.annotation, *get_args(field.annotation)):
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return kind
+    return None
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return ""
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, Section):
+        value = value.model_dump()
+    if value == "":
+        return ""
+    text = yaml.safe_dump(value, default_flow_style=True, width=200).removesuffix("...\n").strip()
+    return f"`{text}`"
+
+
+def _rule(kind: Any, rules: list[Any]) -> str:
+    """What a value must be."""
+    arguments = get_args(kind)
+    if get_origin(kind) is Literal:
+        return " or ".join(f"`{value}`" for value in arguments)
+    if isinstance(kind, type) and issubclass(kind, Section):
+        return "a mapping"
+    if get_origin(kind) in (dict, list):
+        kinds = " to ".join(_rule(one, []) for one in arguments)
+        return f"a mapping of {kinds}" if get_origin(kind) is dict else f"a list of {kinds}"
+    if hasattr(kind, "__metadata__"):  # Annotated
+        return _rule(arguments[0], _flat(kind.__metadata__))
+    if NoneType in arguments:
+        (other,) = (one for one in arguments if one is not NoneType)
+        return f"{_rule(other, rules)} or `null`"
+    rules = _flat(rules)
+    if any(getattr(rule, "pattern", None) for rule in rules):
+        return "a file name of letters, digits, `.`, `_` and `-`"
+    bounds = [
+        f"{sign} {getattr(rule, key)}"
+        for rule in rules
+        for one, (key, sign) in SIGNS.items()
+        if isinstance(rule, one)
+    ]
+    return " ".join([WORDS[kind], ", ".join(bounds)]).strip()
+
+
+def _flat(rules: Any) -> list[Any]:
+    return [one for rule in rules for one in getattr(rule, "metadata", [rule])]
+
+
+def main() -> None:
+    """Write the page, or with --check compare it."""
+    if "--check" not in sys.argv:
+        PAGE.write_text(page())
+    elif PAGE.read_text() != page():
+        sys.exit("docs/configuration.md is not up to date: run tools/configuration_page.py")
+
+
+if __name__ == "__main__":
+    main()
