@@ -103,8 +103,7 @@ def _optional() -> list[Finding]:
         ),
         Finding("NVIDIA apex", apex, apex_use, good=apex == "present"),
     ]
-    for name, use in (("tensorboard", "TensorBoard files"), ("wandb", "Weights & Biases"),
-                      ("triton", "fused objective kernels on CUDA")):  # fmt: skip
+    for name, use in (("tensorboard", "TensorBoard files"), ("wandb", "Weights & Biases")):
         version = _version(name)
         findings.append(Finding(name, version or "missing", use, good=bool(version)))
     return findings

@@ -19,14 +19,14 @@ from megatron_rl.objectives.spec import (
 OBJECTIVE_NAMES = (*NAMED, "oapl")
 
 
-def build_objective(name: str, *, fused: bool | None = None, **overrides: Any) -> PolicyObjective:
+def build_objective(name: str, **overrides: Any) -> PolicyObjective:
     """The named objective with some of its choices replaced.
 
     `overrides` are fields of ObjectiveSpec, as plain values from a configuration file.
     `constraint` is a mapping: with a `kind` ("ppo_clip", "hard_gate", "truncate", "tv_filter",
     "none") it is the whole new constraint, without one it replaces fields of the objective's
-    own. `kl` and `rollout_correction` are mappings of their fields. `fused` is that of
-    `Objective`. Raises ValueError naming the nearest known word.
+    own. `kl` and `rollout_correction` are mappings of their fields. Raises ValueError naming the
+    nearest known word.
     """
     _check_known(name, OBJECTIVE_NAMES, "unknown objective")
     if name == "oapl":
@@ -38,7 +38,7 @@ def build_objective(name: str, *, fused: bool | None = None, **overrides: Any) -
     for key, cls in (("kl", KlPenalty), ("rollout_correction", RolloutCorrection)):
         if isinstance(values.get(key), Mapping):
             values[key] = _build(cls, values[key], key)
-    return Objective(dataclasses.replace(spec, **values), fused=fused)
+    return Objective(dataclasses.replace(spec, **values))
 
 
 def _build_constraint(value: Any, default: Constraint) -> Constraint:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.objectives import fused
 from megatron_rl.objectives.aggregation import token_denominator
 from megatron_rl.objectives.constraints import apply_constraint
 from megatron_rl.objectives.diagnostics import Losses, compute_statistics
@@ -58,14 +57,9 @@ class PolicyObjective(Protocol):
 
 @dataclass(frozen=True)
 class Objective:
-    """A policy objective as a function of log-probabilities.
-
-    `fused` says whether the Triton kernel computes the token-level part; None: on CUDA, where
-    Triton works and the kernel covers the objective.
-    """
+    """A policy objective as a function of log-probabilities."""
 
     spec: ObjectiveSpec
-    fused: bool | None = None
 
     @property
     def needs(self) -> frozenset[str]:
@@ -104,8 +98,6 @@ class Objective:
         # Under the token score weight, gate and advantage are constants: no backward scan.
         policy = x.policy.detach() if spec.score == "token" else x.policy
         ratios = LogRatios.of(policy - x.behavior, layout, spec=spec, log_gap=x.log_gap)
-        if self._use_fused(policy):
-            return ObjectiveResult(*fused.evaluate(spec, observed, x.policy, ratios, denominators))
         log_weight = compute_log_weight(spec.weight, ratios)
         constrained = apply_constraint(
             spec.constraint, log_weight, advantages=x.advantages, ratios=ratios
@@ -131,17 +123,6 @@ class Objective:
             constrained=constrained,
         )
         return ObjectiveResult(loss, statistics)
-
-    def _use_fused(self, policy: Tensor) -> bool:
-        if self.fused is None:
-            return (
-                policy.is_cuda
-                and fused.triton_works(str(policy.device))
-                and fused.covers(self.spec)
-            )
-        if self.fused and not fused.covers(self.spec):
-            raise ValueError(f"the fused kernel does not cover {self.spec}: leave `fused` out")
-        return self.fused
 
     def _losses(
         self, x: Prepared, term: Tensor, layout: SequenceLayout, denominators: Denominators

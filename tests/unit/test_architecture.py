@@ -43,7 +43,7 @@ LAYERS = {
 }  # fmt: skip
 ONLY_IMPORTER = {"megatron": "actor", "vllm": "rollout", "nemo_run": "launch"}
 NEED_ONLY_TORCH = {"objectives", "advantages", "distributed"}
-THIRD_PARTY_OF_TORCH_ONLY = {"torch", "triton", "megatron_rl"}
+THIRD_PARTY_OF_TORCH_ONLY = {"torch", "megatron_rl"}
 
 
 def part_of(file: Path) -> str:

@@ -4,8 +4,7 @@
 
 512 sequences of long-tailed lengths up to 16,384 in one pack. The ways to the same loss:
 
-  scan    this package's torch path: one all-gather of [sequences, 2] totals; all diagnostics
-  fused   the same with the Triton kernel (CUDA only)
+  scan    this package: one all-gather of [sequences, 2] totals; all diagnostics
   gather  as scan, but every rank gathers all log-ratios and scans the whole pack
   padded  a plain torch loss on a [512, longest] rectangle, without diagnostics; under context
           parallelism every rank gathers all log-probs and fills the whole rectangle
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.sequence_statistics import Scan, Scanned
-from megatron_rl.objectives import build_objective, fused
+from megatron_rl.objectives import build_objective
 from megatron_rl.peak_memory import PeakMemory
 from megatron_rl.types import Denominators
 from tests.ranks import run_ranks
@@ -73,11 +72,9 @@ def make_inputs(lengths: list[int], device: str) -> dict[str, Tensor]:
     return {name: x.to(device) for name, x in inputs.items()}
 
 
-def packed_loss(
-    layout: SequenceLayout, local: dict[str, Tensor], tokens: int, *, use_kernel: bool = False
-) -> Callable:
+def packed_loss(layout: SequenceLayout, local: dict[str, Tensor], tokens: int) -> Callable:
     """A function that runs the objective forward and backward once."""
-    objective = build_objective("pnpo", fused=use_kernel)
+    objective = build_objective("pnpo")
     denominators = Denominators(responses=float(SEQUENCES), tokens=float(tokens))
 
     def run() -> None:
@@ -167,9 +164,6 @@ def on_rank(rank: int, world_size: int, device: str = "cpu") -> dict[str, tuple[
             lambda layout=layout, gap=gap: layout.prefix_sum(gap), device
         )
         results[f"{name}: loss"] = measure(packed_loss(layout, local, tokens), device)
-        if name == "scan" and device == "cuda" and fused.triton_works(device):
-            run = packed_loss(layout, local, tokens, use_kernel=True)
-            results["fused: loss"] = measure(run, device)
     results["padded: loss"] = measure(padded_loss(layout, inputs, lengths), device)
     return results
 
@@ -222,7 +216,7 @@ def main() -> None:
         for way in ranks[0]:
             slowest = max(rank[way][0] for rank in ranks)
             peak = max(rank[way][1] for rank in ranks)
-            totals = way.startswith(("scan", "fused"))
+            totals = way.startswith("scan")
             sent = 16 * SEQUENCES if totals else 4 * tokens // cp
             traffic = "0" if cp == 1 else f"{sent:,} B"
             print(f"| {cp} | {way} | {slowest:.1f} | {peak:.0f} | {traffic} |", flush=True)
