@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.models.architectures import ModelShape
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import ActorLayout
 from megatron_rl.resharding.pieces import padded_vocabulary
 from megatron_rl.resharding.source import parameter_shapes

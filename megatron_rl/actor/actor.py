@@ -26,7 +26,7 @@ from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.actor.weights import export_weights, named_parameters
 from megatron_rl.data.packing import build_pack
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.models.architectures import read_model_shape
+from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives.objective import PolicyObjective
 from megatron_rl.objectives.statistics import Statistics
 from megatron_rl.types import Denominators, Minibatch, TokenBatch

@@ -12,7 +12,7 @@ from megatron_rl.actor.model import PolicyModel
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.actor.transformer_config import build_transformer_config
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.models.architectures import ModelShape
+from megatron_rl.models.shape import ModelShape
 
 
 def build_chunks(

@@ -24,7 +24,7 @@ from megatron_rl.actor.checkpoint_contents import COMPLETE, FOLDER, STATE, is_ch
 from megatron_rl.actor.model import PolicyModel
 from megatron_rl.actor.weights import load_weights, named_parameters
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.models.architectures import ModelShape
+from megatron_rl.models.shape import ModelShape
 
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",

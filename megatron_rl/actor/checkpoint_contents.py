@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_rl.models.architectures import ModelShape, Row, row_shapes
+from megatron_rl.models.shape import ModelShape, weight_shapes
+from megatron_rl.models.weights import Weight
 
 FOLDER = "actor"  # of a run's checkpoint, and of a converted model
 STATE = "actor.json"
@@ -46,14 +47,18 @@ def check_stored(folder: str | Path, shape: ModelShape) -> None:
     read_state(folder)
     found = stored_shapes(folder)
     problems = []
-    for row in shape.rows:
-        if row.place == "expert" or "input_layernorm" in row.megatron or "pre_mlp" in row.megatron:
+    for weight in shape.weights:
+        if (
+            weight.part == "expert"
+            or "input_layernorm" in weight.megatron
+            or "pre_mlp" in weight.megatron
+        ):
             continue  # Megatron's keys of these depend on its release and the kind of MLP
-        key, wanted = _key_and_shape(row, shape)
+        key, wanted = _key_and_shape(weight, shape)
         has = found.get(key)
         if has is None:
             problems.append(f"{key} is missing")
-        elif has != wanted and not (row.kind == "vocabulary" and _is_padded(has, wanted)):
+        elif has != wanted and not (weight.cut == "vocabulary" and _is_padded(has, wanted)):
             problems.append(f"{key} has shape {has}, config.json says {wanted}")
     if shape.tied_embeddings and "output_layer.weight" in found:
         problems.append("output_layer.weight is there, but config.json ties it to the embedding")
@@ -65,13 +70,13 @@ def _is_padded(has: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     return has[0] > wanted[0] and has[1:] == wanted[1:]
 
 
-def _key_and_shape(row: Row, shape: ModelShape) -> tuple[str, tuple[int, ...]]:
+def _key_and_shape(weight: Weight, shape: ModelShape) -> tuple[str, tuple[int, ...]]:
     """The key of one kind of parameter and its shape over all layers, merged tensors stacked."""
-    sizes = row_shapes(row, shape=shape)
+    sizes = weight_shapes(weight, shape=shape)
     whole = (sum(size[0] for size in sizes), *sizes[0][1:])
-    if row.place != "layer":
-        return row.megatron, whole
-    return row.megatron.replace(".{layer}", ""), (shape.num_layers, *whole)
+    if weight.part != "layer":
+        return weight.megatron, whole
+    return weight.megatron.replace(".{layer}", ""), (shape.num_layers, *whole)
 
 
 def read_dtypes(folder: str | Path) -> dict[str, torch.dtype]:

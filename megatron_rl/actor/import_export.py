@@ -25,7 +25,7 @@ from megatron_rl.actor.weights import (
     stored_dtypes,
 )
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.models.architectures import ModelShape, read_model_shape
+from megatron_rl.models.shape import ModelShape, read_model_shape
 
 
 def convert_to_checkpoint(

@@ -30,7 +30,7 @@ from megatron_rl.distributed.context_attention import (
     context_attention,
 )
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.models.architectures import ModelShape
+from megatron_rl.models.shape import ModelShape
 
 
 @dataclass

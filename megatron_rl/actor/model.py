@@ -28,7 +28,7 @@ from megatron_rl.actor.layers import PackContext, build_block_spec
 from megatron_rl.actor.settings import GEMM_TOKENS
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.distributed.vocab_parallel import VocabShard, token_logprobs
-from megatron_rl.models.architectures import ModelShape
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.pieces import padded_vocabulary
 
 _EXTRA_STATE = "_extra_state"  # in the name of a module's state that is no parameter

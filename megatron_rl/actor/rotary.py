@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.models.architectures import ModelShape
+from megatron_rl.models.shape import ModelShape
 
 
 @dataclass(frozen=True)

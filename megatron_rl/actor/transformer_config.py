@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.actor.loss_contract import SUM_SEMANTICS
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.models.architectures import ModelShape
+from megatron_rl.models.shape import ModelShape
 
 
 def build_transformer_config(
@@ -121,6 +121,8 @@ def _experts(shape: ModelShape, topology: Topology, *, grouped: bool) -> dict[st
         "num_moe_experts": experts.num_experts,
         "moe_router_topk": experts.experts_per_token,
         "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size,
+        "moe_shared_expert_gate": experts.shared_ffn_hidden_size is not None,
         "moe_grouped_gemm": grouped,  # all local experts in one product
         "moe_router_load_balancing_type": "none",
         # Softmax over the chosen experts is softmax over all of them, normalised over the chosen.

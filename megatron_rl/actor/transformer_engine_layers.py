@@ -13,7 +13,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from megatron_rl.actor.layers import build_local_layer_spec
-from megatron_rl.models.architectures import ModelShape
+from megatron_rl.models.shape import ModelShape
 
 __all__ = ["TransformerEngineAttention", "TENorm", "build_transformer_engine_spec"]
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from megatron_rl.models.architectures import ModelShape, Row, row_shapes
+from megatron_rl.models.shape import ModelShape, weight_shapes
+from megatron_rl.models.weights import Weight
 from megatron_rl.resharding.layouts import ActorLayout
 from megatron_rl.resharding.pieces import padded_vocabulary
 
@@ -14,16 +15,16 @@ def build_name_table(
 ) -> list[tuple[str, ...]]:
     """One line per Hugging Face tensor of each kind, layers and experts as ranges; see HEADINGS."""
     lines: list[tuple[str, ...]] = []
-    for row in shape.rows:
-        cut = _cut(row, shape, layout)
-        for name, size in zip(row.hf, row_shapes(row, shape=shape), strict=True):
-            found = {str(dtypes[one])[6:] for one in _every(name, row, shape)}
+    for weight in shape.weights:
+        cut = _cut(weight, shape, layout)
+        for name, size in zip(weight.hf, weight_shapes(weight, shape=shape), strict=True):
+            found = {str(dtypes[one])[6:] for one in _every(name, weight, shape)}
             lines.append(
                 (
                     _ranged(name, shape),
                     " x ".join(map(str, size)),
                     "/".join(sorted(found)),
-                    row.megatron.replace("{layer}", "i").replace("{expert}", "e"),
+                    weight.megatron.replace("{layer}", "i").replace("{expert}", "e"),
                     cut,
                 )
             )
@@ -57,9 +58,9 @@ def describe_shares(shape: ModelShape, layout: ActorLayout) -> list[str]:
     return lines
 
 
-def _every(name: str, row: Row, shape: ModelShape) -> list[str]:
+def _every(name: str, weight: Weight, shape: ModelShape) -> list[str]:
     layers = range(shape.num_layers if "{layer}" in name else 1)
-    experts = range(shape.experts.num_experts if row.place == "expert" and shape.experts else 1)
+    experts = range(shape.experts.num_experts if weight.part == "expert" and shape.experts else 1)
     return [name.format(layer=layer, expert=expert) for layer in layers for expert in experts]
 
 
@@ -68,7 +69,7 @@ def _ranged(name: str, shape: ModelShape) -> str:
     return name.format(layer=f"[0-{shape.num_layers - 1}]", expert=f"[0-{last}]")
 
 
-def _cut(row: Row, shape: ModelShape, layout: ActorLayout) -> str:
+def _cut(weight: Weight, shape: ModelShape, layout: ActorLayout) -> str:
     parts = f" / {layout.tensor}" if layout.tensor > 1 else ""
     rows, columns = f"rows{parts}", f"columns{parts}"
     padded = padded_vocabulary(shape.vocab_size, tp_size=layout.tensor)
@@ -78,9 +79,9 @@ def _cut(row: Row, shape: ModelShape, layout: ActorLayout) -> str:
         "columns": columns,
         "qkv": f"{rows}, q k v of each group together",
         "gate_up": f"{rows}, gate above up",
-    }[row.kind]
+    }[weight.cut]
     return (
         f"{text}; experts / {layout.expert}"
-        if row.place == "expert" and layout.expert > 1
+        if weight.part == "expert" and layout.expert > 1
         else text
     )

@@ -21,7 +21,7 @@ from megatron_rl.config import (
 )
 from megatron_rl.console import Console
 from megatron_rl.conversion.name_table import build_name_table, describe_shares, format_table
-from megatron_rl.models.architectures import ModelShape, read_model_shape, tensor_shapes
+from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes
 from megatron_rl.preflight.layout import cut_problems
 from megatron_rl.resharding.layouts import ActorLayout
 from megatron_rl.runs.directory import RunDirectory

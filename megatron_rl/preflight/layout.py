@@ -1,7 +1,7 @@
 """Whether a model can be cut as a layout asks, and fed."""
 
 from megatron_rl.config import Config, ParallelSection
-from megatron_rl.models.architectures import ModelShape
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.pieces import what_is_cut
 

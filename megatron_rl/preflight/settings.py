@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.models.architectures import ModelShape, read_model_shape, tensor_shapes
+from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes
 from megatron_rl.objectives import build_objective
 from megatron_rl.preflight.layout import layout_problems, length_problems, product_sizes
 from megatron_rl.rollout.requests import stop_tokens

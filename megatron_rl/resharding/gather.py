@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.models.architectures import ModelShape, tensor_shapes
+from megatron_rl.models.shape import ModelShape, tensor_shapes
 from megatron_rl.resharding.layouts import ActorLayout
 from megatron_rl.resharding.pieces import Piece
 

@@ -5,7 +5,7 @@ No process group is needed, so plans can be computed and tested for any cluster.
 
 from dataclasses import dataclass
 
-from megatron_rl.models.architectures import ModelShape
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.pieces import (
     Piece,
     megatron_pieces,

@@ -14,13 +14,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_rl.models.architectures import (
-    EMBEDDING,
-    OUTPUT_LAYER,
-    ModelShape,
-    Row,
-    row_shapes,
-)
+from megatron_rl.models.shape import ModelShape, weight_shapes
+from megatron_rl.models.weights import EMBEDDING, OUTPUT_LAYER, Weight
 
 # vLLM's DEFAULT_VOCAB_PADDING_SIZE. Megatron's embedding is padded to the same multiple, so that
 # equal tensor parallel sizes cut the vocabulary at the same rows.
@@ -96,8 +91,10 @@ def what_is_cut(shape: ModelShape) -> tuple[tuple[str, int, str], ...]:
     )
     if shape.experts is None:
         return (*heads, ("tensor", shape.ffn_hidden_size, "feed-forward units"))
+    shared = shape.experts.shared_ffn_hidden_size
     return (
         *heads,
+        *([("tensor", shared, "units of the shared expert")] if shared else []),
         ("expert tensor", shape.experts.ffn_hidden_size, "units of an expert"),
         ("expert parallel", shape.experts.num_experts, "experts"),
     )
@@ -121,8 +118,8 @@ class _Place:
     first_row: int = 0  # of this rectangle set inside the parameter (vLLM stacks experts)
 
 
-def _piece(row: Row, index: int, rows: Span, columns: Span, place: _Place, at: int) -> Piece:
-    name = row.hf[index].format(layer=place.layer, expert=place.expert)
+def _piece(weight: Weight, index: int, rows: Span, columns: Span, place: _Place, at: int) -> Piece:
+    name = weight.hf[index].format(layer=place.layer, expert=place.expert)
     return Piece(name, rows, columns, place.parameter, place.first_row + at, 0)
 
 
@@ -135,42 +132,42 @@ def _width(size: tuple[int, ...]) -> Span:
 
 
 def _simple_pieces(
-    row: Row, *, shape: ModelShape, place: _Place, padded_rows: int
+    weight: Weight, *, shape: ModelShape, place: _Place, padded_rows: int
 ) -> Iterator[Piece]:
     """Pieces of every kind but qkv; `padded_rows` is the padded vocabulary."""
-    sizes = row_shapes(row, shape=shape)
+    sizes = weight_shapes(weight, shape=shape)
     height, width = sizes[0][0], _width(sizes[0])
-    if row.kind == "replicated":
-        yield _piece(row, 0, (0, height), width, place, 0)
-    elif row.kind == "vocabulary":
+    if weight.cut == "replicated":
+        yield _piece(weight, 0, (0, height), width, place, 0)
+    elif weight.cut == "vocabulary":
         start, stop = _shard(padded_rows, place.rank, place.size)
         if start < height:  # a shard may consist of padding only
-            yield _piece(row, 0, (start, min(stop, height)), width, place, 0)
-    elif row.kind == "columns":
-        yield _piece(row, 0, (0, height), _shard(width[1], place.rank, place.size), place, 0)
+            yield _piece(weight, 0, (start, min(stop, height)), width, place, 0)
+    elif weight.cut == "columns":
+        yield _piece(weight, 0, (0, height), _shard(width[1], place.rank, place.size), place, 0)
     else:
-        assert row.kind == "gate_up", f"no rule for {row.kind}"
+        assert weight.cut == "gate_up", f"no rule for {weight.cut}"
         span = _shard(height, place.rank, place.size)
         for index in range(2):
-            yield _piece(row, index, span, width, place, index * (span[1] - span[0]))
+            yield _piece(weight, index, span, width, place, index * (span[1] - span[0]))
 
 
-def _interleaved_qkv(row: Row, *, shape: ModelShape, place: _Place) -> Iterator[Piece]:
+def _interleaved_qkv(weight: Weight, *, shape: ModelShape, place: _Place) -> Iterator[Piece]:
     """Megatron's order: for every query group its query heads, then its key, then its value."""
-    width = _width(row_shapes(row, shape=shape)[0])
+    width = _width(weight_shapes(weight, shape=shape)[0])
     queries = shape.num_attention_heads // shape.num_query_groups * shape.head_dim
     heights = (queries, shape.head_dim, shape.head_dim)
     at = 0
     for group in range(*_shard(shape.num_query_groups, place.rank, place.size)):
         for index, height in enumerate(heights):
             rows = (group * height, (group + 1) * height)
-            yield _piece(row, index, rows, width, place, at)
+            yield _piece(weight, index, rows, width, place, at)
             at += height
 
 
-def _concatenated_qkv(row: Row, *, shape: ModelShape, place: _Place) -> Iterator[Piece]:
+def _concatenated_qkv(weight: Weight, *, shape: ModelShape, place: _Place) -> Iterator[Piece]:
     """vLLM's order: query heads, key heads, value heads; key heads repeat where they are fewer."""
-    sizes = row_shapes(row, shape=shape)
+    sizes = weight_shapes(weight, shape=shape)
     at = 0
     for index, size in enumerate(sizes):
         heads = size[0] // shape.head_dim
@@ -180,7 +177,7 @@ def _concatenated_qkv(row: Row, *, shape: ModelShape, place: _Place) -> Iterator
             first = place.rank * heads // place.size
             last = first + 1
         rows = (first * shape.head_dim, last * shape.head_dim)
-        yield _piece(row, index, rows, _width(size), place, at)
+        yield _piece(weight, index, rows, _width(size), place, at)
         at += rows[1] - rows[0]
 
 
@@ -216,29 +213,29 @@ def megatron_pieces(
     padded_rows = padded_vocabulary(shape.vocab_size, tp_size=tp_size)
     pieces: list[Piece] = []
 
-    def add(row: Row, name: str, layer: int = 0, expert: int = 0) -> None:
-        rank, size = (expert_rank, expert_size) if row.place == "expert" else (tp_rank, tp_size)
+    def add(weight: Weight, name: str, layer: int = 0, expert: int = 0) -> None:
+        rank, size = (expert_rank, expert_size) if weight.part == "expert" else (tp_rank, tp_size)
         place = _Place(prefix + name, layer, expert, rank, size)
-        if row.kind == "qkv":
-            pieces.extend(_interleaved_qkv(row, shape=shape, place=place))
+        if weight.cut == "qkv":
+            pieces.extend(_interleaved_qkv(weight, shape=shape, place=place))
         else:
-            pieces.extend(_simple_pieces(row, shape=shape, place=place, padded_rows=padded_rows))
+            pieces.extend(_simple_pieces(weight, shape=shape, place=place, padded_rows=padded_rows))
 
-    for row in shape.rows:
-        name = row.fused if fused and row.fused else row.megatron
-        if row.place == "first" and first_stage:
-            add(row, name)
-        elif row.place == "first" and last_stage and shape.tied_embeddings:
-            add(row, "output_layer.weight")
-        elif row.place == "last" and last_stage:
-            add(row, name)
-        elif row.place in ("layer", "expert"):
-            total = shape.experts.num_experts if row.place == "expert" and shape.experts else 1
+    for weight in shape.weights:
+        name = weight.fused if fused and weight.fused else weight.megatron
+        if weight.part == "first" and first_stage:
+            add(weight, name)
+        elif weight.part == "first" and last_stage and shape.tied_embeddings:
+            add(weight, "output_layer.weight")
+        elif weight.part == "last" and last_stage:
+            add(weight, name)
+        elif weight.part in ("layer", "expert"):
+            total = shape.experts.num_experts if weight.part == "expert" and shape.experts else 1
             held = range(*_shard(total, ep_rank, ep_size)) if total > 1 else range(1)
             for local_layer, layer in enumerate(layers):
                 for local_expert, expert in enumerate(held):
                     local = name.format(layer=local_layer, expert=local_expert)
-                    add(row, local, layer, expert)
+                    add(weight, local, layer, expert)
     return tuple(pieces)
 
 
@@ -257,6 +254,8 @@ def vllm_pieces(
         _require_divisible(shape.experts.num_experts, "experts", by=tp_size, of=of)
     else:
         _require_divisible(ffn, "feed-forward units", by=tp_size, of=of)
+    if shape.experts and (shared := shape.experts.shared_ffn_hidden_size):
+        _require_divisible(shared, "units of the shared expert", by=tp_size, of=of)
     if heads % tp_size or (groups % tp_size and tp_size % groups):
         raise ValueError(
             f"{heads} attention heads and {groups} key-value heads do not fit "
@@ -264,22 +263,24 @@ def vllm_pieces(
         )
     padded_rows = padded_vocabulary(shape.vocab_size, tp_size=tp_size)
     pieces: list[Piece] = []
-    for row in shape.rows:
-        layers = range(shape.num_layers) if row.place in ("layer", "expert") else range(1)
+    for weight in shape.weights:
+        layers = range(shape.num_layers) if weight.part in ("layer", "expert") else range(1)
         held, rank, size = range(1), tp_rank, tp_size
-        if row.place == "expert" and shape.experts:
+        if weight.part == "expert" and shape.experts:
             held = range(shape.experts.num_experts)
             if expert_parallel:
                 held, rank, size = range(*_shard(len(held), tp_rank, tp_size)), 0, 1
         for layer in layers:
             stacked = 0
             for expert in held:
-                name = row.vllm.format(layer=layer)
+                name = weight.vllm.format(layer=layer)
                 place = _Place(name, layer, expert, rank, size, first_row=stacked)
-                if row.kind == "qkv":
-                    new = tuple(_concatenated_qkv(row, shape=shape, place=place))
+                if weight.cut == "qkv":
+                    new = tuple(_concatenated_qkv(weight, shape=shape, place=place))
                 else:
-                    simple = _simple_pieces(row, shape=shape, place=place, padded_rows=padded_rows)
+                    simple = _simple_pieces(
+                        weight, shape=shape, place=place, padded_rows=padded_rows
+                    )
                     new = tuple(simple)
                 pieces.extend(new)
                 stacked += sum(piece.shape[0] for piece in new)
@@ -309,9 +310,9 @@ def vllm_parameter_shapes(
             count = shape.experts.num_experts // (tp_size if expert_parallel else 1)
             shapes[name] = (count, heights[name] // count, width)
     padded = padded_vocabulary(shape.vocab_size, tp_size=tp_size)
-    for row in shape.rows:
-        if row.kind == "vocabulary":
-            shapes[row.vllm] = (padded // tp_size, shape.hidden_size)
+    for weight in shape.weights:
+        if weight.cut == "vocabulary":
+            shapes[weight.vllm] = (padded // tp_size, shape.hidden_size)
     if shape.tied_embeddings:  # the same memory, but vLLM loads it as a parameter of its own
         shapes[OUTPUT_LAYER.vllm] = shapes[EMBEDDING.vllm]
     return shapes

@@ -10,7 +10,7 @@ exactly the lower bound of point-to-point transfer: what each rank needs and doe
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_rl.models.architectures import ModelShape, tensor_shapes
+from megatron_rl.models.shape import ModelShape, tensor_shapes
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.pieces import Piece, Span
 

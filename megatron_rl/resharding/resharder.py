@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.distributed.agreement import raise_together, sum_over_ranks
-from megatron_rl.models.architectures import ModelShape, tensor_shapes
+from megatron_rl.models.shape import ModelShape, tensor_shapes
 from megatron_rl.resharding.exchange import Exchange, ExchangeError
 from megatron_rl.resharding.layouts import ActorLayout
 from megatron_rl.resharding.ledger import Ledger

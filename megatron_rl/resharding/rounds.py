@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
 from typing import Literal
 
-from megatron_rl.models.architectures import ModelShape, tensor_shapes
+from megatron_rl.models.shape import ModelShape, tensor_shapes
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.plan import Copy, crop, iterate_copies
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_rl.distributed.agreement import raise_together
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.models.architectures import ModelShape, read_model_shape, tensor_shapes
+from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes
 from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.resharder import Resharder, ReshardSettings
 from megatron_rl.resharding.source import SyncStats, WeightHolder

@@ -17,7 +17,7 @@ from megatron_rl.data.prompts import PromptOrder, load_prompts, load_tokenizer
 from megatron_rl.distributed.agreement import raised_together
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.interruption import Interruption
-from megatron_rl.models.architectures import read_model_shape
+from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives import PolicyObjective, build_objective
 from megatron_rl.preflight.settings import check_settings
 from megatron_rl.resharding.resharder import ReshardSettings

@@ -45,7 +45,8 @@ MODELS = {
     "llama": ("LlamaConfig", {"rope_parameters": LLAMA3}),
     "qwen3": ("Qwen3Config", {"tie_word_embeddings": True, "rope_parameters": YARN}),
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "norm_topk_prob": True}),
-    "qwen3_moe_unnormalized": ("Qwen3MoeConfig", {**EXPERTS, "norm_topk_prob": False}),
+    # Its routing is not normalised over the chosen experts.
+    "qwen2_moe": ("Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 28}),
 }
 
 

@@ -31,8 +31,10 @@ def _save_model(name: str, folder: Path) -> None:
     }
     if name.startswith("Qwen3"):
         sizes["head_dim"] = 64  # not hidden size / heads
-    if name == "Qwen3Moe":
-        sizes |= EXPERTS | {"norm_topk_prob": True}
+    if name.endswith("Moe"):
+        sizes |= EXPERTS | {"norm_topk_prob": name == "Qwen3Moe"}
+    if name == "Qwen2Moe":
+        sizes["shared_expert_intermediate_size"] = 192
     config = getattr(transformers, f"{name}Config")(**sizes, architectures=[f"{name}ForCausalLM"])
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(3)
@@ -76,7 +78,7 @@ def _push(rank, world_size, folder):
     return True
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Qwen3Moe"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Qwen3Moe", "Qwen2Moe"])
 def test_vllm_computes_what_transformers_computes(name, tmp_path):
     _save_model(name, tmp_path)
     assert all(run_ranks(_push, 2, str(tmp_path)))

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.models.architectures import ModelShape, tensor_shapes
+from megatron_rl.models.shape import ModelShape, tensor_shapes
 from megatron_rl.peak_memory import PeakMemory
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.pieces import padded_vocabulary

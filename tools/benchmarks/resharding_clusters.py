@@ -3,7 +3,7 @@
 python -m tools.benchmarks.resharding_clusters
 """
 
-from megatron_rl.models.architectures import ExpertShape, ModelShape
+from megatron_rl.models.shape import ExpertShape, ModelShape
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.plan import iterate_copies
 from tools.benchmarks.resharding import count_parameters, make_shape

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_rl.actor.rotary import build_rotation
-from megatron_rl.models.architectures import read_model_shape
+from megatron_rl.models.shape import read_model_shape
 from tests.unit.resharding.shapes import small_shape
 
 

@@ -12,7 +12,7 @@ from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.config import ParallelSection, parse_config
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.models.architectures import ModelShape
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight import layout
 from megatron_rl.preflight import settings as preflight
 

@@ -12,7 +12,7 @@ from megatron_rl.actor.checkpoint_contents import COMPLETE, STATE
 from megatron_rl.config import ConfigError, parse_config
 from megatron_rl.conversion.name_table import build_name_table
 from megatron_rl.conversion.plan import describe_dry_run, plan_conversion
-from megatron_rl.models.architectures import read_model_shape, tensor_shapes
+from megatron_rl.models.shape import read_model_shape, tensor_shapes
 from megatron_rl.resharding.layouts import ActorLayout
 from tests.unit.resharding.shapes import small_shape
 

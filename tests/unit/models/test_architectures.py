@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from megatron_rl.models.architectures import read_model_shape, tensor_shapes
+from megatron_rl.models.shape import read_model_shape, tensor_shapes
 
 SIZES = {
     "vocab_size": 37,
@@ -21,14 +21,16 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def _config(name: str, **changes):
-    sizes = SIZES | (EXPERTS if name == "Qwen3Moe" else {}) | changes
-    if name == "Qwen2":
+    sizes = SIZES | (EXPERTS if name.endswith("Moe") else {}) | changes
+    if name == "Qwen2Moe":
+        sizes["shared_expert_intermediate_size"] = 20
+    if name.startswith("Qwen2"):
         sizes.pop("head_dim")
     return getattr(transformers, f"{name}Config")(**sizes, architectures=[f"{name}ForCausalLM"])
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", ["Qwen2", "Llama", "Qwen3", "Qwen3Moe"])
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen2Moe", "Llama", "Qwen3", "Qwen3Moe"])
 def test_names_and_shapes_are_those_transformers_saves(name, tied, tmp_path):
     config = _config(name, tie_word_embeddings=tied)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -72,6 +74,7 @@ def test_yarn_serves_the_original_positions_times_the_factor(tmp_path):
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "by kind of layer"),
         ({"partial_rotary_factor": 0.5}, "partial rotary embeddings"),
         ({"hidden_act": "gelu"}, "'gelu'"),
+        ({"qkv_bias": False}, "qkv_bias false"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
     ],
 )

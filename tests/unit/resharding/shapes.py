@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_rl.models.architectures import ExpertShape, ModelShape, tensor_shapes
+from megatron_rl.models.shape import ExpertShape, ModelShape, tensor_shapes
 
 
 def small_shape(architecture: str = "Qwen2ForCausalLM", **changes) -> ModelShape:
@@ -21,7 +21,10 @@ def small_shape(architecture: str = "Qwen2ForCausalLM", **changes) -> ModelShape
         "rotary_base": 10000.0,
         "norm_epsilon": 1e-6,
         "tied_embeddings": False,
-        "experts": ExpertShape(4, 2, 12, True) if architecture == "Qwen3MoeForCausalLM" else None,
+        "experts": {
+            "Qwen3MoeForCausalLM": ExpertShape(4, 2, 12, True),
+            "Qwen2MoeForCausalLM": ExpertShape(4, 2, 12, False, shared_ffn_hidden_size=28),
+        }.get(architecture),
     }
     return ModelShape(**(sizes | changes))
 

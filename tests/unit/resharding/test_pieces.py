@@ -121,7 +121,7 @@ def test_every_element_is_held_by_as_many_ranks_as_the_layout_says(
         expected = copies
         if ".experts." in name:
             expected = copies // expert
-        elif "norm" in name or name.endswith("mlp.gate.weight"):
+        elif "norm" in name or name.endswith(("mlp.gate.weight", "expert_gate.weight")):
             expected = copies * tensor
         elif name == "model.embed_tokens.weight" and tied and (pipeline, virtual) != (1, 1):
             expected = 2 * copies  # the last stage's output layer
@@ -141,7 +141,7 @@ def test_every_engine_holds_the_whole_model(architecture):
             for piece in pieces:
                 piece.of_tensor(held[piece.tensor]).add_(1)
         for name, count in held.items():
-            shared = "norm" in name or name.endswith("mlp.gate.weight")
+            shared = "norm" in name or name.endswith(("mlp.gate.weight", "expert_gate.weight"))
             assert (count == (tp_size if shared else 1)).all(), name
 
 

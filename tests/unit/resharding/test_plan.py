@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.models.architectures import ARCHITECTURES, tensor_shapes
+from megatron_rl.models.architectures import ARCHITECTURES
+from megatron_rl.models.shape import tensor_shapes
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.plan import iterate_copies
 from megatron_rl.resharding.rounds import plan_for_rank

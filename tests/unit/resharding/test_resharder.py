@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.models.architectures import tensor_shapes
+from megatron_rl.models.shape import tensor_shapes
 from megatron_rl.resharding import rounds
 from megatron_rl.resharding.exchange import Exchange, ExchangeError
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout

@@ -1,0 +1,175 @@
+"""The kinds of weights that architectures are made of: their names, their sizes, how they are cut.
+
+Names: Hugging Face's `modeling_<type>.py`, Megatron-core's `gpt_layer_specs.py` (local layers, and
+the fused names of Transformer Engine's layers), vLLM's `models/<type>.py` (its merged modules).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+# How a weight is laid out over tensor parallelism, and of which HF tensors it consists:
+#   replicated  every rank holds all of one tensor
+#   vocabulary  rows cut evenly after padding to the layout's vocabulary size
+#   columns     columns cut evenly (the input dimension of a row-parallel linear)
+#   qkv         (q, k, v): Megatron interleaves them per query group, vLLM concatenates them
+#   gate_up     (gate, up): each rank's [gate shard; up shard]
+Cut = Literal["replicated", "vocabulary", "columns", "qkv", "gate_up"]
+Part = Literal["first", "layer", "expert", "last"]
+# A size by name; `ModelShape.sizes` has the numbers. "qkv": query's, then twice key's.
+Size = Literal["hidden", "query", "qkv", "head", "ffn", "expert_ffn", "shared_ffn",
+               "experts", "vocabulary", "one"]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One kind of parameter: its HF tensors and its name in Megatron-core and in vLLM.
+
+    Names are templates: `{layer}` is the layer, `{expert}` the expert (both counted locally in
+    Megatron names, globally in HF names). `fused` is the name with Transformer Engine's layers
+    where it differs. `size`: of each HF tensor, or (rows, columns).
+    """
+
+    part: Part
+    cut: Cut
+    size: tuple[Size, ...]
+    hf: tuple[str, ...]
+    megatron: str
+    vllm: str
+    fused: str | None = None
+
+
+_L = "model.layers.{layer}."
+_M = "decoder.layers.{layer}."
+_SELF, _MEGATRON_SELF = _L + "self_attn.", _M + "self_attention."
+
+EMBEDDING = Weight(
+    "first", "vocabulary", ("vocabulary", "hidden"),
+    ("model.embed_tokens.weight",),
+    "embedding.word_embeddings.weight",
+    "model.embed_tokens.weight",
+)  # fmt: skip
+FINAL_NORM = Weight(
+    "last", "replicated", ("hidden",),
+    ("model.norm.weight",),
+    "decoder.final_layernorm.weight",
+    "model.norm.weight",
+)  # fmt: skip
+OUTPUT_LAYER = Weight(
+    "last", "vocabulary", ("vocabulary", "hidden"),
+    ("lm_head.weight",),
+    "output_layer.weight",
+    "lm_head.weight",
+)  # fmt: skip
+ATTENTION = (
+    Weight(
+        "layer", "replicated", ("hidden",),
+        (_L + "input_layernorm.weight",),
+        _M + "input_layernorm.weight",
+        _L + "input_layernorm.weight",
+        fused=_MEGATRON_SELF + "linear_qkv.layer_norm_weight",
+    ),
+    Weight(
+        "layer", "qkv", ("qkv", "hidden"),
+        tuple(_SELF + f"{name}_proj.weight" for name in "qkv"),
+        _MEGATRON_SELF + "linear_qkv.weight",
+        _SELF + "qkv_proj.weight",
+    ),
+    Weight(
+        "layer", "columns", ("hidden", "query"),
+        (_SELF + "o_proj.weight",),
+        _MEGATRON_SELF + "linear_proj.weight",
+        _SELF + "o_proj.weight",
+    ),
+)  # fmt: skip
+QKV_BIAS = Weight(
+    "layer", "qkv", ("qkv",),
+    tuple(_SELF + f"{name}_proj.bias" for name in "qkv"),
+    _MEGATRON_SELF + "linear_qkv.bias",
+    _SELF + "qkv_proj.bias",
+)  # fmt: skip
+QK_NORM = tuple(
+    Weight(
+        "layer", "replicated", ("head",),
+        (_SELF + f"{name}_norm.weight",),
+        _MEGATRON_SELF + f"{name}_layernorm.weight",
+        _SELF + f"{name}_norm.weight",
+    )
+    for name in "qk"
+)  # fmt: skip
+DENSE_MLP = (
+    Weight(
+        "layer", "replicated", ("hidden",),
+        (_L + "post_attention_layernorm.weight",),
+        _M + "pre_mlp_layernorm.weight",
+        _L + "post_attention_layernorm.weight",
+        fused=_M + "mlp.linear_fc1.layer_norm_weight",
+    ),
+    Weight(
+        "layer", "gate_up", ("ffn", "hidden"),
+        (_L + "mlp.gate_proj.weight", _L + "mlp.up_proj.weight"),
+        _M + "mlp.linear_fc1.weight",
+        _L + "mlp.gate_up_proj.weight",
+    ),
+    Weight(
+        "layer", "columns", ("hidden", "ffn"),
+        (_L + "mlp.down_proj.weight",),
+        _M + "mlp.linear_fc2.weight",
+        _L + "mlp.down_proj.weight",
+    ),
+)  # fmt: skip
+MIXTURE_OF_EXPERTS = (
+    Weight(
+        "layer", "replicated", ("hidden",),
+        (_L + "post_attention_layernorm.weight",),
+        _M + "pre_mlp_layernorm.weight",
+        _L + "post_attention_layernorm.weight",
+    ),
+    Weight(
+        "layer", "replicated", ("experts", "hidden"),
+        (_L + "mlp.gate.weight",),
+        _M + "mlp.router.weight",
+        _L + "mlp.gate.weight",
+    ),
+    Weight(
+        "expert", "gate_up", ("expert_ffn", "hidden"),
+        (_L + "mlp.experts.{expert}.gate_proj.weight", _L + "mlp.experts.{expert}.up_proj.weight"),
+        _M + "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        _L + "mlp.experts.routed_experts.w13_weight",
+        fused=_M + "mlp.experts.linear_fc1.weight{expert}",
+    ),
+    Weight(
+        "expert", "columns", ("hidden", "expert_ffn"),
+        (_L + "mlp.experts.{expert}.down_proj.weight",),
+        _M + "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+        _L + "mlp.experts.routed_experts.w2_weight",
+        fused=_M + "mlp.experts.linear_fc2.weight{expert}",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One family of models, by the name in `architectures` of its config.json.
+
+    qkv_bias, qk_norm: whether queries and keys have a bias, and a norm per head. default_head_dim:
+    where config.json states none; None: hidden size / heads.
+    """
+
+    name: str
+    weights: tuple[Weight, ...]
+    default_head_dim: int | None = None
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the q, k and v projections have biases."""
+        return QKV_BIAS in self.weights
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys are normalised per head."""
+        return QK_NORM[0] in self.weights
+
+    @property
+    def mixture_of_experts(self) -> bool:
+        """Whether the MLP of every layer is a mixture of experts."""
+        return any(weight.part == "expert" for weight in self.weights)
