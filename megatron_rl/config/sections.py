@@ -188,6 +188,8 @@ class TrainerSection(Section):
     """optimizer updates per epoch"""
     tokens_per_micro_batch: Count = 32768
     """the packing budget of one forward"""
+    zero_advantage: Literal["skip", "compute"] = "skip"
+    """whether responses of advantage 0 are computed where no loss or gradient needs them"""
     recompute: Literal["none", "selective", "full"] = "none"
     """activations computed again in the backward instead of kept"""
     checkpoint_every: Count = 10

@@ -4,7 +4,8 @@ Every rank holds all rollouts of a step, so the plan is a pure function that eac
 itself. Prompt groups are split in order into equal minibatches (one optimizer update each); inside
 a minibatch sequences are spread over data-parallel ranks and micro-batches, longest first into the
 emptiest pack. Every rank gets the same number of micro-batches; a pack that would be empty holds a
-filler sequence without response tokens, so that all ranks walk alike.
+filler sequence without response tokens, so that all ranks walk alike. A rollout that need not be
+computed is in no pack, but in the sizes that losses are divided by.
 
 A sequence is the prompt and all but the last token of the response (nothing follows that one), and
 is padded only to the layout's alignment. Where matrix products want more of the sum of a pack's
@@ -69,8 +70,9 @@ def assign_packs(
     lengths: padded. The fewest micro-batches for which no pack exceeds the budget (a sequence that
     alone exceeds it gets a pack of its own size), a multiple of `multiple`. Deterministic.
     """
-    budget = max(budget, *lengths)
-    micro_batches = padded_length(-(-sum(lengths) // (ranks * budget)), alignment=multiple)
+    budget = max([budget, *lengths])
+    least = max(1, -(-sum(lengths) // (ranks * budget)))
+    micro_batches = padded_length(least, alignment=multiple)
     while True:
         bins = _longest_first(lengths, bins=ranks * micro_batches)
         if max(sum(lengths[i] for i in one) for one in bins) <= budget:
@@ -98,18 +100,21 @@ def plan_minibatches(
     topology: Topology,
     sequence_parallel: bool,
     gemm_tokens: int = 1,
+    computed: Sequence[bool] | None = None,
 ) -> list[Minibatch]:
     """This data-parallel rank's packs of a rollout batch, with each minibatch's global sizes.
 
     advantages [N], one per rollout. tokens_per_micro_batch is the budget of one pack, over all its
-    context-parallel shards. gemm_tokens: each shard of a pack is a multiple of it.
+    context-parallel shards. gemm_tokens: each shard of a pack is a multiple of it. computed [N]:
+    the rollouts that packs hold, all by default; the global sizes count every one.
     Raises ValueError when the groups cannot be divided into minibatches.
     """
     alignment = topology.alignment(sequence_parallel=sequence_parallel)
     multiple_of = pack_multiple(alignment, gemm_tokens=gemm_tokens)
     planned = []
     for span in split_groups(rollouts, minibatches=minibatches):
-        lengths = [padded_length(sequence_length(rollouts[i]), alignment=alignment) for i in span]
+        packed = [i for i in span if computed is None or computed[i]]
+        lengths = [padded_length(sequence_length(rollouts[i]), alignment=alignment) for i in packed]
         packs = assign_packs(
             lengths,
             # Padding the sum to a multiple must not exceed the budget.
@@ -121,7 +126,7 @@ def plan_minibatches(
             build_pack(
                 rollouts,
                 advantages,
-                indices=[span[i] for i in pack],
+                indices=[packed[i] for i in pack],
                 alignment=alignment,
                 gemm_tokens=gemm_tokens,
             )
@@ -182,10 +187,11 @@ def build_pack(
 
 def gather_by_rollout(
     packs: Sequence[TokenBatch], values: Sequence[Tensor], *, count: int, topology: Topology
-) -> list[np.ndarray]:
+) -> list[np.ndarray | None]:
     """Per-token values [T] of this rank's packs as one array per rollout, on every rank.
 
-    A rollout's array holds its response tokens' values in order. Collective over data parallelism.
+    A rollout's array holds its response tokens' values in order; None for one that is in no pack.
+    Collective over data parallelism.
     """
     indices = [index for pack in packs for index in pack.rollout_indices]
     sizes: list[int] = []
@@ -200,7 +206,7 @@ def gather_by_rollout(
     everyone = [mine] * topology.dp_size
     if topology.dp_size > 1:
         dist.all_gather_object(everyone, mine, group=topology.dp_group)
-    rows = [np.empty(0, np.float32)] * count
+    rows: list[np.ndarray | None] = [None] * count
     for some_indices, some_sizes, some_values in everyone:
         start = 0
         for index, size in zip(some_indices, some_sizes, strict=True):

@@ -39,6 +39,11 @@ class PolicyObjective(Protocol):
         """The optional arguments below that it cannot do without."""
         ...
 
+    @property
+    def uses_zero_advantage(self) -> bool:
+        """Whether a response of advantage 0 adds to loss or gradient; if not, it needs no pass."""
+        ...
+
     def __call__(
         self,
         policy_logprobs: Tensor,
@@ -65,6 +70,11 @@ class Objective:
     def needs(self) -> frozenset[str]:
         """The optional arguments that its terms cannot do without."""
         return frozenset(self.spec.needs)
+
+    @property
+    def uses_zero_advantage(self) -> bool:
+        """KL and entropy concern every response; the policy term is a multiple of its advantage."""
+        return self.spec.kl is not None or self.spec.entropy_coefficient > 0
 
     def __call__(
         self,

@@ -34,6 +34,11 @@ class OaplObjective:
         """No optional arguments."""
         return frozenset()
 
+    @property
+    def uses_zero_advantage(self) -> bool:
+        """A log-ratio is drawn to 0 where the advantage is 0."""
+        return True
+
     def __post_init__(self) -> None:
         check_number("beta", self.beta, minimum=0, strict=True)
 

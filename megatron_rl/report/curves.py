@@ -7,9 +7,11 @@ from typing import Any
 
 from megatron_rl.runs.rows import PHASES, read_metrics
 
+CURVES = "curves.png"
 BLUE, ORANGE, GREY = "#2f6db3", "#d9822b", "#8a8f98"
 GREEN, VIOLET, RED, BROWN = "#7fb069", "#b0a8d8", "#c8553d", "#8c6d5a"
 LINES = (BLUE, ORANGE, GREEN, RED, VIOLET, GREY)
+SECONDS = (BLUE, GREEN, "#e3c567", VIOLET, BROWN, ORANGE, RED, GREY, "#5b6770", "#c9ccd1")
 
 
 def draw_curves(run_folder: str | Path) -> Path:
@@ -44,7 +46,7 @@ def draw_curves(run_folder: str | Path) -> Path:
     _draw_seconds(axes[1, 2], rows)
     for axis in axes[1]:
         axis.set_xlabel("rollout batches")
-    path = folder / "curves.png"
+    path = folder / CURVES
     figure.savefig(path, dpi=110)
     return path
 
@@ -96,8 +98,7 @@ def _label(axis: Any, point: tuple[float, float], color: str, *, side: str) -> N
 def _draw_seconds(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
     steps = [row["step"] for row in rows if row.get("time/step") is not None]
     bottom = [0.0] * len(steps)
-    colors = [BLUE, GREEN, VIOLET, BROWN, ORANGE, RED, GREY]
-    for phase, color in zip(PHASES, colors, strict=True):
+    for phase, color in zip(PHASES, SECONDS, strict=True):
         values = [row.get(f"time/{phase}") or 0.0 for row in rows if row.get("time/step")]
         if not any(values):  # most runs have no reference
             continue

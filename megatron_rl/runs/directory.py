@@ -221,9 +221,12 @@ class RunDirectory:
         rollouts: Sequence[Rollout],
         *,
         advantages: Sequence[float],
-        behavior_logprobs: Sequence[np.ndarray],
+        behavior_logprobs: Sequence[np.ndarray | None],
     ) -> None:
-        """Keep one step's rollouts: texts, token ids, rewards, log-probs, weight versions."""
+        """Keep one step's rollouts: texts, token ids, rewards, log-probs, weight versions.
+
+        Behavior log-probs are null where they were not computed.
+        """
         table = _rollout_table(rollouts)
         table = table.append_column("advantage", pa.array(advantages, pa.float32()))
         table = table.append_column(

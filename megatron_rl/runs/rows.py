@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-PHASES = ("rollout", "reward", "behavior", "reference", "train", "sync", "eval")  # of `time/`
+PHASES = (
+    "rollout", "reward", "pack", "behavior", "reference", "train", "sync", "eval", "record",
+    "checkpoint",
+)  # fmt: skip  # of `time/`; they add up to `time/step`
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -89,6 +89,7 @@ def run_training(
         with raised_together(doing="starting the verifiers"):
             pool.start()
         trainer.train()
+        trainer.recorder.draw()
         trainer.actor.export_hf(directory.model)
         trainer.recorder.finish()
 
@@ -130,7 +131,12 @@ def _build_trainer(
         actor = MegatronActor(
             config.model.path, topology=topology, settings=build_actor_settings(config, topology)
         )
-    checkpoints = CheckpointKeeper(config, directory, console, topology.rank, interruption)
+    log = MetricLog(directory.path, config.logging, config=config.model_dump()) if writer else None
+    clock = PhaseClock(topology.device, group=dist.group.WORLD)
+    recorder = Recorder(config, writer, log, console, clock)
+    checkpoints = CheckpointKeeper(
+        config, directory, console, topology.rank, recorder.wait, interruption
+    )
     done = checkpoints.restore(actor)  # takes the memory that vLLM will have
     reference = None
     if "reference_logprobs" in objective.needs:
@@ -138,7 +144,6 @@ def _build_trainer(
     actor.sleep()  # so that vLLM, which looks at the free memory, sees what it will have
     with console.progress("starting vLLM"):
         engine = build_engine(config, topology)
-    log = MetricLog(directory.path, config.logging, config=config.model_dump()) if writer else None
     return Trainer(
         config=config,
         actor=actor,
@@ -148,12 +153,12 @@ def _build_trainer(
         judge=judge,
         prompts=prompts,
         order=order,
-        evaluator=Evaluator(config, engine, judge, eval_sets, writer, console),
+        evaluator=Evaluator(config, engine, judge, eval_sets, recorder, console),
         checkpoints=checkpoints,
         done=done,
-        recorder=Recorder(config, writer, log, console),
+        recorder=recorder,
         console=console,
-        clock=PhaseClock(topology.device, group=dist.group.WORLD),
+        clock=clock,
     )
 
 

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 from megatron_rl.config import Config
 from megatron_rl.console import Console
-from megatron_rl.distributed.agreement import raised_together
 from megatron_rl.rollout.engine import RolloutEngine
-from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.seeds import derive_seed
 from megatron_rl.trainer.judge import Judge
+from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.types import Prompt, SamplingSettings
 
 
@@ -25,7 +24,7 @@ class Evaluator:
     engine: RolloutEngine
     judge: Judge
     sets: Mapping[str, Sequence[Prompt]]
-    directory: RunDirectory | None  # None on ranks that do not write
+    recorder: Recorder
     console: Console
 
     def evaluate_if_due(self, step: int) -> dict[str, float]:
@@ -55,7 +54,5 @@ class Evaluator:
             lengths = [len(rollout.response.token_ids) for rollout in rollouts]
             metrics[f"eval/{name}/avg@{settings.samples}"] = sum(rewards) / len(rewards)
             metrics[f"eval/{name}/response_length_mean"] = sum(lengths) / len(lengths)
-            with raised_together(doing=f"recording the evaluation on {name}"):
-                if self.directory is not None:
-                    self.directory.write_evaluation(name, step, rollouts)
+            self.recorder.record_evaluation(name, step, rollouts)
         return metrics

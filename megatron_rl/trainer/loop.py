@@ -54,17 +54,18 @@ class Trainer:
         self.check_engine()
         if done == 0:
             self.recorder.record({"step": 0} | self.evaluator.evaluate(0))
+        self.clock.reset()
         for step in range(done + 1, self.config.trainer.steps + 1):
-            self.checkpoints.end_if_interrupted(self.actor, step - 1)
+            with self.clock.phase("checkpoint"):
+                self.checkpoints.end_if_interrupted(self.actor, step - 1)
             self.run_step(step)
 
     def run_step(self, step: int) -> None:
         """One rollout batch: generated once, trained on for `trainer.epochs` epochs."""
-        self.clock.reset()
         batch = self.collect(step)
-        self.engine.sleep()  # its memory is training's until the push wakes it up
 
         with self.clock.phase("behavior"):
+            self.engine.sleep()  # its memory is training's until the push wakes it up
             batch.freeze_behavior_logprobs(self.actor)
         if self.reference is not None:
             with self.clock.phase("reference"):
@@ -83,15 +84,17 @@ class Trainer:
         with self.clock.phase("eval"):
             eval_metrics = self.evaluator.evaluate_if_due(step)
 
-        metrics = {"step": step} | batch.metrics() | updates.metrics() | sync_metrics | eval_metrics
-        self.recorder.record(metrics | self.clock.metrics(), batch)
-        self.checkpoints.save_if_due(self.actor, step)
+        with self.clock.phase("record"):
+            metrics = batch.metrics() | updates.metrics() | sync_metrics | eval_metrics
+            self.recorder.record({"step": step} | metrics, batch)
+        with self.clock.phase("checkpoint"):
+            self.checkpoints.save_if_due(self.actor, step)
 
     def collect(self, step: int) -> RolloutBatch:
         """Generate, judge, and pack this step's rollout batch with its advantages."""
         settings = self.config.rollout
-        prompts = [self.prompts[i] for i in self.order.indices(step - 1, settings.prompts)]
         with self.clock.phase("rollout"), self.console.progress("rollout") as advance:
+            prompts = [self.prompts[i] for i in self.order.indices(step - 1, settings.prompts)]
             responses = self.engine.generate(
                 prompts,
                 samples=settings.responses_per_prompt,
@@ -105,12 +108,14 @@ class Trainer:
             )
         with self.clock.phase("reward"), self.console.progress("reward") as advance:
             rollouts = self.judge.judge(prompts, responses, on_progress=advance)
-        return build_rollout_batch(
-            rollouts,
-            config=self.config,
-            topology=self.actor.topology,
-            rollout_seconds=self.clock.seconds["rollout"],
-        )
+        with self.clock.phase("pack"):
+            return build_rollout_batch(
+                rollouts,
+                config=self.config,
+                objective=self.objective,
+                topology=self.actor.topology,
+                rollout_seconds=self.clock.seconds["rollout"],
+            )
 
     def check_engine(self) -> None:
         """Compare log-probs before any training: checksums do not see a weight in a wrong place."""

@@ -16,45 +16,64 @@ from megatron_rl.peak_memory import PeakMemory
 
 
 class PhaseClock:
-    """Seconds and peak memory of each named phase of the current step."""
+    """Seconds and peak memory of each named phase of the current step.
+
+    A step ends where `metrics` is asked for: what follows, the rest of an open phase too, belongs
+    to the next one, so that no second is lost between two rows.
+    """
 
     def __init__(self, device: torch.device | str = "cpu", *, group: Group = None) -> None:
         self.device = torch.device(device)
         self.group = group  # of all ranks
         self.memory = PeakMemory(device)
+        self._open: str | None = None
         self.reset()
 
     def reset(self) -> None:
         """Forget all phases; the step begins now."""
         self.seconds: dict[str, float] = {}
         self.peaks: dict[str, float] = {}  # bytes
-        self._start = time.perf_counter()
+        self._start = self._charged = time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Charge the time and the peak memory of the enclosed block to `name`."""
+        assert self._open is None, f"{name} begins within {self._open}"
+        self._open, self._charged = name, time.perf_counter()
         self.memory.reset()
-        start = time.perf_counter()
-        yield
+        try:
+            yield
+            self._charge(name)
+        finally:
+            self._open = None
+
+    def _charge(self, name: str) -> None:
         if self.device.type == "cuda":  # queued work is charged to its own phase
             torch.cuda.synchronize(self.device)
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         self.peaks[name] = max(self.peaks.get(name, 0.0), self.memory.peak())
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._charged
+        self._charged = now
 
     def metrics(self) -> dict[str, float]:
         """`time/<phase>`, `time/step`; `memory/<phase>_peak_gib` of the rank that needed most.
 
-        Collective: every rank has walked the same phases.
+        The next step begins. Collective: every rank has walked the same phases.
         """
-        times = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
-        peaks = reduce_max(
-            torch.tensor(list(self.peaks.values()), dtype=torch.float64), group=self.group
-        )
+        if self._open is None:
+            self._charged = time.perf_counter()
+        else:
+            self._charge(self._open)
+        seconds, peaks = self.seconds, self.peaks
+        times = {f"time/{name}": value for name, value in seconds.items()}
+        times["time/step"] = self._charged - self._start
+        self.seconds, self.peaks, self._start = {}, {}, self._charged
+        most = reduce_max(torch.tensor([*peaks.values()], dtype=torch.float64), group=self.group)
         memory = {
             f"memory/{name}_peak_gib": peak / 2**30
-            for name, peak in zip(self.peaks, peaks.tolist(), strict=True)
+            for name, peak in zip(peaks, most.tolist(), strict=True)
         }
-        return times | {"time/step": time.perf_counter() - self._start} | memory
+        return times | memory
 
 
 class MetricLog:

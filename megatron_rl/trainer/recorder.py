@@ -1,30 +1,37 @@
 """Writes a step down: metrics, rollouts, the line a person reads; at the end the summary."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from megatron_rl.config import Config
 from megatron_rl.console import Console
 from megatron_rl.distributed.agreement import raised_together
-from megatron_rl.report.curves import draw_curves
+from megatron_rl.report.curves import CURVES, draw_curves
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.rows import PHASES, read_metrics
-from megatron_rl.trainer.metrics import MetricLog
+from megatron_rl.trainer.background import BackgroundWriter
+from megatron_rl.trainer.metrics import MetricLog, PhaseClock
 from megatron_rl.trainer.rollout_batch import RolloutBatch
+from megatron_rl.types import Rollout
 
 
 @dataclass
 class Recorder:
     """Records on the writing rank; elsewhere only the collectives inside run.
 
-    What fails on the writing rank, a full disk for instance, is raised on every rank.
+    Files are written by a thread. What fails there, a full disk for instance, is raised on every
+    rank: when the next step is recorded, at the next checkpoint, or at the end.
     """
 
     config: Config
     directory: RunDirectory | None
     log: MetricLog | None
     console: Console
+    clock: PhaseClock
+    writer: BackgroundWriter = field(default_factory=BackgroundWriter)
 
     def open(self, done: int) -> None:
         """Begin to record after step `done`, dropping what a stopped run wrote past it."""
@@ -36,36 +43,58 @@ class Recorder:
                 self.log.open(first_step=done + 1 if done else 0)
 
     def record(self, metrics: dict[str, float], batch: RolloutBatch | None = None) -> None:
-        """Write one step; rollouts first, so that a metrics row always has its rollouts."""
-        behavior_logprobs = batch.behavior_logprobs_by_rollout() if batch is not None else []
-        with raised_together(doing=f"recording step {int(metrics['step'])}"):
-            self._write(metrics, batch, behavior_logprobs)
+        """Write one step; rollouts first, so that a metrics row always has its rollouts.
+
+        With a batch, the clock's step ends here. Collective.
+        """
+        behavior_logprobs = []
+        if batch is not None:
+            behavior_logprobs = batch.behavior_logprobs_by_rollout()
+            metrics = metrics | self.clock.metrics()
+        with raised_together(doing=f"recording up to step {int(metrics['step'])}"):
+            if self.directory is not None:
+                self.writer.submit(partial(self._write, metrics, batch, behavior_logprobs))
+        self.console.say(self._line(metrics))
+
+    def record_evaluation(self, name: str, step: int, rollouts: Sequence[Rollout]) -> None:
+        """Keep the responses of one evaluation of a step that is recorded later."""
+        if self.directory is not None:
+            self.writer.submit(partial(self.directory.write_evaluation, name, step, rollouts))
 
     def _write(
         self,
         metrics: dict[str, float],
         batch: RolloutBatch | None,
-        behavior_logprobs: list[np.ndarray],
+        behavior_logprobs: list[np.ndarray | None],
     ) -> None:
-        if self.directory is None or self.log is None:
-            return
+        assert self.directory is not None
+        assert self.log is not None
         if batch is not None:
             self.directory.write_rollouts(
                 int(metrics["step"]),
                 batch.rollouts,
-                advantages=batch.advantages.tolist(),
+                advantages=batch.advantages.flatten().tolist(),
                 behavior_logprobs=behavior_logprobs,
             )
         self.log.append(metrics)
-        self.console.say(self._line(metrics))
+
+    def wait(self) -> None:
+        """Return when all that was recorded is on disk; raises what failed. Not collective."""
+        self.writer.wait()
+
+    def draw(self) -> None:
+        """Begin to draw the curves, while the model is exported for instance."""
+        if self.directory is not None:
+            self.writer.submit(partial(draw_curves, self.directory.path))
 
     def finish(self) -> None:
-        """Draw the curves and say what was learned and where everything is."""
+        """Say what was learned and where everything is; all of it is on disk then. Collective."""
+        with raised_together(doing="recording the run"):
+            self.writer.wait()
         if self.directory is None or self.log is None:
             return
         self.log.close()
         rows = read_metrics(self.directory.path)
-        picture = draw_curves(self.directory.path)
         self.console.say()
         self.console.say(f"Trained {self.directory.path.name}: {rows[-1]['step']} rollout batches")
         for key in (key for key in rows[-1] if key.startswith("eval/") and "avg@" in key):
@@ -78,11 +107,10 @@ class Recorder:
                 f"best {100 * best[1]:.1f} at step {best[0]})"
             )
         seconds = {p: sum(row.get(f"time/{p}") or 0 for row in rows) for p in PHASES}
-        self.console.say(
-            "  seconds: " + ", ".join(f"{phase} {total:.0f}" for phase, total in seconds.items())
-        )
+        spent = [f"{phase} {total:.0f}" for phase, total in seconds.items() if total >= 0.5]
+        self.console.say("  seconds: " + ", ".join(spent))
         self.console.say(f"  run directory: {self.directory.path}")
-        self.console.say(f"  curves:        {picture}")
+        self.console.say(f"  curves:        {self.directory.path / CURVES}")
         self.console.say(f"  model:         {self.directory.model}  (Hugging Face format)")
 
     def _line(self, metrics: dict[str, float]) -> str:

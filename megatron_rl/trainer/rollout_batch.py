@@ -19,6 +19,7 @@ from megatron_rl.advantages import (
 from megatron_rl.config import AdvantageSection, Config
 from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.objectives import PolicyObjective
 from megatron_rl.rewards.verifier import TIME_LIMIT, UNPARSABLE_TRUTH
 from megatron_rl.types import Minibatch, Rollout, TokenBatch
 
@@ -28,7 +29,8 @@ class RolloutBatch:
     """One rollout batch, frozen while it is reused; the same rollouts on every rank."""
 
     rollouts: list[Rollout]  # N, group after group
-    advantages: Tensor  # [N] float32
+    advantages: Tensor  # [prompts, responses to each] float32
+    computed: list[bool]  # [N] those that are in packs
     minibatches: list[Minibatch]  # this data-parallel rank's packs
     topology: Topology
     rollout_seconds: float
@@ -51,8 +53,11 @@ class RolloutBatch:
         for pack, logprobs in zip(self.packs, reference.compute_logprobs(self.packs), strict=True):
             pack.reference_logprobs = torch.where(pack.response_mask, logprobs, 0.0)
 
-    def behavior_logprobs_by_rollout(self) -> list[np.ndarray]:
-        """Behavior log-probs of every rollout's response tokens, gathered from all dp ranks."""
+    def behavior_logprobs_by_rollout(self) -> list[np.ndarray | None]:
+        """Behavior log-probs of every rollout's response tokens, gathered from all dp ranks.
+
+        None where they were not computed.
+        """
         values = [p.behavior_logprobs for p in self.packs if p.behavior_logprobs is not None]
         assert len(values) == len(self.packs), "behavior log-probs are not frozen yet"
         return gather_by_rollout(
@@ -71,6 +76,12 @@ class RolloutBatch:
             "reward/time_limit_fraction": reasons.count(TIME_LIMIT) / len(reasons),
             "reward/unparsable_truth_fraction": reasons.count(UNPARSABLE_TRUTH) / len(reasons),
             "advantage/zero_fraction": (self.advantages == 0).float().mean().item(),
+            "advantage/zero_groups_fraction": (self.advantages == 0)
+            .all(dim=1)
+            .float()
+            .mean()
+            .item(),
+            "train/computed_fraction": statistics.fmean(self.computed),
             "response/length_mean": statistics.fmean(lengths),
             "response/length_max": max(lengths),
             "response/truncated_fraction": statistics.fmean(truncated),
@@ -81,25 +92,35 @@ class RolloutBatch:
 
 
 def build_rollout_batch(
-    rollouts: list[Rollout], *, config: Config, topology: Topology, rollout_seconds: float
+    rollouts: list[Rollout],
+    *,
+    config: Config,
+    objective: PolicyObjective,
+    topology: Topology,
+    rollout_seconds: float,
 ) -> RolloutBatch:
     """Advantages and packs of freshly judged rollouts.
 
-    `rollouts` come group after group, `rollout.responses_per_prompt` each.
+    `rollouts` come group after group, `rollout.responses_per_prompt` each. Those whose advantage is
+    0 are packed only where the objective or `trainer.zero_advantage` asks for them: their gradient
+    is 0, and the denominators count them all the same.
     """
     rewards = torch.tensor([rollout.verdict.reward for rollout in rollouts])
     groups = rewards.view(-1, config.rollout.responses_per_prompt)
-    advantages = compute_advantages(groups, config.advantage).flatten()
+    advantages = compute_advantages(groups, config.advantage)
+    all_computed = config.trainer.zero_advantage == "compute" or objective.uses_zero_advantage
+    computed = [all_computed or advantage != 0 for advantage in advantages.flatten().tolist()]
     minibatches = plan_minibatches(
         rollouts,
-        advantages,
+        advantages.flatten(),
         minibatches=config.trainer.minibatches,
         tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
         topology=topology,
         sequence_parallel=config.parallel.sequence and topology.tp_size > 1,
         gemm_tokens=GEMM_TOKENS[config.model.fp8],
+        computed=computed,
     )
-    return RolloutBatch(rollouts, advantages, minibatches, topology, rollout_seconds)
+    return RolloutBatch(rollouts, advantages, computed, minibatches, topology, rollout_seconds)
 
 
 def compute_advantages(rewards: Tensor, settings: AdvantageSection) -> Tensor:

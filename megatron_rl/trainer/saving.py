@@ -1,6 +1,7 @@
 """When the run is saved and from where it continues."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +25,7 @@ class CheckpointKeeper:
     directory: RunDirectory
     console: Console
     rank: int
+    wait_for_records: Callable[[], None]
     interruption: Interruption = field(default_factory=Interruption)
     _saved: int = 0  # the step of the newest checkpoint
 
@@ -77,6 +79,8 @@ class CheckpointKeeper:
             pass
         with raised_together(doing=doing):
             if self.rank == 0:
+                # A run that continues from here would not write them again.
+                self.wait_for_records()
                 self.directory.complete_checkpoint(partial, step)
                 self.directory.prune_checkpoints(keep=self.config.trainer.keep_checkpoints)
         self._saved = step

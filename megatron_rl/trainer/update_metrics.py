@@ -1,5 +1,6 @@
 """The metrics of one step's optimizer updates, from what each update reports."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -42,7 +43,7 @@ class UpdateMetrics:
         metrics |= {
             "ratio/first_minibatch_max_deviation": first["ratio/max_deviation"],
             # How far the engine computes from the actor: |behavior - rollout| log-probs.
-            "rollout/logprob_gap_mean": metrics["rollout_gap/absolute_mean"],
+            "rollout/logprob_gap_mean": metrics.get("rollout_gap/absolute_mean", math.nan),
             "grad/norm": sum(result.grad_norm for result in self.results) / self.count,
             "grad/norm_max": max(result.grad_norm for result in self.results),
             "optimizer/learning_rate": self.results[-1].learning_rate,

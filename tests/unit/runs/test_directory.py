@@ -102,7 +102,7 @@ def test_what_a_failed_save_left_goes_when_the_run_continues(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.create(build_config())
     (directory.checkpoints / ".step_000008.partial" / "actor").mkdir(parents=True)
-    keeper = CheckpointKeeper(build_config(), directory, Console(speaks=False), rank=0)
+    keeper = CheckpointKeeper(build_config(), directory, Console(speaks=False), 0, lambda: None)
     assert keeper.restore(None) == 0  # there is nothing to load
     assert not list(directory.checkpoints.iterdir())
 

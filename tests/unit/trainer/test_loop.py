@@ -2,6 +2,9 @@
 
 import contextlib
 import math
+import sys
+import threading
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,6 +19,7 @@ from megatron_rl.objectives import build_objective
 from megatron_rl.rewards.verifier import VerifierError
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.rows import PHASES, read_metrics
+from megatron_rl.trainer.background import BackgroundWriter
 from megatron_rl.trainer.build import collective_timeout
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.judge import Judge
@@ -23,6 +27,7 @@ from megatron_rl.trainer.loop import Trainer
 from megatron_rl.trainer.metrics import LoggingSection, MetricLog, PhaseClock
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.trainer.rollout_batch import compute_advantages
+from megatron_rl.trainer.saving import CheckpointKeeper
 from megatron_rl.types import Prompt, Response, Verdict
 
 PROMPTS = [Prompt(i, ({"role": "user", "content": "?"},), (5, 6), "1", "toy") for i in range(8)]
@@ -131,16 +136,20 @@ class NoCheckpoints:
             raise RunInterrupted
 
 
-def run_loop(tmp_path, *, done=0, last=None, reasons=(), **overrides):
-    config = parse_config(
+def make_config(**trainer):
+    return parse_config(
         {
             "model": {"path": "m"}, "data": {"train": "t"}, "run": {"name": "r"},
             "rollout": {"prompts": 4, "responses_per_prompt": 4},
-            "trainer": {"steps": 2, "epochs": 3, "minibatches": 2},
+            "trainer": {"steps": 2, "epochs": 3, "minibatches": 2} | trainer,
             "eval": {"sets": {"held": "h"}, "every": 2, "samples": 2},
             "logging": {"tensorboard": False},
         }
     )  # fmt: skip
+
+
+def run_loop(tmp_path, *, done=0, last=None, reasons=(), trainer=None, **overrides):
+    config = make_config(**(trainer or {}))
     events: list = []
     actor, engine = ScriptedActor(events), ScriptedEngine(events)
     directory = RunDirectory(tmp_path)
@@ -148,6 +157,8 @@ def run_loop(tmp_path, *, done=0, last=None, reasons=(), **overrides):
     console = Console(speaks=False)
     judge = Judge(ScriptedPool(*reasons), actor.topology)
     log = MetricLog(tmp_path, LoggingSection(tensorboard=False), config={})
+    clock = PhaseClock()
+    recorder = Recorder(config, directory, log, console, clock)
     trainer = Trainer(
         config=config,
         actor=actor,
@@ -157,16 +168,17 @@ def run_loop(tmp_path, *, done=0, last=None, reasons=(), **overrides):
         judge=judge,
         prompts=PROMPTS,
         order=PromptOrder(len(PROMPTS), seed=0),
-        evaluator=Evaluator(config, engine, judge, {"held": PROMPTS[:2]}, directory, console),
+        evaluator=Evaluator(config, engine, judge, {"held": PROMPTS[:2]}, recorder, console),
         checkpoints=NoCheckpoints(last),
         done=done,
-        recorder=Recorder(config, directory, log, console),
+        recorder=recorder,
         console=console,
-        clock=PhaseClock(),
+        clock=clock,
     )
     trainer.check_engine = lambda: None  # the scripts compute nothing that could agree
     with contextlib.suppress(RunInterrupted):
         trainer.train()
+    recorder.wait()
     return events, trainer
 
 
@@ -207,7 +219,7 @@ def test_phases_report_seconds_and_peak_memory(tmp_path):
     run_loop(tmp_path)
     row = read_metrics(tmp_path)[1]
     phases = {key.split("/")[1] for key in row if key.startswith("time/")} - {"step"}
-    assert phases == {"rollout", "reward", "behavior", "train", "sync", "eval"}
+    assert phases == set(PHASES) - {"reference"}
     for phase in phases:
         peak = row[f"memory/{phase}_peak_gib"]
         assert peak is None or 0.05 < peak < 24  # of this process: torch alone takes 0.1 GiB
@@ -291,4 +303,64 @@ def test_what_the_writing_rank_cannot_write_is_raised_for_all(tmp_path, monkeypa
     monkeypatch.setattr(MetricLog, "append", fail)
     with pytest.raises(OSError, match="No space left") as error:
         run_loop(tmp_path)
-    assert error.value.__notes__ == ["recording step 0"]  # said by what every rank agrees with
+    # Said by what every rank agrees with, when the thread's error is first asked for.
+    assert error.value.__notes__ == ["recording up to step 1"]
+
+
+def test_the_phases_of_a_step_add_up_to_it(tmp_path, monkeypatch):
+    """Of work, not of seconds: the clock counts the calls that Python has made."""
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += 1
+
+    monkeypatch.setattr(time, "perf_counter", lambda: float(calls))
+    sys.setprofile(count)
+    try:
+        run_loop(tmp_path)
+    finally:
+        sys.setprofile(None)
+    for row in read_metrics(tmp_path)[1:]:
+        phases = {key: row[key] for key in row if key.startswith("time/") and key != "time/step"}
+        assert phases.keys() == {f"time/{phase}" for phase in PHASES if phase != "reference"}
+        assert min(phases.values()) > 0
+        assert 0.98 * row["time/step"] <= sum(phases.values()) <= row["time/step"]
+
+
+def test_a_checkpoint_gets_its_name_when_the_records_of_its_step_are_on_disk(tmp_path):
+    """However late the thread is: a kill at any moment loses nothing that is not written again."""
+    directory = RunDirectory(tmp_path)
+    directory.create(make_config())
+    written, late = tmp_path / "written", threading.Event()
+    writer = BackgroundWriter()
+    writer.submit(late.wait)
+    writer.submit(written.touch)
+
+    class Actor:
+        def save(self, folder):
+            folder.mkdir(parents=True)
+            assert not written.exists()  # the records are not waited for before they must be
+            threading.Timer(0.05, late.set).start()
+
+    complete = directory.complete_checkpoint
+
+    def complete_after_records(partial, step):
+        assert written.exists()
+        complete(partial, step)
+
+    directory.complete_checkpoint = complete_after_records
+    console = Console(speaks=False)
+    keeper = CheckpointKeeper(make_config(), directory, console, 0, writer.wait)
+    keeper.save(Actor(), 1)
+    assert directory.latest_checkpoint()[0] == 1
+
+
+def test_after_an_error_nothing_more_is_written_and_every_call_says_so(tmp_path):
+    writer = BackgroundWriter()
+    writer.submit((tmp_path / "missing" / "rollouts").touch)
+    writer.submit((tmp_path / "row").touch)
+    for call in (writer.wait, writer.wait, lambda: writer.submit(print)):
+        with pytest.raises(FileNotFoundError, match="rollouts"):
+            call()
+    assert not (tmp_path / "row").exists()
