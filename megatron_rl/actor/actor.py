@@ -70,17 +70,26 @@ class MegatronActor:
         Forward only, by the code and on the packs that training uses, so that the two agree bit
         for bit while the weights are the same.
         """
+        return [values[:, 0] for values in self._score(micro_batches, entropy=False)]
+
+    def compute_logprobs_and_entropies(
+        self, micro_batches: Sequence[TokenBatch]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The same log-probs, each pack's with the policy's entropies (nats) at their positions."""
+        scored = self._score(micro_batches, entropy=True)
+        return [(values[:, 0], values[:, 1]) for values in scored]
+
+    def _score(self, micro_batches: Sequence[TokenBatch], *, entropy: bool) -> list[Tensor]:
+        """What the head says of each pack's labels: log-prob, and entropy if asked; [T, 1|2]."""
         self._check(micro_batches)
         with megatron_runtime(), torch.no_grad():
-            local = self._run(micro_batches, _keep_logprobs, forward_only=True)
+            local = self._run(micro_batches, _keep_output, forward_only=True, entropy=entropy)
         packs = [self.packs.prepare(batch) for batch in micro_batches]
         local = local[: len(packs)]  # fillers come last
-        flat = self._from_last_stage(local, sum(pack.layout.local_tokens for pack in packs))
-        parts = flat.split([pack.layout.local_tokens for pack in packs])
-        return [
-            pack.layout.gather(part).to(batch.tokens.device)
-            for pack, part, batch in zip(packs, parts, micro_batches, strict=True)
-        ]
+        tokens = sum(pack.layout.local_tokens for pack in packs)
+        flat = self._from_last_stage(local, (1 + entropy, tokens))
+        parts = flat.split([pack.layout.local_tokens for pack in packs], dim=1)
+        return [pack.layout.gather(part.t().contiguous()) for pack, part in zip(packs, parts, strict=True)]
 
     def update(self, minibatch: Minibatch, objective: PolicyObjective) -> UpdateResult:
         """One optimizer update on this data-parallel rank's micro-batches of one minibatch.
@@ -248,12 +257,12 @@ class MegatronActor:
         self.optimizer.step_with_ready_grads()
         return grad_norm
 
-    def _from_last_stage(self, local: list[Tensor], tokens: int) -> Tensor:
-        """Concatenated log-probs [tokens], on every pipeline stage."""
+    def _from_last_stage(self, local: list[Tensor], shape: tuple[int, int]) -> Tensor:
+        """What the last stage says of each token, on every pipeline stage; [1|2, tokens]."""
         if self.topology.is_last_stage:
-            flat = torch.cat(local)
+            flat = torch.cat(local, dim=1)
         else:
-            flat = torch.empty(tokens, dtype=torch.float32, device=self.topology.device)
+            flat = torch.empty(shape, dtype=torch.float32, device=self.topology.device)
         if self.topology.pp_size > 1:
             dist.broadcast(flat, group=self.topology.pp_group, group_src=self.topology.pp_size - 1)
         return flat
@@ -271,6 +280,6 @@ class MegatronActor:
         return total
 
 
-def _keep_logprobs(batch: TokenBatch, pack: LocalPack, output: Tensor) -> tuple[Tensor, Tensor]:
-    """Nothing to learn: the log-probs themselves are what is reported; [1, t] -> [t]."""
-    return output[0], output[0]
+def _keep_output(batch: TokenBatch, pack: LocalPack, output: Tensor) -> tuple[Tensor, Tensor]:
+    """Nothing to learn: the output itself is what is reported; [1|2, t]."""
+    return output[0], output

@@ -27,6 +27,7 @@ from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.judge import Judge
+from megatron_rl.trainer.learning_check import describe_slow_packs
 from megatron_rl.trainer.loop import Trainer
 from megatron_rl.trainer.metrics import MetricLog, PhaseClock
 from megatron_rl.trainer.recorder import Recorder
@@ -69,6 +70,8 @@ def run_training(
     )
     console = Console(speaks=rank == 0, log_file=directory.log_file)
     console.say(_describe(config, world_size))
+    if (warning := describe_slow_packs(config)) is not None:
+        console.say(warning)
     with VerifierPool(
         workers=config.reward.workers,
         time_limit=config.reward.time_limit_seconds,

@@ -1,5 +1,6 @@
 """Writes a step down: metrics, rollouts, the line a person reads; at the end the summary."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +14,7 @@ from megatron_rl.report.curves import CURVES, draw_curves
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.rows import PHASES, read_metrics
 from megatron_rl.trainer.background import BackgroundWriter
+from megatron_rl.trainer.learning_check import describe_no_learning
 from megatron_rl.trainer.metrics import MetricLog, PhaseClock
 from megatron_rl.trainer.rollout_batch import RolloutBatch
 from megatron_rl.types import Rollout
@@ -55,6 +57,9 @@ class Recorder:
             if self.directory is not None:
                 self.writer.submit(partial(self._write, metrics, batch, behavior_logprobs))
         self.console.say(self._line(metrics))
+        warning = describe_no_learning(batch, self.config) if batch is not None else None
+        if warning is not None:
+            self.console.say(warning)
 
     def record_evaluation(self, name: str, step: int, rollouts: Sequence[Rollout]) -> None:
         """Keep the responses of one evaluation of a step that is recorded later."""
@@ -129,7 +134,9 @@ class Recorder:
         return (
             f"step {int(metrics['step']):>4}/{self.config.trainer.steps}"
             f"  reward {metrics['reward/mean']:.3f}"
-            f"  acceptance {metrics['gate/acceptance']:.3f}"
+            f"  length {metrics['response/length_mean']:.0f}"
+            f" ({100 * metrics['response/truncated_fraction']:.0f}% cut)"
+            f"  acceptance {metrics.get('gate/acceptance', math.nan):.3f}"
             f"  {metrics['rollout/tokens_per_second'] / 1000:.1f}k tok/s"
             f"  seconds {metrics['time/step']:.1f} ({times}){scores}"
         )

@@ -1,5 +1,6 @@
 """What is generated once and reused: rollouts, their advantages, packs and behavior log-probs."""
 
+import math
 import statistics
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from megatron_rl.advantages import (
 )
 from megatron_rl.config import AdvantageSection, Config
 from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
+from megatron_rl.distributed.collectives import reduce_sum
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import PolicyObjective
 from megatron_rl.rewards.verifier import TIME_LIMIT, UNPARSABLE_TRUTH
@@ -34,6 +36,7 @@ class RolloutBatch:
     minibatches: list[Minibatch]  # this data-parallel rank's packs
     topology: Topology
     rollout_seconds: float
+    entropy: float = math.nan  # of the policy that generated, mean over the packs' response tokens
 
     @property
     def packs(self) -> list[TokenBatch]:
@@ -43,15 +46,26 @@ class RolloutBatch:
     def freeze_behavior_logprobs(self, actor: MegatronActor) -> None:
         """Recompute behavior log-probs by the actor, on the very packs that training will use.
 
-        The first minibatch then sees a ratio of exactly 1.
+        The first minibatch then sees a ratio of exactly 1. The pass also measures the entropy.
         """
-        for pack, logprobs in zip(self.packs, actor.compute_logprobs(self.packs), strict=True):
-            pack.behavior_logprobs = torch.where(pack.response_mask, logprobs, 0.0)
+        scored = actor.compute_logprobs_and_entropies(self.packs)
+        for pack, (logprobs, _) in zip(self.packs, scored, strict=True):
+            pack.behavior_logprobs = logprobs
+        self.entropy = self._mean([entropies for _, entropies in scored])
 
     def freeze_reference_logprobs(self, reference: ReferencePolicy) -> None:
         """Log-probs of the same tokens under the reference policy, for a KL term."""
         for pack, logprobs in zip(self.packs, reference.compute_logprobs(self.packs), strict=True):
-            pack.reference_logprobs = torch.where(pack.response_mask, logprobs, 0.0)
+            pack.reference_logprobs = logprobs
+
+    def _mean(self, values: list[Tensor]) -> float:
+        """Mean over the response tokens of all packs, nan where there are none; collective."""
+        total = torch.stack([value.double().sum() for value in values]).sum()
+        count = sum(int(pack.response_mask.sum()) for pack in self.packs)
+        sums = reduce_sum(
+            torch.stack((total, torch.full_like(total, count))), group=self.topology.dp_group
+        )
+        return float(sums[0] / sums[1])
 
     def behavior_logprobs_by_rollout(self) -> list[np.ndarray | None]:
         """Behavior log-probs of every rollout's response tokens, gathered from all dp ranks.
@@ -70,7 +84,14 @@ class RolloutBatch:
         reasons = [rollout.verdict.reason for rollout in self.rollouts]
         lengths = [len(rollout.response.token_ids) for rollout in self.rollouts]
         truncated = [rollout.response.finish_reason == "length" for rollout in self.rollouts]
+        by_source: dict[str, list[float]] = {}
+        for rollout, reward in zip(self.rollouts, rewards, strict=True):
+            by_source.setdefault(rollout.prompt.data_source, []).append(reward)
+        logprobs = np.concatenate([r.response.rollout_logprobs for r in self.rollouts])
         return {
+            **{f"reward_by_source/{s}": statistics.fmean(by_source[s]) for s in sorted(by_source)},
+            "policy/entropy": self.entropy,
+            "rollout/entropy": -float(logprobs.mean(dtype=np.float64)),
             "reward/mean": statistics.fmean(rewards),
             "reward/std": statistics.pstdev(rewards),
             "reward/time_limit_fraction": reasons.count(TIME_LIMIT) / len(reasons),

@@ -144,6 +144,57 @@ def _perturbed_neighbour(actor, minibatches):
     return same, not torch.equal(before[rows], after[rows])
 
 
+def _train_without(actor, computed):
+    """Two epochs of four updates; losses, gradient norms, and the weights that they led to.
+
+    The second group has advantage 0, and so has one response of the third. The first update of
+    each objective has the same weights whatever is computed; the minibatch of the second group has
+    nothing to compute, and steps all the same.
+    """
+    from megatron_rl.data.packing import plan_minibatches
+    from megatron_rl.objectives import build_objective
+
+    rollouts, advantages = make_rollouts()
+    advantages[4:8] = advantages[9] = 0
+    minibatches = plan_minibatches(
+        rollouts,
+        advantages,
+        minibatches=4,
+        tokens_per_micro_batch=160,
+        topology=actor.topology,
+        sequence_parallel=actor.sequence_parallel,
+        computed=computed,
+    )
+    packs = _freeze_behavior(actor, minibatches)
+    for pack in packs:
+        pack.rollout_logprobs = 1.01 * pack.behavior_logprobs
+    reports = []
+    for name, options in (("pnpo", WIDE), ("dapo", {"rollout_correction": {"high": 1.02}})):
+        objective = build_objective(name, **options)
+        for minibatch in minibatches:
+            result = actor.update(minibatch, objective)
+            loss = result.statistics.to_metrics()["loss/policy"]
+            reports.append((loss, result.grad_norm))
+    return reports, {k: v.detach().clone() for k, v in actor.named_parameters_local().items()}
+
+
+def _compare_computed(root, topology):
+    """The same with all responses computed and without those of advantage 0."""
+    from megatron_rl.actor.actor import MegatronActor
+
+    advantages = make_rollouts()[1]
+    advantages[4:8] = advantages[9] = 0
+    runs = []
+    for computed in (None, (advantages != 0).tolist()):
+        actor = MegatronActor(root / "tied", topology=topology, settings=_settings())
+        start = {k: v.detach().clone() for k, v in actor.named_parameters_local().items()}
+        runs.append(_train_without(actor, computed))
+    (all_reports, everything), (few_reports, few) = runs
+    differ = max((everything[key] - few[key]).abs().max().item() for key in few)
+    moved = max((everything[key] - start[key]).abs().max().item() for key in few)
+    return all_reports, few_reports, differ, moved
+
+
 def run_layout(rank, world_size, root, layout, checkpoint):
     """Everything one layout is asked; runs on every rank."""
     from megatron_rl.actor import groups
@@ -166,6 +217,8 @@ def run_layout(rank, world_size, root, layout, checkpoint):
         actor.export_hf(folder / model)
         if model == "tied":
             report["neighbour"] = _perturbed_neighbour(actor, minibatches)
+    *report["computed"], differ, moved = _compare_computed(root, topology)
+    assert differ < 1e-5 < 1e-3 < moved, (rank, differ, moved)
     for name, model in OBJECTIVES.items():
         actor = MegatronActor(root / model, topology=topology, settings=_settings())
         report[name] = _train(name, actor, folder, checkpoint and Path(checkpoint))
@@ -223,6 +276,20 @@ def test_first_minibatch_ratio_is_exactly_one_and_the_objectives_differ(referenc
     assert reference["pnpo"][1]["loss"] != reference["grpo"][1]["loss"]
 
 
+def _check_computed(report):
+    """What is not computed changes neither loss nor gradient, beyond rounding of other packs."""
+    everything, few = report["computed"]
+    for (loss, norm), (same_loss, same_norm) in zip(everything, few, strict=True):
+        assert same_loss == pytest.approx(loss, rel=1e-5, abs=1e-7)
+        assert same_norm == pytest.approx(norm, rel=1e-5, abs=1e-7)
+    for minibatch, (loss, norm) in enumerate(few):
+        assert (loss, norm) == (0.0, 0.0) if minibatch % 4 == 1 else norm > 1e-3
+
+
+def test_what_need_not_be_computed_changes_nothing(reference):
+    _check_computed(reference)
+
+
 def _check_files(root, layout):
     folder = root / "-".join(map(str, layout))
     for model in ("tied", "untied"):
@@ -267,4 +334,5 @@ def test_layout_equals_one_process(root, reference, layout):
             for key in ("loss", "grad_norm", "learning_rate"):
                 want = reference[name][step][key]
                 assert mine[key] == pytest.approx(want, rel=1e-5, abs=1e-5), (name, step, key)
+    _check_computed(report)
     _check_files(root, layout)

@@ -34,7 +34,17 @@ def _rollouts(groups=4, samples=2):
     ]
 
 
-def _plan(rollouts, *, dp_size=1, dp_rank=0, cp_size=1, minibatches=2, budget=64, gemm_tokens=1):
+def _plan(
+    rollouts,
+    *,
+    dp_size=1,
+    dp_rank=0,
+    cp_size=1,
+    minibatches=2,
+    budget=64,
+    gemm_tokens=1,
+    computed=None,
+):
     topology = Topology(
         world_size=dp_size * cp_size, dp_size=dp_size, dp_rank=dp_rank, cp_size=cp_size
     )
@@ -47,6 +57,7 @@ def _plan(rollouts, *, dp_size=1, dp_rank=0, cp_size=1, minibatches=2, budget=64
         topology=topology,
         sequence_parallel=False,
         gemm_tokens=gemm_tokens,
+        computed=computed,
     )
 
 
@@ -164,3 +175,26 @@ def test_a_filler_is_what_matrix_products_need_too():
              for rank in range(2)]  # fmt: skip
     assert [plan[0].micro_batches[0].rollout_indices for plan in plans] == [(0,), (FILLER,)]
     assert [plan[0].micro_batches[0].lengths for plan in plans] == [(16,), (16,)]
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_what_need_not_be_computed_is_in_no_pack_but_in_the_sizes(dp_size):
+    rollouts = _rollouts()
+    computed = [False, False, True, False, *[False] * 4]  # nothing of the second minibatch
+    plans = [
+        _plan(rollouts, dp_size=dp_size, dp_rank=rank, computed=computed) for rank in range(dp_size)
+    ]
+    everything = _plan(rollouts)
+    for plan in plans:
+        assert [each.denominators for each in plan] == [each.denominators for each in everything]
+        assert [len(each.micro_batches) for each in plan] == [1, 1]  # every rank walks alike
+    seen = [
+        [i for plan in plans for pack in plan[m].micro_batches for i in pack.rollout_indices]
+        for m in range(2)
+    ]
+    assert seen == [[2, *[FILLER] * (dp_size - 1)], [FILLER] * dp_size]
+    packs = [pack for minibatch in plans[0] for pack in minibatch.micro_batches]
+    rows = gather_by_rollout(
+        packs, [p.rollout_logprobs for p in packs], count=8, topology=Topology.single()
+    )
+    assert [index for index, row in enumerate(rows) if row is not None] == [2]

@@ -46,7 +46,12 @@ class ScriptedActor:
 
     def compute_logprobs(self, micro_batches):
         self.events.append(("behavior", self.updates))
-        return [torch.full((sum(b.lengths),), -float(self.updates)) for b in micro_batches]
+        return [-float(self.updates) * batch.response_mask for batch in micro_batches]
+
+    def compute_logprobs_and_entropies(self, micro_batches):
+        """Each token's entropy is half the number of updates so far."""
+        logprobs = self.compute_logprobs(micro_batches)
+        return [(values, -0.5 * values) for values in logprobs]
 
     def update(self, minibatch, objective):
         from megatron_rl.actor.actor import UpdateResult
@@ -77,7 +82,7 @@ class ScriptedReference:
 
     def compute_logprobs(self, micro_batches):
         self.events.append(("reference",))
-        return [torch.full((sum(b.lengths),), -math.log(2)) for b in micro_batches]
+        return [-math.log(2) * batch.response_mask for batch in micro_batches]
 
 
 @dataclass
