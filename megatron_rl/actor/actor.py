@@ -89,7 +89,10 @@ class MegatronActor:
         tokens = sum(pack.layout.local_tokens for pack in packs)
         flat = self._from_last_stage(local, (1 + entropy, tokens))
         parts = flat.split([pack.layout.local_tokens for pack in packs], dim=1)
-        return [pack.layout.gather(part.t().contiguous()) for pack, part in zip(packs, parts, strict=True)]
+        return [
+            pack.layout.gather(part.t().contiguous())
+            for pack, part in zip(packs, parts, strict=True)
+        ]
 
     def update(self, minibatch: Minibatch, objective: PolicyObjective) -> UpdateResult:
         """One optimizer update on this data-parallel rank's micro-batches of one minibatch.
