@@ -32,6 +32,8 @@ REQUIREMENTS = [
 # Exact versions of the tools that judge style, so that two machines give the same verdict.
 DEVELOPMENT = [
     "hypothesis>=6.100",
+    "mkdocs-material==9.8.1",
+    "mkdocstrings[python]==1.0.8",
     "mypy==2.4.1",
     "pre-commit>=4",
     "pytest>=8",

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Set up, then check everything: style, types, unit tests, functional tests; a summary at the end.
+# Set up, then check everything: style, types, documentation, unit tests, functional tests; a summary
+# at the end.
 #
 #   bash tools/test.sh                 everything, under 25 minutes on two cores
 #   bash tools/test.sh unit            without the functional tests
@@ -12,8 +13,8 @@ VENV=${MEGATRON_RL_VENV:-$ROOT/.venv}
 cd "$ROOT"
 
 case ${1:-all} in
-    all) parts=(format lint types unit functional) ;;
-    unit) parts=(format lint types unit) ;;
+    all) parts=(format lint types docs unit functional) ;;
+    unit) parts=(format lint types docs unit) ;;
     *) echo "usage: bash tools/test.sh [all|unit]" >&2; exit 2 ;;
 esac
 
@@ -29,6 +30,7 @@ run_part() {
         format) "$VENV/bin/ruff" format --check . ;;
         lint) "$VENV/bin/ruff" check . ;;
         types) "$VENV/bin/mypy" ;;
+        docs) MEGATRON_RL_VENV=$VENV bash tools/docs.sh ;;
         # The same examples each time; without the seed hypothesis looks for new ones.
         unit) "$VENV/bin/python" -m pytest tests/unit --hypothesis-seed=0 ;;
         functional) "$VENV/bin/python" -m pytest tests/functional ;;
