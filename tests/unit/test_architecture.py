@@ -5,7 +5,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 FILES = sorted(PACKAGE.rglob("*.py"))
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 60
 
 # Each package and the packages of ours that it may import, lowest first.
