@@ -24,6 +24,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     ground_truth: str
     data_source: str
+    row: str = "{}"  # the whole row of the prompt set, as JSON
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Verdict:
     reward: float
     reason: str
     extracted: str | None
+    retries: int = 0  # attempts that failed before this one
 
 
 @dataclass(frozen=True)

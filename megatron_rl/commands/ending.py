@@ -61,7 +61,7 @@ def _say_error(error: ValueError, place: ProcessPlace | None) -> None:
     if place is None or place.local_rank == 0:
         detail = "" if isinstance(error, ConfigError) else _origin(error)
         print(f"megatron-rl: error: {error}{detail}", file=sys.stderr, flush=True)
-    elif _is_training():
+    elif _is_training() and not isinstance(error, ConfigError):
         print(f"megatron-rl: rank {place.rank}: {error}", file=sys.stderr, flush=True)
     else:
         time.sleep(10)  # whoever ends first ends all: the rank that speaks must come first

@@ -120,11 +120,16 @@ class RewardSection(Section):
     """How responses are judged."""
 
     verifier: str = "megatron_rl.rewards.math_answer:verify_math_answer"
-    """`module:function` of what judges a response"""
+    """`module:function` of what judges a response (`docs/rewards.md`)"""
     workers: Count = 1
     """processes per rank that judge"""
     time_limit_seconds: Positive = 5.0
-    """for one judgement"""
+    """for one call of the verifier; what takes longer is ended and earns 0"""
+    on_error: Literal["end", "zero", "retry"] = "end"
+    """where the verifier raises, returns no reward or dies: end the run; give 0; or try again after
+    1, 2, 4, 8 and 16 s and then end the run"""
+    batch_size: Count = 32
+    """responses that a worker judges at once, where the verifier is async or takes lists"""
 
 
 class AdvantageSection(Section):

@@ -1,12 +1,15 @@
 """Errors that every rank raises together, so that none waits for one that has given up."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 class RankTimeoutError(RuntimeError):
@@ -54,6 +57,25 @@ def raised_together(*, doing: str) -> Iterator[None]:
     except Exception as caught:  # noqa: BLE001 - raised again on the next line
         error = caught
     raise_together(error, doing=doing)
+
+
+def run_on_rank_0(action: Callable[[], T], *, doing: str) -> T:
+    """Collective over all processes: rank 0's result of `action` on every rank.
+
+    A ValueError of it, which is about what the user gave, is the same on every rank.
+    """
+    box: list[Any] = [None, None]  # result, error
+    with raised_together(doing=doing):
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            try:
+                box[0] = action()
+            except ValueError as error:
+                box[1] = error
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(box, device=wire_device())
+    if box[1] is not None:
+        raise box[1]
+    return box[0]
 
 
 def sum_over_ranks(number: int, *, doing: str, time_limit: float | None = None) -> int:

@@ -1,12 +1,13 @@
 """A verifier's process: one JSON line in, one JSON line out, until its input ends.
 
-Started by `megatron_rl.rewards.pool` as `python -m megatron_rl.rewards.worker`, with a fresh
+Started by `megatron_rl.rewards.process` as `python -m megatron_rl.rewards.worker`, with a fresh
 interpreter: forking a process that holds torch, vLLM and gloo threads copies locks that nobody
-will release. Sends `"ready"` once the verifier is loaded.
+will release. Says how it wants to be called once the verifier is loaded, or why it is not.
 """
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import resource
@@ -17,7 +18,8 @@ import traceback
 from io import RawIOBase
 from typing import BinaryIO
 
-from megatron_rl.rewards.verifier import Verifier, load_verifier
+from megatron_rl.rewards.calling import Call
+from megatron_rl.rewards.verifier import Item, load_verifier
 
 ORPHAN_CHECK_SECONDS = 5.0
 
@@ -36,17 +38,25 @@ def main() -> None:
     # The kernel's answer to an alarm is to end the process, even inside C code that holds the
     # interpreter's lock. The parent kills sooner; this is for a worker whose parent has died.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    # Answers go to a copy of standard output, so that a verifier that prints corrupts nothing.
+    # Answers go to a copy of standard output, so that a verifier that prints corrupts nothing; what
+    # it prints leaves line by line, with what it says on standard error.
     output = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
-    verifier = load_verifier(arguments.verifier)
-    _limit_memory(arguments.memory_limit)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     with contextlib.suppress(BrokenPipeError):  # the parent is gone; it is not ours to say so
-        _send(output, "ready")
-        _serve(verifier, sys.stdin.buffer, output, time_limit=arguments.time_limit)
+        try:
+            verifier = load_verifier(arguments.verifier)
+        except Exception:  # noqa: BLE001 - the parent raises it
+            _send(output, {"error": traceback.format_exc()})
+            return
+        call = Call(verifier, name=arguments.verifier, time_limit=arguments.time_limit)
+        _limit_memory(arguments.memory_limit)
+        _send(output, {"takes_many": call.takes_many, "wants_row": call.wants_row})
+        _serve(call, sys.stdin.buffer, output)
 
 
-def _serve(verifier: Verifier, source: BinaryIO, output: RawIOBase, *, time_limit: float) -> None:
+def _serve(call: Call, source: BinaryIO, output: RawIOBase) -> None:
     parent = os.getppid()
     while True:
         # One request is outstanding at a time, so nothing waits in the buffer of `source`.
@@ -57,13 +67,10 @@ def _serve(verifier: Verifier, source: BinaryIO, output: RawIOBase, *, time_limi
         line = source.readline()
         if not line:
             return
-        signal.setitimer(signal.ITIMER_REAL, 2 * time_limit + 1)
-        try:
-            answer: object = verifier(*json.loads(line))
-        except Exception:  # noqa: BLE001 - whatever it is, the parent raises it
-            answer = {"traceback": traceback.format_exc()}
+        signal.setitimer(signal.ITIMER_REAL, 2 * call.time_limit + 1)
+        answers = call.judge([Item(*item) for item in json.loads(line)])
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _send(output, answer)
+        _send(output, answers)
 
 
 def _limit_memory(limit: int) -> None:

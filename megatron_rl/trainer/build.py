@@ -11,10 +11,10 @@ from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.reference import ReferencePolicy
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.actor.weights import check_weights
-from megatron_rl.config import Config
+from megatron_rl.config import Config, ConfigError
 from megatron_rl.console import Console
 from megatron_rl.data.prompts import PromptOrder, load_prompts, load_tokenizer
-from megatron_rl.distributed.agreement import raised_together
+from megatron_rl.distributed.agreement import raised_together, run_on_rank_0
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.interruption import Interruption
 from megatron_rl.models.shape import read_model_shape
@@ -22,6 +22,7 @@ from megatron_rl.objectives import PolicyObjective, build_objective
 from megatron_rl.preflight.settings import check_settings
 from megatron_rl.resharding.resharder import ReshardSettings
 from megatron_rl.rewards.pool import VerifierPool
+from megatron_rl.rewards.verifier import Item, VerifierError
 from megatron_rl.rollout.requests import check_prompts
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.runs.directory import RunDirectory
@@ -76,6 +77,9 @@ def run_training(
         workers=config.reward.workers,
         time_limit=config.reward.time_limit_seconds,
         verifier=config.reward.verifier,
+        batch_size=config.reward.batch_size,
+        on_error=config.reward.on_error,
+        say=Console(speaks=True, log_file=directory.log_file).log,  # of every rank
     ) as pool:
         trainer = _build_trainer(
             config,
@@ -89,8 +93,6 @@ def run_training(
             judge=Judge(pool, topology),
             interruption=interruption or Interruption(),
         )
-        with raised_together(doing="starting the verifiers"):
-            pool.start()
         trainer.train()
         trainer.recorder.draw()
         trainer.actor.export_hf(directory.model)
@@ -144,6 +146,7 @@ def _build_trainer(
     reference = None
     if "reference_logprobs" in objective.needs:
         reference = ReferencePolicy(actor, config.reference_path)
+    _start_verifiers(judge.pool, prompts[0])
     actor.sleep()  # so that vLLM, which looks at the free memory, sees what it will have
     with console.progress("starting vLLM"):
         engine = build_engine(config, topology)
@@ -163,6 +166,21 @@ def _build_trainer(
         console=console,
         clock=clock,
     )
+
+
+def _start_verifiers(pool: VerifierPool, prompt: Prompt) -> None:
+    """Wait until all have loaded the verifier, and try it: before vLLM starts, and generates."""
+
+    def start_and_try() -> None:
+        try:
+            pool.start()
+            pool.try_on(Item("", prompt.ground_truth, prompt.data_source, prompt.row))
+        except VerifierError as error:
+            raise ConfigError(f"reward.verifier={pool.verifier}: {error}") from None
+
+    run_on_rank_0(start_and_try, doing="trying the verifier")
+    with raised_together(doing="starting the verifiers"):
+        pool.start()
 
 
 def build_actor_settings(config: Config, topology: Topology) -> ActorSettings:

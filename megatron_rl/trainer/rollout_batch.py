@@ -22,7 +22,7 @@ from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
 from megatron_rl.distributed.collectives import reduce_sum
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import PolicyObjective
-from megatron_rl.rewards.verifier import TIME_LIMIT, UNPARSABLE_TRUTH
+from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, UNPARSABLE_TRUTH
 from megatron_rl.types import Minibatch, Rollout, TokenBatch
 
 
@@ -95,6 +95,8 @@ class RolloutBatch:
             "reward/mean": statistics.fmean(rewards),
             "reward/std": statistics.pstdev(rewards),
             "reward/time_limit_fraction": reasons.count(TIME_LIMIT) / len(reasons),
+            "reward/failed_fraction": reasons.count(FAILED) / len(reasons),
+            "reward/retries": sum(rollout.verdict.retries for rollout in self.rollouts),
             "reward/unparsable_truth_fraction": reasons.count(UNPARSABLE_TRUTH) / len(reasons),
             "advantage/zero_fraction": (self.advantages == 0).float().mean().item(),
             "advantage/zero_groups_fraction": (self.advantages == 0)

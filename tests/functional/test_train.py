@@ -140,7 +140,7 @@ def test_the_exported_model_is_the_trained_one(tmp_path):
 
 
 def test_an_error_of_one_s_own_verifier_ends_every_rank_and_is_in_the_log(tmp_path):
-    broken = "reward.verifier=tests.unit.rewards.misbehaving_verifiers:break_always"
+    broken = "reward.verifier=tests.unit.rewards.misbehaving_verifiers:break_in_a_run"
     process = start_training(f"run.dir={tmp_path}", "run.name=a", *SHORT, broken)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 1
@@ -148,3 +148,4 @@ def test_an_error_of_one_s_own_verifier_ends_every_rank_and_is_in_the_log(tmp_pa
     log = (tmp_path / "a" / "log.txt").read_text()
     assert "rank 0 failed" in log or "rank 1 failed" in log  # the first one ends the other
     assert "Traceback" in log and "judging responses" in log and "broken on purpose" in log
+    assert "misbehaving_verifiers:break_in_a_run: judging\n" in log  # what it printed, by its name

@@ -6,7 +6,12 @@ import time
 
 import pytest
 
-from megatron_rl.distributed.agreement import RankTimeoutError, raise_together, raised_together
+from megatron_rl.distributed.agreement import (
+    RankTimeoutError,
+    raise_together,
+    raised_together,
+    run_on_rank_0,
+)
 from tests.ranks import run_ranks
 
 
@@ -38,6 +43,28 @@ def test_errors_keep_their_type_and_name_their_rank():
     everybody = "rank 0: KeyError: 'q_proj'; rank 1: FileNotFoundError: [Errno 2] No such file"
     assert third[:2] == [None, ("RuntimeError", "trying: rank 1: ValueError: bad", [])]
     assert third[2] == ("RuntimeError", f"trying: {everybody}: 'weights'", [])
+
+
+def _ask_rank_0(rank, world_size):
+    told = [run_on_rank_0(lambda: f"rank {rank}", doing="asking")]
+    for error in (ValueError("bad"), KeyError("q_proj")):
+        try:
+            run_on_rank_0(lambda error=error: _raise(error), doing="asking")
+        except Exception as found:
+            told.append(f"{type(found).__name__}: {found}")
+    return told
+
+
+def _raise(error):
+    raise error
+
+
+def test_rank_0_answers_for_all_and_a_wrong_input_is_the_same_error_everywhere():
+    first, second = run_ranks(_ask_rank_0, 2)
+    assert first == ["rank 0", "ValueError: bad", "KeyError: 'asking: q_proj'"]
+    assert second == [
+        "rank 0", "ValueError: bad", "RuntimeError: asking: rank 0: KeyError: 'q_proj'"
+    ]  # fmt: skip
 
 
 def _come_late(rank, world_size, told):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -21,16 +22,36 @@ def verify_as_told(text, ground_truth, data_source):
         case ["spin"]:  # holds the interpreter's lock inside C code
             sum(range(10**12))
         case ["print"]:
-            print("noise on standard output", flush=True)
+            print("noise on", "standard output")
+            print("and on error", file=sys.stderr)
+        case ["return-nothing"]:
+            return None
+        case ["raise-once", path] if not Path(path).exists():
+            Path(path).touch()
+            raise LookupError("broken for the moment")
         case ["pid"]:
             return 0.0, str(os.getpid()), None
         case ["modules"]:
-            import sys
-
             return 0.0, ",".join(sorted({"torch", "vllm", "numpy"} & set(sys.modules))), None
     return float(len(text)), data_source, ground_truth
 
 
-def break_always(text, ground_truth, data_source):
-    """A verifier of one's own with a mistake in it."""
-    raise LookupError("broken on purpose")
+def verify_many_as_told(texts, ground_truths, data_sources):
+    """The same for lists; `count` gives the number of responses that came together."""
+    return [
+        (float(len(texts)), "counted", None) if text == "count" else verify_as_told(text, *rest)
+        for text, *rest in zip(texts, ground_truths, data_sources, strict=True)
+    ]
+
+
+def break_in_a_run(text, ground_truth, data_source):
+    """A verifier of one's own with a mistake that its trial does not meet."""
+    print("judging")
+    if text not in ("", ground_truth):
+        raise LookupError("broken on purpose")
+    return 0
+
+
+def return_a_pair(text, ground_truth, data_source):
+    """A mistake that its trial meets."""
+    return 0.0, "wrong"

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.rewards import pool as pool_module
 from megatron_rl.rewards.pool import VerifierPool
-from megatron_rl.rewards.verifier import VerifierError
+from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, Item, VerifierError
 from megatron_rl.types import Verdict
 
 MISBEHAVING = "tests.unit.rewards.misbehaving_verifiers:verify_as_told"
 
 
 def as_items(*texts):
-    return [(text, "truth", "source") for text in texts]
+    return [Item(text, "truth", "source") for text in texts]
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +56,11 @@ def test_a_hang_costs_its_time_limit_and_only_its_own_reward(pool):
     assert time.monotonic() - start < 10
 
 
-def test_a_verifier_that_prints_disturbs_nobody(pool):
-    assert pool.verify_all(as_items("print", "abc"))[1].reward == 3.0
+def test_what_a_verifier_prints_is_said_line_by_line_with_its_name():
+    lines = []
+    with VerifierPool(verifier=MISBEHAVING, say=lines.append) as pool:
+        assert pool.verify_all(as_items("print", "abc"))[1].reward == 3.0
+    assert lines == [f"{MISBEHAVING}: noise on standard output", f"{MISBEHAVING}: and on error"]
 
 
 def test_an_exception_of_the_verifier_is_raised_with_its_traceback(pool):
@@ -64,6 +68,53 @@ def test_an_exception_of_the_verifier_is_raised_with_its_traceback(pool):
         pool.verify_all(as_items("a", "raise", "b"))
     # What was under way then does not leak into the next call.
     assert [v.reward for v in pool.verify_all(as_items("ab", "abc"))] == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("text", ["raise", "die", "return-nothing"])
+def test_on_error_zero_is_no_reward_and_counted_apart(text):
+    said = []
+    with VerifierPool(
+        workers=2, verifier=MISBEHAVING, on_error="zero", say=said.append, time_limit=30.0
+    ) as pool:
+        verdicts = pool.verify_all(as_items("a", text, "abc"))
+    assert verdicts[1] == Verdict(0.0, FAILED, None)
+    assert [verdicts[0].reward, verdicts[2].reward] == [1.0, 3.0]
+    assert "1 judgements failed; the first: the verifier failed on response 1 of 3" in said[-1]
+
+
+def test_on_error_retry_tries_again_and_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_module, "RETRY_SECONDS", (0.01, 0.02))
+    with VerifierPool(workers=2, verifier=MISBEHAVING, on_error="retry") as pool:
+        verdicts = pool.verify_all(as_items("a", f"raise-once {tmp_path / 'mark'}"))
+        assert [verdict.retries for verdict in verdicts] == [0, 1]
+        assert verdicts[1].reason == "source"
+        with pytest.raises(VerifierError, match=r"(?s)after 2 new attempts, .*response 1 of 2"):
+            pool.verify_all(as_items("a", "raise"))
+        assert pool.verify_all(as_items("ab"))[0].reward == 2.0
+
+
+def test_one_response_of_many_costs_no_other_one_its_reward():
+    """A verifier that takes lists: what fails in company is judged again, each alone."""
+    name = "tests.unit.rewards.misbehaving_verifiers:verify_many_as_told"
+    with VerifierPool(workers=2, time_limit=1.0, verifier=name, on_error="zero") as pool:
+        texts = ["a", "raise", *"b" * 9, "sleep 60", "die", "count"]
+        verdicts = pool.verify_all(as_items(*texts))
+        reasons = [verdict.reason for verdict in verdicts]
+        assert (reasons[1], reasons[11], reasons[12]) == (FAILED, TIME_LIMIT, FAILED)
+        assert [verdicts[i].reward for i in (0, *range(2, 11))] == [1.0] * 10
+        # The first worker takes its share of 8, who comes later a share of what is left.
+        counts = [verdict.reward for verdict in pool.verify_all(as_items(*["count"] * 8))]
+        assert counts[:4] == [4.0] * 4 and max(counts[4:]) <= 2.0
+
+
+def test_a_trial_shows_what_a_run_would_meet(pool):
+    pool.try_on(Item("", "7", "source"))
+    with pytest.raises(
+        VerifierError, match=r"did not judge a response within .*limit_seconds=0\.5"
+    ):
+        pool.try_on(Item("", "sleep 60", "source"))
+    with pytest.raises(VerifierError, match=r"(?s)verify_as_told returned None; return the reward"):
+        pool.try_on(Item("", "return-nothing", "source"))
 
 
 def test_a_process_that_dies_over_a_response_twice_is_an_error(pool):
@@ -85,7 +136,7 @@ def test_a_factorial_that_would_take_hours_is_cut_short():
     with VerifierPool(time_limit=1.0) as pool:
         start = time.monotonic()
         texts = [r"\boxed{100000000!}", r"\boxed{9^{9^{9^9}}}", r"\boxed{5}"]
-        verdicts = pool.verify_all([(text, "5", "set") for text in texts])
+        verdicts = pool.verify_all([Item(text, "5", "set") for text in texts])
         assert [v.reward for v in verdicts] == [0.0, 0.0, 1.0]
         assert verdicts[0] == Verdict(0.0, "time limit", None)
         assert time.monotonic() - start < 15
@@ -106,7 +157,7 @@ print(sorted(set(sys.modules) - loaded))
 
 def test_a_verifier_that_cannot_be_loaded_is_an_error_at_the_first_use():
     pool = VerifierPool(verifier="megatron_rl.rewards.nowhere:verify")
-    with pool, pytest.raises(VerifierError, match="did not start"):
+    with pool, pytest.raises(VerifierError, match=r"(?s)did not start.*No module named .*nowhere"):
         pool.verify_all(as_items("a"))
     pool = VerifierPool(workers=2, verifier="megatron_rl.rewards.math_answer:no_such_function")
     with pool, pytest.raises(VerifierError, match="did not start"):
@@ -115,12 +166,14 @@ def test_a_verifier_that_cannot_be_loaded_is_an_error_at_the_first_use():
 
 def test_a_started_pool_has_loaded_the_verifier(tmp_path, monkeypatch):
     """Of the folder that the command is started in, as a verifier of one's own is."""
-    (tmp_path / "my_rewards.py").write_text("def score(*item):\n    return 0.5, 'half', None\n")
+    program = "def score(text, ground_truth, data_source, row):\n    return row['level']\n"
+    (tmp_path / "my_rewards.py").write_text(program)
     monkeypatch.chdir(tmp_path)
     with VerifierPool(workers=2, verifier="my_rewards:score") as pool:
         pool.start()
         assert all(worker.is_ready for worker in pool._workers)
-        assert pool.verify_all(as_items("a")) == [Verdict(0.5, "half", None)]
+        item = Item("a", "", "", '{"level": 0.5}')
+        assert pool.verify_all([item]) == [Verdict(0.5, "scored", None)]
 
 
 def test_a_worker_whose_parent_is_gone_says_nothing():
@@ -130,9 +183,9 @@ def test_a_worker_whose_parent_is_gone_says_nothing():
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert worker.stdin is not None and worker.stdout is not None
-    assert worker.stdout.readline() == b'"ready"\n'
+    assert worker.stdout.readline() == b'{"takes_many": false, "wants_row": false}\n'
     worker.stdout.close()  # as the kernel does it for a process that it kills
-    worker.stdin.write(b'["a", "truth", "source"]\n')
+    worker.stdin.write(b'[["a", "truth", "source"]]\n')
     worker.stdin.close()
     assert worker.wait(timeout=60) == 0
     assert worker.stderr is not None and worker.stderr.read() == b""
@@ -160,14 +213,15 @@ def test_workers_do_not_outlive_a_parent_that_is_killed():
     program = f"""
 import sys, threading, time
 from megatron_rl.rewards.pool import VerifierPool
+from megatron_rl.rewards.verifier import Item
 pool = VerifierPool(workers=2, time_limit=1.5, verifier={MISBEHAVING!r})
 pids = set()
 while len(pids) < 2:  # whichever worker sleeps, the other one answers
     for items in (["pid", "sleep 0.1", "pid"], ["sleep 0.1", "pid", "pid"]):
-        verdicts = pool.verify_all([(item, "", "") for item in items])
+        verdicts = pool.verify_all([Item(item, "", "") for item in items])
         pids |= {{v.reason for v in verdicts if v.reason}}
 threading.Timer(0.5, lambda: print(*pids, flush=True)).start()
-pool.verify_all([("spin", "", "")])
+pool.verify_all([Item("spin", "", "")])
 """
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

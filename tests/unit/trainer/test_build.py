@@ -1,12 +1,18 @@
 """In which order the parts of a run take the device's memory."""
 
-from megatron_rl.config import parse_config
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl.config import ConfigError, parse_config
 from megatron_rl.console import Console
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.interruption import Interruption
 from megatron_rl.objectives import build_objective
+from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.trainer import build
+from megatron_rl.types import Prompt
 
 
 def test_a_run_continues_before_the_engine_takes_its_memory(tmp_path, monkeypatch):
@@ -35,17 +41,30 @@ def test_a_run_continues_before_the_engine_takes_its_memory(tmp_path, monkeypatc
 
     monkeypatch.setattr(build, "MegatronActor", ScriptedActor)
     monkeypatch.setattr(build, "build_engine", lambda config, topology: events.append("engine"))
+    monkeypatch.setattr(build, "_start_verifiers", lambda pool, row: events.append(f"try {row}"))
     trainer = build._build_trainer(
         config,
         objective=build_objective("pnpo"),
-        prompts=[],
+        prompts=["the first row"],
         order=None,
         eval_sets={},
         directory=directory,
         console=Console(speaks=False),
         topology=Topology.single(),
-        judge=None,
+        judge=SimpleNamespace(pool=None),
         interruption=Interruption(),
     )
-    assert events == ["actor", "load step_000003", "sleep", "engine"]
+    assert events == ["actor", "load step_000003", "try the first row", "sleep", "engine"]
     assert trainer.done == 3
+
+
+def test_a_verifier_that_returns_no_reward_is_refused_by_one_clear_error():
+    name = "tests.unit.rewards.misbehaving_verifiers:return_a_pair"
+    prompt = Prompt(0, (), (1,), "7", "set")
+    with (
+        VerifierPool(verifier=name) as pool,
+        pytest.raises(
+            ConfigError, match=r"(?s)^reward.verifier=.*returned \(0.0, 'wrong'\); return"
+        ),
+    ):
+        build._start_verifiers(pool, prompt)

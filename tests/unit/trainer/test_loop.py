@@ -123,7 +123,7 @@ class ScriptedPool:
         self.reasons = reasons
 
     def verify_all(self, items):
-        verdicts = [Verdict(float(text == truth), "equal", text) for text, truth, _source in items]
+        verdicts = [Verdict(float(i.text == i.ground_truth), "equal", i.text) for i in items]
         return [Verdict(0.0, reason, None) for reason in self.reasons] + verdicts[
             len(self.reasons) :
         ]

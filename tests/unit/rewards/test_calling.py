@@ -1,0 +1,89 @@
+"""How a verifier is called, as its signature asks, and what it may return."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.rewards.calling import Call, read_verdict
+from megatron_rl.rewards.verifier import NUMBER, TIME_LIMIT, Item
+
+
+def judge(verifier, *items, time_limit=5.0):
+    return Call(verifier, name="my_rewards:score", time_limit=time_limit).judge(items)
+
+
+ITEM = Item("so 7", "7", "set", json.dumps({"level": 3}))
+
+
+@pytest.mark.parametrize(
+    ("value", "reward"),
+    [(0, 0.0), (True, 1.0), (0.5, 0.5), (np.float32(0.5), 0.5), (np.int64(2), 2.0),
+     (np.bool_(True), 1.0), (np.array(0.5), 0.5), (torch.tensor(0.25), 0.25)],
+)  # fmt: skip
+def test_a_number_is_a_reward(value, reward):
+    verdict = read_verdict(value, name="r:f")
+    assert verdict == [reward, NUMBER, None]
+    assert type(verdict[0]) is float  # what JSON can carry
+    assert read_verdict((value, "why", "7"), name="r:f") == [reward, "why", "7"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, (1.0, "right"), {"reward": 1.0}, "1.0", float("nan"), float("inf"), np.ones(2),
+     ("right", 1.0, None), (1.0, None, None), (1.0, "right", 7), object(), torch.ones(3)],
+)  # fmt: skip
+def test_anything_else_is_named_with_what_to_return(value):
+    with pytest.raises(TypeError) as error:
+        read_verdict(value, name="my_rewards:score")
+    said = str(error.value)
+    assert said.startswith("my_rewards:score returned " + repr(value)[:100])
+    assert "return the reward, a finite number, or a tuple (reward, reason, answer)" in said
+
+
+def test_the_whole_row_is_given_to_who_asks_for_it():
+    def score(text, ground_truth, data_source, row):
+        return row["level"], f"{text}|{ground_truth}|{data_source}", None
+
+    assert judge(score, ITEM) == [[3.0, "so 7|7|set", None]]
+    assert judge(lambda *item: len(item), ITEM) == [[3.0, NUMBER, None]]  # nobody else gets it
+
+
+def test_lists_for_who_asks_for_texts():
+    def score(texts, ground_truths, data_sources, rows):
+        assert (ground_truths, data_sources) == (["7", "7"], ["set", "set"])
+        return np.array([len(text) + row["level"] for text, row in zip(texts, rows, strict=True)])
+
+    assert judge(score, ITEM, ITEM._replace(text="")) == [[7.0, NUMBER, None], [3.0, NUMBER, None]]
+    for value in (1.0, [1.0], None):
+        answer = judge(lambda texts, truths, sources, value=value: value, ITEM, ITEM)
+        assert f"my_rewards:score returned {value!r} for 2 responses; return a list" in str(answer)
+
+
+def test_async_judgements_run_together_and_each_has_its_own_end():
+    import asyncio
+
+    running = []
+
+    async def score(text, ground_truth, data_source):
+        running.append(text)
+        if text == "raise":
+            raise TimeoutError("of its own client")
+        while text == "hang" or len(running) < 4:  # ends only when all run at once
+            await asyncio.sleep(0.01)
+        return 1, "right", None
+
+    texts = ("a", "hang", "raise", "b")
+    answers = judge(score, *(Item(text, "", "") for text in texts), time_limit=1.0)
+    assert answers[0] == answers[3] == [1.0, "right", None]
+    assert answers[1] == [0.0, TIME_LIMIT, None]
+    assert "of its own client" in answers[2]["error"]
+
+
+def test_async_for_lists_and_objects_that_can_be_called():
+    class Judge:
+        async def __call__(self, texts, ground_truths, data_sources):
+            return [float(len(text)) for text in texts]
+
+    assert judge(Judge(), ITEM, ITEM) == [[4.0, NUMBER, None]] * 2
