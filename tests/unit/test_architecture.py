@@ -35,9 +35,10 @@ LAYERS = {
         "objectives", "advantages", "data", "rewards", "models", "resharding", "actor", "rollout",
         "runs", "report", "preflight",
     },
+    "launch": {"config", "runs"},
     "commands": {
         "config", "console", "interruption", "processes", "trainer", "conversion", "preflight",
-        "runs",
+        "runs", "launch",
     },
     "cli": {"processes", "commands"},
 }  # fmt: skip

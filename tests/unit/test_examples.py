@@ -1,12 +1,15 @@
 """The examples: the paper's numbers, and layouts that their true models can be cut into."""
 
 import json
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.config import load_config
-from megatron_rl.models.architectures import read_model_shape
+from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives import build_objective
 from megatron_rl.preflight.layout import layout_problems
 
@@ -87,3 +90,78 @@ def test_the_two_regimes_differ_in_what_defines_them():
     changed["trainer"] |= {"epochs": 4, "steps": 150}
     changed["eval"]["every"] = 10
     assert changed == four.model_dump()
+
+
+SCRIPTS = sorted(file.name for file in EXAMPLES.glob("*.sh") if file.name != "launch.sh")
+ABLATIONS = ("no_gate", "one_sided", "constant_gate", "token_mean", "local_weight", "path_score")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """The scripts in a checkout whose environments are stand-ins that print their arguments."""
+    root = tmp_path_factory.mktemp("checkout")
+    shutil.copytree(EXAMPLES, root / "examples" / "pnpo")
+    (root / "tools").mkdir()
+    (root / "tools" / "setup_env.sh").touch()
+    for venv in (".venv", ".venv-launcher"):
+        (root / venv / "bin").mkdir(parents=True)
+        for program in ("megatron-rl", "python"):
+            file = root / venv / "bin" / program
+            file.write_text(f'#!/bin/sh\n[ {program} = python ] || printf "%s\\n" {venv} "$@"\n')
+            file.chmod(0o755)
+    return root
+
+
+def started(checkout, script, *arguments, **variables):
+    """What a script starts: which environment's command, and its arguments."""
+    done = subprocess.run(
+        ["bash", str(checkout / "examples" / "pnpo" / script), *arguments],
+        env={"PATH": os.environ["PATH"], **variables}, cwd="/", capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    return done.stdout.splitlines() if done.returncode == 0 else done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_runs_three_ways(checkout, script):
+    extra = {"ABLATION": "no_gate"} if "ablations" in script else {}
+    venv, *plain = started(checkout, script, "seed=7", **extra)
+    assert (venv, plain[:2], plain[-1]) == (".venv", ["train", "--config"], "seed=7")
+    config = load_config(EXAMPLES.parents[1] / plain[2], plain[3:])
+    assert config.seed == 7
+    local = started(checkout, script, "seed=7", LAUNCH="local", **extra)
+    clusters = ["--cluster", "examples/pnpo/clusters/local.yaml"]
+    assert local == [".venv-launcher", "launch", plain[2], *clusters, *plain[3:]]
+    slurm = started(
+        checkout, script, "seed=7", LAUNCH="slurm", CLUSTER="c.yaml", NODES="4", **extra
+    )
+    nodes = ["--cluster", "c.yaml", "--nodes", "4"]
+    assert slurm == [".venv-launcher", "launch", plain[2], *nodes, *plain[3:]]
+
+
+def test_scripts_say_what_is_missing(checkout):
+    assert "LAUNCH=slurm needs CLUSTER=FILE" in started(checkout, SCRIPTS[0], LAUNCH="slurm")
+    assert "must be local or slurm" in started(checkout, SCRIPTS[0], LAUNCH="cloud")
+    assert "ABLATION=x: must be" in started(checkout, "r1_distill_1_5b_ablations.sh", ABLATION="x")
+
+
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if "qwen" in name or "epochs" in name])
+@pytest.mark.parametrize("name", ["pnpo", "gspo", "grpo"])
+def test_objectives_with_the_papers_tolerances_by_one_variable(checkout, script, name):
+    _, _, _, file, *overrides = started(checkout, script, OBJECTIVE=name)
+    objective = load_config(EXAMPLES.parents[1] / file, overrides).objective
+    assert (objective.name, objective.overrides) == (name, {})  # the named one, unchanged
+
+
+def test_each_ablation_changes_one_part(checkout):
+    whole = build_objective("pnpo")
+    changed = set()
+    for ablation in ABLATIONS:
+        script = "r1_distill_1_5b_ablations.sh"
+        _, _, _, file, *overrides = started(checkout, script, ABLATION=ablation)
+        objective = load_config(EXAMPLES.parents[1] / file, overrides).objective
+        spec = build_objective(objective.name, **objective.overrides).spec
+        parts = [part for part in vars(spec) if getattr(spec, part) != getattr(whole.spec, part)]
+        assert len(parts) == 1, (ablation, parts)
+        changed.add((parts[0], str(getattr(spec, parts[0]))))
+    assert len(changed) == len(ABLATIONS)

@@ -1,0 +1,220 @@
+"""What is to be launched: checked, with every path absolute, before anything is written."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.config import Config, ConfigError, load_config, parse_config
+from megatron_rl.launch.cluster import Cluster, SlurmCluster, plain_path
+from megatron_rl.launch.source import PACKAGE, Source, read_source
+from megatron_rl.runs.rows import read_metrics
+
+# docker://ubuntu, nvcr.io#nvidia/pytorch:25.08-py3, nvcr.io/nvidia/pytorch:25.08-py3
+ADDRESS = re.compile(r"\w+://|[\w.-]+(:\d+)?#|[\w.-]+(/[\w.-]+)*:[\w.-]+\Z")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of one run."""
+
+    config: Config  # complete: named, resumable, with absolute paths
+    cluster: Cluster
+    source: Source
+    folder: Path  # everything about this launch
+    nodes: int
+    chain: int = 1  # jobs one after the other
+    rehearse_after: int | None = None  # steps before a preemption is faked
+
+    @property
+    def name(self) -> str:
+        """The run's, and the launch's."""
+        assert self.config.run.name is not None, "plan_launch names the run"
+        return self.config.run.name
+
+    @property
+    def run_folder(self) -> Path:
+        """The run directory."""
+        return Path(self.config.run.dir) / self.name
+
+    @property
+    def python(self) -> str:
+        """The interpreter of the job."""
+        inside = isinstance(self.cluster, SlurmCluster) and self.cluster.container
+        return self.cluster.python or ("python" if inside else default_python())
+
+
+def default_python() -> str:
+    """That of this checkout's training environment, where tools/setup_env.sh puts it."""
+    venv = os.environ.get("MEGATRON_RL_VENV", str(PACKAGE.parent / ".venv"))
+    return str(Path(venv) / "bin" / "python")
+
+
+def plan_launch(
+    config_file: str,
+    cluster: Cluster,
+    *,
+    overrides: list[str],
+    name: str,
+    nodes: int | None = None,
+    chain: int = 1,
+    rehearse_after: int | None = None,
+) -> Launch:
+    """The launch, or ConfigError with every reason why it cannot work."""
+    given = load_config(config_file, overrides)
+    config = _absolute(given, name=given.run.name or name)
+    run_folder = plain_path(Path(config.run.dir) / str(config.run.name))
+    launch = Launch(
+        config=config,
+        cluster=cluster,
+        source=read_source(config.reward.verifier, Path.cwd()),
+        folder=_next_folder(run_folder / "launch"),
+        nodes=nodes or (cluster.nodes if isinstance(cluster, SlurmCluster) else 1),
+        chain=chain,
+        rehearse_after=rehearse_after,
+    )
+    problems = _run_problems(launch, resumes=given.run.resume == "auto")
+    problems += _option_problems(launch)
+    if isinstance(cluster, SlurmCluster):
+        problems += layout_problems(config, launch.nodes, cluster.processes_per_node)
+        problems += _container_problems(cluster)
+    problems += _file_problems(launch)
+    if problems:
+        raise ConfigError("this launch cannot start:\n  " + "\n  ".join(problems))
+    return launch
+
+
+def _absolute(config: Config, *, name: str) -> Config:
+    """The config as a job reads it, wherever it is started, first or again."""
+    values = config.model_dump()
+    values["run"] |= {
+        "name": name, "dir": os.path.abspath(config.run.dir), "resume": "auto",
+    }  # fmt: skip
+    values["model"]["path"] = os.path.abspath(config.model.path)
+    if config.model.reference is not None:
+        values["model"]["reference"] = os.path.abspath(config.model.reference)
+    values["data"]["train"] = os.path.abspath(config.data.train)
+    values["eval"]["sets"] = {key: os.path.abspath(path) for key, path in config.eval.sets.items()}
+    return parse_config(values)
+
+
+def _next_folder(parent: Path) -> Path:
+    numbers = [int(each.name) for each in parent.glob("[0-9]*") if each.name.isdigit()]
+    return parent / f"{max(numbers, default=0) + 1:03d}"
+
+
+def _run_problems(launch: Launch, *, resumes: bool) -> list[str]:
+    if read_metrics(launch.run_folder) and not resumes:
+        return [
+            f"{launch.run_folder} already holds a run; set run.resume=auto to continue it, or "
+            "choose another run.name"
+        ]
+    return []
+
+
+def _option_problems(launch: Launch) -> list[str]:
+    cluster, problems = launch.cluster, []
+    if not isinstance(cluster, SlurmCluster):
+        if launch.nodes > 1:
+            problems.append(f"nodes={launch.nodes}: the local executor has one; leave it out")
+        if launch.chain > 1:
+            problems.append(f"--chain {launch.chain}: jobs are chained on SLURM; leave it out")
+    elif launch.rehearse_after and not cluster.requeue and launch.chain == 1:
+        problems.append(
+            "--rehearse-preemption: nothing would continue the run; set requeue in the cluster "
+            "file to 1 or more, or give --chain 2"
+        )
+    if launch.rehearse_after and launch.rehearse_after >= launch.config.trainer.steps:
+        problems.append(
+            f"--rehearse-preemption {launch.rehearse_after}: the run has "
+            f"{launch.config.trainer.steps} steps; choose fewer"
+        )
+    return problems
+
+
+def layout_problems(config: Config, nodes: int, per_node: int) -> list[str]:
+    """Why the processes of these nodes cannot hold the layout; the model itself is not read."""
+    parallel, world, problems = config.parallel, nodes * per_node, []
+    asked = f"nodes={nodes} x processes_per_node={per_node} = {world} processes"
+    wanted = parallel.model_size * (parallel.data or max(world // parallel.model_size, 1))
+    if world != wanted:
+        product = " * ".join(
+            f"{name} {size}"
+            for name, size in (
+                ("tensor", parallel.tensor), ("pipeline", parallel.pipeline),
+                ("context", parallel.context), ("data", parallel.data or "?"),
+            )
+        )  # fmt: skip
+        unit = parallel.model_size * (parallel.data or 1)
+        cure = f"use {unit // per_node} nodes" if unit % per_node == 0 else "change parallel.*"
+        if parallel.data is None:
+            cure += f", or a multiple of {unit} processes"
+        problems.append(f"{asked} do not divide into {product}; {cure}")
+    if world % config.rollout.tensor:
+        problems.append(
+            f"{asked} do not divide into engines of rollout.tensor={config.rollout.tensor}; "
+            "change one of them"
+        )
+    experts_over = world // (parallel.tensor * parallel.pipeline)
+    if world == wanted and experts_over % parallel.expert:
+        problems.append(
+            f"{asked}: parallel.expert={parallel.expert} does not divide context * data = "
+            f"{experts_over}; choose a divisor"
+        )
+    return problems
+
+
+def _container_problems(cluster: SlurmCluster) -> list[str]:
+    if cluster.container is None:
+        return []
+    image, problems = cluster.container.image, []
+    if not ADDRESS.match(image) and not Path(image).exists():
+        problems.append(
+            f"container.image: {image} is not there; give a file, or an address as "
+            "nvcr.io#nvidia/pytorch:25.08-py3"
+        )
+    problems += [
+        f"container.mounts: {mount.split(':')[0]} is not there; correct or remove it"
+        for mount in cluster.container.mounts
+        if not Path(mount.split(":")[0]).exists()
+    ]
+    return problems
+
+
+def _file_problems(launch: Launch) -> list[str]:
+    config, cluster = launch.config, launch.cluster
+    named = {"model.path": config.model.path, "data.train": config.data.train}
+    if config.model.reference is not None:
+        named["model.reference"] = config.model.reference
+    named |= {f"eval.sets.{key}": path for key, path in config.eval.sets.items()}
+    container = cluster.container if isinstance(cluster, SlurmCluster) else None
+    if container is None:
+        named["python"] = launch.python
+        return [
+            f"{key}: {path} does not exist" + _cure(key)
+            for key, path in named.items()
+            if not Path(path).exists()
+        ]
+    problems = []
+    for key, path in named.items():
+        outside = _on_the_host(path, container.mounts)
+        if outside is None:
+            problems.append(f"{key}: {path} is in none of container.mounts; mount its folder")
+        elif not outside.exists():
+            problems.append(f"{key}: {outside} does not exist" + _cure(key))
+    return problems
+
+
+def _cure(key: str) -> str:
+    if key == "python":
+        return "; run tools/setup_env.sh, or set python in the cluster file"
+    return "; correct it (relative paths start at the present folder)"
+
+
+def _on_the_host(path: str, mounts: list[str]) -> Path | None:
+    """Where a path of the container lies outside, by the innermost mount that holds it."""
+    pairs = sorted((mount.split(":")[:2] for mount in mounts), key=lambda pair: -len(pair[1]))
+    for host, inside in pairs:
+        if Path(path).is_relative_to(inside):
+            return Path(host) / Path(path).relative_to(inside)
+    return None

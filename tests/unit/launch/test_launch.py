@@ -1,0 +1,283 @@
+"""What a launch refuses before anything is submitted, what it packages, and the shell it writes."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_rl.config import ConfigError, parse_config
+from megatron_rl.launch import slurm
+from megatron_rl.launch.cluster import SlurmCluster, load_cluster
+from megatron_rl.launch.following import final_status, read_exits
+from megatron_rl.launch.plan import layout_problems, plan_launch
+from megatron_rl.launch.record import Record, find_record
+from megatron_rl.launch.scripts import batch_lines, rank_script
+from megatron_rl.launch.source import Source, read_source, require_committed
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "pnpo"
+SLURM = {
+    "executor": "slurm", "partition": "batch", "time_limit": "04:00:00", "python": "/usr/bin/env",
+    "nodes": 2, "processes_per_node": 4,
+}  # fmt: skip
+
+
+def write(folder, values, name="cluster.yaml"):
+    file = folder / name
+    file.write_text(values if isinstance(values, str) else yaml.safe_dump(values))
+    return file
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """A config whose files are there, in the folder that the launch starts from."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "train.parquet").touch()
+    monkeypatch.chdir(tmp_path)
+    return write(
+        tmp_path, {"model": {"path": "model"}, "data": {"train": "train.parquet"}}, "run.yaml"
+    )
+
+
+def plan(config, cluster, *overrides, **options):
+    cluster = load_cluster(write(config.parent, cluster))
+    return plan_launch(str(config), cluster, overrides=list(overrides), name="a", **options)
+
+
+@pytest.mark.parametrize("file", sorted((EXAMPLES / "clusters").glob("*.yaml")), ids=str)
+def test_the_example_clusters_are_valid(file):
+    load_cluster(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"partition": None}, "partition=None"),
+        ({"partition": " "}, "partition: empty; name one"),
+        ({"partitoin": "x"}, "partitoin: unknown key; did you mean partition?"),
+        ({"executor": "ray"}, "executor='ray': must be local or slurm"),
+        ({"time_limit": 14400}, 'write it in quotes, as "04:00:00"'),  # YAML's 4:00:00
+        ({"time_limit": "4h"}, "time_limit='4h': write it as hours, minutes and seconds"),
+        ({"save_seconds": 14400}, "save_seconds=14400 leaves nothing of time_limit=04:00:00"),
+        ({"nodes": 0}, "nodes=0: input should be greater than or equal to 1"),
+        ({"environment": {"A B": "1"}}, "environment: 'A B' is no name of a variable"),
+        ({"sbatch": {"signal": "USR1@5"}}, "sbatch.signal: set by save_seconds itself"),
+        ({"container": {"image": "i", "mounts": ["/data"]}}, "'/data' is not of the form"),
+    ],
+)
+def test_wrong_cluster_files(tmp_path, change, said):
+    with pytest.raises(ConfigError) as error:
+        load_cluster(write(tmp_path, SLURM | change))
+    assert said in str(error.value)
+
+
+def test_a_cluster_file_without_a_partition_or_that_is_missing(tmp_path):
+    without = {key: value for key, value in SLURM.items() if key != "partition"}
+    with pytest.raises(ConfigError, match="partition: missing"):
+        load_cluster(write(tmp_path, without))
+    with pytest.raises(ConfigError, match=r"examples/pnpo/clusters/ and adapt it"):
+        load_cluster(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nodes", "per_node", "said"),
+    [
+        # 3 nodes x 8 = 24 processes; a replica of 16 needs 2 nodes
+        (["parallel.tensor=8", "parallel.context=2"], 3, 8, "use 2 nodes"),
+        (["parallel.data=4"], 1, 8, "x processes_per_node=8 = 8 processes do not divide into"),
+        (["rollout.tensor=3"], 1, 8, "engines of rollout.tensor=3"),
+        (["parallel.tensor=2", "parallel.expert=8"], 1, 8, "context * data = 4; choose"),
+    ],
+)
+def test_nodes_that_do_not_divide(overrides, nodes, per_node, said):
+    from megatron_rl.config import apply_override
+
+    values = {"model": {"path": "m"}, "data": {"train": "t"}}
+    for override in overrides:
+        apply_override(values, override)
+    assert any(
+        said in problem for problem in layout_problems(parse_config(values), nodes, per_node)
+    )
+    values["parallel"] = {"tensor": 2, "context": 2}
+    values.pop("rollout", None)
+    assert not layout_problems(parse_config(values), nodes, per_node)
+
+
+@pytest.mark.parametrize(
+    ("change", "overrides", "options", "said"),
+    [
+        ({}, ["model.path=nowhere"], {}, "nowhere does not exist; correct it"),
+        ({}, ["eval.sets.x=nowhere.parquet"], {}, "eval.sets.x: "),
+        ({"python": "/nowhere/it"}, [], {}, "python: /nowhere/it does not exist; run tools"),
+        ({"requeue": 0}, [], {"rehearse_after": 2}, "nothing would continue the run"),
+        ({}, ["trainer.steps=2"], {"rehearse_after": 2}, "the run has 2 steps; choose fewer"),
+        (
+            {"container": {"image": "/nowhere.sqsh", "mounts": ["/nowhere:/data"]}}, [], {},
+            "container.image: /nowhere.sqsh is not there",
+        ),
+        (
+            {"container": {"image": "nvcr.io#nvidia/pytorch:25.08-py3", "mounts": ["/usr:/usr"]}},
+            [], {}, "is in none of container.mounts; mount its folder",
+        ),
+    ],
+)  # fmt: skip
+def test_launches_that_cannot_start(config, change, overrides, options, said):
+    with pytest.raises(ConfigError) as error:
+        plan(config, SLURM | change, *overrides, **options)
+    assert said in str(error.value)
+    assert not (config.parent / "runs").exists()
+
+
+def test_the_local_executor_has_one_node_and_one_job(config):
+    with pytest.raises(ConfigError) as error:
+        plan(config, {"executor": "local", "python": "/usr/bin/env"}, nodes=2, chain=2)
+    assert "nodes=2: the local executor has one" in str(error.value)
+    assert "--chain 2: jobs are chained on SLURM" in str(error.value)
+
+
+def test_paths_that_nemo_run_would_change_are_refused(config):
+    for folder in ("with space", "nemo_run/runs"):
+        with pytest.raises(ConfigError, match="NeMo-Run does not quote paths and rewrites"):
+            plan(config, SLURM, f"run.dir={folder}")
+
+
+def test_a_launch_is_complete_wherever_it_is_started(config):
+    launch = plan(config, SLURM, "run.name=mine", "eval.sets.x=train.parquet")
+    here = config.parent
+    assert launch.config.model.path == str(here / "model")
+    assert launch.config.eval.sets == {"x": str(here / "train.parquet")}
+    assert launch.config.run.resume == "auto"
+    assert launch.folder == here / "runs" / "mine" / "launch" / "001"
+    launch.folder.mkdir(parents=True)
+    assert plan(config, SLURM, "run.name=mine").folder.name == "002"
+
+
+def test_values_of_the_environment_reach_a_rank_as_they_are(config, tmp_path):
+    odd = "two  words; $HOME 'quoted' \"twice\" `date` \\ *"
+    printed = tmp_path / "printed"
+    launch = plan(config, SLURM | {"environment": {"ODD": odd, "lower": "kept"}})
+    (launch.folder / "source").mkdir(parents=True)
+    # the script with `env` in the interpreter's place, and its arguments away
+    script = rank_script(launch).replace(" -m megatron_rl.cli", f" -0 >{printed} #")
+    subprocess.run(["bash", "-c", script], check=True)
+    variables = dict(line.split("=", 1) for line in printed.read_text().split("\0") if line)
+    assert (variables["ODD"], variables["lower"]) == (odd, "kept")
+    assert variables["PYTHONPATH"].split(":")[0] == str(launch.folder / "source")
+
+
+BATCH = """
+set -e
+{before}
+{lines}
+exit_with() {{ return $1; }}
+set +e
+exit_with {status}
+exitcode=$?
+set -e
+if [ $exitcode -ne 0 ]; then exit $exitcode; fi
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "state", "restarts", "requeued"),
+    [
+        (75, "RUNNING", 0, True),
+        (143, "RUNNING", 0, True),  # SIGTERM before the ranks listened
+        (75, "RUNNING", 3, False),  # as often as allowed
+        (75, "CANCELLED", 0, False),  # a user cancelled it
+        (75, "COMPLETING", 0, False),  # SLURM requeues it itself
+        (1, "RUNNING", 0, False),
+        (137, "RUNNING", 0, False),  # out of memory: would happen again
+        (0, "RUNNING", 0, False),
+    ],
+)
+def test_what_is_queued_again(config, tmp_path, status, state, restarts, requeued):
+    """The batch lines in bash, around stand-ins for the two commands that need a SLURM."""
+    launch = plan(config, SLURM)
+    launch.folder.mkdir(parents=True)
+    said = tmp_path / "said"
+    before = (
+        f"squeue() {{ echo {state}; }}; scontrol() {{ echo $* >>{said}; }}\n"
+        f"export SLURM_JOB_ID=7 SLURM_RESTART_COUNT={restarts}"
+    )
+    script = BATCH.format(
+        before=before, lines=batch_lines(launch, requeue=3, link=1), status=status
+    )
+    done = subprocess.run(["bash", "-c", script], check=False)
+    assert done.returncode == status
+    assert (said.read_text() if said.exists() else "") == ("requeue 7\n" if requeued else "")
+    (end,) = read_exits(str(launch.folder))
+    assert (end.job, end.restarts, end.status) == ("7", restarts, status)
+
+
+@pytest.mark.parametrize(("earlier", "runs"), [("75", True), ("0", False), ("1", False)])
+def test_a_chained_job_runs_only_where_the_one_before_left_work(config, earlier, runs):
+    launch = plan(config, SLURM | {"requeue": 0}, chain=2)
+    launch.folder.mkdir(parents=True)
+    (launch.folder / "exits").write_text(f"6 0 {earlier}\n")
+    before = "squeue() { echo RUNNING; }; export SLURM_JOB_ID=7"
+    lines = batch_lines(launch, requeue=0, link=2)
+    script = BATCH.format(before=before, lines=lines, status=0)
+    done = subprocess.run(["bash", "-c", script], check=False)
+    assert done.returncode == (0 if runs else int(earlier))
+    assert [each.job for each in read_exits(str(launch.folder))] == ["6", "7"][: 1 + runs]
+
+
+def test_the_source_is_packaged_as_it_is_now(tmp_path):
+    (tmp_path / "my_rewards.py").write_text("def score(): ...\n")
+    source = read_source("my_rewards:score", tmp_path)
+    assert source.files["my_rewards.py"] == tmp_path / "my_rewards.py"
+    source.copy_to(tmp_path / "copy")
+    for name in ("megatron_rl/launch/source.py", "my_rewards.py"):
+        assert (tmp_path / "copy" / name).read_bytes() == source.files[name].read_bytes()
+    digest = source.digest
+    (tmp_path / "my_rewards.py").write_text("def score(): pass\n")
+    assert read_source("my_rewards:score", tmp_path).digest != digest
+    (tmp_path / "my_rewards.py").write_text("def score(): ...\n")
+    assert read_source("my_rewards:score", tmp_path).digest == digest
+
+
+def test_changes_that_are_not_committed_are_named():
+    diff = "diff --git a/megatron_rl/seeds.py b/megatron_rl/seeds.py\n+x\n"
+    with pytest.raises(ConfigError, match=r"packaged:\n  megatron_rl/seeds.py$"):
+        require_committed(Source({}, "abc", diff))
+    with pytest.raises(ConfigError, match="is not in a git checkout"):
+        require_committed(Source({}, None, ""))
+    require_committed(Source({}, "abc", ""))
+
+
+def test_slurm_that_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"SLURM cannot be reached \(scontrol ping: scontrol is"):
+        slurm.check_cluster(SlurmCluster.model_validate(SLURM))
+
+
+def test_launches_are_found_by_name_from_anywhere(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    record = Record("a", run="/r/a", folder=str(tmp_path), steps=3, jobs=[], process=1, host="h")
+    record.save()
+    assert find_record("a") == record
+    with pytest.raises(ConfigError, match="nothing was launched as 'b'; known here: a"):
+        find_record("b")
+    assert final_status(record) == 1  # it ended without a word
+    (tmp_path / "exits").write_text("local 0 75\nlocal 0 0\n")
+    assert final_status(record) == 0
+
+
+@pytest.mark.parametrize(
+    ("state", "exits", "status"),
+    [
+        ("COMPLETED", "9 0 75\n9 1 0\n", 0),
+        ("FAILED", "9 0 3\n", 3),
+        ("CANCELLED", "9 0 143\n", 1),
+        ("NODE_FAIL", "", 1),
+        ("TIMEOUT", "9 0 75\n", 1),
+        ("UNKNOWN", "9 0 0\n", 0),  # SLURM has forgotten it: its batch script's word counts
+        ("UNKNOWN", "", 1),
+    ],
+)
+def test_the_status_is_the_truth(monkeypatch, tmp_path, state, exits, status):
+    monkeypatch.setattr(slurm, "job_state", lambda job: slurm.JobState(job, state))
+    (tmp_path / "exits").write_text(exits)
+    record = Record("a", run="/r/a", folder=str(tmp_path), steps=3, jobs=["9"])
+    assert final_status(record) == status
