@@ -103,7 +103,8 @@ def _attention_inputs(lengths, dtype, heads=(8, 2, 2), size=64):
 
 
 def _attend(lengths, inputs):
-    from megatron_rl.distributed.context_attention import build_attention_plan, context_attention
+    from megatron_rl.distributed.attention_plan import build_attention_plan
+    from megatron_rl.distributed.context_attention import context_attention
     from megatron_rl.distributed.sequence_layout import SequenceLayout
 
     mask = torch.ones(sum(lengths), dtype=torch.bool, device=DEVICE)

@@ -23,12 +23,9 @@ from torch import Tensor
 
 from megatron_rl.actor.elementwise import rms_norm, swiglu
 from megatron_rl.actor.rotary import Rotation
+from megatron_rl.distributed.attention_plan import AttentionPlan, build_attention_plan
 from megatron_rl.distributed.collectives import Group
-from megatron_rl.distributed.context_attention import (
-    AttentionPlan,
-    build_attention_plan,
-    context_attention,
-)
+from megatron_rl.distributed.context_attention import context_attention
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.models.shape import ModelShape
 

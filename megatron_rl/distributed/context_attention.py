@@ -1,11 +1,11 @@
 """Causal attention inside the sequences of a pack that is sharded over context parallelism.
 
 Every rank gathers the keys and values of the whole pack (one collective) and attends with its own
-queries; the gradients of keys and values are summed back to their owners (one collective). No
-T x T matrix is made: a block is a run of queries with the keys up to the last of them, which fused
-kernels attend in memory linear in the tokens. On CUDA, where few large kernels are fastest,
-sequences of similar length form a segment and are attended as one padded batch. On the CPU each
-sequence of a pack is attended where it lies, unless most of them are very short.
+queries; the gradients of keys and values are summed back to their owners (one collective). Where
+the gathered ones are large, the backward pass gathers them again instead of keeping them (one more
+collective). No T x T matrix is made: blocks of queries meet the keys up to their own
+(`attention_plan.py`). Long ones go to fused kernels, which attend in memory linear in the tokens;
+on the CPU batches of short sequences are attended by plain products.
 
 Shapes: T tokens in the pack, t = T / cp on this rank, H query heads, K key-value heads, d their
 size; in a segment s sequences, q query slots and k key slots each.
@@ -13,7 +13,6 @@ size; in a segment s sequences, q query slots and k key slots each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -23,146 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from megatron_rl.distributed.attention_plan import RUN, AttentionPlan, Block
 from megatron_rl.distributed.collectives import Group, gather_stacked, group_size
-from megatron_rl.distributed.sequence_layout import SequenceLayout
 
-# A segment's shortest sequence is at least this fraction of its longest: padding is bounded.
-SIMILAR = 0.75
-# On the CPU sequences that are on average this long or longer are attended one by one: starting a
-# kernel costs less than padding.
-SHORT = 48
-# Queries of one kernel call on the CPU. Its causal form skips hidden keys in steps of 512 only, so
-# it is left to whole sequences that are long; else a mask hides what is left of shorter runs.
-RUN, LONG = 192, 1024
-
-
-@dataclass
-class Block:
-    """A run of queries of every sequence of one segment, and the keys that they may see."""
-
-    queries: slice  # of the pack's query slots, s * q of them
-    keys: slice  # of the pack's key slots, s * k of them
-    sequences: int
-    rows: slice  # consecutive positions among the segment's q query slots per sequence
-    visible: int  # leading key slots that the last of these rows sees; each one before it one less
-
-
-@dataclass
-class AttentionPlan:
-    """How one pack is attended on one rank: which rows go to which slots, and back.
-
-    Slots are rows of the padded segments, laid end to end. Slots of padding repeat a real row and
-    are never read back.
-    """
-
-    query_rows: Tensor | None  # [query slots] local token of each slot; None: slots are the tokens
-    query_slots: Tensor | None  # [t] slot of each local token
-    key_rows: Tensor | None  # [key slots] row of the gathered keys [cp * t]
-    key_slots: Tensor | None  # [cp * t] slot of each gathered row
-    blocks: list[Block]
-    fused: bool  # by torch's attention, as on CUDA; else by the kernel for the CPU
-
-
-def build_attention_plan(layout: SequenceLayout, *, fused: bool | None = None) -> AttentionPlan:
-    """The plan of a pack; a pure function of its padded lengths and the context-parallel layout.
-
-    fused: attend by torch's choice of fused kernels; by default wherever the pack is on CUDA.
-    """
-    fused = layout.device.type == "cuda" if fused is None else fused
-    lengths = torch.tensor(layout.lengths)
-    builder = _PlanBuilder(layout, lengths=lengths, fused=fused)
-    if not fused and layout.full_tokens >= SHORT * len(lengths):
-        segments = list(torch.arange(len(lengths)).split(1))
-    else:
-        segments = _similar(lengths, least=SIMILAR if layout.cp_size == 1 else 1.0)
-    for sequences in segments:
-        builder.add_segment(sequences)
-    return builder.finish()
-
-
-def _similar(lengths: Tensor, *, least: float) -> list[Tensor]:
-    """Sequences by descending length, cut where one is below `least` of its segment's longest.
-
-    Under context parallelism least must be 1: chunks of a shorter sequence would lie elsewhere.
-    """
-    order = torch.argsort(lengths, descending=True, stable=True)
-    segments = []
-    while len(order):
-        count = int((lengths[order] >= least * lengths[order[0]]).sum())
-        segments.append(order[:count])
-        order = order[count:]
-    return segments
-
-
-class _PlanBuilder:
-    """Collects the segments of one plan, on the host."""
-
-    def __init__(self, layout: SequenceLayout, *, lengths: Tensor, fused: bool) -> None:
-        self.layout, self.lengths, self.fused = layout, lengths, fused
-        self.starts = lengths.cumsum(0) - lengths
-        self.offsets = layout.offsets.cpu()  # [t] position in its sequence
-        self.gathered = layout.gathered_index.cpu()  # [T] row of the gathered keys
-        self.query_rows: list[Tensor] = []
-        self.key_rows: list[Tensor] = []
-        self.query_real: list[Tensor] = []
-        self.key_real: list[Tensor] = []
-        self.blocks: list[Block] = []
-        self.query_count = self.key_count = 0
-
-    def add_segment(self, sequences: Tensor) -> None:
-        """Lay these sequences side by side, padded to the longest, and cut their queries."""
-        lengths, starts = self.lengths[sequences, None], self.starts[sequences, None]
-        cp_size = self.layout.cp_size
-        keys, queries = int(lengths.max()), int(lengths.max()) // cp_size
-        key_slot, query_slot = torch.arange(keys)[None], torch.arange(queries)[None]
-        key_real, query_real = key_slot < lengths, query_slot < lengths // cp_size
-        self.key_rows.append(self.gathered[starts + key_slot * key_real].view(-1))
-        rows = starts // cp_size + query_slot * query_real
-        self.query_rows.append(rows.view(-1))
-        self.key_real.append(key_real.view(-1))
-        self.query_real.append(query_real.view(-1))
-        longest = self.offsets[rows[int(lengths.argmax())]]  # [q] positions
-        for run in self._runs(queries):
-            self.blocks.append(
-                Block(
-                    queries=slice(self.query_count, self.query_count + rows.numel()),
-                    keys=slice(self.key_count, self.key_count + key_real.numel()),
-                    sequences=len(sequences),
-                    rows=run,
-                    visible=int(longest[run.stop - 1]) + 1,
-                )
-            )
-        self.query_count += rows.numel()
-        self.key_count += key_real.numel()
-
-    def _runs(self, queries: int) -> list[slice]:
-        """A rank's queries of one sequence, cut where their positions jump and to kernels' liking.
-
-        They are two chunks, or without context parallelism the whole sequence.
-        """
-        chunk = queries if self.layout.cp_size == 1 else queries // 2
-        whole = self.fused or (chunk == queries and queries >= LONG)
-        step = chunk if whole else min(chunk, RUN)
-        return [
-            slice(start, min(start + step, first + chunk))
-            for first in range(0, queries, chunk)
-            for start in range(first, first + chunk, step)
-        ]
-
-    def finish(self) -> AttentionPlan:
-        """The plan on the device of the pack."""
-        query_rows, query_slots = self._maps(self.query_rows, self.query_real)
-        key_rows, key_slots = self._maps(self.key_rows, self.key_real)
-        return AttentionPlan(query_rows, query_slots, key_rows, key_slots, self.blocks, self.fused)
-
-    def _maps(self, rows: list[Tensor], real: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-        """Slot -> row and its inverse on the real slots; (None, None) where both are identity."""
-        row, is_real = torch.cat(rows), torch.cat(real)
-        slots = torch.empty(int(is_real.sum()), dtype=torch.int64)
-        slots[row[is_real]] = torch.arange(len(row))[is_real]
-        if len(slots) == len(row) and bool((row == torch.arange(len(row))).all()):
-            return None, None
-        return row.to(self.layout.device), slots.to(self.layout.device)
+# Gathered keys and values of one layer and pack are kept for the backward pass up to this size:
+# below it a collective costs more than the memory is worth.
+KEPT_BYTES = 1 << 24
 
 
 def _take(x: Tensor, rows: Tensor | None) -> Tensor:
@@ -224,13 +89,13 @@ def _causal(query: Tensor, key: Tensor) -> dict[str, Any]:
     return {"attn_mask": triangle[None, None, -queries:, -keys:]}
 
 
-def _attend_cpu(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [s, H, q, d] of a run and its log-sum-exp [s, H, q]."""
+def _attend_runs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [s, H, q, d] of a run by the kernel for the CPU, and its log-sum-exp [s, H, q]."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(query, key, value, **_causal(query, key))
 
 
-def _attend_cpu_backward(
+def _attend_runs_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key, value from the saved output and log-sum-exp."""
@@ -239,30 +104,75 @@ def _attend_cpu_backward(
     return kernel(grad, query, key, value, out, log_sum, dropout_p=0.0, **causal)
 
 
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """Rows of every sequence and key-value head, float32; [s, H, q, d] -> [s K, (H / K) q, d]."""
+    return x.float().reshape(len(x) * groups, -1, x.shape[-1])
+
+
+def _attend_batch(
+    query: Tensor, key: Tensor, value: Tensor, hidden: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Output [s, H, q, d] of a batch of short sequences, and the attention weights."""
+    groups = key.shape[1]
+    hidden = hidden.repeat(query.shape[1] // groups, 1)  # [(H / K) q, k]
+    q, k, v = (_by_group(x, groups) for x in (query, key, value))
+    scores = torch.baddbmm(hidden, q, k.transpose(1, 2), alpha=query.shape[-1] ** -0.5)
+    weights = scores.softmax(-1)
+    return torch.bmm(weights, v).view(query.shape), weights
+
+
+def _attend_batch_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value from the saved weights p: with dp = g v^T,
+    ds = p (dp - sum of p dp), dq = ds k, dk = ds^T q, dv = p^T g."""
+    groups = key.shape[1]
+    g, q, k, v = (_by_group(x, groups) for x in (grad, query, key, value))
+    grad_weights = torch.bmm(g, v.transpose(1, 2))
+    grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
+    grad_scores *= query.shape[-1] ** -0.5
+    return (
+        torch.bmm(grad_scores, k).view(query.shape),
+        torch.bmm(grad_scores.transpose(1, 2), q).view(key.shape),
+        torch.bmm(weights.transpose(1, 2), g).view(key.shape),
+    )
+
+
 class _PackedAttention(torch.autograd.Function):
-    """Attention of one pack; saves padded queries, keys, values and, on the CPU, outputs."""
+    """Attention of one pack.
+
+    Saves the slots' queries, keys and values (or where they are many this rank's own) and, on the
+    CPU, what its kernels' backward passes read.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, group: Group
     ) -> Tensor:
         """[t, H, d], [t, K, d], [t, K, d] -> [t, H, d]."""
-        both = gather_stacked(torch.stack((key, value), dim=1), group=group)  # [cp, t, 2, K, d]
-        keys = _take(both.flatten(0, 1), plan.key_rows)  # [key slots, 2, K, d]
+        own = torch.stack((key, value), dim=1)  # [t, 2, K, d]
+        keys = _key_slots(own, plan, group)
         queries = _take(query, plan.query_rows)  # [query slots, H, d]
         out = torch.empty_like(queries)
-        log_sums: list[Tensor] = []
+        kept: list[Tensor] = []  # by block
         for block in plan.blocks:
             q, k, v = _rows(queries, block), *_keys_and_values(keys, block)
             if plan.fused:
                 attended = attend_fused(q, k, v)
             else:
-                attended, log_sum = _attend_cpu(q, k, v)
-                log_sums.append(log_sum)
+                attended, extra = (
+                    _attend_runs(q, k, v)
+                    if block.hidden is None
+                    else _attend_batch(q, k, v, block.hidden)
+                )
+                kept.append(extra)
             _rows(out, block).copy_(attended)
-        ctx.plan, ctx.group, ctx.log_sums = plan, group, log_sums
+        ctx.plan, ctx.group, ctx.kept = plan, group, kept
+        ctx.gathers = group_size(group) > 1 and keys.nbytes > KEPT_BYTES
         # The fused backward attends again and does not read the output.
-        ctx.save_for_backward(queries, keys, *(() if plan.fused else (out,)))
+        ctx.save_for_backward(
+            queries, own if ctx.gathers else keys, *(() if plan.fused else (out,))
+        )
         return _take(out, plan.query_slots)
 
     @staticmethod
@@ -270,6 +180,8 @@ class _PackedAttention(torch.autograd.Function):
         """Gradients of query, key and value."""
         plan, group = ctx.plan, ctx.group
         queries, keys, *outs = ctx.saved_tensors
+        if ctx.gathers:
+            keys = _key_slots(keys, plan, group)
         grads = _spread(grad, plan.query_slots, like=queries)
         grad_queries = torch.empty_like(queries)
         # A key collects from both runs of queries after it: bfloat16 would round each time.
@@ -279,9 +191,12 @@ class _PackedAttention(torch.autograd.Function):
             k, v = _keys_and_values(keys, block)
             if plan.fused:
                 dq, dk, dv = _attend_fused_backward(g, q, k, v)
+            elif block.hidden is None:
+                dq, dk, dv = _attend_runs_backward(
+                    g, q, k, v, _rows(outs[0], block), ctx.kept[index]
+                )
             else:
-                saved = _rows(outs[0], block), ctx.log_sums[index]
-                dq, dk, dv = _attend_cpu_backward(g, q, k, v, *saved)
+                dq, dk, dv = _attend_batch_backward(g, q, k, v, ctx.kept[index])
             _rows(grad_queries, block).copy_(dq)
             into_k, into_v = _keys_and_values(grad_keys, block)
             into_k += dk
@@ -290,6 +205,11 @@ class _PackedAttention(torch.autograd.Function):
         owned = _sum_to_owners(owned.view(group_size(group), -1, *owned.shape[1:]), group=group)
         grad_query = _take(grad_queries, plan.query_slots)
         return grad_query, owned[:, 0], owned[:, 1], None, None
+
+
+def _key_slots(own: Tensor, plan: AttentionPlan, group: Group) -> Tensor:
+    """Keys and values of the whole pack in their slots; [t, 2, K, d] -> [key slots, 2, K, d]."""
+    return _take(gather_stacked(own, group=group).flatten(0, 1), plan.key_rows)
 
 
 def _rows(x: Tensor, block: Block) -> Tensor:

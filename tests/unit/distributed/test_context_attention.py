@@ -1,16 +1,19 @@
 """Packed, context-parallel attention against softmax(q k^T / sqrt(d)) v, sequence by sequence."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.distributed import context_attention as module
-from megatron_rl.distributed.context_attention import build_attention_plan, context_attention
+from megatron_rl.distributed.attention_plan import BATCH_PAIRS, RUN, build_attention_plan
+from megatron_rl.distributed.context_attention import context_attention
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from tests.ranks import run_ranks
 
-LENGTHS = (8, 264, 12, 260, 8, 148, 4)  # attended one by one on the CPU, the longer in runs
-SHORT_LENGTHS = (8, 64, 12, 60, 8, 48, 4)  # attended in padded segments of similar lengths
+LENGTHS = (8, 264, 12, 260, 8, 148, 4)  # on the CPU the longer in runs, the shorter in batches
+SHORT_LENGTHS = (8, 64, 12, 60, 8, 48, 64)  # on the CPU all in batches of one length
 LONG_LENGTHS = (1030, 40)  # one run, left to the kernel's own causal form
 HEADS, GROUPS, DIM = 4, 2, 8
 
@@ -76,15 +79,55 @@ def _check(results, lengths):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def _attend_every_way(rank, world_size, lengths):
-    return [_attend_on_rank(rank, world_size, lengths, fused) for fused in (False, True)]
+def _on_two_ranks(rank, world_size):
+    """Fused or not, with keys and values kept for the backward pass or gathered again in it, of
+    long and of short sequences; and what a pack of 512 tokens keeps then."""
+    attended, saved = {}, {}
+    for module.KEPT_BYTES in (1 << 24, 0):
+        saved[module.KEPT_BYTES] = _saved_bytes(rank, world_size, (512,))
+        for name, fused in itertools.product(TWO_RANK_LENGTHS, (False, True)):
+            found = _attend_on_rank(rank, world_size, TWO_RANK_LENGTHS[name], fused)
+            attended[name, fused, module.KEPT_BYTES] = found
+    return attended, saved
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, SHORT_LENGTHS], ids=["long", "short"])
-def test_two_ranks_hold_the_shards_of_one(lengths):
-    lengths = tuple(4 * (length // 4 + 1) for length in (*lengths, max(lengths)))
-    for results in zip(*run_ranks(_attend_every_way, 2, lengths), strict=True):
-        _check(results, lengths)
+TWO_RANK_LENGTHS = {
+    name: tuple(4 * (length // 4 + 1) for length in (*lengths, max(lengths)))
+    for name, lengths in (("long", LENGTHS), ("short", SHORT_LENGTHS))
+}
+
+
+def _saved_bytes(rank, world_size, lengths):
+    group = torch.distributed.group.WORLD
+    mask = torch.ones(sum(lengths), dtype=torch.bool)
+    layout = SequenceLayout(lengths, mask, cp_rank=rank, cp_size=world_size, cp_group=group)
+    leaves = [layout.shard(x).requires_grad_() for x in _inputs(lengths)[:3]]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.nbytes), lambda x: x):
+        context_attention(*leaves, plan=build_attention_plan(layout), group=group)
+    return saved
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    return run_ranks(_on_two_ranks, 2)
+
+
+@pytest.mark.parametrize("name", TWO_RANK_LENGTHS)
+@pytest.mark.parametrize("fused", [False, True], ids=["cpu", "fused"])
+def test_two_ranks_hold_the_shards_of_one(two_ranks, name, fused):
+    kept, again = ([rank[0][name, fused, limit] for rank in two_ranks] for limit in (1 << 24, 0))
+    _check(kept, TWO_RANK_LENGTHS[name])
+    for ranks in zip(kept, again, strict=True):  # the same bits, gathered once or twice
+        assert all((a == b).all() for a, b in zip(*ranks, strict=True))
+
+
+def test_large_gathered_keys_are_not_kept(two_ranks):
+    """Per token 2 * K * d * 4 = 128 bytes of keys and values: of 512 tokens, or of this rank's 256;
+    as many of queries and of outputs, H * d * 4 each."""
+    for _, saved in two_ranks:
+        assert saved[1 << 24] == [256 * 128, 512 * 128, 256 * 128]
+        assert saved[0] == [256 * 128] * 3
 
 
 def test_fused_runs_are_few_and_whole():
@@ -113,17 +156,35 @@ def test_a_neighbour_in_the_pack_changes_nothing():
     assert not torch.equal(before[rows], after[rows])
 
 
-def test_on_the_cpu_nothing_is_copied_and_runs_are_short():
-    """Slots are the tokens; 500 = 192 + 192 + 116 queries, each run with the keys before it."""
-    layout = SequenceLayout((40, 500), torch.ones(540, dtype=torch.bool))
+def test_on_the_cpu_equals_are_attended_together_and_runs_are_short():
+    """500 = 192 + 192 + 116 queries, each run with the keys before it; in a pack with the longest
+    first and equals beside each other slots are the tokens: nothing is copied."""
+    layout = SequenceLayout((500, 40, 40, 38), torch.ones(618, dtype=torch.bool))
     plan = build_attention_plan(layout)
     assert plan.query_rows is None and plan.key_rows is None
-    assert [(b.queries.start, b.rows.start, b.rows.stop, b.visible) for b in plan.blocks] == [
-        (0, 0, 40, 40),
-        (40, 0, 192, 192),
-        (40, 192, 384, 384),
-        (40, 384, 500, 500),
+    assert [(b.queries, b.rows, b.visible, b.hidden is None) for b in plan.blocks] == [
+        (slice(0, 500), slice(0, 192), 192, True),
+        (slice(0, 500), slice(192, 384), 384, True),
+        (slice(0, 500), slice(384, 500), 500, True),
+        (slice(500, 580), slice(0, 40), 40, False),
+        (slice(580, 618), slice(0, 38), 38, False),
     ]
+
+
+def test_batches_on_the_cpu_are_bounded():
+    """64 * 64 pairs of a query and a key each: 32 sequences reach the bound of 2**17."""
+    assert BATCH_PAIRS == 2**17
+    lengths = (64,) * 80
+    layout = SequenceLayout(lengths, torch.ones(sum(lengths), dtype=torch.bool))
+    assert [b.sequences for b in build_attention_plan(layout).blocks] == [32, 32, 16]
+
+
+def test_a_context_parallel_batch_is_one_call_of_both_chunks():
+    """Rank 1 of 2 holds chunks 1 and 2 of 4: positions 2 to 5 of 8."""
+    layout = SequenceLayout((8, 8), torch.ones(16, dtype=torch.bool), cp_rank=1, cp_size=2)
+    (block,) = build_attention_plan(layout).blocks
+    assert (block.sequences, block.rows, block.visible) == (2, slice(0, 4), 8)
+    assert block.hidden.isinf().sum(1).tolist() == [5, 4, 3, 2]  # keys after 2, 3, 4 and 5
 
 
 class _Sizes(TorchDispatchMode):
@@ -150,6 +211,6 @@ def test_memory_is_linear_in_the_tokens(tokens, cp_size):
         for block in plan.blocks:  # one rank's part, without the collectives
             q, g = (module._rows(x[: layout.local_tokens], block) for x in (query, grad))
             k, v = (x[: block.visible].transpose(0, 1)[None] for x in (key, value))
-            out, log_sum = module._attend_cpu(q, k, v)
-            module._attend_cpu_backward(g, q, k, v, out, log_sum)
-    assert sizes.largest <= module.RUN * 2 * tokens
+            out, log_sum = module._attend_runs(q, k, v)
+            module._attend_runs_backward(g, q, k, v, out, log_sum)
+    assert sizes.largest <= RUN * 2 * tokens
