@@ -76,7 +76,7 @@ def assign_packs(
     while True:
         bins = _longest_first(lengths, bins=ranks * micro_batches)
         if max(sum(lengths[i] for i in one) for one in bins) <= budget:
-            return [[sorted(one) for one in bins[rank::ranks]] for rank in range(ranks)]
+            return [bins[rank::ranks] for rank in range(ranks)]
         micro_batches += multiple
 
 
