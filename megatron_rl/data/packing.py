@@ -65,7 +65,7 @@ def split_groups(rollouts: Sequence[Rollout], *, minibatches: int) -> list[range
 def assign_packs(
     lengths: Sequence[int], *, budget: int, ranks: int, multiple: int = 1
 ) -> list[list[list[int]]]:
-    """Places of the sequences: `[rank][micro-batch]` -> indices, in order.
+    """Places of the sequences: `[rank][micro-batch]` -> indices, longest first.
 
     lengths: padded. The fewest micro-batches for which no pack exceeds the budget (a sequence that
     alone exceeds it gets a pack of its own size), a multiple of `multiple`. Deterministic.
