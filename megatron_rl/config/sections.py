@@ -121,8 +121,8 @@ class RewardSection(Section):
 
     verifier: str = "megatron_rl.rewards.math_answer:verify_math_answer"
     """`module:function` of what judges a response (`docs/rewards.md`)"""
-    workers: Count = 1
-    """processes per rank that judge"""
+    workers: Count | None = None
+    """processes per rank that judge; null: as many as the rank has cores"""
     time_limit_seconds: Positive = 5.0
     """for one call of the verifier; what takes longer is ended and earns 0"""
     on_error: Literal["end", "zero", "retry"] = "end"

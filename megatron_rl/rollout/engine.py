@@ -11,6 +11,7 @@ from megatron_rl.resharding.source import SyncStats, WeightHolder
 from megatron_rl.types import Prompt, Response, SamplingSettings
 
 Progress = Callable[[int, int], None]  # responses finished here, responses to generate here
+Ended = Callable[[int, Response], None]  # the place of a response among all, and the response
 
 
 class RolloutEngine(Protocol):
@@ -24,6 +25,11 @@ class RolloutEngine(Protocol):
         """The version of the weights that were received last; -1 before the first."""
         ...
 
+    @property
+    def engine_seconds(self) -> Sequence[float]:
+        """What each engine took for its part of the last `generate`; the same on every rank."""
+        ...
+
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -31,8 +37,11 @@ class RolloutEngine(Protocol):
         samples: int,
         sampling: SamplingSettings,
         on_progress: Progress | None = None,
+        on_response: Ended | None = None,
     ) -> list[Response]:
         """`samples` responses to each prompt, ordered by prompt, then sample; all on every rank.
+
+        `on_response` is called as responses end, for each of them on one rank.
 
         Prompt i is answered by engine i modulo the number of engines.
         The same prompts and seed give the same responses whatever the engines' layout. Raises on

@@ -60,6 +60,15 @@ def _unpack(data: bytes) -> list[Generated]:
     return responses
 
 
+def gather_seconds(own: float, *, device: torch.device) -> list[float]:
+    """Every rank's seconds; collective over all processes."""
+    seconds = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
+    seconds[dist.get_rank()] = own
+    if dist.get_world_size() > 1:
+        dist.all_reduce(seconds)
+    return seconds.tolist()
+
+
 def gather_responses(own: Sequence[Generated], *, device: torch.device) -> list[Generated]:
     """All ranks' responses in the order of their places; collective over all processes."""
     if dist.get_world_size() == 1:

@@ -4,14 +4,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.rollout.engine import Progress
 from megatron_rl.rollout.process_state import preserved_generators
 from megatron_rl.rollout.requests import SequenceRequest
 
@@ -24,16 +23,16 @@ def run_requests(
     requests: Sequence[SequenceRequest],
     *,
     time_limit: float,
-    on_progress: Progress | None,
-) -> dict[int, Any]:
-    """Run requests to their end; vLLM's RequestOutput by the request's place.
+    on_finished: Callable[[int, Any], None],
+) -> None:
+    """Run requests to their end; calls `on_finished(place, vLLM's RequestOutput)` as each ends.
 
     core: vLLM's LLMEngine. All ranks of an engine call this with the same requests.
     Raises TimeoutError on all of them after `time_limit` seconds; the engine is then idle again.
     A rank whose engine does not come back from a step, because another rank of it hangs or died,
     ends its process with a message: vLLM waits in a loop that nothing can interrupt.
     """
-    finished: dict[int, Any] = {}
+    finished: set[int] = set()
     started = time.monotonic()
     names = {f"{time.monotonic_ns()}-{request.place}": request.place for request in requests}
     try:
@@ -52,14 +51,13 @@ def run_requests(
                 steps += 1
                 for output in core.step():
                     if output.finished:
-                        finished[names[output.request_id]] = output
-                        if on_progress:
-                            on_progress(len(finished), len(requests))
+                        place = names[output.request_id]
+                        finished.add(place)
+                        on_finished(place, output)
     except BaseException:
         # Requests left in the queue would come back as results of the next call.
         core.abort_request([name for name, place in names.items() if place not in finished])
         raise
-    return finished
 
 
 def _any_rank_of_engine(late: bool) -> bool:

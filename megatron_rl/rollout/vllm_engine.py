@@ -21,7 +21,7 @@ from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes
 from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.resharder import Resharder, ReshardSettings
 from megatron_rl.resharding.source import SyncStats, WeightHolder
-from megatron_rl.rollout.engine import Progress
+from megatron_rl.rollout.engine import Ended, Progress
 from megatron_rl.rollout.process_state import hosted_start, preserved_generators
 from megatron_rl.rollout.requests import (
     SequenceRequest,
@@ -30,7 +30,7 @@ from megatron_rl.rollout.requests import (
     scoring_requests,
     stop_tokens,
 )
-from megatron_rl.rollout.response_gather import Generated, gather_responses
+from megatron_rl.rollout.response_gather import Generated, gather_responses, gather_seconds
 from megatron_rl.rollout.running import GRACE, run_requests
 from megatron_rl.types import Prompt, Response, SamplingSettings
 
@@ -87,6 +87,7 @@ class VllmEngine:
         self.time_limit = time_limit
         self._version = -1
         self._asleep = False
+        self._engine_seconds = [0.0] * topology.world_size  # by rank
         self._resharder = Resharder(self, resharding or ReshardSettings())
         self._stop_tokens = stop_tokens(model_folder)
         arguments: dict[str, Any] = {
@@ -117,6 +118,11 @@ class VllmEngine:
         """The version of the weights that were received last; -1 before the first."""
         return self._version
 
+    @property
+    def engine_seconds(self) -> Sequence[float]:
+        """What each engine took for its part of the last `generate`; the same on every rank."""
+        return self._engine_seconds[:: self.layout.tensor]
+
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -124,9 +130,11 @@ class VllmEngine:
         samples: int,
         sampling: SamplingSettings,
         on_progress: Progress | None = None,
+        on_response: Ended | None = None,
     ) -> list[Response]:
         """`samples` responses to each prompt, ordered by prompt, then sample; all on every rank.
 
+        `on_response` is called as responses end, for each of them on one rank of its engine.
         Every sample has a seed of its own, derived from (sampling.seed, prompt, sample): responses
         do not depend on the layout or on what else runs in the batch. Collective.
         Raises ValueError when a prompt does not fit the engine. When an engine fails or its time is
@@ -142,7 +150,21 @@ class VllmEngine:
         engine = self.topology.rank // self.layout.tensor
         mine = list(enumerate(prompts))[engine::engines]
         own: list[Generated] = []
+        ended = 0
+
+        def keep(place: int, output: Any) -> None:
+            nonlocal ended
+            ended += 1
+            if on_progress:
+                on_progress(ended, len(mine) * samples)
+            # The ranks of an engine hold the same: each decodes and hands on its share.
+            if place % self.layout.tensor == self.topology.rank % self.layout.tensor:
+                own.append(self._generated(place, output))
+                if on_response:
+                    on_response(place, self._response(prompts, own[-1], samples=samples))
+
         error: Exception | None = None
+        start = time.perf_counter()
         try:
             self._require_weights()
             # What an earlier call left cached would change roundings: a call depends on its
@@ -151,14 +173,14 @@ class VllmEngine:
             requests = sampling_requests(
                 mine, samples=samples, sampling=sampling, stop_tokens=self._stop_tokens
             )
-            finished = self._run(requests, on_progress=on_progress)
-            if self.topology.rank % self.layout.tensor == 0:  # the others hold the same
-                own = [self._generated(place, output) for place, output in finished.items()]
+            self._run(requests, on_finished=keep)
         except Exception as found:  # noqa: BLE001 - the others must not wait, whatever it is
             error = found
+        seconds = time.perf_counter() - start
         # Whoever is done first waits for the last engine, which takes at most this long.
         limit = self.time_limit + 2 * GRACE
         raise_together(error, doing=f"generating with {self.layout}", time_limit=limit)
+        self._engine_seconds = gather_seconds(seconds, device=self.topology.device)
         everything = gather_responses(own, device=self.topology.device)
         assert [each.place for each in everything] == list(range(len(prompts) * samples))
         return [self._response(prompts, each, samples=samples) for each in everything]
@@ -169,7 +191,8 @@ class VllmEngine:
         Before temperature and top-p. Every engine scores all sequences itself.
         """
         self._require_weights()
-        outputs = self._run(scoring_requests(sequences))
+        outputs: dict[int, Any] = {}
+        self._run(scoring_requests(sequences), on_finished=outputs.__setitem__)
         scores = []
         for place, sequence in enumerate(sequences):
             positions = outputs[place].prompt_logprobs[1:]
@@ -279,10 +302,10 @@ class VllmEngine:
             raise ValueError(f"weights were not pushed: {sorted(missing)}")
 
     def _run(
-        self, requests: Sequence[SequenceRequest], *, on_progress: Progress | None = None
-    ) -> dict[int, Any]:
-        return run_requests(
-            self._llm.llm_engine, requests, time_limit=self.time_limit, on_progress=on_progress
+        self, requests: Sequence[SequenceRequest], *, on_finished: Callable[[int, Any], None]
+    ) -> None:
+        run_requests(
+            self._llm.llm_engine, requests, time_limit=self.time_limit, on_finished=on_finished
         )
 
     def _generated(self, place: int, output: Any) -> Generated:

@@ -74,7 +74,7 @@ def run_training(
     if (warning := describe_slow_packs(config)) is not None:
         console.say(warning)
     with VerifierPool(
-        workers=config.reward.workers,
+        workers=config.reward.workers or _cores_of_rank(topology),
         time_limit=config.reward.time_limit_seconds,
         verifier=config.reward.verifier,
         batch_size=config.reward.batch_size,
@@ -97,6 +97,14 @@ def run_training(
         trainer.recorder.draw()
         trainer.actor.export_hf(directory.model)
         trainer.recorder.finish()
+
+
+def _ranks_per_node(topology: Topology) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
+
+
+def _cores_of_rank(topology: Topology) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // _ranks_per_node(topology))
 
 
 def collective_timeout(config: Config) -> timedelta:
@@ -218,7 +226,7 @@ def build_engine(config: Config, topology: Topology) -> VllmEngine:
             full_check_every=config.resharding.full_check_every,
             repair=config.resharding.repair,
             time_limit=config.resharding.time_limit_seconds,
-            ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size)),
+            ranks_per_node=_ranks_per_node(topology),
         ),
     )
 

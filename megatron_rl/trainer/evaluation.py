@@ -48,8 +48,9 @@ class Evaluator:
                         seed=derive_seed(self.config.seed, "eval", name),
                     ),
                     on_progress=advance,
+                    on_response=self.judge.begin(prompts, samples=settings.samples),
                 )
-            rollouts = self.judge.judge(prompts, responses)
+            rollouts = self.judge.finish(prompts, responses)
             rewards = [rollout.verdict.reward for rollout in rollouts]
             lengths = [len(rollout.response.token_ids) for rollout in rollouts]
             metrics[f"eval/{name}/avg@{settings.samples}"] = sum(rewards) / len(rewards)

@@ -1,4 +1,4 @@
-"""Judging responses: every rank verifies its share in its own worker processes."""
+"""Judging responses: every rank verifies in its own worker processes what it has generated."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from megatron_rl.distributed.agreement import raised_together
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.rewards.judging import Judging
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, Item, VerifierError
 from megatron_rl.types import Prompt, Response, Rollout, Verdict
@@ -14,33 +15,36 @@ from megatron_rl.types import Prompt, Response, Rollout, Verdict
 
 @dataclass
 class Judge:
-    """Turns responses into rollouts."""
+    """Turns responses into rollouts; judges each from the moment it ends."""
 
     pool: VerifierPool
     topology: Topology
+    _judging: Judging | None = None
 
-    def judge(
-        self,
-        prompts: Sequence[Prompt],
-        responses: Sequence[Response],
-        *,
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> list[Rollout]:
-        """Rollouts in the order of `responses`, the same on every rank.
+    def begin(self, prompts: Sequence[Prompt], *, samples: int) -> Callable[[int, Response], None]:
+        """What to call with each response that ends on this rank, and its place among all.
+
+        The place of sample s of prompt p is p * samples + s.
+        """
+        judging = self._judging = Judging(self.pool)
+
+        def submit(place: int, response: Response) -> None:
+            prompt = prompts[place // samples]
+            item = Item(response.text, prompt.ground_truth, prompt.data_source, prompt.row)
+            judging.submit(place, item)
+
+        return submit
+
+    def finish(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Rollout]:
+        """Rollouts in the order of `responses`, the same on every rank; collective.
 
         `responses` holds the same number of responses for each prompt, prompt after prompt.
         Raises VerifierError on every rank when not one judgement came about.
         """
-        samples = len(responses) // len(prompts)
-        asked = [prompt for prompt in prompts for _ in range(samples)]
-        rank, world_size = self.topology.rank, self.topology.world_size
-        own = [
-            Item(response.text, prompt.ground_truth, prompt.data_source, prompt.row)
-            for prompt, response in list(zip(asked, responses, strict=True))[rank::world_size]
-        ]
+        assert self._judging is not None, "begin comes first"
         with raised_together(doing="judging responses"):
-            judged = self.pool.verify_all(own)
-        verdicts = self._gather(judged)
+            own = self._judging.finish()
+        verdicts = self._gather(own, count=len(responses))
         if all(verdict.reason == FAILED for verdict in verdicts):
             raise VerifierError(
                 f"the verifier failed on each of {len(verdicts)} responses, so no reward means "
@@ -52,18 +56,16 @@ class Judge:
                 f"{self.pool.time_limit:g}, so no reward means anything; raise it, or lower "
                 "reward.workers if they have to share cores"
             )
-        if on_progress is not None:
-            on_progress(len(verdicts), len(verdicts))
+        samples = len(responses) // len(prompts)
+        asked = [prompt for prompt in prompts for _ in range(samples)]
         return [
             Rollout(prompt=prompt, response=response, verdict=verdict)
             for prompt, response, verdict in zip(asked, responses, verdicts, strict=True)
         ]
 
-    def _gather(self, own: list[Verdict]) -> list[Verdict]:
-        world_size = self.topology.world_size
-        if world_size == 1:
-            return own
-        shares: list[list[Verdict]] = [[] for _ in range(world_size)]
-        dist.all_gather_object(shares, own)
-        total = sum(len(share) for share in shares)
-        return [shares[i % world_size][i // world_size] for i in range(total)]
+    def _gather(self, own: dict[int, Verdict], *, count: int) -> list[Verdict]:
+        shares = [own] * self.topology.world_size
+        if self.topology.world_size > 1:
+            dist.all_gather_object(shares, own)
+        by_place = {place: verdict for share in shares for place, verdict in share.items()}
+        return [by_place[place] for place in range(count)]

@@ -105,9 +105,10 @@ class Trainer:
                     seed=derive_seed(self.config.seed, "rollout", step),
                 ),
                 on_progress=advance,
+                on_response=self.judge.begin(prompts, samples=settings.responses_per_prompt),
             )
-        with self.clock.phase("reward"), self.console.progress("reward") as advance:
-            rollouts = self.judge.judge(prompts, responses, on_progress=advance)
+        with self.clock.phase("reward"):  # what generating did not hide
+            rollouts = self.judge.finish(prompts, responses)
         with self.clock.phase("pack"):
             return build_rollout_batch(
                 rollouts,
@@ -115,6 +116,7 @@ class Trainer:
                 objective=self.objective,
                 topology=self.actor.topology,
                 rollout_seconds=self.clock.seconds["rollout"],
+                engine_seconds=self.engine.engine_seconds,
             )
 
     def check_engine(self) -> None:

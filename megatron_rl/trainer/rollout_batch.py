@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +37,7 @@ class RolloutBatch:
     minibatches: list[Minibatch]  # this data-parallel rank's packs
     topology: Topology
     rollout_seconds: float
+    engine_seconds: Sequence[float]  # of each engine
     entropy: float = math.nan  # of the policy that generated, mean over the packs' response tokens
 
     @property
@@ -108,10 +110,17 @@ class RolloutBatch:
             "response/length_mean": statistics.fmean(lengths),
             "response/length_max": max(lengths),
             "response/truncated_fraction": statistics.fmean(truncated),
+            "rollout/engine_imbalance": _imbalance(self.engine_seconds),
             "rollout/tokens": sum(lengths),
             "rollout/tokens_per_second": sum(lengths) / self.rollout_seconds,
             "rollout/weight_version": min(r.response.weight_version for r in self.rollouts),
         }
+
+
+def _imbalance(seconds: Sequence[float]) -> float:
+    """The slowest engine's seconds over the mean; 1 where all are alike."""
+    mean = statistics.fmean(seconds)
+    return max(seconds) / mean if mean else 1.0
 
 
 def build_rollout_batch(
@@ -121,6 +130,7 @@ def build_rollout_batch(
     objective: PolicyObjective,
     topology: Topology,
     rollout_seconds: float,
+    engine_seconds: Sequence[float],
 ) -> RolloutBatch:
     """Advantages and packs of freshly judged rollouts.
 
@@ -143,7 +153,9 @@ def build_rollout_batch(
         gemm_tokens=GEMM_TOKENS[config.model.fp8],
         computed=computed,
     )
-    return RolloutBatch(rollouts, advantages, computed, minibatches, topology, rollout_seconds)
+    return RolloutBatch(
+        rollouts, advantages, computed, minibatches, topology, rollout_seconds, engine_seconds
+    )
 
 
 def compute_advantages(rewards: Tensor, settings: AdvantageSection) -> Tensor:

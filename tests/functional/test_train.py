@@ -12,7 +12,7 @@ from megatron_rl.runs.rows import read_metrics
 from tests.functional.tiny_runs import TASK, make_task, start_training, train
 
 # What a clock or the machine decides; everything else must repeat bit for bit.
-TIMED = ("time/", "memory/", "sync/", "rollout/tokens_per_second")
+TIMED = ("time/", "memory/", "sync/", "rollout/tokens_per_second", "rollout/engine_imbalance")
 SHORT = ("rollout.prompts=16", "eval.sets={}", "logging.tensorboard=false",
          "trainer.checkpoint_every=1", "optimizer.decay=constant")  # fmt: skip
 

@@ -5,8 +5,10 @@ import math
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -90,15 +92,20 @@ class ScriptedEngine:
     """Answers "1" and "0" in turn, with the version that was pushed last."""
 
     events: list
+    order: Callable = iter  # in which responses end
     weight_version: int = -1
+    engine_seconds: tuple = (1.0, 3.0)
 
-    def generate(self, prompts, *, samples, sampling, on_progress=None):
+    def generate(self, prompts, *, samples, sampling, on_progress=None, on_response=None):
         self.events.append(("generate", self.weight_version, sampling.seed))
-        return [
+        responses = [
             Response(p.index, s, (7, 2), (-0.1, -0.1), str(s % 2), "stop", self.weight_version)
             for p in prompts
             for s in range(samples)
         ]
+        for place in self.order(range(len(responses))):
+            on_response(place, responses[place])
+        return responses
 
     def sleep(self):
         self.events.append(("engine sleeps",))
@@ -115,17 +122,19 @@ class ScriptedEngine:
 
 
 class ScriptedPool:
-    """Judges by the text; the first judgements of a call get these reasons for no reward."""
+    """Judges by the text; the first judgements of all get these reasons for no reward."""
 
     time_limit = 5.0
 
     def __init__(self, *reasons):
-        self.reasons = reasons
+        self.reasons = list(reasons)
 
     def verify_all(self, items):
-        verdicts = [Verdict(float(i.text == i.ground_truth), "equal", i.text) for i in items]
-        return [Verdict(0.0, reason, None) for reason in self.reasons] + verdicts[
-            len(self.reasons) :
+        return [
+            Verdict(0.0, self.reasons.pop(0), None)
+            if self.reasons
+            else Verdict(float(i.text == i.ground_truth), "equal", i.text)
+            for i in items
         ]
 
 
@@ -153,10 +162,10 @@ def make_config(**trainer):
     )  # fmt: skip
 
 
-def run_loop(tmp_path, *, done=0, last=None, reasons=(), trainer=None, **overrides):
+def run_loop(tmp_path, *, done=0, last=None, reasons=(), trainer=None, order=iter, **overrides):
     config = make_config(**(trainer or {}))
     events: list = []
-    actor, engine = ScriptedActor(events), ScriptedEngine(events)
+    actor, engine = ScriptedActor(events), ScriptedEngine(events, order)
     directory = RunDirectory(tmp_path)
     directory.create(config)
     console = Console(speaks=False)
@@ -272,7 +281,8 @@ def test_a_continued_run_takes_the_walk_of_the_uninterrupted_one(tmp_path):
 
 
 def test_rewards_that_say_nothing_about_the_response_are_counted(tmp_path):
-    run_loop(tmp_path, reasons=("time limit", "time limit", "ground truth not understood"))
+    reasons = ("time limit", "time limit", "ground truth not understood")
+    run_loop(tmp_path, reasons=(*["of the evaluation"] * 4, *reasons))
     row = read_metrics(tmp_path)[1]
     # of 4 prompts x 4 responses
     assert row["reward/time_limit_fraction"] == 2 / 16
@@ -283,6 +293,23 @@ def test_a_batch_without_one_judgement_in_time_is_an_error(tmp_path):
     # the evaluation before training has 2 prompts x 2 responses
     with pytest.raises(VerifierError, match=r"none of 4 .* reward.time_limit_seconds=5, .* raise"):
         run_loop(tmp_path, reasons=["time limit"] * 4)
+
+
+def test_the_order_in_which_responses_end_changes_nothing(tmp_path):
+    """Nor does how many have ended when the workers look: verdicts belong to places."""
+    for name, order in (("first", iter), ("last", reversed)):
+        run_loop(tmp_path / name, order=order)
+    rows = [read_metrics(tmp_path / name) for name in ("first", "last")]
+    timed = ("time/", "memory/", "rollout/tokens_per_second")
+    learned = [
+        [{k: v for k, v in row.items() if not k.startswith(timed)} for row in run] for run in rows
+    ]
+    assert learned[0] == learned[1]
+    tables = [
+        pq.read_table(tmp_path / n / "rollouts/step_000001.parquet") for n in ("first", "last")
+    ]
+    assert tables[0].equals(tables[1])
+    assert rows[0][1]["rollout/engine_imbalance"] == 1.5  # 3 s, on average 2
 
 
 def test_a_run_that_is_asked_to_end_ends_between_two_steps(tmp_path):

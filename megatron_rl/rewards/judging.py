@@ -1,0 +1,56 @@
+"""Judging responses while others are still being generated."""
+
+import threading
+from queue import SimpleQueue
+
+from megatron_rl.rewards.pool import VerifierPool
+from megatron_rl.rewards.verifier import Item
+from megatron_rl.types import Verdict
+
+
+class Judging:
+    """A thread that gives the workers of a pool what has been submitted since it last looked.
+
+    Nothing else may use the pool until `finish` returns. A verdict depends on its item alone: in
+    which order items come does not matter.
+    """
+
+    def __init__(self, pool: VerifierPool) -> None:
+        self._pool = pool
+        self._submitted: SimpleQueue[tuple[int, Item] | None] = SimpleQueue()
+        self._verdicts: dict[int, Verdict] = {}
+        self._error: Exception | None = None
+        # A daemon: a run that fails while it generates does not wait for verdicts.
+        self._thread = threading.Thread(target=self._run, name="judging", daemon=True)
+        self._thread.start()
+
+    def submit(self, place: int, item: Item) -> None:
+        """Have an item judged; raises what an earlier one has met, so that a run ends early."""
+        if self._error is not None:
+            raise self._error
+        self._submitted.put((place, item))
+
+    def finish(self) -> dict[int, Verdict]:
+        """Every item's verdict by its place, as soon as there is one; raises what was met."""
+        self._submitted.put(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._verdicts
+
+    def _run(self) -> None:
+        try:
+            more = True
+            while more:
+                waiting = [self._submitted.get()]
+                while not self._submitted.empty():
+                    waiting.append(self._submitted.get())
+                more = waiting[-1] is not None  # nothing is submitted after the end
+                places, items = [], []
+                for place, item in filter(None, waiting):
+                    places.append(place)
+                    items.append(item)
+                verdicts = self._pool.verify_all(items)
+                self._verdicts.update(zip(places, verdicts, strict=True))
+        except Exception as error:  # noqa: BLE001 - raised by `submit` or `finish`
+            self._error = error
