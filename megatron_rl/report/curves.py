@@ -1,5 +1,6 @@
 """One picture of a run, from its run directory alone."""
 
+import re
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
@@ -17,9 +18,10 @@ SECONDS = (BLUE, GREEN, "#e3c567", VIOLET, BROWN, ORANGE, RED, GREY, "#5b6770", 
 def draw_curves(run_folder: str | Path) -> Path:
     """Draw `curves.png` beside the run's metrics.jsonl; returns its path.
 
-    Held-out score, reward, acceptance of the constraint, drift of the policy from the behavior
-    policy, response length, and the seconds of each phase, all over rollout batches. Raises
-    ValueError when the folder has no metrics.
+    Held-out score, reward (by data source where there are several) and entropy; acceptance of the
+    constraint by epoch of reuse, drift of the policy from the behavior policy, gradient norm;
+    response length, what says that nothing is learned, and the seconds of each phase: all over
+    rollout batches. Raises ValueError when the folder has no metrics.
     """
     from matplotlib.figure import Figure  # seconds to import, and only needed at the end
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -28,23 +30,28 @@ def draw_curves(run_folder: str | Path) -> Path:
     rows = read_metrics(folder)
     if not rows:
         raise ValueError(f"{folder} has no metrics in a metrics.jsonl; give the folder of a run")
-    figure = Figure(figsize=(12, 6.2), layout=ConstrainedLayoutEngine(hspace=0.06, wspace=0.04))
-    axes = figure.subplots(2, 3)
+    figure = Figure(figsize=(12, 9.3), layout=ConstrainedLayoutEngine(hspace=0.06, wspace=0.04))
+    axes = figure.subplots(3, 3)
     figure.suptitle(folder.name, fontsize=13, fontweight="bold")
-    scores = [key for key in _keys(rows) if key.startswith("eval/") and "avg@" in key]
+    keys = _keys(rows)
+    scores = [key for key in keys if key.startswith("eval/") and "avg@" in key]
+    sources = [key for key in keys if key.startswith("reward_by_source/")]
+    epochs = [key for key in keys if re.fullmatch(r"epoch_\d+/gate/acceptance", key)]
     _draw(axes[0, 0], rows, scores, title="Held-out score (%)", scale=100, marker="o")
-    _draw(axes[0, 1], rows, ["reward/mean"], title="Mean rollout reward")
-    _draw(axes[0, 2], rows, ["gate/acceptance"], title="Accepted tokens (fraction)")
-    axes[0, 2].set_ylim(0, 1.05)
-    _draw(
-        axes[1, 0],
-        rows,
-        ["ratio/prefix_mean_log_std"],
-        title="Drift: std of the prefix-mean log-ratio",
-    )
-    _draw(axes[1, 1], rows, ["response/length_mean"], title="Response length (tokens)")
-    _draw_seconds(axes[1, 2], rows)
-    for axis in axes[1]:
+    rewards = ["reward/mean", *(sources if len(sources) > 1 else [])]
+    _draw(axes[0, 1], rows, rewards, title="Mean rollout reward")
+    _draw(axes[0, 2], rows, ["policy/entropy", "rollout/entropy"], title="Entropy (nats a token)")
+    _draw(axes[1, 0], rows, epochs, title="Accepted tokens (fraction), by epoch of reuse")
+    axes[1, 0].set_ylim(0, 1.05)
+    drift = "Drift: std of the prefix-mean log-ratio"
+    _draw(axes[1, 1], rows, ["ratio/prefix_mean_log_std"], title=drift)
+    _draw(axes[1, 2], rows, ["grad/norm"], title="Gradient norm")
+    _draw(axes[2, 0], rows, ["response/length_mean"], title="Response length (tokens)")
+    idle = ["response/truncated_fraction", "advantage/zero_groups_fraction"]
+    _draw(axes[2, 1], rows, idle, title="Truncated responses, groups of zero advantage (fraction)")
+    axes[2, 1].set_ylim(-0.02, 1.05)
+    _draw_seconds(axes[2, 2], rows)
+    for axis in axes[2]:
         axis.set_xlabel("rollout batches")
     path = folder / CURVES
     figure.savefig(path, dpi=110)

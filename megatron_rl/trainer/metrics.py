@@ -14,6 +14,19 @@ from megatron_rl.config import LoggingSection
 from megatron_rl.distributed.collectives import Group, reduce_max
 from megatron_rl.peak_memory import PeakMemory
 
+# What TensorBoard shows first, in a group of its own, beside `eval/<set>/avg@<k>`.
+OVERVIEW = (
+    "reward/mean", "policy/entropy", "response/length_mean", "response/truncated_fraction",
+    "advantage/zero_groups_fraction", "gate/acceptance", "ratio/prefix_mean_log_std", "grad/norm",
+    "rollout/logprob_gap_mean", "rollout/tokens_per_second", "time/step",
+)  # fmt: skip
+
+
+def tensorboard_tag(key: str) -> str:
+    """A metric's name in TensorBoard, which sorts groups by what stands before the first slash."""
+    is_score = key.startswith("eval/") and "/avg@" in key
+    return f"0_overview/{key.replace('/', '_')}" if is_score or key in OVERVIEW else key
+
 
 class PhaseClock:
     """Seconds and peak memory of each named phase of the current step.
@@ -121,7 +134,7 @@ class MetricLog:
         numbers = {k: v for k, v in clean.items() if v is not None and k != "step"}
         if self._tensorboard is not None:
             for key, value in numbers.items():
-                self._tensorboard.add_scalar(key, value, step)
+                self._tensorboard.add_scalar(tensorboard_tag(key), value, step)
             self._tensorboard.flush()
         if self._wandb is not None:
             self._wandb.log(numbers, step=step)

@@ -71,6 +71,7 @@ class ScriptedActor:
             denominators=minibatch.denominators,
             rollout_logprobs=batch.rollout_logprobs,
             reference_logprobs=batch.reference_logprobs,
+            entropy=0.5 * batch.response_mask if "entropy" in objective.needs else None,
         )
         self.updates += 1
         return UpdateResult(result.statistics, 1.0, 1e-3)

@@ -1,0 +1,75 @@
+"""docs/metrics.md names every metric that a run emits, and nothing else."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.resharding.source import SyncStats
+from megatron_rl.runs.rows import PHASES, read_metrics
+from megatron_rl.trainer.metrics import OVERVIEW, tensorboard_tag
+from tests.unit.resharding.test_resharder import PHASES as SYNC_PHASES
+from tests.unit.trainer.test_loop import run_loop
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PLACES = {
+    "set": r"[\w.-]+", "k": r"\d+", "source": ".+", "epoch": r"\d+", "phase": "|".join(PHASES),
+    "end": r"[01]\.\d", "start": r"2\^\d\d",
+}  # fmt: skip
+
+
+def documented():
+    """Names in the first column of the page's tables, and those of a bucket."""
+    names, buckets, inside = [], [], False
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("| "):
+            first = line.split("|")[1]
+            inside = first.strip() == "bucket" or (inside and "`" in first)
+            (buckets if inside else names).extend(re.findall(r"`([^`]+)`", first))
+        elif not line.startswith("|--"):
+            inside = False
+    return names, buckets
+
+
+@pytest.fixture(scope="module")
+def emitted(tmp_path_factory):
+    """Every name that runs with and without optional terms leave in metrics.jsonl."""
+    pushed = SyncStats(1.0, 1, 1, dict.fromkeys(SYNC_PHASES, 0.1))
+    names = set(pushed.to_metrics())
+    for case, options in {
+        "plain": {},
+        "terms": {"kl": {"coefficient": 0.1}, "entropy_coefficient": 0.1},
+    }.items():
+        folder = tmp_path_factory.mktemp(case)
+        run_loop(folder, **options)
+        names |= {name for row in read_metrics(folder) for name in row}
+    return names
+
+
+def test_every_metric_is_in_the_glossary_and_the_glossary_names_no_other(emitted):
+    names, buckets = documented()
+    alternatives = {"metric": "|".join(map(re.escape, names)), "bucket": "|".join(buckets)}
+
+    def pattern(name):
+        parts = re.split(r"<(\w+)>", name)
+        places = PLACES | alternatives
+        return "".join(
+            re.escape(part) if i % 2 == 0 else f"(?:{places[part]})" for i, part in enumerate(parts)
+        )
+
+    patterns = {name: re.compile(pattern(name)) for name in names}
+    assert len(patterns) == len(names) > 60  # each once
+    unknown = [name for name in emitted if not any(p.fullmatch(name) for p in patterns.values())]
+    assert not unknown
+    unused = [name for name, p in patterns.items() if not any(p.fullmatch(e) for e in emitted)]
+    assert not unused
+    seen = {name.split("/")[-1] for name in emitted if name.startswith("by_")}
+    assert seen == set(buckets)
+
+
+def test_tensorboard_opens_on_a_dozen_that_exist(emitted):
+    shown = {name for name in emitted if tensorboard_tag(name).startswith("0_overview/")}
+    assert shown == {*OVERVIEW, "eval/held/avg@2"}
+    assert len(shown) == 12
+    assert all(tensorboard_tag(name).count("/") == 1 for name in shown)
+    assert len({tensorboard_tag(name) for name in emitted}) == len(emitted)
