@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +21,7 @@ from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.resharder import Resharder, ReshardSettings
 from megatron_rl.resharding.source import SyncStats, WeightHolder
 from megatron_rl.rollout.engine import Ended, Progress
+from megatron_rl.rollout.finished import FinishedResponses, load_tokenizer
 from megatron_rl.rollout.process_state import hosted_start, preserved_generators
 from megatron_rl.rollout.requests import (
     SequenceRequest,
@@ -30,7 +30,7 @@ from megatron_rl.rollout.requests import (
     scoring_requests,
     stop_tokens,
 )
-from megatron_rl.rollout.response_gather import Generated, gather_responses, gather_seconds
+from megatron_rl.rollout.response_gather import gather_responses, gather_seconds
 from megatron_rl.rollout.running import GRACE, run_requests
 from megatron_rl.types import Prompt, Response, SamplingSettings
 
@@ -111,7 +111,7 @@ class VllmEngine:
         if not on_cuda:
             arguments |= {"block_size": 32, "enable_chunked_prefill": False}
         self._llm = _start_vllm(topology, arguments)
-        self._tokenizer = _load_tokenizer(model_folder)
+        self._tokenizer = load_tokenizer(model_folder)
 
     @property
     def weight_version(self) -> int:
@@ -149,20 +149,16 @@ class VllmEngine:
         engines = self.topology.world_size // self.layout.tensor
         engine = self.topology.rank // self.layout.tensor
         mine = list(enumerate(prompts))[engine::engines]
-        own: list[Generated] = []
-        ended = 0
-
-        def keep(place: int, output: Any) -> None:
-            nonlocal ended
-            ended += 1
-            if on_progress:
-                on_progress(ended, len(mine) * samples)
-            # The ranks of an engine hold the same: each decodes and hands on its share.
-            if place % self.layout.tensor == self.topology.rank % self.layout.tensor:
-                own.append(self._generated(place, output))
-                if on_response:
-                    on_response(place, self._response(prompts, own[-1], samples=samples))
-
+        kept = FinishedResponses(
+            prompts,
+            samples,
+            expected=len(mine) * samples,
+            share=(self.topology.rank % self.layout.tensor, self.layout.tensor),
+            tokenizer=self._tokenizer,
+            weight_version=self._version,
+            on_progress=on_progress,
+            on_response=on_response,
+        )
         error: Exception | None = None
         start = time.perf_counter()
         try:
@@ -173,7 +169,7 @@ class VllmEngine:
             requests = sampling_requests(
                 mine, samples=samples, sampling=sampling, stop_tokens=self._stop_tokens
             )
-            self._run(requests, on_finished=keep)
+            self._run(requests, on_finished=kept.take)
         except Exception as found:  # noqa: BLE001 - the others must not wait, whatever it is
             error = found
         seconds = time.perf_counter() - start
@@ -181,9 +177,9 @@ class VllmEngine:
         limit = self.time_limit + 2 * GRACE
         raise_together(error, doing=f"generating with {self.layout}", time_limit=limit)
         self._engine_seconds = gather_seconds(seconds, device=self.topology.device)
-        everything = gather_responses(own, device=self.topology.device)
+        everything = gather_responses(kept.own, device=self.topology.device)
         assert [each.place for each in everything] == list(range(len(prompts) * samples))
-        return [self._response(prompts, each, samples=samples) for each in everything]
+        return [kept.response(each) for each in everything]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Log-probs of each sequence's tokens from the second on, [length - 1] float32.
@@ -308,33 +304,6 @@ class VllmEngine:
             self._llm.llm_engine, requests, time_limit=self.time_limit, on_finished=on_finished
         )
 
-    def _generated(self, place: int, output: Any) -> Generated:
-        completion = output.outputs[0]
-        tokens = list(completion.token_ids)
-        return Generated(
-            place=place,
-            token_ids=np.array(tokens, np.int32),
-            logprobs=np.array(completion.logprobs.logprobs, np.float32),
-            finish_reason=completion.finish_reason,
-            text=self._tokenizer.decode(tokens, skip_special_tokens=True)
-            if self._tokenizer
-            else "",
-        )
-
-    def _response(
-        self, prompts: Sequence[Prompt], generated: Generated, *, samples: int
-    ) -> Response:
-        prompt, sample = divmod(generated.place, samples)
-        return Response(
-            prompt_index=prompts[prompt].index,
-            sample_index=sample,
-            token_ids=generated.token_ids,
-            rollout_logprobs=generated.logprobs,
-            text=generated.text,
-            finish_reason="stop" if generated.finish_reason == "stop" else "length",
-            weight_version=self._version,
-        )
-
 
 def _start_vllm(topology: Topology, arguments: dict[str, Any]) -> Any:
     """vLLM's LLM in this process, which is otherwise left as it was; collective."""
@@ -362,12 +331,3 @@ def _shared_token() -> str:
 
 def _parameters_of(model: torch.nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters())
-
-
-def _load_tokenizer(model_folder: str | Path) -> Any:
-    """The folder's tokenizer, or None where it has none (texts are then empty)."""
-    if not any(Path(model_folder).glob("tokenizer*")):
-        return None
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model_folder)
