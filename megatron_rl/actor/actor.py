@@ -129,7 +129,11 @@ class MegatronActor:
         return named_parameters(self.chunks)
 
     def sleep(self) -> None:
-        """Take gradients and optimizer state off the device; log-probs can still be computed."""
+        """Take gradients, optimizer state and prepared packs off the device.
+
+        Log-probs can still be computed.
+        """
+        self.packs.clear()
         if not self.asleep:
             with megatron_runtime():
                 offload_training_state(self.wrapped, self.optimizer)
@@ -231,7 +235,7 @@ class MegatronActor:
         result = objective(
             logprobs,
             behavior_logprobs=pack.shard(batch.behavior_logprobs),
-            advantages=pack.shard(batch.advantages_per_token()),
+            advantages=pack.spread(batch.advantages),
             layout=pack.layout,
             denominators=denominators,
             rollout_logprobs=pack.shard(batch.rollout_logprobs),

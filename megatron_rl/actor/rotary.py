@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.distributed.transfer import to_device
 from megatron_rl.models.shape import ModelShape
 
 
@@ -34,7 +35,7 @@ class Rotation:
 def build_rotation(position_ids: Tensor, shape: ModelShape, *, dtype: torch.dtype) -> Rotation:
     """The rotation of tokens at these positions [t]; angles are float32, rounded at the end."""
     frequencies, factor = rotary_frequencies(shape)
-    angles = position_ids[:, None].float() * frequencies.to(position_ids.device)
+    angles = position_ids[:, None].float() * to_device(frequencies, position_ids.device)
     cosine, sine = angles.cos() * factor, angles.sin() * factor
     return Rotation(cosine.repeat(1, 2)[:, None].to(dtype), sine[:, None].to(dtype))
 

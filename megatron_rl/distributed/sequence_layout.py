@@ -25,6 +25,7 @@ from torch import Tensor
 from megatron_rl.distributed.collectives import Group, all_gather, gather_stacked, group_size
 from megatron_rl.distributed.segmented_scan import IDENTITY, Combine, SegmentedScan
 from megatron_rl.distributed.sequence_statistics import Scan, Scanned, scan_together
+from megatron_rl.distributed.transfer import to_device
 
 
 class Carried(NamedTuple):
@@ -86,9 +87,7 @@ class SequenceLayout:
                 )
 
     def _to_device(self, table: Tensor) -> Tensor:
-        if self.device.type == "cuda":
-            table = table.pin_memory()  # a copy from pageable memory would wait for the device
-        return table.to(self.device, non_blocking=True)
+        return to_device(table, self.device)
 
     @cached_property
     def _chunk_lengths(self) -> Tensor:

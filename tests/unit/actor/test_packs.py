@@ -1,0 +1,107 @@
+"""A pack on the device: copied once per rollout batch, by no copy that waits, and never read back.
+
+Tensors on the meta device stand for the device's: they have no values, so reading one raises as it
+would wait on CUDA. Every copy to them is counted, and must go through `to_device`, which pins.
+"""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rl.actor import packs, rotary
+from megatron_rl.actor.packs import PackCache
+from megatron_rl.data.packing import build_pack
+from megatron_rl.distributed import sequence_layout, transfer
+from megatron_rl.distributed.topology import Topology
+from tests.functional.test_actor_layouts import make_rollouts
+from tests.unit.resharding.shapes import small_shape
+
+META = torch.device("meta")
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies from the host to the device; those not made by `to_device` are pageable."""
+
+    def __init__(self):
+        super().__init__()
+        self.pinned = self.pageable = 0
+        self.inside = False
+
+    def to_device(self, values, device):
+        """`transfer.to_device`, told apart from other copies."""
+        self.inside = True
+        moved = transfer.to_device(values, device)
+        self.inside = False
+        return moved
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        options = options or {}
+        result = function(*arguments, **options)
+        tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+        # Numbers that are wrapped as tensors travel in the kernel's arguments.
+        hosted = any(x.device.type == "cpu" and x.dim() for x in tensors)
+        if hosted and isinstance(result, torch.Tensor) and result.is_meta:
+            self.pinned += self.inside
+            self.pageable += not self.inside
+        return result
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    counter = Copies()
+    for module in (packs, rotary, sequence_layout):
+        monkeypatch.setattr(module, "to_device", counter.to_device)
+    return counter
+
+
+def freeze(batch):
+    """Log-probs as the behavior pass leaves them, on the device; the engine's stay on the host."""
+    batch.behavior_logprobs = torch.empty(len(batch.tokens), device=META)
+    batch.reference_logprobs = torch.empty(len(batch.tokens), device=META)
+
+
+def walk(cache, batch):
+    """What an update asks of a pack before the model runs and for the loss."""
+    pack = cache.prepare(batch)
+    values = (batch.behavior_logprobs, batch.rollout_logprobs, batch.reference_logprobs)
+    local = [*map(pack.shard, values), pack.spread(batch.advantages)]
+    layout = pack.layout
+    return [*local, layout.mask, layout.position, layout.length, layout.gathered_index]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_updates_copy_nothing_that_the_first_walk_has_copied(copies, cp_size):
+    topology = Topology(world_size=cp_size, cp_size=cp_size, device=META)
+    rollouts, advantages = make_rollouts()
+    batch = build_pack(rollouts, advantages, indices=range(6), alignment=4)
+    cache = PackCache(small_shape(), topology, dtype=torch.float32)
+    with copies:
+        cache.prepare(batch)  # the behavior pass
+        freeze(batch)
+        first = walk(cache, batch)
+        once = copies.pinned
+        assert once > 0
+        for _ in range(3):
+            assert all(map(lambda a, b: a is b, walk(cache, batch), first))
+        assert (copies.pinned, copies.pageable) == (once, 0)
+        # Changed values are noticed, whether another tensor or the same one is written.
+        batch.rollout_logprobs.zero_()
+        batch.advantages = batch.advantages.clone()
+        walk(cache, batch)
+        assert copies.pinned == once + 2
+        # When the engine wakes up nothing is left.
+        cache.clear()
+        assert not cache._packs
+        walk(cache, batch)
+        assert copies.pinned == 2 * once + 2
+
+
+def test_what_waits_is_noticed(copies):
+    host = torch.ones(3)
+    with copies:
+        host.to(META)
+        assert (copies.pinned, copies.pageable) == (0, 1)
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            host.to(META).sum().item()
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            host.to(META).nonzero()
