@@ -9,7 +9,7 @@ from megatron_rl.types import Verdict
 
 
 class Judging:
-    """A thread that gives the workers of a pool what has been submitted since it last looked.
+    """A thread that gives the workers of a pool what is submitted.
 
     Nothing else may use the pool until `finish` returns. A verdict depends on its item alone: in
     which order items come does not matter.
@@ -18,7 +18,9 @@ class Judging:
     def __init__(self, pool: VerifierPool) -> None:
         self._pool = pool
         self._submitted: SimpleQueue[tuple[int, Item] | None] = SimpleQueue()
+        self._places: list[int] = []  # in the order of submission
         self._verdicts: dict[int, Verdict] = {}
+        self._is_complete = False
         self._error: Exception | None = None
         # A daemon: a run that fails while it generates does not wait for verdicts.
         self._thread = threading.Thread(target=self._run, name="judging", daemon=True)
@@ -40,17 +42,24 @@ class Judging:
 
     def _run(self) -> None:
         try:
-            more = True
-            while more:
-                waiting = [self._submitted.get()]
-                while not self._submitted.empty():
-                    waiting.append(self._submitted.get())
-                more = waiting[-1] is not None  # nothing is submitted after the end
-                places, items = [], []
-                for place, item in filter(None, waiting):
-                    places.append(place)
-                    items.append(item)
-                verdicts = self._pool.verify_all(items)
-                self._verdicts.update(zip(places, verdicts, strict=True))
+            while not self._is_complete:
+                self._places = []
+                first = self._take(self._submitted.get())
+                verdicts = self._pool.verify_all(first, more=self._take_waiting)
+                self._verdicts.update(zip(self._places, verdicts, strict=True))
         except Exception as error:  # noqa: BLE001 - raised by `submit` or `finish`
             self._error = error
+
+    def _take(self, submitted: tuple[int, Item] | None) -> list[Item]:
+        """What was submitted, its place kept; nothing where that was the end."""
+        if submitted is None:
+            self._is_complete = True
+            return []
+        self._places.append(submitted[0])
+        return [submitted[1]]
+
+    def _take_waiting(self) -> list[Item]:
+        items: list[Item] = []
+        while not self._submitted.empty():
+            items += self._take(self._submitted.get())
+        return items

@@ -5,6 +5,7 @@ code that no exception reaches. So the parent counts the time and kills the work
 it; the response gets no reward, and a new worker takes over.
 """
 
+import math
 import os
 import selectors
 import sys
@@ -20,6 +21,7 @@ from megatron_rl.rewards.verifier import FAILED, MATH_ANSWER, TIME_LIMIT, Item, 
 from megatron_rl.types import Verdict
 
 READ_BYTES = 1 << 16
+MORE_SECONDS = 0.02  # between looks for further items
 RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)  # what passes before each new attempt
 
 OnError = Literal["end", "zero", "retry"]
@@ -82,14 +84,16 @@ class VerifierPool:
                 f"{self.time_limit:g} in a trial; raise it, or let the module load what is slow"
             )
 
-    def verify_all(self, items: Sequence[Item]) -> list[Verdict]:
-        """A verdict for each item, in order.
+    def verify_all(
+        self, items: Sequence[Item], *, more: Callable[[], Sequence[Item]] | None = None
+    ) -> list[Verdict]:
+        """A verdict for each item, in order; `more` is asked for further ones until all are judged.
 
         A judgement that exceeds the time limit is the verdict `Verdict(0.0, TIME_LIMIT, None)`.
         Raises VerifierError if it does not start, and as `on_error` says if its code raises, if it
         returns no verdict, or if its process dies twice over the same response.
         """
-        return self._verify(items, on_error=self._on_error)
+        return self._verify(items, on_error=self._on_error, more=more)
 
     def close(self) -> None:
         """End the workers."""
@@ -111,16 +115,24 @@ class VerifierPool:
     ) -> None:
         self.close()
 
-    def _verify(self, items: Sequence[Item], *, on_error: OnError) -> list[Verdict]:
+    def _verify(
+        self,
+        items: Sequence[Item],
+        *,
+        on_error: OnError,
+        more: Callable[[], Sequence[Item]] | None = None,
+    ) -> list[Verdict]:
         if not self._workers:
             raise ValueError("the verifier pool is closed")
-        batch = _Batch(items, on_error=on_error)
+        batch = _Batch(list(items), on_error=on_error)
         try:
             with selectors.DefaultSelector() as selector:
                 while batch.unfinished:
+                    if more is not None:
+                        batch.add(more())
                     batch.take_up_delayed()
                     self._hand_out(batch, selector)
-                    self._collect(batch, selector)
+                    self._collect(batch, selector, patience=MORE_SECONDS if more else math.inf)
         except BaseException:
             self._restart_busy()  # or their late answers would be taken for the next batch's
             raise
@@ -143,10 +155,12 @@ class VerifierPool:
             if worker.is_waited_for and worker.output not in selector.get_map():
                 selector.register(worker.output, selectors.EVENT_READ, worker)
 
-    def _collect(self, batch: "_Batch", selector: selectors.BaseSelector) -> None:
+    def _collect(
+        self, batch: "_Batch", selector: selectors.BaseSelector, *, patience: float = math.inf
+    ) -> None:
         watched = [key.data for key in selector.get_map().values()]
         moments = [worker.deadline for worker in watched] + batch.delayed_until
-        patience = max(min(moments) - time.monotonic(), 0)
+        patience = max(min(min(moments) - time.monotonic(), patience), 0)
         if not watched:  # all that is left waits for a new attempt
             time.sleep(patience)
             return
@@ -200,7 +214,7 @@ class VerifierPool:
 class _Batch:
     """Items of one call and what has become of them."""
 
-    items: Sequence[Item]
+    items: list[Item]
     on_error: OnError
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)  # those that did not end the call
@@ -211,6 +225,11 @@ class _Batch:
 
     def __post_init__(self) -> None:
         self.waiting = deque(range(len(self.items)))
+
+    def add(self, items: Sequence[Item]) -> None:
+        """Judge these too, after the others."""
+        self.waiting.extend(range(len(self.items), len(self.items) + len(items)))
+        self.items.extend(items)
 
     @property
     def unfinished(self) -> bool:

@@ -19,6 +19,11 @@ def verify_as_told(text, ground_truth, data_source):
             os.kill(os.getpid(), signal.SIGKILL)
         case ["sleep", seconds]:
             time.sleep(float(seconds))
+        case ["wait-for", path]:
+            while not Path(path).exists():
+                time.sleep(0.01)
+        case ["touch", path]:
+            Path(path).touch()
         case ["spin"]:  # holds the interpreter's lock inside C code
             sum(range(10**12))
         case ["print"]:
