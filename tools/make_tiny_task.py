@@ -6,9 +6,15 @@ thousand parameters with a tokenizer of its own. It is warmed up by supervised t
 solutions, the last of them with wrong steps mixed in, so that it knows the form, is right in about
 a third of its answers, and leaves room to learn.
 
-Everything follows from the seed. The output folder holds `train.parquet` and `heldout.parquet` in
-the schema of DAPO-Math-17k, `model/` in Hugging Face format, and `made.json`, which says with
-which settings they were made: a second call with the same settings finds them and does nothing.
+Everything follows from the seed. The model of the default settings lies beside this program
+(`tiny_model.safetensors`), so it is the same on every machine and takes no time; any other, and
+this one with `--warm-up`, is trained, on one core for two to three minutes. Rounding decides how
+many updates such a training takes, so it runs with one thread and with kernels that round alike
+on every x86-64 processor with AVX2 (`PORTABLE`).
+
+The output folder holds `train.parquet` and `heldout.parquet` in the schema of DAPO-Math-17k,
+`model/` in Hugging Face format, and `made.json`, which says with which settings they were made: a
+second call with the same settings finds them and does nothing.
 
     python tools/make_tiny_task.py --output .cache/tiny_task
 """
@@ -39,6 +45,15 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 LEARNED = 0.02  # mean loss per token of a solution that is nearly always right
+STORED = Path(__file__).with_name("tiny_model.safetensors")
+# One way to round for every x86-64 processor with AVX2: without these, ATen, MKL and oneDNN choose
+# kernels by the processor's maker and generation, and MKL its number of threads by the load.
+PORTABLE = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_CBWR": "COMPATIBLE",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "OMP_NUM_THREADS": "1",
+}
 IGNORED = -100  # label of a position that is not trained on, as in torch's cross entropy
 
 
@@ -61,7 +76,6 @@ class Settings:
     longest_warm_up: int = 2000  # updates on right solutions; it ends when they are learned
     noisy_updates: int = 100  # the last ones, on solutions with wrong steps
     noise: float = 0.12  # how often a step of those is wrong
-    threads: int = 2
 
     def __post_init__(self) -> None:
         if not 2 <= self.shortest <= self.longest:
@@ -311,13 +325,12 @@ def report_progress(name: str, count: int) -> Iterator[Callable[[int, str], None
         yield report
 
 
-def make(folder: Path, settings: Settings) -> dict:
+def make(folder: Path, settings: Settings, *, warm_up: bool) -> dict:
     """Write data and model into `folder`; returns what was measured on the way."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # of saving one small file
-    torch.set_num_threads(settings.threads)
     torch.manual_seed(settings.seed)
     start = time.monotonic()
     generator = random.Random(f"{settings.seed} problems")
@@ -328,33 +341,54 @@ def make(folder: Path, settings: Settings) -> dict:
     max_length = 8 * settings.longest + 48  # about as much for the answer as for the question
     tokenizer = build_tokenizer(max_length)
     model = build_model(settings, tokenizer, max_length)
-    updates = train_model(model, tokenizer, settings)
-    model.eval()
-    accuracy = measure_accuracy(model, tokenizer, heldout, settings)
+    if not warm_up and is_stored(settings):
+        measured = load_stored(model)
+    else:
+        torch.set_num_threads(1)
+        updates = train_model(model, tokenizer, settings)
+        model.eval()
+        accuracy = measure_accuracy(model, tokenizer, heldout, settings)
+        measured = {"updates": updates, "accuracy": round(accuracy, 4)}
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    return {
-        "updates": updates,
-        "accuracy": round(accuracy, 4),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "seconds": round(time.monotonic() - start, 1),
-    }
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    seconds = round(time.monotonic() - start, 1)
+    return {**measured, "parameters": parameters, "seconds": seconds}
 
 
-def compute_fingerprint(settings: Settings) -> str:
-    """A hash of the settings and of this program: equal means that the output would be equal."""
-    text = json.dumps(asdict(settings), sort_keys=True) + Path(__file__).read_text()
-    return hashlib.sha256(text.encode()).hexdigest()
+def is_stored(settings: Settings) -> bool:
+    """Whether the model of these settings lies beside this program."""
+    from safetensors import safe_open
+
+    with safe_open(STORED, "pt") as stored:
+        return json.loads(stored.metadata()["settings"]) == asdict(settings)
 
 
-def make_once(output: Path, settings: Settings) -> dict:
+def load_stored(model) -> dict:
+    """Give `model` the stored weights; returns what was measured when they were made."""
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    model.load_state_dict(load_file(STORED))
+    with safe_open(STORED, "pt") as stored:
+        return json.loads(stored.metadata()["measured"])
+
+
+def compute_fingerprint(settings: Settings, *, warm_up: bool = False) -> str:
+    """A hash of the settings, this program and the stored model: what decides the output."""
+    text = json.dumps(asdict(settings), sort_keys=True) + ("warm-up" if warm_up else "")
+    parts = [text.encode(), Path(__file__).read_bytes(), STORED.read_bytes()]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def make_once(output: Path, settings: Settings, *, warm_up: bool = False) -> dict:
     """Make the task in `output` unless it is there already; returns the content of made.json.
 
     The folder appears under its name only when it is complete, so one that was interrupted is
     never taken for a finished one. Raises ValueError if `output` holds something else.
     """
     stamp = output / "made.json"
-    fingerprint = compute_fingerprint(settings)
+    fingerprint = compute_fingerprint(settings, warm_up=warm_up)
     if stamp.is_file():
         if (made := json.loads(stamp.read_text()))["fingerprint"] == fingerprint:
             print(f"tiny task: already in {output}")
@@ -365,7 +399,8 @@ def make_once(output: Path, settings: Settings) -> dict:
     with tempfile.TemporaryDirectory(prefix=".making-", dir=output.parent) as parent:
         folder = Path(parent) / "task"
         folder.mkdir()
-        made = {"fingerprint": fingerprint, "settings": asdict(settings), **make(folder, settings)}
+        made = {"fingerprint": fingerprint, "settings": asdict(settings)}
+        made |= make(folder, settings, warm_up=warm_up)
         (folder / stamp.name).write_text(json.dumps(made, indent=2) + "\n")
         if output.exists():
             shutil.rmtree(output)
@@ -385,13 +420,16 @@ def main() -> None:
     for field in fields(Settings):
         name = "--" + field.name.replace("_", "-")
         parser.add_argument(name, type=type(field.default), default=field.default)
+    parser.add_argument("--warm-up", action="store_true", help="train even the stored model anew")
     arguments = vars(parser.parse_args())
-    output = arguments.pop("output")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is made here, nothing is looked up
-    # On cores that others use too, threads that spin while they wait make this 15 times slower.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    output, warm_up = arguments.pop("output"), arguments.pop("warm_up")
     try:
-        make_once(output, Settings(**arguments))
+        settings = Settings(**arguments)
+        if (warm_up or not is_stored(settings)) and not PORTABLE.items() <= os.environ.items():
+            # Libraries read these when they are loaded, and torch is not loaded yet.
+            os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **PORTABLE})
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all is made here, nothing is looked up
+        make_once(output, settings, warm_up=warm_up)
     except ValueError as error:
         sys.exit(f"make_tiny_task: {error}")
 

@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import os
 import random
+import subprocess
 import sys
 from pathlib import Path
 
@@ -79,11 +81,66 @@ def test_a_warm_up_that_does_not_learn_is_an_error_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+TRAIN_A_LITTLE = f"""
+import sys
+sys.path.insert(0, {str(PROGRAM.parent)!r})
+import make_tiny_task as tiny
+import random
+import torch
+torch.set_num_threads(1)
+torch.manual_seed(1)
+settings = tiny.Settings(batch=8)
+tokenizer = tiny.build_tokenizer(128)
+model = tiny.build_model(settings, tokenizer, 128)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+generator = random.Random(1)
+for _ in range(2):
+    batch = tiny.draw_batch(generator, settings, tokenizer, 0.0)
+    print(tiny.update_model(model, optimizer, *batch).hex())
+print(float(sum(p.double().abs().sum() for p in model.parameters())).hex())
+"""
+
+
+def test_a_warm_up_rounds_alike_on_older_processors():
+    """MKL can pretend to be on a processor without AVX; ATen can for itself."""
+
+    def train(**environment):
+        return subprocess.run(
+            [sys.executable, "-c", TRAIN_A_LITTLE],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+
+    older = {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
+    portable = train(**tiny.PORTABLE)
+    assert train(**tiny.PORTABLE, **older) == portable
+    # The comparison would notice: without the setting for MKL the processor decides.
+    without = {name: value for name, value in tiny.PORTABLE.items() if name != "MKL_CBWR"}
+    assert train(**without, **older) != portable
+
+
+def test_the_stored_model_is_that_of_the_default_settings(tmp_path):
+    """And no other's; what was made of it is what lies in the repository, to the bit."""
+    from safetensors.torch import load_file
+
+    assert tiny.is_stored(tiny.Settings())
+    assert not tiny.is_stored(tiny.Settings(seed=2))
+    made = tiny.make_once(tmp_path / "task", tiny.Settings())
+    written = load_file(tmp_path / "task" / "model" / "model.safetensors")
+    stored = load_file(tiny.STORED)
+    assert written.keys() == stored.keys()
+    assert all(written[name].equal(stored[name]) for name in stored)
+    assert made["updates"] > 0 and 0.25 < made["accuracy"] < 0.42
+
+
 def test_what_is_there_is_not_made_again_and_what_is_foreign_not_removed(tmp_path):
     settings = tiny.Settings()
     stamp = tmp_path / "made.json"
     stamp.write_text(json.dumps({"fingerprint": tiny.compute_fingerprint(settings)}))
-    tiny.make_once(tmp_path, settings)  # would take a minute otherwise
+    tiny.make_once(tmp_path, settings)
+    assert tiny.compute_fingerprint(settings, warm_up=True) != tiny.compute_fingerprint(settings)
     stamp.rename(tmp_path / "thesis.tex")
     with pytest.raises(ValueError, match="is not empty and holds no tiny task"):
         tiny.make_once(tmp_path, settings)
