@@ -33,7 +33,7 @@ before any work. `--print-config` shows the whole config of a command. Paths are
 folder that the command is started in; the run directory keeps them absolute.
 """
 SIGNS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}
-WORDS = {int: "integer", float: "number", bool: "`true` or `false`", str: "text"}
+WORDS = {Any: "any value", int: "integer", float: "number", bool: "`true` or `false`", str: "text"}
 
 
 def page() -> str:

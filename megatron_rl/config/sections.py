@@ -114,6 +114,9 @@ class RolloutSection(Section):
     """the engine's memory for keys and values, on a CPU"""
     time_limit_seconds: Positive = 7200.0
     """for generating one rollout batch, or one evaluation set"""
+    engine: dict[str, Any] = Field(default_factory=dict)
+    """further arguments of vLLM's `LLM`, as `{enable_prefix_caching: false}`; what would break a
+    contract between trainer and engine is refused by name"""
 
 
 class RewardSection(Section):

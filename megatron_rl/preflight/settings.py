@@ -13,6 +13,7 @@ from megatron_rl.config import Config, ConfigError
 from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes
 from megatron_rl.objectives import build_objective
 from megatron_rl.preflight.layout import layout_problems, length_problems, product_sizes
+from megatron_rl.rollout.engine_arguments import engine_argument_problems
 from megatron_rl.rollout.requests import stop_tokens
 from megatron_rl.runs.directory import RunDirectory
 
@@ -31,6 +32,7 @@ def check_settings(config: Config, *, world_size: int) -> ModelShape:
         *_file_problems(config),
         *_logger_problems(config),
         *_verifier_problems(config.reward.verifier),
+        *engine_argument_problems(config.rollout.engine),
     ]
     shape = _read_model(config.model.path, problems)
     problems += _objective_problems(config, shape)

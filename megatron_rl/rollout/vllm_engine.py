@@ -52,6 +52,7 @@ class VllmEngine:
     time_limit: seconds for one call of `generate` or `score` on this engine, before it is an error
         on every rank.
     resharding: how weights are moved and verified.
+    further_arguments: of vLLM's LLM, those that `engine_argument_problems` has no word against.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class VllmEngine:
         max_sequences: int = 256,
         time_limit: float = 7200.0,
         resharding: ReshardSettings | None = None,
+        further_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("start torch.distributed (and Megatron) before the vLLM engine")
@@ -110,7 +112,7 @@ class VllmEngine:
         }
         if not on_cuda:
             arguments |= {"block_size": 32, "enable_chunked_prefill": False}
-        self._llm = _start_vllm(topology, arguments)
+        self._llm = _start_vllm(topology, arguments | dict(further_arguments or {}))
         self._tokenizer = load_tokenizer(model_folder)
 
     @property

@@ -221,6 +221,7 @@ def build_engine(config: Config, topology: Topology) -> VllmEngine:
         memory_fraction=config.rollout.memory_fraction,
         max_sequences=config.rollout.max_sequences,
         time_limit=config.rollout.time_limit_seconds,
+        further_arguments=config.rollout.engine,
         resharding=ReshardSettings(
             bucket_bytes=config.resharding.bucket_mib * 2**20,
             full_check_every=config.resharding.full_check_every,
