@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.objectives import Objective, ObjectiveSpec, build_objective
+from megatron_rl.objectives import Objective, ObjectiveSpec, TokenInputs, build_objective
 from megatron_rl.objectives.spec import Unconstrained
 from megatron_rl.types import Denominators
 
@@ -113,9 +113,11 @@ def expected_gradient(
         probability = behavior_logprobs.sum(dim=1).exp()
     count, horizon = task.tokens.shape
     result = objective(
-        logprobs.reshape(-1),
-        behavior_logprobs=behavior_logprobs.reshape(-1),
-        advantages=advantages.reshape(-1),
+        TokenInputs(
+            policy_logprobs=logprobs.reshape(-1),
+            behavior_logprobs=behavior_logprobs.reshape(-1),
+            advantages=advantages.reshape(-1),
+        ),
         layout=SequenceLayout([horizon] * count, task.mask.reshape(-1)),
         denominators=Denominators(responses=1.0, tokens=1.0),
     )
@@ -125,11 +127,14 @@ def expected_gradient(
     return -torch.autograd.grad((probability * per_response).sum(), table)[0]
 
 
-def weight_alone(weight: str, score: str = "token") -> Objective:
+def weight_alone(weight: str) -> Objective:
     """The weight without any constraint, summed over tokens."""
     return Objective(
         ObjectiveSpec(
-            weight=weight, constraint=Unconstrained(), score=score, aggregation="response_sum"
+            weight=weight,
+            constraint=Unconstrained(),
+            gradient="detached",
+            aggregation="response_sum",
         )
     )
 

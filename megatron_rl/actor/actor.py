@@ -27,6 +27,7 @@ from megatron_rl.actor.weights import export_weights, named_parameters
 from megatron_rl.data.packing import build_pack
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import read_model_shape
+from megatron_rl.objectives.inputs import TokenInputs
 from megatron_rl.objectives.objective import PolicyObjective
 from megatron_rl.objectives.statistics import Statistics
 from megatron_rl.types import Denominators, Minibatch, TokenBatch
@@ -233,14 +234,16 @@ class MegatronActor:
         logprobs, *entropy = output  # [1|2, t]
         reference = batch.reference_logprobs
         result = objective(
-            logprobs,
-            behavior_logprobs=pack.shard(batch.behavior_logprobs),
-            advantages=pack.spread(batch.advantages),
+            TokenInputs(
+                policy_logprobs=logprobs,
+                behavior_logprobs=pack.shard(batch.behavior_logprobs),
+                advantages=pack.spread(batch.advantages),
+                rollout_logprobs=pack.shard(batch.rollout_logprobs),
+                reference_logprobs=None if reference is None else pack.shard(reference),
+                entropy=entropy[0] if entropy else None,
+            ),
             layout=pack.layout,
             denominators=denominators,
-            rollout_logprobs=pack.shard(batch.rollout_logprobs),
-            reference_logprobs=None if reference is None else pack.shard(reference),
-            entropy=entropy[0] if entropy else None,
         )
         return result.loss, result.statistics
 

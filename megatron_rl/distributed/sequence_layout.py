@@ -1,38 +1,25 @@
-"""Where each token of a pack lives under context parallelism, and statistics along sequences.
+"""Where each token of a pack lives under context parallelism.
 
 A pack is one row of T tokens made of S sequences. Every sequence is cut into 2 * cp_size equal
 chunks; rank r keeps chunk r and chunk 2 * cp_size - 1 - r (zigzag: causal attention then costs
 every rank the same; the partition is that of Transformer Engine's THD format). A rank's shard
-is, sequence after sequence, its early chunk followed by its late chunk.
+is, sequence after sequence, its early chunk followed by its late chunk. Alone, a rank keeps each
+sequence as one early chunk.
 
 Positions and lengths come from the response mask, which every rank knows whole, so they need no
-communication. A scan over log-ratios does: each rank scans its own chunks, all ranks exchange
-one [S, 2, k] table of the chunk totals of k statistics in a single all-gather, and a running sum
-(or minimum) over the 2 * cp_size chunks carries what came before. Sequences are scanned apart
-from one another: no prefix is ever obtained by subtracting a larger one. Sums are accumulated in
-float64.
+communication. Sums along the sequences do: `sequence_statistics.py`.
 
 Shapes: T tokens in the pack, t = T / cp_size on this rank, S sequences.
 """
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_rl.distributed.collectives import Group, all_gather, gather_stacked, group_size
-from megatron_rl.distributed.segmented_scan import IDENTITY, Combine, SegmentedScan
-from megatron_rl.distributed.sequence_statistics import Scan, Scanned, scan_together
+from megatron_rl.distributed.collectives import Group, all_gather, group_size
 from megatron_rl.distributed.transfer import to_device
-
-
-class Carried(NamedTuple):
-    """What one statistic's chunks are told by the others."""
-
-    carry: Tensor  # [S, 2] combined totals of all chunks before the early and the late chunk
-    total: Tensor  # [S] of the whole sequences
 
 
 class SequenceLayout:
@@ -92,33 +79,48 @@ class SequenceLayout:
     @cached_property
     def _chunk_lengths(self) -> Tensor:
         """Tokens of this rank's early and late chunk of every sequence, on the host; [S, 2]."""
-        if self.cp_size == 1:  # nothing to balance: two halves, of which the later may be empty
-            late = self._host_lengths // 2
-            return torch.stack((self._host_lengths - late, late), dim=1)
-        return (self._host_lengths // (2 * self.cp_size))[:, None].expand(-1, 2).contiguous()
+        if self.cp_size == 1:
+            return torch.stack((self._host_lengths, torch.zeros_like(self._host_lengths)), dim=1)
+        return (self._host_lengths // (2 * self.cp_size))[:, None].expand(-1, 2)
 
     @cached_property
-    def scan(self) -> SegmentedScan:
-        """Scans over this rank's 2S chunks, each for itself."""
-        return SegmentedScan(self._chunk_lengths.reshape(-1), to_device=self._to_device)
+    def chunk_lengths(self) -> list[int]:
+        """Tokens of this rank's 2S chunks in the order of its shard; a late one may be empty."""
+        return self._chunk_lengths.reshape(-1).tolist()
+
+    @cached_property
+    def chunk_bounds(self) -> Tensor:
+        """Where in the shard each of the 2S chunks begins and ends; [2, 2S] int64."""
+        lengths = self._chunk_lengths.reshape(-1)
+        ends = lengths.cumsum(0)
+        return self._to_device(torch.stack((ends - lengths, ends)))
+
+    @cached_property
+    def chunk_ids(self) -> Tensor:
+        """The chunk of each local token; [t] int64."""
+        starts, ends = self.chunk_bounds
+        return torch.repeat_interleave(ends - starts, output_size=self.local_tokens)
+
+    @cached_property
+    def chunk_columns(self) -> Tensor:
+        """Each local token's distance from the start of its chunk; [t] int64."""
+        tokens = torch.arange(self.local_tokens, device=self.device)
+        return tokens - self.chunk_bounds[0][self.chunk_ids]
 
     @cached_property
     def sequence_ids(self) -> Tensor:
         """The sequence of each local token; [t] int64."""
-        return self.scan.segment_ids // 2
+        return self.chunk_ids // 2
 
     @cached_property
     def local_index(self) -> Tensor:
         """Pack position of each local token; [t] int64."""
         starts = self._host_lengths.cumsum(0) - self._host_lengths
-        if self.cp_size == 1:
-            early, late = starts, starts + self._chunk_lengths[:, 0]
-        else:
-            chunk = self._chunk_lengths[:, 0]
-            early = starts + self.cp_rank * chunk
-            late = starts + (2 * self.cp_size - 1 - self.cp_rank) * chunk
+        chunk = self._chunk_lengths[:, 0]
+        early = starts + self.cp_rank * chunk
+        late = starts + (2 * self.cp_size - 1 - self.cp_rank) * chunk
         chunk_starts = self._to_device(torch.stack((early, late), dim=1).reshape(-1))
-        return chunk_starts[self.scan.segment_ids] + self.scan.columns
+        return chunk_starts[self.chunk_ids] + self.chunk_columns
 
     @cached_property
     def gathered_index(self) -> Tensor:
@@ -180,10 +182,6 @@ class SequenceLayout:
             self._remembered[compute] = compute(self)
         return self._remembered[compute]
 
-    def whole(self) -> "SequenceLayout":
-        """The same pack as one process without context parallelism sees it."""
-        return SequenceLayout(self.lengths, self.full_mask)
-
     def shard(self, x: Tensor) -> Tensor:
         """This rank's tokens of a whole pack, differentiable; [T, ...] -> [t, ...]."""
         if x.shape[0] != self.full_tokens:
@@ -192,64 +190,24 @@ class SequenceLayout:
 
     def gather(self, x: Tensor) -> Tensor:
         """The whole pack from all ranks' tokens, differentiable; [t, ...] -> [T, ...]."""
-        self._require_group()
-        stacked = all_gather(self._local(x), group=self.cp_group)
+        self.check_local(x)
+        stacked = all_gather(x, group=self.require_group())
         return stacked.flatten(0, 1).index_select(0, self.gathered_index)
 
     def spread(self, per_sequence: Tensor) -> Tensor:
         """Give every local token its sequence's value; [S] -> [t]."""
         return per_sequence.index_select(0, self.sequence_ids)
 
-    def scan_together(self, *scans: Scan) -> list[Scanned]:
-        """Several statistics along the sequences from a single all-gather of [S, 2, scans]."""
-        for scan in scans:
-            self._local(scan.x)
-        return scan_together(self, *scans)
-
-    def prefix_sum(self, x: Tensor) -> Tensor:
-        """S_t = x_1 + ... + x_t over the valid decisions of each sequence; [t] -> [t]."""
-        return self.scan_together(Scan(x))[0].running
-
-    def sequence_sum(self, x: Tensor) -> Tensor:
-        """S_L, the sum over all valid decisions of the token's sequence; [t] -> [t]."""
-        return self.spread(self.scan_together(Scan(x))[0].total).to(x.dtype)
-
-    def prefix_min(self, x: Tensor, *, exclusive: bool = False) -> Tensor:
-        """min of x_1, ..., x_t (of x_1, ..., x_{t-1} if exclusive; inf where none); [t] -> [t]."""
-        return self.scan_together(Scan(x, "min", exclusive))[0].running
-
-    def carry_in(
-        self, totals: Tensor, *, combine: Sequence[Combine], reverse: bool = False
-    ) -> list[Carried]:
-        """What came before each local chunk (after it, if reverse), for k statistics at once.
-
-        The one collective of a scan: `totals` [S, 2, k] of this rank, early and late chunk, is
-        gathered and put in the order of the 2 * cp_size chunks.
-        """
-        self._require_group()
-        gathered = gather_stacked(totals, group=self.cp_group)  # [cp, S, 2, k]
-        chunks = torch.cat((gathered[:, :, 0], gathered[:, :, 1].flip(0)))  # [2 cp, S, k]
-        if reverse:
-            chunks = chunks.flip(0)
-        early, late = self.cp_rank, 2 * self.cp_size - 1 - self.cp_rank
-        if reverse:
-            early, late = late, early
-        carried = []
-        for column, how in zip(chunks.unbind(2), combine, strict=True):
-            shifted = torch.cat((torch.full_like(column[:1], IDENTITY[how]), column))
-            running = shifted.cumsum(0) if how == "sum" else shifted.cummin(0).values
-            carry = torch.stack((running[early], running[late]), dim=1)
-            carried.append(Carried(carry, running[-1]))
-        return carried
-
-    def _require_group(self) -> None:
+    def require_group(self) -> Group:
+        """The group of the ranks that hold the pack; ValueError where it is needed and missing."""
         if group_size(self.cp_group) != self.cp_size:
             raise ValueError(f"cp_size is {self.cp_size}: a scan or gather needs the cp_group")
+        return self.cp_group
 
-    def _local(self, x: Tensor) -> Tensor:
+    def check_local(self, x: Tensor) -> None:
+        """Raise ValueError unless `x` holds one value, or row, per local token."""
         if x.shape[:1] != (self.local_tokens,):
             raise ValueError(
                 f"this rank holds t = {self.local_tokens} tokens of the pack's "
                 f"T = {self.full_tokens}, got shape {tuple(x.shape)}"
             )
-        return x

@@ -1,21 +1,28 @@
-"""The differentiable scans of a SequenceLayout: local scans, one all-gather, carries brought in.
+"""Sums and minima along the sequences of a SequenceLayout, whatever its context parallelism.
 
-However many statistics are asked for together, the totals of their chunks travel in one table
-[S, 2, k]. The backward of a prefix sum is the mirrored suffix sum: d/dx_k sum_t g_t S_t =
-sum_{t >= k} g_t, again one all-gather of chunk totals.
+Each rank scans its own chunks, one after another; all ranks exchange one [S, 2, k] table of the
+chunk totals of k statistics in a single all-gather; and a running sum (or minimum) over the
+2 * cp_size chunks carries in what came before. Sequences are scanned apart from one another: no
+prefix is ever obtained by subtracting a larger one. Everything is accumulated in float64.
+
+The backward of a prefix sum is the mirrored suffix sum, d/dx_k sum_t g_t S_t = sum_{t >= k} g_t:
+again one all-gather of chunk totals.
+
+Shapes: t tokens on this rank, S sequences.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, NamedTuple
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_rl.distributed.segmented_scan import IDENTITY, Combine
+from megatron_rl.distributed.collectives import gather_stacked
+from megatron_rl.distributed.sequence_layout import SequenceLayout
 
-if TYPE_CHECKING:
-    from megatron_rl.distributed.sequence_layout import SequenceLayout
+Combine = Literal["sum", "min"]
+IDENTITY: dict[Combine, float] = {"sum": 0.0, "min": math.inf}
 
 
 class Scan(NamedTuple):
@@ -23,25 +30,33 @@ class Scan(NamedTuple):
 
     x: Tensor  # [t]
     combine: Combine = "sum"
-    exclusive: bool = False  # over what comes before each token
 
 
 class Scanned(NamedTuple):
-    """Its value at every token, and that of each whole sequence (not differentiable for "min")."""
+    """Its value at every token, and that of each whole sequence; only sums are differentiable."""
 
-    running: Tensor  # [t]
-    total: Tensor  # [S] float64 for "sum"
+    running: Tensor  # [t] x_1 + ... + x_t; for "min" that of x_1, ..., x_{t-1}, inf where none
+    total: Tensor  # [S] float64
 
 
-def scan_sequences(layout: SequenceLayout, scans: list[Scan]) -> list[Scanned]:
-    """Scan each sequence over all ranks, with one all-gather of [S, 2, k] for the k scans."""
-    started = [layout.scan.begin(s.x, combine=s.combine) for s in scans]
-    table = torch.stack([s.totals.view(-1, 2).double() for s in started], dim=2)
-    gathered = layout.carry_in(table, combine=[s.combine for s in scans])
-    return [
-        Scanned(layout.scan.finish(begun, carry=carry.reshape(-1), exclusive=scan.exclusive), total)
-        for scan, begun, (carry, total) in zip(scans, started, gathered, strict=True)
-    ]
+def scan_together(layout: SequenceLayout, *scans: Scan) -> list[Scanned]:
+    """The scans over the valid decisions, differentiable, with one all-gather for all of them."""
+    for scan in scans:
+        layout.check_local(scan.x)
+    masked = [torch.where(layout.mask, s.x, IDENTITY[s.combine]) for s in scans]
+    outputs = _Scans.apply(layout, [s.combine for s in scans], *masked)
+    pairs = zip(outputs[: len(scans)], outputs[len(scans) :], strict=True)
+    return [Scanned(running, total) for running, total in pairs]
+
+
+def prefix_sum(layout: SequenceLayout, x: Tensor) -> Tensor:
+    """S_t = x_1 + ... + x_t over the valid decisions of each sequence; [t] -> [t]."""
+    return scan_together(layout, Scan(x))[0].running
+
+
+def sequence_sum(layout: SequenceLayout, x: Tensor) -> Tensor:
+    """S_L, the sum over all valid decisions of the token's sequence; [t] -> [t]."""
+    return layout.spread(scan_together(layout, Scan(x))[0].total).to(x.dtype)
 
 
 class _Scans(torch.autograd.Function):
@@ -49,82 +64,107 @@ class _Scans(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layout: SequenceLayout, kinds: list[tuple[Combine, bool]], *xs: Tensor
+        ctx: Any, layout: SequenceLayout, combine: list[Combine], *xs: Tensor
     ) -> tuple[Tensor, ...]:
-        scans = [Scan(x, *kind) for x, kind in zip(xs, kinds, strict=True)]
-        results = scan_sequences(layout, scans)
-        ctx.layout, ctx.kinds, ctx.dtypes = layout, kinds, [x.dtype for x in xs]
+        chunks = [_scan_chunks(layout, x, how) for x, how in zip(xs, combine, strict=True)]
+        carried = _carry_in(layout, [chunk.totals for chunk in chunks], combine)
+        running, totals = [], []
+        for x, how, chunk, (carry, total) in zip(xs, combine, chunks, carried, strict=True):
+            before = carry.reshape(-1)[layout.chunk_ids]
+            if how == "sum":
+                running.append((before + chunk.running).to(x.dtype))
+            else:  # what precedes each token in its chunk
+                shifted = torch.cat((chunk.running[:1], chunk.running[:-1]))
+                shifted = torch.where(layout.chunk_columns == 0, torch.inf, shifted)
+                running.append(torch.minimum(before, shifted).to(x.dtype))
+            totals.append(total)
+        ctx.layout, ctx.dtypes = layout, [x.dtype for x in xs]
         ctx.set_materialize_grads(False)
-        minima = [place for place, (combine, _) in enumerate(kinds) if combine == "min"]
-        ctx.save_for_backward(*(xs[place] for place in minima))
-        ctx.mark_non_differentiable(*(results[place].total for place in minima))
-        running = [r.running.to(x.dtype) for r, x in zip(results, xs, strict=True)]
-        return *running, *(r.total for r in results)
+        minima = [i for i, how in enumerate(combine) if how == "min"]
+        ctx.mark_non_differentiable(*(out[i] for i in minima for out in (running, totals)))
+        return *running, *totals
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         result: list[Tensor | None] = []
-        saved = iter(ctx.saved_tensors)
-        for place, (combine, exclusive) in enumerate(ctx.kinds):
-            x = next(saved) if combine == "min" else None
-            running, total = grads[place], grads[len(ctx.kinds) + place]
-            grad = None
+        for i, dtype in enumerate(ctx.dtypes):
+            running, total = grads[i], grads[len(ctx.dtypes) + i]
             # Which outputs were used is the same on every rank, so the collectives match.
-            if ctx.needs_input_grad[2 + place] and (running is not None or total is not None):
-                if x is None:
-                    grad = _sum_backward(ctx.layout, running, total, exclusive)
-                elif running is not None:
-                    grad = _min_backward(ctx.layout, x, running, exclusive)
-            result.append(None if grad is None else grad.to(ctx.dtypes[place]))
+            used = ctx.needs_input_grad[2 + i] and (running is not None or total is not None)
+            result.append(_sum_backward(ctx.layout, running, total).to(dtype) if used else None)
         return None, None, *result
 
 
-def _sum_backward(
-    layout: SequenceLayout, running: Tensor | None, total: Tensor | None, exclusive: bool
-) -> Tensor:
-    """g_k = sum_{t >= k} dS_t + dS_L from dS_t [t] and this rank's part of dS_L [S]."""
-    columns, grads = [], []
+def _sum_backward(layout: SequenceLayout, running: Tensor | None, total: Tensor | None) -> Tensor:
+    """g_k = sum_{t >= k} dS_t + dS_L from dS_t [t] and this rank's part of dS_L [S]; [t]."""
+    tables = []
     if running is not None:
-        started = layout.scan.begin(running, combine="sum", reverse=True)
-        columns.append(started.totals.view(-1, 2))
+        chunks = _scan_chunks(layout, running, "sum", reverse=True)
+        tables.append(chunks.totals)
     if total is not None:
-        columns.append(torch.stack((total, torch.zeros_like(total)), dim=1))
-    gathered = layout.carry_in(
-        torch.stack(columns, dim=2), combine=["sum"] * len(columns), reverse=True
-    )
+        tables.append(torch.stack((total, torch.zeros_like(total)), dim=1))
+    carried = _carry_in(layout, tables, ["sum"] * len(tables), reverse=True)
+    grads = [] if total is None else [layout.spread(carried[-1].total)]
     if running is not None:
-        carry = gathered[0].carry.reshape(-1)
-        grads.append(layout.scan.finish(started, carry=carry, exclusive=exclusive))
-    if total is not None:
-        grads.append(layout.spread(gathered[-1].total))
+        grads.append(carried[0].carry.reshape(-1)[layout.chunk_ids] + chunks.running)
     return grads[0] if len(grads) == 1 else grads[0] + grads[1]
 
 
-def _min_backward(layout: SequenceLayout, x: Tensor, grad: Tensor, exclusive: bool) -> Tensor:
-    """A minimum's gradient goes to the earliest token that has it.
+class _Chunks(NamedTuple):
+    """This rank's chunks, each scanned for itself, in float64."""
 
-    Gathers the pack, which the forward does not: only an objective whose gradient flows through
-    a prefix minimum pays for it.
+    running: Tensor  # [t] inclusive
+    totals: Tensor  # [S, 2] of the early and the late chunk
+
+
+def _scan_chunks(
+    layout: SequenceLayout, x: Tensor, combine: Combine, *, reverse: bool = False
+) -> _Chunks:
+    """One call per chunk: exact whatever the neighbours hold, and fast where chunks are long."""
+    lengths = [length for length in layout.chunk_lengths if length]
+    x = x.double()
+    if reverse:
+        x, lengths = x.flip(0), lengths[::-1]
+    parts = x.split(lengths)
+    scanned = [p.cumsum(0) if combine == "sum" else p.cummin(0).values for p in parts]
+    running = torch.cat(scanned)
+    if reverse:
+        running = running.flip(0)
+    starts, ends = layout.chunk_bounds
+    last = starts if reverse else ends - 1
+    totals = torch.where(starts < ends, running[last.clamp(0, x.numel() - 1)], IDENTITY[combine])
+    return _Chunks(running, totals.view(-1, 2))
+
+
+class _Carried(NamedTuple):
+    """What one statistic's chunks are told by the others."""
+
+    carry: Tensor  # [S, 2] combined totals of all chunks before the early and the late chunk
+    total: Tensor  # [S] of the whole sequences
+
+
+def _carry_in(
+    layout: SequenceLayout,
+    totals: Sequence[Tensor],
+    combine: Sequence[Combine],
+    *,
+    reverse: bool = False,
+) -> list[_Carried]:
+    """What came before each local chunk (after it, if reverse), for k statistics at once.
+
+    The one collective of a scan: the `totals` [S, 2] of this rank's early and late chunks are
+    gathered and put in the order of the 2 * cp_size chunks.
     """
-    whole = layout.whole()
-    x, grad = layout.gather(x), layout.gather(grad)  # [T]
-    # A record is smaller than all before it: the minimum at t is the last record up to t.
-    (before,) = scan_sequences(whole, [Scan(x, "min", exclusive=True)])
-    place = torch.arange(x.numel(), device=x.device)
-    records = torch.where(x < before.running, place, -1)
-    if exclusive:
-        records = torch.cat((records.new_full((1,), -1), records[:-1]))
-    source = records.cummax(0).values
-    has_source = source >= place - whole.offsets  # a record of the same sequence
-    grad = torch.where(has_source, grad, 0)
-    return layout.shard(torch.zeros_like(grad).index_add_(0, source.clamp(min=0), grad))
-
-
-def scan_together(layout: SequenceLayout, *scans: Scan) -> list[Scanned]:
-    """The scans over the valid decisions, differentiable, with one all-gather for all of them."""
-    masked = [torch.where(layout.mask, s.x, IDENTITY[s.combine]) for s in scans]
-    kinds = [(s.combine, s.exclusive) for s in scans]
-    outputs = _Scans.apply(layout, kinds, *masked)
-    return [
-        Scanned(*pair) for pair in zip(outputs[: len(scans)], outputs[len(scans) :], strict=True)
-    ]
+    gathered = gather_stacked(torch.stack(list(totals), dim=2), group=layout.require_group())
+    chunks = torch.cat((gathered[:, :, 0], gathered[:, :, 1].flip(0)))  # [2 cp, S, k]
+    early, late = layout.cp_rank, 2 * layout.cp_size - 1 - layout.cp_rank
+    if reverse:
+        chunks = chunks.flip(0)
+        early, late = late, early
+    carried = []
+    for column, how in zip(chunks.unbind(2), combine, strict=True):
+        shifted = torch.cat((torch.full_like(column[:1], IDENTITY[how]), column))
+        running = shifted.cumsum(0) if how == "sum" else shifted.cummin(0).values
+        carry = torch.stack((running[early], running[late]), dim=1)
+        carried.append(_Carried(carry, running[-1]))
+    return carried

@@ -3,20 +3,15 @@
 import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from megatron_rl.objectives.named import NAMED
 from megatron_rl.objectives.objective import Objective, PolicyObjective
 from megatron_rl.objectives.regression import OaplObjective
-from megatron_rl.objectives.spec import (
-    CONSTRAINTS,
-    Constraint,
-    KlPenalty,
-    ObjectiveSpec,
-    RolloutCorrection,
-)
+from megatron_rl.objectives.spec import CONSTRAINTS, ObjectiveSpec
 
-OBJECTIVE_NAMES = (*NAMED, "oapl")
+OBJECTIVES: dict[str, ObjectiveSpec | OaplObjective] = {**NAMED, "oapl": OaplObjective()}
+OBJECTIVE_NAMES = tuple(OBJECTIVES)
 
 
 def build_objective(name: str, **overrides: Any) -> PolicyObjective:
@@ -28,62 +23,57 @@ def build_objective(name: str, **overrides: Any) -> PolicyObjective:
     own. `kl` and `rollout_correction` are mappings of their fields. Raises ValueError naming the
     nearest known word.
     """
-    _check_known(name, OBJECTIVE_NAMES, "unknown objective")
-    if name == "oapl":
-        return OaplObjective(**_fields_of(OaplObjective, overrides, "objective 'oapl'"))
-    spec = NAMED[name]
-    values = _fields_of(ObjectiveSpec, overrides, f"objective {name!r}")
-    if "constraint" in values:
-        values["constraint"] = _build_constraint(values["constraint"], spec.constraint)
-    for key, cls in (("kl", KlPenalty), ("rollout_correction", RolloutCorrection)):
-        if isinstance(values.get(key), Mapping):
-            values[key] = _build(cls, values[key], key)
-    return Objective(dataclasses.replace(spec, **values))
+    _check_known(name, OBJECTIVES, "unknown objective")
+    choice = _replace(OBJECTIVES[name], overrides, f"objective {name!r}")
+    return Objective(choice) if isinstance(choice, ObjectiveSpec) else choice
 
 
-def _build_constraint(value: Any, default: Constraint) -> Constraint:
-    if isinstance(value, Constraint):
-        return value
+def _replace(default: Any, values: Mapping[str, Any], where: str) -> Any:
+    """A dataclass, or a new one if `default` is a class, with the fields in `values`."""
+    cls = default if isinstance(default, type) else type(default)
+    types = get_type_hints(cls)
+    for key in values:
+        _check_known(key, types, f"{where} has no option")
+    read = {
+        key: _read(value, types[key], getattr(default, key, None), where, key)
+        for key, value in values.items()
+    }
+    if cls is not default:
+        return dataclasses.replace(default, **read)
+    for field in dataclasses.fields(cls):
+        if field.default is dataclasses.MISSING and field.name not in read:
+            raise ValueError(f"{where} needs {field.name!r}")
+    return cls(**read)
+
+
+def _read(value: Any, declared: Any, current: Any, where: str, key: str) -> Any:
+    """A plain value as a field's declared type wants it; the field's owner checks what it means."""
+    types = get_args(declared) or (declared,)
+    classes = [cls for cls in types if dataclasses.is_dataclass(cls)]
+    if classes:
+        if len(classes) == 1:
+            return _replace(classes[0], value, key) if isinstance(value, Mapping) else value
+        return _read_kind(value, current, key)
+    if isinstance(value, str) and float in types:  # YAML 1.1 reads 7e-4, without a point, as text
+        try:
+            return float(value)
+        except ValueError:
+            raise ValueError(f"{where}: {key} is {value!r}: it must be a number") from None
+    return value
+
+
+def _read_kind(value: Any, current: Any, key: str) -> Any:
+    """One of several constraints, chosen by its kind, or the current one with other fields."""
     if isinstance(value, str):
         value = {"kind": value}
     if not isinstance(value, Mapping):
-        raise ValueError(f"constraint is {value!r}: give a mapping such as {{kind: hard_gate}}")
+        return value
     fields = dict(value)
     kind = fields.pop("kind", None)
     if kind is None:
-        known = _fields_of(type(default), fields, f"constraint {type(default).__name__}")
-        return dataclasses.replace(default, **known)
-    _check_known(str(kind), CONSTRAINTS, "unknown constraint kind")
-    return _build(CONSTRAINTS[kind], fields, f"constraint {kind}")
-
-
-def _build(cls: Any, value: Mapping[str, Any], where: str) -> Any:
-    fields = _fields_of(cls, value, where)
-    for field in dataclasses.fields(cls):
-        if field.default is dataclasses.MISSING and field.name not in fields:
-            raise ValueError(f"{where} needs {field.name!r}")
-    return cls(**fields)
-
-
-def _fields_of(cls: Any, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The values whose names are fields of `cls`, numbers in text read as numbers."""
-    types = {field.name: str(field.type) for field in dataclasses.fields(cls)}
-    for key in values:
-        _check_known(key, types, f"{where} has no option")
-    return {
-        key: _read_number(value, f"{where}: {key}") if "float" in types[key] else value
-        for key, value in values.items()
-    }
-
-
-def _read_number(value: Any, where: str) -> Any:
-    """YAML 1.1 reads 7e-4, without a point, as text."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return float(value)
-    except ValueError:
-        raise ValueError(f"{where} is {value!r}: it must be a number") from None
+        return _replace(current, fields, f"{key} {type(current).__name__}")
+    _check_known(str(kind), CONSTRAINTS, f"unknown {key} kind")
+    return _replace(CONSTRAINTS[kind], fields, f"{key} {kind}")
 
 
 def _check_known(word: str, known: Iterable[str], problem: str) -> None:

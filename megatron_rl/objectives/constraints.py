@@ -16,24 +16,24 @@ from megatron_rl.objectives.weights import LogRatios
 
 
 class Constrained(NamedTuple):
-    """A weight after its constraint."""
+    """A weight r after its constraint."""
 
-    weight: Tensor  # [t] multiplies the advantage when the gradient flows through the weight
-    score_weight: Tensor  # [t] multiplies advantage and score when it does not
+    value: Tensor  # [t] of the term per unit of A, e.g. clip(r): differentiated through
+    coefficient: Tensor  # [t] of A grad log pi, 0 where the value is constant: when detached
     inside: Tensor  # [t] bool, False where the constraint changed something
 
 
 def position_scale(bounds: Bounds, layout: SequenceLayout, dtype: torch.dtype) -> Tensor:
     """h(t, L): 1, sqrt(L/t) or t^p; [t], or [] where it is constant."""
+    position = layout.position.clamp(min=1).to(dtype)
     match bounds.scale:
         case "constant":
             return torch.ones((), dtype=dtype, device=layout.device)
         case "sqrt(L/t)":
-            position = layout.position.clamp(min=1).to(dtype)
             return torch.sqrt(layout.length.to(dtype) / position)
         case "t^p":
             assert bounds.power is not None, "checked when the bounds were made"
-            return layout.position.clamp(min=1).to(dtype) ** bounds.power
+            return position**bounds.power
     raise AssertionError(f"unknown scale {bounds.scale}")
 
 
@@ -52,11 +52,6 @@ def log_bounds(bounds: Bounds, layout: SequenceLayout, dtype: torch.dtype) -> tu
     return lower, upper
 
 
-def exponential(log_weight: Tensor, advantages: Tensor) -> Tensor:
-    """exp, which may overflow only where it matters: a token with A = 0 must not give inf * 0."""
-    return torch.exp(torch.where(advantages == 0, log_weight.clamp(max=80), log_weight))
-
-
 def ppo_clip(
     clip: PpoClip, log_weight: Tensor, advantages: Tensor, layout: SequenceLayout
 ) -> Constrained:
@@ -71,7 +66,7 @@ def ppo_clip(
     lower = torch.where(advantages < 0, lower, -torch.inf)
     upper = torch.where(advantages > 0, upper, torch.where(advantages < 0, dual, torch.inf))
     inside = (lower <= log_weight) & (log_weight <= upper)
-    weight = exponential(log_weight.clamp(lower, upper), advantages)
+    weight = torch.exp(log_weight.clamp(lower, upper))
     return Constrained(weight, torch.where(inside, weight, 0), inside)
 
 
@@ -85,23 +80,19 @@ def _dual_bounds(clip: PpoClip) -> Bounds:
 def hard_gate(
     gate: HardGate, log_weight: Tensor, advantages: Tensor, layout: SequenceLayout
 ) -> Constrained:
-    """M r with M = 1 inside the bounds, 0 outside; never inf * 0, the exponent is gated first."""
+    """M r with M = 1 inside the bounds, 0 outside."""
     lower, upper = log_bounds(gate, layout, log_weight.dtype)
     below, above = log_weight < lower, log_weight > upper
     if gate.sided == "advantage":
         below, above = below & (advantages < 0), above & (advantages > 0)
-    inside = ~(below | above)
-    weight = torch.where(inside, exponential(torch.where(inside, log_weight, 0), advantages), 0)
-    return Constrained(weight, weight, inside)
+    return _kept(log_weight, ~(below | above))
 
 
-def truncate(
-    bounds: Truncate, log_weight: Tensor, advantages: Tensor, layout: SequenceLayout
-) -> Constrained:
-    """clip(r); under the token score every token keeps its gradient."""
+def truncate(bounds: Truncate, log_weight: Tensor, layout: SequenceLayout) -> Constrained:
+    """clip(r); detached, every token keeps its gradient."""
     lower, upper = log_bounds(bounds, layout, log_weight.dtype)
     inside = (lower <= log_weight) & (log_weight <= upper)
-    weight = exponential(log_weight.clamp(lower, upper), advantages)
+    weight = torch.exp(log_weight.clamp(lower, upper))
     return Constrained(weight, weight, inside)
 
 
@@ -111,7 +102,12 @@ def tv_filter(
     """Zero where A (rho - 1) > 0 in a response with mean |rho - 1| / 2 above the threshold."""
     variation = ratios.total("deviation") / (2 * ratios.layout.length.clamp(min=1))
     inside = (variation <= tv.threshold) | (advantages * ratios.token.detach() <= 0)
-    weight = torch.where(inside, exponential(torch.where(inside, log_weight, 0), advantages), 0)
+    return _kept(log_weight, inside)
+
+
+def _kept(log_weight: Tensor, inside: Tensor) -> Constrained:
+    """r inside, 0 outside; never inf * 0, the exponent is gated first."""
+    weight = torch.where(inside, torch.exp(torch.where(inside, log_weight, 0)), 0)
     return Constrained(weight, weight, inside)
 
 
@@ -125,8 +121,7 @@ def apply_constraint(
         case HardGate():
             return hard_gate(constraint, log_weight, advantages, ratios.layout)
         case Truncate():
-            return truncate(constraint, log_weight, advantages, ratios.layout)
+            return truncate(constraint, log_weight, ratios.layout)
         case TvFilter():
             return tv_filter(constraint, log_weight, advantages, ratios)
-    weight = exponential(log_weight, advantages)
-    return Constrained(weight, weight, torch.ones_like(log_weight, dtype=torch.bool))
+    return _kept(log_weight, torch.ones_like(log_weight, dtype=torch.bool))

@@ -1,7 +1,8 @@
 """Compute a micro-batch's Statistics with a fixed number of device operations.
 
-On a CPU they run over blocks of tokens that stay in its cache. Shapes: t tokens on this rank, b
-in a block.
+On a CPU they run over blocks of tokens that stay in its cache. Tokens are added to cells of pairs
+(band of t/L, band of log2 t); the two kinds of band are the table's margins. Shapes: t tokens on
+this rank, b in a block.
 """
 
 from dataclasses import dataclass
@@ -10,27 +11,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.objectives import schema
-from megatron_rl.objectives.buckets import BucketTable, position_pairs
+from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.objectives import statistics as names
 from megatron_rl.objectives.constraints import Constrained
-from megatron_rl.objectives.inputs import Prepared
+from megatron_rl.objectives.inputs import TokenInputs
 from megatron_rl.objectives.statistics import Statistics
 from megatron_rl.objectives.weights import LogRatios
 
 CPU_BLOCK = 2**14  # tokens: a column of float64 is 128 KiB
 # Rounding of a float32 log-softmax can lift a probability of 1 slightly above 0.
 BEHAVIOR_LIMIT = 1e-4
+EXPONENT_BIAS, MANTISSA_BITS = 127, 23  # of a float32
+SMALLEST_STEP = (EXPONENT_BIAS + names.SMALLEST_EXPONENT) * names.BINS_PER_OCTAVE
+PAIRS = names.DECILES * names.OCTAVES
 
 
 @dataclass(frozen=True)
-class Losses:
-    """The terms of the per-token loss; [t] each, None where the term is off."""
+class TokenTerms:
+    """What an objective made of its inputs; [t] each, None where a term is off."""
 
+    log_weight: Tensor  # of the objective's own weight
+    constrained: Constrained
     policy: Tensor
     kl: Tensor | None = None
     entropy: Tensor | None = None
 
-    def total(self) -> Tensor:
+    @property
+    def loss(self) -> Tensor:
         """The sum of the terms; [t]."""
         total = self.policy
         for term in (self.kl, self.entropy):
@@ -40,158 +47,182 @@ class Losses:
 
 
 @dataclass(frozen=True)
-class TokenColumns:
-    """What the statistics are made of; [t] or [b] each."""
+class Tokens:
+    """All that the statistics are made of; [t] or [b] each."""
 
     mask: Tensor
     position: Tensor
     length: Tensor
-    pair: Tensor  # of position buckets, see buckets.py
-    policy: Tensor
-    behavior: Tensor
-    advantages: Tensor
+    pair: Tensor  # of bands, PAIRS off the mask
     log_ratio: Tensor
     prefix_sum: Tensor
-    log_weight: Tensor  # of the objective's own weight
-    weight: Tensor  # what multiplies the advantage and the score
-    inside: Tensor
     loss: Tensor
-    loss_policy: Tensor
-    loss_kl: Tensor | None
-    loss_entropy: Tensor | None
-    log_gap: Tensor | None
-    reference: Tensor | None
-    entropy: Tensor | None
+    given: TokenInputs
+    terms: TokenTerms
 
-    def block(self, start: int, size: int) -> "TokenColumns":
-        """`size` tokens from `start` on."""
-        end = start + size
-        parts: dict[str, Any] = {
-            name: None if column is None else column[start:end]
-            for name, column in vars(self).items()
-        }
-        return TokenColumns(**parts)
+
+def _block(x: Any, start: int, end: int) -> Any:
+    """Tokens `start` to `end` of every tensor in a nest of dataclasses."""
+    if x is None or isinstance(x, Tensor):
+        return None if x is None else x[start:end]
+    if isinstance(x, Constrained):
+        return Constrained(*(part[start:end] for part in x))
+    return type(x)(**{name: _block(part, start, end) for name, part in vars(x).items()})
 
 
 @torch.no_grad()
-def compute_statistics(
-    x: Prepared,
-    *,
-    losses: Losses,
-    loss: Tensor,
-    ratios: LogRatios,
-    log_weight: Tensor,
-    constrained: Constrained,
-) -> Statistics:
-    """The statistics of one micro-batch's tokens on this rank; `loss` [t] is the losses' sum."""
+def compute_statistics(given: TokenInputs, ratios: LogRatios, terms: TokenTerms) -> Statistics:
+    """The statistics of one micro-batch's tokens on this rank."""
     layout = ratios.layout
-    columns = TokenColumns(
+    tokens = Tokens(
         mask=layout.mask,
         position=layout.position,
         length=layout.length,
-        pair=layout.once(position_pairs),
-        policy=x.policy,
-        behavior=x.behavior,
-        advantages=x.advantages,
+        pair=layout.once(band_pairs),
         log_ratio=ratios.token,
         prefix_sum=ratios.prefix_sum,
-        log_weight=log_weight,
-        weight=constrained.score_weight,
-        inside=constrained.inside,
-        loss=loss,
-        loss_policy=losses.policy,
-        loss_kl=losses.kl,
-        loss_entropy=losses.entropy,
-        log_gap=x.log_gap,
-        reference=x.reference,
-        entropy=x.entropy,
+        loss=terms.loss,
+        given=given,
+        terms=terms,
     )
-    table = BucketTable.empty(layout.device)
+    table = BandTable.empty(layout.device)
     scalars, maxima, suspects = [], [], []
     size = CPU_BLOCK if layout.device.type == "cpu" else layout.local_tokens
     for start in range(0, layout.local_tokens, size):
-        block = columns.block(start, size)
+        block = _block(tokens, start, start + size)
         table.add(block)
         scalars.append(_scalar_sums(block))
         maxima.append(_maxima(block))
         suspects.append(start + _suspects(block))
     suspect = torch.cat(suspects)
-    place = layout.sequence_ids[suspect] * schema.PLACE + layout.position[suspect]
-    faults = _faults(columns, suspect)
+    address = layout.sequence_ids[suspect] * names.SEQUENCE + layout.position[suspect]
+    faults = torch.where(_faults(tokens, suspect), -address.double(), -torch.inf).amax(dim=1)
     return Statistics(
         torch.cat((torch.stack(scalars).sum(dim=0), table.margins())),
-        torch.cat(
-            (
-                torch.stack(maxima).amax(dim=0),
-                torch.where(faults, -place.double(), -torch.inf).amax(dim=1),
-            )
-        ),
+        torch.cat((torch.stack(maxima).amax(dim=0), faults)),
     )
 
 
-def _scalar_sums(x: TokenColumns) -> Tensor:
-    """One number for each of schema.SUMS."""
-    log_ratio = x.log_ratio.double()
+def band_pairs(layout: SequenceLayout) -> Tensor:
+    """The pair of bands of each token's position, PAIRS off the mask; [t] int64."""
+    position, length = layout.position.clamp(min=1), layout.length.clamp(min=1)
+    tenth = ((names.DECILES * position - 1) // length).clamp(max=names.DECILES - 1)
+    octave = torch.frexp(position.float()).exponent - 1
+    pair = tenth * names.OCTAVES + octave.clamp(max=names.OCTAVES - 1)
+    return torch.where(layout.mask, pair, PAIRS)
+
+
+@dataclass(frozen=True)
+class BandTable:
+    """One row per pair of bands, and a last one for what the mask excludes; all float64."""
+
+    counts: Tensor  # [PAIRS + 1, COUNTS]
+    sums: Tensor  # [BAND_SUMS - COUNTS, PAIRS + 1]
+    histogram: Tensor  # [PAIRS + 1, BINS]
+
+    @classmethod
+    def empty(cls, device: torch.device) -> "BandTable":
+        """The table of no tokens."""
+        rows, counts = PAIRS + 1, len(names.COUNTS)
+        sizes = (rows, counts), (len(names.BAND_SUMS) - counts, rows), (rows, names.BINS)
+        return cls(*(torch.zeros(s, dtype=torch.float64, device=device) for s in sizes))
+
+    def add(self, x: Tokens) -> None:
+        """Add a block of tokens."""
+        row, advantages, kept = x.pair, x.given.advantages, x.terms.constrained
+        one = torch.ones((), dtype=torch.float64, device=row.device).expand(row.shape)
+        cell = row * len(names.COUNTS) + _outcome(kept.inside, x.terms.log_weight, advantages)
+        self.counts.view(-1).scatter_add_(0, cell, one)
+        log_w = x.prefix_sum.double() / x.position.clamp(min=1)
+        cell = row * names.BINS + histogram_bin(log_w)
+        self.histogram.view(-1).scatter_add_(0, cell, one)
+        # Only what can move the policy, and its square must be finite.
+        weight = torch.where(advantages == 0, 0, kept.coefficient).double().clamp(max=1e100)
+        columns = [log_w, log_w.square(), weight, weight.square()]
+        if (gap := x.given.log_gap) is not None:
+            columns += [gap.double(), gap.double().square(), one]
+        for total, column in zip(self.sums, columns, strict=False):
+            total.scatter_add_(0, row, column)
+
+    def margins(self) -> Tensor:
+        """[BANDS, BAND_SUMS] and [BANDS, BINS], flat."""
+        parts = []
+        for rows in (torch.cat((self.counts, self.sums.T), dim=1), self.histogram):
+            table = rows[:PAIRS].view(names.DECILES, names.OCTAVES, -1)
+            parts.append(torch.cat((table.sum(dim=1), table.sum(dim=0))).reshape(-1))
+        return torch.cat(parts)
+
+
+def _outcome(inside: Tensor, log_weight: Tensor, advantages: Tensor) -> Tensor:
+    """The index in COUNTS: what the constraint did and the advantage's sign; [b]."""
+    sign = (advantages <= 0).byte() + (advantages < 0)  # positive 0, zero 1, negative 2
+    side = (~inside).byte() * (1 + (log_weight <= 0).byte())  # inside 0, above 1, below 2
+    return len(names.SIGNS) * side + sign
+
+
+def histogram_bin(log_w: Tensor) -> Tensor:
+    """The bin of each log-weight: symmetric around 0, by exponent and two bits of mantissa; [b].
+
+    What is below 2^SMALLEST_EXPONENT is in the middle, what is not finite at an end.
+    """
+    bits = log_w.float().view(torch.int32)
+    steps = ((bits & 0x7FFFFFFF) >> (MANTISSA_BITS - 2)) - (SMALLEST_STEP - 1)
+    distance = steps.clamp(0, names.MIDDLE)
+    return names.MIDDLE + torch.where(bits < 0, -distance, distance)
+
+
+def _scalar_sums(x: Tokens) -> Tensor:
+    """One number for each of SUMS."""
+    log_ratio, gap, entropy = x.log_ratio.double(), x.given.log_gap, x.given.entropy
     rows = {
         "responses": x.mask & (x.position == x.length),  # each has one last decision
-        "loss_policy": x.loss_policy,
-        "loss_kl": x.loss_kl,
-        "loss_entropy": x.loss_entropy,
+        "loss_policy": x.terms.policy,
+        "loss_kl": x.terms.kl,
+        "loss_entropy": x.terms.entropy,
         "log_ratio": log_ratio,
         "kl_to_behavior": torch.expm1(log_ratio.clamp(max=700)) - log_ratio,
-        "rollout_gap_absolute": None if x.log_gap is None else x.log_gap.abs(),
-        "entropy_tokens": None if x.entropy is None else x.mask,
-        "entropy": x.entropy,
+        "rollout_gap_absolute": None if gap is None else gap.abs(),
+        "entropy_tokens": None if entropy is None else x.mask,
+        "entropy": entropy,
     }
     zero = torch.zeros((), dtype=torch.float64, device=x.mask.device)
     return torch.stack(
-        [zero if (row := rows[name]) is None else row.double().sum() for name in schema.SUMS]
+        [zero if (row := rows[name]) is None else row.double().sum() for name in names.SUMS]
     )
 
 
-def _maxima(x: TokenColumns) -> Tensor:
-    """One number for each of schema.MAXIMA; log-ratio and gap are 0 off the mask."""
+def _maxima(x: Tokens) -> Tensor:
+    """One number for each of MAXIMA; log-ratio and gap are 0 off the mask."""
     least, most = torch.aminmax(x.log_ratio)
-    zero = torch.zeros_like(most)
+    gap, log_weight = x.given.log_gap, x.terms.log_weight
     numbers = {
         "log_ratio": most,
         "minus_log_ratio": -least,
-        "log_weight": torch.where(x.mask, x.log_weight, -torch.inf).amax(),
-        "minus_log_weight": -torch.where(x.mask, x.log_weight, torch.inf).amin(),
-        "rollout_gap": zero if x.log_gap is None else x.log_gap.abs().amax(),
+        "log_weight": torch.where(x.mask, log_weight, -torch.inf).amax(),
+        "minus_log_weight": -torch.where(x.mask, log_weight, torch.inf).amin(),
+        "rollout_gap": torch.zeros_like(most) if gap is None else gap.abs().amax(),
     }
-    return torch.stack([numbers[name].double() for name in schema.MAXIMA])
+    return torch.stack([numbers[name].double() for name in names.MAXIMA])
 
 
-def _suspects(x: TokenColumns) -> Tensor:
+def _suspects(x: Tokens) -> Tensor:
     """The first token with an unusable input and the first with an unusable loss; [2].
 
     Any token where there is none: `_faults` decides. One pass over a sum instead of one per input:
     a sum is not finite if one of its terms is not.
     """
-    inputs = x.policy + x.behavior + x.advantages
-    for given in (x.log_gap, x.reference, x.entropy):
-        if given is not None:
-            inputs = inputs + given
-    bad = _not_finite(inputs) | (x.behavior > BEHAVIOR_LIMIT)
+    given = [column for column in vars(x.given).values() if column is not None]
+    bad = _not_finite(sum(given[1:], given[0])) | (x.given.behavior_logprobs > BEHAVIOR_LIMIT)
     return torch.stack((bad, _not_finite(x.loss))).byte().argmax(dim=1)
 
 
-def _faults(x: TokenColumns, index: Tensor) -> Tensor:
-    """Which of schema.FAULTS the tokens `index` [n] have; [FAULTS, n] bool."""
-    columns = {
-        "policy_logprobs": x.policy,
-        "behavior_logprobs": x.behavior,
-        "advantages": x.advantages,
-        "rollout_logprobs": x.log_gap,
-        "reference_logprobs": x.reference,
-        "entropy": x.entropy,
-        "loss": x.loss,
-    }
+def _faults(x: Tokens, index: Tensor) -> Tensor:
+    """Which of FAULTS the tokens `index` [n] have; [FAULTS, n] bool."""
+    columns = {**vars(x.given), "loss": x.loss}
     none = torch.zeros_like(index, dtype=torch.bool)
     found = {k: none if v is None else _not_finite(v[index]) for k, v in columns.items()}
-    found["behavior_logprobs_positive"] = x.behavior[index] > BEHAVIOR_LIMIT
-    return torch.stack([found[name] for name in schema.FAULTS])
+    found["behavior_logprobs_positive"] = x.given.behavior_logprobs[index] > BEHAVIOR_LIMIT
+    return torch.stack([found[name] for name in names.FAULTS])
 
 
 def _not_finite(x: Tensor) -> Tensor:

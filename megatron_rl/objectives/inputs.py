@@ -1,89 +1,91 @@
-"""Check what can be checked without reading values, and drop what the mask excludes.
+"""What an objective is given of one micro-batch: checked without reading a value, and masked.
 
 Shapes: t tokens on this rank.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.objectives.spec import ObjectiveSpec
 from megatron_rl.types import Denominators
 
+HALF = (torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True)
-class Observed:
-    """The inputs as given, whatever they are off the mask; [t] each."""
+class TokenInputs:
+    """[t] each, in the order of this rank's SequenceLayout; off the mask they may be anything."""
 
-    policy_logprobs: Tensor
+    policy_logprobs: Tensor  # the loss is differentiable in these
     behavior_logprobs: Tensor
     advantages: Tensor
-    rollout_logprobs: Tensor | None = None
+    rollout_logprobs: Tensor | None = None  # the engine's
     reference_logprobs: Tensor | None = None
-    entropy: Tensor | None = None
+    entropy: Tensor | None = None  # and in these
+
+    @property
+    def log_gap(self) -> Tensor | None:
+        """Behavior minus rollout log-probability; [t]."""
+        if self.rollout_logprobs is None:
+            return None
+        return self.behavior_logprobs - self.rollout_logprobs
+
+    def prepared(
+        self,
+        layout: SequenceLayout,
+        denominators: Denominators,
+        *,
+        needs: Mapping[str, object] | None = None,
+    ) -> "TokenInputs":
+        """The same in one dtype, zero off the mask, without gradients of what is constant.
+
+        Everything is computed in float32 or, where the policy's log-probabilities are, in
+        float64. Raises ValueError for a wrong shape, log-probabilities in half precision, a
+        denominator that is not positive, and an input that an option in `needs` cannot do
+        without.
+        """
+        self._check(layout)
+        check_denominators(denominators)
+        for name, option in (needs or {}).items():
+            if getattr(self, name) is None:
+                raise ValueError(
+                    f"the objective's options need {name}, which were not given: {option}"
+                )
+        dtype = torch.promote_types(self.policy_logprobs.dtype, torch.float32)
+        zero = torch.zeros((), dtype=dtype, device=layout.device)
+        masked = {}
+        for name, x in vars(self).items():
+            if x is not None:
+                constant = name not in ("policy_logprobs", "entropy")
+                own = (x.detach() if constant else x).to(dtype)
+                masked[name] = torch.where(layout.mask, own, zero)
+        return TokenInputs(**masked)
+
+    def _check(self, layout: SequenceLayout) -> None:
+        for name, x in vars(self).items():
+            if x is None:
+                continue
+            if x.shape != (layout.local_tokens,):
+                raise ValueError(
+                    f"{name} has shape {tuple(x.shape)}, but this rank's layout holds "
+                    f"{layout.local_tokens} tokens: give one value per token"
+                )
+            if name.endswith("logprobs") and x.dtype in HALF:
+                raise ValueError(
+                    f"{name} are {x.dtype}: half precision cannot tell a ratio of 1 from 1.0007. "
+                    "Compute them in float32, from the logits on: `logits.float().log_softmax(-1)`"
+                )
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """The inputs in one dtype, zero off the mask; [t] each."""
-
-    policy: Tensor
-    behavior: Tensor
-    advantages: Tensor
-    reference: Tensor | None
-    entropy: Tensor | None
-    log_gap: Tensor | None  # behavior minus rollout log-probability
-
-
-def prepare(
-    observed: Observed,
-    layout: SequenceLayout,
-    denominators: Denominators,
-    *,
-    spec: ObjectiveSpec | None = None,
-) -> Prepared:
-    """Mask, promote and detach the inputs of an objective.
-
-    Half precision cannot tell 1 from 1 + 7e-4, so everything is computed in float32 or, where
-    the policy's log-probabilities are, in float64. Raises ValueError for a wrong shape, a
-    denominator that is not positive, and an input that an option of `spec` needs but is missing.
-    """
-    for name, value in vars(observed).items():
-        if value is not None and value.shape != (layout.local_tokens,):
-            raise ValueError(
-                f"{name} has shape {tuple(value.shape)}, but this rank's layout holds "
-                f"{layout.local_tokens} tokens: give one value per token"
-            )
+def check_denominators(denominators: Denominators) -> None:
+    """Raise ValueError unless both are positive numbers."""
     for name, value in vars(denominators).items():
         if not (math.isfinite(value) and value > 0):
             raise ValueError(
                 f"denominators.{name} is {value}: it must count the whole minibatch, over all "
                 "ranks and micro-batches, which has at least one valid decision"
             )
-    if spec is not None:
-        _require(observed, spec)
-    dtype = torch.promote_types(observed.policy_logprobs.dtype, torch.float32)
-    zero = torch.zeros((), dtype=dtype, device=layout.device)
-
-    def masked(x: Tensor) -> Tensor:
-        return torch.where(layout.mask, x.to(dtype), zero)
-
-    behavior = masked(observed.behavior_logprobs.detach())
-    rollout, reference = observed.rollout_logprobs, observed.reference_logprobs
-    return Prepared(
-        policy=masked(observed.policy_logprobs),
-        behavior=behavior,
-        advantages=masked(observed.advantages.detach()),
-        reference=None if reference is None else masked(reference.detach()),
-        entropy=None if observed.entropy is None else masked(observed.entropy),
-        log_gap=None if rollout is None else behavior - masked(rollout.detach()),
-    )
-
-
-def _require(observed: Observed, spec: ObjectiveSpec) -> None:
-    for name, option in spec.needs.items():
-        if getattr(observed, name) is None:
-            raise ValueError(f"the objective's options need {name}, which were not given: {option}")

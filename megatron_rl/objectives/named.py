@@ -19,7 +19,7 @@ NAMED: dict[str, ObjectiveSpec] = {
     "pnpo": ObjectiveSpec(
         weight="prefix_mean",
         constraint=HardGate(low=7e-4, high=9.5e-4, scale="sqrt(L/t)"),
-        score="token",
+        gradient="detached",
         aggregation="response_mean",
         source="Prefix-Normalized Policy Optimization, arXiv 2608.01418, section 3",
     ),
@@ -27,7 +27,7 @@ NAMED: dict[str, ObjectiveSpec] = {
     "gspo": ObjectiveSpec(
         weight="sequence_mean",
         constraint=PpoClip(low=3e-4, high=4e-4),
-        score="path",
+        gradient="through_weight",
         aggregation="response_mean",
         source="arXiv 2507.18071",
     ),
@@ -35,7 +35,7 @@ NAMED: dict[str, ObjectiveSpec] = {
     "grpo": ObjectiveSpec(
         weight="token",
         constraint=PpoClip(low=0.2, high=0.28, dual=10.0),
-        score="path",
+        gradient="through_weight",
         aggregation="token_mean",
         source="arXiv 2402.03300; bounds, dual clip and token mean of the PNPO paper's baseline",
     ),
@@ -43,7 +43,7 @@ NAMED: dict[str, ObjectiveSpec] = {
     "ppo": ObjectiveSpec(
         weight="token",
         constraint=PpoClip(low=0.2, high=0.2),
-        score="path",
+        gradient="through_weight",
         aggregation="token_mean",
         source="arXiv 1707.06347, equation 7",
     ),
@@ -51,7 +51,7 @@ NAMED: dict[str, ObjectiveSpec] = {
     "dapo": ObjectiveSpec(
         weight="token",
         constraint=PpoClip(low=0.2, high=0.28),
-        score="path",
+        gradient="through_weight",
         aggregation="token_mean",
         source="arXiv 2503.14476, equation 8",
     ),
@@ -59,7 +59,7 @@ NAMED: dict[str, ObjectiveSpec] = {
     "ctpo": ObjectiveSpec(
         weight="prefix_product",
         constraint=PpoClip(low=0.025, high=0.05, dual=0.05, space="log", scale="t^p", power=0.5),
-        score="token",
+        gradient="detached",
         aggregation="response_mean",
         source="arXiv 2605.07331; weight, bounds and dual clip checked against its public code "
         "(horizon-llm/CTPO, loss cum-token-cumprod-la), whose launch script leaves verl's "
@@ -69,7 +69,7 @@ NAMED: dict[str, ObjectiveSpec] = {
     "ctpo_geomean": ObjectiveSpec(
         weight="prefix_mean",
         constraint=PpoClip(low=0.025, high=0.05, dual=0.05, space="log", scale="t^p", power=-0.5),
-        score="token",
+        gradient="detached",
         aggregation="response_mean",
         source="public code of arXiv 2605.07331 (horizon-llm/CTPO, loss cum-token-geomean-la)",
     ),
@@ -77,7 +77,7 @@ NAMED: dict[str, ObjectiveSpec] = {
     "tepo_prefix": ObjectiveSpec(
         weight="prefix_mean",
         constraint=PpoClip(low=0.2, high=0.28),
-        score="token",
+        gradient="detached",
         aggregation="token_mean",
         source="the ablation 'Sentence Prefix IS' of arXiv 2604.12736 as the PNPO paper describes "
         "it; formula and bounds not checked against the original",
@@ -86,7 +86,7 @@ NAMED: dict[str, ObjectiveSpec] = {
     "minpro": ObjectiveSpec(
         weight="prefix_min",
         constraint=PpoClip(low=0.2, high=0.28),
-        score="token",
+        gradient="detached",
         aggregation="token_mean",
         source="arXiv 2601.22718 as the PNPO paper describes it; formula and bounds not checked "
         "against the original",
@@ -95,7 +95,7 @@ NAMED: dict[str, ObjectiveSpec] = {
     "local_surrogate": ObjectiveSpec(
         weight="token",
         constraint=Unconstrained(),
-        score="path",
+        gradient="through_weight",
         aggregation="response_sum",
         source="arXiv 1502.05477, the surrogate inside the trust region",
     ),
@@ -103,7 +103,7 @@ NAMED: dict[str, ObjectiveSpec] = {
     "exact_prefix_score": ObjectiveSpec(
         weight="prefix_product",
         constraint=Unconstrained(),
-        score="path",
+        gradient="through_weight",
         aggregation="response_sum",
         source="arXiv 2608.01418, appendix B: the gradient of the performance difference",
     ),
@@ -111,7 +111,7 @@ NAMED: dict[str, ObjectiveSpec] = {
     "exact_token_score": ObjectiveSpec(
         weight="prefix_product",
         constraint=Unconstrained(),
-        score="token",
+        gradient="detached",
         aggregation="response_sum",
         source="arXiv 2608.01418, appendix B: the policy gradient under a change of measure",
     ),
@@ -119,7 +119,7 @@ NAMED: dict[str, ObjectiveSpec] = {
     "cispo": ObjectiveSpec(
         weight="token",
         constraint=Truncate(low=None, high=4.0),
-        score="token",
+        gradient="detached",
         aggregation="token_mean",
         source="arXiv 2506.13585, equations 4 and 5; the cap of 5 is that of arXiv 2510.13786",
     ),
@@ -127,7 +127,7 @@ NAMED: dict[str, ObjectiveSpec] = {
     "sao": ObjectiveSpec(
         weight="token",
         constraint=HardGate(low=0.3, high=5.0),
-        score="token",
+        gradient="detached",
         aggregation="token_mean",
         source="SAO's direct double-sided importance sampling, checked against public "
         "re-implementations, not against the original, where the bounds are strict and the "
@@ -137,20 +137,20 @@ NAMED: dict[str, ObjectiveSpec] = {
     "icepop": ObjectiveSpec(
         weight="token",
         constraint=PpoClip(low=0.2, high=0.28),
-        score="path",
+        gradient="through_weight",
         aggregation="token_mean",
         rollout_correction=RolloutCorrection(level="token", mode="mask", low=0.5, high=5.0),
         source="arXiv 2510.18855; factor and bounds as re-implemented in allenai/open-instruct, "
         "not checked against the original",
     ),
     # rho_t, except tokens that would push a response's total variation beyond 0.05 further
-    "tv_filter": ObjectiveSpec(
+    "vaco": ObjectiveSpec(
         weight="token",
         constraint=TvFilter(threshold=0.05),
-        score="token",
+        gradient="detached",
         aggregation="token_mean",
-        source="VACO, arXiv 2603.01365, without its advantage realignment; the total variation is "
-        "taken per response as in allenai/open-instruct; threshold ours, not checked against "
-        "the original",
+        source="arXiv 2603.01365, not checked against the original: without its advantage "
+        "realignment; the total variation is taken per response, as in allenai/open-instruct; "
+        "threshold ours",
     ),
 }

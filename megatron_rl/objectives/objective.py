@@ -5,6 +5,7 @@ J = sum over valid decisions of one term per token, divided by global denominato
 Shapes: t tokens on this rank, in the order of its SequenceLayout.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,13 +13,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.objectives.aggregation import token_denominator
 from megatron_rl.objectives.constraints import apply_constraint
-from megatron_rl.objectives.diagnostics import Losses, compute_statistics
-from megatron_rl.objectives.inputs import Observed, Prepared, prepare
-from megatron_rl.objectives.spec import ObjectiveSpec
+from megatron_rl.objectives.diagnostics import TokenTerms, compute_statistics
+from megatron_rl.objectives.inputs import TokenInputs
+from megatron_rl.objectives.spec import KlPenalty, ObjectiveSpec, RolloutCorrection
 from megatron_rl.objectives.statistics import Statistics
-from megatron_rl.objectives.terms import kl_penalty, rollout_factor
 from megatron_rl.objectives.weights import LogRatios, compute_log_weight
 from megatron_rl.types import Denominators
 
@@ -36,7 +35,7 @@ class PolicyObjective(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The optional arguments below that it cannot do without."""
+        """The optional inputs that it cannot do without."""
         ...
 
     @property
@@ -45,18 +44,9 @@ class PolicyObjective(Protocol):
         ...
 
     def __call__(
-        self,
-        policy_logprobs: Tensor,
-        *,
-        behavior_logprobs: Tensor,
-        advantages: Tensor,
-        layout: SequenceLayout,
-        denominators: Denominators,
-        rollout_logprobs: Tensor | None = None,
-        reference_logprobs: Tensor | None = None,
-        entropy: Tensor | None = None,
+        self, inputs: TokenInputs, *, layout: SequenceLayout, denominators: Denominators
     ) -> ObjectiveResult:
-        """Per-token loss of one micro-batch, differentiable in `policy_logprobs`; all [t]."""
+        """Per-token loss of one micro-batch, differentiable in the policy's log-probs; [t]."""
         ...
 
 
@@ -68,7 +58,7 @@ class Objective:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The optional arguments that its terms cannot do without."""
+        """The optional inputs that its terms cannot do without."""
         return frozenset(self.spec.needs)
 
     @property
@@ -77,77 +67,118 @@ class Objective:
         return self.spec.kl is not None or self.spec.entropy_coefficient > 0
 
     def __call__(
-        self,
-        policy_logprobs: Tensor,
-        *,
-        behavior_logprobs: Tensor,
-        advantages: Tensor,
-        layout: SequenceLayout,
-        denominators: Denominators,
-        rollout_logprobs: Tensor | None = None,
-        reference_logprobs: Tensor | None = None,
-        entropy: Tensor | None = None,
+        self, inputs: TokenInputs, *, layout: SequenceLayout, denominators: Denominators
     ) -> ObjectiveResult:
-        """Per-token loss of one micro-batch, differentiable in `policy_logprobs`; all [t].
+        """Per-token loss of one micro-batch, differentiable in the policy's log-probs; [t].
 
         Values off the response mask are ignored, whatever they are. Unusable values on it make
         `statistics.to_metrics()` raise: on every rank alike, and without a wait here. Raises
-        ValueError at once for shapes, denominators and inputs that an option needs.
+        ValueError at once for what `TokenInputs.prepared` refuses.
         """
-        observed = Observed(
-            policy_logprobs,
-            behavior_logprobs,
-            advantages,
-            rollout_logprobs,
-            reference_logprobs,
-            entropy,
-        )
-        x = prepare(observed, layout, denominators, spec=self.spec)
         spec = self.spec
-
-        # Under the token score weight, gate and advantage are constants: no backward scan.
-        policy = x.policy.detach() if spec.score == "token" else x.policy
-        ratios = LogRatios.of(policy - x.behavior, layout, spec=spec, log_gap=x.log_gap)
+        x = inputs.prepared(layout, denominators, needs=spec.needs)
+        # Detached, weight, gate and advantage are constants: no backward scan.
+        detached = spec.gradient == "detached"
+        policy = x.policy_logprobs.detach() if detached else x.policy_logprobs
+        ratios = LogRatios.of(policy - x.behavior_logprobs, layout, spec=spec, log_gap=x.log_gap)
         log_weight = compute_log_weight(spec.weight, ratios)
-        constrained = apply_constraint(
-            spec.constraint, log_weight, advantages=x.advantages, ratios=ratios
-        )
-        if spec.score == "token":  # sg[weight * A] * log pi
-            coefficient = constrained.score_weight * x.advantages
-            # Not 0 * log pi where rejected: log pi may be anything there.
-            term = torch.where(coefficient == 0, 0, coefficient * x.policy)
-        else:  # weight * A
-            term = constrained.weight * x.advantages
+        factor = None
         if spec.rollout_correction is not None:
-            assert x.log_gap is not None, "checked with the inputs"
-            term = term * rollout_factor(spec.rollout_correction, x.log_gap, ratios)
-
-        losses = self._losses(x, term, layout, denominators)
-        loss = losses.total()
-        statistics = compute_statistics(
-            x,
-            losses=losses,
-            loss=loss,
+            factor = rollout_factor(spec.rollout_correction, x, ratios)
+        constrained = apply_constraint(
+            spec.constraint,
+            finite_where_dropped(log_weight, x.advantages, factor),
+            advantages=x.advantages,
             ratios=ratios,
-            log_weight=log_weight,
-            constrained=constrained,
         )
-        return ObjectiveResult(loss, statistics)
+        if detached:  # sg[weight * A] * log pi
+            coefficient = constrained.coefficient * x.advantages
+            # Not 0 * log pi where rejected: log pi may be anything there.
+            term = torch.where(coefficient == 0, 0, coefficient * x.policy_logprobs)
+        else:  # weight * A
+            term = constrained.value * x.advantages
+        if factor is not None:
+            term = term * factor
 
-    def _losses(
-        self, x: Prepared, term: Tensor, layout: SequenceLayout, denominators: Denominators
-    ) -> Losses:
-        spec = self.spec
-        denominator = token_denominator(spec.aggregation, layout, denominators, spec.constant)
-        policy = -torch.where(layout.mask, term / denominator, 0)
+        denominator = token_denominator(spec, layout, denominators)
         kl = entropy = None
         if spec.kl is not None:
-            assert x.reference is not None, "checked with the inputs"
-            penalty = kl_penalty(
-                spec.kl, x.policy, behavior_logprobs=x.behavior, reference_logprobs=x.reference
-            )
-            kl = torch.where(layout.mask, penalty / denominator, 0)
+            kl = torch.where(layout.mask, kl_penalty(spec.kl, x) / denominator, 0)
         if spec.entropy_coefficient:
             assert x.entropy is not None, "checked with the inputs"
             entropy = -spec.entropy_coefficient * x.entropy / denominator
-        return Losses(policy, kl, entropy)
+        policy_term = -torch.where(layout.mask, term / denominator, 0)
+        terms = TokenTerms(log_weight, constrained, policy_term, kl, entropy)
+        return ObjectiveResult(terms.loss, compute_statistics(x, ratios, terms))
+
+
+def token_denominator(
+    spec: ObjectiveSpec, layout: SequenceLayout, denominators: Denominators
+) -> Tensor | float:
+    """The aggregation axis: what each token's term is divided by; [t] or a number.
+
+    Denominators are those of the whole minibatch, over data-parallel ranks and micro-batches, so
+    that terms only ever have to be added. N responses with at least one valid decision.
+    """
+    match spec.aggregation:
+        case "response_mean":  # 1/N sum_i 1/L_i sum_t; L counts rejected decisions too
+            return layout.length.clamp(min=1) * denominators.responses
+        case "token_mean":  # sum_i sum_t / sum_i L_i
+            return denominators.tokens
+        case "response_sum":  # 1/N sum_i sum_t / constant
+            return denominators.responses * spec.constant
+        case "token_sum":  # sum_i sum_t / constant
+            return spec.constant
+    raise AssertionError(f"unknown aggregation {spec.aggregation}")
+
+
+def finite_where_dropped(log_weight: Tensor, advantages: Tensor, factor: Tensor | None) -> Tensor:
+    """Log-weights whose exponential is finite where the term is 0 anyway: never inf * 0; [t]."""
+    dropped = advantages == 0
+    if factor is not None:
+        dropped = dropped | (factor == 0)
+    return torch.where(dropped, log_weight.clamp(max=80), log_weight)
+
+
+def kl_penalty(kl: KlPenalty, x: TokenInputs) -> Tensor:
+    """coefficient * rho_t * k_t; [t], differentiable through rho and k.
+
+    k3 alone in a loss has the gradient (1 - q) z, which is that of another divergence; rho k3 has
+    rho log(pi / pi_ref) z, whose expectation under the behavior policy is grad KL(pi || pi_ref).
+    """
+    assert x.reference_logprobs is not None, "checked with the inputs"
+    log_q = x.reference_logprobs - x.policy_logprobs
+    log_ratio = x.policy_logprobs - x.behavior_logprobs
+    # Where pi = pi_ref the estimate is 0, and rho may overflow: never inf * 0.
+    rho = torch.exp(torch.where(log_q == 0, log_ratio.clamp(max=80), log_ratio))
+    match kl.estimator:
+        case "k1":
+            return kl.coefficient * rho * -log_q
+        case "k2":
+            return kl.coefficient * rho * (log_q.square() / 2)
+        case "k3":
+            # Where q is large rho q = pi_ref / pi_beta is not: never 0 * inf. Near q = 1 only
+            # expm1 is exact.
+            large = log_q > 40
+            near = torch.where(large, 0, log_q)
+            product = torch.exp(x.reference_logprobs - x.behavior_logprobs)
+            far = kl.coefficient * (product - rho * (1 + log_q))
+            return torch.where(large, far, kl.coefficient * rho * (torch.expm1(near) - near))
+    raise AssertionError(f"unknown estimator {kl.estimator}")
+
+
+@torch.no_grad()
+def rollout_factor(correction: RolloutCorrection, x: TokenInputs, ratios: LogRatios) -> Tensor:
+    """The constant that multiplies a token's policy term; [t]."""
+    log_gap = x.log_gap
+    assert log_gap is not None, "checked with the inputs"
+    if correction.level != "token":
+        log_gap = ratios.total("log_gap")
+    if correction.level == "sequence_mean":
+        log_gap = log_gap / ratios.layout.length.clamp(min=1)
+    low = -math.inf if correction.low is None else math.log(correction.low)
+    high = math.log(correction.high)
+    truncated = torch.exp(log_gap.clamp(low, high))
+    if correction.mode == "truncate":
+        return truncated
+    return torch.where((log_gap >= low) & (log_gap <= high), truncated, 0)

@@ -3,13 +3,35 @@
 Shapes: B responses, T positions of which `response_mask` says which are decisions.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives.build import build_objective
+from megatron_rl.objectives.inputs import TokenInputs
 from megatron_rl.objectives.objective import PolicyObjective
+from megatron_rl.objectives.spec import check_choice
 from megatron_rl.types import Denominators
+
+# What `metrics="summary"` keeps, where it is there.
+SUMMARY = (
+    "tokens",
+    "tokens_with_advantage",
+    "responses",
+    "loss/policy",
+    "loss/kl",
+    "loss/entropy",
+    "entropy",
+    "gate/acceptance",
+    "ratio/kl_to_behavior",
+    "ratio/max_deviation",
+    "ratio/prefix_mean_log_std",
+    "weight/effective_sample_fraction",
+    "rollout_gap/absolute_mean",
+    "rollout_gap/max",
+)
 
 
 def policy_loss(
@@ -23,16 +45,19 @@ def policy_loss(
     reference_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
     denominators: Denominators | None = None,
+    metrics: Literal["all", "summary"] = "all",
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss to minimise, and metrics: ([], {name: number}).
 
     Log-probabilities, mask and entropy are [B, T]; advantages [B] or [B, T]. `denominators` are
     those of the whole minibatch: if this is only a part of one (gradient accumulation, data
     parallelism), give its global numbers and add the losses of the parts; by default this batch
-    is the minibatch. Responses are rows with at least one True in the mask. Raises ValueError
-    naming row and position for values that cannot be used; in these messages a sequence is a
-    row.
+    is the minibatch. Responses are rows with at least one True in the mask. `metrics` "all" has
+    hundreds of numbers by position, "summary" a dozen. Raises ValueError for log-probabilities
+    in half precision, and naming row and position for values that cannot be used; in these
+    messages a sequence is a row.
     """
+    check_choice("metrics", metrics, Literal["all", "summary"])
     objective = name_or_objective
     if isinstance(objective, str):
         objective = build_objective(objective)
@@ -40,16 +65,15 @@ def policy_loss(
     rows, columns = mask.shape
     if advantages.shape == (rows,):
         advantages = advantages[:, None].expand(rows, columns)
-    for name, value in (
-        ("behavior_logprobs", behavior_logprobs),
-        ("advantages", advantages),
-        ("rollout_logprobs", rollout_logprobs),
-        ("reference_logprobs", reference_logprobs),
-        ("entropy", entropy),
-    ):
-        if value is not None and value.shape != mask.shape:
-            allowed = f"{tuple(mask.shape)}" + (f" or ({rows},)" if name == "advantages" else "")
-            raise ValueError(f"{name} has shape {tuple(value.shape)}: it must be {allowed}")
+    inputs = _flat_inputs(
+        mask.shape,
+        policy_logprobs=policy_logprobs,
+        behavior_logprobs=behavior_logprobs,
+        advantages=advantages,
+        rollout_logprobs=rollout_logprobs,
+        reference_logprobs=reference_logprobs,
+        entropy=entropy,
+    )
     if denominators is None:
         decisions = int(mask.sum())
         if not decisions:
@@ -58,16 +82,26 @@ def policy_loss(
             )
         denominators = Denominators(responses=float(mask.any(dim=1).sum()), tokens=float(decisions))
     result = objective(
-        policy_logprobs.reshape(-1),
-        behavior_logprobs=behavior_logprobs.reshape(-1),
-        advantages=advantages.reshape(-1),
+        inputs,
         layout=SequenceLayout([columns] * rows, mask.reshape(-1)),
         denominators=denominators,
-        rollout_logprobs=None if rollout_logprobs is None else rollout_logprobs.reshape(-1),
-        reference_logprobs=None if reference_logprobs is None else reference_logprobs.reshape(-1),
-        entropy=None if entropy is None else entropy.reshape(-1),
     )
-    return result.loss.sum(), result.statistics.to_metrics()
+    numbers = result.statistics.to_metrics()
+    if metrics == "summary":
+        numbers = {name: numbers[name] for name in SUMMARY if name in numbers}
+    return result.loss.sum(), numbers
+
+
+def _flat_inputs(shape: torch.Size, **given: Tensor | None) -> TokenInputs:
+    flat = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        if value.shape != shape:
+            allowed = f"{tuple(shape)}" + (f" or ({shape[0]},)" if name == "advantages" else "")
+            raise ValueError(f"{name} has shape {tuple(value.shape)}: it must be {allowed}")
+        flat[name] = value.reshape(-1)
+    return TokenInputs(**flat)
 
 
 def _check(policy_logprobs: Tensor, response_mask: Tensor) -> Tensor:

@@ -6,12 +6,11 @@ Shapes: t tokens on this rank.
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives.constraints import Constrained
-from megatron_rl.objectives.diagnostics import Losses, compute_statistics
-from megatron_rl.objectives.inputs import Observed, prepare
+from megatron_rl.objectives.diagnostics import TokenTerms, compute_statistics
+from megatron_rl.objectives.inputs import TokenInputs
 from megatron_rl.objectives.objective import ObjectiveResult
 from megatron_rl.objectives.spec import check_number
 from megatron_rl.objectives.weights import LogRatios
@@ -31,7 +30,7 @@ class OaplObjective:
 
     @property
     def needs(self) -> frozenset[str]:
-        """No optional arguments."""
+        """No optional inputs."""
         return frozenset()
 
     @property
@@ -43,39 +42,18 @@ class OaplObjective:
         check_number("beta", self.beta, minimum=0, strict=True)
 
     def __call__(
-        self,
-        policy_logprobs: Tensor,
-        *,
-        behavior_logprobs: Tensor,
-        advantages: Tensor,
-        layout: SequenceLayout,
-        denominators: Denominators,
-        rollout_logprobs: Tensor | None = None,
-        reference_logprobs: Tensor | None = None,
-        entropy: Tensor | None = None,
+        self, inputs: TokenInputs, *, layout: SequenceLayout, denominators: Denominators
     ) -> ObjectiveResult:
         """Per-token loss: each of a response's L tokens carries 1/L of its square; all [t]."""
-        observed = Observed(
-            policy_logprobs,
-            behavior_logprobs,
-            advantages,
-            rollout_logprobs,
-            reference_logprobs,
-            entropy,
-        )
-        x = prepare(observed, layout, denominators)
-        ratios = LogRatios.of(x.policy - x.behavior, layout)
+        x = inputs.prepared(layout, denominators)
+        ratios = LogRatios.of(x.policy_logprobs - x.behavior_logprobs, layout)
         sequence_sum = ratios.sequence_sum
         square = (self.beta * sequence_sum - x.advantages).square()
         loss = square / (layout.length.clamp(min=1) * denominators.responses)
-        losses = Losses(torch.where(layout.mask, loss, 0))
         one = torch.ones_like(ratios.token)
-        statistics = compute_statistics(
-            x,
-            losses=losses,
-            loss=losses.policy,
-            ratios=ratios,
+        terms = TokenTerms(
             log_weight=sequence_sum,
             constrained=Constrained(one, one, one.bool()),
+            policy=torch.where(layout.mask, loss, 0),
         )
-        return ObjectiveResult(losses.policy, statistics)
+        return ObjectiveResult(terms.loss, compute_statistics(x, ratios, terms))

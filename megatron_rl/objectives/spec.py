@@ -11,7 +11,7 @@ from typing import Literal, get_args
 Weight = Literal[
     "token", "prefix_mean", "prefix_product", "prefix_min", "sequence_mean", "sequence_product"
 ]
-Score = Literal["token", "path"]
+Gradient = Literal["through_weight", "detached"]
 Aggregation = Literal["response_mean", "token_mean", "response_sum", "token_sum"]
 Scale = Literal["constant", "sqrt(L/t)", "t^p"]
 Space = Literal["ratio", "log"]
@@ -102,7 +102,7 @@ class HardGate(Bounds):
 
 @dataclass(frozen=True, kw_only=True)
 class Truncate(Bounds):
-    """The weight moved to the nearer bound; the score keeps its gradient."""
+    """The weight moved to the nearer bound; detached, the score keeps its gradient there too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,15 +177,17 @@ class RolloutCorrection:
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveSpec:
-    """A policy objective: weight, constraint, score, aggregation, optional terms.
+    """A policy objective: weight, constraint, gradient, aggregation, optional terms.
 
-    `constant` divides the two sums (Dr. GRPO's constant length, for one); it is a matter of those
-    alone. Raises ValueError for combinations without meaning.
+    `gradient` "detached" takes weight and gate as constants, sg[weight A] log pi; with
+    "through_weight" the term is weight A itself. `constant` divides the two sums (Dr. GRPO's
+    constant length, for one); it is a matter of those alone. Raises ValueError for combinations
+    without meaning.
     """
 
     weight: Weight
     constraint: Constraint
-    score: Score
+    gradient: Gradient
     aggregation: Aggregation
     constant: float = 1.0
     kl: KlPenalty | None = None
@@ -195,7 +197,7 @@ class ObjectiveSpec:
 
     def __post_init__(self) -> None:
         check_choice("weight", self.weight, Weight)
-        check_choice("score", self.score, Score)
+        check_choice("gradient", self.gradient, Gradient)
         check_choice("aggregation", self.aggregation, Aggregation)
         check_number("constant", self.constant, minimum=0, strict=True)
         check_number("entropy_coefficient", self.entropy_coefficient, minimum=0)
@@ -231,6 +233,11 @@ class ObjectiveSpec:
             raise ValueError(
                 f"constraint {type(bounds).__name__} without a lower and an upper bound does "
                 "nothing: use {kind: none}"
+            )
+        if self.weight == "prefix_min" and self.gradient == "through_weight":
+            raise ValueError(
+                "weight 'prefix_min' cannot be differentiated: use gradient 'detached', as MinPRO "
+                "does"
             )
         if self.constant != 1.0 and self.aggregation not in ("response_sum", "token_sum"):
             raise ValueError(

@@ -1,33 +1,89 @@
 """What an objective reports: sums and maxima that merge exactly over micro-batches and ranks.
 
 Because only sums and maxima are kept, merging gives the numbers of one big batch; nothing waits
-for the device until `raise_on_faults` or `to_metrics`, which copy once.
+for the device until `raise_on_faults` or `to_metrics`, which copy once. `diagnostics.py` computes
+them.
+
+Bands of positions: ten of t/L (band d holds t/L in (d/10, (d+1)/10]) and one per power of two of
+t (band b holds 2^b <= t < 2^(b+1)). Every band has a row of sums and a histogram of log w_t. A
+histogram's bins are symmetric around 0 and follow the bits of a float32: its exponent and the
+first two bits of its mantissa, so quantiles are exact up to a factor of 1.25.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_rl.distributed.collectives import Group, reduce_max, reduce_sum
-from megatron_rl.objectives.metrics import compute_metrics, raise_on_faults
-from megatron_rl.objectives.schema import MAXIMA, MAXIMA_SIZE, SUMS_SIZE
+
+# Whole batch; everything else about it is the sum over the ten bands of t/L.
+SUMS = (
+    "responses",
+    "loss_policy",
+    "loss_kl",
+    "loss_entropy",
+    "log_ratio",
+    "kl_to_behavior",  # k3 of policy against behavior, from the behavior's samples
+    "rollout_gap_absolute",
+    "entropy_tokens",  # tokens that came with an entropy
+    "entropy",
+)
+# What the constraint did (above: rejected above the upper bound), by the sign of the advantage.
+SIDES, SIGNS = ("inside", "above", "below"), ("positive", "zero", "negative")
+COUNTS = tuple(f"{side}_{sign}" for side in SIDES for sign in SIGNS)
+BAND_SUMS = (
+    *COUNTS,
+    "log_w",  # S_t / t
+    "log_w_squared",
+    "weight",  # the objective's own, after the constraint, 0 where rejected or A = 0
+    "weight_squared",
+    "rollout_gap",  # behavior minus rollout
+    "rollout_gap_squared",
+    "rollout_tokens",  # tokens that came with the engine's log-probability
+)
+MAXIMA = ("log_ratio", "minus_log_ratio", "log_weight", "minus_log_weight", "rollout_gap")
+# Each fault's entry is -(sequence * SEQUENCE + position), so the first one wins.
+FAULTS = {
+    "policy_logprobs": "is not finite",
+    "behavior_logprobs": "is not finite",
+    "behavior_logprobs_positive": "is above 0, so it is no log-probability",
+    "advantages": "is not finite",
+    "rollout_logprobs": "is not finite",
+    "reference_logprobs": "is not finite",
+    "entropy": "is not finite",
+    "loss": "is not finite although all inputs are: its weight overflows, the log-ratios are too "
+    "large for an objective without an upper bound",
+}
+SEQUENCE = 2**32
+
+DECILES, OCTAVES = 10, 24
+BANDS = (
+    *(f"by_fraction/{(d + 1) / DECILES:.1f}" for d in range(DECILES)),
+    *(f"by_position/2^{octave:02d}" for octave in range(OCTAVES)),
+)
+SMALLEST_EXPONENT, EXPONENTS = -20, 27  # |log w| from 2^-20 (1e-6) to 2^7 (128)
+BINS_PER_OCTAVE = 4
+MIDDLE = BINS_PER_OCTAVE * EXPONENTS  # the bin of 0
+BINS = 2 * MIDDLE + 1
+QUANTILES = {"q05": 0.05, "median": 0.5, "q95": 0.95}
+
+SIZES = (len(SUMS), len(BANDS) * len(BAND_SUMS), len(BANDS) * BINS)
 
 
 @dataclass
 class Statistics:
     """Sums and maxima over the valid decisions of one or more micro-batches."""
 
-    sums: Tensor  # [SUMS_SIZE] float64: SUMS, then [BUCKETS, BUCKET_SUMS], then [BUCKETS, BINS]
-    maxima: Tensor  # [MAXIMA_SIZE] float64: MAXIMA, then FAULTS
+    sums: Tensor  # [sum of SIZES] float64: SUMS, [BANDS, BAND_SUMS], [BANDS, BINS]
+    maxima: Tensor  # [MAXIMA + FAULTS] float64
 
     @classmethod
     def empty(cls, device: torch.device | str = "cpu") -> "Statistics":
         """The statistics of no tokens: what merging starts from."""
-        return cls(
-            torch.zeros(SUMS_SIZE, dtype=torch.float64, device=device),
-            torch.full((MAXIMA_SIZE,), -torch.inf, dtype=torch.float64, device=device),
-        )
+        sums = torch.zeros(sum(SIZES), dtype=torch.float64, device=device)
+        return cls(sums, sums.new_full((len(MAXIMA) + len(FAULTS),), -torch.inf))
 
     def merge(self, other: "Statistics") -> "Statistics":
         """The statistics of both batches together."""
@@ -39,7 +95,7 @@ class Statistics:
 
     def raise_on_faults(self) -> None:
         """Raise ValueError naming sequence and position if an input was unusable; copies once."""
-        raise_on_faults(self.maxima[len(MAXIMA) :].cpu())
+        _raise_on_faults(self.maxima.cpu())
 
     def to_metrics(self, prefix: str = "") -> dict[str, float]:
         """Named numbers for logging; waits for the device.
@@ -47,7 +103,164 @@ class Statistics:
         Raises ValueError naming sequence and position if an input was unusable.
         """
         everything = torch.cat((self.sums, self.maxima)).cpu()
-        sums, maxima = everything[:SUMS_SIZE], everything[SUMS_SIZE:]
-        raise_on_faults(maxima[len(MAXIMA) :])
-        metrics = compute_metrics(sums, maxima[: len(MAXIMA)])
-        return {prefix + name: value for name, value in metrics.items()}
+        sums, maxima = everything.split((sum(SIZES), len(MAXIMA) + len(FAULTS)))
+        _raise_on_faults(maxima)
+        return {prefix + name: value for name, value in _compute_metrics(sums, maxima).items()}
+
+
+def _raise_on_faults(maxima: Tensor) -> None:
+    for (name, problem), entry in zip(FAULTS.items(), maxima[len(MAXIMA) :].tolist(), strict=True):
+        if entry > -math.inf:
+            sequence, position = divmod(int(-entry), SEQUENCE)
+            field = name.removesuffix("_positive")
+            raise ValueError(
+                f"{field} at sequence {sequence} of its pack, position {position} (valid "
+                f"decisions counted from 1) {problem}"
+            )
+
+
+def _compute_metrics(sums: Tensor, maxima: Tensor) -> dict[str, float]:
+    """All metrics of one merged Statistics; empty bands are left out."""
+    scalars, rows, histograms = sums.split(SIZES)
+    total = dict(zip(SUMS, scalars.tolist(), strict=True))
+    largest = dict(zip(MAXIMA, maxima.tolist(), strict=False))
+    rows, histograms = rows.view(len(BANDS), -1), histograms.view(len(BANDS), -1)
+    # The bands of t/L together are all tokens.
+    everything = Band.of(rows[:DECILES].sum(0), histograms[:DECILES].sum(0))
+    tokens = max(everything.tokens, 1.0)
+    metrics = {
+        "tokens": everything.tokens,
+        "tokens_with_advantage": everything.movable,
+        "responses": total["responses"],
+        "loss/policy": total["loss_policy"],
+        "gate/acceptance": everything.acceptance(),
+        "ratio/log_mean": total["log_ratio"] / tokens,
+        "ratio/kl_to_behavior": total["kl_to_behavior"] / tokens,
+        "ratio/max_deviation": max(
+            _deviation(largest["log_ratio"]), _deviation(-largest["minus_log_ratio"])
+        ),
+        "weight/effective_sample_fraction": everything.effective_sample_fraction(),
+        **{f"gate/{name}": value for name, value in everything.rejections().items()},
+        **{f"ratio/prefix_mean_{name}": value for name, value in everything.log_w().items()},
+    }
+    if everything.tokens:
+        metrics["weight/log_max"] = largest["log_weight"]
+        metrics["weight/log_min"] = -largest["minus_log_weight"]
+    if everything["rollout_tokens"]:
+        absolute = total["rollout_gap_absolute"] / everything["rollout_tokens"]
+        metrics["rollout_gap/absolute_mean"] = absolute
+        metrics["rollout_gap/max"] = largest["rollout_gap"]
+        metrics |= {f"rollout_gap/{name}": value for name, value in everything.gap().items()}
+    if total["loss_kl"]:
+        metrics["loss/kl"] = total["loss_kl"]
+    if total["entropy_tokens"]:
+        metrics["loss/entropy"] = total["loss_entropy"]
+        metrics["entropy"] = total["entropy"] / total["entropy_tokens"]
+    for name, row, histogram in zip(BANDS, rows, histograms, strict=True):
+        band = Band.of(row, histogram)
+        if band.tokens:
+            metrics |= {f"{name}/{key}": value for key, value in band.metrics().items()}
+    return metrics
+
+
+def _deviation(log_ratio: float) -> float:
+    """|rho - 1|, largest at the smallest or the largest log-ratio; 0 where there is none."""
+    return abs(math.expm1(min(log_ratio, 700.0))) if math.isfinite(log_ratio) else 0.0
+
+
+@dataclass(frozen=True)
+class Band:
+    """The sums and the histogram of log w_t of some tokens."""
+
+    sums: dict[str, float]
+    histogram: Tensor  # [BINS]
+
+    @classmethod
+    def of(cls, row: Tensor, histogram: Tensor) -> "Band":
+        """From one row [BAND_SUMS] and histogram [BINS]."""
+        return cls(dict(zip(BAND_SUMS, row.tolist(), strict=True)), histogram)
+
+    def __getitem__(self, name: str) -> float:
+        return self.sums[name]
+
+    def count(self, *signs: str) -> float:
+        """Tokens whose advantage has one of the signs."""
+        return sum(self[f"{side}_{sign}"] for side in SIDES for sign in signs)
+
+    @property
+    def tokens(self) -> float:
+        """How many there are."""
+        return self.count(*SIGNS)
+
+    @property
+    def movable(self) -> float:
+        """Those that can move the policy: with an advantage other than 0."""
+        return self.count("positive", "negative")
+
+    def acceptance(self) -> float:
+        """Share of the movable tokens whose weight was left alone; 1 where there are none."""
+        inside = self["inside_positive"] + self["inside_negative"]
+        return inside / self.movable if self.movable else 1.0
+
+    def effective_sample_fraction(self) -> float:
+        """(sum w)^2 / (n sum w^2) of the n movable tokens' weights after the constraint."""
+        squares = self["weight_squared"]
+        if not self.movable:
+            return 1.0
+        return self["weight"] ** 2 / (self.movable * squares) if squares else 0.0
+
+    def rejections(self) -> dict[str, float]:
+        """Share of the tokens of each advantage sign that was rejected on each side."""
+        return {
+            f"rejected_{side}_{sign}": self[f"{side}_{sign}"] / max(self.count(sign), 1.0)
+            for side in ("above", "below")
+            for sign in ("positive", "negative")
+        }
+
+    def log_w(self) -> dict[str, float]:
+        """Mean, spread and quantiles of log w_t = S_t / t."""
+        count = max(self.tokens, 1.0)
+        mean, square = self["log_w"] / count, self["log_w_squared"] / count
+        variance = square - mean * mean
+        std = math.sqrt(variance) if variance > 1e-12 * square else 0.0  # else only rounding
+        metrics = {"log_mean": mean, "log_std": std}
+        if self.tokens:
+            for name, quantile in QUANTILES.items():
+                metrics[f"log_{name}"] = histogram_quantile(self.histogram, quantile)
+        return metrics
+
+    def gap(self) -> dict[str, float]:
+        """Behavior minus rollout log-probability."""
+        count = self["rollout_tokens"]
+        return {
+            "mean": self["rollout_gap"] / count,
+            "rms": math.sqrt(self["rollout_gap_squared"] / count),
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Everything that is reported of one band."""
+        metrics = {f"prefix_mean_{name}": value for name, value in self.log_w().items()}
+        if self.movable:
+            metrics |= self.rejections()
+            metrics["acceptance"] = self.acceptance()
+            metrics["effective_sample_fraction"] = self.effective_sample_fraction()
+        if self["rollout_tokens"]:
+            metrics |= {f"rollout_gap_{name}": value for name, value in self.gap().items()}
+        return metrics
+
+
+def histogram_quantile(counts: Tensor, quantile: float) -> float:
+    """The geometric middle of the bin that holds the quantile of a histogram of log w_t."""
+    running = counts.cumsum(0)
+    bin_index = int(torch.searchsorted(running, quantile * running[-1]))
+    distance = min(bin_index, BINS - 1) - MIDDLE
+    if distance == 0:
+        return 0.0
+    low, high = (_bin_edge(abs(distance) - 1 + end) for end in (0, 1))
+    return math.copysign(math.sqrt(low * high), distance)
+
+
+def _bin_edge(step: int) -> float:
+    """Where the bin that is `step` + 1 from the middle begins."""
+    octave, quarter = divmod(step, BINS_PER_OCTAVE)
+    return 2.0 ** (SMALLEST_EXPONENT + octave) * (1 + quarter / BINS_PER_OCTAVE)

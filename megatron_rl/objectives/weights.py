@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.distributed.sequence_statistics import Scan, Scanned
+from megatron_rl.distributed.sequence_statistics import Scan, Scanned, scan_together
 from megatron_rl.objectives.spec import ObjectiveSpec, TvFilter, Weight
 
 
@@ -39,7 +39,7 @@ class LogRatios:
         scans = {"log_ratio": Scan(log_ratio)}
         if spec is not None:
             if spec.weight == "prefix_min":
-                scans["minimum_before"] = Scan(log_ratio, "min", exclusive=True)
+                scans["minimum_before"] = Scan(log_ratio.detach(), "min")
             if isinstance(spec.constraint, TvFilter):
                 # Far beyond any threshold; keeps one extreme ratio from becoming infinite.
                 clamped = log_ratio.detach().clamp(max=60)
@@ -47,7 +47,7 @@ class LogRatios:
             if spec.rollout_correction is not None and spec.rollout_correction.level != "token":
                 assert log_gap is not None, "checked with the inputs"
                 scans["log_gap"] = Scan(log_gap)
-        scanned = dict(zip(scans, layout.scan_together(*scans.values()), strict=True))
+        scanned = dict(zip(scans, scan_together(layout, *scans.values()), strict=True))
         return cls(log_ratio, scanned["log_ratio"].running, layout, scanned)
 
     def total(self, name: str) -> Tensor:

@@ -19,16 +19,16 @@ PLACES = {
 
 
 def documented():
-    """Names in the first column of the page's tables, and those of a bucket."""
-    names, buckets, inside = [], [], False
+    """Names in the first column of the page's tables, and those of a band."""
+    names, bands, inside = [], [], False
     for line in PAGE.read_text().splitlines():
         if line.startswith("| "):
             first = line.split("|")[1]
-            inside = first.strip() == "bucket" or (inside and "`" in first)
-            (buckets if inside else names).extend(re.findall(r"`([^`]+)`", first))
+            inside = first.strip() == "band" or (inside and "`" in first)
+            (bands if inside else names).extend(re.findall(r"`([^`]+)`", first))
         elif not line.startswith("|--"):
             inside = False
-    return names, buckets
+    return names, bands
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,8 @@ def emitted(tmp_path_factory):
 
 
 def test_every_metric_is_in_the_glossary_and_the_glossary_names_no_other(emitted):
-    names, buckets = documented()
-    alternatives = {"metric": "|".join(map(re.escape, names)), "bucket": "|".join(buckets)}
+    names, bands = documented()
+    alternatives = {"metric": "|".join(map(re.escape, names)), "band": "|".join(bands)}
 
     def pattern(name):
         parts = re.split(r"<(\w+)>", name)
@@ -64,7 +64,7 @@ def test_every_metric_is_in_the_glossary_and_the_glossary_names_no_other(emitted
     unused = [name for name, p in patterns.items() if not any(p.fullmatch(e) for e in emitted)]
     assert not unused
     seen = {name.split("/")[-1] for name in emitted if name.startswith("by_")}
-    assert seen == set(buckets)
+    assert seen == set(bands)
 
 
 def test_tensorboard_opens_on_a_dozen_that_exist(emitted):

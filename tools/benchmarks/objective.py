@@ -17,16 +17,16 @@ import argparse
 import ctypes
 import time
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.distributed.sequence_statistics import Scan, Scanned
-from megatron_rl.objectives import build_objective
+from megatron_rl.distributed.sequence_statistics import Scan, Scanned, scan_together
+from megatron_rl.objectives import TokenInputs, build_objective, weights
 from megatron_rl.peak_memory import PeakMemory
 from megatron_rl.types import Denominators
 from tests.ranks import run_ranks
@@ -35,18 +35,15 @@ SEQUENCES, LONGEST, ALIGNMENT = 512, 16_384, 16
 REPEATS = 3
 
 
-class GatherLayout(SequenceLayout):
-    """A layout whose scans see the whole pack on every rank: the way other frameworks go."""
+def gather_together(whole: SequenceLayout) -> Callable[..., list[Scanned]]:
+    """Scans that see the `whole` pack on every rank: the way other frameworks go."""
 
-    @cached_property
-    def pack(self) -> SequenceLayout:
-        """The whole pack's tables, made once as the scan's are."""
-        return self.whole()
-
-    def scan_together(self, *scans: Scan) -> list[Scanned]:
+    def scan(layout: SequenceLayout, *scans: Scan) -> list[Scanned]:
         """Gather each [T], scan it here, keep this rank's tokens."""
-        whole = self.pack.scan_together(*(s._replace(x=self.gather(s.x)) for s in scans))
-        return [result._replace(running=self.shard(result.running)) for result in whole]
+        results = scan_together(whole, *(s._replace(x=layout.gather(s.x)) for s in scans))
+        return [result._replace(running=layout.shard(result.running)) for result in results]
+
+    return scan
 
 
 def make_lengths() -> list[int]:
@@ -81,9 +78,11 @@ def packed_loss(layout: SequenceLayout, local: dict[str, Tensor], tokens: int) -
         policy = local["policy"].requires_grad_()
         policy.grad = None
         result = objective(
-            policy,
-            behavior_logprobs=local["behavior"],
-            advantages=local["advantages"],
+            TokenInputs(
+                policy_logprobs=policy,
+                behavior_logprobs=local["behavior"],
+                advantages=local["advantages"],
+            ),
             layout=layout,
             denominators=denominators,
         )
@@ -154,16 +153,20 @@ def on_rank(rank: int, world_size: int, device: str = "cpu") -> dict[str, tuple[
     inputs = make_inputs(lengths, device)
     group = dist.group.WORLD if world_size > 1 else None
     results, tokens = {}, sum(lengths)
-    for name, cls in (("scan", SequenceLayout), ("gather", GatherLayout)):
-        if name == "gather" and world_size == 1:
-            continue
-        layout = cls(lengths, inputs["mask"], cp_rank=rank, cp_size=world_size, cp_group=group)
-        local = {key: layout.shard(x) for key, x in inputs.items() if key != "mask"}
-        gap = local["policy"] - local["behavior"]
+    layout = SequenceLayout(
+        lengths, inputs["mask"], cp_rank=rank, cp_size=world_size, cp_group=group
+    )
+    local = {key: layout.shard(x) for key, x in inputs.items() if key != "mask"}
+    gap = local["policy"] - local["behavior"]
+    ways = {"scan": scan_together}
+    if world_size > 1:
+        ways["gather"] = gather_together(SequenceLayout(lengths, inputs["mask"]))
+    for name, scan in ways.items():
         results[f"{name}: prefix sums"] = measure(
-            lambda layout=layout, gap=gap: layout.prefix_sum(gap), device
+            lambda scan=scan: scan(layout, Scan(gap))[0].running, device
         )
-        results[f"{name}: loss"] = measure(packed_loss(layout, local, tokens), device)
+        with patch.object(weights, "scan_together", scan):
+            results[f"{name}: loss"] = measure(packed_loss(layout, local, tokens), device)
     results["padded: loss"] = measure(padded_loss(layout, inputs, lengths), device)
     return results
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from megatron_rl.distributed import collectives
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.distributed.sequence_statistics import Scan
+from megatron_rl.distributed.sequence_statistics import Scan, prefix_sum, scan_together
 from tests.unit.distributed.eight_ranks import all_results
 
 CP_SIZES = (1, 2, 4, 8)
@@ -28,15 +28,12 @@ def example():
 def statistics_and_gradient(layout, x, cotangents):
     """Every statistic, gathered to the whole pack, and the gradient of their sum over ranks."""
     local = layout.shard(x).requires_grad_()
-    scanned = layout.scan_together(
-        Scan(local), Scan(local, "min"), Scan(local, "min", exclusive=True)
-    )
-    exclusive = scanned[2].running
+    sums, before = scan_together(layout, Scan(local), Scan(local, "min"))
     outputs = (
-        scanned[0].running,
-        layout.spread(scanned[0].total),
-        scanned[1].running,
-        torch.where(exclusive < torch.inf, exclusive, 0),
+        sums.running,
+        layout.spread(sums.total),
+        torch.where(before.running < torch.inf, before.running, 0),
+        layout.spread(before.total.clamp(max=1)),  # the sequence without any has an infinite one
     )
     own = layout.shard(cotangents.T).T
     sum(
@@ -83,8 +80,8 @@ def count_gathers(layout, x):
     dist.all_gather = counting
     try:
         local = layout.shard(x)
-        layout.prefix_sum(local)
-        layout.scan_together(Scan(local), Scan(local, "min", exclusive=True), Scan(local.abs()))
+        prefix_sum(layout, local)
+        scan_together(layout, Scan(local), Scan(local, "min"), Scan(local.abs()))
     finally:
         dist.all_gather = original
     return seen

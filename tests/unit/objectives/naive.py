@@ -8,35 +8,45 @@ position, and gradients are the derivatives of the formulas, not autograd's.
 import math
 
 BOTH, ADVANTAGE = "both", "advantage"
-# weight, constraint, score, aggregation. A clip or gate is (kind, low, high, dual or sides, space,
+# weight, constraint, flow, aggregation. A clip or gate is (kind, low, high, dual or sides, space,
 # p) with h = t^p or, for "sqrt", sqrt(L/t).
 NAMED = {
     "pnpo": (
         "prefix_mean",
         ("gate", 7e-4, 9.5e-4, BOTH, "ratio", "sqrt"),
-        "token",
+        "detached",
         "response_mean",
     ),
-    "gspo": ("sequence_mean", ("clip", 3e-4, 4e-4, None, "ratio", 0), "path", "response_mean"),
-    "grpo": ("token", ("clip", 0.2, 0.28, 10.0, "ratio", 0), "path", "token_mean"),
-    "ppo": ("token", ("clip", 0.2, 0.2, None, "ratio", 0), "path", "token_mean"),
-    "dapo": ("token", ("clip", 0.2, 0.28, None, "ratio", 0), "path", "token_mean"),
-    "ctpo": ("prefix_product", ("clip", 0.025, 0.05, 0.05, "log", 0.5), "token", "response_mean"),
+    "gspo": (
+        "sequence_mean",
+        ("clip", 3e-4, 4e-4, None, "ratio", 0),
+        "through_weight",
+        "response_mean",
+    ),
+    "grpo": ("token", ("clip", 0.2, 0.28, 10.0, "ratio", 0), "through_weight", "token_mean"),
+    "ppo": ("token", ("clip", 0.2, 0.2, None, "ratio", 0), "through_weight", "token_mean"),
+    "dapo": ("token", ("clip", 0.2, 0.28, None, "ratio", 0), "through_weight", "token_mean"),
+    "ctpo": (
+        "prefix_product",
+        ("clip", 0.025, 0.05, 0.05, "log", 0.5),
+        "detached",
+        "response_mean",
+    ),
     "ctpo_geomean": (
         "prefix_mean",
         ("clip", 0.025, 0.05, 0.05, "log", -0.5),
-        "token",
+        "detached",
         "response_mean",
     ),
-    "tepo_prefix": ("prefix_mean", ("clip", 0.2, 0.28, None, "ratio", 0), "token", "token_mean"),
-    "minpro": ("prefix_min", ("clip", 0.2, 0.28, None, "ratio", 0), "token", "token_mean"),
-    "local_surrogate": ("token", ("none",), "path", "response_sum"),
-    "exact_prefix_score": ("prefix_product", ("none",), "path", "response_sum"),
-    "exact_token_score": ("prefix_product", ("none",), "token", "response_sum"),
-    "cispo": ("token", ("truncate", None, 4.0, None, "ratio", 0), "token", "token_mean"),
-    "sao": ("token", ("gate", 0.3, 5.0, BOTH, "ratio", 0), "token", "token_mean"),
-    "icepop": ("token", ("clip", 0.2, 0.28, None, "ratio", 0), "path", "token_mean"),
-    "tv_filter": ("token", ("tv", 0.05), "token", "token_mean"),
+    "tepo_prefix": ("prefix_mean", ("clip", 0.2, 0.28, None, "ratio", 0), "detached", "token_mean"),
+    "minpro": ("prefix_min", ("clip", 0.2, 0.28, None, "ratio", 0), "detached", "token_mean"),
+    "local_surrogate": ("token", ("none",), "through_weight", "response_sum"),
+    "exact_prefix_score": ("prefix_product", ("none",), "through_weight", "response_sum"),
+    "exact_token_score": ("prefix_product", ("none",), "detached", "response_sum"),
+    "cispo": ("token", ("truncate", None, 4.0, None, "ratio", 0), "detached", "token_mean"),
+    "sao": ("token", ("gate", 0.3, 5.0, BOTH, "ratio", 0), "detached", "token_mean"),
+    "icepop": ("token", ("clip", 0.2, 0.28, None, "ratio", 0), "through_weight", "token_mean"),
+    "vaco": ("token", ("tv", 0.05), "detached", "token_mean"),
 }
 
 
@@ -84,8 +94,8 @@ def bounds(low, high, space, power, t, length):
 def constrain(constraint, ratio, advantage, t, ratios):
     """(value of the term per unit of log-probability slope, slope, accepted).
 
-    value: what multiplies A in J under the path score; slope: what multiplies A times the
-    gradient of log weight (path) or of log pi (token); None for the value of a rejected token.
+    value: what multiplies A in J where the gradient flows through the weight; slope: what
+    multiplies A times the gradient of log weight (through_weight) or of log pi (detached).
     """
     length, kind = len(ratios), constraint[0]
     if kind == "none":
@@ -114,16 +124,18 @@ def constrain(constraint, ratio, advantage, t, ratios):
 
 
 def response_terms(spec, ratios, logprobs, advantages, factors):
-    """J's terms of one response, and dJ/dlog pi_k, before aggregation."""
-    weight, constraint, score, _ = spec
+    """J's terms of one response, dJ/dlog pi_k before aggregation, and what was accepted."""
+    weight, constraint, flow, _ = spec
     length = len(ratios)
     values, gradient, accepted = [], [0.0] * length, 0
     for t in range(1, length + 1):
         log_w, derivatives = log_weight(weight, ratios, t)
         value, slope, keep = constrain(constraint, exp(log_w), advantages[t - 1], t, ratios)
-        accepted += keep
+        accepted += keep and advantages[t - 1] != 0  # others cannot move the policy
         factor = factors[t - 1]
-        if score == "token":
+        if not factor:  # dropped, whatever its weight
+            value = slope = 0.0
+        if flow == "detached":
             values.append(slope * logprobs[t - 1] * factor if slope else 0.0)
             gradient[t - 1] += slope * factor
         else:
@@ -135,10 +147,14 @@ def response_terms(spec, ratios, logprobs, advantages, factors):
 
 
 def evaluate(spec, responses, constant=1.0):
-    """Loss, gradients and acceptance of a minibatch; `responses` are dicts of lists."""
+    """Loss, gradients and acceptance of a minibatch; `responses` are dicts of lists.
+
+    Acceptance is a share of the tokens whose advantage is not 0, and 1 where there are none.
+    """
     aggregation = spec[3]
     tokens = sum(len(r["log_ratios"]) for r in responses)
     loss, gradients, accepted = 0.0, [], 0
+    movable = sum(a != 0 for r in responses for a in r["advantages"])
     for response in responses:
         ratios = response["log_ratios"]
         factors = response.get("factors", [1.0] * len(ratios))
@@ -154,4 +170,4 @@ def evaluate(spec, responses, constant=1.0):
         loss -= sum(values) / denominator
         gradients.append([-g / denominator for g in gradient])
         accepted += kept
-    return loss, gradients, accepted / tokens
+    return loss, gradients, accepted / movable if movable else 1.0

@@ -1,13 +1,14 @@
 """Values and configurations that cannot be used: one ValueError that says what and where."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron_rl.advantages import group_relative_advantages
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.objectives import OBJECTIVE_NAMES, build_objective, policy_loss
+from megatron_rl.objectives import OBJECTIVE_NAMES, TokenInputs, build_objective, policy_loss
 from megatron_rl.types import Denominators
 
 
@@ -102,6 +103,7 @@ def test_a_weight_that_overflows_is_an_error_not_infinity():
         ("ctpo", {"constraint": {"scale": "constant"}}, "give a power with scale"),
         ("gspo", {"constraint": {"scale": "sqrt(L/t)"}}, "same at every position"),
         ("pnpo", {"constraint": {"low": None, "high": None}}, "does nothing"),
+        ("minpro", {"gradient": "through_weight"}, "'prefix_min' cannot be differentiated"),
         ("pnpo", {"constant": 8.0}, "constant 8.0 divides sums"),
         ("pnpo", {"aggregation": "mean"}, "aggregation is 'mean': choose one of response_mean"),
         ("pnpo", {"weight": "prefix"}, "weight is 'prefix': choose one of token, prefix_mean"),
@@ -112,7 +114,7 @@ def test_a_weight_that_overflows_is_an_error_not_infinity():
         ("pnpo", {"kl": 0.1}, "kl is 0.1: it must be of type"),
         ("pnpo", {"entropy_coefficient": -1.0}, "entropy_coefficient is -1.0"),
         ("pnpo", {"rollout_correction": {"low": 3.0}}, "low 3.0 is not below high 2.0"),
-        ("tv_filter", {"constraint": {"treshold": 1.0}}, "did you mean 'threshold'"),
+        ("vaco", {"constraint": {"treshold": 1.0}}, "did you mean 'threshold'"),
         ("oapl", {"weight": "token"}, "objective 'oapl' has no option 'weight'"),
         ("oapl", {"beta": 0.0}, "beta is 0.0: it must be > 0"),
     ],
@@ -131,23 +133,19 @@ def test_numbers_in_yaml_text_are_numbers():
 
 def test_options_need_their_inputs_and_denominators_their_numbers():
     layout = SequenceLayout((2,), torch.ones(2).bool())
-    given = {
-        "behavior_logprobs": torch.zeros(2),
-        "advantages": torch.ones(2),
-        "layout": layout,
-        "denominators": Denominators(1.0, 2.0),
-    }
+    inputs = TokenInputs(torch.zeros(2), torch.zeros(2), torch.ones(2))
+    given = {"layout": layout, "denominators": Denominators(1.0, 2.0)}
     for option, missing in (
         ({"kl": {"coefficient": 0.1}}, "reference_logprobs"),
         ({"entropy_coefficient": 0.1}, "entropy"),
         ({"rollout_correction": {}}, "rollout_logprobs"),
     ):
         with pytest.raises(ValueError, match=f"need {missing}"):
-            build_objective("pnpo", **option)(torch.zeros(2), **given)
+            build_objective("pnpo", **option)(inputs, **given)
     with pytest.raises(ValueError, match=r"denominators\.tokens is 0\.0"):
-        build_objective("pnpo")(torch.zeros(2), **given | {"denominators": Denominators(1.0, 0.0)})
+        build_objective("pnpo")(inputs, **given | {"denominators": Denominators(1.0, 0.0)})
     with pytest.raises(ValueError, match=r"policy_logprobs has shape \(3,\)"):
-        build_objective("pnpo")(torch.zeros(3), **given)
+        build_objective("pnpo")(replace(inputs, policy_logprobs=torch.zeros(3)), **given)
 
 
 def test_rewards_must_be_floating_point_numbers():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.objectives import NAMED, build_objective
+from megatron_rl.objectives import NAMED, TokenInputs, build_objective
 from megatron_rl.objectives.objective import Objective
 from megatron_rl.objectives.spec import (
     HardGate,
@@ -87,10 +87,12 @@ def run_tensors(objective, tensors, mask, rows):
     """Loss, gradient [T] and metrics for a pack in the dtype of its tensors."""
     policy = tensors["policy"].clone().requires_grad_()
     result = objective(
-        policy,
-        behavior_logprobs=tensors["behavior"],
-        advantages=tensors["advantages"],
-        rollout_logprobs=tensors["rollout"],
+        TokenInputs(
+            policy_logprobs=policy,
+            behavior_logprobs=tensors["behavior"],
+            advantages=tensors["advantages"],
+            rollout_logprobs=tensors["rollout"],
+        ),
         layout=SequenceLayout([padded for padded, _ in rows], mask),
         denominators=Denominators(responses=float(len(rows)), tokens=float(mask.sum())),
     )
@@ -237,25 +239,27 @@ AGGREGATIONS = ("response_mean", "token_mean", "response_sum", "token_sum")
 @pytest.mark.parametrize("weight", WEIGHTS)
 def test_every_combination_of_axes(weight):
     rng = np.random.default_rng(3)
-    combinations = itertools.product(CONSTRAINTS, ("token", "path"), AGGREGATIONS)
-    for number, (plain, score, aggregation) in enumerate(combinations):
+    combinations = itertools.product(CONSTRAINTS, ("detached", "through_weight"), AGGREGATIONS)
+    for number, (plain, gradient, aggregation) in enumerate(combinations):
         constraint = CONSTRAINTS[plain]
         scaled = getattr(constraint, "scale", "constant") != "constant"
         if weight.startswith("sequence_") and scaled:
             continue  # refused, see test_bad_input
+        if weight == "prefix_min" and gradient == "through_weight":
+            continue  # refused too
         constant = 7.0 if aggregation.endswith("_sum") else 1.0
         objective = Objective(
             ObjectiveSpec(
                 weight=weight,
                 constraint=constraint,
-                score=score,
+                gradient=gradient,
                 aggregation=aggregation,
                 constant=constant,
             )
         )
-        # Advantages that vary within a response separate path from token scores.
+        # Advantages that vary within a response separate the two gradients.
         responses, rows = make_batch(
             rng, [1, 9, 20], 0.02, extreme=number % 3 == 0, constant_advantage=False
         )
-        spec = (weight, plain, score, aggregation)
+        spec = (weight, plain, gradient, aggregation)
         check(objective, spec, responses, rows, constant)

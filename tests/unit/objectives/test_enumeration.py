@@ -8,9 +8,9 @@ to rounding.
 import pytest
 import torch
 
-from megatron_rl.objectives import build_objective
+from megatron_rl.objectives import TokenInputs, build_objective
+from megatron_rl.objectives.objective import kl_penalty
 from megatron_rl.objectives.spec import KlPenalty
-from megatron_rl.objectives.terms import kl_penalty
 from tools import objective_bias as tree
 
 
@@ -118,9 +118,12 @@ def test_kl_penalties_have_the_gradient_of_what_they_estimate(estimator):
     table = logits[0].clone().requires_grad_()
     penalty = kl_penalty(
         KlPenalty(coefficient=2.0, estimator=estimator),
-        torch.log_softmax(table, dim=-1),
-        behavior_logprobs=behavior,
-        reference_logprobs=reference,
+        TokenInputs(
+            torch.log_softmax(table, dim=-1),
+            behavior,
+            torch.zeros_like(behavior),
+            reference_logprobs=reference,
+        ),
     )
     value = (behavior.exp() * penalty).sum()
     (got,) = torch.autograd.grad(value, table)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.objectives import OBJECTIVE_NAMES, Statistics, build_objective
+from megatron_rl.objectives import OBJECTIVE_NAMES, Statistics, TokenInputs, build_objective
 from megatron_rl.types import Denominators
 from tests.unit.distributed.eight_ranks import all_results
 
@@ -92,7 +92,9 @@ def run_micro_batch(case, rows, *, cp_rank=0, cp_size=1, cp_group=None):
     policy = local.pop("policy_logprobs").requires_grad_()
     local["entropy"].requires_grad_()
     denominators = Denominators(responses=float(len(PADDED)), tokens=float(mask.sum()))
-    result = build(case)(policy, layout=layout, denominators=denominators, **local)
+    result = build(case)(
+        TokenInputs(policy_logprobs=policy, **local), layout=layout, denominators=denominators
+    )
     result.loss.sum().backward()
     gradient = torch.zeros(2, len(PADDED), max(PADDED), dtype=torch.float64)
     of_entropy = local["entropy"].grad
@@ -137,7 +139,11 @@ def count_collectives(case, rank, group):
     policy = local.pop("policy_logprobs").requires_grad_()
     dist.all_gather, dist.all_reduce = counting(originals[0], 1), counting(originals[1], 0)
     try:
-        result = build(case)(policy, layout=layout, denominators=Denominators(10.0, 100.0), **local)
+        result = build(case)(
+            TokenInputs(policy_logprobs=policy, **local),
+            layout=layout,
+            denominators=Denominators(10.0, 100.0),
+        )
         phase[0] = 1
         result.loss.sum().backward()
     finally:
@@ -203,7 +209,7 @@ def test_splits_do_not_matter(case):
 
 
 # What is scanned beside the log-ratio, and whose gradient flows through a sum over the response.
-SECOND_SCAN = {"minpro", "tv_filter"}
+SECOND_SCAN = {"minpro", "vaco"}
 BACKWARD_SCAN = {"gspo", "exact_prefix_score", "oapl"}
 
 

@@ -11,10 +11,8 @@ import torch.distributed as dist
 
 from megatron_rl.advantages import group_relative_advantages
 from megatron_rl.distributed import sequence_statistics
-from megatron_rl.distributed.segmented_scan import SegmentedScan
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.objectives import aggregation, build_objective, constraints, inputs, weights
-from megatron_rl.objectives.objective import Objective
+from megatron_rl.objectives import TokenInputs, build_objective, constraints, objective, weights
 from megatron_rl.types import Denominators
 from tests.unit.distributed.eight_ranks import all_results
 from tests.unit.objectives import naive, test_definitions, test_invariance
@@ -29,7 +27,7 @@ CHECKED = (
     "exact_prefix_score",
     "cispo",
     "sao",
-    "tv_filter",
+    "vaco",
 )
 
 MUTATIONS = {
@@ -54,9 +52,9 @@ MUTATIONS = {
         "s.x + layout.mask.logical_not()",
     ),
     "the ratio is behavior over policy": (
-        Objective.__call__,
-        "policy - x.behavior",
-        "x.behavior - policy",
+        objective.Objective.__call__,
+        "policy - x.behavior_logprobs",
+        "x.behavior_logprobs - policy",
     ),
     "bounds exclude their ends": (
         constraints.hard_gate,
@@ -65,9 +63,8 @@ MUTATIONS = {
     ),
     "the gate truncates": (
         constraints.hard_gate,
-        "return Constrained(weight, weight, inside)",
-        "weight = torch.exp(log_weight.clamp(lower, upper))\n"
-        "    return Constrained(weight, weight, inside)",
+        "_kept(log_weight, ~(below | above))",
+        "_kept(log_weight.clamp(lower, upper), below == below)",
     ),
     "the gate has the scale of its inverse": (
         constraints.position_scale,
@@ -85,50 +82,51 @@ MUTATIONS = {
         "torch.where(advantages < 0, upper, torch.where(advantages > 0, dual, torch.inf))",
     ),
     "denominators by accepted count": (
-        Objective._losses,
-        "policy = -torch.where(layout.mask, term / denominator, 0)",
-        "kept = layout.sequence_sum((term != 0).to(term.dtype)).clamp(min=1)\n"
-        "    policy = -torch.where(layout.mask, term / denominator * layout.length / kept, 0)",
+        objective.Objective.__call__,
+        "policy_term = -torch.where(layout.mask, term / denominator, 0)",
+        "kept = layout.sequence_ids.bincount((term != 0).double()).clamp(min=1)\n"
+        "    kept = layout.length / kept[layout.sequence_ids]\n"
+        "    policy_term = -torch.where(layout.mask, term / denominator * kept, 0)",
     ),
     "response mean over the padded length": (
-        aggregation.token_denominator,
+        objective.token_denominator,
         "layout.length.clamp(min=1)",
         "layout.sequence_ids.bincount()[layout.sequence_ids]",
     ),
     "token mean per response": (
-        aggregation.token_denominator,
+        objective.token_denominator,
         "return denominators.tokens",
         "return layout.length.clamp(min=1)",
     ),
-    "the token score's weight carries a gradient": (
-        Objective.__call__,
-        'x.policy.detach() if spec.score == "token" else x.policy',
-        "x.policy",
+    "a detached weight carries a gradient": (
+        objective.Objective.__call__,
+        "x.policy_logprobs.detach() if detached else x.policy_logprobs",
+        "x.policy_logprobs",
     ),
-    "the path score's weight is a constant": (
-        Objective.__call__,
-        'x.policy.detach() if spec.score == "token" else x.policy',
-        "x.policy.detach() + 0 * x.policy",
+    "the gradient does not flow through the weight": (
+        objective.Objective.__call__,
+        "x.policy_logprobs.detach() if detached else x.policy_logprobs",
+        "x.policy_logprobs.detach() + 0 * x.policy_logprobs",
     ),
     "masked values are multiplied away": (
-        inputs.prepare,
-        "torch.where(layout.mask, x.to(dtype), zero)",
-        "x.to(dtype) * layout.mask",
+        TokenInputs.prepared,
+        "torch.where(layout.mask, own, zero)",
+        "own * layout.mask",
     ),
     "the prefix minimum includes the token itself": (
-        weights.LogRatios.of.__func__,
-        "exclusive=True",
-        "exclusive=False",
+        sequence_statistics._Scans.forward,
+        "torch.where(layout.chunk_columns == 0, torch.inf, shifted)",
+        "chunk.running",
     ),
     "sequences are not scanned apart": (
-        SegmentedScan.begin,
-        "_shift(across, identity, reverse)",
-        "_shift(across.flatten().cumsum(0).view_as(across), identity, reverse)",
+        sequence_statistics._scan_chunks,
+        "x.split(lengths)",
+        "x.split([sum(lengths)])",
     ),
     "the backward scan runs forward": (
         sequence_statistics._sum_backward,
-        'combine="sum", reverse=True',
-        'combine="sum", reverse=False',
+        'running, "sum", reverse=True',
+        'running, "sum", reverse=False',
     ),
 }
 
@@ -140,9 +138,11 @@ def assert_inclusive_bounds():
     beyond = torch.stack((upper * (1 + 1e-15), lower * (1 + 1e-15)))
     log_ratio = torch.cat((torch.stack((upper, lower)), beyond))
     result = build_objective("pnpo")(
-        log_ratio.clamp(max=0),
-        behavior_logprobs=(-log_ratio).clamp(max=0),
-        advantages=torch.ones(4, dtype=torch.float64),
+        TokenInputs(
+            policy_logprobs=log_ratio.clamp(max=0),
+            behavior_logprobs=(-log_ratio).clamp(max=0),
+            advantages=torch.ones(4, dtype=torch.float64),
+        ),
         layout=SequenceLayout([1] * 4, torch.ones(4).bool()),
         denominators=Denominators(responses=4.0, tokens=4.0),
     )
@@ -192,17 +192,17 @@ CP_MUTATIONS = {
         "torch.stack((late, early), dim=1)",
     ),
     "no carry between chunks": (
-        sequence_statistics.scan_sequences,
-        "carry=carry.reshape(-1)",
-        "carry=0 * carry.reshape(-1)",
+        sequence_statistics._Scans.forward,
+        "before = carry.reshape(-1)",
+        "before = 0 * carry.reshape(-1)",
     ),
     "chunks in the order of ranks": (
-        SequenceLayout.carry_in,
+        sequence_statistics._carry_in,
         "gathered[:, :, 1].flip(0)",
         "gathered[:, :, 1]",
     ),
     "the carry includes the chunk itself": (
-        SequenceLayout.carry_in,
+        sequence_statistics._carry_in,
         "(running[early], running[late])",
         "(running[early + 1], running[late + 1])",
     ),
@@ -213,7 +213,7 @@ CP_MUTATIONS = {
     ),
     "the backward does not sum over ranks": (
         sequence_statistics._sum_backward,
-        "layout.spread(gathered[-1].total)",
+        "layout.spread(carried[-1].total)",
         "layout.spread(total)",
     ),
 }

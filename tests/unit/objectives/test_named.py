@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.objectives import build_objective
+from megatron_rl.objectives import TokenInputs, build_objective
 from megatron_rl.types import Denominators
 
 
@@ -17,9 +17,11 @@ def evaluate(name, log_ratios, advantages, mask, lengths, **overrides):
     behavior = torch.full((len(mask),), -1.0, dtype=torch.float64)
     policy = (behavior + torch.tensor(log_ratios, dtype=torch.float64)).requires_grad_()
     result = build_objective(name, **overrides)(
-        policy,
-        behavior_logprobs=behavior,
-        advantages=torch.tensor(advantages, dtype=torch.float64)[layout.sequence_ids],
+        TokenInputs(
+            policy_logprobs=policy,
+            behavior_logprobs=behavior,
+            advantages=torch.tensor(advantages, dtype=torch.float64)[layout.sequence_ids],
+        ),
         layout=layout,
         denominators=Denominators(responses=float(len(lengths)), tokens=float(mask.sum())),
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.objectives import OBJECTIVE_NAMES, Statistics, build_objective
+from megatron_rl.objectives import OBJECTIVE_NAMES, Statistics, TokenInputs, build_objective
 from megatron_rl.types import Denominators
 
 OPTIONS = {
@@ -28,14 +28,16 @@ def test_forward_backward_and_merging_never_read_a_value(name, options):
     values = torch.zeros(sum(lengths), device="meta")
     policy = values.clone().requires_grad_()
     result = build_objective(name, **options)(
-        policy,
-        behavior_logprobs=values,
-        advantages=values,
+        TokenInputs(
+            policy_logprobs=policy,
+            behavior_logprobs=values,
+            advantages=values,
+            rollout_logprobs=values,
+            reference_logprobs=values,
+            entropy=values,
+        ),
         layout=layout,
         denominators=Denominators(3.0, 300.0),
-        rollout_logprobs=values,
-        reference_logprobs=values,
-        entropy=values,
     )
     result.loss.sum().backward()
     merged = Statistics.empty("meta").merge(result.statistics).all_reduce(None)

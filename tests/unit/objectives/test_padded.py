@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.objectives import OBJECTIVE_NAMES, build_objective, policy_loss
+from megatron_rl.objectives import OBJECTIVE_NAMES, TokenInputs, build_objective, policy_loss
 from megatron_rl.types import Denominators
 
 
@@ -35,10 +35,12 @@ def test_padding_is_packing(name):
         return torch.cat([x[row][places] for row, places in enumerate(rows)])
 
     result = build_objective(name)(
-        pack(given["policy_logprobs"]),
-        behavior_logprobs=pack(given["behavior_logprobs"]),
-        advantages=pack(given["advantages"][:, None].expand(mask.shape)),
-        rollout_logprobs=pack(given["rollout_logprobs"]),
+        TokenInputs(
+            policy_logprobs=pack(given["policy_logprobs"]),
+            behavior_logprobs=pack(given["behavior_logprobs"]),
+            advantages=pack(given["advantages"][:, None].expand(mask.shape)),
+            rollout_logprobs=pack(given["rollout_logprobs"]),
+        ),
         layout=SequenceLayout([len(row) for row in rows], torch.ones(int(mask.sum())).bool()),
         denominators=Denominators(responses=6.0, tokens=float(mask.sum())),
     )
@@ -65,11 +67,31 @@ def test_a_row_without_decisions_is_not_a_response():
     assert policy_loss("pnpo", **empty)[0].item() == pytest.approx(loss.item(), rel=1e-12)
 
 
-def test_half_precision_is_computed_in_float32():
-    # bfloat16 cannot tell a ratio of 1 from one of 1 + 7e-4: only its storage may be half.
-    given = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in batch().items()}
-    loss, _ = policy_loss("pnpo", **given)
-    assert loss.dtype == torch.float32
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["policy", "behavior", "rollout"])
+def test_half_precision_is_refused(name, dtype):
+    # 1 + 7e-4 is 1 in bfloat16, and so is a log-prob of -1 + 7e-4.
+    given = batch()
+    given[f"{name}_logprobs"] = given[f"{name}_logprobs"].to(dtype)
+    with pytest.raises(ValueError, match=rf"{name}_logprobs are {dtype}: .* in float32"):
+        policy_loss("pnpo", **given)
+    # Advantages and entropy lose nothing that a gate would see.
+    given = batch()
+    given["advantages"] = given["advantages"].sign()
+    wanted, _ = policy_loss("pnpo", **given)
+    assert policy_loss("pnpo", **given | {"advantages": given["advantages"].to(dtype)})[0] == wanted
+
+
+def test_a_summary_is_a_dozen_of_the_same_numbers():
+    given = {**batch(), "entropy": torch.ones(6, 30)}
+    loss, everything = policy_loss("pnpo", **given)
+    same, summary = policy_loss("pnpo", **given, metrics="summary")
+    assert same == loss
+    assert summary.items() <= everything.items()
+    assert len(summary) == 13  # all of SUMMARY but the KL, which pnpo does not have
+    assert len(everything) > 150
+    with pytest.raises(ValueError, match="metrics is 'few': choose one of all, summary"):
+        policy_loss("pnpo", **given, metrics="few")
 
 
 def test_only_torch_is_needed():

@@ -10,28 +10,39 @@ from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import (
     OBJECTIVE_NAMES,
     Statistics,
+    TokenInputs,
     build_objective,
     diagnostics,
-    schema,
 )
-from megatron_rl.objectives.buckets import histogram_bin
-from megatron_rl.objectives.metrics import histogram_quantile
+from megatron_rl.objectives.diagnostics import histogram_bin
+from megatron_rl.objectives.statistics import BINS, MIDDLE, histogram_quantile
 from megatron_rl.types import Denominators
 
 
 def evaluate(
-    name, log_ratio, *, advantages=None, lengths=None, mask=None, rollout=None, **overrides
+    name,
+    log_ratio,
+    *,
+    advantages=None,
+    lengths=None,
+    mask=None,
+    rollout=None,
+    denominators=None,
+    **overrides,
 ):
     tokens = len(log_ratio)
     behavior = torch.full((tokens,), -1.0, dtype=torch.float64)
     lengths = lengths or [tokens]
     result = build_objective(name, **overrides)(
-        behavior + log_ratio,
-        behavior_logprobs=behavior,
-        advantages=torch.ones(tokens) if advantages is None else advantages,
+        TokenInputs(
+            policy_logprobs=behavior + log_ratio,
+            behavior_logprobs=behavior,
+            advantages=torch.ones(tokens) if advantages is None else advantages,
+            rollout_logprobs=None if rollout is None else behavior - rollout,
+        ),
         layout=SequenceLayout(lengths, torch.ones(tokens).bool() if mask is None else mask),
-        denominators=Denominators(responses=float(len(lengths)), tokens=float(tokens)),
-        rollout_logprobs=None if rollout is None else behavior - rollout,
+        denominators=denominators
+        or Denominators(responses=float(len(lengths)), tokens=float(tokens)),
     )
     return result.statistics.to_metrics()
 
@@ -42,10 +53,12 @@ def test_the_first_step_has_ratio_exactly_one(name, dtype):
     # Behavior log-probs recomputed on the same packs: bit for bit the policy's.
     logprobs = -torch.rand(500, generator=torch.Generator().manual_seed(0)).to(dtype)
     result = build_objective(name)(
-        logprobs,
-        behavior_logprobs=logprobs.clone(),
-        advantages=torch.ones(500),
-        rollout_logprobs=logprobs - 0.01,
+        TokenInputs(
+            policy_logprobs=logprobs,
+            behavior_logprobs=logprobs.clone(),
+            advantages=torch.ones(500),
+            rollout_logprobs=logprobs - 0.01,
+        ),
         layout=SequenceLayout((100, 400), torch.ones(500).bool()),
         denominators=Denominators(2.0, 500.0),
     )
@@ -56,7 +69,7 @@ def test_the_first_step_has_ratio_exactly_one(name, dtype):
     assert metrics["weight/effective_sample_fraction"] == pytest.approx(1.0, abs=1e-15)
 
 
-def test_positions_fall_into_their_buckets():
+def test_positions_fall_into_their_bands():
     # L = 20: t = 1, 2 in the first decile, 19, 20 in the last; octaves 1, 2-3, 4-7, 8-15, 16-20.
     log_ratio = torch.zeros(20).double()
     log_ratio[0] = 1.0  # w_t = exp(1/t): all above the bounds of PNPO
@@ -95,8 +108,56 @@ def test_rejections_are_counted_by_side_and_sign():
     assert metrics["weight/effective_sample_fraction"] == pytest.approx(0.2)
 
 
-def test_a_bucket_says_all_of_its_tokens():
-    # Two responses of two tokens: t = 1 in bucket 2^00 and 0.5, t = 2 in 2^01 and 1.0. GRPO clips
+def moves_the_policy(name):
+    """Metrics that are over tokens with an advantage."""
+    words = (
+        "acceptance",
+        "rejected",
+        "effective_sample_fraction",
+        "tokens_with_advantage",
+        "loss/",
+    )
+    return any(word in name for word in words)
+
+
+@pytest.mark.parametrize("name", OBJECTIVE_NAMES)
+def test_responses_without_advantage_change_nothing_that_is_said_of_the_gate(name):
+    # Five responses, the second and the fourth of a group of equal rewards: packed, and left out.
+    lengths, generator = [30, 50, 1, 20, 44], torch.Generator().manual_seed(9)
+    log_ratio = [0.3 * torch.randn(n, dtype=torch.float64, generator=generator) for n in lengths]
+    advantages = [1.0, 0.0, -0.5, 0.0, -2.0]
+    metrics = []
+    for rows in (range(5), (0, 2, 4)):
+        metrics.append(
+            evaluate(
+                name,
+                torch.cat([log_ratio[row] for row in rows]).clamp(max=0.9),
+                advantages=torch.cat([torch.full((lengths[r],), advantages[r]) for r in rows]),
+                lengths=[lengths[row] for row in rows],
+                rollout=torch.zeros(sum(lengths[row] for row in rows)),
+                denominators=Denominators(responses=5.0, tokens=float(sum(lengths))),
+            )
+        )
+    packed, skipped = ({k: v for k, v in m.items() if moves_the_policy(k)} for m in metrics)
+    if name == "oapl":  # a regression on A = 0 is a loss, too
+        del packed["loss/policy"], skipped["loss/policy"]
+    assert packed == pytest.approx(skipped, rel=1e-12)
+    assert packed["tokens_with_advantage"] == 75 < metrics[0]["tokens"] == 145
+    if name in ("pnpo", "grpo", "ppo"):
+        assert packed["gate/acceptance"] < 1, "the gate must do something here"
+
+
+def test_where_no_token_has_an_advantage_nothing_was_rejected():
+    metrics = evaluate("pnpo", torch.tensor([0.1, -0.1]).double(), advantages=torch.zeros(2))
+    assert metrics["tokens_with_advantage"] == 0
+    assert metrics["gate/acceptance"] == metrics["weight/effective_sample_fraction"] == 1
+    assert metrics["gate/rejected_above_positive"] == 0
+    assert "by_fraction/1.0/acceptance" not in metrics
+    assert metrics["by_fraction/1.0/prefix_mean_log_mean"] == 0  # S_2 / 2, over all tokens
+
+
+def test_a_band_says_all_of_its_tokens():
+    # Two responses of two tokens: t = 1 in band 2^00 and 0.5, t = 2 in 2^01 and 1.0. GRPO clips
     # rho_1 = e of the first (A > 0, above) and rho_2 = 1/e of the second (A < 0, below).
     log_ratio = torch.tensor([1.0, -0.5, 0.1, -1.0]).double()
     metrics = evaluate(
@@ -106,10 +167,10 @@ def test_a_bucket_says_all_of_its_tokens():
         lengths=[2, 2],
         rollout=torch.tensor([0.3, 0.0, -0.1, 0.2]).double(),
     )
-    for bucket in ("by_position/2^00", "by_fraction/0.5"):
+    for band in ("by_position/2^00", "by_fraction/0.5"):
         wanted = {
             "acceptance": 0.5,
-            "rejected_above_positive": 1.0,  # of the bucket's one token with A > 0
+            "rejected_above_positive": 1.0,  # of the band's one token with A > 0
             "rejected_above_negative": 0.0,
             "rejected_below_positive": 0.0,
             "rejected_below_negative": 0.0,
@@ -120,15 +181,15 @@ def test_a_bucket_says_all_of_its_tokens():
             "rollout_gap_rms": math.sqrt((0.09 + 0.01) / 2),
         }
         for name, value in wanted.items():
-            assert metrics[f"{bucket}/{name}"] == pytest.approx(value), name
+            assert metrics[f"{band}/{name}"] == pytest.approx(value), name
     # log w_2 = 0.25 and -0.45, whatever GRPO's own weight is: l_2 = -0.5 and -1.
-    for bucket in ("by_position/2^01", "by_fraction/1.0"):
-        assert metrics[f"{bucket}/rejected_below_negative"] == 1.0
-        assert metrics[f"{bucket}/rejected_below_positive"] == 0.0
-        assert metrics[f"{bucket}/prefix_mean_log_mean"] == pytest.approx(-0.1)
-        assert metrics[f"{bucket}/prefix_mean_log_q95"] == pytest.approx(0.25, rel=0.25)
-        assert metrics[f"{bucket}/prefix_mean_log_q05"] == pytest.approx(-0.45, rel=0.25)
-        assert metrics[f"{bucket}/rollout_gap_mean"] == pytest.approx(0.1)
+    for band in ("by_position/2^01", "by_fraction/1.0"):
+        assert metrics[f"{band}/rejected_below_negative"] == 1.0
+        assert metrics[f"{band}/rejected_below_positive"] == 0.0
+        assert metrics[f"{band}/prefix_mean_log_mean"] == pytest.approx(-0.1)
+        assert metrics[f"{band}/prefix_mean_log_q95"] == pytest.approx(0.25, rel=0.25)
+        assert metrics[f"{band}/prefix_mean_log_q05"] == pytest.approx(-0.45, rel=0.25)
+        assert metrics[f"{band}/rollout_gap_mean"] == pytest.approx(0.1)
     assert metrics["ratio/prefix_mean_log_q95"] == pytest.approx(1.0, rel=0.25)
     assert metrics["rollout_gap/mean"] == pytest.approx(0.1)
     assert metrics["rollout_gap/max"] == pytest.approx(0.3)
@@ -161,7 +222,7 @@ def test_drift_to_the_behavior_policy():
 def test_quantiles_are_right_up_to_a_bin():
     values = torch.randn(20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     values = values * 3e-3
-    counts = torch.bincount(histogram_bin(values), minlength=schema.BINS).double()
+    counts = torch.bincount(histogram_bin(values), minlength=BINS).double()
     for quantile in (0.05, 0.25, 0.75, 0.95):
         wanted = torch.quantile(values, quantile).item()
         got = histogram_quantile(counts, quantile)
@@ -171,10 +232,10 @@ def test_quantiles_are_right_up_to_a_bin():
 
 def test_histogram_bins_are_symmetric_and_bounded():
     values = torch.tensor([0.0, 1e-9, -1e-9, 1e-3, -1e-3, 1e9, -1e9]).double()
-    bins = (histogram_bin(values) - schema.HALF).tolist()
+    bins = (histogram_bin(values) - MIDDLE).tolist()
     assert bins[0] == bins[1] == bins[2] == 0
     assert bins[3] == -bins[4] > 0
-    assert bins[5] == -bins[6] == schema.HALF
+    assert bins[5] == -bins[6] == MIDDLE
 
 
 def test_merging_with_nothing_changes_nothing():
@@ -182,9 +243,11 @@ def test_merging_with_nothing_changes_nothing():
     layout = SequenceLayout([50], torch.ones(50).bool())
     behavior = torch.full((50,), -3.0, dtype=torch.float64)
     statistics = build_objective("pnpo")(
-        behavior + 0.01 * log_ratio,
-        behavior_logprobs=behavior,
-        advantages=torch.ones(50),
+        TokenInputs(
+            policy_logprobs=behavior + 0.01 * log_ratio,
+            behavior_logprobs=behavior,
+            advantages=torch.ones(50),
+        ),
         layout=layout,
         denominators=Denominators(1.0, 50.0),
     ).statistics
@@ -196,9 +259,11 @@ def test_merging_with_nothing_changes_nothing():
 def test_a_micro_batch_without_decisions_adds_nothing():
     layout = SequenceLayout([4], torch.zeros(4).bool())
     result = build_objective("pnpo")(
-        torch.full((4,), math.nan),
-        behavior_logprobs=torch.full((4,), math.nan),
-        advantages=torch.full((4,), math.nan),
+        TokenInputs(
+            policy_logprobs=torch.full((4,), math.nan),
+            behavior_logprobs=torch.full((4,), math.nan),
+            advantages=torch.full((4,), math.nan),
+        ),
         layout=layout,
         denominators=Denominators(1.0, 1.0),
     )

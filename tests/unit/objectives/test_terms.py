@@ -31,7 +31,7 @@ def evaluate(objective, given):
     ("advantage", "kept"),
     # Weights far above and far below the bounds. Two-sided: neither stays. By advantage: above
     # is rejected for A > 0 only, below for A < 0 only.
-    [(1.0, [False, True]), (-1.0, [True, False]), (0.0, [True, True])],
+    [(1.0, [False, True]), (-1.0, [True, False])],
 )
 def test_the_one_sided_gate_rejects_as_a_clip_does(advantage, kept):
     given = {
@@ -119,3 +119,77 @@ def test_dr_grpo_divides_by_a_constant_length():
         response_mask=torch.tensor([[1, 0], [1, 1]]).bool(),
     )
     assert loss.item() == pytest.approx(-(1 + 2 + 2) / 1000 / 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("gradient", ["detached", "through_weight"])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_token_that_icepop_drops_may_have_any_ratio(dtype, gradient, advantage):
+    # rho_2 = e^1000 is infinite, and with A < 0 no bound of icepop's is above it; but the engine
+    # disagrees by e^3 > 5 there, so that the token's term is 0. A term of inf * 0 would be nan.
+    behavior = torch.tensor([[-1.0, -1001.0, -1.0]], dtype=dtype)
+    policy = torch.tensor([[-1.1, -1.0, -0.9]], dtype=dtype, requires_grad=True)
+    given = {
+        "policy_logprobs": policy,
+        "behavior_logprobs": behavior,
+        "advantages": torch.tensor([advantage], dtype=dtype),
+        "response_mask": torch.ones(1, 3).bool(),
+        "rollout_logprobs": behavior - torch.tensor([[0.0, 3.0, 0.0]], dtype=dtype),
+    }
+    objective = build_objective("icepop", gradient=gradient)
+    loss, _ = policy_loss(objective, **given)
+    (got,) = torch.autograd.grad(loss, policy)
+    ratios = [math.exp(-0.1), 0.0, math.exp(0.1)]
+    wanted = [-advantage * ratio / 3 for ratio in ratios]
+    assert got[0].tolist() == pytest.approx(wanted, rel=1e-5)
+    score = [1, 1, 1] if gradient == "through_weight" else policy[0].tolist()
+    assert loss.item() == pytest.approx(
+        sum(w * s for w, s in zip(wanted, score, strict=True)), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize(
+    ("policy", "behavior", "reference"),
+    [
+        (-1.0, -1001.0, -1.0),  # rho = e^1000 overflows, and pi = pi_ref: a penalty of 0
+        (-1000.0, -3.0, -1.0),  # rho = 0, and q = e^999 overflows: rho q = e^2
+    ],
+)
+def test_a_kl_penalty_at_an_extreme_ratio(estimator, policy, behavior, reference):
+    options = {"kl": {"coefficient": 0.5, "estimator": estimator}}
+    table = torch.tensor([[policy]], requires_grad=True)
+    loss, metrics = policy_loss(
+        build_objective("grpo", **options),
+        policy_logprobs=table,
+        behavior_logprobs=torch.tensor([[behavior]]),
+        reference_logprobs=torch.tensor([[reference]]),
+        advantages=torch.zeros(1),
+        response_mask=torch.ones(1, 1).bool(),
+    )
+    # k3: rho (q - 1 - log q) = pi_ref / pi_beta - rho (1 + log q), here e^2 - 0.
+    wanted = 0.5 * math.exp(2) if estimator == "k3" and policy < behavior else 0.0
+    assert loss.item() == pytest.approx(wanted, rel=1e-6)
+    assert metrics.get("loss/kl", 0.0) == pytest.approx(wanted, rel=1e-6)
+    (gradient,) = torch.autograd.grad(loss, table)
+    assert math.isfinite(gradient.item())
+    if estimator != "k1":  # whose gradient, rho, is beyond float32 in the first case
+        assert gradient.item() == 0
+
+
+def test_k3_is_continuous_where_its_form_changes():
+    # rho k3 in two forms that meet at log q = 40; e^-35 keeps the product within float64.
+    losses = []
+    for log_q in (40 - 1e-9, 40 + 1e-9):
+        table = torch.tensor([[-log_q - 1]], dtype=torch.float64, requires_grad=True)
+        loss, _ = policy_loss(
+            build_objective("grpo", kl={"coefficient": 1.0}),
+            policy_logprobs=table,
+            behavior_logprobs=torch.full((1, 1), -6.0, dtype=torch.float64),
+            reference_logprobs=torch.full((1, 1), -1.0, dtype=torch.float64),
+            advantages=torch.zeros(1),
+            response_mask=torch.ones(1, 1).bool(),
+        )
+        losses.append([loss.item(), *torch.autograd.grad(loss, table)[0][0].tolist()])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-7)
+    assert losses[1][0] == pytest.approx(math.exp(5), rel=1e-6)

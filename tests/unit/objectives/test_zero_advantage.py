@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.objectives import TokenInputs
 from megatron_rl.types import Denominators
 from tests.unit.objectives.test_invariance import CASES, PADDED, build, minibatch
 
@@ -27,7 +28,8 @@ def loss_and_gradients(objective, rows, denominators):
     policy = local.pop("policy_logprobs").requires_grad_()
     entropy = local["entropy"].requires_grad_()
     layout = SequenceLayout(lengths, pack(mask))
-    loss = objective(policy, layout=layout, denominators=denominators, **local).loss.sum()
+    inputs = TokenInputs(policy_logprobs=policy, **local)
+    loss = objective(inputs, layout=layout, denominators=denominators).loss.sum()
     loss.backward()
     of_entropy = torch.zeros_like(entropy) if entropy.grad is None else entropy.grad
     parts = zip(policy.grad.split(lengths), of_entropy.split(lengths), strict=True)

@@ -27,13 +27,15 @@ def evaluate(spec, responses):
 
 def response_terms(spec, response):
     """J of one response and dJ/dlog pi, before aggregation."""
-    weight, constraint, score, _ = spec
+    weight, constraint, flow, _ = spec
     ratios = np.array(response["log_ratios"])
     advantage = response["advantages"][0]
     factors = np.array(response.get("factors", np.ones(len(ratios))))
     log_w = log_weights(weight, ratios)
     value, slope = constrain(constraint, log_w, advantage, ratios)
-    if score == "token":
+    # A factor of 0 drops a token, whatever its weight.
+    value, slope = (np.where(factors == 0, 0, x) for x in (value, slope))
+    if flow == "detached":
         slope = slope * factors
         return np.where(slope == 0, 0, slope * np.array(response["logprobs"])).sum(), slope
     slope, gradient = slope * factors, np.zeros(len(ratios))
@@ -44,7 +46,7 @@ def response_terms(spec, response):
     elif weight == "sequence_mean":
         gradient[:] = slope.sum() / len(ratios)
     else:
-        raise AssertionError(f"no named objective has a path score of {weight}")
+        raise AssertionError(f"no named objective has a gradient through {weight}")
     return (value * factors).sum(), gradient
 
 
@@ -63,7 +65,7 @@ def log_weights(weight, ratios):
 
 
 def constrain(constraint, log_w, advantage, ratios):
-    """(what enters J under the path score, what multiplies the score), both times A."""
+    """(what enters J through the weight, what multiplies the score), both times A."""
     kind, t = constraint[0], np.arange(1, len(ratios) + 1)
     ratio = np.exp(log_w)
     if not advantage:

@@ -17,7 +17,7 @@ from megatron_rl.console import Console
 from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.interruption import RunInterrupted
-from megatron_rl.objectives import build_objective
+from megatron_rl.objectives import TokenInputs, build_objective
 from megatron_rl.rewards.verifier import VerifierError
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.rows import PHASES, read_metrics
@@ -64,14 +64,16 @@ class ScriptedActor:
         batch = minibatch.micro_batches[0]
         layout = SequenceLayout(batch.lengths, batch.response_mask)
         result = objective(
-            batch.behavior_logprobs,
-            behavior_logprobs=batch.behavior_logprobs,
-            advantages=batch.advantages_per_token(),
+            TokenInputs(
+                policy_logprobs=batch.behavior_logprobs,
+                behavior_logprobs=batch.behavior_logprobs,
+                advantages=batch.advantages_per_token(),
+                rollout_logprobs=batch.rollout_logprobs,
+                reference_logprobs=batch.reference_logprobs,
+                entropy=0.5 * batch.response_mask if "entropy" in objective.needs else None,
+            ),
             layout=layout,
             denominators=minibatch.denominators,
-            rollout_logprobs=batch.rollout_logprobs,
-            reference_logprobs=batch.reference_logprobs,
-            entropy=0.5 * batch.response_mask if "entropy" in objective.needs else None,
         )
         self.updates += 1
         return UpdateResult(result.statistics, 1.0, 1e-3)
