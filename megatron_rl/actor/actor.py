@@ -9,6 +9,7 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
+import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -18,6 +19,7 @@ from torch import Tensor
 from megatron_rl.actor.build import build_chunks, build_optimizer, wrap_chunks
 from megatron_rl.actor.checkpoint import load_checkpoint, load_model, save_checkpoint
 from megatron_rl.actor.cpu_adaptation import megatron_runtime
+from megatron_rl.actor.digest import digest_tensors, training_state
 from megatron_rl.actor.loss_contract import as_megatron_loss
 from megatron_rl.actor.memory import offload_training_state, restore_training_state
 from megatron_rl.actor.packs import LocalPack, PackCache, check_pack
@@ -162,6 +164,17 @@ class MegatronActor:
         self.wake_up()
         with megatron_runtime():
             self.updates = load_checkpoint(folder, chunks=self.chunks, optimizer=self.optimizer)
+
+    def digest(self) -> dict[str, str]:
+        """What this rank holds, as a number, and in which layout: where that differs, so may it."""
+        sizes, config = self.topology, self.chunks[0].config
+        layout = (
+            f"tp{sizes.tp_size} pp{sizes.pp_size}x{sizes.virtual_stages} cp{sizes.cp_size} "
+            f"dp{sizes.dp_size} ep{sizes.ep_size} {config.transformer_impl} "
+            f"{self.settings.dtype} megatron-core {megatron.core.__version__}"
+        )
+        state = training_state(self.named_parameters_local().values(), self.optimizer)
+        return {"layout": layout, "sum": digest_tensors(state)}
 
     def export_hf(self, folder: str | Path) -> None:
         """Write the policy as a Hugging Face folder that transformers and vLLM load. Collective."""

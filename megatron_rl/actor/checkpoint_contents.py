@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
+from megatron_rl.actor.safe_pickle import check_pickle
 from megatron_rl.models.shape import ModelShape, weight_shapes
 from megatron_rl.models.weights import Weight
 
@@ -33,11 +34,13 @@ def read_state(folder: str | Path) -> dict[str, Any]:
     if not is_checkpoint(folder):
         problem = "is not a complete checkpoint" if folder.is_dir() else "does not exist"
         raise ValueError(f"checkpoint {folder} {problem}; choose one whose save finished")
+    check_pickle(folder / ".metadata")  # before anybody reads it
     return {"optimizer": True, **json.loads((folder / STATE).read_text())}
 
 
 def stored_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
     """Every tensor of the checkpoint by Megatron's key: layers are its first dimension."""
+    check_pickle(Path(folder) / ".metadata")
     stored = FileSystemReader(folder).read_metadata().state_dict_metadata
     return {key: tuple(value.size) for key, value in stored.items() if hasattr(value, "size")}
 

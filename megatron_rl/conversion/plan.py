@@ -132,8 +132,9 @@ def _find_checkpoint(source: Path) -> Path | None:
     for folder in (source, source / FOLDER):
         if is_checkpoint(folder):
             return folder
-    newest = RunDirectory(source).latest_checkpoint()
-    return newest[1] / FOLDER if newest else None
+    checkpoints = RunDirectory(source).checkpoints
+    newest = max(checkpoints.sound_steps(), default=None)
+    return None if newest is None else checkpoints.folder(newest) / FOLDER
 
 
 def _find_model_folder(checkpoint: Path, like: str | None) -> Path:

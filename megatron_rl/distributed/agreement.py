@@ -106,3 +106,12 @@ def _prefixed(error: Exception, doing: str) -> Exception:
     else:
         error.add_note(doing)
     return error
+
+
+def gather_from_ranks(value: Any) -> list[Any]:
+    """Every rank's value, in the order of ranks; for small values. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -1,6 +1,8 @@
 """The run directory: a stable interface that reports, studies and people read.
 
 runs/NAME/config.yaml        the resolved config
+          changes.jsonl      what a resumed run changed in it, after which step
+          models.json        fingerprints of the models that it names
           metrics.jsonl      one JSON object per step; step 0 is the evaluation before training
           rollouts/          one parquet file per step: every rollout with its log-probs
           checkpoints/       step_NNNNNN/, complete or absent
@@ -13,9 +15,8 @@ import errno
 import fcntl
 import json
 import os
-import re
-import shutil
 import socket
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,18 +26,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_rl.config import Config, ConfigError, dump_config, load_config
+from megatron_rl.models.fingerprint import model_fingerprint
+from megatron_rl.runs.checkpoints import CheckpointFolders
 from megatron_rl.runs.rows import read_metrics
 from megatron_rl.types import Rollout
 
-CHECKPOINT_NAME = re.compile(r"step_(\d{6})$")
-TRAINER_STATE = "trainer.json"
-# A resumed run may change these; anything else would make it another experiment.
+# A resumed run may change these: none can make what is there already wrong. Every change is kept in
+# changes.jsonl. Anything else would make it another experiment.
 RESUMABLE_CHANGES = (
     "run.", "trainer.steps", "trainer.checkpoint_every", "trainer.keep_checkpoints",
     "trainer.tokens_per_micro_batch", "trainer.recompute", "eval.", "logging.", "resharding.",
-    "reward.workers", "parallel.", "rollout.tensor", "rollout.memory_fraction",
-    "rollout.max_sequences", "rollout.kv_cache_mib", "rollout.time_limit_seconds",
+    "reward.workers", "reward.time_limit_seconds", "reward.on_error", "parallel.", "rollout.tensor",
+    "rollout.expert_parallel", "rollout.memory_fraction", "rollout.max_sequences",
+    "rollout.kv_cache_mib", "rollout.time_limit_seconds", "optimizer.learning_rate",
+    "optimizer.min_learning_rate", "optimizer.clip_grad", "optimizer.decay",
+    "model.transformer_engine",
 )  # fmt: skip
+MODELS = ("model.path", "model.reference")  # compared by content: a folder may move
 
 
 class RunDirectory:
@@ -45,10 +51,11 @@ class RunDirectory:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.rollouts = self.path / "rollouts"
-        self.checkpoints = self.path / "checkpoints"
+        self.checkpoints = CheckpointFolders(self.path / "checkpoints")
         self.evaluations = self.path / "eval"
         self.model = self.path / "model"
         self.config_file = self.path / "config.yaml"
+        self.models_file = self.path / "models.json"
         self.log_file = self.path / "log.txt"
 
     @classmethod
@@ -72,29 +79,43 @@ class RunDirectory:
                 f"{self.path} already holds a run; set run.resume=auto to continue it, "
                 "or choose another run.name"
             )
-        earlier = load_config(self.config_file)
-        before, now = _flatten(earlier.model_dump()), _flatten(config.model_dump())
         changed = [
-            f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
-            for key in sorted(before.keys() | now.keys())
-            if before.get(key) != now.get(key) and not key.startswith(RESUMABLE_CHANGES)
+            f"{key}: {before!r} -> {now!r}"
+            for key, (before, now) in self._changes(config).items()
+            if not key.startswith(RESUMABLE_CHANGES) and not self._is_moved(key, config)
         ]
-        if config.trainer.steps != earlier.trainer.steps and config.optimizer.decay != "constant":
-            changed.append(
-                f"trainer.steps: {earlier.trainer.steps} -> {config.trainer.steps}, where the "
-                f"{config.optimizer.decay} decay of the learning rate ends"
-            )
         if changed:
             raise ConfigError(
                 f"{self.path} was started with other settings and cannot be continued with these; "
                 "restore them or choose another run.name:\n  " + "\n  ".join(changed)
             )
-        self._check_checkpoints(earlier)
+        self._check_checkpoints(load_config(self.config_file))
+
+    def _changes(self, config: Config) -> dict[str, tuple[object, object]]:
+        """The settings that differ from those of the last start: key -> (before, now)."""
+        before = _flatten(load_config(self.config_file).model_dump())
+        now = _flatten(config.model_dump())
+        return {
+            key: (before.get(key), now.get(key))
+            for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key)
+        }
+
+    def _is_moved(self, key: str, config: Config) -> bool:
+        """Whether a model's path changed and the model did not."""
+        folder = _flatten(config.model_dump()).get(key)
+        kept = self._kept_models().get(key)
+        if key not in MODELS or kept is None or not (Path(str(folder)) / "config.json").is_file():
+            return False
+        return model_fingerprint(str(folder)) == kept
+
+    def _kept_models(self) -> dict[str, str]:
+        return json.loads(self.models_file.read_text()) if self.models_file.is_file() else {}
 
     def _has_begun(self) -> bool:
         """Whether there is anything to lose; a start that failed leaves a log and a config."""
-        is_saved = any(self.checkpoints.glob("step_*"))
-        return self.config_file.exists() and (is_saved or bool(read_metrics(self.path)))
+        is_saved = self.checkpoints.steps() or self.checkpoints.damaged()
+        return self.config_file.exists() and bool(is_saved or read_metrics(self.path))
 
     def lock(self) -> None:
         """Hold the directory, made where it is missing, for as long as this process lives.
@@ -123,87 +144,50 @@ class RunDirectory:
         self._lock = file  # closing it would let go
 
     def _check_checkpoints(self, config: Config) -> None:
-        """Refuse to continue where a checkpoint is lost: rewinding would delete what came after."""
-        for folder in self.checkpoints.glob("step_*"):
-            if not (folder / TRAINER_STATE).is_file():
-                raise ConfigError(
-                    f"checkpoint {folder} is incomplete: it has no {TRAINER_STATE}; restore it, or "
-                    "delete the folder to continue from the one before it"
-                )
-        newest = self.latest_checkpoint()
-        if newest is not None:
-            self.check_checkpoint(newest[1])
-        done = newest[0] if newest else 0
+        """Refuse to continue where checkpoints are lost: rewinding would delete what came after.
+
+        A damaged one is set aside later, and the run goes on from the one before it.
+        """
+        sound = self.checkpoints.sound_steps()
+        done = max(sound, default=0)
         recorded = max((row["step"] for row in read_metrics(self.path)), default=0)
-        if recorded - done > config.trainer.checkpoint_every:
+        found = [
+            f"{self.checkpoints.folder(step)}: {problem}"
+            for step in self.checkpoints.steps()
+            if (problem := self.checkpoints.problem(step)) is not None
+        ]
+        found += [str(folder) for folder in self.checkpoints.damaged()]
+        if found and sound:
+            return
+        if found or recorded - done > config.trainer.checkpoint_every:
             raise ConfigError(
-                f"{self.path} recorded {recorded} steps, but its newest checkpoint is of step "
-                f"{done}: later ones are lost, and continuing would delete those steps; put the "
-                "checkpoint back, or choose another run.name"
+                f"{self.path} recorded {recorded} steps, but its newest sound checkpoint is of "
+                f"step {done}: later ones are lost, and continuing would delete those steps; put "
+                "a sound checkpoint back, or choose another run.name"
+                + "".join(f"\n  damaged: {one}" for one in found)
             )
 
     def create(self, config: Config) -> None:
-        """Make the folders and write the resolved config."""
-        for folder in (self.rollouts, self.checkpoints, self.evaluations):
+        """Make the folders; write the resolved config, what it changes, and which models it names."""
+        for folder in (self.rollouts, self.checkpoints.path, self.evaluations):
             folder.mkdir(parents=True, exist_ok=True)
+        if self._has_begun():
+            self._note_changes(config)
+        models = {
+            key: model_fingerprint(str(path))
+            for key, path in _flatten(config.model_dump()).items()
+            if key in MODELS and path and (Path(str(path)) / "config.json").is_file()
+        }
+        write_atomically(self.models_file, json.dumps(models, indent=1) + "\n")
         write_atomically(self.config_file, dump_config(config))
 
-    def complete_checkpoints(self) -> list[tuple[int, Path]]:
-        """Step and folder of every complete checkpoint, oldest first."""
-        return sorted(
-            (int(match.group(1)), folder)
-            for folder in self.checkpoints.glob("step_*")
-            if (match := CHECKPOINT_NAME.search(folder.name)) and (folder / TRAINER_STATE).is_file()
-        )
-
-    def latest_checkpoint(self) -> tuple[int, Path] | None:
-        """Step and folder of the newest complete checkpoint."""
-        return max(self.complete_checkpoints(), default=None)
-
-    def checkpoint_folder(self, step: int) -> Path:
-        """Where the checkpoint of a step lies."""
-        return self.checkpoints / f"step_{step:06d}"
-
-    def complete_checkpoint(self, partial: Path, step: int) -> None:
-        """Give a written checkpoint its list of files, then its final name."""
-        files = {
-            str(file.relative_to(partial)): file.stat().st_size
-            for file in sorted(partial.rglob("*"))
-            if file.is_file()
-        }
-        state = json.dumps({"step": step, "files": files}, indent=1)
-        write_atomically(partial / TRAINER_STATE, state)
-        partial.rename(self.checkpoint_folder(step))
-
-    def check_checkpoint(self, folder: Path) -> None:
-        """ConfigError if a file of a complete checkpoint is missing or was cut short since."""
-        try:
-            files = json.loads((folder / TRAINER_STATE).read_text())["files"]
-        except (json.JSONDecodeError, KeyError) as error:
-            raise ConfigError(
-                f"checkpoint {folder} is damaged: {TRAINER_STATE} cannot be read; delete the "
-                "folder to continue from the one before it"
-            ) from error
-        for name, size in files.items():
-            file = folder / name
-            found = file.stat().st_size if file.is_file() else None
-            if found != size:
-                state = "is missing" if found is None else f"has {found} of {size} bytes"
-                raise ConfigError(
-                    f"checkpoint {folder} is damaged: {name} {state}; delete the folder to "
-                    "continue from the one before it"
-                )
-
-    def prune_checkpoints(self, *, keep: int) -> None:
-        """Delete all but the newest `keep` complete checkpoints, and all that are not complete."""
-        for _step, folder in self.complete_checkpoints()[:-keep]:
-            shutil.rmtree(folder)
-        self.remove_partial_checkpoints()
-
-    def remove_partial_checkpoints(self) -> None:
-        """Delete what kills and full disks left half-written."""
-        for folder in self.checkpoints.glob(".step_*.partial"):
-            shutil.rmtree(folder)
+    def _note_changes(self, config: Config) -> None:
+        step = max(self.checkpoints.sound_steps(), default=0)
+        stamp = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "after_step": step}
+        with (self.path / "changes.jsonl").open("a") as file:
+            for key, (before, now) in self._changes(config).items():
+                if not key.startswith("run."):
+                    file.write(json.dumps(stamp | {"key": key, "from": before, "to": now}) + "\n")
 
     def rewind(self, step: int) -> None:
         """Drop everything recorded after `step`, which a resumed run will write again."""

@@ -1,15 +1,14 @@
 """When the run is saved and from where it continues."""
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from megatron_rl.actor.actor import MegatronActor
-from megatron_rl.config import Config
+from megatron_rl.config import Config, ConfigError
 from megatron_rl.console import Console
-from megatron_rl.distributed.agreement import raised_together, sum_over_ranks
+from megatron_rl.distributed.agreement import gather_from_ranks, raised_together, sum_over_ranks
 from megatron_rl.interruption import Interruption, RunInterrupted
+from megatron_rl.runs.checkpoints import file_names, sum_files
 from megatron_rl.runs.directory import RunDirectory
 
 
@@ -30,18 +29,59 @@ class CheckpointKeeper:
     _saved: int = 0  # the step of the newest checkpoint
 
     def restore(self, actor: MegatronActor) -> int:
-        """Load the newest complete checkpoint; returns the number of finished steps, 0 for none."""
+        """Load the newest sound checkpoint; returns the number of finished steps, 0 for none.
+
+        Rank 0 chooses; every rank reads a share of the files against the manifest, loads, and
+        compares what it then holds. What any rank finds damaged is set aside with the reason, and
+        the one before is taken. Raises ConfigError where none is left.
+        """
         with raised_together(doing="removing what failed saves have left"):
             if self.rank == 0:
-                self.directory.remove_partial_checkpoints()
-        found = self.directory.latest_checkpoint()
-        if found is None:
-            return 0
-        step, folder = found
-        actor.load(folder / "actor")
-        self._saved = step
-        self.console.say(f"continuing {self.directory.path.name} after step {step}")
-        return step
+                self.directory.checkpoints.clean()
+        set_aside: list[str] = []
+        while (step := self._newest()) is not None:
+            reason = self._load(actor, step)
+            if reason is None:
+                self._saved = step
+                self.console.say(f"continuing {self.directory.path.name} after step {step}")
+                return step
+            with raised_together(doing="setting a damaged checkpoint aside"):
+                if self.rank == 0:
+                    aside = self.directory.checkpoints.set_aside(step, reason)
+                    self.console.say(f"checkpoint of step {step} is damaged, now {aside}: {reason}")
+            set_aside.append(f"step {step}: {reason}")
+        if set_aside:
+            raise ConfigError(
+                f"{self.directory.path} has no sound checkpoint left, and a run does not begin "
+                "again over its own results; put one back, or choose another run.name:\n  "
+                + "\n  ".join(set_aside)
+            )
+        return 0
+
+    def _newest(self) -> int | None:
+        """The newest checkpoint as rank 0 sees it: a file system may tell others later."""
+        steps = self.directory.checkpoints.steps() if self.rank == 0 else []
+        return gather_from_ranks(max(steps, default=None))[0]
+
+    def _load(self, actor: MegatronActor, step: int) -> str | None:
+        """Load a checkpoint; what is wrong with it, the same on every rank. Collective."""
+        folders = self.directory.checkpoints
+        problem = folders.problem(step, share=(self.rank, actor.topology.world_size))
+        if (reason := self._first(problem)) is not None:
+            return reason
+        actor.load(folders.folder(step) / "actor")
+        saved, mine = folders.manifest(step)["digests"], actor.digest()
+        stated = saved[self.rank] if self.rank < len(saved) else {}
+        if stated.get("layout") != mine["layout"]:
+            return None  # each rank holds other tensors then: the same answer on all
+        wrong = f"what was loaded has the sum {mine['sum']}, what was saved {stated['sum']}"
+        return self._first(None if mine == stated else wrong)
+
+    def _first(self, problem: str | None) -> str | None:
+        """The first rank's problem, with its rank; None if none has one."""
+        problems = gather_from_ranks(problem)
+        found = [f"rank {rank}: {one}" for rank, one in enumerate(problems) if one is not None]
+        return found[0] if found else None
 
     def save_if_due(self, actor: MegatronActor, step: int) -> None:
         """Save every `trainer.checkpoint_every` steps and after the last one."""
@@ -68,25 +108,22 @@ class CheckpointKeeper:
 
     def save(self, actor: MegatronActor, step: int) -> None:
         """Write to a hidden folder, then rename it: a kill in between leaves no half checkpoint."""
-        final = self.directory.checkpoint_folder(step)
-        partial = final.with_name(f".{final.name}.partial")
+        folders = self.directory.checkpoints
         doing = f"saving the checkpoint of step {step}"
         with raised_together(doing=doing):
             if self.rank == 0:
-                self._clear(partial, final)
+                folders.begin(step)
+        partial = folders.partial(step)
         actor.save(partial / "actor")
+        digests = gather_from_ranks(actor.digest())
         with raised_together(doing=doing):  # every rank has written its part
-            pass
+            names = file_names(partial)
+            share = sum_files(partial, names[self.rank :: actor.topology.world_size])
+        sums = {name: one for part in gather_from_ranks(share) for name, one in part.items()}
         with raised_together(doing=doing):
             if self.rank == 0:
                 # A run that continues from here would not write them again.
                 self.wait_for_records()
-                self.directory.complete_checkpoint(partial, step)
-                self.directory.prune_checkpoints(keep=self.config.trainer.keep_checkpoints)
+                folders.complete(step, sums=sums, digests=digests)
+                folders.prune(keep=self.config.trainer.keep_checkpoints)
         self._saved = step
-
-    def _clear(self, partial: Path, final: Path) -> None:
-        for leftover in (partial, final):
-            if leftover.exists():
-                shutil.rmtree(leftover)
-        partial.mkdir(parents=True)

@@ -177,8 +177,8 @@ def test_a_lost_checkpoint_is_not_answered_by_starting_again(capsys, tmp_path):
     assert f"recorded {steps} steps, but its newest checkpoint is of step 0" in refusal(
         capsys, *arguments
     )
-    directory.checkpoint_folder(8).mkdir()
-    assert "step_000008 is incomplete" in refusal(capsys, *arguments)
+    directory.checkpoints.folder(8).mkdir()
+    assert "step_000008: trainer.json cannot be read" in refusal(capsys, *arguments)
     assert (tmp_path / "a" / "metrics.jsonl").read_text() == rows  # nothing was lost
 
 

@@ -26,7 +26,7 @@ LAYERS = {
     "resharding": {"types", "distributed", "models"},
     "actor": {"types", "distributed", "objectives", "models", "resharding", "data"},
     "rollout": {"types", "seeds", "distributed", "models", "resharding"},
-    "runs": {"types", "config"},
+    "runs": {"types", "config", "models"},
     "report": {"types", "runs"},
     "preflight": {"config", "objectives", "models", "resharding", "rollout", "runs"},
     "conversion": {"config", "console", "models", "resharding", "actor", "preflight", "runs"},

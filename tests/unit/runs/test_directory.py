@@ -11,11 +11,14 @@ import pytest
 
 from megatron_rl.config import ConfigError, LoggingSection, parse_config
 from megatron_rl.console import Console
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.runs.checkpoints import MANIFEST, file_names, sum_files
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.rows import read_metrics
 from megatron_rl.trainer.metrics import MetricLog
 from megatron_rl.trainer.saving import CheckpointKeeper
 from megatron_rl.types import Prompt, Response, Rollout, Verdict
+from tests.ranks import run_ranks
 
 
 def build_config(**run):
@@ -33,10 +36,11 @@ def record(directory, step):
 
 
 def write_checkpoint(directory, step):
-    partial = directory.checkpoints / f".step_{step:06d}.partial"
-    (partial / "actor").mkdir(parents=True)
+    partial = directory.checkpoints.begin(step)
+    (partial / "actor").mkdir()
     (partial / "actor" / "weights").write_text("12345")
-    directory.complete_checkpoint(partial, step)
+    sums = sum_files(partial, file_names(partial))
+    directory.checkpoints.complete(step, sums=sums, digests=[])
 
 
 def test_an_existing_run_is_not_overwritten(tmp_path):
@@ -101,38 +105,139 @@ def test_one_process_at_a_time_uses_a_directory(tmp_path):
 def test_what_a_failed_save_left_goes_when_the_run_continues(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.create(build_config())
-    (directory.checkpoints / ".step_000008.partial" / "actor").mkdir(parents=True)
+    (directory.checkpoints.partial(8) / "actor").mkdir(parents=True)
     keeper = CheckpointKeeper(build_config(), directory, Console(speaks=False), 0, lambda: None)
     assert keeper.restore(None) == 0  # there is nothing to load
-    assert not list(directory.checkpoints.iterdir())
+    assert not list(directory.checkpoints.path.iterdir())
 
 
-def test_only_complete_checkpoints_count_and_old_ones_go(tmp_path):
+class LoadingActor:
+    """Loads whatever a checkpoint holds, and holds that."""
+
+    topology = Topology.single()
+
+    def load(self, folder):
+        self.held = (folder / "weights").read_text()
+
+    def digest(self):
+        return {"layout": "one", "sum": self.held}
+
+
+def restore(directory, actor):
+    console = Console(speaks=False)
+    return CheckpointKeeper(build_config(), directory, console, 0, lambda: None).restore(actor)
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.create(build_config())
-    for step in (2, 4, 6):
+    for step in (3, 6):
         write_checkpoint(directory, step)
-    (directory.checkpoints / ".step_000008.partial").mkdir()  # killed while writing
-    directory.checkpoint_folder(9).mkdir()  # without its state: not complete
-    assert directory.latest_checkpoint() == (6, directory.checkpoint_folder(6))
-    directory.prune_checkpoints(keep=2)
-    assert [step for step, _ in directory.complete_checkpoints()] == [4, 6]
-    assert not list(directory.checkpoints.glob(".*"))
+    (directory.checkpoints.folder(6) / "actor" / "weights").write_text("12346")  # of equal size
+    directory.check_usable(build_config(resume="auto"))
+    actor = LoadingActor()
+    assert restore(directory, actor) == 3
+    assert actor.held == "12345"
+    (aside,) = directory.checkpoints.damaged()
+    assert "SHA-256 differs" in (aside / "damage.txt").read_text()
 
 
-def test_a_damaged_checkpoint_is_refused_before_any_work(tmp_path):
+def test_a_checkpoint_that_loads_as_something_else_is_set_aside(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.create(build_config())
+    for step in (3, 6):
+        write_checkpoint(directory, step)
+        manifest = directory.checkpoints.folder(step) / MANIFEST
+        state = json.loads(manifest.read_text())
+        state["digests"] = [{"layout": "one", "sum": "12345" if step == 3 else "54321"}]
+        manifest.write_text(json.dumps(state))
+    assert restore(directory, LoadingActor()) == 3
+    (aside,) = directory.checkpoints.damaged()
+    assert "has the sum 12345, what was saved 54321" in (aside / "damage.txt").read_text()
+
+
+def test_without_a_sound_checkpoint_nothing_begins_again(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.create(build_config())
     write_checkpoint(directory, 3)
-    config = build_config(resume="auto")
-    directory.check_usable(config)
-    shard = directory.checkpoint_folder(3) / "actor" / "weights"
-    shard.write_text("12")
-    with pytest.raises(ConfigError, match="step_000003 is damaged: actor/weights has 2 of 5 bytes"):
-        directory.check_usable(config)
-    shard.unlink()
-    with pytest.raises(ConfigError, match="actor/weights is missing; delete the folder"):
-        directory.check_usable(config)
+    (directory.checkpoints.folder(3) / "actor" / "weights").write_text("12346")
+    with pytest.raises(ConfigError, match="no sound checkpoint left") as error:
+        restore(directory, LoadingActor())
+    assert "step 3: rank 0: actor/weights is not what was written" in str(error.value)
+    # And it is refused before any work from then on.
+    with pytest.raises(ConfigError, match=r"damaged: .*step_000003\.damaged"):
+        directory.check_usable(build_config(resume="auto"))
+
+
+def see_damage_alone(rank, world_size, path):
+    from pathlib import Path
+
+    directory = RunDirectory(Path(path))
+    if rank == 1:  # as a file system that shows one node a file that it lost
+        problem = directory.checkpoints.problem
+        directory.checkpoints.problem = lambda step, **share: (
+            "weights is missing" if step == 6 else problem(step, **share)
+        )
+    actor = LoadingActor()
+    actor.topology = Topology(world_size=world_size, rank=rank, dp_size=world_size)
+    keeper = CheckpointKeeper(
+        build_config(), directory, Console(speaks=False), rank, lambda: None
+    )
+    return keeper.restore(actor)
+
+
+def test_all_ranks_take_the_one_before_if_one_alone_sees_damage(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.create(build_config())
+    for step in (3, 6):
+        write_checkpoint(directory, step)
+    assert run_ranks(see_damage_alone, 2, str(tmp_path)) == [3, 3]
+    (aside,) = directory.checkpoints.damaged()
+    assert (aside / "damage.txt").read_text() == "rank 1: weights is missing\n"
+
+
+def make_model(folder, weights):
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(weights)
+
+
+def test_a_moved_model_is_the_same_and_another_one_is_not(tmp_path):
+    for name, weights in (("m", b"1"), ("moved", b"1"), ("other", b"2")):
+        make_model(tmp_path / name, weights)
+
+    def config(name):
+        values = build_config(resume="auto").model_dump()
+        return parse_config(values | {"model": {"path": str(tmp_path / name)}})
+
+    directory = RunDirectory(tmp_path / "a")
+    directory.create(config("m"))
+    record(directory, 0)
+    directory.check_usable(config("moved"))
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        directory.check_usable(config("other"))
+
+
+def test_what_a_resumed_run_changes_is_written_down(tmp_path):
+    directory = RunDirectory(tmp_path / "a")
+    directory.create(build_config())
+    record(directory, 7)
+    write_checkpoint(directory, 6)
+    changed = build_config(resume="auto").model_dump()
+    changed |= {
+        "optimizer": {"learning_rate": 5e-7, "clip_grad": 0.5},
+        "trainer": {"steps": 900},
+        "reward": {"time_limit_seconds": 20},
+        "rollout": {"time_limit_seconds": 99},
+    }
+    directory.check_usable(parse_config(changed))
+    directory.create(parse_config(changed))
+    lines = (tmp_path / "a" / "changes.jsonl").read_text().splitlines()
+    rows = {row["key"]: row for row in map(json.loads, lines)}
+    assert rows.keys() == {"optimizer.learning_rate", "optimizer.clip_grad", "trainer.steps",
+                           "reward.time_limit_seconds", "rollout.time_limit_seconds"}  # fmt: skip
+    assert rows["optimizer.learning_rate"]["to"] == 5e-7
+    assert rows["trainer.steps"]["after_step"] == 6
 
 
 def test_rewind_leaves_what_an_uninterrupted_run_would_have(tmp_path):

@@ -24,14 +24,17 @@ def test_a_run_continues_before_the_engine_takes_its_memory(tmp_path, monkeypatc
     )  # fmt: skip
     directory = RunDirectory(tmp_path)
     directory.create(config)
-    partial = tmp_path / "partial"
-    partial.mkdir()
-    directory.complete_checkpoint(partial, 3)
+    directory.checkpoints.begin(3)
+    directory.checkpoints.complete(3, sums={}, digests=[])
     events = []
 
     class ScriptedActor:
         def __init__(self, folder, *, topology, settings):
+            self.topology = topology
             events.append("actor")
+
+        def digest(self):
+            return {"layout": "one", "sum": "0"}
 
         def load(self, folder):
             events.append(f"load {folder.parent.name}")

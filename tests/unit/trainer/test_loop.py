@@ -374,22 +374,27 @@ def test_a_checkpoint_gets_its_name_when_the_records_of_its_step_are_on_disk(tmp
     writer.submit(written.touch)
 
     class Actor:
+        topology = Topology.single()
+
+        def digest(self):
+            return {"layout": "one", "sum": "0"}
+
         def save(self, folder):
             folder.mkdir(parents=True)
             assert not written.exists()  # the records are not waited for before they must be
             threading.Timer(0.05, late.set).start()
 
-    complete = directory.complete_checkpoint
+    complete = directory.checkpoints.complete
 
-    def complete_after_records(partial, step):
+    def complete_after_records(step, **stated):
         assert written.exists()
-        complete(partial, step)
+        complete(step, **stated)
 
-    directory.complete_checkpoint = complete_after_records
+    directory.checkpoints.complete = complete_after_records
     console = Console(speaks=False)
     keeper = CheckpointKeeper(make_config(), directory, console, 0, writer.wait)
     keeper.save(Actor(), 1)
-    assert directory.latest_checkpoint()[0] == 1
+    assert directory.checkpoints.sound_steps() == [1]
 
 
 def test_after_an_error_nothing_more_is_written_and_every_call_says_so(tmp_path):

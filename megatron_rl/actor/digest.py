@@ -1,0 +1,39 @@
+"""One number for what a rank holds of a policy: weights, main weights and Adam's moments."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+BLOCK = 1 << 22  # elements at a time: their 64-bit copies are 32 MiB
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def digest_tensors(tensors: Iterable[Tensor]) -> str:
+    """Changes with any bit of any tensor, and with two elements that change places, in 16 digits.
+
+    Sums of bit patterns times their position, modulo 2^64: the same on every device.
+    """
+    total = 0
+    for tensor in tensors:
+        bits = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
+        for start in range(0, len(bits), BLOCK):
+            block = bits[start : start + BLOCK].long()
+            place = torch.arange(start + 1, start + 1 + len(block), device=block.device)
+            # Odd factors lose no bit; the product wraps around.
+            total += int((block * (2 * place + 1)).sum())
+    return f"{total % 2**64:016x}"
+
+
+def training_state(parameters: Iterable[Tensor], optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """This rank's parameters, then the main weights and moments of its share of the optimizer."""
+    yield from parameters
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in getattr(part, "shard_fp32_from_float16_groups", []):
+            yield from (main for main in group if main is not None)
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = part.optimizer.state.get(parameter, {})
+                yield from (state[name] for name in _MOMENTS if name in state)

@@ -1,0 +1,36 @@
+"""A checkpoint's table is read; one that would run code is refused, and its code does not run."""
+
+import pickle
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, save
+
+from megatron_rl.actor.safe_pickle import check_pickle
+
+
+class Runs:
+    def __reduce__(self):
+        return print, ("this code ran",)
+
+
+def test_what_torch_writes_is_read(tmp_path):
+    tensors = {"a": torch.ones(3, 2), "b": torch.ones(2, dtype=torch.bfloat16), "c": {"n": 1}}
+    save(tensors, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    check_pickle(tmp_path / ".metadata")
+    assert FileSystemReader(tmp_path).read_metadata().state_dict_metadata["a"].size == (3, 2)
+
+
+def test_code_is_refused_and_does_not_run(tmp_path, capsys):
+    file = tmp_path / ".metadata"
+    file.write_bytes(pickle.dumps({"state_dict_metadata": Runs()}))
+    with pytest.raises(ValueError, match=r"builtins\.print; it is not read"):
+        check_pickle(file)
+    assert "ran" not in capsys.readouterr().out
+
+
+def test_something_else_is_refused(tmp_path):
+    for content in (b"", b"not a pickle"):
+        (tmp_path / ".metadata").write_bytes(content)
+        with pytest.raises(ValueError, match="is not the table of a checkpoint"):
+            check_pickle(tmp_path / ".metadata")

@@ -1,0 +1,97 @@
+"""What counts as a checkpoint, what is wrong with one, and what a kill leaves."""
+
+import json
+import shutil
+
+import pytest
+
+from megatron_rl.runs import checkpoints as module
+from megatron_rl.runs.checkpoints import MANIFEST, CheckpointFolders, file_names, sum_files
+
+
+def write(folders, step, content=b"12345"):
+    partial = folders.begin(step)
+    (partial / "actor").mkdir()
+    (partial / "actor" / "weights").write_bytes(content)
+    sums = sum_files(partial, file_names(partial))
+    folders.complete(step, sums=sums, digests=[{"layout": "one", "sum": "0"}])
+
+
+def test_only_complete_checkpoints_count_and_old_ones_go(tmp_path):
+    folders = CheckpointFolders(tmp_path)
+    for step in (2, 4, 6):
+        write(folders, step)
+    folders.partial(8).mkdir()  # killed while writing
+    folders.folder(9).mkdir()  # without its manifest
+    assert folders.sound_steps() == [2, 4, 6]
+    folders.prune(keep=2)
+    assert folders.steps() == [4, 6, 9]  # what is damaged is for a person to delete
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_kill_while_pruning_leaves_nothing_under_a_checkpoint_s_name(tmp_path, monkeypatch):
+    """The first deletion of a file is the kill: what is half deleted has another name by then."""
+    folders = CheckpointFolders(tmp_path)
+    for step in (1, 2):
+        write(folders, step)
+
+    def killed(path):
+        (path / "actor" / "weights").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        folders.prune(keep=1)
+    monkeypatch.undo()
+    assert folders.steps() == folders.sound_steps() == [2]
+    folders.clean()
+    assert [folder.name for folder in tmp_path.iterdir()] == ["step_000002"]
+
+
+def test_each_kind_of_damage_is_named(tmp_path):
+    folders = CheckpointFolders(tmp_path)
+    write(folders, 3)
+    shard = folders.folder(3) / "actor" / "weights"
+    assert folders.problem(3, share=(0, 1)) is None
+    shard.write_bytes(b"12346")  # a flipped bit: sizes agree
+    assert folders.problem(3) is None
+    assert "actor/weights is not what was written" in folders.problem(3, share=(0, 1))
+    assert folders.problem(3, share=(1, 2)) is None  # another rank reads this file
+    shard.write_bytes(b"12")
+    assert folders.problem(3) == "actor/weights has 2 of 5 bytes"
+    shard.unlink()
+    assert folders.problem(3) == "actor/weights is missing"
+    (folders.folder(3) / MANIFEST).write_text('{"step": 3, "fi')
+    assert "cannot be read" in folders.problem(3)
+    (folders.folder(3) / MANIFEST).unlink()
+    assert "cannot be read" in folders.problem(3)
+
+
+def test_a_manifest_of_sizes_alone_is_still_read(tmp_path):
+    folders = CheckpointFolders(tmp_path)
+    write(folders, 3)
+    old = {"step": 3, "files": {"actor/weights": 5}}
+    (folders.folder(3) / MANIFEST).write_text(json.dumps(old))
+    assert folders.problem(3, share=(0, 1)) is None
+    assert folders.manifest(3)["digests"] == []
+
+
+def test_set_aside_keeps_everything_with_the_reason(tmp_path):
+    folders = CheckpointFolders(tmp_path)
+    for _ in range(2):
+        write(folders, 3)
+        aside = folders.set_aside(3, "rank 1: a flipped bit")
+        assert (aside / "actor" / "weights").read_bytes() == b"12345"
+        assert (aside / "damage.txt").read_text() == "rank 1: a flipped bit\n"
+    assert [folder.name for folder in folders.damaged()] == [
+        "step_000003.damaged", "step_000003.damaged-2"]  # fmt: skip
+    assert folders.steps() == []
+
+
+def test_a_step_is_saved_again_in_place(tmp_path):
+    folders = CheckpointFolders(tmp_path)
+    write(folders, 3)
+    write(folders, 3, b"again")
+    assert (folders.folder(3) / "actor" / "weights").read_bytes() == b"again"
+    assert [folder.name for folder in tmp_path.iterdir()] == ["step_000003"]
+    shutil.rmtree(folders.folder(3))
