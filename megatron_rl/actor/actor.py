@@ -42,6 +42,7 @@ class UpdateResult:
     statistics: Statistics
     grad_norm: float
     learning_rate: float
+    skipped: str | None = None  # why there was no step: an unusable value, or its gradient
 
 
 class MegatronActor:
@@ -101,9 +102,8 @@ class MegatronActor:
         """One optimizer update on this data-parallel rank's micro-batches of one minibatch.
 
         The loss is the sum over all ranks' micro-batches of the objective's per-token losses.
-        Raises ValueError naming the token when an input or a loss was unusable, and
-        FloatingPointError when the gradient is not finite: on every rank alike, and before the
-        weights and the optimizer's moments are touched.
+        Where an input, a loss or the gradient is not finite, every rank skips the step alike: no
+        weight, no moment and no count changes, and the result says which token or what norm.
         """
         self._check(minibatch.micro_batches)
         self.wake_up()
@@ -123,9 +123,9 @@ class MegatronActor:
                 group["lr"] = rate * group["lr_mult"]
                 group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]
             statistics = self._reduce(reports)
-            grad_norm = self._step(statistics)
-        self.updates += 1
-        return UpdateResult(statistics, grad_norm, rate)
+            grad_norm, skipped = self._step(statistics)
+        self.updates += skipped is None
+        return UpdateResult(statistics, grad_norm, rate, skipped)
 
     def named_parameters_local(self) -> Mapping[str, Tensor]:
         """This rank's parameters by Megatron's names, after `chunk{i}.` if there are several."""
@@ -164,6 +164,18 @@ class MegatronActor:
         self.wake_up()
         with megatron_runtime():
             self.updates = load_checkpoint(folder, chunks=self.chunks, optimizer=self.optimizer)
+
+    def check_weights(self) -> None:
+        """Raise FloatingPointError naming this rank's parameters that are not finite."""
+        parameters = self.named_parameters_local()
+        largest = torch.stack(torch._foreach_norm(list(parameters.values()), math.inf))
+        finite = torch.isfinite(largest).tolist()
+        wrong = [name for name, good in zip(parameters, finite, strict=True) if not good]
+        if wrong:
+            raise FloatingPointError(
+                f"{len(wrong)} parameters are not finite, first {wrong[0]}; the last checkpoint is "
+                "older than that: continue from it with a lower optimizer.learning_rate"
+            )
 
     def digest(self) -> dict[str, str]:
         """What this rank holds, as a number, and in which layout: where that differs, so may it."""
@@ -260,25 +272,25 @@ class MegatronActor:
         )
         return result.loss, result.statistics
 
-    def _step(self, statistics: Statistics) -> float:
-        """Let the optimizer step if all is well; the gradient's norm before clipping.
+    def _step(self, statistics: Statistics) -> tuple[float, str | None]:
+        """Let the optimizer step if all is well; the gradient's norm before clipping, and why not.
 
         The parts of Megatron's `ChainedOptimizer.step`, with the checks between them.
         """
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())  # waits for the device: ask it all now
-        statistics.raise_on_faults()
+        try:
+            statistics.raise_on_faults()
+        except ValueError as fault:
+            return grad_norm, str(fault)
         if not math.isfinite(grad_norm):
-            raise FloatingPointError(
-                f"gradient norm of update {self.updates} is {grad_norm}; the weights are still "
-                "those before it, continue with a lower learning rate"
-            )
+            return grad_norm, f"the gradient's norm is {grad_norm}"
         for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
             parameters = part.get_parameters()
             if self.settings.clip_grad > 0 and parameters:
                 clip_grad_by_total_norm_fp32(parameters, self.settings.clip_grad, grad_norm)
         self.optimizer.step_with_ready_grads()
-        return grad_norm
+        return grad_norm, None
 
     def _from_last_stage(self, local: list[Tensor], shape: tuple[int, int]) -> Tensor:
         """What the last stage says of each token, on every pipeline stage; [1|2, tokens]."""

@@ -204,6 +204,8 @@ class TrainerSection(Section):
     """steps; the last step is always kept"""
     keep_checkpoints: Count = 2
     """how many, the newest"""
+    skipped_updates: Count = 3
+    """in a row, for a loss or gradient that is not finite, that end the run"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """of weights and activations; `auto`: bfloat16 on CUDA, float32 on a CPU"""
 

@@ -7,6 +7,7 @@ runs/NAME/config.yaml        the resolved config
           rollouts/          one parquet file per step: every rollout with its log-probs
           checkpoints/       step_NNNNNN/, complete or absent
           eval/              one parquet file per set and step
+          faults/            rollouts of the steps in which updates were skipped, and why
           model/             the trained model as a Hugging Face folder
           log.txt curves.png tensorboard/
 """
@@ -35,7 +36,7 @@ from megatron_rl.types import Rollout
 # changes.jsonl. Anything else would make it another experiment.
 RESUMABLE_CHANGES = (
     "run.", "trainer.steps", "trainer.checkpoint_every", "trainer.keep_checkpoints",
-    "trainer.tokens_per_micro_batch", "trainer.recompute", "eval.", "logging.", "resharding.",
+    "trainer.skipped_updates", "trainer.tokens_per_micro_batch", "trainer.recompute", "eval.", "logging.", "resharding.",
     "reward.workers", "reward.time_limit_seconds", "reward.on_error", "parallel.", "rollout.tensor",
     "rollout.expert_parallel", "rollout.memory_fraction", "rollout.max_sequences",
     "rollout.kv_cache_mib", "rollout.time_limit_seconds", "optimizer.learning_rate",
@@ -53,6 +54,7 @@ class RunDirectory:
         self.rollouts = self.path / "rollouts"
         self.checkpoints = CheckpointFolders(self.path / "checkpoints")
         self.evaluations = self.path / "eval"
+        self.faults = self.path / "faults"
         self.model = self.path / "model"
         self.config_file = self.path / "config.yaml"
         self.models_file = self.path / "models.json"
@@ -206,17 +208,21 @@ class RunDirectory:
         *,
         advantages: Sequence[float],
         behavior_logprobs: Sequence[np.ndarray | None],
+        folder: Path | None = None,
     ) -> None:
         """Keep one step's rollouts: texts, token ids, rewards, log-probs, weight versions.
 
-        Behavior log-probs are null where they were not computed.
+        Behavior log-probs are null where they were not computed. folder: elsewhere than in
+        `rollouts/`; made where it is missing.
         """
+        folder = folder or self.rollouts
+        folder.mkdir(exist_ok=True)
         table = _rollout_table(rollouts)
         table = table.append_column("advantage", pa.array(advantages, pa.float32()))
         table = table.append_column(
             "behavior_logprobs", pa.array(behavior_logprobs, pa.list_(pa.float32()))
         )
-        _write_table(table, self.rollouts / f"step_{step:06d}.parquet")
+        _write_table(table, folder / f"step_{step:06d}.parquet")
 
     def write_evaluation(self, name: str, step: int, rollouts: Sequence[Rollout]) -> None:
         """Keep the responses of one evaluation."""

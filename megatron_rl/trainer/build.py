@@ -27,6 +27,7 @@ from megatron_rl.rollout.requests import check_prompts
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.trainer.evaluation import Evaluator
+from megatron_rl.trainer.faults import Faults
 from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.learning_check import describe_slow_packs
 from megatron_rl.trainer.loop import Trainer
@@ -172,6 +173,7 @@ def _build_trainer(
         done=done,
         recorder=recorder,
         console=console,
+        faults=Faults(writer, console, config.trainer.skipped_updates),
         clock=clock,
     )
 

@@ -13,11 +13,13 @@ from megatron_rl.actor.reference import ReferencePolicy
 from megatron_rl.config import Config
 from megatron_rl.console import Console
 from megatron_rl.data.prompts import PromptOrder
+from megatron_rl.distributed.agreement import raised_together
 from megatron_rl.objectives import PolicyObjective
 from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.seeds import derive_seed
 from megatron_rl.trainer.engine_check import check_engine
 from megatron_rl.trainer.evaluation import Evaluator
+from megatron_rl.trainer.faults import Faults
 from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.metrics import PhaseClock
 from megatron_rl.trainer.recorder import Recorder
@@ -45,6 +47,7 @@ class Trainer:
     recorder: Recorder
     console: Console
     clock: PhaseClock
+    faults: Faults
 
     def train(self) -> None:
         """Run the steps that are not done; before the first of all, evaluate."""
@@ -75,7 +78,9 @@ class Trainer:
         with self.clock.phase("train"), self.console.progress("train") as advance:
             for epoch in range(1, self.config.trainer.epochs + 1):
                 for minibatch in batch.minibatches:
-                    updates.add(self.actor.update(minibatch, self.objective), epoch=epoch)
+                    result = self.actor.update(minibatch, self.objective)
+                    updates.add(result, epoch=epoch)
+                    self.faults.note(result, batch, step=step, update=updates.count)
                     advance(updates.count, self.config.updates_per_step)
 
         with self.clock.phase("sync"):
@@ -133,5 +138,7 @@ class Trainer:
 
     def push_weights(self, *, version: int) -> dict[str, float]:
         """Give the engine the actor's weights; raises if a single parameter does not arrive."""
+        with raised_together(doing="looking at the weights before they are pushed"):
+            self.actor.check_weights()
         self.actor.sleep()  # from here on the memory of its optimizer is the engine's
         return self.engine.push_weights(self.actor, version=version).to_metrics()

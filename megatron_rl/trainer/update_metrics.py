@@ -36,22 +36,28 @@ class UpdateMetrics:
         `ratio/first_minibatch_max_deviation` is exactly 0 when behavior log-probs come from the
         packs and the weights that the first update trains on.
         """
-        metrics = _merge(self.results).to_metrics()
+        done = [result for result in self.results if result.skipped is None]
+        if not done:  # what skipped updates say is not to be averaged
+            return {"train/updates": 0, "train/updates_skipped": self.count}
+        metrics = _merge(done).to_metrics()
         for key in (key for key in metrics if key.startswith("loss/")):
-            metrics[key] /= self.count  # each update's loss is a sum over its minibatch
-        first = self.results[0].statistics.to_metrics()
+            metrics[key] /= len(done)  # each update's loss is a sum over its minibatch
+        if self.results[0].skipped is None:
+            first = self.results[0].statistics.to_metrics()
+            metrics["ratio/first_minibatch_max_deviation"] = first["ratio/max_deviation"]
         metrics |= {
-            "ratio/first_minibatch_max_deviation": first["ratio/max_deviation"],
             # How far the engine computes from the actor: |behavior - rollout| log-probs.
             "rollout/logprob_gap_mean": metrics.get("rollout_gap/absolute_mean", math.nan),
-            "grad/norm": sum(result.grad_norm for result in self.results) / self.count,
-            "grad/norm_max": max(result.grad_norm for result in self.results),
-            "optimizer/learning_rate": self.results[-1].learning_rate,
-            "train/updates": self.count,
+            "grad/norm": sum(result.grad_norm for result in done) / len(done),
+            "grad/norm_max": max(result.grad_norm for result in done),
+            "optimizer/learning_rate": done[-1].learning_rate,
+            "train/updates": len(done),
+            "train/updates_skipped": self.count - len(done),
         }
         for epoch in sorted(set(self.epochs)):
-            own = [r for r, e in zip(self.results, self.epochs, strict=True) if e == epoch]
-            values = _merge(own).to_metrics()
+            pairs = zip(self.results, self.epochs, strict=True)
+            own = [result for result, of in pairs if of == epoch and result.skipped is None]
+            values = _merge(own).to_metrics() if own else {}
             metrics |= {f"epoch_{epoch}/{k}": v for k, v in values.items() if _is_by_epoch(k)}
         return metrics
 

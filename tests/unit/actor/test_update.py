@@ -54,30 +54,34 @@ def _unchanged(actor, before):
 
 
 def update_with_bad_numbers(rank, world_size, root):
-    """Messages of a bad behavior log-prob and of a gradient that overflows; then a good update."""
+    """Why updates are skipped when the last rank alone has a bad number; then a good update."""
     from megatron_rl.objectives import build_objective
 
     actor = _make_actor(root)
     minibatch = _make_minibatch(actor)
     objective = build_objective("grpo")
-    before = _state(actor)
+    before, is_bad = _state(actor), rank == world_size - 1
     pack = minibatch.micro_batches[-1]
-    good = pack.behavior_logprobs.clone()
-    pack.behavior_logprobs[pack.response_mask.nonzero()[0]] = float("nan")
-    with pytest.raises(ValueError, match=r"behavior_logprobs .* is not finite") as named:
-        actor.update(minibatch, objective)
+    good, advantages = pack.behavior_logprobs.clone(), pack.advantages.clone()
+    if is_bad:
+        pack.behavior_logprobs[pack.response_mask.nonzero()[0]] = float("nan")
+    named = actor.update(minibatch, objective).skipped
     assert _unchanged(actor, before) and actor.updates == 0
     pack.behavior_logprobs = good
-    advantages = pack.advantages.clone()
-    pack.advantages.fill_(3e38)  # every loss is finite, the norm of their gradient is not
-    with pytest.raises(FloatingPointError) as overflow:
-        actor.update(minibatch, objective)
+    if is_bad:
+        pack.advantages.fill_(3e38)  # every loss is finite, the norm of their gradient is not
+    overflow = actor.update(minibatch, objective).skipped
     assert _unchanged(actor, before) and actor.updates == 0
     pack.advantages.copy_(advantages)
     result = actor.update(minibatch, objective)
-    assert not _unchanged(actor, before) and actor.updates == 1
+    assert result.skipped is None and not _unchanged(actor, before) and actor.updates == 1
     assert result.grad_norm > actor.settings.clip_grad  # it was clipped on the way
-    return str(named.value), str(overflow.value)
+    actor.check_weights()
+    last = list(actor.named_parameters_local().values())[-1]
+    last.data.view(-1)[-1] = float("nan")
+    with pytest.raises(FloatingPointError, match="1 parameters are not finite, first "):
+        actor.check_weights()
+    return named, overflow
 
 
 def build_averaging_megatrons(rank, world_size, root):
@@ -131,9 +135,11 @@ def model(tmp_path_factory):
 
 
 def test_bad_numbers_never_reach_the_weights(model):
-    ((named, overflow),) = run_ranks(update_with_bad_numbers, 1, model)
-    assert "position 1" in named
-    assert "the weights are still those before it" in overflow
+    told = run_ranks(update_with_bad_numbers, 2, model)
+    assert told[0] == told[1]  # all ranks skip, for the same reason
+    named, overflow = told[0]
+    assert "behavior_logprobs" in named and "position 1" in named and "is not finite" in named
+    assert overflow in ("the gradient's norm is inf", "the gradient's norm is nan")
 
 
 def test_a_megatron_that_averages_is_refused(model):

@@ -1,6 +1,7 @@
 """The loop around fakes: what happens in which order, and with which weights."""
 
 import contextlib
+import json
 import math
 import sys
 import threading
@@ -24,6 +25,7 @@ from megatron_rl.runs.rows import PHASES, read_metrics
 from megatron_rl.trainer.background import BackgroundWriter
 from megatron_rl.trainer.build import collective_timeout
 from megatron_rl.trainer.evaluation import Evaluator
+from megatron_rl.trainer.faults import Faults
 from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.loop import Trainer
 from megatron_rl.trainer.metrics import LoggingSection, MetricLog, PhaseClock
@@ -42,6 +44,11 @@ class ScriptedActor:
     events: list
     topology: Topology = field(default_factory=Topology.single)
     updates: int = 0
+
+    unusable: tuple = ()  # updates, from 1, that have no gradient
+    calls: int = 0
+
+    def check_weights(self): ...
 
     def sleep(self):
         self.events.append(("actor sleeps",))
@@ -75,6 +82,9 @@ class ScriptedActor:
             layout=layout,
             denominators=minibatch.denominators,
         )
+        self.calls += 1
+        if self.calls in self.unusable:
+            return UpdateResult(result.statistics, math.nan, 1e-3, "the gradient's norm is nan")
         self.updates += 1
         return UpdateResult(result.statistics, 1.0, 1e-3)
 
@@ -166,10 +176,12 @@ def make_config(**trainer):
     )  # fmt: skip
 
 
-def run_loop(tmp_path, *, done=0, last=None, reasons=(), trainer=None, order=iter, **overrides):
+def run_loop(
+    tmp_path, *, done=0, last=None, reasons=(), trainer=None, order=iter, unusable=(), **overrides
+):
     config = make_config(**(trainer or {}))
     events: list = []
-    actor, engine = ScriptedActor(events), ScriptedEngine(events, order)
+    actor, engine = ScriptedActor(events, unusable=unusable), ScriptedEngine(events, order)
     directory = RunDirectory(tmp_path)
     directory.create(config)
     console = Console(speaks=False)
@@ -192,6 +204,7 @@ def run_loop(tmp_path, *, done=0, last=None, reasons=(), trainer=None, order=ite
         recorder=recorder,
         console=console,
         clock=clock,
+        faults=Faults(directory, console, config.trainer.skipped_updates),
     )
     trainer.check_engine = lambda: None  # the scripts compute nothing that could agree
     with contextlib.suppress(RunInterrupted):
@@ -218,6 +231,33 @@ def test_a_step_generates_once_freezes_once_and_reuses(tmp_path):
     assert generated[0][2] == generated[3][2]  # evaluations differ by the weights alone
     assert generated[1][2] != generated[2][2]  # rollouts of two steps do not repeat
     assert trainer.checkpoints.saved == [1, 2]
+
+
+def test_unusable_updates_are_skipped_counted_and_kept(tmp_path):
+    """Two steps of six updates: the first and the eighth have no gradient."""
+    _, trainer = run_loop(tmp_path, unusable=(1, 8))
+    first, second = read_metrics(tmp_path)[1:]
+    for row in (first, second):
+        assert (row["train/updates"], row["train/updates_skipped"]) == (5, 1)
+        assert row["grad/norm"] == 1.0  # of those that happened
+    assert "ratio/first_minibatch_max_deviation" not in first  # it never happened
+    assert second["ratio/first_minibatch_max_deviation"] == 0.0
+    lines = (tmp_path / "faults" / "faults.jsonl").read_text().splitlines()
+    kept = [json.loads(line) for line in lines]
+    assert [(row["step"], row["update"]) for row in kept] == [(1, 1), (2, 2)]
+    assert "norm is nan" in kept[0]["reason"]
+    for step in (1, 2):
+        name = f"step_{step:06d}.parquet"
+        same = [pq.read_table(tmp_path / folder / name) for folder in ("faults", "rollouts")]
+        assert same[0].equals(same[1])
+    assert trainer.actor.updates == 10  # neither the count nor the learning rate's clock went on
+
+
+def test_too_many_unusable_updates_in_a_row_end_the_run(tmp_path):
+    with pytest.raises(FloatingPointError, match="3 updates in a row had no usable gradient") as e:
+        run_loop(tmp_path, unusable=(2, 4, 5, 6))
+    assert "optimizer.learning_rate" in str(e.value)
+    run_loop(tmp_path / "more", unusable=(2, 4, 5, 6), trainer={"skipped_updates": 4})
 
 
 def test_a_kl_term_scores_the_reference_once_per_rollout_batch(tmp_path):
