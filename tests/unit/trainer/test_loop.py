@@ -445,3 +445,18 @@ def test_after_an_error_nothing_more_is_written_and_every_call_says_so(tmp_path)
         with pytest.raises(FileNotFoundError, match="rollouts"):
             call()
     assert not (tmp_path / "row").exists()
+
+
+def test_a_step_without_any_advantage_updates_and_records_all_the_same(tmp_path):
+    """As before: weight decay and moments move. What was not computed is null."""
+    reasons = ["of the evaluation"] * 4 + ["not the answer"] * 16  # those of step 1
+    events, _ = run_loop(tmp_path, reasons=reasons)
+    assert [event[0] for event in events].count("update") == 12
+    row, other = read_metrics(tmp_path)[1:]
+    assert (row["train/computed_fraction"], row["advantage/zero_groups_fraction"]) == (0.0, 1.0)
+    assert (row["tokens"], row["ratio/first_minibatch_max_deviation"]) == (0.0, 0.0)
+    assert row["policy/entropy"] is row["rollout/logprob_gap_mean"] is None
+    assert row["rollout/entropy"] == pytest.approx(0.1)  # of all that was generated
+    table = pq.read_table(tmp_path / "rollouts/step_000001.parquet")
+    assert table["behavior_logprobs"].null_count == 16
+    assert (other["train/computed_fraction"], other["tokens"]) == (1.0, 16 * 2 * 3)
