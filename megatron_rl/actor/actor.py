@@ -81,7 +81,8 @@ class MegatronActor:
     ) -> list[tuple[Tensor, Tensor]]:
         """The same log-probs, each pack's with the policy's entropies (nats) at their positions."""
         scored = self._score(micro_batches, entropy=True)
-        return [(values[:, 0], values[:, 1]) for values in scored]
+        # Copies: log-probs stay for the whole rollout batch, and would keep the entropies.
+        return [(values[:, 0].contiguous(), values[:, 1]) for values in scored]
 
     def _score(self, micro_batches: Sequence[TokenBatch], *, entropy: bool) -> list[Tensor]:
         """What the head says of each pack's labels: log-prob, and entropy if asked; [T, 1|2]."""

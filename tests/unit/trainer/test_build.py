@@ -71,3 +71,16 @@ def test_a_verifier_that_returns_no_reward_is_refused_by_one_clear_error():
         ),
     ):
         build._start_verifiers(pool, prompt)
+
+
+@pytest.mark.parametrize(
+    ("ranks_here", "cores", "workers"), [("2", 16, 8), ("3", 16, 5), ("4", 2, 1), (None, 6, 3)]
+)
+def test_verifiers_are_as_many_as_a_rank_has_cores(monkeypatch, ranks_here, cores, workers):
+    """Without a launcher that says how many ranks a node has, all are thought to be here: two."""
+    monkeypatch.setattr(build.os, "sched_getaffinity", lambda process: set(range(cores)))
+    if ranks_here is None:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
+    assert build._cores_of_rank(Topology(world_size=2, dp_size=2)) == workers
