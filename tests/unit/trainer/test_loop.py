@@ -438,9 +438,10 @@ def test_a_checkpoint_gets_its_name_when_the_records_of_its_step_are_on_disk(tmp
 
 
 def test_after_an_error_nothing_more_is_written_and_every_call_says_so(tmp_path):
-    writer = BackgroundWriter()
-    writer.submit((tmp_path / "missing" / "rollouts").touch)
+    writer, both = BackgroundWriter(), threading.Event()
+    writer.submit(lambda: both.wait() and (tmp_path / "missing" / "rollouts").touch())
     writer.submit((tmp_path / "row").touch)
+    both.set()
     for call in (writer.wait, writer.wait, lambda: writer.submit(print)):
         with pytest.raises(FileNotFoundError, match="rollouts"):
             call()
