@@ -50,11 +50,13 @@ def batch_lines(launch: Launch, *, requeue: int, link: int) -> str:
     """What the batch script does before srun; `link` counts the jobs of a chain from 1.
 
     It leaves each end in the file `exits`, and queues a job again that was asked to end and had the
-    time to save. SLURM itself requeues what it preempts without a grace time, and what a user
-    cancels must stay so: only a job that is still running is queued again.
+    time to save, or that lost a node: the other ranks then fail long before SLURM knows. SLURM
+    itself requeues what it preempts without a grace time, and what a user cancels must stay so:
+    only a job that is still running is queued again.
     """
     folder = shlex.quote(str(launch.folder))
     asked = "|".join(str(status) for status in ASKED_TO_END)
+    asked_and_running = "|".join(f"{status}:RUNNING" for status in ASKED_TO_END)
     lines = [
         "set +xv",
         "unset SLURM_UNBUFFEREDIO  # with it ranks write to terminals, and draw progress bars",
@@ -73,13 +75,23 @@ def batch_lines(launch: Launch, *, requeue: int, link: int) -> str:
         '    kill $rehearsal 2>/dev/null',
         '    echo "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0} $status" >>"$exits"',
         '    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)',
-        f'    case "$status:$state" in {"|".join(f"{one}:RUNNING" for one in ASKED_TO_END)})',
-        f'        if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {requeue} ]; then',
-        '            scontrol requeue "$SLURM_JOB_ID"',
-        "        fi ;;",
+        '    again=""',
+        '    case "$status:$state" in',
+        "        0:*) ;;",
+        f"        {asked_and_running}) again='it was asked to end' ;;",
+        "        *:RUNNING) all_nodes_answer || again='a node does not answer' ;;",
         "    esac",
+        f'    if [ -n "$again" ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {requeue} ]; then',
+        '        echo "queued again: $again"',
+        '        scontrol requeue "$SLURM_JOB_ID"',
+        "    fi",
+        "}",
+        "all_nodes_answer() {",
+        '    timeout 60 srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \\',
+        '        --ntasks="$SLURM_JOB_NUM_NODES" true',
         "}",
         "trap finish EXIT",
+        "trap 'exit 143' TERM  # else the status would be that of the command before srun",
     ]  # fmt: skip
     if launch.rehearse_after is not None and link == 1:
         lines += _rehearsal(launch)

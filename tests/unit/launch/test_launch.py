@@ -179,26 +179,31 @@ if [ $exitcode -ne 0 ]; then exit $exitcode; fi
 
 
 @pytest.mark.parametrize(
-    ("status", "state", "restarts", "requeued"),
+    ("status", "state", "restarts", "nodes", "requeued"),
     [
-        (75, "RUNNING", 0, True),
-        (143, "RUNNING", 0, True),  # SIGTERM before the ranks listened
-        (75, "RUNNING", 3, False),  # as often as allowed
-        (75, "CANCELLED", 0, False),  # a user cancelled it
-        (75, "COMPLETING", 0, False),  # SLURM requeues it itself
-        (1, "RUNNING", 0, False),
-        (137, "RUNNING", 0, False),  # out of memory: would happen again
-        (0, "RUNNING", 0, False),
+        (75, "RUNNING", 0, "answer", True),
+        (143, "RUNNING", 0, "answer", True),  # SIGTERM before the ranks listened
+        (75, "RUNNING", 3, "answer", False),  # as often as allowed
+        (75, "CANCELLED", 0, "answer", False),  # a user cancelled it
+        (75, "COMPLETING", 0, "answer", False),  # SLURM requeues it itself
+        (1, "RUNNING", 0, "answer", False),
+        (1, "RUNNING", 0, "lost", True),
+        (1, "RUNNING", 3, "lost", False),
+        (1, "CANCELLED", 0, "lost", False),
+        (137, "RUNNING", 0, "answer", False),  # out of memory: would happen again
+        (0, "RUNNING", 0, "answer", False),
     ],
 )
-def test_what_is_queued_again(config, tmp_path, status, state, restarts, requeued):
-    """The batch lines in bash, around stand-ins for the two commands that need a SLURM."""
+def test_what_is_queued_again(config, tmp_path, status, state, restarts, nodes, requeued):
+    """The batch lines in bash, around stand-ins for the three commands that need a SLURM."""
     launch = plan(config, SLURM)
     launch.folder.mkdir(parents=True)
     said = tmp_path / "said"
+    (tmp_path / "srun").write_text(f"#!/bin/sh\n[ {nodes} = answer ]\n")
+    (tmp_path / "srun").chmod(0o755)
     before = (
         f"squeue() {{ echo {state}; }}; scontrol() {{ echo $* >>{said}; }}\n"
-        f"export SLURM_JOB_ID=7 SLURM_RESTART_COUNT={restarts}"
+        f"export SLURM_JOB_ID=7 SLURM_RESTART_COUNT={restarts} PATH={tmp_path}:$PATH"
     )
     script = BATCH.format(
         before=before, lines=batch_lines(launch, requeue=3, link=1), status=status
@@ -208,6 +213,18 @@ def test_what_is_queued_again(config, tmp_path, status, state, restarts, requeue
     assert (said.read_text() if said.exists() else "") == ("requeue 7\n" if requeued else "")
     (end,) = read_exits(str(launch.folder))
     assert (end.job, end.restarts, end.status) == ("7", restarts, status)
+
+
+def test_a_batch_script_that_slurm_ends_does_not_pass_for_done(config):
+    launch = plan(config, SLURM)
+    launch.folder.mkdir(parents=True)
+    lines = batch_lines(launch, requeue=3, link=1)
+    before = "squeue() { echo COMPLETING; }; scontrol() { exit 9; }; export SLURM_JOB_ID=7"
+    # the signal comes while srun runs, whose status the script never reads
+    script = BATCH.format(before=before, lines=lines + "\nkill -TERM $$", status=0)
+    assert subprocess.run(["bash", "-c", script], check=False).returncode == 143
+    (end,) = read_exits(str(launch.folder))
+    assert end.status == 143
 
 
 @pytest.mark.parametrize(("earlier", "runs"), [("75", True), ("0", False), ("1", False)])
