@@ -175,7 +175,7 @@ class RolloutCorrection:
             raise ValueError(f"rollout_correction: low {self.low} is not below high {self.high}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ObjectiveSpec:
     """A policy objective: weight, constraint, gradient, aggregation, optional terms.
 
