@@ -48,7 +48,7 @@ def draw_curves(run_folder: str | Path) -> Path:
     _draw(axes[1, 2], rows, ["grad/norm"], title="Gradient norm")
     _draw(axes[2, 0], rows, ["response/length_mean"], title="Response length (tokens)")
     idle = ["response/truncated_fraction", "advantage/zero_groups_fraction"]
-    _draw(axes[2, 1], rows, idle, title="Truncated responses, groups of zero advantage (fraction)")
+    _draw(axes[2, 1], rows, idle, title="Truncated; groups of zero advantage (fraction)")
     axes[2, 1].set_ylim(-0.02, 1.05)
     _draw_seconds(axes[2, 2], rows)
     for axis in axes[2]:
