@@ -57,13 +57,30 @@ class ModelSection(Section):
     """of the layers' matrix products, by Transformer Engine"""
 
 
+class ColumnsSection(Section):
+    """Which columns of a file of prompts hold what; a dot reaches into a struct."""
+
+    prompt: str = "prompt"
+    """a text, the user's message, or a list of chat messages"""
+    answer: str = "reward_model.ground_truth"
+    """the ground truth, a text or a number"""
+    source: str | None = None
+    """where a row comes from; null: the column `data_source` where there is one, else the file's
+    name"""
+
+
 class DataSection(Section):
     """Training prompts."""
 
     train: str = ""
-    """a parquet file in the schema of DAPO-Math-17k; must be given"""
+    """a file of prompts, .parquet or .jsonl (`docs/prompts.md`); must be given"""
+    columns: ColumnsSection = ColumnsSection()
+    """of `data.train`, and of `eval.sets` where `eval.columns` is null; by default the schema of
+    DAPO-Math-17k"""
     max_prompt_tokens: Count = 1024
     """the longest prompt, in tokens"""
+    too_long: Literal["error", "skip"] = "error"
+    """a prompt that is longer: refuse the file, or leave the prompt out and say how many were"""
 
 
 class ParallelSection(Section):
@@ -103,6 +120,10 @@ class RolloutSection(Section):
     """responses to each prompt: a group"""
     max_response_tokens: Count = 15360
     """where a response is cut off"""
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
+    """tokens that end a response, besides those that the model's configs and tokenizer name"""
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    """texts that end a response; they stay in it"""
     temperature: Positive = 1.0
     """of sampling, and of the log-probs that are trained on; there is no `top_p`, because ratios
     are to the whole distribution"""
@@ -215,12 +236,14 @@ class EvalSection(Section):
 
     sets: dict[Name, str] = Field(default_factory=dict)
     """name: file of prompts, as `data.train`"""
+    columns: ColumnsSection | None = None
+    """of these files; null: those of `data.columns`"""
     every: Count = 10
     """steps"""
     samples: Count = 32
     """responses to each prompt"""
-    temperature: Positive = 0.7
-    """of sampling"""
+    temperature: NonNegative = 0.7
+    """of sampling; 0: the likeliest token, one response to each prompt"""
     top_p: Fraction = 0.9
     """of sampling"""
 
@@ -311,6 +334,13 @@ class Config(Section):
                 "comes down to it; unset it, or set optimizer.decay"
             )
         return problems
+
+    @property
+    def prompt_files(self) -> dict[str, tuple[str, ColumnsSection]]:
+        """Every file of prompts with its columns, by the key that names it."""
+        columns = self.eval.columns or self.data.columns
+        sets = {f"eval.sets.{name}": (path, columns) for name, path in self.eval.sets.items()}
+        return {"data.train": (self.data.train, self.data.columns)} | sets
 
     @property
     def reference_path(self) -> str:

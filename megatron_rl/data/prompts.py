@@ -1,24 +1,26 @@
-"""Prompt sets in the schema of DAPO-Math-17k, and the order in which a run goes through them.
+"""Prompt sets, tokenized, and the order in which a run goes through them."""
 
-A prompt set is a parquet file with the columns `prompt` (a list of chat messages),
-`reward_model` (a struct with `ground_truth`) and `data_source`; others are ignored.
-Schema: https://huggingface.co/datasets/BytedTsinghua-SIA/DAPO-Math-17k
-"""
-
-import itertools
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
+from megatron_rl.data.rows import Columns, Row, name_row, parse_row, read_rows
 from megatron_rl.seeds import derive_seed
 from megatron_rl.types import Prompt
 
-COLUMNS = ("prompt", "reward_model", "data_source")
+
+def find_tokenizer(folder: str | Path) -> None:
+    """ValueError if a model folder holds no tokenizer: transformers would make up an empty one."""
+    if not any(list(Path(folder).glob(name)) for name in ("tokenizer*", "vocab*", "*.model")):
+        raise ValueError(
+            f"{folder} has no tokenizer (no tokenizer.json, tokenizer_config.json, ...); copy "
+            "the tokenizer's files of the model that its weights come from"
+        )
 
 
 def load_tokenizer(folder: str | Path) -> Any:
@@ -31,6 +33,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 
     if not Path(folder).is_dir():
         raise ValueError(f"model folder {folder} does not exist")
+    find_tokenizer(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -49,31 +52,44 @@ def check_tokenizer(tokenizer: Any, *, name: str = "the tokenizer") -> None:
         raise ValueError(f"{name}: no eos_token, so a response could never end; name one")
 
 
-def load_prompts(path: str | Path, tokenizer: Any, *, max_prompt_tokens: int) -> list[Prompt]:
-    """The distinct prompts of a parquet file, tokenized with the chat template.
+def load_prompts(
+    path: str | Path,
+    tokenizer: Any,
+    *,
+    max_prompt_tokens: int,
+    columns: Columns | None = None,
+    too_long: Literal["error", "skip"] = "error",
+    say: Callable[[str], object] = lambda text: None,
+) -> list[Prompt]:
+    """The distinct prompts of a parquet or JSON lines file, tokenized with the chat template.
 
     Rows that repeat an earlier row's messages and answer are left out: the published DAPO-Math-17k
     holds each of its 17 thousand problems about a hundred times. `index` is the row in the file.
 
-    Raises ValueError if the file is missing, not parquet, empty or without the columns, if a row
-    is malformed, and if a prompt has more than `max_prompt_tokens` tokens; the message names the
-    row.
+    too_long: whether a prompt of more than `max_prompt_tokens` tokens is an error or left out;
+    `say` is told how many are.
+    Raises ValueError if the file cannot be read, is empty or without the columns, if a row is
+    malformed, and if a prompt is too long; the message names the row.
     """
+    path = Path(path)
     check_tokenizer(tokenizer)
-    table = _read_table(Path(path))
-    rows = _distinct_rows(table, where=str(path))
-    chats = {index: messages for index, (messages, _, _) in rows.items()}
-    token_ids = _tokenize(chats, tokenizer, where=str(path))
-    _check_lengths(token_ids, max_prompt_tokens, where=str(path))
+    rows = _distinct_rows(path, columns or Columns())
+    chats = {number: row.messages for number, (row, _) in rows.items()}
+    token_ids = _tokenize(chats, tokenizer, path=path)
+    longer = {number: len(ids) for number, ids in token_ids.items() if len(ids) > max_prompt_tokens}
+    if longer:
+        say(_refuse_or_tell(longer, len(rows), max_prompt_tokens, too_long, path=path))
     return [
         Prompt(
-            index=index,
-            messages=messages,
-            token_ids=tuple(token_ids[index]),
-            ground_truth=ground_truth,
-            data_source=data_source,
+            index=number,
+            messages=row.messages,
+            token_ids=tuple(token_ids[number]),
+            ground_truth=row.ground_truth,
+            data_source=row.data_source,
+            row=whole,
         )
-        for index, (messages, ground_truth, data_source) in rows.items()
+        for number, (row, whole) in rows.items()
+        if number not in longer
     ]
 
 
@@ -111,70 +127,21 @@ def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
     return np.argsort(keys, kind="stable")
 
 
-def _read_table(path: Path) -> pa.Table:
-    if not path.is_file():
-        raise ValueError(f"prompt file {path} does not exist")
-    try:
-        names = pq.read_schema(path).names
-        missing = [name for name in COLUMNS if name not in names]
-        if missing:
-            raise ValueError(
-                f"{path} has no column {', '.join(missing)}; it has {', '.join(names)}, and "
-                f"needs {', '.join(COLUMNS)} (the schema of DAPO-Math-17k)"
-            )
-        table = pq.read_table(path, columns=list(COLUMNS))
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} cannot be read as parquet: {error}") from error
-    if table.num_rows == 0:
-        raise ValueError(f"{path} holds no prompts")
-    return table
-
-
-Row = tuple[tuple[dict[str, str], ...], str, str]  # messages, ground truth, data source
-
-
-def _distinct_rows(table: pa.Table, *, where: str) -> dict[int, Row]:
-    """Parsed rows by their number, without those that repeat an earlier one."""
-    rows: dict[int, Row] = {}
+def _distinct_rows(path: Path, columns: Columns) -> dict[int, tuple[Row, str]]:
+    """Rows by their number, parsed and as JSON, without those that repeat an earlier one."""
+    rows: dict[int, tuple[Row, str]] = {}
     seen: set[tuple[Any, ...]] = set()
-    numbers = itertools.count()
-    for batch in table.to_batches(max_chunksize=4096):  # a whole large file as objects is too much
-        for plain, number in zip(batch.to_pylist(), numbers, strict=False):
-            row = _parse_row(plain, where=f"{where}, row {number}")
-            key = (row[1], *(text for message in row[0] for text in message.values()))
-            if key not in seen:
-                seen.add(key)
-                rows[number] = row
+    for number, plain in read_rows(path, columns):
+        row = parse_row(plain, columns, path=path, number=number)
+        key = (row.ground_truth, *(text for one in row.messages for text in one.values()))
+        if key not in seen:
+            seen.add(key)
+            rows[number] = row, json.dumps(plain, default=str)
     return rows
 
 
-def _parse_row(row: dict[str, Any], *, where: str) -> Row:
-    messages = row["prompt"]
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{where}: prompt must be a list of chat messages, got {messages!r:.80}")
-    for message in messages:
-        if not isinstance(message, dict) or not all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        ):
-            raise ValueError(
-                f"{where}: a chat message must have the texts role and content, got {message!r:.80}"
-            )
-    reward_model = row["reward_model"]
-    truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
-    if isinstance(truth, int | float) and not isinstance(truth, bool):
-        truth = str(truth)
-    if not isinstance(truth, str) or not truth.strip():
-        raise ValueError(
-            f"{where}: reward_model.ground_truth must be a non-empty text, got {truth!r:.80}"
-        )
-    if not isinstance(row["data_source"], str):
-        raise ValueError(f"{where}: data_source must be a text, got {row['data_source']!r:.80}")
-    kept = tuple({"role": message["role"], "content": message["content"]} for message in messages)
-    return kept, truth, row["data_source"]
-
-
 def _tokenize(
-    chats: dict[int, tuple[dict[str, str], ...]], tokenizer: Any, *, where: str
+    chats: dict[int, tuple[dict[str, str], ...]], tokenizer: Any, *, path: Path
 ) -> dict[int, list[int]]:
     # The template writes the special tokens itself, so the tokenizer must not add its own.
     texts = []
@@ -187,23 +154,29 @@ def _tokenize(
             )
         except Exception as error:  # a template is a program and may raise anything
             raise ValueError(
-                f"{where}, row {index}: the chat template refuses these messages: {error}"
+                f"{name_row(path, index)}: the chat template refuses these messages: {error}"
             ) from error
     token_ids = dict(
         zip(chats, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True)
     )
     for index, ids in token_ids.items():
         if not ids:
-            raise ValueError(f"{where}, row {index}: the prompt has no tokens")
+            raise ValueError(f"{name_row(path, index)}: the prompt has no tokens")
     return token_ids
 
 
-def _check_lengths(token_ids: dict[int, list[int]], limit: int, *, where: str) -> None:
-    longer = {index: len(ids) for index, ids in token_ids.items() if len(ids) > limit}
-    if longer:
-        index, length = next(iter(longer.items()))
-        raise ValueError(
-            f"{where}, row {index}: the prompt has {length} tokens, more than "
-            f"max_prompt_tokens={limit} (so have {len(longer)} of {len(token_ids)} prompts, the "
-            f"longest {max(longer.values())}); raise the limit or remove the rows"
+def _refuse_or_tell(
+    longer: dict[int, int], count: int, limit: int, too_long: str, *, path: Path
+) -> str:
+    """What is said of prompts that are too long where they are left out; else ValueError."""
+    number, length = next(iter(longer.items()))
+    if too_long == "skip":
+        return (
+            f"{path}: {len(longer)} of {count} prompts have more than data.max_prompt_tokens="
+            f"{limit} tokens, the longest {max(longer.values())}: left out (data.too_long=skip)"
         )
+    raise ValueError(
+        f"{name_row(path, number)}: the prompt has {length} tokens, more than "
+        f"data.max_prompt_tokens={limit} (so have {len(longer)} of {count} prompts, the longest "
+        f"{max(longer.values())}); raise the limit, or leave them out by data.too_long=skip"
+    )

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
@@ -10,16 +11,18 @@ from pathlib import Path
 import torch
 
 from megatron_rl.config import Config, ConfigError
+from megatron_rl.data.prompts import find_tokenizer
+from megatron_rl.data.rows import Columns, check_prompt_file
 from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes
 from megatron_rl.objectives import build_objective
 from megatron_rl.preflight.layout import layout_problems, length_problems, product_sizes
 from megatron_rl.rollout.engine_arguments import engine_argument_problems
-from megatron_rl.rollout.requests import stop_tokens
 from megatron_rl.runs.directory import RunDirectory
 
 # float32 weight, Adam's two moments and the master weight
 CHECKPOINT_BYTES_PER_PARAMETER = 16
 EXPORT_BYTES_PER_PARAMETER = 4
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 FP8_SIZES = 16  # Transformer Engine's `assert_dim_for_fp8_exec`
 
 
@@ -56,13 +59,10 @@ def check_settings(config: Config, *, world_size: int) -> ModelShape:
 def _read_model(path: str, problems: list[str]) -> ModelShape | None:
     """The model's shape; None where a problem is added."""
     if not Path(path).is_dir():
-        problems.append(
-            f"model.path: {path} is not a folder; give a local Hugging Face model folder "
-            "(config.json, *.safetensors, tokenizer files)"
-        )
+        problems.append(f"model.path: {path} is not a folder; {_how_to_get(path)}")
         return None
     try:
-        stop_tokens(path)  # says so if there is none: a response could never end
+        find_tokenizer(path)
     except ValueError as error:
         problems.append(f"model.path: {error}")
     try:
@@ -70,6 +70,17 @@ def _read_model(path: str, problems: list[str]) -> ModelShape | None:
     except ValueError as error:
         problems.append(f"model.path: {error}")
         return None
+
+
+def _how_to_get(path: str) -> str:
+    """The cure where a model's folder is missing."""
+    if HUB_NAME.fullmatch(path):
+        name = path.split("/")[1]
+        return (
+            f"if it is a model of the Hugging Face hub, download it first: hf download {path} "
+            f"--local-dir models/{name}, then set model.path=models/{name}"
+        )
+    return "give a local Hugging Face model folder (config.json, *.safetensors, tokenizer files)"
 
 
 def _objective_problems(config: Config, shape: ModelShape | None) -> list[str]:
@@ -138,14 +149,17 @@ def _transformer_engine_problems(config: Config, shape: ModelShape) -> list[str]
 
 
 def _file_problems(config: Config) -> list[str]:
-    files = {"data.train": config.data.train} | {
-        f"eval.sets.{name}": path for name, path in config.eval.sets.items()
-    }
-    return [
-        f"{key}: {path} does not exist; give the path of a parquet file"
-        for key, path in files.items()
-        if not Path(path).is_file()
-    ]
+    """Why prompts cannot be read: columns and first rows, before any rank imports anything."""
+    problems = []
+    for key, (path, columns) in config.prompt_files.items():
+        if not Path(path).is_file():
+            problems.append(f"{key}: {path} does not exist; give a .parquet or .jsonl file")
+            continue
+        try:
+            check_prompt_file(path, Columns(**columns.model_dump()))
+        except ValueError as error:
+            problems.append(f"{key}: {error}")
+    return problems
 
 
 def _verifier_problems(name: str) -> list[str]:

@@ -1,11 +1,10 @@
 """What is asked of vLLM: one request per response, each with its own seed."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from megatron_rl.rollout.stopping import StopRule
 from megatron_rl.seeds import derive_seed
 from megatron_rl.types import Prompt, SamplingSettings
 
@@ -17,22 +16,6 @@ class SequenceRequest:
     place: int
     token_ids: Sequence[int]
     params: Any  # vllm.SamplingParams
-
-
-def stop_tokens(model_folder: str | Path) -> tuple[int, ...]:
-    """Tokens that end a response: `eos_token_id` of generation_config.json and config.json.
-
-    Raises ValueError when neither names one: responses would always run to their limit.
-    """
-    found: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        path = Path(model_folder) / name
-        value = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if value is not None:
-            found += value if isinstance(value, list) else [value]
-    if not found:
-        raise ValueError(f"{model_folder}: neither config names an eos_token_id")
-    return tuple(dict.fromkeys(found))
 
 
 def check_prompts(prompts: Sequence[Prompt], *, vocab_size: int, longest: int) -> None:
@@ -52,7 +35,7 @@ def sampling_requests(
     *,
     samples: int,
     sampling: SamplingSettings,
-    stop_tokens: Sequence[int],
+    stop: StopRule,
 ) -> list[SequenceRequest]:
     """`samples` requests for each (position, prompt); a response's place is position * samples + i.
 
@@ -71,11 +54,12 @@ def sampling_requests(
                 top_p=sampling.top_p,
                 max_tokens=sampling.max_tokens,
                 seed=derive_seed(sampling.seed, "response", prompt.index, sample),
-                stop_token_ids=list(stop_tokens),
+                stop_token_ids=list(stop.token_ids),
+                stop=list(stop.texts),
                 ignore_eos=True,  # the stop tokens above are all there are
                 logprobs=0,  # of the sampled token only
                 flat_logprobs=True,
-                detokenize=False,
+                detokenize=bool(stop.texts),
                 output_kind=RequestOutputKind.FINAL_ONLY,
             ),
         )

@@ -28,10 +28,10 @@ from megatron_rl.rollout.requests import (
     check_prompts,
     sampling_requests,
     scoring_requests,
-    stop_tokens,
 )
 from megatron_rl.rollout.response_gather import gather_responses, gather_seconds
 from megatron_rl.rollout.running import GRACE, run_requests
+from megatron_rl.rollout.stopping import find_stop_rule
 from megatron_rl.types import Prompt, Response, SamplingSettings
 
 # An LLM that is garbage-collected tears down the default process group of the whole process
@@ -51,6 +51,7 @@ class VllmEngine:
     max_sequences: requests that run at once on one engine.
     time_limit: seconds for one call of `generate` or `score` on this engine, before it is an error
         on every rank.
+    stop_token_ids, stop: tokens and texts that end a response, besides those of the model's files.
     resharding: how weights are moved and verified.
     further_arguments: of vLLM's LLM, those that `engine_argument_problems` has no word against.
     """
@@ -69,6 +70,8 @@ class VllmEngine:
         memory_fraction: float = 0.5,
         max_sequences: int = 256,
         time_limit: float = 7200.0,
+        stop_token_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
         resharding: ReshardSettings | None = None,
         further_arguments: Mapping[str, Any] | None = None,
     ) -> None:
@@ -91,10 +94,17 @@ class VllmEngine:
         self._asleep = False
         self._engine_seconds = [0.0] * topology.world_size  # by rank
         self._resharder = Resharder(self, resharding or ReshardSettings())
-        self._stop_tokens = stop_tokens(model_folder)
+        self._tokenizer = load_tokenizer(model_folder)
+        self._stop = find_stop_rule(
+            model_folder,
+            self._tokenizer,
+            vocab_size=self.shape.vocab_size,
+            token_ids=stop_token_ids,
+            texts=stop,
+        )
         arguments: dict[str, Any] = {
             "model": str(model_folder),
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": not stop,
             "load_format": "dummy",
             "dtype": str(dtype).removeprefix("torch."),
             "seed": seed,
@@ -113,7 +123,10 @@ class VllmEngine:
         if not on_cuda:
             arguments |= {"block_size": 32, "enable_chunked_prefill": False}
         self._llm = _start_vllm(topology, arguments | dict(further_arguments or {}))
-        self._tokenizer = load_tokenizer(model_folder)
+
+    def describe_stop(self) -> str:
+        """What ends a response, for the person who starts the run."""
+        return self._stop.describe(self._tokenizer)
 
     @property
     def weight_version(self) -> int:
@@ -168,9 +181,7 @@ class VllmEngine:
             # What an earlier call left cached would change roundings: a call depends on its
             # arguments and the weights alone, or a resumed run would differ in the last bits.
             self._llm.reset_prefix_cache()
-            requests = sampling_requests(
-                mine, samples=samples, sampling=sampling, stop_tokens=self._stop_tokens
-            )
+            requests = sampling_requests(mine, samples=samples, sampling=sampling, stop=self._stop)
             self._run(requests, on_finished=kept.take)
         except Exception as found:  # noqa: BLE001 - the others must not wait, whatever it is
             error = found

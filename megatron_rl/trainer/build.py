@@ -13,7 +13,6 @@ from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.actor.weights import check_weights
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.console import Console
-from megatron_rl.data.prompts import PromptOrder, load_prompts, load_tokenizer
 from megatron_rl.distributed.agreement import raised_together, run_on_rank_0
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.interruption import Interruption
@@ -23,7 +22,6 @@ from megatron_rl.preflight.settings import check_settings
 from megatron_rl.resharding.resharder import ReshardSettings
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import Item, VerifierError
-from megatron_rl.rollout.requests import check_prompts
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.trainer.evaluation import Evaluator
@@ -32,6 +30,7 @@ from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.learning_check import describe_slow_packs
 from megatron_rl.trainer.loop import Trainer
 from megatron_rl.trainer.metrics import MetricLog, PhaseClock
+from megatron_rl.trainer.prompt_sets import PromptSets, share_prompt_sets
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.trainer.saving import CheckpointKeeper
 from megatron_rl.types import Prompt
@@ -51,11 +50,6 @@ def run_training(
     objective = build_objective(config.objective.name, **config.objective.overrides)
     if "reference_logprobs" in objective.needs:
         check_weights(config.reference_path, read_model_shape(config.reference_path))
-    prompts, eval_sets = _load_prompt_sets(config)
-    for some in (prompts, *eval_sets.values()):
-        check_prompts(some, vocab_size=shape.vocab_size, longest=config.data.max_prompt_tokens)
-    order = PromptOrder(len(prompts), seed=config.seed)
-    order.indices(0, config.rollout.prompts)  # says so if there are too few
     directory = RunDirectory.of(config)
 
     if rank == 0:
@@ -74,6 +68,7 @@ def run_training(
     console.say(_describe(config, world_size))
     if (warning := describe_slow_packs(config)) is not None:
         console.say(warning)
+    prompts = share_prompt_sets(config, shape, say=console.say)
     with VerifierPool(
         workers=config.reward.workers or _cores_of_rank(topology),
         time_limit=config.reward.time_limit_seconds,
@@ -86,8 +81,6 @@ def run_training(
             config,
             objective=objective,
             prompts=prompts,
-            order=order,
-            eval_sets=eval_sets,
             directory=directory,
             console=console,
             topology=topology,
@@ -117,23 +110,11 @@ def collective_timeout(config: Config) -> timedelta:
     return max(timedelta(minutes=30), timedelta(seconds=longest) + GRACE)
 
 
-def _load_prompt_sets(config: Config) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
-    tokenizer = load_tokenizer(config.model.path)
-    limit = config.data.max_prompt_tokens
-
-    def load(path: str) -> list[Prompt]:
-        return load_prompts(path, tokenizer, max_prompt_tokens=limit)
-
-    return load(config.data.train), {name: load(path) for name, path in config.eval.sets.items()}
-
-
 def _build_trainer(
     config: Config,
     *,
     objective: PolicyObjective,
-    prompts: list[Prompt],
-    order: PromptOrder,
-    eval_sets: dict[str, list[Prompt]],
+    prompts: PromptSets,
     directory: RunDirectory,
     console: Console,
     topology: Topology,
@@ -155,10 +136,11 @@ def _build_trainer(
     reference = None
     if "reference_logprobs" in objective.needs:
         reference = ReferencePolicy(actor, config.reference_path)
-    _start_verifiers(judge.pool, prompts[0])
+    _start_verifiers(judge.pool, prompts.training[0])
     actor.sleep()  # so that vLLM, which looks at the free memory, sees what it will have
     with console.progress("starting vLLM"):
         engine = build_engine(config, topology)
+    console.say(engine.describe_stop())
     return Trainer(
         config=config,
         actor=actor,
@@ -166,9 +148,9 @@ def _build_trainer(
         engine=engine,
         objective=objective,
         judge=judge,
-        prompts=prompts,
-        order=order,
-        evaluator=Evaluator(config, engine, judge, eval_sets, recorder, console),
+        prompts=prompts.training,
+        order=prompts.order,
+        evaluator=Evaluator(config, engine, judge, prompts.evaluation, recorder, console),
         checkpoints=checkpoints,
         done=done,
         recorder=recorder,
@@ -224,6 +206,8 @@ def build_engine(config: Config, topology: Topology) -> VllmEngine:
         max_sequences=config.rollout.max_sequences,
         time_limit=config.rollout.time_limit_seconds,
         further_arguments=config.rollout.engine,
+        stop_token_ids=config.rollout.stop_token_ids,
+        stop=config.rollout.stop,
         resharding=ReshardSettings(
             bucket_bytes=config.resharding.bucket_mib * 2**20,
             full_check_every=config.resharding.full_check_every,

@@ -35,12 +35,13 @@ class Evaluator:
     def evaluate(self, step: int) -> dict[str, float]:
         """`eval/<set>/avg@k` in [0, 1] of every set, and the mean response length."""
         settings = self.config.eval
+        samples = 1 if settings.temperature == 0 else settings.samples  # all would be the same
         metrics: dict[str, float] = {}
         for name, prompts in self.sets.items():
             with self.console.progress(f"eval {name}") as advance:
                 responses = self.engine.generate(
                     prompts,
-                    samples=settings.samples,
+                    samples=samples,
                     sampling=SamplingSettings(
                         temperature=settings.temperature,
                         top_p=settings.top_p,
@@ -53,7 +54,7 @@ class Evaluator:
             rollouts = self.judge.finish(prompts, responses)
             rewards = [rollout.verdict.reward for rollout in rollouts]
             lengths = [len(rollout.response.token_ids) for rollout in rollouts]
-            metrics[f"eval/{name}/avg@{settings.samples}"] = sum(rewards) / len(rewards)
+            metrics[f"eval/{name}/avg@{samples}"] = sum(rewards) / len(rewards)
             metrics[f"eval/{name}/response_length_mean"] = sum(lengths) / len(lengths)
             self.recorder.record_evaluation(name, step, rollouts)
         return metrics

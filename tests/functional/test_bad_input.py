@@ -9,9 +9,11 @@ import pytest
 import yaml
 
 from megatron_rl.cli import main
-from megatron_rl.config import load_config
+from megatron_rl.config import ConfigError, load_config
+from megatron_rl.models.shape import read_model_shape
 from megatron_rl.preflight.settings import check_settings
 from megatron_rl.trainer.build import run_training
+from megatron_rl.trainer.prompt_sets import read_prompt_sets
 from tests.functional.tiny_runs import CONFIG, TASK, make_task, start_training
 
 
@@ -96,7 +98,7 @@ def test_all_problems_come_at_once(capsys, tmp_path):
         "objective.name=pnpoo", "logging.wandb={project: p}",
     )  # fmt: skip
     for problem in (
-        "model.path:", "config.json does not exist", "eos_token_id", "data.train: /nowhere",
+        "model.path:", "config.json does not exist", "no tokenizer", "data.train: /nowhere",
         "did you mean 'pnpo'", "wandb is not installed",
     ):  # fmt: skip
         assert problem in said
@@ -146,14 +148,29 @@ def refused_by_a_rank(*overrides):
     return str(error.value)
 
 
-def test_bad_prompts(tmp_path):
-    run = f"run.dir={tmp_path}"
+def refused_prompts(*overrides):
+    """The error of the rank that reads the prompts."""
+    config = load_config(CONFIG, [*absolute(), *overrides])
+    with pytest.raises(ConfigError) as error:
+        read_prompt_sets(config, read_model_shape(config.model.path))
+    return str(error.value)
+
+
+def test_bad_prompts(capsys, tmp_path):
     pq.write_table(pa.table({"question": ["1+1"]}), tmp_path / "columns.parquet")
-    said = refused_by_a_rank(run, f"data.train={tmp_path}/columns.parquet")
-    assert "has no column prompt, reward_model, data_source" in said
-    assert "more than max_prompt_tokens=10" in refused_by_a_rank(run, "data.max_prompt_tokens=10")
-    said = refused_by_a_rank(run, "rollout.prompts=8000")
+    # The launcher says so, before any rank is started.
+    said = refusal(capsys, f"data.train={tmp_path}/columns.parquet", f"run.dir={tmp_path}/runs")
+    assert "data.train: " in said and "has no column prompt, reward_model.ground_truth; it" in said
+    assert "more than data.max_prompt_tokens=10" in refused_prompts("data.max_prompt_tokens=10")
+    said = refused_prompts("rollout.prompts=8000")
     assert "8000 prompts cannot be drawn from a set of 4096" in said
+
+
+def test_a_name_of_the_hub_is_answered_by_the_command_that_downloads_it(capsys, tmp_path):
+    said = refusal(capsys, f"run.dir={tmp_path}", "model.path=Qwen/Qwen3-8B")
+    assert "hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B" in said
+    said = refusal(capsys, f"run.dir={tmp_path}", f"model.path={tmp_path}/a/b")
+    assert "hf download" not in said
 
 
 def test_weights_cut_short(tmp_path):
@@ -182,11 +199,14 @@ def test_a_lost_checkpoint_is_not_answered_by_starting_again(capsys, tmp_path):
     assert (tmp_path / "a" / "metrics.jsonl").read_text() == rows  # nothing was lost
 
 
-def test_a_tokenizer_without_a_chat_template(tmp_path):
+def test_a_tokenizer_without_a_chat_template(capsys, tmp_path):
     shutil.copytree(TASK / "model", tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").unlink()
-    said = refused_by_a_rank(f"run.dir={tmp_path}", f"model.path={tmp_path}/model")
-    assert "no chat template" in said
+    assert "no chat template" in refused_prompts(f"model.path={tmp_path}/model")
+    for file in (tmp_path / "model").glob("tokenizer*"):
+        file.unlink()
+    said = refusal(capsys, f"run.dir={tmp_path}", f"model.path={tmp_path}/model")
+    assert "model has no tokenizer (no tokenizer.json" in said
 
 
 def test_every_process_ends_and_one_of_them_speaks(tmp_path):
@@ -194,4 +214,4 @@ def test_every_process_ends_and_one_of_them_speaks(tmp_path):
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 1
     assert output.count("error:") == 1 and "Traceback" not in output, output
-    assert "more than max_prompt_tokens=10" in output
+    assert "more than data.max_prompt_tokens=10" in output

@@ -28,7 +28,7 @@ LAYERS = {
     "rollout": {"types", "seeds", "distributed", "models", "resharding"},
     "runs": {"types", "config", "models"},
     "report": {"types", "runs"},
-    "preflight": {"config", "objectives", "models", "resharding", "rollout", "runs"},
+    "preflight": {"config", "data", "objectives", "models", "resharding", "rollout", "runs"},
     "conversion": {"config", "console", "models", "resharding", "actor", "preflight", "runs"},
     "trainer": {
         "types", "seeds", "peak_memory", "interruption", "console", "config", "distributed",

@@ -1,5 +1,6 @@
 """Prompt sets: what is read, what is refused, and the order of a run."""
 
+import json
 import re
 from collections import Counter
 
@@ -8,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl.data.prompts import PromptOrder, load_prompts, load_tokenizer
+from megatron_rl.data.rows import Columns, check_prompt_file
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}"
@@ -61,14 +63,14 @@ def test_a_number_as_ground_truth_is_taken_as_text(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (build_row(prompt=[]), "row 1: prompt must be a list of chat messages"),
-        (build_row(prompt=None), "row 1: prompt must be a list of chat messages"),
+        (build_row(prompt=[]), "row 1: prompt must be a text or a list of chat messages"),
+        (build_row(prompt=None), "row 1: prompt must be a text or a list of chat messages"),
         (build_row(prompt=[{"role": "user", "content": None}]), "row 1: a chat message must"),
         (build_row(truth=""), "row 1: reward_model.ground_truth must be a non-empty text"),
         (build_row(reward_model=None), "row 1: reward_model.ground_truth must be"),
         (build_row(data_source=None), "row 1: data_source must be a text"),
         (build_row(prompt=[{"role": "tool", "content": "a"}]), "row 1: the chat template refuses"),
-        (build_row("abab"), r"row 1: the prompt has 7 tokens, more than max_prompt_tokens=5"),
+        (build_row("abab"), r"row 1: the prompt has 7 tokens, more than data.max_prompt_tokens=5"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path, row, message):
@@ -77,15 +79,82 @@ def test_a_bad_row_is_named(tmp_path, row, message):
         load_prompts(path, build_tokenizer(), max_prompt_tokens=5)
 
 
-def test_a_prompt_that_is_a_plain_text_is_refused(tmp_path):
-    path = write(tmp_path / "set.parquet", [build_row(prompt="2 + 2 = ?")])
-    with pytest.raises(ValueError, match="must be a list of chat messages, got '2"):
+def test_a_prompt_that_is_a_plain_text_is_the_user_s_message(tmp_path):
+    path = write(tmp_path / "set.parquet", [build_row(prompt="ab")])
+    (prompt,) = load_prompts(path, build_tokenizer(), max_prompt_tokens=5)
+    assert prompt.messages == ({"role": "user", "content": "ab"},)
+    path = write(tmp_path / "set.parquet", [build_row(prompt=" ")])
+    with pytest.raises(ValueError, match="must be a text or a list of chat messages, got ' '"):
         load_prompts(path, build_tokenizer(), max_prompt_tokens=5)
+
+
+QUESTIONS = [
+    {"question": "ab", "answer": 7, "level": {"name": "hard"}},
+    {"question": "b", "answer": "1/2", "level": {"name": "easy"}},
+]
+
+
+def write_lines(path, rows):
+    path.write_text("\ufeff" + "\n\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(("write_file", "ending"), [(write, "parquet"), (write_lines, "jsonl")])
+def test_questions_and_answers_of_one_s_own(tmp_path, write_file, ending):
+    """A blank line and a byte order mark do no harm; an answer may be a number or a text."""
+    rows = [row | {"answer": str(row["answer"])} for row in QUESTIONS]
+    path = write_file(tmp_path / f"mine.{ending}", rows if ending == "parquet" else QUESTIONS)
+    columns = Columns(prompt="question", answer="answer")
+    check_prompt_file(path, columns)
+    first, second = load_prompts(path, build_tokenizer(), max_prompt_tokens=5, columns=columns)
+    assert first.token_ids == (0, 1, 2, 3, 4)
+    assert (first.ground_truth, second.ground_truth) == ("7", "1/2")
+    assert (first.data_source, json.loads(first.row)["level"]) == ("mine", {"name": "hard"})
+    columns = Columns(prompt="question", answer="answer", source="level.name")
+    prompts = load_prompts(path, build_tokenizer(), max_prompt_tokens=5, columns=columns)
+    assert [prompt.data_source for prompt in prompts] == ["hard", "easy"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"mine\.jsonl, line 2 is not JSON: Expecting property name"),
+        ("[1]", r"mine\.jsonl, line 2 is no JSON object: \[1\]"),
+        (
+            "{}",
+            r"mine\.jsonl, line 2: question must be a text or a list of chat messages, got None",
+        ),
+        ('{"question": "a"}', r"line 2: answer must be a non-empty text or a number, got None"),
+        ('{"question": "a", "answer": true}', r"line 2: answer must be a non-empty text or a num"),
+        ('{"question": "\udcff", "answer": 1}', r"mine\.jsonl, line 2 is not JSON: 'utf-8' codec"),
+    ],
+)
+def test_a_bad_line_is_named_before_any_tokenizer_is_loaded(tmp_path, line, message):
+    path = tmp_path / "mine.jsonl"
+    path.write_bytes((json.dumps(QUESTIONS[0]) + "\n" + line).encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=message):
+        check_prompt_file(path, Columns(prompt="question", answer="answer"))
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path):
+    rows = [build_row("abab"), build_row("ab"), build_row("aba"), build_row("b", "1")]
+    path, said = write(tmp_path / "set.parquet", rows), []
+    prompts = load_prompts(
+        path, build_tokenizer(), max_prompt_tokens=5, too_long="skip", say=said.append
+    )
+    assert [prompt.index for prompt in prompts] == [1, 3]  # rows of the file, as without them
+    assert said == [
+        f"{path}: 2 of 4 prompts have more than data.max_prompt_tokens=5 tokens, the longest 7: "
+        "left out (data.too_long=skip)"
+    ]
 
 
 def test_missing_columns_are_named_with_those_there_are(tmp_path):
     path = write(tmp_path / "set.parquet", [{"question": "2+2", "data_source": "x"}])
-    with pytest.raises(ValueError, match="no column prompt, reward_model; it has question, data"):
+    with pytest.raises(
+        ValueError,
+        match=r"no column prompt, reward_model\.ground_truth; it has .*question.*data\.columns=",
+    ):
         load_prompts(path, build_tokenizer(), max_prompt_tokens=5)
 
 
@@ -93,6 +162,9 @@ def test_files_that_are_not_prompt_sets_are_refused(tmp_path):
     tokenizer = build_tokenizer()
     with pytest.raises(ValueError, match="does not exist"):
         load_prompts(tmp_path / "none.parquet", tokenizer, max_prompt_tokens=5)
+    (tmp_path / "set.txt").touch()
+    with pytest.raises(ValueError, match=r"prompts are read from \.parquet or \.jsonl"):
+        load_prompts(tmp_path / "set.txt", tokenizer, max_prompt_tokens=5)
     (tmp_path / "text.parquet").write_text("not parquet")
     with pytest.raises(ValueError, match="cannot be read as parquet"):
         load_prompts(tmp_path / "text.parquet", tokenizer, max_prompt_tokens=5)
@@ -119,7 +191,9 @@ def test_a_tokenizer_without_what_training_needs_is_refused(tmp_path, tokenizer,
 def test_a_folder_without_a_tokenizer_is_one_clear_error(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         load_tokenizer(tmp_path / "none")
-    with pytest.raises(ValueError, match=re.escape(f"{tmp_path} holds no tokenizer")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"{tmp_path} has no tokenizer (no tokenizer.json")
+    ):
         load_tokenizer(tmp_path)
 
 

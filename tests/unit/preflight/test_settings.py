@@ -23,11 +23,12 @@ def check(folder, sizes, *, world_size, **sections):
     """`check_settings` of a run of 4 prompts x 2 responses of such a model."""
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "config.json").write_text(json.dumps(SIZES | sizes))
-    (folder / "prompts.parquet").touch()
+    (folder / "model" / "tokenizer.json").touch()
+    (folder / "prompts.jsonl").write_text('{"prompt": "1+1", "reward_model": {"ground_truth": 2}}')
     values = {
         "run": {"dir": str(folder), "name": "a"},
         "model": {"path": str(folder / "model")},
-        "data": {"train": str(folder / "prompts.parquet"), "max_prompt_tokens": 16},
+        "data": {"train": str(folder / "prompts.jsonl"), "max_prompt_tokens": 16},
         "rollout": {"prompts": 4, "responses_per_prompt": 2, "max_response_tokens": 16},
         "trainer": {"minibatches": 1},
     }

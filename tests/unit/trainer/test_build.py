@@ -6,12 +6,14 @@ import pytest
 
 from megatron_rl.config import ConfigError, parse_config
 from megatron_rl.console import Console
+from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.interruption import Interruption
 from megatron_rl.objectives import build_objective
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.trainer import build
+from megatron_rl.trainer.prompt_sets import PromptSets
 from megatron_rl.types import Prompt
 
 
@@ -42,15 +44,17 @@ def test_a_run_continues_before_the_engine_takes_its_memory(tmp_path, monkeypatc
         def sleep(self):
             events.append("sleep")
 
+    def build_scripted_engine(config, topology):
+        events.append("engine")
+        return SimpleNamespace(describe_stop=lambda: "")
+
     monkeypatch.setattr(build, "MegatronActor", ScriptedActor)
-    monkeypatch.setattr(build, "build_engine", lambda config, topology: events.append("engine"))
+    monkeypatch.setattr(build, "build_engine", build_scripted_engine)
     monkeypatch.setattr(build, "_start_verifiers", lambda pool, row: events.append(f"try {row}"))
     trainer = build._build_trainer(
         config,
         objective=build_objective("pnpo"),
-        prompts=["the first row"],
-        order=None,
-        eval_sets={},
+        prompts=PromptSets(["the first row"], PromptOrder(1, seed=0), {}),
         directory=directory,
         console=Console(speaks=False),
         topology=Topology.single(),

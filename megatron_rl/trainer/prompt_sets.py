@@ -1,0 +1,67 @@
+"""The prompts of a run: read and tokenized by one rank, the same on all."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_rl.config import Config, ConfigError
+from megatron_rl.data.prompts import PromptOrder, load_prompts, load_tokenizer
+from megatron_rl.data.rows import Columns
+from megatron_rl.distributed.agreement import run_on_rank_0
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.rollout.requests import check_prompts
+from megatron_rl.types import Prompt
+
+
+@dataclass(frozen=True)
+class PromptSets:
+    """What is trained on, in its order, and what is evaluated."""
+
+    training: list[Prompt]
+    order: PromptOrder
+    evaluation: dict[str, list[Prompt]]
+
+
+def read_prompt_sets(
+    config: Config, shape: ModelShape, *, say: Callable[[str], object] = print
+) -> PromptSets:
+    """Every set of the config, checked; ConfigError where one cannot be used.
+
+    say: is told how many prompts are left out.
+    """
+    try:
+        tokenizer = load_tokenizer(config.model.path)
+    except ValueError as error:
+        raise ConfigError(f"model.path: {error}") from error
+    sets = {}
+    for key, (path, columns) in config.prompt_files.items():
+        try:
+            sets[key] = load_prompts(
+                path,
+                tokenizer,
+                max_prompt_tokens=config.data.max_prompt_tokens,
+                columns=Columns(**columns.model_dump()),
+                too_long=config.data.too_long,
+                say=say,
+            )
+            check_prompts(
+                sets[key], vocab_size=shape.vocab_size, longest=config.data.max_prompt_tokens
+            )
+        except ValueError as error:
+            raise ConfigError(f"{key}: {error}") from error
+    training = sets.pop("data.train")
+    order = PromptOrder(len(training), seed=config.seed)
+    try:
+        order.indices(0, config.rollout.prompts)  # says so if there are too few
+    except ValueError as error:
+        raise ConfigError(f"data.train: {error}") from error
+    evaluation = {key.removeprefix("eval.sets."): prompts for key, prompts in sets.items()}
+    return PromptSets(training, order, evaluation)
+
+
+def share_prompt_sets(
+    config: Config, shape: ModelShape, *, say: Callable[[str], object]
+) -> PromptSets:
+    """`read_prompt_sets` by rank 0, for every rank: a file may be large. Collective."""
+    return run_on_rank_0(
+        lambda: read_prompt_sets(config, shape, say=say), doing="reading the prompts"
+    )
