@@ -1,23 +1,47 @@
 """The command `megatron-rl`."""
 
 import argparse
+import contextlib
+import os
+import signal
 import sys
-
-from megatron_rl import __version__
-from megatron_rl.commands import convert, doctor, launch, train
-from megatron_rl.processes import prepare_environment
+from collections.abc import Iterator
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point; exits non-zero with one clear message when something is wrong."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    options = _parse(arguments)
-    if getattr(options, "sets_environment", True):  # what is set here would reach a launched job
-        prepare_environment()
-    sys.exit(options.run(options, arguments))
+    with _ended_by_ctrl_c():
+        options = _parse(arguments)
+        if getattr(options, "sets_environment", True):  # or it would reach a launched job
+            from megatron_rl.processes import prepare_environment
+
+            prepare_environment()
+        sys.exit(options.run(options, arguments))
+
+
+@contextlib.contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """Until a command listens itself, Ctrl-C ends it without a traceback: nothing has begun."""
+
+    def end(number: int, frame: object) -> None:
+        os.write(2, b"megatron-rl: ended before anything began\n")
+        os._exit(128 + number)
+
+    earlier = signal.getsignal(signal.SIGINT)
+    if earlier is signal.default_int_handler:  # not where it is ignored, as under nohup
+        signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, earlier)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
+    # Here, since they take a moment that Ctrl-C may fall into.
+    from megatron_rl import __version__
+    from megatron_rl.commands import convert, doctor, launch, train
+
     parser = argparse.ArgumentParser(prog="megatron-rl", description=__doc__)
     parser.add_argument("--version", action="version", version=f"megatron-rl {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

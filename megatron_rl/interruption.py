@@ -3,11 +3,12 @@
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from multiprocessing import resource_tracker
+
+INTERRUPTED = os.EX_TEMPFAIL  # exit status 75: start the same command again to go on
 
 # SIGUSR1 is what people let SLURM send ahead of the end (`--signal=USR1@600`).
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -26,19 +27,27 @@ class Interruption:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._when = 0.0
+        self._is_setting_up = False
 
-    def listen(self) -> None:
-        """Take requests from now on; a second one ends the process at once.
+    def listen(self, *, speaks: bool = False) -> None:
+        """Take requests from now on; the process is being set up, and the first one ends it.
 
+        After `hold` the first one is noted, and a second one ends the process at once.
+        speaks: whether to say so.
         Signals are blocked, in libraries' threads too if these start later, and one thread waits
         for them: it answers even while the main thread is inside a collective that never returns.
         Child processes inherit the block, so that those who write a checkpoint survive a signal to
         the whole job. Signals that are ignored, as under nohup, stay so.
         """
+        self._is_setting_up = True
         heard = heard_signals()
         resource_tracker.ensure_running()  # where it starts later, it unblocks them
         signal.pthread_sigmask(signal.SIG_BLOCK, heard)
-        threading.Thread(target=self._wait, args=(heard,), daemon=True).start()
+        threading.Thread(target=self._wait, args=(heard, speaks), daemon=True).start()
+
+    def hold(self) -> None:
+        """From now on there is something to lose: a request waits for the end of a step."""
+        self._is_setting_up = False
 
     def take(self, received: signal.Signals, *, at_second: Callable[[], object]) -> None:
         """Note one signal."""
@@ -54,9 +63,13 @@ class Interruption:
         """
         self._when = math.inf
 
-    def _wait(self, heard: set[signal.Signals]) -> None:
+    def _wait(self, heard: set[signal.Signals], speaks: bool) -> None:
         while True:
             received = signal.Signals(signal.sigwait(heard))
+            if self._is_setting_up:
+                if speaks:
+                    _say(f"{received.name} before the first step: ended, and nothing is lost")
+                os._exit(INTERRUPTED)
             self.take(received, at_second=lambda: _end_at_once(received))  # noqa: B023
 
 
@@ -66,6 +79,9 @@ def heard_signals() -> set[signal.Signals]:
 
 
 def _end_at_once(received: signal.Signals) -> None:
-    sys.stderr.write(f"megatron-rl: {received.name} after another request: ending at once\n")
-    sys.stderr.flush()
+    _say(f"{received.name} after another request: ending at once")
     os._exit(128 + received)
+
+
+def _say(text: str) -> None:
+    os.write(2, f"megatron-rl: {text}\n".encode())  # at once: the process may end now

@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,11 +15,12 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from megatron_rl.interruption import Interruption, heard_signals
+from megatron_rl.interruption import INTERRUPTED, Interruption, heard_signals
 
-INTERRUPTED = os.EX_TEMPFAIL  # exit status 75: start the same command again to go on
 LAUNCHER = "MEGATRON_RL_LAUNCHER"  # in a rank's environment: the process that started it
 POLL_SECONDS = 0.1
 CLEAN_UP_SECONDS = 3.0
@@ -36,9 +36,25 @@ class ProcessPlace:
     local_rank: int
 
 
+@lru_cache(maxsize=1)
+def cuda_devices() -> int:
+    """CUDA devices that this process may use: the driver counts, heeding CUDA_VISIBLE_DEVICES.
+
+    Without torch, whose import takes seconds.
+    """
+    count = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
 def has_cuda() -> bool:
-    """Whether an NVIDIA device is present, asked without importing torch."""
-    return shutil.which("nvidia-smi") is not None and os.path.exists("/dev/nvidiactl")
+    """Whether there is a CUDA device that this process may use."""
+    return cuda_devices() > 0
 
 
 def prepare_environment() -> None:
@@ -136,18 +152,23 @@ def start_processes(arguments: list[str], *, world_size: int) -> int:
     port = _find_port()
     processes = [_start_rank(arguments, rank, world_size, port) for rank in range(world_size)]
     is_passed_on = False
+    unready: tuple[int, ...] = ()
     try:
         # Those that end well, or early as asked, do not end the others.
         while None in (codes := [process.poll() for process in processes]):
-            if insistent.is_set() or not set(codes) <= {None, 0, INTERRUPTED}:
+            if insistent.is_set() or not set(codes) <= {None, 0, INTERRUPTED, *unready}:
                 break
             if interruption.received and not is_passed_on:
                 is_passed_on = True
-                _say(f"{interruption.received.name}: ending as soon as the run can be continued")
+                unready = (-signal.SIGTERM,)  # a rank that did not listen yet has begun nothing
+                _say(
+                    f"{interruption.received.name}: ending as soon as the run can be continued; "
+                    "a second one ends it at once"
+                )
                 for process in processes:
                     process.terminate()
             time.sleep(POLL_SECONDS)
-        return 128 + signal.SIGTERM if insistent.is_set() else _exit_code(processes)
+        return 128 + signal.SIGTERM if insistent.is_set() else _exit_code(processes, unready)
     finally:
         _end(processes)
         for one, handler in earlier.items():
@@ -174,9 +195,13 @@ def _start_rank(
     )
 
 
-def _exit_code(processes: list[subprocess.Popen[bytes]]) -> int:
-    """That of a process that failed; one that could not speak for itself is named."""
+def _exit_code(processes: list[subprocess.Popen[bytes]], unready: Sequence[int]) -> int:
+    """That of a process that failed; one that could not speak for itself is named.
+
+    unready: codes of those that were asked to end before they listened.
+    """
     codes = [process.poll() or 0 for process in processes]
+    codes = [INTERRUPTED if code in unready else code for code in codes]
     for rank, code in enumerate(codes):
         if code < 0:
             often = " (often the out-of-memory killer)" if -code == signal.SIGKILL else ""

@@ -5,11 +5,17 @@ import time
 from pathlib import Path
 
 from megatron_rl.commands.ending import fail, leave
-from megatron_rl.config import Config, ConfigError, dump_config, load_config, parse_config
-from megatron_rl.interruption import Interruption, RunInterrupted
+from megatron_rl.config import (
+    Config,
+    ConfigError,
+    dump_config,
+    load_config,
+    parse_config,
+    with_absolute_paths,
+)
+from megatron_rl.interruption import INTERRUPTED, Interruption, RunInterrupted
 from megatron_rl.processes import (
-    INTERRUPTED,
-    has_cuda,
+    cuda_devices,
     join_processes,
     quiet_libraries,
     start_processes,
@@ -35,11 +41,13 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     try:
         place = join_processes()
         if place is not None:
-            interruption.listen()  # before anything is imported that starts threads
+            # Before anything is imported that starts threads.
+            interruption.listen(speaks=place.rank == 0)
         config = load_config(options.config, options.overrides)
         if options.print_config:
             print(dump_config(config), end="")
             return 0
+        config = with_absolute_paths(config)
         if place is None:
             return _start(config, options, arguments)
         quiet_libraries()
@@ -73,11 +81,8 @@ def _start(config: Config, options: argparse.Namespace, arguments: list[str]) ->
 
 def check_devices(world_size: int) -> None:
     """ConfigError if this node has fewer devices than the processes that it is to run."""
-    if not has_cuda():
-        return
-    import torch
-
-    if world_size > (devices := torch.cuda.device_count()):
+    devices = cuda_devices()
+    if 0 < devices < world_size:
         raise ConfigError(
             f"the layout needs {world_size} processes, one per device, and this node has {devices} "
             "devices; lower parallel.*, or start the processes of several nodes by torchrun or srun"
@@ -85,8 +90,4 @@ def check_devices(world_size: int) -> None:
 
 
 def _default_replicas(config: Config) -> int:
-    if not has_cuda():
-        return 1
-    import torch
-
-    return max(torch.cuda.device_count() // config.parallel.model_size, 1)
+    return max(cuda_devices() // config.parallel.model_size, 1)

@@ -12,6 +12,7 @@ from megatron_rl.config.loading import (
     load_config,
     parse_config,
     valid_keys,
+    with_absolute_paths,
 )
 from megatron_rl.config.sections import (
     AdvantageSection,
@@ -36,4 +37,5 @@ __all__ = [
     "load_config",
     "parse_config",
     "valid_keys",
+    "with_absolute_paths",
 ]

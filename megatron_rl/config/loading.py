@@ -1,6 +1,7 @@
 """Reading a config: YAML plus `key=value` overrides, every error at once with its cure."""
 
 import difflib
+import os
 from pathlib import Path
 from typing import Any, get_args
 
@@ -39,6 +40,20 @@ def parse_config(values: dict[str, Any]) -> Config:
         return Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError("wrong config:\n  " + "\n  ".join(explain(error))) from None
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The config with the paths of what exists made absolute: they then hold in every folder."""
+
+    def absolute(path: str | None) -> str | None:
+        return os.path.abspath(path) if path and os.path.exists(path) else path
+
+    values = config.model_dump()
+    values["run"]["dir"] = os.path.abspath(config.run.dir)
+    for section, key in (("model", "path"), ("model", "reference"), ("data", "train")):
+        values[section][key] = absolute(values[section][key])
+    values["eval"]["sets"] = {name: absolute(path) for name, path in config.eval.sets.items()}
+    return parse_config(values)
 
 
 def dump_config(config: Config) -> str:

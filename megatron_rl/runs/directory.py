@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_rl.config import Config, ConfigError, dump_config, load_config
+from megatron_rl.config import Config, ConfigError, dump_config, load_config, with_absolute_paths
 from megatron_rl.models.fingerprint import model_fingerprint
 from megatron_rl.runs.checkpoints import CheckpointFolders
 from megatron_rl.runs.rows import read_metrics
@@ -95,8 +95,9 @@ class RunDirectory:
 
     def _changes(self, config: Config) -> dict[str, tuple[object, object]]:
         """The settings that differ from those of the last start: key -> (before, now)."""
-        before = _flatten(load_config(self.config_file).model_dump())
-        now = _flatten(config.model_dump())
+        earlier = with_absolute_paths(load_config(self.config_file))
+        before = _flatten(earlier.model_dump())
+        now = _flatten(with_absolute_paths(config).model_dump())
         return {
             key: (before.get(key), now.get(key))
             for key in sorted(before.keys() | now.keys())

@@ -94,6 +94,7 @@ class CheckpointKeeper:
 
         Collective: one integer is exchanged.
         """
+        self.interruption.hold()
         asked = int(self.interruption.received is not None)
         if not sum_over_ranks(asked, doing="asking every rank whether to go on"):
             return
@@ -101,8 +102,8 @@ class CheckpointKeeper:
             self.save(actor, done)
         what = f"after step {done}/{self.config.trainer.steps}, which is saved"
         self.console.say(
-            f"asked to end: stopping {what if done else 'before the first step'}; the same command "
-            "with run.resume=auto goes on from there"
+            f"asked to end: stopping {what if done else 'before the first step'}; go on by\n"
+            f"  megatron-rl train --config {self.directory.config_file} run.resume=auto"
         )
         raise RunInterrupted
 

@@ -4,7 +4,14 @@ import re
 
 import pytest
 
-from megatron_rl.config import Config, ConfigError, dump_config, load_config, valid_keys
+from megatron_rl.config import (
+    Config,
+    ConfigError,
+    dump_config,
+    load_config,
+    valid_keys,
+    with_absolute_paths,
+)
 
 MINIMAL = "model: {path: m}\ndata: {train: t.parquet}\n"
 
@@ -102,3 +109,21 @@ def test_the_stable_keys_exist():
         "trainer.steps", "trainer.epochs", "trainer.minibatches", "run.dir", "run.name", "seed",
     }  # fmt: skip
     assert stable <= set(valid_keys(Config))
+
+
+def test_paths_hold_in_every_folder_from_the_start(tmp_path, monkeypatch):
+    """A run is continued and converted from elsewhere; what does not exist keeps its name."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "t.parquet").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    overrides = [
+        "data.train=../t.parquet",
+        "eval.sets={a: ../t.parquet}",
+        "model.path=Qwen/Qwen3-8B",
+    ]
+    config = with_absolute_paths(load_config(write(tmp_path, MINIMAL), overrides))
+    assert config.data.train == config.eval.sets["a"] == str(tmp_path / "t.parquet")
+    assert config.run.dir == str(tmp_path / "here" / "runs")
+    assert config.model.path == "Qwen/Qwen3-8B"  # a message names it as it was given
+    monkeypatch.chdir(tmp_path)
+    assert with_absolute_paths(config) == config

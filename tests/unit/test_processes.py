@@ -145,6 +145,15 @@ def test_a_request_to_end_is_passed_on_and_waited_for(ranks, tmp_path):
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+def test_a_request_before_the_ranks_listen_is_no_failure(ranks, tmp_path, capfd):
+    """As in the first second, while Python imports: SIGTERM simply ends them."""
+    ranks(f"touch {tmp_path}/$RANK; exec sleep 600")
+    send_when(tmp_path / "0", tmp_path / "1")
+    assert start_processes([], world_size=2) == INTERRUPTED
+    said = capfd.readouterr().err
+    assert "a second one ends it at once" in said and "was ended by" not in said
+
+
 def test_a_second_request_ends_at_once(ranks, tmp_path):
     ranks(f"trap '' TERM; touch {tmp_path}/$RANK; for _ in $(seq 600); do sleep 0.1; done")
     send_when(tmp_path / "0", tmp_path / "1", times=2)
@@ -171,6 +180,7 @@ from megatron_rl import interruption
 interruption.ECHO_SECONDS = 0.0
 asked = interruption.Interruption()
 asked.listen()
+asked.hold()
 manager = multiprocessing.get_context("spawn").Manager()  # as Megatron has one for checkpoints
 print(manager._process.pid, flush=True)
 while asked.received is None:
@@ -190,3 +200,71 @@ ctypes.CDLL(None).sleep(600)
     assert process.wait(timeout=60) == 128 + signal.SIGINT
     os.kill(manager, signal.SIGKILL)
     assert process.communicate()[1] == "megatron-rl: SIGINT after another request: ending at once\n"
+
+
+def test_in_set_up_the_first_request_ends_a_rank_at_once():
+    """Nothing is lost yet, and set-up may take minutes, inside C code too."""
+    program = """
+import ctypes
+from megatron_rl.interruption import Interruption
+Interruption().listen(speaks=True)
+print("set up", flush=True)
+ctypes.CDLL(None).sleep(600)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "set up\n"
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == INTERRUPTED
+    assert said == "megatron-rl: SIGTERM before the first step: ended, and nothing is lost\n"
+
+
+def test_ctrl_c_before_anything_has_begun_shows_no_traceback(tmp_path):
+    """In the very first moment: the command's imports wait for the test's signal."""
+    (tmp_path / "yaml").mkdir()
+    (tmp_path / "yaml" / "__init__.py").write_text("print('here', flush=True)\nimport time\n"
+                                                   "time.sleep(600)\n")  # fmt: skip
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron_rl.cli", "train", "--config", "c.yaml"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": paths},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert (process.returncode, said) == (130, "megatron-rl: ended before anything began\n")
+
+
+DRIVER = """
+#include <stdlib.h>
+int cuInit(unsigned flags) { return getenv("CUDA_VISIBLE_DEVICES") ? 0 : 100; }
+int cuDeviceGetCount(int *count) {
+    *count = 0;
+    for (const char *c = getenv("CUDA_VISIBLE_DEVICES"); *c; c++) *count += *c != ',';
+    return 0;
+}
+"""
+
+
+@pytest.mark.parametrize(("visible", "devices"), [("0,1", 2), ("", 0), (None, 0)])
+def test_the_driver_says_how_many_devices_there_are(tmp_path, visible, devices):
+    """Which heeds CUDA_VISIBLE_DEVICES: here a stand-in, that counts them; torch is not asked."""
+    (tmp_path / "driver.c").write_text(DRIVER)
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["cc", "-shared", "-o", library, tmp_path / "driver.c"], check=True)
+    program = (
+        "import sys; from megatron_rl.processes import cuda_devices, has_cuda; "
+        "print(cuda_devices(), has_cuda(), 'torch' in sys.modules)"
+    )
+    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    if visible is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = visible
+    command = [sys.executable, "-c", program]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout == f"{devices} {devices > 0} False\n"
