@@ -50,9 +50,21 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     options, rest = parser.parse_known_args(arguments)
     for word in rest:  # overrides may stand before and after options
         if word.startswith("-") or "=" not in word or "overrides" not in options:
-            parser.error(f"unknown argument {word!r}; settings are given as key=value")
+            # Not by `error`, which would show the usage of all commands.
+            parser.exit(2, f"megatron-rl: error: unknown argument {word!r}{_meant(word)}\n")
         options.overrides.append(word)
     return options
+
+
+def _meant(word: str) -> str:
+    """The setting that an option of this name would be."""
+    from megatron_rl.config import valid_keys
+
+    name, _, value = word.lstrip("-").partition("=")
+    for key in valid_keys():
+        if name in (key, key.rpartition(".")[2]):
+            return f"; settings are given as {key}={value or 'VALUE'}"
+    return "; settings are given as key=value, as trainer.steps=5"
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -74,6 +75,10 @@ def prepare_environment() -> None:
     }
     if not has_cuda():
         defaults |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if not os.access(os.path.expanduser("~"), os.W_OK):  # vLLM and Triton keep caches there
+        folder = os.path.join(tempfile.gettempdir(), f"megatron_rl-{os.getuid()}")
+        names = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "TRITON_HOME")
+        defaults |= dict.fromkeys(names, folder)
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 

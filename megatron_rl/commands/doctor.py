@@ -5,6 +5,8 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shutil
+import subprocess
 import sys
 from dataclasses import dataclass
 
@@ -58,6 +60,7 @@ def examine() -> list[Finding]:
 def _machine() -> list[Finding]:
     findings = [Finding("Python", platform.python_version(), _megatron_for_python())]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    findings.append(_compiler())
     findings.append(Finding("CPU", f"{os.cpu_count()} cores, {memory:.0f} GiB memory", ""))
     if not _version("torch"):
         return [*findings, Finding("torch", "missing", "nothing can run", good=False)]
@@ -74,6 +77,16 @@ def _machine() -> list[Finding]:
     use = "NCCL between devices" if cuda and nccl else "gloo between processes"
     findings.append(Finding("collectives", backends, use, good=nccl if cuda else gloo))
     return findings
+
+
+def _compiler() -> Finding:
+    """What megatron-core's installation and Triton's kernels are built with."""
+    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
+        if path := shutil.which(name):
+            command = [path, "--version"]
+            told = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+            return Finding("C++ compiler", told.split("\n")[0] or path, "megatron-core, Triton")
+    return Finding("C++ compiler", "missing", "install one: apt install g++", good=False)
 
 
 def _libraries() -> list[Finding]:

@@ -186,6 +186,12 @@ def _logger_problems(config: Config) -> list[str]:
     ]
 
 
+def _size(count: int) -> str:
+    """Bytes as a person reads them; a small model's are not 0.0 GiB."""
+    unit, name = (2**30, "GiB") if count >= 2**30 else (2**20, "MiB")
+    return f"{count / unit:.1f} {name}"
+
+
 def _check_disk(config: Config, run: RunDirectory, shape: ModelShape) -> None:
     folder = run.path
     while not folder.exists():
@@ -201,8 +207,8 @@ def _check_disk(config: Config, run: RunDirectory, shape: ModelShape) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise ConfigError(
-            f"{folder} has {free / 2**30:.1f} GiB free but the run's checkpoints and final model "
-            f"need {needed / 2**30:.1f} GiB; free some, lower trainer.keep_checkpoints, or set "
+            f"{folder} has {_size(free)} free but the run's checkpoints and final model "
+            f"need {_size(needed)}; free some, lower trainer.keep_checkpoints, or set "
             "run.dir to another disk"
         )
 

@@ -236,7 +236,8 @@ def _describe(config: Config, world_size: int) -> str:
         f"{config.run.name}: {config.objective.name}, {trainer.epochs} epochs x "
         f"{trainer.minibatches} minibatches of {rollout.prompts} prompts x "
         f"{rollout.responses_per_prompt} responses\n"
-        f"{world_size} processes: Megatron tensor {parallel.tensor}, pipeline {parallel.pipeline}, "
+        f"{world_size} process{'es' if world_size > 1 else ''}: "
+        f"Megatron tensor {parallel.tensor}, pipeline {parallel.pipeline}, "
         f"context {parallel.context}, data {replicas}{extra}; "
         f"vLLM {world_size // rollout.tensor} x tensor {rollout.tensor}"
     )

@@ -126,7 +126,9 @@ def test_an_unsupported_architecture_is_named(capsys, tmp_path):
 def test_no_free_disk(capsys, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=1000))
-    assert "GiB free but the run's checkpoints" in refusal(capsys, f"run.dir={tmp_path}")
+    said = refusal(capsys, f"run.dir={tmp_path}")
+    # 110,400 parameters x (16 bytes x 3 checkpoints + 4) = 5.5 MiB
+    assert "has 0.0 MiB free but the run's checkpoints and final model need 5.5 MiB" in said
 
 
 def test_an_existing_run_is_kept(capsys, tmp_path):

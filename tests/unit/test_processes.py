@@ -66,6 +66,20 @@ def test_what_the_user_set_is_kept(environment):
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1"  # nothing phones home unless asked for
 
 
+def test_a_home_that_cannot_be_written_is_left_alone(environment, tmp_path):
+    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "TRITON_HOME"):
+        environment.delenv(name, raising=False)
+    environment.setenv("HOME", str(tmp_path))
+    prepare_environment()
+    assert "XDG_CACHE_HOME" not in os.environ
+    environment.setenv("HOME", "/proc/nowhere")
+    environment.setenv("TRITON_HOME", "/mine")
+    prepare_environment()
+    assert os.environ["TRITON_HOME"] == "/mine"
+    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        assert os.environ.pop(name).endswith(f"megatron_rl-{os.getuid()}")
+
+
 def test_seeds_have_names():
     assert derive_seed(1, "rollout", 3) == derive_seed(1, "rollout", 3)
     different = {derive_seed(s, n, k) for s in (1, 2) for n in ("rollout", "eval") for k in (1, 2)}

@@ -33,3 +33,10 @@ def test_a_missing_part_is_named(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "_version", lambda *n: None if "vllm" in n else versions(*n))
     assert doctor.print_report() == 1
     assert "cannot train: vllm missing; run tools/setup_env.sh" in capsys.readouterr().out
+
+
+def test_the_compiler_that_installation_needs_is_a_row(tmp_path, monkeypatch):
+    assert finding("C++ compiler").good  # the suite needs one
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert (finding("C++ compiler").found, finding("C++ compiler").good) == ("missing", False)
