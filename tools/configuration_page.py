@@ -1,4 +1,4 @@
-"""Write docs/configuration.md, the list of all settings, from megatron_rl/config/sections.py.
+"""Write docs/configuration.md, the list of all settings, from megatron_rl/config/.
 
 python tools/configuration_page.py           write it
 python tools/configuration_page.py --check   exit with 1 if it is not up to date
@@ -21,7 +21,7 @@ from megatron_rl.config import Config, Section  # noqa: E402
 PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration
 
-Every setting of a run, with its default and rule, made from `megatron_rl/config/sections.py` by
+Every setting of a run, with its default and rule, made from `megatron_rl/config/` by
 `python tools/configuration_page.py`. A config is a YAML file; `key=value` arguments override it:
 
 ```bash

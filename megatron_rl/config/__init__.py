@@ -4,6 +4,7 @@ A config is strict: an unknown key or a wrong value is an error that names the k
 nearest valid key; all errors come at once.
 """
 
+from megatron_rl.config.config import Config
 from megatron_rl.config.loading import (
     ConfigError,
     apply_override,
@@ -16,7 +17,6 @@ from megatron_rl.config.loading import (
 )
 from megatron_rl.config.sections import (
     AdvantageSection,
-    Config,
     EvalSection,
     LoggingSection,
     ParallelSection,

@@ -8,7 +8,8 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from megatron_rl.config.sections import Config, Section
+from megatron_rl.config.config import Config
+from megatron_rl.config.sections import Section
 
 
 class ConfigError(ValueError):

@@ -6,7 +6,7 @@ one. `docs/configuration.md` is made from this file by `tools/configuration_page
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 def _refuse_bool(value: Any) -> Any:
@@ -277,87 +277,3 @@ class LoggingSection(Section):
     """TensorBoard files in the run directory"""
     wandb: WandbSection | None = None
     """null: nothing is sent anywhere"""
-
-
-class Config(Section):
-    """A whole run."""
-
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 42
-    """of everything random; each use derives its own from it"""
-    run: RunSection = RunSection()
-    model: ModelSection = ModelSection()
-    data: DataSection = DataSection()
-    parallel: ParallelSection = ParallelSection()
-    rollout: RolloutSection = RolloutSection()
-    reward: RewardSection = RewardSection()
-    advantage: AdvantageSection = AdvantageSection()
-    objective: ObjectiveSection = ObjectiveSection()
-    optimizer: OptimizerSection = OptimizerSection()
-    trainer: TrainerSection = TrainerSection()
-    resharding: ReshardingSection = ReshardingSection()
-    eval: EvalSection = EvalSection()
-    logging: LoggingSection = LoggingSection()
-
-    @model_validator(mode="after")
-    def _check(self) -> "Config":
-        problems = []
-        if not self.model.path:
-            problems.append("model.path: missing; name a Hugging Face model folder")
-        if not self.data.train:
-            problems.append("data.train: missing; name a parquet file of prompts")
-        if self.rollout.prompts % self.trainer.minibatches:
-            problems.append(
-                f"rollout.prompts={self.rollout.prompts} cannot be split into "
-                f"trainer.minibatches={self.trainer.minibatches} equal minibatches; "
-                "make prompts a multiple of minibatches"
-            )
-        if self.optimizer.min_learning_rate > self.optimizer.learning_rate:
-            problems.append(
-                "optimizer.min_learning_rate is above optimizer.learning_rate; lower it"
-            )
-        problems += self._unread()
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
-
-    def _unread(self) -> list[str]:
-        """Values that nothing reads beside the others: whoever set one expects an effect."""
-        advantage, optimizer, problems = self.advantage, self.optimizer, []
-        estimator = f"advantage.estimator={advantage.estimator}"
-        if advantage.std != "sample" and advantage.estimator in ("leave_one_out", "optimal_value"):
-            problems.append(f"advantage.std={advantage.std}: {estimator} divides by none; unset it")
-        if advantage.beta != 1.0 and advantage.estimator != "optimal_value":
-            problems.append(f"advantage.beta={advantage.beta}: {estimator} has no beta; unset it")
-        if optimizer.min_learning_rate and optimizer.decay == "constant":
-            problems.append(
-                f"optimizer.min_learning_rate={optimizer.min_learning_rate}: a constant rate never "
-                "comes down to it; unset it, or set optimizer.decay"
-            )
-        return problems
-
-    @property
-    def prompt_files(self) -> dict[str, tuple[str, ColumnsSection]]:
-        """Every file of prompts with its columns, by the key that names it."""
-        columns = self.eval.columns or self.data.columns
-        sets = {f"eval.sets.{name}": (path, columns) for name, path in self.eval.sets.items()}
-        return {"data.train": (self.data.train, self.data.columns)} | sets
-
-    @property
-    def reference_path(self) -> str:
-        """The folder of the reference policy, where the objective has a KL term."""
-        return self.model.reference or self.model.path
-
-    @property
-    def updates_per_step(self) -> int:
-        """Optimizer updates between two weight pushes."""
-        return self.trainer.epochs * self.trainer.minibatches
-
-    @property
-    def warmup_updates(self) -> int:
-        """Optimizer updates until the learning rate is the full one."""
-        return round(self.optimizer.warmup_steps * self.updates_per_step)
-
-    @property
-    def max_model_tokens(self) -> int:
-        """Longest prompt plus longest response."""
-        return self.data.max_prompt_tokens + self.rollout.max_response_tokens

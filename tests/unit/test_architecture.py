@@ -40,7 +40,7 @@ LAYERS = {
         "config", "console", "interruption", "processes", "trainer", "conversion", "preflight",
         "runs", "launch",
     },
-    "cli": {"processes", "commands"},
+    "cli": {"config", "processes", "commands"},
 }  # fmt: skip
 ONLY_IMPORTER = {"megatron": "actor", "vllm": "rollout", "nemo_run": "launch"}
 NEED_ONLY_TORCH = {"objectives", "advantages", "distributed"}

@@ -70,7 +70,8 @@ def make_bare(arguments):
     import torch
     from vllm import LLM
 
-    from megatron_rl.rollout.requests import sampling_requests, stop_tokens
+    from megatron_rl.rollout.requests import sampling_requests
+    from megatron_rl.rollout.stopping import find_stop_rule
 
     threads = torch.get_num_threads()
     prompts, sampling = load(arguments)
@@ -92,7 +93,7 @@ def make_bare(arguments):
         list(enumerate(prompts)),
         samples=arguments.samples,
         sampling=sampling,
-        stop_tokens=stop_tokens(arguments.model),
+        stop=find_stop_rule(arguments.model, None, vocab_size=llm.model_config.get_vocab_size()),
     )
     texts = [{"prompt_token_ids": list(request.token_ids)} for request in requests]
     params = [request.params for request in requests]
