@@ -81,27 +81,21 @@ class VllmEngine:
         self.layout = EngineLayout(tensor, topology.world_size, expert_parallel)
         self.layout.check(self.shape)
         on_cuda = topology.device.type == "cuda"
-        if expert_parallel and not on_cuda:
-            raise ValueError(
-                "an expert parallel engine (rollout.expert_parallel) needs CUDA: vLLM's kernel for "
-                "experts on CPU takes a slice of every expert; set it to false"
-            )
+        _check_expert_parallel(expert_parallel, on_cuda=on_cuda)
         self.dtype = dtype
         self.topology = topology
         self.max_model_len = max_model_len
         self.time_limit = time_limit
-        self._version = -1
-        self._asleep = False
+        self._version, self._asleep = -1, False
         self._engine_seconds = [0.0] * topology.world_size  # by rank
         self._resharder = Resharder(self, resharding or ReshardSettings())
         self._tokenizer = load_tokenizer(model_folder)
-        self._stop = find_stop_rule(
-            model_folder,
-            self._tokenizer,
-            vocab_size=self.shape.vocab_size,
-            token_ids=stop_token_ids,
-            texts=stop,
-        )
+        own: dict[str, Any] = {
+            "vocab_size": self.shape.vocab_size,
+            "token_ids": stop_token_ids,
+            "texts": stop,
+        }
+        self._stop = find_stop_rule(model_folder, self._tokenizer, **own)
         arguments: dict[str, Any] = {
             "model": str(model_folder),
             "skip_tokenizer_init": not stop,
@@ -119,9 +113,8 @@ class VllmEngine:
             "gpu_memory_utilization": memory_fraction,
             "enable_sleep_mode": on_cuda,
             "enforce_eager": not on_cuda,
+            **({} if on_cuda else {"block_size": 32, "enable_chunked_prefill": False}),
         }
-        if not on_cuda:
-            arguments |= {"block_size": 32, "enable_chunked_prefill": False}
         self._llm = _start_vllm(topology, arguments | dict(further_arguments or {}))
 
     def describe_stop(self) -> str:
@@ -315,6 +308,14 @@ class VllmEngine:
     ) -> None:
         run_requests(
             self._llm.llm_engine, requests, time_limit=self.time_limit, on_finished=on_finished
+        )
+
+
+def _check_expert_parallel(asked: bool, *, on_cuda: bool) -> None:
+    if asked and not on_cuda:
+        raise ValueError(
+            "an expert parallel engine (rollout.expert_parallel) needs CUDA: vLLM's kernel for "
+            "experts on CPU takes a slice of every expert; set it to false"
         )
 
 
