@@ -21,7 +21,7 @@ from megatron_rl.actor.checkpoint import load_checkpoint, load_model, save_check
 from megatron_rl.actor.cpu_adaptation import megatron_runtime
 from megatron_rl.actor.digest import digest_tensors, training_state
 from megatron_rl.actor.loss_contract import as_megatron_loss
-from megatron_rl.actor.memory import offload_training_state, restore_training_state
+from megatron_rl.actor.memory import TrainingState
 from megatron_rl.actor.packs import LocalPack, PackCache, check_pack
 from megatron_rl.actor.schedule import learning_rate_at
 from megatron_rl.actor.settings import ActorSettings
@@ -65,6 +65,7 @@ class MegatronActor:
             load_model(self.chunks, shape=self.shape, topology=topology, folder=model_folder)
             self.wrapped = wrap_chunks(self.chunks, config=self.chunks[0].config)
             self.optimizer = build_optimizer(self.wrapped, settings)
+        self.training_state = TrainingState(self.wrapped, self.optimizer, device=topology.device)
         self.sequence_parallel = self.chunks[0].config.sequence_parallel
         self.asleep = False
 
@@ -140,14 +141,14 @@ class MegatronActor:
         self.packs.clear()
         if not self.asleep:
             with megatron_runtime():
-                offload_training_state(self.wrapped, self.optimizer)
+                self.training_state.offload()
             self.asleep = True
 
     def wake_up(self) -> None:
         """Bring gradients and optimizer state back; `update` and `load` do it themselves."""
         if self.asleep:
             with megatron_runtime():
-                restore_training_state(self.wrapped, self.optimizer, device=self.topology.device)
+                self.training_state.restore()
             self.asleep = False
 
     def save(self, folder: str | Path) -> None:

@@ -6,12 +6,16 @@ a float32 model are views of the model's own, and would come back as copies that
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
+
+_CHUNK = 256 << 20  # bytes; torch rounds what it pins up to a power of two
+_ALIGNMENT = 512
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -25,46 +29,112 @@ def _main_parameters(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
             yield from (parameter for parameter in group if parameter is not None)
 
 
-def _move_state(optimizer: MegatronOptimizer, device: torch.device | str) -> None:
-    for parameter in _main_parameters(optimizer):
-        parameter.data = parameter.data.to(device)
+def _moments(optimizer: MegatronOptimizer) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where the optimizer keeps each tensor; torch's Adam counts its steps on the host."""
     for part in _parts(optimizer):
         for state in part.optimizer.state.values():
-            for key, value in state.items():
-                if key != "step" and isinstance(value, Tensor):  # torch's Adam counts on the host
-                    state[key] = value.to(device)
+            keys = [key for key, value in state.items() if isinstance(value, Tensor)]
+            yield from ((state, key) for key in keys if key != "step")
 
 
-def offload_training_state(
-    wrapped: list[DistributedDataParallel], optimizer: MegatronOptimizer
-) -> None:
-    """Free the gradient buffers and move main parameters and moments to the host."""
-    for chunk in wrapped:
-        chunk.offload_grad_buffers()
-    _move_state(optimizer, "cpu")
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+def _replace_state(
+    optimizer: MegatronOptimizer, replace: Callable[[list[Tensor]], list[Tensor]]
+) -> list[Tensor]:
+    """Put others in the places of main parameters and moments; those that were there, in order."""
+    parameters, moments = list(_main_parameters(optimizer)), list(_moments(optimizer))
+    held = [*(each.data for each in parameters), *(state[key] for state, key in moments)]
+    new = iter(replace(held))
+    for parameter in parameters:
+        parameter.data = next(new)
+    for state, key in moments:
+        state[key] = next(new)
+    return held
 
 
-def restore_training_state(
-    wrapped: list[DistributedDataParallel], optimizer: MegatronOptimizer, *, device: torch.device
-) -> None:
-    """Undo `offload_training_state`; gradient buffers come back as zeros."""
-    _move_state(optimizer, device)
-    for chunk in wrapped:
-        chunk.restore_grad_buffers()
+class PinnedMemory:
+    """Page-locked host memory for a list of tensors, kept for the next list of the same sizes.
+
+    Only from such memory, and into it, copies run beside the host and at the link's speed.
+    """
+
+    def __init__(self) -> None:
+        self._places: list[Tensor] = []  # flat, bytes
+
+    def copies_of(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Host tensors that hold the values of `tensors` as soon as the device is synchronised."""
+        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        if [place.numel() for place in self._places] != sizes:
+            self._places = []  # let go before there are others
+            self._places = _pinned_places(sizes)
+        return [
+            place.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+            for place, tensor in zip(self._places, tensors, strict=True)
+        ]
+
+
+def _pinned_places(sizes: list[int]) -> list[Tensor]:
+    places: list[Tensor] = []
+    free = torch.empty(0, dtype=torch.uint8)
+    left = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+    for size in sizes:
+        taken = -(-size // _ALIGNMENT) * _ALIGNMENT
+        if taken > free.numel():
+            room = max(taken, min(_CHUNK, left))
+            free = torch.empty(room, dtype=torch.uint8, pin_memory=True)
+        places.append(free[:size])
+        free, left = free[taken:], left - taken
+    return places
+
+
+class TrainingState:
+    """The gradients and optimizer state of one actor, on its device or off it.
+
+    On a host without CUDA only the gradient buffers are freed: the rest is where it would go.
+    """
+
+    def __init__(
+        self,
+        wrapped: list[DistributedDataParallel],
+        optimizer: MegatronOptimizer,
+        *,
+        device: torch.device,
+    ) -> None:
+        self.wrapped, self.optimizer, self.device = wrapped, optimizer, device
+        self._pinned = PinnedMemory()
+
+    def offload(self) -> None:
+        """Move main parameters and moments to the host and free the gradient buffers."""
+        on_cuda = self.device.type == "cuda"
+        if on_cuda:
+            held = _replace_state(self.optimizer, self._pinned.copies_of)
+            torch.cuda.synchronize()  # once for all of them, and for the last user of a gradient
+            del held
+        for chunk in self.wrapped:
+            chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
+        if on_cuda:
+            torch.cuda.empty_cache()
+
+    def restore(self) -> None:
+        """Undo `offload`; gradient buffers come back as zeros. What uses them next waits itself."""
+
+        def to_device(tensors: list[Tensor]) -> list[Tensor]:
+            return [
+                torch.empty_like(each, device=self.device).copy_(each, non_blocking=True)
+                for each in tensors
+            ]
+
+        if self.device.type == "cuda":
+            _replace_state(self.optimizer, to_device)
+        for chunk in self.wrapped:
+            chunk.restore_grad_buffers(synchronize=False)
 
 
 def training_state_bytes(
     wrapped: list[DistributedDataParallel], optimizer: MegatronOptimizer
 ) -> int:
-    """Bytes that `offload_training_state` takes off this rank's device."""
+    """Bytes that `TrainingState.offload` takes off this rank's device."""
     buffers = [b for chunk in wrapped for b in [*chunk.buffers, *chunk.expert_parallel_buffers]]
     total = sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
     total += sum(p.numel() * p.element_size() for p in _main_parameters(optimizer))
-    for part in _parts(optimizer):
-        for state in part.optimizer.state.values():
-            for key, value in state.items():
-                if key != "step" and isinstance(value, Tensor):
-                    total += value.numel() * value.element_size()
-    return total
+    tensors = (state[key] for state, key in _moments(optimizer))
+    return total + sum(tensor.numel() * tensor.element_size() for tensor in tensors)

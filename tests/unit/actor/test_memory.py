@@ -1,0 +1,169 @@
+"""Training state leaves the device through pinned memory, with one wait for all of it.
+
+There is no CUDA here, so a stand-in watches: memory that is asked for pinned is remembered, a copy
+that may run beside the host runs only when the device is synchronised, and any other copy is seen.
+"""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megatron_rl.actor.memory import TrainingState
+
+CUDA = torch.device("cuda")
+
+
+class _Device(TorchFunctionMode):
+    """CUDA as the host sees it: copies happen later, in order, and who waits is written down."""
+
+    def __init__(self):
+        super().__init__()
+        self.pinned, self.pending, self.events = [], [], []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func in (torch.empty, torch.empty_like):
+            pinned = kwargs.pop("pin_memory", False)
+            kwargs.pop("device", None)
+            made = func(*args, **kwargs).fill_(77)
+            if pinned:
+                self.pinned.append(made)
+                self.events.append("pin")
+            return made
+        if func is torch.Tensor.copy_:
+            if kwargs.get("non_blocking") and sum(map(self.is_pinned, args[:2])) == 1:
+                self.pending.append((args[0], args[1].detach()))
+                return args[0]
+            self.events.append("pageable copy")
+        if func in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda):
+            self.events.append("pageable copy")
+            return args[0].clone()
+        return func(*args, **kwargs)
+
+    def is_pinned(self, tensor):
+        place = tensor.data_ptr()
+        return any(0 <= place - each.data_ptr() < each.numel() for each in self.pinned)
+
+    def synchronize(self):
+        self.events.append("wait")
+        self.flush()
+
+    def flush(self):
+        for target, source in self.pending:
+            target.reshape(-1).view(torch.uint8)[:] = source.reshape(-1).view(torch.uint8)
+        self.pending = []
+
+
+class _Chunk:
+    """The part of Megatron's wrapper that frees gradients."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def offload_grad_buffers(self, synchronize=True, empty_cache=True):
+        assert not self.device.pending, "freed before the copies were done"
+        self.device.events += ["wait"] * synchronize + ["empty"] * empty_cache + ["free"]
+
+    def restore_grad_buffers(self, synchronize=True):
+        self.device.events += ["wait"] * synchronize + ["grads"]
+
+
+def _optimizer(sizes):
+    """An optimizer in two parts: bfloat16 moments in one, and a count on the host."""
+    parts = []
+    for number in range(2):
+        kind = (torch.float32, torch.bfloat16)[number]
+        main = [torch.nn.Parameter(torch.randn(size)) for size in sizes]
+        state = {
+            each: {
+                "step": torch.tensor(3.0),
+                "exp_avg": torch.randn(each.shape).to(kind),
+                "exp_avg_sq": torch.randn(each.shape).to(kind),
+            }
+            for each in main
+        }
+        parts.append(
+            SimpleNamespace(
+                shard_fp32_from_float16_groups=[[*main, None]],
+                optimizer=SimpleNamespace(state=state),
+            )
+        )
+    return SimpleNamespace(chained_optimizers=parts)
+
+
+def _tensors(optimizer):
+    """Everything that an optimizer holds but its counts, and the counts."""
+    held, counts = [], []
+    for part in optimizer.chained_optimizers:
+        for main, state in part.optimizer.state.items():
+            held += [main.data, state["exp_avg"], state["exp_avg_sq"]]
+            counts.append(state["step"])
+    return held, counts
+
+
+def test_offload_copies_into_memory_pinned_once_and_waits_once(monkeypatch):
+    optimizer, device = _optimizer([(5,), (3, 7), (), (2, 2, 4)]), _Device()
+    monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: device.events.append("empty"))
+    held, counts = _tensors(optimizer)
+    expected, places = [each.clone() for each in held], []
+    state = TrainingState([_Chunk(device)] * 2, optimizer, device=CUDA)
+    for _ in range(3):
+        with device:
+            state.offload()
+        # Pinned by the first one only; one wait, whatever the number of tensors and chunks.
+        assert device.events == ["pin"] * (not places) + ["wait", "free", "free", "empty"]
+        asleep, _ = _tensors(optimizer)
+        places.append([each.data_ptr() for each in asleep])
+        assert all(map(device.is_pinned, asleep)) and places[-1] == places[0]
+        assert all(torch.equal(a, b) for a, b in zip(asleep, expected, strict=True))
+        device.events.clear()
+        with device:
+            state.restore()
+        assert device.events == ["grads", "grads"]  # in the stream's order, so nobody waits
+        device.flush()
+        awake, _ = _tensors(optimizer)
+        assert not any(map(device.is_pinned, awake))
+        assert all(torch.equal(a, b) for a, b in zip(awake, expected, strict=True))
+        for each in (*awake, *expected):
+            each.add_(1)
+        device.events.clear()
+    assert all(a is b for a, b in zip(counts, _tensors(optimizer)[1], strict=True))
+
+
+def test_tensors_of_other_sizes_get_other_memory(monkeypatch):
+    device = _Device()
+    monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
+    state = TrainingState([], _optimizer([(5,)]), device=CUDA)
+    for other in (state.optimizer, _optimizer([(6,)])):
+        state.optimizer = other
+        with device:
+            state.offload()
+    assert device.events == ["pin", "wait", "pin", "wait"]
+
+
+@pytest.mark.parametrize("chunk", [1 << 10, 1 << 20])
+def test_pinned_memory_has_room_for_all_without_overlap(chunk, monkeypatch):
+    monkeypatch.setattr("megatron_rl.actor.memory._CHUNK", chunk)
+    device, state = _Device(), TrainingState([], _optimizer([(300,), (1,), (9,)]), device=CUDA)
+    monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
+    with device:
+        state.offload()
+    ranges = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in _tensors(state.optimizer)[0])
+    assert all(a[1] <= b[0] and b[0] % 4 == 0 for a, b in itertools.pairwise(ranges))
+    assert all(map(device.is_pinned, _tensors(state.optimizer)[0]))
+
+
+def test_without_cuda_only_gradients_go(monkeypatch):
+    optimizer, device = _optimizer([(5,)]), _Device()
+    before, _ = _tensors(optimizer)
+    state = TrainingState([_Chunk(device)], optimizer, device=torch.device("cpu"))
+    with device:
+        state.offload()
+        state.restore()
+    assert device.events == ["free", "grads"]
+    after, _ = _tensors(optimizer)
+    assert [t.data_ptr() for t in before] == [t.data_ptr() for t in after]
