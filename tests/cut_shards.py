@@ -8,8 +8,7 @@ from torch import Tensor
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import ActorLayout
-from megatron_rl.resharding.pieces import padded_vocabulary
-from megatron_rl.resharding.source import parameter_shapes
+from megatron_rl.resharding.pieces import padded_vocabulary, parameter_shapes
 
 
 @dataclass

@@ -23,8 +23,9 @@ from torch.nn import Module
 from megatron_rl.actor.checkpoint_contents import FOLDER, check_stored, is_checkpoint, read_dtypes
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import ModelShape, tensor_shapes
+from megatron_rl.resharding.layouts import has_fused_names, layout_of
 from megatron_rl.resharding.pieces import Piece
-from megatron_rl.resharding.source import check_parameters, has_fused_names, layout_of
+from megatron_rl.resharding.verify import check_parameters
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -264,10 +264,8 @@ class ReshardingSection(Section):
     """what a rank sends plus receives in one round"""
     full_check_every: Annotated[int, Field(ge=0)] = 50
     """pushes; every push compares checksums"""
-    repair: bool = False
-    """after a mismatch push everything again, instead of stopping"""
     time_limit_seconds: Positive = 300.0
-    """for one round"""
+    """for the exchange of one push"""
 
 
 class LoggingSection(Section):

@@ -3,11 +3,14 @@
 No process group is needed, so plans can be computed and tested for any cluster.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.models.shape import ModelShape, tensor_shapes
 from megatron_rl.resharding.pieces import (
     Piece,
+    Span,
     megatron_pieces,
     stage_layers,
     vllm_parameter_shapes,
@@ -36,6 +39,13 @@ class ActorLayout:
         """Number of ranks."""
         return self.tensor * self.pipeline * self.context * self.data
 
+    def place(self, rank: int) -> tuple[int, ...]:
+        """Where `rank` stands along what cuts the model: ranks of one place hold the same."""
+        pp_rank, in_stage = divmod(rank, self.world_size // self.pipeline)
+        expert_tensor = self.tensor if self.expert_tensor is None else self.expert_tensor
+        ep_rank, in_expert = in_stage // expert_tensor % self.expert, in_stage % expert_tensor
+        return pp_rank, in_stage % self.tensor, ep_rank, in_expert
+
     def __str__(self) -> str:
         names = {"tp": self.tensor, "pp": self.pipeline, "cp": self.context, "dp": self.data}
         names |= {"vpp": self.virtual, "ep": self.expert}
@@ -46,27 +56,27 @@ class ActorLayout:
     def pieces(self, shape: ModelShape, *, rank: int, fused: bool = False) -> tuple[Piece, ...]:
         """The pieces that `rank` holds; with virtual stages names start with `chunk{i}.`."""
         stage_size = self.world_size // self.pipeline
-        pp_rank, in_stage = divmod(rank, stage_size)
         expert_tensor = self.tensor if self.expert_tensor is None else self.expert_tensor
         if stage_size % (expert_tensor * self.expert):
             raise ValueError(
                 f"expert tensor size {expert_tensor} x expert size {self.expert} does not divide "
                 f"the {stage_size} ranks of a pipeline stage"
             )
+        pp_rank, tp_rank, ep_rank, expert_tp_rank = self.place(rank)
         chunks = self.pipeline * self.virtual
         pieces: list[Piece] = []
         for virtual_rank in range(self.virtual):
             chunk = virtual_rank * self.pipeline + pp_rank
             pieces += megatron_pieces(
                 shape,
-                tp_rank=in_stage % self.tensor,
+                tp_rank=tp_rank,
                 tp_size=self.tensor,
                 layers=stage_layers(shape.num_layers, pp_rank=chunk, pp_size=chunks),
                 first_stage=chunk == 0,
                 last_stage=chunk == chunks - 1,
-                ep_rank=in_stage // expert_tensor % self.expert,
+                ep_rank=ep_rank,
                 ep_size=self.expert,
-                expert_tp_rank=in_stage % expert_tensor,
+                expert_tp_rank=expert_tp_rank,
                 expert_tp_size=expert_tensor,
                 fused=fused,
                 prefix=f"chunk{virtual_rank}." if self.virtual > 1 else "",
@@ -84,6 +94,10 @@ class EngineLayout:
     tensor: int
     world_size: int
     expert_parallel: bool = False
+
+    def place(self, rank: int) -> tuple[int, ...]:
+        """Where `rank` stands in its engine: ranks of one place need the same."""
+        return (rank % self.tensor,)
 
     def __str__(self) -> str:
         experts = " expert parallel" if self.expert_parallel else ""
@@ -117,3 +131,53 @@ class EngineLayout:
             tp_size=self.tensor,
             expert_parallel=self.expert_parallel,
         )
+
+
+Holders = dict[int, Piece]  # by rank
+Rectangle = tuple[Span, Span]
+
+
+def find_holders(
+    shape: ModelShape, layout: ActorLayout, *, fused: bool
+) -> dict[str, dict[Rectangle, Holders]]:
+    """Per HF tensor: each distinct rectangle with the ranks that hold it."""
+    found: dict[str, dict[Rectangle, Holders]] = {}
+    for ranks in _ranks_by_place(layout):
+        for piece in layout.pieces(shape, rank=ranks[0], fused=fused):
+            holders = found.setdefault(piece.tensor, {}).setdefault((piece.rows, piece.columns), {})
+            for rank in ranks:
+                holders.setdefault(rank, piece)
+    return found
+
+
+def find_needs(shape: ModelShape, layout: EngineLayout) -> dict[str, dict[Piece, list[int]]]:
+    """Per HF tensor, in the order of the model: each piece with the ranks that need it."""
+    found: dict[str, dict[Piece, list[int]]] = {name: {} for name in tensor_shapes(shape)}
+    for ranks in _ranks_by_place(layout):
+        for piece in layout.pieces(shape, rank=ranks[0]):
+            found[piece.tensor].setdefault(piece, []).extend(ranks)
+    return found
+
+
+def _ranks_by_place(layout: ActorLayout | EngineLayout) -> list[list[int]]:
+    by_place: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(layout.world_size):
+        by_place.setdefault(layout.place(rank), []).append(rank)
+    return list(by_place.values())
+
+
+def layout_of(topology: Topology) -> ActorLayout:
+    """The actor layout that a rank's topology belongs to."""
+    return ActorLayout(
+        tensor=topology.tp_size,
+        pipeline=topology.pp_size,
+        context=topology.cp_size,
+        data=topology.dp_size,
+        virtual=topology.virtual_stages,
+        expert=topology.ep_size,
+    )
+
+
+def has_fused_names(parameters: Iterable[str]) -> bool:
+    """Whether parameters carry the names of Transformer Engine's layers."""
+    return any(name.endswith("layer_norm_weight") for name in parameters)

@@ -9,8 +9,9 @@ two dimensions (vLLM's experts) is flattened to two, its last dimension kept as 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -24,16 +25,15 @@ VOCABULARY_MULTIPLE = 64
 Span = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A rectangle of an HF tensor and its place in a local parameter."""
 
     tensor: str  # HF name
     rows: Span  # [start, stop) in the HF tensor
     columns: Span
     parameter: str  # name of the local parameter
-    row: int  # where the rectangle's first row lies in the local parameter
-    column: int
+    top: int = 0  # where the rectangle begins in the local parameter
+    left: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -43,7 +43,14 @@ class Piece:
     @property
     def size(self) -> int:
         """Number of elements."""
-        return self.shape[0] * self.shape[1]
+        return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
+
+    def crop(self, rows: Span, columns: Span) -> "Piece":
+        """The part that covers `rows` and `columns` of the HF tensor."""
+        if (rows, columns) == (self.rows, self.columns):
+            return self
+        top, left = self.top + rows[0] - self.rows[0], self.left + columns[0] - self.columns[0]
+        return Piece(self.tensor, rows, columns, self.parameter, top, left)
 
     def of_tensor(self, tensor: Tensor) -> Tensor:
         """The rectangle of the full HF `tensor`, as a view [height, width]."""
@@ -53,12 +60,22 @@ class Piece:
         """The same rectangle in the local `parameter`, as a view [height, width]."""
         height, width = self.shape
         matrix = as_matrix(parameter)
-        return matrix[self.row : self.row + height, self.column : self.column + width]
+        return matrix[self.top : self.top + height, self.left : self.left + width]
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
     """`tensor` as a two-dimensional view: [n] as [n, 1], [a, b, c] as [a * b, c]."""
     return tensor.view(-1, 1) if tensor.dim() == 1 else tensor.view(-1, tensor.shape[-1])
+
+
+def parameter_shapes(pieces: Iterable[Piece]) -> dict[str, tuple[int, int]]:
+    """Smallest matrix shape of each local parameter that its pieces fit in."""
+    shapes: dict[str, tuple[int, int]] = {}
+    for piece in pieces:
+        height, width = shapes.get(piece.parameter, (0, 0))
+        bottom, right = piece.top + piece.shape[0], piece.left + piece.shape[1]
+        shapes[piece.parameter] = (max(height, bottom), max(width, right))
+    return shapes
 
 
 def padded_vocabulary(vocab_size: int, *, tp_size: int) -> int:
@@ -115,12 +132,12 @@ class _Place:
     expert: int
     rank: int
     size: int
-    first_row: int = 0  # of this rectangle set inside the parameter (vLLM stacks experts)
+    top: int = 0  # of these rectangles in the parameter, where vLLM stacks experts
 
 
 def _piece(weight: Weight, index: int, rows: Span, columns: Span, place: _Place, at: int) -> Piece:
     name = weight.hf[index].format(layer=place.layer, expert=place.expert)
-    return Piece(name, rows, columns, place.parameter, place.first_row + at, 0)
+    return Piece(name, rows, columns, place.parameter, place.top + at)
 
 
 def _shard(total: int, rank: int, size: int) -> Span:
@@ -274,7 +291,7 @@ def vllm_pieces(
             stacked = 0
             for expert in held:
                 name = weight.vllm.format(layer=layer)
-                place = _Place(name, layer, expert, rank, size, first_row=stacked)
+                place = _Place(name, layer, expert, rank, size, top=stacked)
                 if weight.cut == "qkv":
                     new = tuple(_concatenated_qkv(weight, shape=shape, place=place))
                 else:
@@ -295,20 +312,15 @@ def vllm_parameter_shapes(
     Follows from the pieces but for three facts: the vocabulary is padded, experts are stacked in
     a dimension of their own, and a tied output layer is listed although it is the embedding.
     """
-    heights: dict[str, int] = {}
     pieces = vllm_pieces(shape, tp_rank=tp_rank, tp_size=tp_size, expert_parallel=expert_parallel)
-    for piece in pieces:
-        bottom = piece.row + piece.shape[0]
-        heights[piece.parameter] = max(heights.get(piece.parameter, 0), bottom)
     shapes: dict[str, tuple[int, ...]] = {}
-    for piece in pieces:
-        name, width = piece.parameter, piece.shape[1]
+    for name, (height, width) in parameter_shapes(pieces).items():
         is_vector = name.endswith("bias") or "norm" in name
-        shapes[name] = (heights[name],) if is_vector else (heights[name], width)
+        shapes[name] = (height,) if is_vector else (height, width)
         if ".experts." in name:
             assert shape.experts is not None, f"{name} needs experts"
             count = shape.experts.num_experts // (tp_size if expert_parallel else 1)
-            shapes[name] = (count, heights[name] // count, width)
+            shapes[name] = (count, height // count, width)
     padded = padded_vocabulary(shape.vocab_size, tp_size=tp_size)
     for weight in shape.weights:
         if weight.cut == "vocabulary":

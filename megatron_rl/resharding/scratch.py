@@ -34,11 +34,11 @@ class Scratch:
         return sum(map(len, self._free))
 
     def wire(self, number: int, size: int) -> Tensor:
-        """The buffer of round `number`, at least [size], which every second round shares."""
+        """The buffer of round `number`, at least [size] bytes, which every second round shares."""
         buffer = self._wire[number % 2]
         if buffer is None or buffer.numel() < size:
             self._wire[number % 2] = None  # before the larger one is there
-            buffer = torch.empty(size, dtype=self.dtype, device=self.device)
+            buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
             self._wire[number % 2] = buffer
         return buffer
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.resharding.layouts import EngineLayout
-from megatron_rl.resharding.source import SyncStats, WeightHolder
+from megatron_rl.resharding.push import SyncStats, WeightHolder
 from megatron_rl.types import Prompt, Response, SamplingSettings
 
 Progress = Callable[[int, int], None]  # responses finished here, responses to generate here

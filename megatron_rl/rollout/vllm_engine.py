@@ -18,8 +18,7 @@ from megatron_rl.distributed.agreement import raise_together
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes
 from megatron_rl.resharding.layouts import EngineLayout
-from megatron_rl.resharding.resharder import Resharder, ReshardSettings
-from megatron_rl.resharding.source import SyncStats, WeightHolder
+from megatron_rl.resharding.push import Resharder, ReshardSettings, SyncStats, WeightHolder
 from megatron_rl.rollout.engine import Ended, Progress
 from megatron_rl.rollout.finished import FinishedResponses, load_tokenizer
 from megatron_rl.rollout.process_state import hosted_start, preserved_generators
@@ -231,7 +230,7 @@ class VllmEngine:
 
         return self.overwrite(load, version=version)
 
-    def overwrite(self, write: Callable[[], None], *, version: int) -> float:
+    def overwrite(self, write: Callable[[], object], *, version: int) -> float:
         """Let `write` replace every parameter; returns the seconds that resetting the cache took.
 
         After any error the engine refuses to generate until a push succeeds.
@@ -261,8 +260,8 @@ class VllmEngine:
     def live_parameters(self) -> Mapping[str, Tensor] | None:
         """vLLM's own parameters where they are laid out exactly as the table says, else None.
 
-        On CPU vLLM repacks them, and quantized ones have other shapes and dtypes. Experts are left
-        to vLLM's loaders, whose kernels may reorder them.
+        On CPU vLLM repacks them. Experts are left to vLLM's loaders, whose kernels may reorder
+        them.
         """
         if self.topology.device.type != "cuda" or self.shape.experts is not None:
             return None

@@ -19,7 +19,7 @@ from megatron_rl.interruption import Interruption
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives import PolicyObjective, build_objective
 from megatron_rl.preflight.settings import check_settings
-from megatron_rl.resharding.resharder import ReshardSettings
+from megatron_rl.resharding.push import ReshardSettings
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import Item, VerifierError
 from megatron_rl.rollout.vllm_engine import VllmEngine
@@ -211,7 +211,6 @@ def build_engine(config: Config, topology: Topology) -> VllmEngine:
         resharding=ReshardSettings(
             bucket_bytes=config.resharding.bucket_mib * 2**20,
             full_check_every=config.resharding.full_check_every,
-            repair=config.resharding.repair,
             time_limit=config.resharding.time_limit_seconds,
             ranks_per_node=_ranks_per_node(topology),
         ),

@@ -66,7 +66,7 @@ def _actor(folder, sizes, expert=1):
 
 
 def _engine(folder, tensor, topology):
-    from megatron_rl.resharding.resharder import ReshardSettings
+    from megatron_rl.resharding.push import ReshardSettings
     from megatron_rl.rollout.vllm_engine import VllmEngine
 
     return VllmEngine(
@@ -200,7 +200,7 @@ def _push_into_a_new_vllm(actor, engine):
 
 def _break_pushes(rank, world_size, folder):
     """The errors of wrong pushes into a real engine, and whether it recovers."""
-    from megatron_rl.resharding.push import gather_push
+    from tests.gather_push import gather_push
 
     actor = _actor(folder, (1, 1, 1, 1))
     engine = _engine(folder, 1, actor.topology)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.resharding.source import SyncStats
+from megatron_rl.resharding.push import SyncStats
 from megatron_rl.runs.rows import PHASES, read_metrics
 from megatron_rl.trainer.metrics import OVERVIEW, tensorboard_tag
-from tests.unit.resharding.test_resharder import PHASES as SYNC_PHASES
+from tests.unit.resharding.test_push import PHASES as SYNC_PHASES
 from tests.unit.trainer.test_loop import run_loop
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"

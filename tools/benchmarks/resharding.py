@@ -28,11 +28,10 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import ModelShape, tensor_shapes
 from megatron_rl.peak_memory import PeakMemory
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
-from megatron_rl.resharding.pieces import padded_vocabulary
-from megatron_rl.resharding.plan import iterate_copies
-from megatron_rl.resharding.push import gather_push
-from megatron_rl.resharding.resharder import Resharder, ReshardSettings
-from megatron_rl.resharding.source import SyncStats, parameter_shapes
+from megatron_rl.resharding.pieces import padded_vocabulary, parameter_shapes
+from megatron_rl.resharding.push import Resharder, ReshardSettings, SyncStats
+from megatron_rl.resharding.senders import WITHIN, plan_slices
+from tests.gather_push import gather_push
 
 WORLD_SIZE = 8
 
@@ -94,8 +93,9 @@ def print_bytes(size: str) -> None:
     print("| actor tp x pp x dp | vLLM tp | gather | plan | bound |\n|---|---|---|---|---|")
     for source, engine in all_cases():
         destination = EngineLayout(engine, WORLD_SIZE)
-        copies = iterate_copies(shape, source, destination)
-        sent = 4 * sum(copy.size for copy in copies if copy.source != copy.destination)
+        sent = 0
+        for slices in plan_slices(shape, source, destination).values():
+            sent += sum(4 * s.size * len(s.destinations) for s in slices if s.source != WITHIN)
         bound = 4 * lower_bound(shape, source, destination)
         assert sent == bound, f"{source} {destination}: {sent} bytes, bound {bound}"
         name = f"{source.tensor} x {source.pipeline} x {source.data}"

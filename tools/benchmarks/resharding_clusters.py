@@ -3,11 +3,15 @@
 python -m tools.benchmarks.resharding_clusters
 """
 
-from megatron_rl.models.shape import ExpertShape, ModelShape
+import time
+
+from megatron_rl.models.shape import ExpertShape, ModelShape, tensor_shapes
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
-from megatron_rl.resharding.plan import iterate_copies
+from megatron_rl.resharding.plan import plan_for_rank, schedule
+from megatron_rl.resharding.senders import plan_slices
 from tools.benchmarks.resharding import count_parameters, make_shape
 
+BUCKET = 64 << 20
 _QWEN = {"num_query_groups": 4, "head_dim": 128}
 _MOE = _QWEN | {"architecture": "Qwen3MoeForCausalLM"}
 CLUSTERS = [  # name, shape, actor layout, engine layout, ranks per node
@@ -59,55 +63,83 @@ CLUSTERS = [  # name, shape, actor layout, engine layout, ranks per node
 
 
 def main() -> None:
-    """Bytes that each rank sends and receives, per kind of link, on real clusters in bfloat16.
-
-    Bytes are linear in the layers of a stage, so two small plans give those of the whole model.
-    """
-    print("GB of the busiest rank; seconds at 300 GB/s within a node and 40 GB/s between nodes")
-    print("| model | actor | engines | model GB | gather GB in | plan GB in | between nodes | s |")
-    print("|---|---|---|---|---|---|---|---|")
+    """One row per cluster, in bfloat16: bytes in GB, by rank and kind of link."""
+    print("bfloat16; seconds at 300 GB/s within a node and 40 GB/s per rank between nodes")
+    heads = "model,actor,engines,model GB,in: most,out: most,out: mean,into a node,between: most"
+    heads += ",wire s,messages,peers x rounds,plan s"
+    print(f"| {heads.replace(',', ' | ')} |\n|{'---|' * len(heads.split(','))}")
     for name, shape, source, destination, node in CLUSTERS:
-        one, two = (
-            _bytes_by_link(shape, source, destination, node, layers=source.pipeline * count)
-            for count in (1, 2)
-        )
-        stage_layers = shape.num_layers // source.pipeline
-        within, between = (
-            max(a + (b - a) * (stage_layers - 1) for a, b in zip(one[k], two[k], strict=True))
-            for k in (0, 1)
-        )
-        total = _extrapolated_parameters(shape) * 2
-        seconds = max(within / 300e9, between / 40e9)
+        traffic = _Traffic(shape, source, destination, node)
+        within, between = traffic.busiest(0), traffic.busiest(1)
+        start = time.process_time()
+        messages, peers = _messages(shape, source, destination, node)
+        seconds = time.process_time() - start
+        numbers = [
+            count_parameters(shape) * 2, max(traffic.into), max(traffic.out),
+            sum(traffic.out) / len(traffic.out), max(traffic.into_node), between,
+        ]  # fmt: skip
         print(
-            f"| {name} | {str(source)[6:]} | {str(destination)[5:]} | {total / 1e9:.1f} "
-            f"| {total / 1e9:.1f} | {(within + between) / 1e9:.2f} | {between / 1e9:.2f} "
-            f"| {seconds:.3f} |",
+            f"| {name} | {str(source)[6:]} | {str(destination)[5:]} | "
+            + " | ".join(f"{number / 1e9:.2f}" for number in numbers)
+            + f" | {max(within / 300e9, between / 40e9):.3f} | {messages} | {peers} "
+            f"| {seconds:.1f} |",
             flush=True,
         )
 
 
-def _with_layers(shape: ModelShape, layers: int) -> ModelShape:
-    return ModelShape(**(vars(shape) | {"num_layers": layers}))
+class _Traffic:
+    """Bytes of every rank, in and out, by kind of link: within a node, and between nodes."""
+
+    def __init__(
+        self, shape: ModelShape, source: ActorLayout, destination: EngineLayout, node: int
+    ) -> None:
+        world_size = source.world_size
+        self.links = [[[0] * world_size for _ in range(2)] for _ in range(2)]  # [link][direction]
+        self.into_node = [0] * (world_size // node)
+        slices = plan_slices(shape, source, destination, ranks_per_node=node)
+        scheduled = schedule(
+            slices,
+            tensor_shapes(shape),
+            world_size=world_size,
+            wire_elements=BUCKET // 2,
+            ranks_per_node=node,
+        )
+        for _, each, path in scheduled:
+            for sender, to in path.hops():
+                link = int(sender // node != to // node)
+                self.links[link][0][sender] += 2 * each.size
+                self.links[link][1][to] += 2 * each.size
+                self.into_node[to // node] += 2 * each.size * link
+
+    @property
+    def out(self) -> list[int]:
+        """Bytes that each rank sends."""
+        return [sum(pair) for pair in zip(self.links[0][0], self.links[1][0], strict=True)]
+
+    @property
+    def into(self) -> list[int]:
+        """Bytes that each rank receives."""
+        return [sum(pair) for pair in zip(self.links[0][1], self.links[1][1], strict=True)]
+
+    def busiest(self, link: int) -> int:
+        """The most bytes of any rank over one kind of link, in its larger direction."""
+        return max(max(direction) for direction in self.links[link])
 
 
-def _extrapolated_parameters(shape: ModelShape) -> int:
-    one, two = (count_parameters(_with_layers(shape, layers)) for layers in (1, 2))
-    return one + (two - one) * (shape.num_layers - 1)
-
-
-def _bytes_by_link(shape, source, destination, node, *, layers) -> tuple[list[int], list[int]]:
-    """Bytes per rank, the larger of sent and received, within a node and between nodes."""
-    traffic = [[[0] * source.world_size for _ in range(2)] for _ in range(2)]  # [link][direction]
-    for copy in iterate_copies(
-        _with_layers(shape, layers), source, destination, ranks_per_node=node
-    ):
-        if copy.source == copy.destination:
-            continue
-        link = int(copy.source // node != copy.destination // node)
-        traffic[link][0][copy.source] += 2 * copy.size
-        traffic[link][1][copy.destination] += 2 * copy.size
-    within, between = ([max(pair) for pair in zip(*link, strict=True)] for link in traffic)
-    return within, between
+def _messages(
+    shape: ModelShape, source: ActorLayout, destination: EngineLayout, node: int
+) -> tuple[int, int]:
+    """What rank 0 sends and receives in a push: messages to or from a rank; ranks, by round."""
+    plan = plan_for_rank(
+        shape, source, destination, rank=0, wire_elements=BUCKET // 2, ranks_per_node=node
+    )
+    messages = peers = 0
+    for part in plan.rounds:
+        to = [rank for message in (*part.sends, *part.receives) for rank in message.to]
+        of = [message.sender for message in part.receives]
+        messages += len(to) + len(of)
+        peers += len(set(to)) + len(set(of))
+    return messages, peers
 
 
 if __name__ == "__main__":

@@ -2,10 +2,9 @@
 
 import torch
 
-from megatron_rl.resharding.gather import distinct_shards, gather_tensors, gathered_bytes
 from megatron_rl.resharding.layouts import ActorLayout
-from megatron_rl.resharding.push import gather_push
 from tests.cut_shards import cut_shards
+from tests.gather_push import distinct_shards, gather_push, gather_tensors, gathered_bytes
 from tests.ranks import run_ranks
 from tests.unit.resharding.shapes import numbered_tensors, small_shape
 

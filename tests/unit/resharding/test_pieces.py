@@ -19,7 +19,7 @@ def _fill(pieces, tensors) -> dict[str, Tensor]:
     sizes: dict[str, tuple[int, int]] = {}
     for piece in pieces:
         height, width = sizes.get(piece.parameter, (0, 0))
-        bottom, right = piece.row + piece.shape[0], piece.column + piece.shape[1]
+        bottom, right = piece.top + piece.shape[0], piece.left + piece.shape[1]
         sizes[piece.parameter] = (max(height, bottom), max(width, right))
     filled = {name: torch.zeros(size, dtype=torch.int64) for name, size in sizes.items()}
     for piece in pieces:

@@ -1,5 +1,7 @@
 """The plan moves every element that is missing, once, from where it is, and nothing else."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,11 +9,20 @@ from hypothesis import strategies as st
 
 from megatron_rl.models.architectures import ARCHITECTURES
 from megatron_rl.models.shape import tensor_shapes
+from megatron_rl.resharding import senders
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
-from megatron_rl.resharding.plan import iterate_copies
-from megatron_rl.resharding.rounds import plan_for_rank
-from megatron_rl.resharding.source import parameter_shapes
+from megatron_rl.resharding.pieces import parameter_shapes
+from megatron_rl.resharding.plan import SLICE_EXTRA, plan_for_rank
+from megatron_rl.resharding.senders import WITHIN, plan_slices
 from tests.unit.resharding.shapes import numbered_tensors, small_shape
+
+
+def _copies(shape, source, destination, **options):
+    """Every slice with each of its ends: (sender, receiver, slice)."""
+    for slices in plan_slices(shape, source, destination, **options).values():
+        for each in slices:
+            for to in each.destinations:
+                yield (to if each.source == WITHIN else each.source), to, each
 
 
 def _fill(pieces, tensors):
@@ -53,11 +64,11 @@ def test_every_destination_element_comes_once_from_a_right_source(
     got = [{name: torch.zeros_like(v) for name, v in e.items()} for e in expected]
 
     sent = 0
-    for copy in iterate_copies(shape, source, destination, ranks_per_node=node):
-        target = copy.needed.of_parameter(got[copy.destination][copy.needed.parameter])
-        assert not target.any(), f"{copy} writes what another copy wrote"
-        target.copy_(copy.held.of_parameter(held[copy.source][copy.held.parameter]))
-        sent += copy.size if copy.source != copy.destination else 0
+    for sender, to, each in _copies(shape, source, destination, ranks_per_node=node):
+        target = each.needed.of_parameter(got[to][each.needed.parameter])
+        assert not target.any(), f"{each} writes what another slice wrote"
+        target.copy_(each.held.of_parameter(held[sender][each.held.parameter]))
+        sent += each.size if sender != to else 0
     for rank in range(world_size):
         for name, value in expected[rank].items():
             assert torch.equal(got[rank][name], value), (rank, name)
@@ -75,8 +86,8 @@ def test_layouts_that_coincide_move_nothing_over_the_wire():
     shape = small_shape()
     for tensor, data in ((1, 4), (2, 2), (4, 1)):
         source = ActorLayout(tensor=tensor, data=data)
-        copies = list(iterate_copies(shape, source, EngineLayout(tensor, 4)))
-        assert all(copy.source == copy.destination for copy in copies)
+        copies = _copies(shape, source, EngineLayout(tensor, 4))
+        assert all(sender == to for sender, to, _ in copies)
 
 
 def test_a_replica_on_the_same_node_is_preferred_and_the_load_is_spread():
@@ -84,44 +95,127 @@ def test_a_replica_on_the_same_node_is_preferred_and_the_load_is_spread():
     # Ranks 0-3 are stage 0 and 4-7 stage 1; within a stage ranks r and r + 2 are replicas.
     source, destination = ActorLayout(2, 2, 1, 2), EngineLayout(2, 8)
     sent = [0] * 8
-    for copy in iterate_copies(shape, source, destination):
-        if copy.source != copy.destination:
-            sent[copy.source] += copy.size
+    for sender, to, each in _copies(shape, source, destination):
+        sent[sender] += each.size if sender != to else 0
     for rank in (0, 1, 4, 5):
         assert abs(sent[rank] - sent[rank + 2]) <= 0.05 * sent[rank]
     # Tensor 2 only, four replicas: with two ranks per node nothing may cross nodes.
-    for copy in iterate_copies(
+    for sender, to, _ in _copies(
         shape, ActorLayout(2, 1, 1, 4), EngineLayout(1, 8), ranks_per_node=2
     ):
-        assert copy.source // 2 == copy.destination // 2
+        assert sender // 2 == to // 2
+
+
+NODES = [  # actor, engine tensor, ranks per node, whether all ranks can have the same share
+    (ActorLayout(2, 2, 1, 2), 2, 4, True),  # each node holds one of two stages
+    (ActorLayout(1, 4, 1, 2), 1, 2, True),  # each node holds one of four
+    (ActorLayout(4, 2), 1, 4, True),
+    (ActorLayout(4, 1, 1, 2), 2, 2, False),  # each shard goes to one rank of a node, or none
+]
+
+
+@pytest.mark.parametrize(("source", "engine", "node", "even"), NODES)
+def test_what_a_node_lacks_reaches_it_once_and_is_passed_on_there(source, engine, node, even):
+    shape, destination = small_shape(ffn_hidden_size=16), EngineLayout(engine, 8)
+    tensors = numbered_tensors(shape)
+    # The bound, from the numbers alone: what a node's ranks need and none of them holds.
+    bound = 0
+    for first in range(0, 8, node):
+        has, needs = (
+            torch.cat([v.flatten() for r in range(first, first + node) for v in f(r).values()])
+            for f in (
+                lambda r: _fill(source.pieces(shape, rank=r), tensors),
+                lambda r: _fill(destination.pieces(shape, rank=r), tensors),
+            )
+        )
+        needs = needs[needs > 0].unique()
+        bound += int((~torch.isin(needs, has)).sum())
+    assert bound > 0
+    options = {"wire_elements": 500, "ranks_per_node": node}
+    plans = [plan_for_rank(shape, source, destination, rank=r, **options) for r in range(8)]
+    between, sends, arrives = 0, [0] * 8, [0] * 8
+    for plan in plans:
+        for message in (m for part in plan.rounds for m in part.sends):
+            far = sum(to // node != plan.rank // node for to in message.to)
+            between += message.size * far
+            sends[plan.rank] += message.size * far
+        for message in (m for part in plan.rounds for m in part.receives):
+            arrives[plan.rank] += message.size * (message.sender // node != plan.rank // node)
+            # Only what came from another node is passed on, within this one.
+            assert not message.to or message.source // node != plan.rank // node
+            assert all(to // node == plan.rank // node for to in message.to)
+            assert message.sender == message.source or message.sender // node == plan.rank // node
+    assert between == sum(arrives) == bound
+    # The first and the last stage hold the vocabulary, so have more to send than others.
+    for shares in (sends, arrives) if even else ():
+        assert max(shares) <= 1.2 * bound / 8
+
+
+def test_a_message_that_is_passed_on_has_matching_ends():
+    shape, layout, engines = small_shape(), ActorLayout(1, 2, 1, 2), EngineLayout(1, 4)
+    options = {"wire_elements": 900, "ranks_per_node": 2}
+    plans = [plan_for_rank(shape, layout, engines, rank=rank, **options) for rank in range(4)]
+    passed_on = 0
+    for number in range(len(plans[0].rounds)):
+        for plan, other in itertools.permutations(plans, 2):
+            parts = plan.rounds[number], other.rounds[number]
+            # First what sources send, then what is passed on: in the same order at both ends.
+            for out, into in (
+                (parts[0].sends, [m for m in parts[1].receives if m.source == m.sender]),
+                (parts[0].receives, [m for m in parts[1].receives if m.source != m.sender]),
+            ):
+                sent = [_contents(m) for m in out if other.rank in m.to]
+                assert sent == [_contents(m) for m in into if m.sender == plan.rank]
+                passed_on += len(sent) if out is parts[0].receives else 0
+    assert passed_on > 0
+
+
+def test_planning_looks_at_each_rectangle_once_however_many_ranks_need_it(monkeypatch):
+    """8 or 64 ranks in the same places: as many rectangles are intersected, and slices made."""
+    shape, calls, counts = small_shape("Qwen3MoeForCausalLM"), [], []
+    intersect = senders._intersection
+
+    def counted(a, b):
+        calls.append((a, b))
+        return intersect(a, b)
+
+    monkeypatch.setattr(senders, "_intersection", counted)
+    for replicas in (1, 8):
+        source = ActorLayout(2, 2, replicas, 2, expert=2)
+        plan_slices(shape, source, EngineLayout(4, source.world_size))
+        counts.append(len(calls))
+        calls.clear()
+    assert counts[0] == counts[1] > 0
 
 
 def _contents(message):
-    return [(copy.tensor, copy.held.rows, copy.held.columns) for copy in message.copies]
+    return [(each.tensor, each.held.rows, each.held.columns) for each in message.slices]
 
 
-@pytest.mark.parametrize("bucket", [7, 100, 10**9])
-def test_rounds_hold_the_whole_plan_in_bounded_buckets(bucket):
+@pytest.mark.parametrize("limit", [7, 100, 10**9])
+def test_rounds_hold_the_whole_plan_in_bounded_buckets(limit):
     shape = small_shape(num_layers=2)
     source, destination = ActorLayout(2, 2, 1, 1), EngineLayout(1, 4)
     plans = [
-        plan_for_rank(shape, source, destination, rank=rank, bucket_elements=bucket)
+        plan_for_rank(shape, source, destination, rank=rank, wire_elements=limit)
         for rank in range(4)
     ]
     assert len({len(plan.rounds) for plan in plans}) == 1
     total = 0
     for plan in plans:
         for number, exchange in enumerate(plan.rounds):
-            held = sum(message.size for message in (*exchange.sends, *exchange.receives))
+            messages = (*exchange.sends, *exchange.receives)
+            held = sum(m.size + SLICE_EXTRA * len(m.slices) for m in messages)
             # One row of 20 or 24 or 32 columns is the smallest slice.
-            assert held <= max(bucket, 32)
-            total += sum(m.size * len(m.destinations) for m in exchange.sends)
+            assert held <= max(limit, 32 + SLICE_EXTRA)
+            total += sum(m.size * len(m.to) for m in exchange.sends)
             for other in range(4):
                 # Messages are matched by their order: the same slices in the same order.
-                out = [m for m in exchange.sends if other in m.destinations]
+                out = [m for m in exchange.sends if other in m.to]
                 into = [m for m in plans[other].rounds[number].receives if m.source == plan.rank]
                 assert [_contents(m) for m in out] == [_contents(m) for m in into]
-                assert all(copy.destination == other for m in into for copy in m.copies)
+                # All that one rank sends to another in a round, and to the same others: one.
+                assert len({m.to for m in exchange.sends}) == len(exchange.sends)
         assert plan.last_round.keys() == numbered_tensors(shape).keys()
     assert total == plans[0].elements_sent
 
@@ -131,7 +225,7 @@ def test_a_module_is_handed_over_as_a_whole_even_where_part_of_it_is_local():
     shape = small_shape("Qwen3MoeForCausalLM")
     source, engines = ActorLayout(data=2, expert=2), EngineLayout(1, 2)
     for rank in range(2):
-        plan = plan_for_rank(shape, source, engines, rank=rank, bucket_elements=2000)
+        plan = plan_for_rank(shape, source, engines, rank=rank, wire_elements=2000)
         layers = [name.split(".")[2] for name in plan.last_round if ".experts." in name]
         assert layers == sorted(layers)
         rounds = list(plan.last_round.values())
@@ -152,7 +246,7 @@ def test_engines_of_whole_experts_need_experts():
 
 def test_worlds_of_different_size_are_refused():
     with pytest.raises(ValueError, match="different numbers of ranks"):
-        list(iterate_copies(small_shape(), ActorLayout(2), EngineLayout(1, 4)))
+        plan_slices(small_shape(), ActorLayout(2), EngineLayout(1, 4))
 
 
 def test_what_several_ranks_need_is_one_message_packed_once():
@@ -163,28 +257,26 @@ def test_what_several_ranks_need_is_one_message_packed_once():
             ActorLayout(pipeline=8),
             EngineLayout(1, 8),
             rank=rank,
-            bucket_elements=10**9,
+            wire_elements=10**9,
         )
         for rank in range(8)
     ]
     for plan in plans:
         others = tuple(rank for rank in range(8) if rank != plan.rank)
         (exchange,) = plan.rounds
-        assert [message.destinations for message in exchange.sends] == [others]
+        assert [message.to for message in exchange.sends] == [others]
         assert [message.source for message in exchange.receives] == list(others)
 
 
 def test_a_tensor_that_fits_into_a_bucket_arrives_in_one_round():
     shape = small_shape()
     # Of 4 shards a rank holds one; the largest tensor, 37 x 20 numbers, is a third of 4000.
-    for bucket in (740, 4000):
-        plan = plan_for_rank(
-            shape, ActorLayout(4), EngineLayout(1, 4), rank=2, bucket_elements=bucket
-        )
+    for limit in (740 + 4 * SLICE_EXTRA, 4000):
+        plan = plan_for_rank(shape, ActorLayout(4), EngineLayout(1, 4), rank=2, wire_elements=limit)
         assert len(plan.rounds) > 1
         for number, exchange in enumerate(plan.rounds):
             for message in exchange.receives:
-                assert {plan.last_round[copy.tensor] for copy in message.copies} == {number}
+                assert {plan.last_round[each.tensor] for each in message.slices} == {number}
 
 
 @pytest.mark.parametrize("engine_tensor", [1, 2])
@@ -198,12 +290,12 @@ def test_rounds_bound_the_tensors_that_a_loader_is_handed(engine_tensor):
             ActorLayout(4),
             EngineLayout(engine_tensor, 4),
             rank=1,
-            bucket_elements=10**9,
+            wire_elements=10**9,
             tensor_elements=limit,
         )
         assert len(plan.rounds) > 2
         for part in plan.rounds:
-            added = {copy.tensor for message in part.receives for copy in message.copies}
+            added = {each.tensor for message in part.receives for each in message.slices}
             assert sum(sizes[name] for name in added) <= limit or len(added) == 1
 
 
@@ -215,7 +307,7 @@ def test_a_rank_whose_vocabulary_shard_is_padding_is_still_handed_every_tensor()
         ActorLayout(pipeline=2),
         EngineLayout(tensor=2, world_size=2),
         rank=1,
-        bucket_elements=1000,
+        wire_elements=1000,
     )
     assert plan.last_round.keys() == tensor_shapes(shape).keys()
     assert plan.last_round["model.embed_tokens.weight"] == -1  # handed over before any round

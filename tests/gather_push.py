@@ -1,6 +1,6 @@
-"""Gather everything: each parameter in full on every rank, one after the other.
+"""A push without a plan: each parameter in full on every rank, one after the other.
 
-Simple enough to be trusted: the oracle of the planned transfer and its fallback.
+Simple enough to be trusted: the oracle of the planned push, and the baseline of its benchmark.
 """
 
 import time
@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.distributed.agreement import raise_together
 from megatron_rl.models.shape import ModelShape, tensor_shapes
-from megatron_rl.resharding.layouts import ActorLayout
+from megatron_rl.resharding.layouts import ActorLayout, has_fused_names, layout_of
 from megatron_rl.resharding.pieces import Piece
+from megatron_rl.resharding.push import SyncStats, WeightHolder, WeightReceiver, check_ends
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,12 @@ class Shard:
     @property
     def rows(self) -> int:
         """Rows of the parameter that carry weights."""
-        return max(piece.row + piece.shape[0] for piece in self.pieces)
+        return max(piece.top + piece.shape[0] for piece in self.pieces)
 
     @property
     def width(self) -> int:
         """Columns of the parameter."""
-        return max(piece.column + piece.shape[1] for piece in self.pieces)
+        return max(piece.left + piece.shape[1] for piece in self.pieces)
 
 
 def distinct_shards(shape: ModelShape, *, layout: ActorLayout, fused: bool) -> list[Shard]:
@@ -98,3 +100,39 @@ def gathered_bytes(shards: list[Shard], *, world_size: int, dtype: torch.dtype) 
     """Bytes that `gather_tensors` sends between processes, over all ranks."""
     elements = sum(shard.rows * shard.width for shard in shards)
     return elements * dtype.itemsize * (world_size - 1)
+
+
+def gather_push(holder: WeightHolder, receiver: WeightReceiver, *, version: int) -> SyncStats:
+    """Gather every parameter in full on every rank and load it; collective over all processes.
+
+    Raises on every rank, naming parameters and both layouts, when a parameter is missing, extra or
+    of the wrong shape on any of them.
+    """
+    start = time.perf_counter()
+    layout = layout_of(holder.topology)
+    doing = f"weight push {version}, {layout} to {receiver.layout}"
+    parameters = check_ends(holder, receiver, doing=doing)
+    shards = distinct_shards(holder.shape, layout=layout, fused=has_fused_names(parameters))
+    seconds: dict[str, float] = {}
+    tensors = gather_tensors(
+        parameters,
+        shape=holder.shape,
+        shards=shards,
+        dtype=receiver.dtype,
+        device=holder.topology.device,
+        seconds=seconds,
+    )
+    error: Exception | None = None
+    try:
+        receiver.receive(tensors, version=version)
+    except Exception as found:
+        error = found
+        for _ in tensors:  # the other ranks still wait for this one's broadcasts
+            pass
+    raise_together(error, doing=doing)
+    return SyncStats(
+        seconds=time.perf_counter() - start,
+        bytes_sent=gathered_bytes(shards, world_size=layout.world_size, dtype=receiver.dtype),
+        bytes_local=0,
+        phases=seconds,
+    )

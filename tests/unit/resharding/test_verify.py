@@ -3,22 +3,22 @@
 import pytest
 import torch
 
-from megatron_rl.resharding import checksums
-from megatron_rl.resharding.checksums import message_checksum, slice_checksum
+from megatron_rl.resharding import verify
+from megatron_rl.resharding.verify import slice_checksum, word_sum
 
 
 def _by_definition(bits):
     """The sum of slice_checksum, element by element in Python's integers, modulo 2^64."""
     height, width = len(bits), len(bits[0])
-    total = sum((r + 1) * checksums._ROW_FACTOR * sum(bits[r]) for r in range(height))
+    total = sum((r + 1) * verify._ROW_FACTOR * sum(bits[r]) for r in range(height))
     for c in range(width):
-        total += (c + 1) * checksums._COLUMN_FACTOR * sum(row[c] for row in bits)
+        total += (c + 1) * verify._COLUMN_FACTOR * sum(row[c] for row in bits)
     return (total + 2**63) % 2**64 - 2**63
 
 
 @pytest.mark.parametrize("block", [1, 12, 1 << 16])
 def test_slice_checksum_is_its_definition_in_any_blocks(block, monkeypatch):
-    monkeypatch.setattr(checksums, "_BLOCK", block)
+    monkeypatch.setattr(verify, "block_elements", lambda device: block)
     matrix = torch.randn(7, 20, generator=torch.Generator().manual_seed(0))[:, 3:9]
     for dtype, integers in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
         bits = matrix.to(dtype).contiguous().view(integers).tolist()
@@ -34,12 +34,12 @@ def test_slice_checksum_sees_what_changed_places():
         assert slice_checksum(other) != whole
 
 
-def test_message_checksum_sees_one_changed_bit_wherever_it_is():
+def test_word_sum_sees_one_changed_bit_wherever_it_is():
     message = torch.arange(11, dtype=torch.bfloat16)  # 22 bytes: two words and a rest
-    whole = message_checksum(message)
+    whole = word_sum(message)
     for place in range(11):
         changed = message.clone()
         changed.view(torch.int16)[place] ^= 1
-        assert message_checksum(changed) != whole
+        assert word_sum(changed) != whole
     longer = torch.cat([torch.zeros(1, dtype=torch.bfloat16), message])
-    assert message_checksum(longer[1:]) == whole  # read from an odd address
+    assert word_sum(longer[1:]) == whole  # read from an odd address

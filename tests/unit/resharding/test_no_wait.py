@@ -1,0 +1,124 @@
+"""On CUDA a push waits once, and sends what goes to one rank in a round as one message.
+
+Tensors on the meta device have no values: whatever asks for one raises, as on CUDA it would wait.
+A stand-in takes the messages, and notes who waits for them and how.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rl.models.shape import tensor_shapes
+from megatron_rl.resharding import transfer
+from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
+from megatron_rl.resharding.pieces import parameter_shapes
+from megatron_rl.resharding.plan import plan_for_rank
+from megatron_rl.resharding.scratch import Scratch
+from megatron_rl.resharding.transfer import ExchangeError, Transfer
+from megatron_rl.resharding.verify import Ledger, slice_checksum
+from tests.unit.resharding.shapes import small_shape
+
+META = torch.device("meta")
+SHAPE, ACTOR, ENGINES = small_shape(), ActorLayout(1, 2, 1, 2), EngineLayout(1, 4)
+
+
+class _Stream:
+    """CUDA seen from the host: every message goes, and is over when the host asks often enough."""
+
+    def __init__(self, asked=3):
+        self.groups, self.waits, self.queries, self.asked = [], [], 0, asked
+
+    def batch_isend_irecv(self, operations):
+        self.groups.append(operations)
+        return [SimpleNamespace(wait=lambda *limit: self.waits.append(limit)) for _ in operations]
+
+    def event(self):
+        return SimpleNamespace(record=lambda: None, query=self.query)
+
+    def query(self):
+        self.queries += 1
+        return self.queries >= self.asked
+
+
+def _transfer(monkeypatch, stream, *, rank, full, live, time_limit=60.0):
+    for name in ("batch_isend_irecv", "isend", "irecv"):
+        monkeypatch.setattr(dist, name, getattr(stream, name, name))
+    monkeypatch.setattr(dist, "P2POp", lambda kind, wire, peer: (kind, wire, peer))
+    monkeypatch.setattr(torch.cuda, "Event", stream.event)
+    plan = plan_for_rank(
+        SHAPE, ACTOR, ENGINES, rank=rank, wire_elements=1500, ranks_per_node=2,
+        tensor_elements=None if live else 3000,
+    )  # fmt: skip
+    held = parameter_shapes(ACTOR.pieces(SHAPE, rank=rank))
+    needed = ENGINES.parameter_shapes(SHAPE, rank=rank)
+    empty = {name: torch.empty(size, device=META) for name, size in held.items()}
+    return Transfer(
+        plan=plan,
+        parameters=empty,
+        shapes=tensor_shapes(SHAPE),
+        dtype=torch.bfloat16,
+        device=META,
+        ledger=Ledger(plan, full=full, dtype=torch.bfloat16, device=META),
+        time_limit=time_limit,
+        scratch=Scratch(torch.bfloat16, META, limit=0),
+        live={n: torch.empty(s, device=META, dtype=torch.bfloat16) for n, s in needed.items()}
+        if live
+        else None,
+    )
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["messages", "full"])
+@pytest.mark.parametrize("live", [False, True], ids=["loaders", "direct"])
+def test_rounds_wait_on_the_stream_and_the_host_only_at_the_end(full, live, monkeypatch):
+    monkeypatch.setattr(transfer, "OWN_WIRE", 8)  # would have slices travel alone on a CPU
+    stream = _Stream()
+    push = _transfer(monkeypatch, stream, rank=1, full=full, live=live)
+    assert sum(1 for _ in push.tensors()) == len(tensor_shapes(SHAPE))
+    rounds = push.plan.rounds
+    assert len(rounds) > 5 and stream.waits and set(stream.waits) == {()}, "a time limit blocks"
+    # Nobody asks before the last round is launched: three questions, then all marks answer yes.
+    assert stream.queries == 2 + sum(1 for part in rounds if part.sends or part.receives) + sum(
+        1 for part in rounds if any(m.to or m.sender != m.source for m in part.receives)
+    )
+    # One operation for each rank that a message goes to or comes from.
+    expected = sum(
+        len(m.to) + (m.source != push.plan.rank)
+        for part in rounds
+        for m in (*part.sends, *part.receives)
+    )
+    assert sum(map(len, stream.groups)) == expected
+    with pytest.raises(NotImplementedError):
+        push.changed()  # the one place that reads: here there is nothing to read
+
+
+def test_a_stream_that_does_not_end_is_an_error_that_names_the_round(monkeypatch):
+    push = _transfer(
+        monkeypatch, _Stream(asked=10**9), rank=3, full=False, live=True, time_limit=0.01
+    )
+    with pytest.raises(ExchangeError) as error:
+        list(push.tensors())
+    message = str(error.value)
+    assert message.startswith(f"round 1 of {len(push.plan.rounds)} (model.")
+    assert "did not finish on rank 3 within 0.01 s of its beginning" in message
+
+
+class _Kernels(TorchDispatchMode):
+    """Counts operations that a device would run as kernels: no views, no new memory."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view and "empty" not in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_check_of_every_slice_takes_few_kernels():
+    """Of 7B a rank of tensor 4 has feed-forward slices [4736, 3584]: 17 million elements."""
+    matrix = torch.empty(4736, 3584, dtype=torch.bfloat16, device=META)
+    with _Kernels() as kernels:
+        slice_checksum(matrix)
+    # Two blocks; 260 of them, of 64 Ki elements each, took 2,087.
+    assert kernels.count <= 25
