@@ -1,0 +1,172 @@
+"""A tiny training on a real SLURM, launched by NeMo-Run: over two nodes, through everything that
+may happen to it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.functional.slurm.throwaway import ThrowawaySlurm, missing
+from tests.functional.tiny_runs import ROOT, TASK, make_task
+
+LAUNCHER = ROOT / ".cache" / "launcher"
+STEPS = 60  # so many that a paced run cannot end by itself
+DEADLINE = 240.0
+
+
+class Launcher:
+    """`megatron-rl` as a user has it on a login node, in the launcher's environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = os.environ | {
+            "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder / "state"),
+        }  # fmt: skip
+        (folder / "tiny.yaml").write_text(json.dumps({
+            "model": {"path": str(TASK / "model")},
+            "data": {"train": str(TASK / "train.parquet"), "max_prompt_tokens": 48},
+            "parallel": {"context": 2},
+            "rollout": {"prompts": 4, "responses_per_prompt": 2, "max_response_tokens": 40,
+                        "kv_cache_mib": 16, "max_sequences": 8},
+            "optimizer": {"learning_rate": 1e-3, "warmup_steps": 0},
+            "trainer": {"steps": STEPS, "epochs": 1, "minibatches": 1, "checkpoint_every": 1000,
+                        "tokens_per_micro_batch": 1024},
+            "reward": {"verifier": "paced:score", "time_limit_seconds": 60},
+            "logging": {"tensorboard": False},
+            "run": {"dir": "runs"},
+        }))  # fmt: skip
+        cluster = {
+            "python": sys.executable,
+            "environment": {
+                "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo",
+                "ODD": "two words, $HOME, 'quotes' and `date`",
+            },
+        }  # fmt: skip
+        slurm = {
+            "partition": "low", "time_limit": "00:30:00", "nodes": 2, "processes_per_node": 1,
+            "save_seconds": 90,
+        }  # fmt: skip
+        self.write_cluster("slurm", {"executor": "slurm", **cluster, **slurm})
+        self.write_cluster("local", {"executor": "local", **cluster})
+
+    def write_cluster(self, name: str, values: dict) -> None:
+        (self.folder / f"{name}.yaml").write_text(json.dumps(values))
+
+    def __call__(self, *arguments: str, status: int = 0, cwd: Path | None = None) -> str:
+        done = subprocess.run(
+            [str(LAUNCHER / "bin" / "python"), "-m", "megatron_rl.cli", *arguments],
+            cwd=cwd or self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+            check=False,
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def run_folder(self, name: str) -> Path:
+        return self.folder / "runs" / name
+
+    def start(self, name: str, *more: str, cluster: str = "slurm") -> str:
+        """Launch; returns the id of its job."""
+        self("launch", "tiny.yaml", "--cluster", f"{cluster}.yaml", f"run.name={name}", *more)
+        jobs = json.loads(next(self.folder.glob(f"state/**/{name}.json")).read_text())["jobs"]
+        return jobs[0] if jobs else ""
+
+    def exits(self, name: str) -> list[str]:
+        """The statuses of its jobs' ends so far."""
+        files = self.run_folder(name).glob("launch/*/exits")
+        return [line.split()[2] for file in files for line in file.read_text().splitlines()]
+
+    def wait_until(self, what: str, is_so, name: str) -> None:
+        deadline = time.monotonic() + DEADLINE
+        while not is_so():
+            if time.monotonic() > deadline:
+                pytest.fail(f"not {what} in {DEADLINE} s\n{self('logs', name)[-5000:]}")
+            time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    if reason := missing():
+        pytest.skip(f"no SLURM here: {reason}")
+    with ThrowawaySlurm(tmp_path_factory.mktemp("slurm")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory):
+    made = subprocess.run(
+        ["bash", "tools/setup_env.sh", "--launcher"],
+        cwd=ROOT,
+        env=os.environ | {"MEGATRON_RL_LAUNCHER_VENV": str(LAUNCHER)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if made.returncode:
+        pytest.skip(f"NeMo-Run cannot be installed here: {made.stdout[-300:]}{made.stderr[-300:]}")
+    make_task()
+    folder = tmp_path_factory.mktemp("launches")
+    (folder / "paced.py").write_text((Path(__file__).parent / "paced.py").read_text())
+    return Launcher(folder)
+
+
+def test_a_cancelled_job_is_not_queued_again(slurm, launcher):
+    job = launcher.start("cancelled", "--chain", "2")
+    state = lambda: slurm.ask(f"squeue -h -t all -j {job} -o %T")  # noqa: E731
+    launcher.wait_until("running", lambda: state() == "RUNNING", "cancelled")
+    launcher("cancel", "cancelled")
+    launcher.wait_until("cancelled", lambda: state() == "CANCELLED", "cancelled")
+    said = launcher("status", "cancelled", status=1)
+    assert said.count("CANCELLED") == 2, said
+    launcher.wait_until("gone", lambda: not slurm.ask("squeue -h"), "cancelled")
+
+
+def test_a_failing_job_is_not_queued_again_and_its_status_is_told(slurm, launcher):
+    """The ranks find what the launcher cannot know: prompts longer than allowed."""
+    settings = ("run.name=failing", "data.max_prompt_tokens=1")
+    said = launcher("launch", "tiny.yaml", "--cluster", "slurm.yaml", "--wait", *settings, status=1)
+    assert "more than max_prompt_tokens=1" in said
+    assert "FAILED" in launcher("status", "failing", status=1)
+    assert launcher.exits("failing") == ["1"]
+
+
+def test_a_dry_run_shows_the_script_that_is_submitted_and_leaves_nothing(slurm, launcher):
+    arguments = (
+        "tiny.yaml",
+        "--cluster",
+        "slurm.yaml",
+        "run.name=shown",
+        "--rehearse-preemption=2",
+    )
+    before = slurm.ask("squeue -h -t all -o %i")
+    said = launcher("launch", *arguments, "--dry-run")
+    assert not launcher.run_folder("shown").exists()
+    assert slurm.ask("squeue -h -t all -o %i") == before
+    script = said.partition("batch script of job 1 of 1\n")[2].partition("=== script of each")[0]
+    launcher("launch", *arguments)
+    submitted = list(launcher.run_folder("shown").glob("launch/001/**/*_sbatch.sh"))
+    assert [file.read_text().strip() for file in submitted] == [script.strip()]
+    launcher("cancel", "shown")
+
+
+def test_what_slurm_would_refuse_is_refused_before(slurm, launcher):
+    values = json.loads((launcher.folder / "slurm.yaml").read_text())
+    before = slurm.ask("squeue -h -t all -o %i")
+    for change, reason in (
+        ({"partition": "medium"}, "partition: this cluster has no medium; it has high, low"),
+        ({"nodes": 4}, "SLURM would refuse this job: "),
+        ({"container": {"image": "docker://x", "mounts": ["/:/"]}}, "has no --container-image"),
+        ({"nodes": 1}, "nodes=1 x processes_per_node=1 = 1 processes do not divide"),
+    ):
+        launcher.write_cluster("other", values | change)
+        said = launcher("launch", "tiny.yaml", "--cluster", "other.yaml", "run.name=o", status=1)
+        assert reason in said and said.count("error:") == 1, said
+    assert not launcher.run_folder("o").exists()
+    assert slurm.ask("squeue -h -t all -o %i") == before

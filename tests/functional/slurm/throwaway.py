@@ -1,0 +1,171 @@
+"""A real SLURM for the time of a test: munge, a controller, two nodes on this host, one folder.
+
+The nodes are two slurmd of one machine, told apart by name and port. Partition `high` preempts
+`low`, which gives its jobs a minute to save.
+"""
+
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel")
+PACKAGES = ("slurm-wlm", "munge")
+DEADLINE = 60.0
+
+
+def missing() -> str | None:
+    """Why no SLURM can be started here; packages of Debian are installed where that is allowed."""
+    if _lacking() and os.geteuid() == 0 and shutil.which("apt-get"):
+        quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        install = ["apt-get", "install", "--yes", "--no-install-recommends", *PACKAGES]
+        for command in (["apt-get", "update"], install):
+            subprocess.run(command, capture_output=True, env=quiet, timeout=300, check=False)
+    if lacking := _lacking():
+        return f"{', '.join(lacking)} missing: apt-get install {' '.join(PACKAGES)} did not help"
+    return None
+
+
+def _lacking() -> list[str]:
+    os.environ["PATH"] += os.pathsep + "/usr/sbin"
+    return [name for name in PROGRAMS if shutil.which(name) is None]
+
+
+class ThrowawaySlurm:
+    """Starts on entering; on leaving all its processes have ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.nodes: dict[str, subprocess.Popen[bytes]] = {}
+        self._daemons: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> "ThrowawaySlurm":
+        (self.folder / "state").mkdir(parents=True)
+        self.folder.chmod(0o755)  # munge wants a socket that everyone can reach
+        self._write_config()
+        os.environ["SLURM_CONF"] = str(self.folder / "slurm.conf")
+        self._start("munged", "--foreground", *(["--force"] if os.geteuid() == 0 else []),
+                    f"--key-file={self._key()}", *(
+            f"--{name}={self.folder}/munge.{end}" for name, end in
+            (("socket", "socket"), ("pid-file", "pid"), ("log-file", "log"), ("seed-file", "seed"))
+        ))  # fmt: skip
+        self._until("munge's socket", (self.folder / "munge.socket").exists)
+        self._start("slurmctld", "-D", "-f", str(self.folder / "slurm.conf"))
+        for node in ("n1", "n2"):
+            self.start_node(node)
+        self._until("two idle nodes", lambda: self.ask("sinfo -hN -p low -o %T") == "idle\nidle")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.ask(f"scancel --full --signal=KILL --user={getpass.getuser()}")
+        for node in list(self.nodes):
+            self.kill_node(node)
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+        for daemon in self._daemons:
+            try:
+                daemon.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+        os.environ.pop("SLURM_CONF", None)
+
+    def start_node(self, node: str) -> None:
+        """Start a node, or start it again."""
+        self.nodes[node] = self._run("slurmd", "-D", "-N", node, log=node)
+
+    def kill_node(self, node: str) -> None:
+        """End a node as a lost power supply does: its daemon and every process of its jobs."""
+        self.nodes[node].kill()
+        self.nodes.pop(node).wait()
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = (process / "environ").read_bytes().split(b"\0")
+                is_ours = f"SLURM_CONF={self.folder}/slurm.conf".encode() in environment
+                if is_ours and f"SLURMD_NODENAME={node}".encode() in environment:
+                    os.kill(int(process.name), 9)
+            except (OSError, ProcessLookupError):
+                continue  # it has ended, or is another user's
+
+    def ask(self, command: str) -> str:
+        """What one of SLURM's commands prints."""
+        done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    def _key(self) -> Path:
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        return key
+
+    def _write_config(self) -> None:
+        host, user = socket.gethostname(), getpass.getuser()
+        ports = _free_ports(3)
+        nodes = "\n".join(
+            f"NodeName=n{i} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[i]} CPUs=4"
+            for i in (1, 2)
+        )
+        (self.folder / "slurm.conf").write_text(f"""
+ClusterName=throwaway
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={self.folder}/munge.socket,cred_expire=5
+StateSaveLocation={self.folder}/state
+SlurmdSpoolDir={self.folder}/spool-%n
+SlurmctldPidFile={self.folder}/slurmctld.pid
+SlurmdPidFile={self.folder}/slurmd-%n.pid
+SlurmctldLogFile={self.folder}/slurmctld.log
+SlurmdLogFile={self.folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+MailProg=/bin/true
+JobRequeue=1
+KillWait=20
+SlurmdTimeout=10
+ReturnToService=2
+PropagateResourceLimits=NONE
+SchedulerParameters=sched_interval=5,bf_interval=5
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmdParameters=config_overrides
+{nodes}
+PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime=60 MaxTime=INFINITE State=UP
+PartitionName=high Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP
+""")
+
+    def _start(self, *command: str) -> None:
+        self._daemons.append(self._run(*command, log=command[0]))
+
+    def _run(self, *command: str, log: str) -> "subprocess.Popen[bytes]":
+        with (self.folder / f"{log}.out").open("ab") as output:
+            return subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+
+    def _until(self, what: str, is_so) -> None:
+        deadline = time.monotonic() + DEADLINE
+        while not is_so():
+            if time.monotonic() > deadline:
+                said = "\n".join(
+                    f"{file.name}: {file.read_text()[-1500:]}"
+                    for file in [*self.folder.glob("*.out"), *self.folder.glob("*.log")]
+                )
+                raise TimeoutError(f"no {what} within {DEADLINE} s\n{said}")
+            time.sleep(0.1)
+
+
+def _free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
