@@ -4,4 +4,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python="${MEGATRON_RL_VENV:-.venv}/bin/python"
 [ -x "$python" ] || python=python3
-PYTHONPATH=. exec "$python" tools/gpu_check.py "$@"
+PYTHONPATH=. exec "$python" -m tools.gpu_check "$@"

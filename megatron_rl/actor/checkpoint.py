@@ -26,6 +26,7 @@ from megatron_rl.actor.weights import load_weights, named_parameters
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import ModelShape
 
+# Handed out as copies: Megatron-core writes its process groups into what it is given.
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     # Optimizer state is gathered by gloo, in host memory and on one rank of each data-parallel
@@ -61,13 +62,13 @@ def _sharded_state(
 ) -> dict[str, Any]:
     models = {
         (f"model{index}" if len(chunks) > 1 else "model"): chunk.sharded_state_dict(
-            metadata=_METADATA
+            metadata=dict(_METADATA)
         )
         for index, chunk in enumerate(chunks)
     }
     if optimizer is None:
         return models
-    state = optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=_METADATA)
+    state = optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=dict(_METADATA))
     return {**models, "optimizer": state}
 
 
@@ -92,7 +93,7 @@ def save_checkpoint(
         partial.mkdir(parents=True)
     dist.barrier()
     state = _sharded_state(chunks, optimizer, is_loading=False)
-    dist_checkpointing.save(state, str(partial), content_metadata=_METADATA)
+    dist_checkpointing.save(state, str(partial), content_metadata=dict(_METADATA))
     dist.barrier()
     if dist.get_rank() == 0:
         about: dict[str, Any] = {"updates": updates, "optimizer": optimizer is not None}
@@ -123,7 +124,8 @@ def load_checkpoint(
     if stored is not None:
         with _optimizer_loading():
             stored.load_state_dict(loaded["optimizer"])
-        _separate_steps(stored)
+        for part in getattr(stored, "chained_optimizers", [stored]):
+            _as_own_kind(part.optimizer)
     elif optimizer is not None:
         optimizer.reload_model_params()
     return int(state["updates"])
@@ -140,13 +142,18 @@ def load_model(
         load_weights(named_parameters(chunks), shape=shape, topology=topology, folder=folder)
 
 
-def _separate_steps(optimizer: MegatronOptimizer) -> None:
-    """Give every parameter its own step count.
+def _as_own_kind(optimizer: torch.optim.Optimizer) -> None:
+    """Make what was loaded this kind of optimizer's, whichever wrote it.
 
-    Megatron-core loads one tensor for all of them, and torch's Adam then counts each update once
-    per parameter.
+    Options that the writer did not have come back (Transformer Engine's Adam needs more than
+    torch's), and every parameter gets a step count of its own: Megatron-core loads one tensor for
+    all of them, and torch's Adam then counts each update once per parameter.
     """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        for state in part.optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].clone()
+    for group in optimizer.param_groups:
+        for name, value in optimizer.defaults.items():
+            group.setdefault(name, value)
+        if "step" in group:  # torch's Adam wrote a float
+            group["step"] = int(group["step"])
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].clone()

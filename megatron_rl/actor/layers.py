@@ -17,7 +17,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -28,6 +27,17 @@ from megatron_rl.distributed.collectives import Group
 from megatron_rl.distributed.context_attention import context_attention
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.models.shape import ModelShape
+
+
+@dataclass
+class Boundaries(PackedSeqParams):
+    """What Transformer Engine's attention is told of a pack.
+
+    Left to see for itself whether padding lies between sequences, it may compare boundaries by
+    value, and wait for the device in every layer (all releases before 2.18).
+    """
+
+    pad_between_seqs: bool = False
 
 
 @dataclass
@@ -49,18 +59,18 @@ class PackContext(PackedSeqParams):
         return build_attention_plan(self.layout)
 
     @cached_property
-    def boundaries(self) -> PackedSeqParams:
+    def boundaries(self) -> Boundaries:
         """Where the sequences of the whole pack begin and end, padding included.
 
         Padding comes after a sequence's tokens, where causal attention lets none of them see it:
-        it may count as tokens. One tensor stands for all four arguments, which tells Transformer
-        Engine that nothing lies between sequences and leaves it every kernel.
+        it may count as tokens. One tensor stands for all four arguments: nothing lies between
+        sequences, which leaves Transformer Engine every kernel.
         """
         assert self.layout is not None, "a pack without its layout"
         lengths = self.layout.lengths
         ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)  # [S + 1]
         ends = ends.to(self.layout.device)
-        return PackedSeqParams(
+        return Boundaries(
             qkv_format="thd",
             cu_seqlens_q=ends,
             cu_seqlens_kv=ends,
@@ -120,23 +130,6 @@ class PackedCoreAttention(torch.nn.Module):
         query, key = pack.rotation.apply(query), pack.rotation.apply(key)
         out = context_attention(query, key, value, plan=pack.plan, group=self.group)
         return out.flatten(1)
-
-
-def build_block_spec(
-    shape: ModelShape, *, config: TransformerConfig, depth: int
-) -> TransformerBlockSubmodules:
-    """`depth` layers and a final norm, of the kind that `config.transformer_impl` names."""
-    if config.transformer_impl == "transformer_engine":
-        # Not to be imported where Transformer Engine is missing.
-        from megatron_rl.actor.transformer_engine_layers import (
-            TENorm,
-            build_transformer_engine_spec,
-        )
-
-        layer, norm = build_transformer_engine_spec(shape), TENorm
-    else:
-        layer, norm = build_local_layer_spec(shape), RmsNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * depth, layer_norm=norm)
 
 
 def build_local_layer_spec(shape: ModelShape) -> ModuleSpec:

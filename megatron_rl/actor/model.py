@@ -14,17 +14,12 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    set_tensor_model_parallel_attributes,
-)
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_rl.actor.layers import PackContext, build_block_spec
+from megatron_rl.actor.layer_choice import build_block_spec, mark_tensor_parallel
+from megatron_rl.actor.layers import PackContext
 from megatron_rl.actor.settings import GEMM_TOKENS
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.distributed.vocab_parallel import VocabShard, token_logprobs
@@ -73,7 +68,7 @@ class PolicyModel(GPTModel):
         self.temperature = temperature
         rows = padded_vocabulary(shape.vocab_size, tp_size=topology.tp_size) // topology.tp_size
         self.vocab_shard = VocabShard(rows * topology.tp_rank, shape.vocab_size, topology.tp_group)
-        _mark_tensor_parallel(self)
+        mark_tensor_parallel(self)
 
     def forward(self, inputs: ModelInput, *, entropy: bool = False) -> Tensor:
         """Hidden states for the next stage; on the last stage log-probs [1, t], 0 off the mask.
@@ -139,17 +134,3 @@ class PolicyModel(GPTModel):
         values = logprobs[None] if entropies is None else torch.stack((logprobs, entropies))
         full = values.new_zeros(len(values), inputs.tokens.shape[1])
         return full.index_copy(1, inputs.response_positions, values)
-
-
-def _mark_tensor_parallel(model: torch.nn.Module) -> None:
-    """Mark weights that are cut over tensor parallelism, as Megatron's initialisation would.
-
-    The gradient norm counts unmarked parameters on the first tensor-parallel rank only.
-    """
-    cut_dimension = {ColumnParallelLinear: 0, RowParallelLinear: 1, VocabParallelEmbedding: 0}
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if type(module) in cut_dimension and weight is not None:
-            dimension = cut_dimension[type(module)]
-            if not hasattr(weight, "tensor_model_parallel"):
-                set_tensor_model_parallel_attributes(weight, True, dimension, 1)

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_rl.actor.layer_choice import uses_transformer_engine
 from megatron_rl.actor.loss_contract import SUM_SEMANTICS
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.distributed.topology import Topology
@@ -27,22 +27,6 @@ def build_transformer_config(
         transformer_impl="transformer_engine" if on_te else "local",
         **SUM_SEMANTICS,
     )
-
-
-def uses_transformer_engine(settings: ActorSettings, *, device: torch.device) -> bool:
-    """Whether the layers are Transformer Engine's: as set, else in bfloat16 on CUDA if it is there.
-
-    Raises ValueError where it is asked for and missing.
-    """
-    wanted = settings.transformer_engine or settings.fp8 is not None
-    if wanted and not HAVE_TE:
-        raise ValueError(
-            f"transformer_engine={settings.transformer_engine}, fp8={settings.fp8}, but Megatron "
-            "finds no Transformer Engine: install transformer-engine[pytorch], or unset them"
-        )
-    if settings.transformer_engine is None and not wanted:
-        return HAVE_TE and device.type == "cuda" and settings.dtype == torch.bfloat16
-    return bool(wanted)
 
 
 def _model(shape: ModelShape) -> dict[str, Any]:

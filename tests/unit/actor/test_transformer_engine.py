@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.actor import transformer_config
+from megatron_rl.actor import layer_choice, transformer_config
 from megatron_rl.actor.layers import PackContext
 from megatron_rl.actor.model import PolicyModel
 from megatron_rl.actor.settings import ActorSettings
@@ -35,32 +35,47 @@ SHAPE = ModelShape(
 
 
 @pytest.mark.parametrize(
-    ("installed", "device", "dtype", "setting", "used"),
+    ("installed", "device", "capability", "dtype", "setting", "used"),
     [
-        (True, CUDA, LOW, None, True),
-        (True, CUDA, LOW, False, False),
-        (True, CUDA, torch.float32, None, False),  # its fused attention knows no float32
-        (True, CPU, LOW, None, False),
-        (True, CPU, LOW, True, True),
-        (False, CUDA, LOW, None, False),
-        (False, CUDA, LOW, False, False),
+        (True, CUDA, (9, 0), LOW, None, True),
+        (True, CUDA, (10, 3), LOW, None, True),
+        (True, CUDA, (8, 9), LOW, None, False),  # no THD attention in linear memory
+        (True, CUDA, (12, 0), LOW, None, False),  # THD gradients were wrong
+        (True, CUDA, (8, 0), LOW, True, True),
+        (True, CUDA, (9, 0), LOW, False, False),
+        (True, CUDA, (9, 0), torch.float32, None, False),  # its fused attention knows no float32
+        (True, CPU, None, LOW, None, False),
+        (True, CPU, None, LOW, True, True),
+        (False, CUDA, (9, 0), LOW, None, False),
+        (False, CUDA, (9, 0), LOW, False, False),
     ],
 )
-def test_when_transformer_engine_is_used(monkeypatch, installed, device, dtype, setting, used):
-    monkeypatch.setattr(transformer_config, "HAVE_TE", installed)
+def test_when_transformer_engine_is_used(
+    monkeypatch, installed, device, capability, dtype, setting, used
+):
+    monkeypatch.setattr(layer_choice.te, "HAVE_TE", installed)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     settings = ActorSettings(dtype=dtype, transformer_engine=setting)
-    assert transformer_config.uses_transformer_engine(settings, device=device) is used
+    assert layer_choice.uses_transformer_engine(settings, device=device) is used
+
+
+def test_wrong_gradients_are_warned_of(monkeypatch):
+    monkeypatch.setattr(layer_choice.te, "HAVE_TE", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    settings = ActorSettings(dtype=LOW, transformer_engine=True)
+    with pytest.warns(UserWarning, match=r"capability 12\.0: its attention has given wrong"):
+        assert layer_choice.uses_transformer_engine(settings, device=CUDA)
 
 
 @pytest.mark.parametrize("asked", [{"transformer_engine": True}, {"fp8": "tensorwise"}])
 def test_missing_transformer_engine_that_was_asked_for_is_an_error(monkeypatch, asked):
-    monkeypatch.setattr(transformer_config, "HAVE_TE", False)
-    with pytest.raises(ValueError, match="finds no Transformer Engine: install"):
-        transformer_config.uses_transformer_engine(ActorSettings(dtype=LOW, **asked), device=CUDA)
+    monkeypatch.setattr(layer_choice.te, "HAVE_TE", False)
+    with pytest.raises(ValueError, match="finds no Transformer Engine: `megatron-rl doctor` says"):
+        layer_choice.uses_transformer_engine(ActorSettings(dtype=LOW, **asked), device=CUDA)
 
 
 def test_fp8_goes_to_megatron_only_when_asked_for(monkeypatch):
-    monkeypatch.setattr(transformer_config, "HAVE_TE", True)
+    monkeypatch.setattr(layer_choice.te, "HAVE_TE", True)
 
     def build(**settings):
         settings = ActorSettings(dtype=LOW, **settings)
@@ -98,7 +113,8 @@ def test_boundaries_are_those_of_the_whole_pack():
     assert told.qkv_format == "thd"
     assert told.cu_seqlens_q.tolist() == [0, 8, 12]
     assert told.cu_seqlens_q.dtype == torch.int32
-    # By identity the engine sees that there is nothing between the sequences.
+    # Said, and by identity: releases look at the one or the other.
+    assert told.pad_between_seqs is False
     assert told.cu_seqlens_q is told.cu_seqlens_kv
     assert told.cu_seqlens_q is told.cu_seqlens_q_padded
     assert told.cu_seqlens_kv is told.cu_seqlens_kv_padded

@@ -40,3 +40,34 @@ def test_the_compiler_that_installation_needs_is_a_row(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     assert (finding("C++ compiler").found, finding("C++ compiler").good) == ("missing", False)
+
+
+def pretend(monkeypatch, python, **releases):
+    """Another machine: CUDA, this Python, these releases."""
+    releases = {name.replace("_", "-"): version for name, version in releases.items()}
+    monkeypatch.setattr(doctor, "_built_for", lambda: "cuda")
+    monkeypatch.setattr(doctor.platform, "python_version_tuple", lambda: (*python.split("."), "1"))
+    monkeypatch.setattr(doctor, "_version", lambda *names: releases.get(names[0]))
+
+
+def test_releases_that_belong_together(monkeypatch):
+    assert finding("releases together").good
+    pretend(monkeypatch, "3.12", torch="2.13.0", vllm="0.32.0", megatron_core="0.19.2",
+            transformer_engine="2.20.2")  # fmt: skip
+    assert doctor._together().found == "the set for Python 3.12, 3.13 on cuda"
+
+
+def test_a_pair_that_does_not_belong_together_is_named_with_its_cure(monkeypatch):
+    # What pip gives where nobody pins it: the newest Transformer Engine on the older Megatron-core.
+    pretend(monkeypatch, "3.11", torch="2.13.0", megatron_core="0.16.1",
+            transformer_engine="2.20.2")  # fmt: skip
+    found = doctor._together()
+    assert not found.good
+    assert found.use == (
+        "transformer-engine 2.20.2 is not >=2.9,<2.12: pip install --no-build-isolation "
+        "'transformer-engine[core_cu13,pytorch]==2.11.0'"
+    )
+    pretend(monkeypatch, "3.12", megatron_core="0.16.1")
+    assert "megatron-core 0.16.1 is not >=0.19,<0.20" in doctor._together().use
+    pretend(monkeypatch, "3.10", megatron_core="0.16.1")
+    assert "use Python 3.11, 3.12, 3.13" in doctor._together().use

@@ -1,0 +1,196 @@
+"""The actor on Transformer Engine's own Python, held to Megatron's local layers.
+
+Every pair of releases runs under several layouts in one launch; the reference is one process
+without Transformer Engine. `real_transformer_engine/` says what stands in for the compiled module,
+and what therefore cannot be seen here.
+"""
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.specifiers import SpecifierSet
+from safetensors.torch import load_file
+
+from megatron_rl.versions import SETS
+from tests.functional.real_transformer_engine.install import OutOfReachError, installed
+from tests.functional.test_actor_architectures import EXPERTS, YARN, _make_model
+from tests.functional.test_actor_layouts import make_rollouts, transformers_logprobs
+from tests.ranks import run_ranks
+
+MODELS = {
+    "qwen2": ("Qwen2Config", {}),  # biases
+    "qwen3": ("Qwen3Config", {"tie_word_embeddings": True, "rope_parameters": YARN}),  # q, k norms
+    "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "norm_topk_prob": True}),
+}
+# (Transformer Engine, Megatron-core; None: the one that is installed)
+TOGETHER = [("2.11.0", None), ("2.20.2", "0.19.2")]
+CROSSED = [("2.20.2", None), ("2.11.0", "0.19.2")]
+TENSOR = {"tp2": {"tensor": 2}}
+ON_TWO = {
+    **TENSOR,
+    "dp2": {},
+    "cp2": {"context": 2},
+    "pp2": {"pipeline": 2, "virtual_stages": 2},
+}
+ON_FOUR = {"tp2-cp2-ep2": {"tensor": 2, "context": 2, "expert": 2}}
+
+
+def _train(actor, folder, others):
+    """Log-probs, updates around checkpoints, and what the actor tells of its parameters."""
+    from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
+    from megatron_rl.objectives import build_objective
+
+    rollouts, advantages = make_rollouts()
+    (minibatch,) = plan_minibatches(
+        rollouts,
+        advantages,
+        minibatches=1,
+        tokens_per_micro_batch=160,
+        topology=actor.topology,
+        sequence_parallel=actor.sequence_parallel,
+    )
+    packs = minibatch.micro_batches
+    logprobs = actor.compute_logprobs(packs)
+    rows = gather_by_rollout(packs, logprobs, count=len(rollouts), topology=actor.topology)
+    for pack, behavior in zip(packs, logprobs, strict=True):
+        pack.behavior_logprobs = behavior
+    actor.sleep()
+    actor.save(folder / "fresh")
+    actor.export_hf(folder / "exported")
+    results = []
+
+    def update():
+        results.append(actor.update(minibatch, build_objective("grpo")))
+
+    update()
+    actor.sleep()
+    actor.save(folder / "saved")
+    update()
+    for saved in (folder / "fresh", folder / "saved", *others):
+        actor.load(saved)
+        update()
+    return {
+        "logprobs": [row.tolist() for row in rows],
+        "deviation": results[0].statistics.to_metrics()["ratio/max_deviation"],
+        "grad_norms": [result.grad_norm for result in results],
+        "continued": len(others),
+        "fused": any(n.endswith("layer_norm_weight") for n in actor.named_parameters_local()),
+    }
+
+
+def _run(rank, world_size, root, engine, core, layouts, others):
+    """Reports of this rank by layout and model; `engine`: a folder, or None for local layers."""
+    from tests.functional.real_transformer_engine import runtime
+
+    runtime.use_release(engine, core)
+    from megatron.core import parallel_state
+
+    from megatron_rl.actor import groups
+    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.actor.settings import ActorSettings
+
+    stalls = runtime.watch_comparisons()
+    reports = {}
+    for name, layout in layouts.items():
+        topology = groups.initialise(**layout)
+        for model in MODELS:
+            settings = ActorSettings(
+                learning_rate=1e-3,
+                warmup_updates=0,
+                epsilon=1e-3,
+                recompute="full" if name == "tp2-cp2-ep2" else "none",
+                transformer_engine=engine is not None,
+            )
+            actor = MegatronActor(Path(root) / model, topology=topology, settings=settings)
+            folder = Path(root) / f"{name}-{model}-{bool(engine)}"
+            earlier = [Path(root) / other.format(model) for other in others]
+            if layout.get("expert"):  # Megatron-core keeps experts' optimizer apart only then
+                earlier = [one for one in earlier if "moe" not in model]
+            reports[f"{name}-{model}"] = _train(actor, folder, earlier)
+        parallel_state.destroy_model_parallel()
+    reports["stalls"] = len(stalls)
+    return json.dumps(reports)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for name, (config_class, extra) in MODELS.items():
+        _make_model(folder / name, config_class, extra)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(root):
+    return json.loads(run_ranks(_run, 1, str(root), None, None, {"one": {}}, [])[0])
+
+
+@pytest.fixture
+def launch(root, reference, monkeypatch):
+    """Run layouts on a pair of releases, from the reference's checkpoints too."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+
+    def run(world_size, engine, core, layouts):
+        try:
+            engine = str(installed("transformer-engine", engine))
+            core = core and str(installed("megatron-core", core))
+        except OutOfReachError as error:
+            pytest.skip(f"a release is not in .cache/releases and cannot be had: {error}")
+        saved = ["one-{}-False/saved"]
+        return [
+            json.loads(answer)
+            for answer in run_ranks(_run, world_size, str(root), engine, core, layouts, saved)
+        ]
+
+    return run
+
+
+def _agree(report, expected, root, name, model):
+    """Report of a layout on Transformer Engine against the one process without it."""
+    assert report["fused"] and not expected["fused"]
+    theirs = transformers_logprobs(root / model)
+    for rows in (expected["logprobs"], theirs):
+        for mine, other in zip(report["logprobs"], rows, strict=True):
+            assert mine == pytest.approx(other, rel=1e-5, abs=1e-5), (name, model)
+    assert report["deviation"] == 0.0, (name, model)
+    first, second, *_ = expected["grad_norms"]
+    wanted = [first, second, first, second, *[second] * report["continued"]]
+    assert report["grad_norms"] == pytest.approx(wanted, rel=1e-5), (name, model)
+    source = load_file(root / model / "model.safetensors")
+    exported = load_file(root / f"{name}-{model}-True" / "exported" / "model.safetensors")
+    assert exported.keys() == source.keys()
+    assert all(torch.equal(exported[key], tensor) for key, tensor in source.items())
+
+
+@pytest.mark.parametrize(("engine", "core"), TOGETHER)
+def test_layers_of_transformer_engine_equal_local_layers(root, reference, launch, engine, core):
+    report = launch(2, engine, core, ON_TWO)[0]
+    for model in MODELS:
+        for name in ON_TWO:
+            _agree(report[f"{name}-{model}"], reference[f"one-{model}"], root, name, model)
+    assert report["stalls"] == 0
+
+
+@pytest.mark.parametrize(("engine", "core"), CROSSED)
+def test_releases_that_pip_would_mix(root, reference, launch, engine, core):
+    report = launch(2, engine, core, TENSOR)[0]
+    for model in MODELS:
+        _agree(report[f"tp2-{model}"], reference[f"one-{model}"], root, "tp2", model)
+
+
+def test_all_parallelism_at_once(root, reference, launch):
+    (name,) = ON_FOUR
+    report = launch(4, *TOGETHER[-1], ON_FOUR)[0]
+    for model in MODELS:
+        _agree(report[f"{name}-{model}"], reference[f"one-{model}"], root, name, model)
+
+
+def test_the_table_of_releases_is_what_runs_here():
+    pinned = {one.transformer_engine_install: one.megatron_core for one in SETS if one.cuda}
+    assert pinned.keys() == {engine for engine, _ in TOGETHER}
+    for engine, core in TOGETHER:
+        allowed = SpecifierSet(pinned[engine])
+        assert allowed.contains(core or version("megatron-core")), (engine, core)

@@ -1,0 +1,273 @@
+"""Every row of the GPU check fails where what it looks at is wrong; here on a CPU, by stand-ins."""
+
+import itertools
+import json
+import subprocess
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tools.gpu_check import __main__ as command
+from tools.gpu_check import actors, engine, machine, numerics, row, speed
+from tools.gpu_check.row import Row, run_row
+
+
+def halved(function):
+    """The same, half as large where it is floating point."""
+
+    def wrong(*args, **kwargs):
+        made = function(*args, **kwargs)
+        return (made[0] * 0.5, *made[1:]) if isinstance(made, tuple) else made * 0.5
+
+    return wrong
+
+
+def failing(name, check):
+    made = run_row(name, check)
+    assert made.status == "FAILED", made.line()
+    return made.detail
+
+
+def test_machine_names_releases_that_are_no_set(monkeypatch):
+    from megatron_rl.commands import doctor
+
+    assert run_row("machine", machine.check_machine).status == "ok"
+    monkeypatch.setattr(doctor, "_version", lambda *names: "0.1")
+    assert "torch 0.1 is not ==2.13.0" in failing("machine", machine.check_machine)
+
+
+def test_two_devices_must_exchange_exactly():
+    good = {"backend": "x", "sum_gbps": 1.0, "message_gbps": 1.0, "sum_error": 0.0,
+            "message_error": 0.0}  # fmt: skip
+    machine.judge_exchange(Row("two_devices"), [good, good])
+    for key in ("sum_error", "message_error"):
+        with pytest.raises(AssertionError, match="error of the"):
+            machine.judge_exchange(Row("two_devices"), [good, {**good, key: 1e-3}])
+
+
+def test_groups_must_sum(monkeypatch):
+    monkeypatch.setattr(numerics, "one_process", lambda: SimpleNamespace(
+        device="cpu", tp_group=0, cp_group=0, pp_group=0, dp_cp_group=0))  # fmt: skip
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "stand-in")
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda one, group: one.add_(1))
+    assert "sums over groups of one" in failing("groups", numerics.check_groups)
+
+
+@pytest.mark.parametrize(
+    ("check", "module", "name"),
+    [
+        (numerics.check_head, "megatron_rl.distributed.vocab_parallel", "token_logprobs"),
+        (numerics.check_attention, "megatron_rl.distributed.context_attention",
+         "context_attention"),
+        (numerics.check_chunks, "megatron_rl.distributed.context_attention", "attend_fused"),
+    ],
+)  # fmt: skip
+def test_wrong_mathematics(monkeypatch, check, module, name):
+    imported = __import__(module, fromlist=[name])
+    monkeypatch.setattr(imported, name, halved(getattr(imported, name)))
+    assert "error is" in failing(name, check)
+
+
+def test_objective_is_compared_with_the_cpu(monkeypatch):
+    from megatron_rl import objectives
+
+    calls, right = itertools.count(), objectives.policy_loss
+
+    def drifting(*args, **kwargs):
+        loss, statistics = right(*args, **kwargs)
+        return loss + next(calls) * 1e-3, statistics
+
+    monkeypatch.setattr(objectives, "policy_loss", drifting)
+    assert "loss error" in failing("objective", numerics.check_objective)
+
+
+def test_memory_must_grow_linearly(monkeypatch):
+    peaks = iter([1 << 20, 4 << 20])
+    monkeypatch.setattr(numerics, "DEVICE", "cuda")
+    monkeypatch.setattr(numerics, "_attention_inputs", lambda *args, **kwargs: None)
+    monkeypatch.setattr(numerics, "_attend", lambda *args: torch.zeros(1, requires_grad=True))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(peaks))
+    assert "growth from 8k to 16k tokens is 4" in failing("memory", numerics.check_memory)
+
+
+class Actor:
+    """What the rows ask of an actor."""
+
+    wrapped = optimizer = None
+
+    def __init__(self, *norms, deviation=0.0):
+        self.norms, self.deviation = iter(norms), deviation
+
+    def update(self, batch, objective):
+        statistics = SimpleNamespace(to_metrics=lambda: {"ratio/max_deviation": self.deviation})
+        return SimpleNamespace(statistics=statistics, grad_norm=next(self.norms))
+
+    def sleep(self): ...
+
+    def save(self, folder): ...
+
+    def load(self, folder): ...
+
+
+@pytest.mark.parametrize(
+    ("actor", "said"),
+    [
+        (Actor(1.0, deviation=1e-6), "first ratio - 1 is 1e-06"),
+        (Actor(1.0, 1.0, 1.1), "update after loading is 0.1"),
+    ],
+)
+def test_an_update_must_be_exact_and_repeat(monkeypatch, actor, said):
+    monkeypatch.setattr(actors, "_save_model", lambda *_: None)
+    monkeypatch.setattr(actors, "_build", lambda *_: (actor, None, None))
+    memory = "megatron_rl.actor.memory.training_state_bytes"
+    monkeypatch.setattr(memory, lambda *_: 1 << 20)
+    assert said in failing("update", actors.check_update)
+
+
+def test_sleep_must_free_the_device(monkeypatch):
+    monkeypatch.setattr(actors, "DEVICE", "cuda")
+    monkeypatch.setattr(actors, "_save_model", lambda *_: None)
+    monkeypatch.setattr(actors, "_build", lambda *_: (Actor(1.0), None, None))
+    memory = "megatron_rl.actor.memory.training_state_bytes"
+    monkeypatch.setattr(memory, lambda *_: 1 << 20)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 5 << 20)
+    assert "left on the device asleep is 1" in failing("update", actors.check_update)
+
+
+def test_parity_compares_with_transformers(monkeypatch):
+    wrong = [np.full(len(one.response.token_ids), -1.0) for one in actors._rollouts()]
+    monkeypatch.setattr(actors, "MODELS", {"Qwen2": actors.MODELS["Qwen2"]})
+    monkeypatch.setattr(actors, "_build", lambda *_: (None, None, wrong))
+    assert "Qwen2 mean gap" in failing("parity", actors.check_parity)
+
+
+@pytest.mark.parametrize("check", [actors.check_transformer_engine, actors.check_fp8])
+@pytest.mark.parametrize(
+    ("logprob", "norm", "deviation", "said"),
+    [
+        (-9.0, 1.0, 0.0, "mean gap"),
+        (-1.0, 2.0, 0.0, "gradient norm's change"),
+        (-1.0, 1.0, 1e-6, "first ratio"),
+    ],
+)
+def test_layers_must_agree(monkeypatch, check, logprob, norm, deviation, said):
+    def build(folder, *, transformer_engine=False, fp8=None):
+        value = logprob if transformer_engine else -1.0
+        actor = Actor(norm, deviation=deviation) if transformer_engine else Actor(1.0)
+        return actor, None, [np.array([value])]
+
+    monkeypatch.setattr(actors, "_transformer_engine", lambda: "stand-in")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(actors, "_save_model", lambda *_: None)
+    monkeypatch.setattr(actors, "_build", build)
+    assert said in failing("layers", check)
+
+
+def test_operations_of_an_update():
+    # hidden 4, 2 heads of 2, 1 of keys; a layer 4 * (2 * 4 + 4 + 3 * 8) = 144, the head 4 * 10;
+    # 6 * 184 * 3 tokens; pairs 1 + 2 + 3 = 6, 12 * 1 * 4 * 6.
+    config = {"hidden_size": 4, "num_attention_heads": 2, "num_key_value_heads": 1,
+              "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 10}  # fmt: skip
+    assert speed.model_flop(config, [3]) == 6 * 184 * 3 + 12 * 4 * 6
+
+
+def test_an_idle_device_is_a_failure(monkeypatch):
+    monkeypatch.setattr(speed, "DEVICE", "cuda")
+    for check in (speed.check_update_16k, speed.check_update_32k):
+        monkeypatch.setattr(speed, "_measure", lambda row, _: speed.judge_utilization(row, 0.02))
+        assert "utilization is 0.02, below 0.1" in failing("update", check)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"gap": 1.0}, "log-prob gap"),
+        ({"repeated": False}, "same answers"),
+        ({"direct": False}, "written directly"),
+        ({"share": 0.9}, "share of memory"),
+        ({"asleep": 0.5}, "kept asleep"),
+    ],
+)
+def test_an_engine_must_do_all_of_it(monkeypatch, change, said):
+    good = engine.EngineReport(0.5, 0.02, True, 0.1, 1 << 30, 0.01, True)
+    monkeypatch.setattr(engine, "DEVICE", "cuda")
+    engine.judge_engine(Row("engine"), good)
+    monkeypatch.setattr(engine, "run_engine", lambda folder: replace(good, **change))
+    assert said in failing("engine", engine.check_engine)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"ratio/first_minibatch_max_deviation": 1e-7}, "first ratio - 1"),
+        ({"rollout/logprob_gap_mean": 0.5}, "log-prob gap"),
+        ({"reward/mean": 0.3}, "reward at last"),
+        (None, "steps is 7"),
+    ],
+)
+def test_a_run_must_be_exact_and_learn(change, said):
+    steps = [
+        {"reward/mean": 0.3 + 0.05 * step, "time/step": 1.0, "rollout/logprob_gap_mean": 0.01,
+         "ratio/first_minibatch_max_deviation": 0.0, "memory/train_peak_gib": 1.0}
+        for step in range(engine.STEPS)
+    ]  # fmt: skip
+    engine.judge_quickstart(Row("quickstart"), steps)
+    if change is None:
+        steps.pop()
+    else:
+        steps[-1] |= change
+    with pytest.raises(AssertionError, match=said):
+        engine.judge_quickstart(Row("quickstart"), steps)
+
+
+def test_every_row_is_told_and_documented():
+    from pathlib import Path
+
+    page = (Path(__file__).parents[3] / "docs" / "gpu-check.md").read_text()
+    assert not [name for name in command.NAMES if f"`{name}`" not in page]
+
+
+def test_not_a_number_is_beyond_every_bound():
+    for judge in (Row("x").at_most, Row("x").at_least):
+        with pytest.raises(AssertionError, match="x is nan"):
+            judge("x", float("nan"), 1.0)
+
+
+def test_a_process_that_dies_or_hangs_costs_its_rows_alone(monkeypatch, tmp_path, capsys):
+    def run(arguments, timeout, **_):
+        names = arguments[arguments.index("--only") + 1 :]
+        answers = arguments[arguments.index("--here") + 1]
+        if "engine" in names:
+            raise subprocess.TimeoutExpired(arguments, timeout)
+        with open(answers, "a") as file:  # the second row of a family never comes
+            file.write(json.dumps(vars(Row(names[0]))) + "\n")
+        return SimpleNamespace(returncode=-11)
+
+    monkeypatch.setattr(command.subprocess, "run", run)
+    out = tmp_path / "report.json"
+    only = ["groups", "head", "engine", "quickstart"]
+    monkeypatch.setattr("sys.argv", ["gpu_check", "--output", str(out), "--only", *only])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 1
+    report = json.loads(out.read_text())
+    assert report["verdict"] == "failed: head, engine"
+    assert {one["name"]: one["status"] for one in report["rows"]} == {
+        "groups": "ok", "head": "FAILED", "engine": "FAILED", "quickstart": "ok",
+    }  # fmt: skip
+    details = {one["name"]: one["detail"] for one in report["rows"]}
+    assert details["head"] == "its process ended with status -11"
+    assert details["engine"] == "no answer in 240 s"
+    assert report["versions"]["torch"] == torch.__version__
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_what_a_machine_lacks_is_skipped():
+    assert row.DEVICE == "cpu"
+    for check in (numerics.check_memory, actors.check_transformer_engine, actors.check_fp8):
+        assert run_row("x", check).status == "skipped"

@@ -1,0 +1,182 @@
+"""The actor on this device: against transformers, through an update, on both kinds of layers."""
+
+import importlib
+import importlib.util
+import tempfile
+from pathlib import Path
+
+import torch
+
+from tools.gpu_check.numerics import one_process
+from tools.gpu_check.row import DEVICE, LOW, Skipped
+
+SIZES = {
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+MODELS = {
+    "Qwen2": {"tie_word_embeddings": True},
+    "Llama": {"rope_parameters": {**LLAMA3, "rope_theta": 1e4}},
+    "Qwen3": {"head_dim": 64, "rope_parameters": {**YARN, "rope_theta": 1e4}},
+    "Qwen3Moe": {"head_dim": 64, **EXPERTS},
+}
+
+
+def _save_model(folder, name):
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SIZES, **MODELS[name])
+    transformers.AutoModelForCausalLM.from_config(config, dtype=LOW).save_pretrained(folder)
+
+
+def _rollouts():
+    from megatron_rl.types import Prompt, Response, Rollout, Verdict
+
+    generator = torch.Generator().manual_seed(1)
+    for index in range(8):
+        tokens = tuple(torch.randint(0, 1000, (40 + 60 * index,), generator=generator).tolist())
+        response = Response(
+            index // 4, index % 4, tokens[8:], (0.0,) * (len(tokens) - 8), "", "stop", 0
+        )
+        yield Rollout(Prompt(index // 4, (), tokens[:8], "", ""), response, Verdict(0.0, "", None))
+
+
+def _build(folder, *, transformer_engine=False, fp8=None):
+    """An actor in low precision, a minibatch, and its log-probs by rollout."""
+    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
+
+    topology = one_process()
+    settings = ActorSettings(
+        learning_rate=1e-4,
+        warmup_updates=0,
+        dtype=LOW,
+        transformer_engine=transformer_engine,
+        fp8=fp8,
+    )
+    actor = MegatronActor(folder, topology=topology, settings=settings)
+    torch.manual_seed(0)
+    minibatch = plan_minibatches(
+        list(_rollouts()),
+        torch.randn(8),
+        minibatches=1,
+        tokens_per_micro_batch=2048,
+        topology=topology,
+        sequence_parallel=False,
+        gemm_tokens=settings.gemm_tokens,
+    )[0]
+    packs = minibatch.micro_batches
+    logprobs = actor.compute_logprobs(packs)
+    for pack, behavior in zip(packs, logprobs, strict=True):
+        pack.behavior_logprobs = behavior
+    return actor, minibatch, gather_by_rollout(packs, logprobs, count=8, topology=topology)
+
+
+def check_parity(row):
+    """Log-probs of every architecture in bfloat16 against transformers' in bfloat16."""
+    from transformers import AutoModelForCausalLM
+
+    for name in MODELS:
+        with tempfile.TemporaryDirectory() as folder:
+            _save_model(folder, name)
+            rows = _build(folder)[2]
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=LOW).to(DEVICE)
+        gaps = []
+        for rollout, mine in zip(_rollouts(), rows, strict=True):
+            tokens = [*rollout.prompt.token_ids, *rollout.response.token_ids]
+            text = torch.tensor([tokens], device=DEVICE)
+            with torch.no_grad():
+                plain = model(text).logits[0, :-1].float().log_softmax(-1)
+            plain = plain.gather(1, text[0, 1:, None]).squeeze(1)[-len(mine) :]
+            gaps.append((plain.cpu() - torch.from_numpy(mine)).abs().mean().item())
+        row.at_most(f"{name} mean gap", max(gaps), 2e-2)
+
+
+def check_update(row):
+    """A first ratio of exactly 1, sleep between updates, and a checkpoint that repeats one."""
+    from megatron_rl.actor.memory import training_state_bytes
+    from megatron_rl.objectives import build_objective
+
+    objective = build_objective("grpo")
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        _save_model(model, "Qwen2")
+        actor, minibatch, _ = _build(model)
+        first = actor.update(minibatch, objective)
+        deviation = first.statistics.to_metrics()["ratio/max_deviation"]
+        row.at_most("first ratio - 1", deviation, 0.0)
+        held = training_state_bytes(actor.wrapped, actor.optimizer)
+        before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
+        actor.sleep()
+        if DEVICE == "cuda":
+            kept = held - (before - torch.cuda.memory_allocated())
+            row.at_most("training state left on the device asleep", kept / held, 0.05)
+        actor.save(Path(folder) / "checkpoint")
+        norms = [actor.update(minibatch, objective).grad_norm]
+        actor.load(Path(folder) / "checkpoint")
+        norms.append(actor.update(minibatch, objective).grad_norm)
+        gap = abs(norms[1] - norms[0]) / norms[0]
+        # Atomic sums on a GPU may differ between two runs; nothing may differ on a CPU.
+        row.at_most("update after loading", gap, 1e-3 if DEVICE == "cuda" else 0.0)
+
+
+def _transformer_engine():
+    """Transformer Engine's version, or Skipped where its layers cannot run."""
+    if DEVICE == "cpu":
+        raise Skipped("Transformer Engine needs a CUDA device")
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise Skipped("Transformer Engine is absent: the actor runs on Megatron's local layers")
+    return importlib.import_module("transformer_engine").__version__
+
+
+def _against_local_layers(row, names, *, logprob_bound, norm_bound, **settings):
+    """Log-probs and one update of both kinds of layers; the packs hold several sequences."""
+    from megatron_rl.objectives import build_objective
+
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            _save_model(folder, name)
+            actors = [_build(folder), _build(folder, transformer_engine=True, **settings)]
+        logprobs = [each for _, _, each in actors]
+        gap = max(abs(a - b).mean() for a, b in zip(*logprobs, strict=True))
+        row.at_most(f"{name} mean gap", float(gap), logprob_bound)
+        results = [actor.update(batch, build_objective("grpo")) for actor, batch, _ in actors]
+        norm, other_norm = (result.grad_norm for result in results)
+        change = abs(other_norm - norm) / norm
+        row.at_most(f"{name} gradient norm's change", change, norm_bound)
+        deviation = results[1].statistics.to_metrics()["ratio/max_deviation"]
+        row.at_most(f"{name} first ratio - 1", deviation, 0.0)
+
+
+def check_transformer_engine(row):
+    """Transformer Engine's layers and THD attention against the local ones, all architectures."""
+    version = _transformer_engine()
+    row.note("version", version)
+    _against_local_layers(row, MODELS, logprob_bound=2e-2, norm_bound=5e-2)
+
+
+def check_fp8(row):
+    """The same with matrix products in fp8, scaled by tensor."""
+    _transformer_engine()
+    if torch.cuda.get_device_capability() < (8, 9):
+        raise Skipped("this device has no fp8 (compute capability 8.9 or above)")
+    names = [name for name in MODELS if "num_experts" not in MODELS[name]]
+    _against_local_layers(row, names, logprob_bound=1e-1, norm_bound=2e-1, fp8="tensorwise")

@@ -1,0 +1,146 @@
+"""The mathematics on this device against plain torch."""
+
+import torch
+import torch.nn.functional as F
+
+from tools.gpu_check.row import DEVICE, LOW, Skipped
+
+
+def one_process():
+    """The actor's process groups of this one process, made at the first call."""
+    from megatron_rl.actor import groups
+
+    if torch.distributed.is_initialized():
+        return groups.topology_now()
+    return groups.initialise()
+
+
+def check_groups(row):
+    """Megatron's process groups of one, with a collective on each."""
+    topology = one_process()
+    one = torch.ones(1, device=topology.device)
+    for group in (topology.tp_group, topology.cp_group, topology.pp_group, topology.dp_cp_group):
+        torch.distributed.all_reduce(one, group=group)
+    row.note("backend", torch.distributed.get_backend())
+    row.at_most("sums over groups of one, less one", abs(one.item() - 1), 0.0)
+
+
+def check_head(row):
+    """Tiled log-probs in low precision against float32 log_softmax of the same logits."""
+    from megatron_rl.distributed.vocab_parallel import VocabShard, token_logprobs
+
+    torch.manual_seed(0)
+    vocab, size = 32_000, 256
+    hidden = torch.randn(512, size, device=DEVICE, dtype=LOW, requires_grad=True)
+    weight = (torch.randn(vocab, size, device=DEVICE, dtype=LOW) * 0.05).requires_grad_()
+    labels = torch.randint(0, vocab, (512,), device=DEVICE)
+    mine, _ = token_logprobs(hidden, weight, labels, shard=VocabShard(0, vocab))
+    logits = hidden.float() @ weight.float().t()
+    plain = logits.log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
+    row.at_most("log-prob error", (mine - plain).abs().max().item(), 1e-3)
+    got = torch.autograd.grad(mine.sum(), (hidden, weight))
+    want = torch.autograd.grad(plain.sum(), (hidden, weight))
+    gap = max(((g - w).norm() / w.norm()).item() for g, w in zip(got, want, strict=True))
+    row.at_most("gradient error", gap, 2e-2)
+
+
+def check_objective(row):
+    """PNPO's loss and gradient here against the same on the CPU."""
+    from megatron_rl.objectives import policy_loss
+
+    torch.manual_seed(0)
+    behavior = -torch.rand(16, 2000)
+    policy = behavior + 1e-3 * torch.randn_like(behavior)
+    mask, advantages = torch.rand_like(behavior) < 0.9, torch.linspace(-1, 1, 16)
+    results = []
+    for device in (DEVICE, "cpu"):
+        there = policy.to(device).requires_grad_()
+        loss, _ = policy_loss(
+            "pnpo",
+            policy_logprobs=there,
+            behavior_logprobs=behavior.to(device),
+            advantages=advantages.to(device),
+            response_mask=mask.to(device),
+        )
+        results.append((loss.item(), torch.autograd.grad(loss, there)[0].cpu()))
+    (loss, gradient), (wanted_loss, wanted) = results
+    row.at_most("loss error", abs(loss - wanted_loss), 1e-5)
+    gap = ((gradient - wanted).norm() / wanted.norm()).item()
+    row.at_most("gradient error", gap, 1e-4)
+
+
+def _attention_inputs(lengths, dtype, heads=(8, 2, 2), size=64):
+    total = sum(lengths)
+    return [
+        torch.randn(total, count, size, device=DEVICE, dtype=dtype, requires_grad=True)
+        for count in heads
+    ]
+
+
+def _attend(lengths, inputs):
+    from megatron_rl.distributed.attention_plan import build_attention_plan
+    from megatron_rl.distributed.context_attention import context_attention
+    from megatron_rl.distributed.sequence_layout import SequenceLayout
+
+    mask = torch.ones(sum(lengths), dtype=torch.bool, device=DEVICE)
+    plan = build_attention_plan(SequenceLayout(lengths, mask), fused=True)
+    return context_attention(*inputs, plan=plan, group=None)
+
+
+def check_attention(row):
+    """Packed attention against plain attention, sequence by sequence, in both dtypes."""
+    lengths = (1024, 96, 2048, 512)
+    for dtype, output_bound, gradient_bound in ((LOW, 3e-2, 2e-2), (torch.float32, 1e-3, 1e-3)):
+        torch.manual_seed(0)
+        inputs = _attention_inputs(lengths, dtype)
+        mine = _attend(lengths, inputs)
+        parts = []
+        for sequence in zip(*(x.split(lengths) for x in inputs), strict=True):
+            q, k, v = (x.transpose(0, 1).float()[None] for x in sequence)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            parts.append(out[0].transpose(0, 1))
+        plain = torch.cat(parts)
+        name = str(dtype)[6:]
+        error = (mine.float() - plain).abs().max().item()
+        row.at_most(f"{name} output error", error, output_bound)
+        weights = torch.randn_like(plain)
+        got = torch.autograd.grad((mine.float() * weights).sum(), inputs)
+        want = torch.autograd.grad((plain * weights).sum(), inputs)
+        gap = max(((g - w).norm() / w.norm()).item() for g, w in zip(got, want, strict=True))
+        row.at_most("gradient error", gap, gradient_bound)
+
+
+def check_chunks(row):
+    """What a context-parallel rank attends: chunks of queries that end before the last key."""
+    from megatron_rl.distributed.context_attention import attend_fused
+
+    for dtype, bound in ((LOW, 3e-2), (torch.float32, 1e-3)):
+        torch.manual_seed(0)
+        query, key, value = (
+            torch.randn(1, heads, tokens, 64, device=DEVICE, dtype=dtype)
+            for heads, tokens in ((8, 512), (2, 1536), (2, 1536))
+        )
+        mine = attend_fused(query, key, value)
+        places = torch.arange(1024, 1536, device=DEVICE)[:, None]
+        seen = torch.arange(1536, device=DEVICE) <= places
+        wide = (x.float() for x in (query, key, value))
+        plain = F.scaled_dot_product_attention(*wide, attn_mask=seen, enable_gqa=True)
+        error = (mine.float() - plain).abs().max().item()
+        row.at_most(f"{str(dtype)[6:]} output error", error, bound)
+
+
+def check_memory(row):
+    """Peak memory of attention, forward and backward: twice the tokens take twice the memory."""
+    if DEVICE == "cpu":
+        raise Skipped("memory is measured on CUDA")
+    for dtype in (LOW, torch.float32):
+        peaks = []
+        for tokens in (8192, 16384):
+            inputs = _attention_inputs((tokens,), dtype, heads=(12, 2, 2), size=128)
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            _attend((tokens,), inputs).sum().backward()
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+        name = str(dtype)[6:]
+        row.note(f"{name} MiB at 16k tokens", peaks[1] / 2**20)
+        row.at_most(f"{name} growth from 8k to 16k tokens", peaks[1] / peaks[0], 2.2)
