@@ -3,8 +3,6 @@
 import importlib.util
 import os
 import re
-import shutil
-from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -13,15 +11,13 @@ import torch
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.data.prompts import find_tokenizer
 from megatron_rl.data.rows import Columns, check_prompt_file
-from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes
+from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.objectives import build_objective
+from megatron_rl.preflight.disk import check_disk
 from megatron_rl.preflight.layout import layout_problems, length_problems, product_sizes
 from megatron_rl.rollout.engine_arguments import engine_argument_problems
 from megatron_rl.runs.directory import RunDirectory
 
-# float32 weight, Adam's two moments and the master weight
-CHECKPOINT_BYTES_PER_PARAMETER = 16
-EXPORT_BYTES_PER_PARAMETER = 4
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 FP8_SIZES = 16  # Transformer Engine's `assert_dim_for_fp8_exec`
 
@@ -47,7 +43,7 @@ def check_settings(config: Config, *, world_size: int) -> ModelShape:
         run = RunDirectory.of(config)
         run.check_usable(config)
         if shape is not None:
-            _check_disk(config, run, shape)
+            check_disk(config, run, shape)
     except ConfigError as error:
         problems.append(str(error))
     if problems:
@@ -184,37 +180,3 @@ def _logger_problems(config: Config) -> list[str]:
         for name, used in wanted.items()
         if used and importlib.util.find_spec(name) is None
     ]
-
-
-def _size(count: int) -> str:
-    """Bytes as a person reads them; a small model's are not 0.0 GiB."""
-    unit, name = (2**30, "GiB") if count >= 2**30 else (2**20, "MiB")
-    return f"{count / unit:.1f} {name}"
-
-
-def _check_disk(config: Config, run: RunDirectory, shape: ModelShape) -> None:
-    folder = run.path
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"run.dir: {folder} is not a folder that can be written; choose another")
-    parameters = sum(_count(size) for size in tensor_shapes(shape).values())
-    # one more than kept: the newest is complete before the oldest goes
-    needed = parameters * (
-        CHECKPOINT_BYTES_PER_PARAMETER * (config.trainer.keep_checkpoints + 1)
-        + EXPORT_BYTES_PER_PARAMETER
-    )
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise ConfigError(
-            f"{folder} has {_size(free)} free but the run's checkpoints and final model "
-            f"need {_size(needed)}; free some, lower trainer.keep_checkpoints, or set "
-            "run.dir to another disk"
-        )
-
-
-def _count(size: Sequence[int]) -> int:
-    total = 1
-    for length in size:
-        total *= length
-    return total

@@ -127,8 +127,9 @@ def test_no_free_disk(capsys, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=1000))
     said = refusal(capsys, f"run.dir={tmp_path}")
-    # 110,400 parameters x (16 bytes x 3 checkpoints + 4) = 5.5 MiB
-    assert "has 0.0 MiB free but the run's checkpoints and final model need 5.5 MiB" in said
+    # 110,400 parameters x 16 bytes x 3 = 5.1 MiB, x 4 = 431 KiB
+    assert "has 1000 bytes free but the run needs" in said
+    assert "5.1 MiB for 2 + 1 checkpoints" in said and "431.2 KiB for the model" in said
 
 
 def test_an_existing_run_is_kept(capsys, tmp_path):
