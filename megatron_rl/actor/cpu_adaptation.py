@@ -2,14 +2,17 @@
 
 Megatron-core is written for CUDA: it names the device "cuda", asks `torch.cuda` for the current
 device and forks CUDA generators. Where there is no CUDA device, `megatron_runtime()` translates
-these requests while Megatron's code runs, and only then; with CUDA it does nothing. One file serves
-megatron-core 0.16 to 0.19: `tools/test_versions.sh` runs the actor's tests under each.
+these requests while Megatron's code runs, and only then; with CUDA it does nothing. It replaces
+what is asked (torch's factories, some methods and functions) and watches nothing, so operations
+cost what they cost elsewhere. One file serves megatron-core 0.16 to 0.19: `tools/test_versions.sh`
+runs the actor's tests under each.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 from unittest import mock
 
@@ -17,7 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from megatron_rl.actor.device import has_cuda
 
@@ -34,23 +37,24 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
-class _CudaMeansCpu(TorchFunctionMode):
-    """Torch functions that ask for CUDA get the CPU, and CPU tensors say that they are CUDA's."""
+def _made_on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """One of torch's factories; a tensor that is asked for on CUDA is made in pageable memory."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], _CPU, *args[2:])
-        if kwargs:
-            if _is_cuda(kwargs.get("device")):
-                kwargs = {**kwargs, "device": _CPU}
-            if kwargs.get("pin_memory"):
-                kwargs = {**kwargs, "pin_memory": False}
-            return func(*args, **kwargs)
-        return func(*args)
+    @wraps(make)
+    def factory(*args: Any, **kwargs: Any) -> Tensor:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        if "pin_memory" in kwargs:
+            kwargs["pin_memory"] = False
+        return make(*args, **kwargs)
+
+    return factory
+
+
+def _cuda_type(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`Tensor.type`; asked for its name, a CPU tensor's is that of a CUDA tensor."""
+    found = _TENSOR_TYPE(tensor, *args, **kwargs)
+    return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
 
 
 class _CpuStream:
@@ -99,9 +103,14 @@ def _reduce_scatter(output: Any, inputs: list[Any], group: Any = None, **_: Any)
 
 
 _EQUAL_ALL_GATHER = dist.all_gather
+_TENSOR_TYPE = Tensor.type
+_FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "zeros_like", "empty_like")
 
 # No dropout is ever active in policy training, so generators that Megatron forks are never read.
 _CPU_PATCHES: tuple[tuple[Any, str, Any], ...] = (
+    *((torch, name, _made_on_cpu(getattr(torch, name))) for name in _FACTORIES),
+    (Tensor, "type", _cuda_type),
+    (Tensor, "cuda", lambda tensor, *_, **__: tensor),
     (torch.cuda, "current_device", lambda: _CPU),
     (torch.cuda, "synchronize", _nothing),
     (torch.cuda, "empty_cache", _nothing),
@@ -127,5 +136,4 @@ def megatron_runtime() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in _CPU_PATCHES:
             stack.enter_context(mock.patch.object(owner, name, replacement))
-        stack.enter_context(_CudaMeansCpu())
         yield
