@@ -71,7 +71,6 @@ def prepare_environment() -> None:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's overlap of communication needs it
-        "OMP_NUM_THREADS": "1",
     }
     if not has_cuda():
         defaults |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -104,6 +103,7 @@ def join_processes() -> ProcessPlace | None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if LAUNCHER in os.environ:
             _end_with(int(os.environ[LAUNCHER]))
+        _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         return _place()
     world_size = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if "SLURM_STEP_ID" not in os.environ or world_size == 1:  # no step, or an interactive shell
@@ -126,7 +126,17 @@ def join_processes() -> ProcessPlace | None:
     )
     os.environ.setdefault("MASTER_ADDR", hosts[0])
     os.environ.setdefault("MASTER_PORT", str(20000 + job % 20000))
+    _share_cores(int(os.environ["LOCAL_WORLD_SIZE"]))
     return _place()
+
+
+def _share_cores(ranks: int) -> None:
+    """Give each rank of this node as many threads as there are cores for it; on CUDA one.
+
+    To be called before torch is imported. A value that is set is kept (torchrun sets 1).
+    """
+    cores = 1 if has_cuda() else len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
 
 
 def _end_with(launcher: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl import processes
 from megatron_rl.interruption import ECHO_SECONDS, Interruption
 from megatron_rl.processes import (
     INTERRUPTED,
@@ -78,6 +79,25 @@ def test_a_home_that_cannot_be_written_is_left_alone(environment, tmp_path):
     assert os.environ["TRITON_HOME"] == "/mine"
     for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
         assert os.environ.pop(name).endswith(f"megatron_rl-{os.getuid()}")
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "cuda", "threads"),
+    [(2, 1, False, "2"), (2, 2, False, "1"), (7, 3, False, "2"), (2, 4, False, "1"),
+     (64, 8, True, "1")],
+)  # fmt: skip
+def test_ranks_share_the_cores_of_their_node(environment, cores, ranks, cuda, threads):
+    environment.delenv("OMP_NUM_THREADS", raising=False)
+    environment.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    environment.setattr(processes, "has_cuda", lambda: cuda)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": ranks}.items():
+        environment.setenv(name, str(value))
+    prepare_environment()  # the launcher's, which is inherited, decides nothing
+    join_processes()
+    assert os.environ["OMP_NUM_THREADS"] == threads
+    environment.setattr(os, "sched_getaffinity", lambda _: set(range(1000)))
+    join_processes()  # what is set is kept
+    assert os.environ["OMP_NUM_THREADS"] == threads
 
 
 def test_seeds_have_names():
