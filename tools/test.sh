@@ -4,6 +4,7 @@
 #
 #   bash tools/test.sh                 everything, under 25 minutes on two cores
 #   bash tools/test.sh unit            without the functional tests
+#   bash tools/test.sh fast            under a minute: style, types and the unit tests that tell most
 #
 # Exit code 0 only if every part passed. Later parts run even if an earlier one failed.
 set -uo pipefail
@@ -15,10 +16,17 @@ cd "$ROOT"
 case ${1:-all} in
     all) parts=(format lint types docs unit functional) ;;
     unit) parts=(format lint types docs unit) ;;
-    *) echo "usage: bash tools/test.sh [all|unit]" >&2; exit 2 ;;
+    fast) parts=(format lint types fast) ;;
+    *) echo "usage: bash tools/test.sh [all|unit|fast]" >&2; exit 2 ;;
 esac
 
-bash tools/setup_env.sh || exit 1
+# The mathematics, the plans of layouts and weights, the loop around fakes: no process is started.
+FAST=(tests/unit/{objectives,data,preflight,trainer} tests/unit/test_{advantages,architecture,config}.py
+    tests/unit/distributed/test_sequence_{layout,statistics}.py
+    tests/unit/resharding/test_{plan,pieces}.py tests/unit/rewards/test_math_answer.py)
+
+# For the inner loop what was set up before will do.
+[[ ${1:-all} == fast && -x $VENV/bin/pytest ]] || bash tools/setup_env.sh || exit 1
 
 # Several processes share the cores in these tests; threads of their own would only fight.
 export OMP_NUM_THREADS=1
@@ -33,6 +41,7 @@ run_part() {
         docs) MEGATRON_RL_VENV=$VENV bash tools/docs.sh ;;
         # The same examples each time; without the seed hypothesis looks for new ones.
         unit) "$VENV/bin/python" -m pytest tests/unit --hypothesis-seed=0 ;;
+        fast) "$VENV/bin/python" -m pytest -q "${FAST[@]}" --hypothesis-seed=0 ;;
         functional) "$VENV/bin/python" -m pytest tests/functional ;;
     esac
 }

@@ -33,6 +33,7 @@ from megatron_rl.trainer.metrics import MetricLog, PhaseClock
 from megatron_rl.trainer.prompt_sets import PromptSets, share_prompt_sets
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.trainer.saving import CheckpointKeeper
+from megatron_rl.trainer.start_up import StartUp
 from megatron_rl.types import Prompt
 
 GRACE = timedelta(minutes=2)  # for whoever reached a limit to say so first
@@ -45,6 +46,7 @@ def run_training(
 
     Raises RunInterrupted between two steps if `interruption` of any rank was asked for.
     """
+    start = StartUp()
     shape = check_settings(config, world_size=world_size)
     check_weights(config.model.path, shape)
     objective = build_objective(config.objective.name, **config.objective.overrides)
@@ -69,6 +71,7 @@ def run_training(
     if (warning := describe_slow_packs(config)) is not None:
         console.say(warning)
     prompts = share_prompt_sets(config, shape, say=console.say)
+    start.ended("checks")
     with VerifierPool(
         workers=config.reward.workers or _cores_of_rank(topology),
         time_limit=config.reward.time_limit_seconds,
@@ -86,6 +89,7 @@ def run_training(
             topology=topology,
             judge=Judge(pool, topology),
             interruption=interruption or Interruption(),
+            start=start,
         )
         trainer.train()
         trainer.recorder.draw()
@@ -120,6 +124,7 @@ def _build_trainer(
     topology: Topology,
     judge: Judge,
     interruption: Interruption,
+    start: StartUp,
 ) -> Trainer:
     writer = directory if topology.rank == 0 else None
     with console.progress("starting Megatron"):
@@ -136,10 +141,13 @@ def _build_trainer(
     reference = None
     if "reference_logprobs" in objective.needs:
         reference = ReferencePolicy(actor, config.reference_path)
+    start.ended("megatron")
     _start_verifiers(judge.pool, prompts.training[0])
+    start.ended("verifiers")
     actor.sleep()  # so that vLLM, which looks at the free memory, sees what it will have
     with console.progress("starting vLLM"):
         engine = build_engine(config, topology)
+    start.ended("vllm")
     console.say(engine.describe_stop())
     return Trainer(
         config=config,
@@ -157,6 +165,7 @@ def _build_trainer(
         console=console,
         faults=Faults(writer, console, config.trainer.skipped_updates),
         clock=clock,
+        start=start,
     )
 
 

@@ -6,7 +6,7 @@ a rollout batch is reused; the objective recomputes its weights at every minibat
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.reference import ReferencePolicy
@@ -25,6 +25,7 @@ from megatron_rl.trainer.metrics import PhaseClock
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.trainer.rollout_batch import RolloutBatch, build_rollout_batch
 from megatron_rl.trainer.saving import CheckpointKeeper
+from megatron_rl.trainer.start_up import StartUp
 from megatron_rl.trainer.update_metrics import UpdateMetrics
 from megatron_rl.types import Prompt, SamplingSettings
 
@@ -48,15 +49,21 @@ class Trainer:
     console: Console
     clock: PhaseClock
     faults: Faults
+    start: StartUp = field(default_factory=StartUp)
 
     def train(self) -> None:
         """Run the steps that are not done; before the first of all, evaluate."""
         done = self.done
         self.recorder.open(done)
         self.push_weights(version=done)
+        self.start.ended("push")
         self.check_engine()
+        self.start.ended("engine_check")
         if done == 0:
-            self.recorder.record({"step": 0} | self.evaluator.evaluate(0))
+            scores = self.evaluator.evaluate(0)
+            self.start.ended("evaluation")
+            self.recorder.record({"step": 0} | scores | self.start.metrics())
+        self.console.log(str(self.start))
         self.clock.reset()
         for step in range(done + 1, self.config.trainer.steps + 1):
             with self.clock.phase("checkpoint"):

@@ -14,7 +14,7 @@ from tests.unit.trainer.test_loop import run_loop
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 PLACES = {
     "set": r"[\w.-]+", "k": r"\d+", "source": ".+", "epoch": r"\d+", "phase": "|".join(PHASES),
-    "end": r"[01]\.\d", "start": r"2\^\d\d",
+    "end": r"[01]\.\d", "start": r"2\^\d\d", "part": "[a-z_]+",
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.trainer import build
 from megatron_rl.trainer.prompt_sets import PromptSets
+from megatron_rl.trainer.start_up import StartUp
 from megatron_rl.types import Prompt
 
 
@@ -60,6 +61,7 @@ def test_a_run_continues_before_the_engine_takes_its_memory(tmp_path, monkeypatc
         topology=Topology.single(),
         judge=SimpleNamespace(pool=None),
         interruption=Interruption(),
+        start=StartUp(),
     )
     assert events == ["actor", "load step_000003", "try the first row", "sleep", "engine"]
     assert trainer.done == 3
