@@ -34,6 +34,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def print_report() -> int:
     """Print the findings; returns 1 if training cannot run on this machine, else 0."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     findings = examine()
@@ -41,7 +42,8 @@ def print_report() -> int:
     for heading in ("", "part", "found", "what follows"):
         table.add_column(heading, overflow="fold")
     for finding in findings:
-        table.add_row("ok" if finding.good else "--", finding.part, finding.found, finding.use)
+        cells = (finding.part, finding.found, finding.use)
+        table.add_row("ok" if finding.good else "--", *(escape(cell) for cell in cells))
     Console().print(table)
     missing = [part for part in REQUIRED if not _version(*part)]
     if missing:

@@ -71,3 +71,10 @@ def test_a_pair_that_does_not_belong_together_is_named_with_its_cure(monkeypatch
     assert "megatron-core 0.16.1 is not >=0.19,<0.20" in doctor._together().use
     pretend(monkeypatch, "3.10", megatron_core="0.16.1")
     assert "use Python 3.11, 3.12, 3.13" in doctor._together().use
+
+
+def test_brackets_of_a_command_are_printed(monkeypatch, capsys):
+    said = doctor.Finding("part", "found", "pip install 'x[y]'")
+    monkeypatch.setattr(doctor, "examine", lambda: [said])
+    doctor.print_report()
+    assert "'x[y]'" in capsys.readouterr().out

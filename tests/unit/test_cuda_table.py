@@ -1,0 +1,24 @@
+"""docs/architecture.md lists every file in which something differs on a CUDA device."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DIFFERS = re.compile(
+    r"""\bis_cuda\b|\bhas_cuda\(|device\.type\b|torch\.cuda\.|\bon_cuda\b|"nccl"|pin_memory"""
+)
+FOR_THE_CPU = {"actor/cpu_adaptation.py"}  # what differs there differs on the CPU
+
+
+def test_every_branch_on_the_device_is_in_the_table():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    section = page.split("### What only CUDA runs")[1].split("\n#")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    listed = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    package = ROOT / "megatron_rl"
+    differing = {
+        str(file.relative_to(package))
+        for file in package.rglob("*.py")
+        if DIFFERS.search(file.read_text())
+    }
+    assert listed == differing - FOR_THE_CPU
