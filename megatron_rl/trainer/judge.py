@@ -31,7 +31,10 @@ class Judge:
         def submit(place: int, response: Response) -> None:
             prompt = prompts[place // samples]
             item = Item(response.text, prompt.ground_truth, prompt.data_source, prompt.row)
-            judging.submit(place, item)
+            try:
+                judging.submit(place, item)
+            except VerifierError as error:  # what an earlier response has met: no need to go on
+                raise VerifierError(f"judging responses: {error}") from error
 
         return submit
 
