@@ -194,7 +194,7 @@ def test_a_lost_checkpoint_is_not_answered_by_starting_again(capsys, tmp_path):
     rows = "".join(json.dumps({"step": step}) + "\n" for step in range(steps + 1))
     (tmp_path / "a" / "metrics.jsonl").write_text(rows)
     arguments = (f"run.dir={tmp_path}", "run.name=a", "run.resume=auto")
-    assert f"recorded {steps} steps, but its newest checkpoint is of step 0" in refusal(
+    assert f"recorded {steps} steps, but its newest sound checkpoint is of step 0" in refusal(
         capsys, *arguments
     )
     directory.checkpoints.folder(8).mkdir()
