@@ -7,8 +7,8 @@ case ${ABLATION:-} in
     constant_gate) change=objective.constraint.scale=constant ;;     # without sqrt(L/t)
     token_mean) change=objective.aggregation=token_mean ;;           # long responses weigh more
     local_weight) change=objective.weight=token ;;                   # rho_t in place of the prefix's mean
-    path_score) change=objective.score=path ;;                       # the gradient flows through the weight
+    path_gradient) change=objective.gradient=through_weight ;;          # the gradient flows through the weight
     *) echo "ABLATION=${ABLATION:-}: must be no_gate, one_sided, constant_gate, token_mean," \
-        "local_weight or path_score" >&2; exit 2 ;;
+        "local_weight or path_gradient" >&2; exit 2 ;;
 esac
 train r1_distill_1_5b_epochs4.yaml "$change" "$@"

@@ -51,7 +51,7 @@ SHAPES = {
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_config_is_valid(file):
     load_config(file)
-    assert file.stem in {"quickstart", *MODELS}, "give its true shape here"
+    assert file.stem in {"quickstart", "own_data", *MODELS}, "give its true shape here"
 
 
 @pytest.mark.parametrize("name", MODELS)
