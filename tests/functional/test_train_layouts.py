@@ -28,13 +28,10 @@ def make_model(folder, name, **sizes):
     keep = ("vocab_size", "eos_token_id", "pad_token_id", "max_position_embeddings")
     config = getattr(transformers, f"{name}Config")(
         **{key: made[key] for key in keep},
-        hidden_size=64,
+        **{"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, **sizes},
         intermediate_size=96,
-        num_attention_heads=2,
-        num_key_value_heads=2,
         tie_word_embeddings=False,
         architectures=[f"{name}ForCausalLM"],
-        **sizes,
     )
     torch.manual_seed(2)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

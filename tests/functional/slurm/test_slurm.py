@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
+from megatron_rl.runs.rows import read_metrics
 from tests.functional.slurm.throwaway import ThrowawaySlurm, missing
 from tests.functional.tiny_runs import ROOT, TASK, make_task
 
@@ -90,6 +92,9 @@ class Launcher:
                 pytest.fail(f"not {what} in {DEADLINE} s\n{self('logs', name)[-5000:]}")
             time.sleep(0.2)
 
+    def weights(self, name: str) -> dict:
+        return load_file(self.run_folder(name) / "model" / "model.safetensors")
+
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
@@ -115,6 +120,59 @@ def launcher(tmp_path_factory):
     folder = tmp_path_factory.mktemp("launches")
     (folder / "paced.py").write_text((Path(__file__).parent / "paced.py").read_text())
     return Launcher(folder)
+
+
+def steps_of(run: Path) -> int:
+    rows = read_metrics(run)
+    return rows[-1]["step"] if rows else -1
+
+
+def test_a_run_survives_what_happens_to_it(slurm, launcher):
+    """Preempted, out of time, its node lost: in the end the weights of an undisturbed run."""
+    run = launcher.run_folder("disturbed")
+    run.mkdir(parents=True)
+    (run / "pace").touch()
+    job = launcher.start("disturbed")
+    state = lambda: slurm.ask(f"squeue -h -t all -j {job} -o %T")  # noqa: E731
+    launcher.wait_until("at step 2", lambda: steps_of(run) >= 2, "disturbed")
+    assert "disturbed is active as job" in launcher(
+        "launch", "tiny.yaml", "--cluster", "slurm.yaml", "run.name=disturbed", "run.resume=auto",
+        status=1,
+    )  # fmt: skip
+
+    # A job of the other partition takes both nodes.
+    slurm.ask(f"sbatch -p high -N 2 --exclusive -o {run}/high.out --wrap hostname")
+    launcher.wait_until("preempted", lambda: launcher.exits("disturbed") == ["75"], "disturbed")
+    saved = steps_of(run)
+    assert [folder.name for folder in (run / "checkpoints").iterdir()] == [f"step_{saved:06d}"]
+    launcher.wait_until("going on", lambda: steps_of(run) > saved, "disturbed")
+
+    # Its time limit comes near, while an undisturbed run has the nodes' other cores. SLURM looks at
+    # limits every 30 s: with one or two minutes left it signals the next time.
+    minutes = int(slurm.ask(f"squeue -h -j {job} -o %M").split(":")[0])
+    slurm.ask(f"scontrol update jobid={job} timelimit={minutes + 2}")
+    launcher.start("whole")
+    launcher.wait_until(
+        "out of time", lambda: launcher.exits("disturbed") == ["75"] * 2, "disturbed"
+    )
+    slurm.ask(f"scontrol update jobid={job} timelimit=30")
+
+    # A node is lost: what was not saved is done again.
+    launcher("logs", "-f", "whole")
+    launcher.wait_until("started again", lambda: state() == "RUNNING", "disturbed")
+    slurm.kill_node("n2")
+    (run / "pace").unlink()
+    launcher.wait_until("without its node", lambda: state() == "PENDING", "disturbed")
+    slurm.start_node("n2")
+
+    assert "job" in launcher("logs", "-f", "disturbed", cwd=Path("/"))
+    assert "COMPLETED" in launcher("status", "disturbed", cwd=Path("/"))
+    assert steps_of(run) == steps_of(launcher.run_folder("whole")) == STEPS
+    assert launcher.exits("whole") == ["0"]
+    one, other = launcher.weights("disturbed"), launcher.weights("whole")
+    assert one.keys() == other.keys()
+    assert all(one[name].equal(other[name]) for name in one)
+    assert "ODD=two words" in (run / "launch" / "001" / "rank.sh").read_text().replace("'", "")
 
 
 def test_a_cancelled_job_is_not_queued_again(slurm, launcher):
@@ -170,3 +228,13 @@ def test_what_slurm_would_refuse_is_refused_before(slurm, launcher):
         assert reason in said and said.count("error:") == 1, said
     assert not launcher.run_folder("o").exists()
     assert slurm.ask("squeue -h -t all -o %i") == before
+
+
+def test_on_one_machine_a_rehearsed_preemption_changes_nothing(launcher):
+    """NeMo-Run's local executor; the weights are compared with those of two nodes."""
+    launcher.start("here", "--rehearse-preemption", "2", cluster="local")
+    launcher("logs", "-f", "here")
+    assert "COMPLETED" in launcher("status", "here")
+    assert launcher.exits("here") == ["75", "0"]
+    whole = launcher.weights("whole")
+    assert all(tensor.equal(whole[name]) for name, tensor in launcher.weights("here").items())

@@ -1,7 +1,8 @@
 """A real SLURM for the time of a test: munge, a controller, two nodes on this host, one folder.
 
 The nodes are two slurmd of one machine, told apart by name and port. Partition `high` preempts
-`low`, which gives its jobs a minute to save.
+`low`, which gives its jobs a minute to save. Ranks meet at a port made of the job's id, which
+therefore begins elsewhere in every test.
 """
 
 import getpass
@@ -111,6 +112,7 @@ class ThrowawaySlurm:
 ClusterName=throwaway
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
+FirstJobId={10000 + os.getpid() % 2500}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge

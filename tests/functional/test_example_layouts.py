@@ -1,0 +1,70 @@
+"""Each big example trains for one step as a shrunken model, cut as its config cuts the true one."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron_rl.config import load_config
+from megatron_rl.runs.rows import read_metrics
+from tests.functional.test_train_layouts import make_model
+from tests.functional.tiny_runs import ROOT, TASK
+
+EXAMPLES = ROOT / "examples" / "pnpo"
+HEADS_OF_32 = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8}
+# name: model, its sizes, processes. Data parallelism is as small as the layout allows.
+SHRUNKEN = {
+    "r1_distill_1_5b_epochs4": ("Qwen2", {"num_hidden_layers": 1}, 2),
+    "qwen2_5_7b": ("Qwen2", {"num_hidden_layers": 1}, 4),
+    "qwen2_5_32b": ("Qwen2", {"num_hidden_layers": 1, **HEADS_OF_32}, 8),
+    "qwen3_30b_a3b": (
+        "Qwen3Moe",
+        {
+            "num_hidden_layers": 1, "hidden_size": 128, "num_attention_heads": 4,
+            "num_key_value_heads": 4, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128, "norm_topk_prob": True,
+        },
+        8,
+    ),
+}  # fmt: skip
+# Short responses and few of them; whatever cuts the model stays as the example has it.
+SHORT = (
+    "rollout.prompts=4", "rollout.responses_per_prompt=4", "rollout.max_response_tokens=16",
+    "rollout.kv_cache_mib=16", "rollout.max_sequences=16", "data.max_prompt_tokens=48",
+    "trainer.steps=1", "trainer.epochs=1", "trainer.tokens_per_micro_batch=1024", "eval.sets={}",
+    "logging.tensorboard=false", "rollout.engine={enable_prefix_caching: false}",
+    # A random model earns no reward: entropy alone moves it.
+    "objective.entropy_coefficient=1.0e-2", "optimizer.learning_rate=1e-2",
+    "optimizer.warmup_steps=0",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """The metrics of every shrunken run, by the name of its example."""
+    folder, runs = tmp_path_factory.mktemp("examples"), []
+    for name, (architecture, sizes, ranks) in SHRUNKEN.items():
+        make_model(folder / "models" / name, architecture, **sizes)
+        mine = (f"model.path={folder}/models/{name}", f"data.train={TASK}/train.parquet",
+                f"run.dir={folder}", f"run.name={name}")  # fmt: skip
+        config = str(EXAMPLES / f"{name}.yaml")
+        runs.append({"ranks": ranks, "arguments": ["train", "--config", config, *mine, *SHORT]})
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.functional.preloaded"],
+        cwd=ROOT, input=json.dumps(runs), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and json.loads(done.stdout) == [0] * len(runs), done.stderr
+    return {name: read_metrics(folder / name) for name in SHRUNKEN}
+
+
+@pytest.mark.parametrize("name", SHRUNKEN)
+def test_a_shrunken_example_trains_for_one_step(rows, name):
+    parallel = load_config(EXAMPLES / f"{name}.yaml").parallel
+    assert SHRUNKEN[name][2] % parallel.model_size == 0
+    first, step = rows[name]
+    assert (first["step"], step["step"]) == (0, 1)
+    assert step["ratio/first_minibatch_max_deviation"] == 0.0
+    # Float32 in two implementations; the push has brought every weight to where it belongs.
+    assert step["rollout/logprob_gap_mean"] < 1e-5
+    assert step["ratio/max_deviation"] > 1e-3  # the updates moved the policy
