@@ -1,0 +1,254 @@
+"""TRL's GRPOTrainer and this system on the same work, by turns: seconds, memory, reward.
+
+    python tools/benchmarks/against_trl.py install                 # TRL into .cache/trl, once
+    python tools/benchmarks/against_trl.py measure quickstart      # or 1m, 4m; appends to a file
+    python tools/benchmarks/against_trl.py table                   # what was measured, as Markdown
+
+Both start from the same model, take the same number of prompts, responses, epochs and minibatches,
+and sample up to the same length. A round runs TRL, then this system under each layout, for one
+rollout batch that is not counted and several that are; nothing else should run. A rollout batch
+is everything between two of them: generation, rewards, log-probs, all updates, the weight push.
+Memory is the peak of the proportional set sizes of all processes of a system, sampled.
+
+`quickstart` is the tiny task with its trained model, and its reward is the task's. The two others
+have untrained models and a reward without meaning (the parity of the response's length in
+characters), so that half of all responses have either reward and none is skipped.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / ".cache" / "against_trl"
+TRL = ROOT / ".cache" / "trl"
+VERSIONS = ("trl==1.16.0", "datasets", "accelerate")
+EPOCHS = MINIBATCHES = 4
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and a rollout batch."""
+
+    prompts: int
+    samples: int
+    tokens: int  # of a response, at most
+    shape: dict[str, int] | None = None  # of an untrained model; None: the tiny task's own
+
+
+SIZES = {
+    "quickstart": Size(64, 8, 56),
+    "1m": Size(16, 8, 256, {"hidden": 64, "heads": 2, "layers": 8, "intermediate": 192}),
+    "4m": Size(8, 4, 1024, {"hidden": 192, "heads": 6, "layers": 6, "intermediate": 512}),
+}
+WORDS = 4096  # vocabulary of the untrained models: one token in so many ends a response
+LAYOUTS = {
+    "data 2": ("parallel.context=1", "parallel.data=2"),
+    "context 2": ("parallel.context=2",),
+    "one process": ("parallel.context=1",),
+}
+
+
+def score(text: str, ground_truth: str, data_source: str) -> float:
+    """The reward of the untrained models: whether the response's length is odd."""
+    return float(len(text) % 2)
+
+
+def install() -> None:
+    """TRL into an environment of its own that sees the packages of this one and changes none."""
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(TRL)], check=True)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    (TRL / "lib" / version / "site-packages" / "project.pth").write_text(
+        "\n".join(path for path in sys.path if path.endswith("-packages")) + "\n"
+    )
+    pip = [str(TRL / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-warn-conflicts"]
+    subprocess.run([*pip, "--no-deps", VERSIONS[0]], check=True)
+    subprocess.run([*pip, *VERSIONS[1:]], check=True)
+
+
+def make_task(name: str) -> Path:
+    """The folder of the size's model and prompts; made once."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    import make_tiny_task as tiny
+
+    size, folder = SIZES[name], FOLDER / name
+    task = FOLDER / "quickstart"
+    tiny.make_once(task, tiny.Settings())
+    if size.shape is None or (folder / "model" / "config.json").exists():
+        return folder
+    import torch
+
+    torch.manual_seed(1)
+    longest = 48 + size.tokens
+    tokenizer = tiny.build_tokenizer(longest)
+    tokenizer.add_tokens([f" w{i}" for i in range(WORDS - len(tokenizer))])
+    shape = size.shape | {"key_value_heads": size.shape["heads"]}
+    model = tiny.build_model(tiny.Settings(**shape), tokenizer, longest)
+    tokenizer.save_pretrained(folder / "model")
+    model.save_pretrained(folder / "model")
+    (folder / "train.parquet").write_bytes((task / "train.parquet").read_bytes())
+    return folder
+
+
+def run_trl(name: str, task: Path, batches: int) -> dict:
+    """TRL's phases of each rollout batch, and its peak memory."""
+    size = SIZES[name]
+    settings = {"prompts": size.prompts, "samples": size.samples, "tokens": size.tokens,
+                "epochs": EPOCHS, "minibatches": MINIBATCHES, "batches": batches,
+                "parity": size.shape is not None, "threads": os.cpu_count()}  # fmt: skip
+    program = Path(__file__).with_name("trl_side.py")
+    command = [str(TRL / "bin" / "python"), str(program), str(task), json.dumps(settings)]
+    output, peak = run_watched(command, environment={})
+    rows = [json.loads(line[6:]) for line in output.splitlines() if line.startswith("BATCH ")]
+    return {"rows": rows, "peak_gib": peak}
+
+
+def run_ours(name: str, task: Path, batches: int, layout: str) -> dict:
+    """This system's phases of each rollout batch, and its peak memory."""
+    size = SIZES[name]
+    run = f"{name}-{layout.replace(' ', '')}-{time.time_ns()}"
+    reward = () if size.shape is None else ("reward.verifier=tools.benchmarks.against_trl:score",)
+    command = [
+        sys.executable, "-m", "megatron_rl.cli", "train",
+        "--config", "examples/pnpo/quickstart.yaml",
+        f"run.dir={FOLDER}/runs", f"run.name={run}", "logging.tensorboard=false", "eval.sets={}",
+        f"model.path={task}/model", f"data.train={task}/train.parquet",
+        f"rollout.prompts={size.prompts}", f"rollout.responses_per_prompt={size.samples}",
+        f"rollout.max_response_tokens={size.tokens}", f"trainer.epochs={EPOCHS}",
+        f"trainer.minibatches={MINIBATCHES}", f"trainer.steps={batches}",
+        "trainer.checkpoint_every=1000", *LAYOUTS[layout], *reward,
+    ]  # fmt: skip
+    _, peak = run_watched(command, environment={"PYTHONPATH": str(ROOT)})
+    lines = (FOLDER / "runs" / run / "metrics.jsonl").read_text().splitlines()
+    rows = [
+        {
+            "seconds": row["time/step"],
+            "generate": row["time/rollout"] + row.get("time/reward", 0.0),
+            "logprobs": row["time/behavior"],
+            "train": row["time/train"],
+            "tokens": row["response/length_mean"],
+            "reward": row["reward/mean"],
+        }
+        for row in map(json.loads, lines[1:])
+    ]
+    return {"rows": rows, "peak_gib": peak}
+
+
+def run_watched(command: list[str], *, environment: dict[str, str]) -> tuple[str, float]:
+    """Output of a command and the most memory that it and its children held together, GiB."""
+    import psutil
+
+    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**os.environ, **offline, **environment},
+    )  # fmt: skip
+    peak = 0
+
+    def watch() -> None:
+        nonlocal peak
+        parent = psutil.Process(process.pid)
+        while process.poll() is None:
+            total = 0
+            for one in (parent, *parent.children(recursive=True)):
+                try:
+                    total += one.memory_full_info().pss
+                except psutil.Error:
+                    continue  # it has just ended
+            peak = max(peak, total)
+            time.sleep(1.0)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    output, _ = process.communicate()
+    watcher.join()
+    if process.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{output}")
+    return output, peak / 2**30
+
+
+def measure(name: str, *, batches: int, file: Path, systems: list[str]) -> None:
+    """One round: append a line per system."""
+    task = make_task(name)
+    for system in systems:
+        if system == "TRL":
+            result = run_trl(name, task, 1 + batches)
+        else:
+            result = run_ours(name, task, 1 + batches, system)
+        line = {"size": name, "system": system, **result}
+        with file.open("a") as out:
+            out.write(json.dumps(line) + "\n")
+        print(describe(name, system, [line]), flush=True)
+
+
+HEADINGS = ("size", "system", "batches", "first", "seconds", "spread", "times TRL", "generate",
+            "log-probs", "train", "tokens", "reward", "GiB")  # fmt: skip
+
+
+def describe(name: str, system: str, lines: list[dict], trl: float | None = None) -> str:
+    """A row of the table: medians over all batches but the first of each run."""
+    rows = [row for line in lines for row in line["rows"][1:]]
+    seconds = [row["seconds"] for row in rows]
+
+    def median(key: str) -> float:
+        return statistics.median(row[key] for row in rows)
+
+    middle = statistics.median(seconds)
+    cells = [
+        name, system, str(len(rows)),
+        f"{statistics.median(line['rows'][0]['seconds'] for line in lines):.2f}",
+        f"{middle:.2f}", f"{min(seconds):.2f} to {max(seconds):.2f}",
+        "" if trl is None else f"{trl / middle:.2f}",
+        *(f"{median(key):.2f}" for key in ("generate", "logprobs", "train")),
+        f"{median('tokens'):.0f}",
+        f"{statistics.mean(line['rows'][-1]['reward'] for line in lines):.3f}",
+        f"{max(line['peak_gib'] for line in lines):.2f}",
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def print_table(file: Path) -> None:
+    """All that was measured; `times TRL` is how much faster than TRL."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    print(f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}")
+    for name in SIZES:
+        groups = {
+            system: [line for line in lines if (line["size"], line["system"]) == (name, system)]
+            for system in ("TRL", *LAYOUTS)
+        }
+        counted = [row["seconds"] for line in groups["TRL"] for row in line["rows"][1:]]
+        trl = statistics.median(counted) if counted else None
+        for system, some in groups.items():
+            if some:
+                print(describe(name, system, some, trl))
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("command", choices=("install", "measure", "table"))
+    parser.add_argument("size", nargs="?", choices=SIZES, default="quickstart")
+    parser.add_argument("--batches", type=int, default=5, help="rollout batches after the first")
+    parser.add_argument("--systems", nargs="+", choices=("TRL", *LAYOUTS),
+                        default=["TRL", *LAYOUTS])  # fmt: skip
+    parser.add_argument("--file", type=Path, default=FOLDER / "measured.jsonl")
+    arguments = parser.parse_args()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    if arguments.command == "install":
+        install()
+    elif arguments.command == "measure":
+        measure(arguments.size, batches=arguments.batches, file=arguments.file,
+                systems=arguments.systems)  # fmt: skip
+    else:
+        print_table(arguments.file)
+
+
+if __name__ == "__main__":
+    main()
