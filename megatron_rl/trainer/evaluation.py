@@ -49,7 +49,7 @@ class Evaluator:
                         seed=derive_seed(self.config.seed, "eval", name),
                     ),
                     on_progress=advance,
-                    on_response=self.judge.begin(prompts, samples=settings.samples),
+                    on_response=self.judge.begin(prompts, samples=samples),
                 )
             rollouts = self.judge.finish(prompts, responses)
             rewards = [rollout.verdict.reward for rollout in rollouts]

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pyarrow.parquet as pq
 import pytest
@@ -314,6 +314,22 @@ def test_rows_hold_the_stable_metrics(tmp_path):
     assert rows[1]["ratio/first_minibatch_max_deviation"] == 0.0
     # frozen at 0 in step 1, the engine reported -0.1 for every token
     assert abs(rows[1]["rollout/logprob_gap_mean"] - 0.1) < 1e-6
+
+
+def test_greedy_evaluation_judges_one_response_to_each_prompt_by_its_own_answer(tmp_path):
+    config = make_config()
+    config = parse_config(config.model_dump() | {"eval": {"temperature": 0, "samples": 2}})
+    prompts = [replace(PROMPTS[0], index=i, ground_truth=answer) for i, answer in enumerate("100")]
+    clock, console = PhaseClock(), Console(speaks=False)
+    evaluator = Evaluator(
+        config,
+        ScriptedEngine([]),  # answers "0"
+        Judge(ScriptedPool(), Topology.single()),
+        {"held": prompts},
+        Recorder(config, None, None, console, clock),
+        console,
+    )
+    assert evaluator.evaluate(0)["eval/held/avg@1"] == 2 / 3
 
 
 def test_a_continued_run_takes_the_walk_of_the_uninterrupted_one(tmp_path):
