@@ -96,7 +96,9 @@ class CheckpointFolders:
             if share is not None:
                 for name in sorted(files)[share[0] :: share[1]]:
                     stated = files[name]
-                    if isinstance(stated, dict) and sha256(self.folder(step) / name) != stated["sha256"]:
+                    if not isinstance(stated, dict):
+                        continue
+                    if sha256(self.folder(step) / name) != stated["sha256"]:
                         return f"{name} is not what was written: its SHA-256 differs"
         except (OSError, ValueError) as error:
             return str(error)

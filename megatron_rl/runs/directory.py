@@ -36,8 +36,9 @@ from megatron_rl.types import Rollout
 # changes.jsonl. Anything else would make it another experiment.
 RESUMABLE_CHANGES = (
     "run.", "trainer.steps", "trainer.checkpoint_every", "trainer.keep_checkpoints",
-    "trainer.skipped_updates", "trainer.tokens_per_micro_batch", "trainer.recompute", "eval.", "logging.", "resharding.",
-    "reward.workers", "reward.time_limit_seconds", "reward.on_error", "parallel.", "rollout.tensor",
+    "trainer.skipped_updates", "trainer.tokens_per_micro_batch", "trainer.recompute", "eval.",
+    "logging.", "resharding.", "reward.workers", "reward.time_limit_seconds",
+    "reward.on_error", "parallel.", "rollout.tensor",
     "rollout.expert_parallel", "rollout.memory_fraction", "rollout.max_sequences",
     "rollout.kv_cache_mib", "rollout.time_limit_seconds", "optimizer.learning_rate",
     "optimizer.min_learning_rate", "optimizer.clip_grad", "optimizer.decay",
@@ -171,7 +172,7 @@ class RunDirectory:
             )
 
     def create(self, config: Config) -> None:
-        """Make the folders; write the resolved config, what it changes, and which models it names."""
+        """Make the folders; write the config, what it changes, and which models it names."""
         for folder in (self.rollouts, self.checkpoints.path, self.evaluations):
             folder.mkdir(parents=True, exist_ok=True)
         if self._has_begun():

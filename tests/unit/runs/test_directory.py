@@ -180,9 +180,7 @@ def see_damage_alone(rank, world_size, path):
         )
     actor = LoadingActor()
     actor.topology = Topology(world_size=world_size, rank=rank, dp_size=world_size)
-    keeper = CheckpointKeeper(
-        build_config(), directory, Console(speaks=False), rank, lambda: None
-    )
+    keeper = CheckpointKeeper(build_config(), directory, Console(speaks=False), rank, lambda: None)
     return keeper.restore(actor)
 
 
