@@ -48,7 +48,7 @@ class Config(Section):
         if not self.model.path:
             problems.append("model.path: missing; name a Hugging Face model folder")
         if not self.data.train:
-            problems.append("data.train: missing; name a parquet file of prompts")
+            problems.append("data.train: missing; name a file of prompts, .parquet or .jsonl")
         if self.rollout.prompts % self.trainer.minibatches:
             problems.append(
                 f"rollout.prompts={self.rollout.prompts} cannot be split into "
