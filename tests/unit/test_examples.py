@@ -93,7 +93,7 @@ def test_the_two_regimes_differ_in_what_defines_them():
 
 
 SCRIPTS = sorted(file.name for file in EXAMPLES.glob("*.sh") if file.name != "launch.sh")
-ABLATIONS = ("no_gate", "one_sided", "constant_gate", "token_mean", "local_weight", "path_score")
+ABLATIONS = ("no_gate", "one_sided", "constant_gate", "token_mean", "local_weight", "path_gradient")
 
 
 @pytest.fixture(scope="module")
