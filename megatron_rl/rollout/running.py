@@ -28,7 +28,8 @@ def run_requests(
     """Run requests to their end; calls `on_finished(place, vLLM's RequestOutput)` as each ends.
 
     core: vLLM's LLMEngine. All ranks of an engine call this with the same requests.
-    Raises TimeoutError on all of them after `time_limit` seconds; the engine is then idle again.
+    Raises TimeoutError on all of them after `time_limit` seconds, and on all of them where
+    `on_finished` of one raised, its own error there; the engine is then idle again.
     A rank whose engine does not come back from a step, because another rank of it hangs or died,
     ends its process with a message: vLLM waits in a loop that nothing can interrupt.
     """
@@ -40,36 +41,52 @@ def run_requests(
             for name, request in zip(names, requests, strict=True):
                 prompt = {"prompt_token_ids": list(request.token_ids)}
                 core.add_request(name, prompt, request.params)
-            steps = 0
+            steps, failure = 0, None
             while core.has_unfinished_requests():
-                late = time.monotonic() - started > time_limit
-                if steps % _STEPS_BETWEEN_LOOKS == 0 and _any_rank_of_engine(late):
-                    raise TimeoutError(
-                        f"{len(finished)} of {len(requests)} responses were finished after "
-                        f"{time_limit:g} s; generate fewer or shorter ones, or raise the limit"
+                if steps % _STEPS_BETWEEN_LOOKS == 0:
+                    late, failed = _any_rank_of_engine(
+                        time.monotonic() - started > time_limit, failure is not None
                     )
+                    if failed:
+                        raise failure or RuntimeError("another rank of this engine failed")
+                    if late:
+                        raise TimeoutError(
+                            f"{len(finished)} of {len(requests)} responses were finished after "
+                            f"{time_limit:g} s; generate fewer or shorter ones, or raise the limit"
+                        )
                 steps += 1
                 for output in core.step():
                     if output.finished:
                         place = names[output.request_id]
                         finished.add(place)
-                        on_finished(place, output)
+                        failure = failure or _error_of(on_finished, place, output)
+            if failure is not None:
+                raise failure
     except BaseException:
         # Requests left in the queue would come back as results of the next call.
         core.abort_request([name for name, place in names.items() if place not in finished])
         raise
 
 
-def _any_rank_of_engine(late: bool) -> bool:
-    """Whether it is late for any rank of this engine: all must stop after the same step."""
+def _error_of(on_finished: Callable[[int, Any], None], place: int, output: Any) -> Exception | None:
+    """What taking an output raised: raised later, since the engine's other ranks step on."""
+    try:
+        on_finished(place, output)
+    except Exception as error:  # noqa: BLE001 - raised by all ranks of the engine after one step
+        return error
+    return None
+
+
+def _any_rank_of_engine(*reasons: bool) -> tuple[bool, ...]:
+    """Which reasons to stop any rank of this engine has: all must stop after the same step."""
     from vllm.distributed import get_tp_group
 
     group = get_tp_group()
     if group.world_size == 1:
-        return late
-    answer = torch.tensor([int(late)])
+        return reasons
+    answer = torch.tensor([int(reason) for reason in reasons])
     dist.all_reduce(answer, dist.ReduceOp.MAX, group=group.cpu_group)
-    return bool(answer)
+    return tuple(bool(each) for each in answer)
 
 
 @contextmanager

@@ -1,0 +1,47 @@
+"""An error in taking a response ends the whole engine, after the same step on each of its ranks."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl.rollout import running
+from megatron_rl.rollout.requests import SequenceRequest
+
+
+class ScriptedCore:
+    """Ends one request in each step."""
+
+    def __init__(self):
+        self.waiting, self.aborted = [], []
+
+    def add_request(self, name, prompt, params):
+        self.waiting.append(name)
+
+    def has_unfinished_requests(self):
+        return bool(self.waiting)
+
+    def step(self):
+        return [SimpleNamespace(request_id=self.waiting.pop(0), finished=True)]
+
+    def abort_request(self, names):
+        self.aborted = names
+
+
+@pytest.mark.parametrize(("own", "said"), [(True, "judged"), (False, "another rank")])
+def test_an_error_of_one_rank_ends_all_at_the_next_look(monkeypatch, own, said):
+    looks = []
+
+    def look(late, failed):  # the other rank has failed by the second look
+        looks.append(failed)
+        return late, failed or (not own and len(looks) == 2)
+
+    def take(place, output):
+        if own and place == 2:
+            raise ValueError("cannot be judged")
+
+    monkeypatch.setattr(running, "_any_rank_of_engine", look)
+    core, requests = ScriptedCore(), [SequenceRequest(i, (1,), None) for i in range(20)]
+    with pytest.raises((ValueError, RuntimeError), match=said):
+        running.run_requests(core, requests, time_limit=60.0, on_finished=take)
+    assert looks == [False, own]
+    assert len(core.aborted) == 20 - running._STEPS_BETWEEN_LOOKS
