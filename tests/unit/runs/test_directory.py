@@ -68,6 +68,18 @@ def test_a_run_continues_only_under_its_own_settings(tmp_path):
     assert "trainer.steps" not in str(error.value)  # a run may be made longer
 
 
+def test_experts_stay_on_one_rank_or_on_several(tmp_path):
+    directory = RunDirectory(tmp_path / "a")
+    directory.create(build_config())
+    record(directory, 0)
+    spread = build_config(resume="auto").model_dump() | {"parallel": {"expert": 2}}
+    with pytest.raises(ConfigError, match=r"parallel\.expert: 1 -> 2"):
+        directory.check_usable(parse_config(spread))
+    directory.create(parse_config(spread))
+    wider = spread | {"parallel": {"expert": 4, "tensor": 2}}
+    directory.check_usable(parse_config(wider))
+
+
 def test_a_run_that_was_out_of_memory_continues_with_less(tmp_path):
     directory = RunDirectory(tmp_path / "a")
     directory.create(build_config())
