@@ -57,12 +57,11 @@ class CheckpointFolders:
     def complete(self, step: int, *, sums: Mapping[str, str], digests: Sequence[Any]) -> None:
         """Give a written checkpoint its manifest, then its name; one of the same step goes.
 
-        sums: SHA-256 by file name, of every file. digests: of each rank's
-        tensors.
+        sums: SHA-256 by file name, of every file. digests: of each rank's tensors.
         """
         partial = self.partial(step)
         files = {name: {"bytes": (partial / name).stat().st_size, "sha256": sums[name]}
-                 for name in file_names(partial)}  # fmt: skip
+                 for name in sorted(sums)}  # fmt: skip
         state = {"step": step, "files": files, "digests": list(digests)}
         (partial / MANIFEST).write_text(json.dumps(state, indent=1))
         flush_to_disk(partial / MANIFEST)
@@ -74,7 +73,7 @@ class CheckpointFolders:
         """What the manifest says; ValueError where it cannot be read."""
         try:
             state = json.loads((self.folder(step) / MANIFEST).read_text())
-            return {"digests": [], **state, "files": dict(state["files"])}
+            return {**state, "files": dict(state["files"]), "digests": list(state["digests"])}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{MANIFEST} cannot be read ({error})") from None
 
@@ -87,7 +86,7 @@ class CheckpointFolders:
             files = self.manifest(step)["files"]
             for name, stated in files.items():
                 file = self.folder(step) / name
-                size = stated["bytes"] if isinstance(stated, dict) else stated
+                size = stated["bytes"]
                 found = file.stat().st_size if file.is_file() else None
                 if found != size:
                     return f"{name} " + (
@@ -95,13 +94,10 @@ class CheckpointFolders:
                     )
             if share is not None:
                 for name in sorted(files)[share[0] :: share[1]]:
-                    stated = files[name]
-                    if not isinstance(stated, dict):
-                        continue
-                    if sha256(self.folder(step) / name) != stated["sha256"]:
+                    if sha256(self.folder(step) / name) != files[name]["sha256"]:
                         return f"{name} is not what was written: its SHA-256 differs"
-        except (OSError, ValueError) as error:
-            return str(error)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            return f"{type(error).__name__}: {error}"
         return None
 
     def set_aside(self, step: int, reason: str) -> Path:

@@ -205,6 +205,11 @@ class RunDirectory:
         for file in [*self.rollouts.glob("*.parquet"), *self.evaluations.glob("*.parquet")]:
             if int(file.stem.rsplit("_", 1)[-1]) > step:
                 file.unlink()
+        journal = self.faults / "faults.jsonl"
+        if journal.is_file():
+            lines = [line for line in journal.read_text().splitlines()
+                     if json.loads(line)["step"] <= step]  # fmt: skip
+            write_atomically(journal, "".join(line + "\n" for line in lines))
 
     def write_rollouts(
         self,

@@ -92,8 +92,8 @@ class PhaseClock:
 class MetricLog:
     """Appends one JSON object per step to metrics.jsonl and mirrors it to the configured loggers.
 
-    After a resume, `rewind(step)` first drops the rows past the checkpoint, so that the file reads
-    as if the run had never stopped.
+    After a resume `RunDirectory.rewind` first drops the rows past the checkpoint, so that the file
+    reads as if the run had never stopped.
     """
 
     def __init__(self, folder: Path, settings: LoggingSection, *, config: dict[str, Any]) -> None:

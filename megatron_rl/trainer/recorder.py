@@ -62,9 +62,10 @@ class Recorder:
             self.console.say(warning)
 
     def record_evaluation(self, name: str, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Keep the responses of one evaluation of a step that is recorded later."""
-        if self.directory is not None:
-            self.writer.submit(partial(self.directory.write_evaluation, name, step, rollouts))
+        """Keep the responses of one evaluation of a step that is recorded later. Collective."""
+        with raised_together(doing=f"recording the evaluation of step {step}"):
+            if self.directory is not None:
+                self.writer.submit(partial(self.directory.write_evaluation, name, step, rollouts))
 
     def _write(
         self,
@@ -89,8 +90,9 @@ class Recorder:
 
     def draw(self) -> None:
         """Begin to draw the curves, while the model is exported for instance."""
-        if self.directory is not None:
-            self.writer.submit(partial(draw_curves, self.directory.path))
+        with raised_together(doing="drawing the curves"):
+            if self.directory is not None:
+                self.writer.submit(partial(draw_curves, self.directory.path))
 
     def finish(self) -> None:
         """Say what was learned and where everything is; all of it is on disk then. Collective."""

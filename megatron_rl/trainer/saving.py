@@ -69,13 +69,15 @@ class CheckpointKeeper:
         problem = folders.problem(step, share=(self.rank, actor.topology.world_size))
         if (reason := self._first(problem)) is not None:
             return reason
+        with raised_together(doing=f"reading the manifest of step {step}"):
+            manifest = folders.manifest(step)
         actor.load(folders.folder(step) / "actor")
-        saved, mine = folders.manifest(step)["digests"], actor.digest()
+        saved, mine = manifest["digests"], actor.digest()
         stated = saved[self.rank] if self.rank < len(saved) else {}
-        if stated.get("layout") != mine["layout"]:
-            return None  # each rank holds other tensors then: the same answer on all
-        wrong = f"what was loaded has the sum {mine['sum']}, what was saved {stated['sum']}"
-        return self._first(None if mine == stated else wrong)
+        # Under another layout, or another release of Megatron, each rank holds other tensors.
+        is_same = stated.get("layout") != mine["layout"] or mine == stated
+        wrong = f"what was loaded has the sum {mine['sum']}, what was saved {stated.get('sum')}"
+        return self._first(None if is_same else wrong)
 
     def _first(self, problem: str | None) -> str | None:
         """The first rank's problem, with its rank; None if none has one."""
@@ -118,7 +120,10 @@ class CheckpointKeeper:
         actor.save(partial / "actor")
         digests = gather_from_ranks(actor.digest())
         with raised_together(doing=doing):  # every rank has written its part
-            names = file_names(partial)
+            seen = file_names(partial)
+        # A file system may list another node's file late: all that any rank sees counts.
+        names = sorted({name for one in gather_from_ranks(seen) for name in one})
+        with raised_together(doing=doing):
             share = sum_files(partial, names[self.rank :: actor.topology.world_size])
         sums = {name: one for part in gather_from_ranks(share) for name, one in part.items()}
         with raised_together(doing=doing):

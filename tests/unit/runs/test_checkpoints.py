@@ -67,13 +67,14 @@ def test_each_kind_of_damage_is_named(tmp_path):
     assert "cannot be read" in folders.problem(3)
 
 
-def test_a_manifest_of_sizes_alone_is_still_read(tmp_path):
+def test_a_manifest_that_proves_nothing_is_none(tmp_path):
     folders = CheckpointFolders(tmp_path)
     write(folders, 3)
-    old = {"step": 3, "files": {"actor/weights": 5}}
-    (folders.folder(3) / MANIFEST).write_text(json.dumps(old))
-    assert folders.problem(3, share=(0, 1)) is None
-    assert folders.manifest(3)["digests"] == []
+    for files in ({"actor/weights": 5}, {"actor/weights": {"bytes": 5}}, []):
+        bare = {"step": 3, "files": files, "digests": []}
+        (folders.folder(3) / MANIFEST).write_text(json.dumps(bare))
+        found = folders.problem(3, share=(0, 1))
+        assert (found is None) == (files == [])  # an empty checkpoint is whole
 
 
 def test_set_aside_keeps_everything_with_the_reason(tmp_path):
