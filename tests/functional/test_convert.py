@@ -106,7 +106,8 @@ def test_a_run_starts_from_a_converted_model_and_its_checkpoint_converts_back(tm
     before, after = (load_file(tmp_path / x / "model.safetensors") for x in ("model", "exported"))
     assert not torch.equal(before["model.norm.weight"], after["model.norm.weight"])
     checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
-    (checkpoint / "trainer.json").write_text("{}")
+    manifest = '{"step": 1, "files": {}, "digests": []}'
+    (checkpoint / "trainer.json").write_text(manifest)
     config = f"model: {{path: {tmp_path / 'model'}}}\ndata: {{train: prompts.parquet}}\n"
     (tmp_path / "run" / "config.yaml").write_text(config)
     convert(tmp_path / "run", tmp_path / "back")  # its newest checkpoint, by the run's own model
