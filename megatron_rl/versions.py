@@ -2,8 +2,8 @@
 
 Needs the standard library only, because it is read before anything is installed:
 
-    python megatron_rl/versions.py cuda 3.12      assignments for a shell
-    python megatron_rl/versions.py                the table of docs/gpu-check.md
+    python -m megatron_rl.versions cuda 3.12      assignments for a shell
+    python -m megatron_rl.versions                the table of docs/gpu-check.md
 """
 
 import sys

@@ -135,7 +135,7 @@ install_launcher() {
 install_training() {
     local version=$1 kind=$2 assignments
     # TORCH, VLLM, MEGATRON_CORE, INSTALL_TRANSFORMER_ENGINE: releases that belong together.
-    assignments=$("$VENV/bin/python" "$ROOT/megatron_rl/versions.py" "$kind" "$version") || exit 1
+    assignments=$(cd "$ROOT" && "$VENV/bin/python" -m megatron_rl.versions "$kind" "$version") || exit 1
     eval "$assignments"
     "install_engines_$kind"
     step "$MEGATRON_CORE" install "$MEGATRON_CORE"

@@ -17,7 +17,7 @@ shift
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') ||
     { echo "test_versions: $python does not run; name a Python of 3.11 or later" >&2; exit 2; }
 # TORCH, MEGATRON_CORE and others
-assignments=$("$python" "$ROOT/megatron_rl/versions.py" cpu "$version") || exit 1
+assignments=$(cd "$ROOT" && "$python" -m megatron_rl.versions cpu "$version") || exit 1
 eval "$assignments"
 if [[ ${1:-} =~ ^[0-9]+\.[0-9.]+$ ]]; then
     MEGATRON_CORE="megatron-core==$1.*"
