@@ -190,7 +190,7 @@ def test_a_failing_job_is_not_queued_again_and_its_status_is_told(slurm, launche
     """The ranks find what the launcher cannot know: prompts longer than allowed."""
     settings = ("run.name=failing", "data.max_prompt_tokens=1")
     said = launcher("launch", "tiny.yaml", "--cluster", "slurm.yaml", "--wait", *settings, status=1)
-    assert "more than max_prompt_tokens=1" in said
+    assert "more than data.max_prompt_tokens=1" in said
     assert "FAILED" in launcher("status", "failing", status=1)
     assert launcher.exits("failing") == ["1"]
 
@@ -206,7 +206,8 @@ def test_a_dry_run_shows_the_script_that_is_submitted_and_leaves_nothing(slurm, 
     before = slurm.ask("squeue -h -t all -o %i")
     said = launcher("launch", *arguments, "--dry-run")
     assert not launcher.run_folder("shown").exists()
-    assert slurm.ask("squeue -h -t all -o %i") == before
+    after = slurm.ask("squeue -h -t all -o %i")  # SLURM forgets ended jobs in the meantime
+    assert set(after.split()) <= set(before.split())
     script = said.partition("batch script of job 1 of 1\n")[2].partition("=== script of each")[0]
     launcher("launch", *arguments)
     submitted = list(launcher.run_folder("shown").glob("launch/001/**/*_sbatch.sh"))
@@ -227,7 +228,8 @@ def test_what_slurm_would_refuse_is_refused_before(slurm, launcher):
         said = launcher("launch", "tiny.yaml", "--cluster", "other.yaml", "run.name=o", status=1)
         assert reason in said and said.count("error:") == 1, said
     assert not launcher.run_folder("o").exists()
-    assert slurm.ask("squeue -h -t all -o %i") == before
+    after = slurm.ask("squeue -h -t all -o %i")  # SLURM forgets ended jobs in the meantime
+    assert set(after.split()) <= set(before.split())
 
 
 def test_on_one_machine_a_rehearsed_preemption_changes_nothing(launcher):
