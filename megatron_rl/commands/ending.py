@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import errno
 import os
 import sys
 import threading
@@ -25,6 +26,12 @@ def fail(error: Exception, place: ProcessPlace | None, config: Config | None = N
     else:
         print(f"megatron-rl: rank {place.rank} failed", file=sys.stderr)
         traceback.print_exception(error)
+        if is_full_disk(error):
+            print(
+                "megatron-rl: error: a disk is full; nothing that was saved is lost: free some of "
+                "it, and continue by the same run.name with run.resume=auto",
+                file=sys.stderr,
+            )
     if place is None:
         return 1
     if config is not None and _is_training():  # before, the run directory may be another run's
@@ -34,6 +41,15 @@ def fail(error: Exception, place: ProcessPlace | None, config: Config | None = N
     deadline.daemon = True
     deadline.start()
     return leave(1)
+
+
+def is_full_disk(error: BaseException | None) -> bool:
+    """Whether a full disk is the cause, here or on the rank whose error this one repeats."""
+    while error is not None:
+        if getattr(error, "errno", None) == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _log_failure(error: Exception, place: ProcessPlace, config: Config) -> None:
