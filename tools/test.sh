@@ -2,7 +2,7 @@
 # Set up, then check everything: style, types, documentation, unit tests, functional tests; a summary
 # at the end.
 #
-#   bash tools/test.sh                 everything, under 25 minutes on two cores
+#   bash tools/test.sh                 everything, about half an hour on two cores
 #   bash tools/test.sh unit            without the functional tests
 #   bash tools/test.sh fast            under a minute: style, types and the unit tests that tell most
 #
