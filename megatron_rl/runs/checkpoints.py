@@ -96,8 +96,10 @@ class CheckpointFolders:
                 for name in sorted(files)[share[0] :: share[1]]:
                     if sha256(self.folder(step) / name) != files[name]["sha256"]:
                         return f"{name} is not what was written: its SHA-256 differs"
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            return f"{type(error).__name__}: {error}"
+        except (OSError, ValueError) as error:
+            return str(error)
+        except (KeyError, TypeError):
+            return f"{MANIFEST} does not state size and SHA-256 of {name}"
         return None
 
     def set_aside(self, step: int, reason: str) -> Path:
