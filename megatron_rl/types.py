@@ -96,6 +96,9 @@ class TokenBatch:
     rollout_logprobs: Tensor  # [T] float32, 0 off the mask
     behavior_logprobs: Tensor | None = None  # [T] float32, 0 off the mask
     reference_logprobs: Tensor | None = None  # the same, where the objective has a KL term
+    traced_logprobs: list[Tensor] | None = (
+        None  # the policy's at each update so far; None: not kept
+    )
 
     def advantages_per_token(self) -> Tensor:
         """Each position's advantage, that of its sequence; [T]."""

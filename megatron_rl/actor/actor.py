@@ -45,6 +45,14 @@ class UpdateResult:
     skipped: str | None = None  # why there was no step: an unusable value, or its gradient
 
 
+@dataclass(frozen=True)
+class LossReport:
+    """What the last stage reports of one micro-batch's loss."""
+
+    statistics: Statistics
+    logprobs: Tensor  # [1, t] the policy's
+
+
 class MegatronActor:
     """A policy in Megatron-core, trained in place; every rank of the layout holds one.
 
@@ -90,15 +98,7 @@ class MegatronActor:
         self._check(micro_batches)
         with megatron_runtime(), torch.no_grad():
             local = self._run(micro_batches, _keep_output, forward_only=True, entropy=entropy)
-        packs = [self.packs.prepare(batch) for batch in micro_batches]
-        local = local[: len(packs)]  # fillers come last
-        tokens = sum(pack.layout.local_tokens for pack in packs)
-        flat = self._from_last_stage(local, (1 + entropy, tokens))
-        parts = flat.split([pack.layout.local_tokens for pack in packs], dim=1)
-        return [
-            pack.layout.gather(part.t().contiguous())
-            for pack, part in zip(packs, parts, strict=True)
-        ]
+        return self._gather_packs(micro_batches, local[: len(micro_batches)], rows=1 + entropy)
 
     def update(self, minibatch: Minibatch, objective: PolicyObjective) -> UpdateResult:
         """One optimizer update on this data-parallel rank's micro-batches of one minibatch.
@@ -115,8 +115,9 @@ class MegatronActor:
             for chunk in self.wrapped:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
+            batches = minibatch.micro_batches
             reports = self._run(
-                minibatch.micro_batches,
+                batches,
                 loss,
                 forward_only=False,
                 entropy="entropy" in objective.needs,
@@ -124,7 +125,8 @@ class MegatronActor:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * group["lr_mult"]
                 group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]
-            statistics = self._reduce(reports)
+            statistics = self._reduce([report.statistics for report in reports])
+            self._trace(batches, [report.logprobs for report in reports])
             grad_norm, skipped = self._step(statistics)
         self.updates += skipped is None
         return UpdateResult(statistics, grad_norm, rate, skipped)
@@ -256,7 +258,7 @@ class MegatronActor:
         batch: TokenBatch,
         pack: LocalPack,
         output: Tensor,
-    ) -> tuple[Tensor, Statistics]:
+    ) -> tuple[Tensor, LossReport]:
         assert batch.behavior_logprobs is not None, "behavior log-probs come before the update"
         logprobs, *entropy = output  # [1|2, t]
         reference = batch.reference_logprobs
@@ -272,7 +274,7 @@ class MegatronActor:
             layout=pack.layout,
             denominators=denominators,
         )
-        return result.loss, result.statistics
+        return result.loss, LossReport(result.statistics, output[:1].detach())
 
     def _step(self, statistics: Statistics) -> tuple[float, str | None]:
         """Let the optimizer step if all is well; the gradient's norm before clipping, and why not.
@@ -294,8 +296,29 @@ class MegatronActor:
         self.optimizer.step_with_ready_grads()
         return grad_norm, None
 
+    def _trace(self, micro_batches: Sequence[TokenBatch], local: list[Tensor]) -> None:
+        """Keep the policy's log-probs at this update where a batch asks for it; local [1, t]."""
+        asked = [i for i, b in enumerate(micro_batches) if b.traced_logprobs is not None]
+        if not asked:  # the packs of a replica are the same on all its ranks
+            return
+        kept = [micro_batches[i] for i in asked]
+        values = self._gather_packs(kept, [local[i] for i in asked] if local else [], rows=1)
+        for batch, value in zip(kept, values, strict=True):
+            assert batch.traced_logprobs is not None
+            batch.traced_logprobs.append(value[:, 0])
+
+    def _gather_packs(
+        self, micro_batches: Sequence[TokenBatch], local: list[Tensor], *, rows: int
+    ) -> list[Tensor]:
+        """What the last stage holds of each pack, [rows, t], on every rank of the replica."""
+        packs = [self.packs.prepare(batch) for batch in micro_batches]
+        sizes = [pack.layout.local_tokens for pack in packs]
+        flat = self._from_last_stage(local, (rows, sum(sizes)))
+        parts = zip(packs, flat.split(sizes, dim=1), strict=True)
+        return [pack.layout.gather(part.t().contiguous()) for pack, part in parts]  # [T, rows]
+
     def _from_last_stage(self, local: list[Tensor], shape: tuple[int, int]) -> Tensor:
-        """What the last stage says of each token, on every pipeline stage; [1|2, tokens]."""
+        """What the last stage says of each token, on every pipeline stage; [rows, tokens]."""
         if self.topology.is_last_stage:
             flat = torch.cat(local, dim=1)
         else:

@@ -273,5 +273,8 @@ class LoggingSection(Section):
 
     tensorboard: bool = True
     """TensorBoard files in the run directory"""
+    traced_responses: Annotated[int, Field(ge=0)] = 8
+    """responses per step, whole groups first, whose log-probs at every epoch of reuse are kept in
+    `traces/`, for the report; chosen by prompt, so that runs of one seed trace the same"""
     wandb: WandbSection | None = None
     """null: nothing is sent anywhere"""

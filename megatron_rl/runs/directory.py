@@ -5,6 +5,7 @@ runs/NAME/config.yaml        the resolved config
           models.json        fingerprints of the models that it names
           metrics.jsonl      one JSON object per step; step 0 is the evaluation before training
           rollouts/          one parquet file per step: every rollout with its log-probs
+          traces/            one per step: a few rollouts' log-probs at each of their updates
           checkpoints/       step_NNNNNN/, complete or absent
           eval/              one parquet file per set and step
           faults/            rollouts of the steps in which updates were skipped, and why
@@ -18,7 +19,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ class RunDirectory:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.rollouts = self.path / "rollouts"
+        self.traces = self.path / "traces"
         self.checkpoints = CheckpointFolders(self.path / "checkpoints")
         self.evaluations = self.path / "eval"
         self.faults = self.path / "faults"
@@ -202,9 +204,10 @@ class RunDirectory:
         write_atomically(
             self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows)
         )
-        for file in [*self.rollouts.glob("*.parquet"), *self.evaluations.glob("*.parquet")]:
-            if int(file.stem.rsplit("_", 1)[-1]) > step:
-                file.unlink()
+        for folder in (self.rollouts, self.traces, self.evaluations):
+            for file in folder.glob("*.parquet"):
+                if int(file.stem.rsplit("_", 1)[-1]) > step:
+                    file.unlink()
         journal = self.faults / "faults.jsonl"
         if journal.is_file():
             lines = [line for line in journal.read_text().splitlines()
@@ -233,6 +236,21 @@ class RunDirectory:
             "behavior_logprobs", pa.array(behavior_logprobs, pa.list_(pa.float32()))
         )
         _write_table(table, folder / f"step_{step:06d}.parquet")
+
+    def write_traces(self, step: int, traces: Mapping[int, np.ndarray]) -> None:
+        """Keep log-probs [updates, L] of rollouts, by their place in the step's rollouts."""
+        if not traces:
+            return
+        self.traces.mkdir(exist_ok=True)
+        places = sorted(traces)
+        rows = [[*traces[place]] for place in places]
+        table = pa.table(
+            {
+                "rollout": pa.array(places, pa.int32()),
+                "policy_logprobs": pa.array(rows, pa.list_(pa.list_(pa.float32()))),
+            }
+        )
+        _write_table(table, self.traces / f"step_{step:06d}.parquet")
 
     def write_evaluation(self, name: str, step: int, rollouts: Sequence[Rollout]) -> None:
         """Keep the responses of one evaluation."""

@@ -49,13 +49,14 @@ class Recorder:
 
         With a batch, the clock's step ends here. Collective.
         """
-        behavior_logprobs = []
+        behavior_logprobs, traces = [], {}
         if batch is not None:
             behavior_logprobs = batch.behavior_logprobs_by_rollout()
+            traces = batch.traces()
             metrics = metrics | self.clock.metrics()
         with raised_together(doing=f"recording up to step {int(metrics['step'])}"):
             if self.directory is not None:
-                self.writer.submit(partial(self._write, metrics, batch, behavior_logprobs))
+                self.writer.submit(partial(self._write, metrics, batch, behavior_logprobs, traces))
         self.console.say(self._line(metrics))
         warning = describe_no_learning(batch, self.config) if batch is not None else None
         if warning is not None:
@@ -72,6 +73,7 @@ class Recorder:
         metrics: dict[str, float],
         batch: RolloutBatch | None,
         behavior_logprobs: list[np.ndarray | None],
+        traces: dict[int, np.ndarray],
     ) -> None:
         assert self.directory is not None
         assert self.log is not None
@@ -82,6 +84,7 @@ class Recorder:
                 advantages=batch.advantages.flatten().tolist(),
                 behavior_logprobs=behavior_logprobs,
             )
+            self.directory.write_traces(int(metrics["step"]), traces)
         self.log.append(metrics)
 
     def wait(self) -> None:

@@ -24,6 +24,7 @@ from megatron_rl.distributed.collectives import reduce_sum
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import PolicyObjective
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, UNPARSABLE_TRUTH
+from megatron_rl.trainer.traces import choose_traced, gather_traces, mark_traced
 from megatron_rl.types import Minibatch, Rollout, TokenBatch
 
 
@@ -38,6 +39,7 @@ class RolloutBatch:
     topology: Topology
     rollout_seconds: float
     engine_seconds: Sequence[float]  # of each engine
+    traced: Sequence[int] = ()  # places of the rollouts whose log-probs every update keeps
     entropy: float = math.nan  # of the policy that generated, mean over the packs' response tokens
 
     @property
@@ -79,6 +81,10 @@ class RolloutBatch:
         return gather_by_rollout(
             self.packs, values, count=len(self.rollouts), topology=self.topology
         )
+
+    def traces(self) -> dict[int, np.ndarray]:
+        """Log-probs of the traced rollouts at each of their updates so far; collective."""
+        return gather_traces(self.packs, self.traced, topology=self.topology)
 
     def metrics(self) -> dict[str, float]:
         """Rewards, lengths and generation speed."""
@@ -153,9 +159,15 @@ def build_rollout_batch(
         gemm_tokens=GEMM_TOKENS[config.model.fp8],
         computed=computed,
     )
-    return RolloutBatch(
-        rollouts, advantages, computed, minibatches, topology, rollout_seconds, engine_seconds
+    traced = choose_traced(
+        rollouts, computed, count=config.logging.traced_responses, seed=config.seed
     )
+    batch = RolloutBatch(
+        rollouts, advantages, computed, minibatches, topology, rollout_seconds, engine_seconds,
+        traced,
+    )  # fmt: skip
+    mark_traced(batch.packs, traced)
+    return batch
 
 
 def compute_advantages(rewards: Tensor, settings: AdvantageSection) -> Tensor:

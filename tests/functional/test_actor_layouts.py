@@ -15,6 +15,7 @@ from tests.ranks import run_ranks
 
 VOCAB, LAYERS = 61, 4  # a vocabulary that no layout divides without padding
 LAYOUTS = [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (2, 2, 2, 1)]
+TRACED = [1, 6]  # rollouts of the first minibatch
 # Gates as wide as the steps are large, so that some tokens are kept and some rejected.
 WIDE = {"constraint": {"low": 0.2, "high": 0.3}}
 OBJECTIVES = {"pnpo": "tied", "gspo": "untied", "grpo": "tied"}  # and the model each trains
@@ -109,13 +110,20 @@ def _report(result):
 
 
 def _train(name, actor, folder, checkpoint):
-    """Two updates, with a checkpoint between them; then the second again from checkpoints."""
+    """Two updates, with a checkpoint between them; then the second again from checkpoints.
+
+    Their reports, the log-probs that they traced, and those that were frozen before.
+    """
     from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.data.packing import gather_by_rollout
     from megatron_rl.objectives import build_objective
+    from megatron_rl.trainer.traces import gather_traces, mark_traced
 
     objective = build_objective(name, **WIDE)
     minibatches = _plan(actor, *make_rollouts())
     _freeze_behavior(actor, minibatches)
+    packs = minibatches[0].micro_batches
+    mark_traced(packs, TRACED)
     reports = [_report(actor.update(minibatches[0], objective))]
     actor.sleep()
     actor.save(folder / f"{name}-checkpoint")
@@ -128,7 +136,11 @@ def _train(name, actor, folder, checkpoint):
         fresh = MegatronActor(actor.model_folder, topology=actor.topology, settings=_settings())
         fresh.load(checkpoint / f"{name}-checkpoint")
         reports.append(_report(fresh.update(minibatches[0], objective)))
-    return reports
+    traces = gather_traces(packs, TRACED, topology=actor.topology)
+    frozen = gather_by_rollout(
+        packs, [pack.behavior_logprobs for pack in packs], count=16, topology=actor.topology
+    )
+    return reports, [[traces[place].tolist(), frozen[place].tolist()] for place in TRACED]
 
 
 def _perturbed_neighbour(actor, minibatches):
@@ -221,7 +233,9 @@ def run_layout(rank, world_size, root, layout, checkpoint):
     assert differ < 1e-5 < 1e-3 < moved, (rank, differ, moved)
     for name, model in OBJECTIVES.items():
         actor = MegatronActor(root / model, topology=topology, settings=_settings())
-        report[name] = _train(name, actor, folder, checkpoint and Path(checkpoint))
+        report[name], report[f"{name} traces"] = _train(
+            name, actor, folder, checkpoint and Path(checkpoint)
+        )
     return json.dumps(report)
 
 
@@ -276,6 +290,25 @@ def test_first_minibatch_ratio_is_exactly_one_and_the_objectives_differ(referenc
     assert reference["pnpo"][1]["loss"] != reference["grpo"][1]["loss"]
 
 
+def _check_traces(report, reference):
+    """What an update sees of a traced response is kept: at first exactly what was frozen."""
+    for name in OBJECTIVES:
+        assert len(report[f"{name} traces"]) == len(TRACED)
+        for (rows, frozen), (want, _) in zip(
+            report[f"{name} traces"], reference[f"{name} traces"], strict=True
+        ):
+            assert len(rows) == len(report[name])  # one per update
+            first, second, repeated = rows[:3]
+            assert first == frozen
+            assert repeated == second  # bit for bit from the checkpoint
+            assert max(abs(a - b) for a, b in zip(first, second, strict=True)) > 1e-2
+            _close(rows[:3], want[:3])
+
+
+def test_traces_hold_what_each_update_saw(reference):
+    _check_traces(reference, reference)
+
+
 def _check_computed(report):
     """What is not computed changes neither loss nor gradient, beyond rounding of other packs."""
     everything, few = report["computed"]
@@ -323,6 +356,7 @@ def test_layout_equals_one_process(root, reference, layout):
     assert len(set(reports)) == 1  # every rank reports the same
     report = json.loads(reports[0])
     assert report["neighbour"] == [True, True]
+    _check_traces(report, reference)
     for model in ("tied", "untied"):
         _close(report[model], reference[model])
     for name in OBJECTIVES:

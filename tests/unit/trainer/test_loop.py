@@ -68,6 +68,9 @@ class ScriptedActor:
 
         frozen = {float(b.behavior_logprobs.min()) for b in minibatch.micro_batches}
         self.events.append(("update", frozen))
+        for batch in minibatch.micro_batches:
+            if batch.traced_logprobs is not None:
+                batch.traced_logprobs.append(-float(self.updates) * batch.response_mask)
         batch = minibatch.micro_batches[0]
         layout = SequenceLayout(batch.lengths, batch.response_mask)
         result = objective(
