@@ -10,7 +10,10 @@ from megatron_rl.objectives import Statistics
 
 # What is kept for each epoch of reuse: of the whole rollout batch, and in every tenth of t/L.
 BY_EPOCH = ("gate/", "ratio/", "weight/effective_sample_fraction", "rollout_gap/")
-BY_EPOCH_AND_FRACTION = ("/acceptance", "/prefix_mean_log_std", "/effective_sample_fraction")
+BY_EPOCH_AND_FRACTION = (
+    "/acceptance", "/prefix_mean_log_std", "/prefix_mean_log_q05", "/prefix_mean_log_median",
+    "/prefix_mean_log_q95", "/effective_sample_fraction",
+)  # fmt: skip
 
 
 @dataclass
