@@ -6,7 +6,7 @@ Shape letters: T tokens in a pack, S sequences in a pack.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +47,13 @@ class Response:
     rollout_logprobs: np.ndarray  # [L] float32, of the sampled token
     text: str
     finish_reason: Literal["stop", "length"]
-    weight_version: int
+    weight_version: int  # of the weights that generated the first token
+    later_versions: tuple[tuple[int, int], ...] = ()  # (first token, version) of what followed
+
+    @property
+    def versions(self) -> tuple[tuple[int, int], ...]:
+        """(first token, version) of each range of tokens that one version generated."""
+        return ((0, self.weight_version), *self.later_versions)
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,36 @@ class Rollout:
     prompt: Prompt
     response: Response
     verdict: Verdict
+
+
+class Slot(NamedTuple):
+    """A place in the order of prompts: group `group` of those that are new in step `step`."""
+
+    step: int  # from 1
+    group: int  # from 0
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The responses to one prompt with all that was frozen as they were generated.
+
+    What is trained, whenever that is, takes its ratios to these log-probs: nothing makes them anew.
+    """
+
+    slot: Slot
+    rollouts: tuple[Rollout, ...]  # G
+    advantages: np.ndarray  # [G] float32
+    behavior_logprobs: tuple[np.ndarray | None, ...]  # [G] of [L] float32; None: not computed
+    entropy: float  # of the policy that generated, mean over what was generated with it
+    generated: int  # the step before whose training
+    updates: int  # optimizer updates until then
+    first_trained: int = 0  # the step that did; 0 before
+    trained: int = 0  # steps that have
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest response."""
+        return max(len(rollout.response.token_ids) for rollout in self.rollouts)
 
 
 @dataclass(frozen=True)

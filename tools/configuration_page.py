@@ -6,8 +6,8 @@ python tools/configuration_page.py --check   exit with 1 if it is not up to date
 
 import sys
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
@@ -98,9 +98,9 @@ def _rule(kind: Any, rules: list[Any]) -> str:
         return f"a mapping of {kinds}" if get_origin(kind) is dict else f"a list of {kinds}"
     if hasattr(kind, "__metadata__"):  # Annotated
         return _rule(arguments[0], _flat(kind.__metadata__))
-    if NoneType in arguments:
-        (other,) = (one for one in arguments if one is not NoneType)
-        return f"{_rule(other, rules)} or `null`"
+    if get_origin(kind) in (Union, UnionType):
+        others = [_rule(one, rules) for one in arguments if one is not NoneType]
+        return " or ".join(others + ["`null`"] * (NoneType in arguments))
     rules = _flat(rules)
     if any(getattr(rule, "pattern", None) for rule in rules):
         return "a file name of letters, digits, `.`, `_` and `-`"

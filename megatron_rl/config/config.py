@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from megatron_rl.config.lag_sections import LagSection, ReplaySection
 from megatron_rl.config.sections import (
     AdvantageSection,
     ColumnsSection,
@@ -38,6 +39,8 @@ class Config(Section):
     objective: ObjectiveSection = ObjectiveSection()
     optimizer: OptimizerSection = OptimizerSection()
     trainer: TrainerSection = TrainerSection()
+    lag: LagSection = LagSection()
+    replay: ReplaySection = ReplaySection()
     resharding: ReshardingSection = ReshardingSection()
     eval: EvalSection = EvalSection()
     logging: LoggingSection = LoggingSection()
@@ -59,7 +62,7 @@ class Config(Section):
             problems.append(
                 "optimizer.min_learning_rate is above optimizer.learning_rate; lower it"
             )
-        problems += self._unread()
+        problems += self._unread() + self._lag_problems()
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -78,6 +81,30 @@ class Config(Section):
                 "comes down to it; unset it, or set optimizer.decay"
             )
         return problems
+
+    def _lag_problems(self) -> list[str]:
+        problems, every = [], self.lag.publish_every
+        if self.eval.sets and self.eval.every % every:
+            problems.append(
+                f"eval.every={self.eval.every}: the engine has the present weights every "
+                f"lag.publish_every={every} steps; make eval.every a multiple of it"
+            )
+        if not 1 <= self.fresh_groups < self.rollout.prompts and self.replay.fresh < 1:
+            problems.append(
+                f"replay.fresh={self.replay.fresh} of {self.rollout.prompts} prompts is no number "
+                "of groups between none and all; choose another"
+            )
+        if self.replay.fresh == 1 and self.replay.capacity > 1:
+            problems.append(
+                f"replay.capacity={self.replay.capacity}: nothing is drawn again while "
+                "replay.fresh is 1; lower replay.fresh, or unset replay.capacity"
+            )
+        return problems
+
+    @property
+    def fresh_groups(self) -> int:
+        """New groups in a rollout batch, from the second one on."""
+        return round(self.replay.fresh * self.rollout.prompts)
 
     @property
     def prompt_files(self) -> dict[str, tuple[str, ColumnsSection]]:

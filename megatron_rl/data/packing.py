@@ -185,6 +185,23 @@ def build_pack(
     )
 
 
+def scatter_to_packs(
+    packs: Sequence[TokenBatch], rows: Sequence[np.ndarray | None]
+) -> list[Tensor]:
+    """One row of values per rollout as values of its packs' tokens, 0 off the mask; [T] each.
+
+    What `gather_by_rollout` takes apart; every rollout that a pack holds needs its row.
+    """
+    scattered = []
+    for pack in packs:
+        values = torch.zeros(pack.response_mask.shape)
+        own = [rows[index] for index in pack.rollout_indices if index != FILLER]
+        if own:
+            values[pack.response_mask] = torch.from_numpy(np.concatenate(own))
+        scattered.append(values)
+    return scattered
+
+
 def gather_by_rollout(
     packs: Sequence[TokenBatch], values: Sequence[Tensor], *, count: int, topology: Topology
 ) -> list[np.ndarray | None]:

@@ -11,6 +11,7 @@ import torch
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.data.prompts import find_tokenizer
 from megatron_rl.data.rows import Columns, check_prompt_file
+from megatron_rl.lag.build import build_schedule
 from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.objectives import build_objective
 from megatron_rl.preflight.disk import check_disk
@@ -34,7 +35,7 @@ def check_settings(config: Config, *, world_size: int) -> ModelShape:
         *engine_argument_problems(config.rollout.engine),
     ]
     shape = _read_model(config.model.path, problems)
-    problems += _objective_problems(config, shape)
+    problems += _objective_problems(config, shape) + _schedule_problems(config)
     if shape is not None:
         problems += layout_problems(config, shape, world_size)
         problems += length_problems(config, shape)
@@ -111,6 +112,14 @@ def _objective_problems(config: Config, shape: ModelShape | None) -> list[str]:
     except ValueError as error:
         problems.append(f"model.reference: {error}")
     return problems
+
+
+def _schedule_problems(config: Config) -> list[str]:
+    try:
+        build_schedule(config)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _transformer_engine_problems(config: Config, shape: ModelShape) -> list[str]:

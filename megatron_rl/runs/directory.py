@@ -3,6 +3,7 @@
 runs/NAME/config.yaml        the resolved config
           changes.jsonl      what a resumed run changed in it, after which step
           models.json        fingerprints of the models that it names
+          schedule.jsonl     when the groups that each step trained were generated
           metrics.jsonl      one JSON object per step; step 0 is the evaluation before training
           rollouts/          one parquet file per step: every rollout with its log-probs
           traces/            one per step: a few rollouts' log-probs at each of their updates
@@ -30,7 +31,7 @@ import pyarrow.parquet as pq
 from megatron_rl.config import Config, ConfigError, dump_config, load_config, with_absolute_paths
 from megatron_rl.models.fingerprint import model_fingerprint
 from megatron_rl.runs.checkpoints import CheckpointFolders
-from megatron_rl.runs.rows import read_metrics
+from megatron_rl.runs.rows import read_metrics, read_rows
 from megatron_rl.types import Rollout
 
 # A resumed run may change these: none can make what is there already wrong. Every change is kept in
@@ -62,6 +63,7 @@ class RunDirectory:
         self.config_file = self.path / "config.yaml"
         self.models_file = self.path / "models.json"
         self.log_file = self.path / "log.txt"
+        self.schedule_file = self.path / "schedule.jsonl"
 
     @classmethod
     def of(cls, config: Config) -> "RunDirectory":
@@ -208,11 +210,15 @@ class RunDirectory:
             for file in folder.glob("*.parquet"):
                 if int(file.stem.rsplit("_", 1)[-1]) > step:
                     file.unlink()
-        journal = self.faults / "faults.jsonl"
-        if journal.is_file():
-            lines = [line for line in journal.read_text().splitlines()
-                     if json.loads(line)["step"] <= step]  # fmt: skip
-            write_atomically(journal, "".join(line + "\n" for line in lines))
+        for journal in (self.faults / "faults.jsonl", self.schedule_file):
+            if journal.is_file():
+                kept = [row for row in read_rows(journal) if row["step"] <= step]
+                write_atomically(journal, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def append_schedule(self, row: dict[str, Any]) -> None:
+        """Keep which groups a step trained, and when they were generated."""
+        with self.schedule_file.open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
     def write_rollouts(
         self,

@@ -12,8 +12,12 @@ PHASES = (
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """All complete rows of a run directory; a last line cut short by a kill is left out."""
+    return read_rows(folder / "metrics.jsonl")
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The complete rows of a file of JSON lines; none where there is no file."""
     rows = []
-    file = folder / "metrics.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     for number, line in enumerate(lines, start=1):
         try:

@@ -16,6 +16,8 @@ from megatron_rl.console import Console
 from megatron_rl.distributed.agreement import raised_together, run_on_rank_0
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.interruption import Interruption
+from megatron_rl.lag.buffer import GroupBuffer
+from megatron_rl.lag.build import build_schedule
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives import PolicyObjective, build_objective
 from megatron_rl.preflight.settings import check_settings
@@ -134,8 +136,9 @@ def _build_trainer(
     log = MetricLog(directory.path, config.logging, config=config.model_dump()) if writer else None
     clock = PhaseClock(topology.device, group=dist.group.WORLD)
     recorder = Recorder(config, writer, log, console, clock)
+    buffer = GroupBuffer(build_schedule(config))
     checkpoints = CheckpointKeeper(
-        config, directory, console, topology.rank, recorder.wait, interruption
+        config, directory, console, topology.rank, recorder.wait, interruption, buffer
     )
     done = checkpoints.restore(actor)  # takes the memory that vLLM will have
     reference = None
@@ -158,6 +161,7 @@ def _build_trainer(
         judge=judge,
         prompts=prompts.training,
         order=prompts.order,
+        buffer=buffer,
         evaluator=Evaluator(config, engine, judge, prompts.evaluation, recorder, console),
         checkpoints=checkpoints,
         done=done,

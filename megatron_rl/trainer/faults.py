@@ -30,7 +30,6 @@ class Faults:
             return
         self.in_a_row += 1
         self.console.say(f"step {step}, update {update} is skipped: {result.skipped}")
-        behavior_logprobs = batch.behavior_logprobs_by_rollout() if self._kept != step else []
         with raised_together(doing="keeping the batch of a skipped update"):
             if self.directory is not None:
                 if self._kept != step:
@@ -38,7 +37,7 @@ class Faults:
                         step,
                         batch.rollouts,
                         advantages=batch.advantages.flatten().tolist(),
-                        behavior_logprobs=behavior_logprobs,
+                        behavior_logprobs=batch.behavior_logprobs,
                         folder=self.directory.faults,
                     )
                 with (self.directory.faults / "faults.jsonl").open("a") as file:

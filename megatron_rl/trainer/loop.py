@@ -1,8 +1,9 @@
-"""Training, as the algorithm reads: generate, judge, freeze, reuse, push weights.
+"""Training, as the algorithm reads: collect, hold, select, update, publish.
 
 Zhang et al., "Reusing Rollouts under Policy Lag: Prefix-Normalized Policy Optimization for LLM
 Reinforcement Learning", section 3.2: responses, behavior log-probs and advantages stay fixed while
-a rollout batch is reused; the objective recomputes its weights at every minibatch update.
+a rollout batch is reused; the objective recomputes its weights at every minibatch update. Here they
+stay fixed from their generation on, whenever they are trained.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from megatron_rl.config import Config
 from megatron_rl.console import Console
 from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.distributed.agreement import raised_together
+from megatron_rl.lag.buffer import GroupBuffer
+from megatron_rl.lag.clock import LagClock
 from megatron_rl.objectives import PolicyObjective
 from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.seeds import derive_seed
@@ -23,11 +26,16 @@ from megatron_rl.trainer.faults import Faults
 from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.metrics import PhaseClock
 from megatron_rl.trainer.recorder import Recorder
-from megatron_rl.trainer.rollout_batch import RolloutBatch, build_rollout_batch
+from megatron_rl.trainer.rollout_batch import (
+    RolloutBatch,
+    build_groups,
+    build_rollout_batch,
+    generation_metrics,
+)
 from megatron_rl.trainer.saving import CheckpointKeeper
 from megatron_rl.trainer.start_up import StartUp
 from megatron_rl.trainer.update_metrics import UpdateMetrics
-from megatron_rl.types import Prompt, SamplingSettings
+from megatron_rl.types import Group, Prompt, SamplingSettings, Slot
 
 
 @dataclass
@@ -42,6 +50,7 @@ class Trainer:
     judge: Judge
     prompts: Sequence[Prompt]
     order: PromptOrder
+    buffer: GroupBuffer
     evaluator: Evaluator
     checkpoints: CheckpointKeeper
     done: int  # steps before this start; the actor is as they left it
@@ -71,15 +80,11 @@ class Trainer:
             self.run_step(step)
 
     def run_step(self, step: int) -> None:
-        """One rollout batch: generated once, trained on for `trainer.epochs` epochs."""
-        batch = self.collect(step)
-
-        with self.clock.phase("behavior"):
-            self.engine.sleep()  # its memory is training's until the push wakes it up
-            batch.freeze_behavior_logprobs(self.actor)
-        if self.reference is not None:
-            with self.clock.phase("reference"):
-                batch.freeze_reference_logprobs(self.reference)
+        """Collect, hold, select, update, publish: one rollout batch, trained for its epochs."""
+        fresh = self.collect(step)
+        self.buffer.hold(group for batch in fresh for group in batch.groups)
+        batch = self.select(step, fresh)
+        clock = LagClock.at(step, updates=self.actor.updates)
 
         updates = UpdateMetrics()
         with self.clock.phase("train"), self.console.progress("train") as advance:
@@ -91,22 +96,39 @@ class Trainer:
                     advance(updates.count, self.config.updates_per_step)
 
         with self.clock.phase("sync"):
-            sync_metrics = self.push_weights(version=step)
+            sync_metrics = self.publish(step)
 
         with self.clock.phase("eval"):
             eval_metrics = self.evaluator.evaluate_if_due(step)
 
         with self.clock.phase("record"):
-            metrics = batch.metrics() | updates.metrics() | sync_metrics | eval_metrics
-            self.recorder.record({"step": step} | metrics, batch)
+            metrics = generation_metrics(fresh, seconds=self.clock.seconds.get("rollout", 0.0))
+            metrics |= batch.metrics() | clock.metrics(batch.groups)
+            metrics |= updates.metrics() | sync_metrics | eval_metrics
+            self.recorder.record({"step": step} | metrics, batch, clock.record(batch.groups))
+        self.buffer.release(step)
         with self.clock.phase("checkpoint"):
             self.checkpoints.save_if_due(self.actor, step)
 
-    def collect(self, step: int) -> RolloutBatch:
-        """Generate, judge, and pack this step's rollout batch with its advantages."""
+    def collect(self, step: int) -> list[RolloutBatch]:
+        """Generate and judge what this step's weights are to generate, and freeze it.
+
+        Behavior log-probs are computed here, while the actor still is the policy that generated,
+        however much later they are trained on.
+        """
+        fresh = [self.generate(slots, step) for slots in self.buffer.missing(step)]
+        with self.clock.phase("behavior"):
+            self.engine.sleep()  # its memory is training's until the push wakes it up
+            for batch in fresh:
+                batch.freeze_behavior_logprobs(self.actor)
+        return fresh
+
+    def generate(self, slots: Sequence[Slot], step: int) -> RolloutBatch:
+        """Generate, judge and pack the groups of one step's slots, with their advantages."""
         settings = self.config.rollout
         with self.clock.phase("rollout"), self.console.progress("rollout") as advance:
-            prompts = [self.prompts[i] for i in self.order.indices(step - 1, settings.prompts)]
+            indices = self.order.indices(*self.buffer.schedule.prompts(slots[0].step))
+            prompts = [self.prompts[indices[slot.group]] for slot in slots]
             responses = self.engine.generate(
                 prompts,
                 samples=settings.responses_per_prompt,
@@ -114,7 +136,7 @@ class Trainer:
                     temperature=settings.temperature,
                     top_p=1.0,
                     max_tokens=settings.max_response_tokens,
-                    seed=derive_seed(self.config.seed, "rollout", step),
+                    seed=derive_seed(self.config.seed, "rollout", slots[0].step),
                 ),
                 on_progress=advance,
                 on_response=self.judge.begin(prompts, samples=settings.responses_per_prompt),
@@ -122,14 +144,38 @@ class Trainer:
         with self.clock.phase("reward"):  # what generating did not hide
             rollouts = self.judge.finish(prompts, responses)
         with self.clock.phase("pack"):
-            return build_rollout_batch(
-                rollouts,
-                config=self.config,
-                objective=self.objective,
-                topology=self.actor.topology,
-                rollout_seconds=self.clock.seconds["rollout"],
-                engine_seconds=self.engine.engine_seconds,
+            groups = build_groups(
+                rollouts, slots, config=self.config, step=step, updates=self.actor.updates
             )
+            return self.pack(groups, engine_seconds=tuple(self.engine.engine_seconds))
+
+    def select(self, step: int, fresh: Sequence[RolloutBatch]) -> RolloutBatch:
+        """What this step trains: what was just generated, or what is held, with its log-probs."""
+        groups = self.buffer.select(step)
+        with self.clock.phase("pack"):
+            batch = next((one for one in fresh if one.groups == groups), None) or self.pack(groups)
+        if self.reference is not None:
+            with self.clock.phase("reference"):
+                batch.freeze_reference_logprobs(self.reference)
+        return batch
+
+    def pack(
+        self, groups: Sequence[Group], *, engine_seconds: Sequence[float] = ()
+    ) -> RolloutBatch:
+        """The packs of groups, on this rank."""
+        return build_rollout_batch(
+            groups,
+            config=self.config,
+            objective=self.objective,
+            topology=self.actor.topology,
+            engine_seconds=engine_seconds,
+        )
+
+    def publish(self, step: int) -> dict[str, float]:
+        """Push the weights if the schedule says so; after the last step they are evaluated."""
+        if step % self.config.lag.publish_every and step < self.config.trainer.steps:
+            return {}
+        return self.push_weights(version=step)
 
     def check_engine(self) -> None:
         """Compare log-probs before any training: checksums do not see a weight in a wrong place."""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -44,19 +45,24 @@ class Recorder:
                 self.directory.create(self.config)
                 self.log.open(first_step=done + 1 if done else 0)
 
-    def record(self, metrics: dict[str, float], batch: RolloutBatch | None = None) -> None:
+    def record(
+        self,
+        metrics: dict[str, float],
+        batch: RolloutBatch | None = None,
+        schedule: dict[str, Any] | None = None,
+    ) -> None:
         """Write one step; rollouts first, so that a metrics row always has its rollouts.
 
-        With a batch, the clock's step ends here. Collective.
+        With a batch, the clock's step ends here; `schedule` says when its groups were generated.
+        Collective.
         """
-        behavior_logprobs, traces = [], {}
+        traces: dict[int, np.ndarray] = {}
         if batch is not None:
-            behavior_logprobs = batch.behavior_logprobs_by_rollout()
             traces = batch.traces()
             metrics = metrics | self.clock.metrics()
         with raised_together(doing=f"recording up to step {int(metrics['step'])}"):
             if self.directory is not None:
-                self.writer.submit(partial(self._write, metrics, batch, behavior_logprobs, traces))
+                self.writer.submit(partial(self._write, metrics, batch, schedule, traces))
         self.console.say(self._line(metrics))
         warning = describe_no_learning(batch, self.config) if batch is not None else None
         if warning is not None:
@@ -72,17 +78,19 @@ class Recorder:
         self,
         metrics: dict[str, float],
         batch: RolloutBatch | None,
-        behavior_logprobs: list[np.ndarray | None],
+        schedule: dict[str, Any] | None,
         traces: dict[int, np.ndarray],
     ) -> None:
         assert self.directory is not None
         assert self.log is not None
+        if schedule is not None:
+            self.directory.append_schedule(schedule)
         if batch is not None:
             self.directory.write_rollouts(
                 int(metrics["step"]),
                 batch.rollouts,
                 advantages=batch.advantages.flatten().tolist(),
-                behavior_logprobs=behavior_logprobs,
+                behavior_logprobs=batch.behavior_logprobs,
             )
             self.directory.write_traces(int(metrics["step"]), traces)
         self.log.append(metrics)
@@ -142,6 +150,6 @@ class Recorder:
             f"  length {metrics['response/length_mean']:.0f}"
             f" ({100 * metrics['response/truncated_fraction']:.0f}% cut)"
             f"  acceptance {metrics.get('gate/acceptance', math.nan):.3f}"
-            f"  {metrics['rollout/tokens_per_second'] / 1000:.1f}k tok/s"
+            f"  {metrics.get('rollout/tokens_per_second', 0) / 1000:.1f}k tok/s"
             f"  seconds {metrics['time/step']:.1f} ({times}){scores}"
         )

@@ -1,9 +1,9 @@
-"""What is generated once and reused: rollouts, their advantages, packs and behavior log-probs."""
+"""What is generated once and reused: groups, their advantages, packs and behavior log-probs."""
 
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,28 +19,40 @@ from megatron_rl.advantages import (
     optimal_value_advantages,
 )
 from megatron_rl.config import AdvantageSection, Config
-from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
+from megatron_rl.data.packing import gather_by_rollout, plan_minibatches, scatter_to_packs
 from megatron_rl.distributed.collectives import reduce_sum
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import PolicyObjective
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, UNPARSABLE_TRUTH
 from megatron_rl.trainer.traces import choose_traced, gather_traces, mark_traced
-from megatron_rl.types import Minibatch, Rollout, TokenBatch
+from megatron_rl.types import Group, Minibatch, Rollout, Slot, TokenBatch
 
 
 @dataclass
 class RolloutBatch:
-    """One rollout batch, frozen while it is reused; the same rollouts on every rank."""
+    """What one step trains: groups, frozen while they are reused; the same ones on every rank."""
 
-    rollouts: list[Rollout]  # N, group after group
-    advantages: Tensor  # [prompts, responses to each] float32
-    computed: list[bool]  # [N] those that are in packs
+    groups: list[Group]
+    computed: list[bool]  # [N] rollouts that are in packs
     minibatches: list[Minibatch]  # this data-parallel rank's packs
     topology: Topology
-    rollout_seconds: float
-    engine_seconds: Sequence[float]  # of each engine
+    engine_seconds: Sequence[float] = ()  # of each engine, where the groups were just generated
     traced: Sequence[int] = ()  # places of the rollouts whose log-probs every update keeps
-    entropy: float = math.nan  # of the policy that generated, mean over the packs' response tokens
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """N, group after group."""
+        return [rollout for group in self.groups for rollout in group.rollouts]
+
+    @property
+    def advantages(self) -> Tensor:
+        """[groups, responses to each] float32."""
+        return torch.from_numpy(np.stack([group.advantages for group in self.groups]))
+
+    @property
+    def behavior_logprobs(self) -> list[np.ndarray | None]:
+        """[N] of every rollout's response tokens; None where they were not computed."""
+        return [row for group in self.groups for row in group.behavior_logprobs]
 
     @property
     def packs(self) -> list[TokenBatch]:
@@ -48,14 +60,28 @@ class RolloutBatch:
         return [pack for minibatch in self.minibatches for pack in minibatch.micro_batches]
 
     def freeze_behavior_logprobs(self, actor: MegatronActor) -> None:
-        """Recompute behavior log-probs by the actor, on the very packs that training will use.
+        """Compute behavior log-probs by the actor, which still is what generated; collective.
 
-        The first minibatch then sees a ratio of exactly 1. The pass also measures the entropy.
+        On the very packs that training will use, if it trains these groups together: the first
+        minibatch then sees a ratio of exactly 1. The pass also measures the entropy.
         """
         scored = actor.compute_logprobs_and_entropies(self.packs)
         for pack, (logprobs, _) in zip(self.packs, scored, strict=True):
             pack.behavior_logprobs = logprobs
-        self.entropy = self._mean([entropies for _, entropies in scored])
+        rows = gather_by_rollout(
+            self.packs,
+            [logprobs for logprobs, _ in scored],
+            count=len(self.computed),
+            topology=self.topology,
+        )
+        entropy = self._mean([entropies for _, entropies in scored])
+        each = iter(rows)
+        self.groups = [
+            replace(
+                group, behavior_logprobs=tuple(next(each) for _ in group.rollouts), entropy=entropy
+            )
+            for group in self.groups
+        ]
 
     def freeze_reference_logprobs(self, reference: ReferencePolicy) -> None:
         """Log-probs of the same tokens under the reference policy, for a KL term."""
@@ -70,17 +96,6 @@ class RolloutBatch:
             torch.stack((total, torch.full_like(total, count))), group=self.topology.dp_group
         )
         return float(sums[0] / sums[1])
-
-    def behavior_logprobs_by_rollout(self) -> list[np.ndarray | None]:
-        """Behavior log-probs of every rollout's response tokens, gathered from all dp ranks.
-
-        None where they were not computed.
-        """
-        values = [p.behavior_logprobs for p in self.packs if p.behavior_logprobs is not None]
-        assert len(values) == len(self.packs), "behavior log-probs are not frozen yet"
-        return gather_by_rollout(
-            self.packs, values, count=len(self.rollouts), topology=self.topology
-        )
 
     def traces(self) -> dict[int, np.ndarray]:
         """Log-probs of the traced rollouts at each of their updates so far; collective."""
@@ -98,7 +113,7 @@ class RolloutBatch:
         logprobs = np.concatenate([r.response.rollout_logprobs for r in self.rollouts])
         return {
             **{f"reward_by_source/{s}": statistics.fmean(by_source[s]) for s in sorted(by_source)},
-            "policy/entropy": self.entropy,
+            "policy/entropy": _mean_if_known([group.entropy for group in self.groups]),
             "rollout/entropy": -float(logprobs.mean(dtype=np.float64)),
             "reward/mean": statistics.fmean(rewards),
             "reward/std": statistics.pstdev(rewards),
@@ -116,43 +131,80 @@ class RolloutBatch:
             "response/length_mean": statistics.fmean(lengths),
             "response/length_max": max(lengths),
             "response/truncated_fraction": statistics.fmean(truncated),
-            "rollout/engine_imbalance": _imbalance(self.engine_seconds),
-            "rollout/tokens": sum(lengths),
-            "rollout/tokens_per_second": sum(lengths) / self.rollout_seconds,
             "rollout/weight_version": min(r.response.weight_version for r in self.rollouts),
         }
 
 
-def _imbalance(seconds: Sequence[float]) -> float:
-    """The slowest engine's seconds over the mean; 1 where all are alike."""
-    mean = statistics.fmean(seconds)
-    return max(seconds) / mean if mean else 1.0
+def _mean_if_known(values: list[float]) -> float:
+    """Of the values that are not nan; where all are the same, that very one."""
+    known = [value for value in values if not math.isnan(value)]
+    if len(set(known)) <= 1:
+        return known[0] if known else math.nan
+    return statistics.fmean(known)
+
+
+def generation_metrics(fresh: Sequence[RolloutBatch], *, seconds: float) -> dict[str, float]:
+    """How much was generated in a step, and how fast; nothing where nothing was."""
+    if not fresh:
+        return {}
+    tokens = sum(len(r.response.token_ids) for batch in fresh for r in batch.rollouts)
+    engines = [sum(each) for each in zip(*(batch.engine_seconds for batch in fresh), strict=True)]
+    mean = statistics.fmean(engines)
+    return {
+        # The slowest engine's seconds over the mean; 1 where all are alike.
+        "rollout/engine_imbalance": max(engines) / mean if mean else 1.0,
+        "rollout/tokens": tokens,
+        "rollout/tokens_per_second": tokens / seconds,
+    }
+
+
+def build_groups(
+    rollouts: Sequence[Rollout], slots: Sequence[Slot], *, config: Config, step: int, updates: int
+) -> list[Group]:
+    """Groups of freshly judged rollouts with their advantages; log-probs are frozen next.
+
+    `rollouts` come group after group, `rollout.responses_per_prompt` each, in the order of `slots`.
+    step, updates: those before which they were generated.
+    """
+    size = config.rollout.responses_per_prompt
+    rewards = torch.tensor([rollout.verdict.reward for rollout in rollouts])
+    advantages = compute_advantages(rewards.view(-1, size), config.advantage).float().numpy()
+    return [
+        Group(
+            slot=slot,
+            rollouts=tuple(rollouts[place * size : (place + 1) * size]),
+            advantages=advantages[place],
+            behavior_logprobs=(None,) * size,
+            entropy=math.nan,
+            generated=step,
+            updates=updates,
+        )
+        for place, slot in enumerate(slots)
+    ]
 
 
 def build_rollout_batch(
-    rollouts: list[Rollout],
+    groups: Sequence[Group],
     *,
     config: Config,
     objective: PolicyObjective,
     topology: Topology,
-    rollout_seconds: float,
-    engine_seconds: Sequence[float],
+    engine_seconds: Sequence[float] = (),
 ) -> RolloutBatch:
-    """Advantages and packs of freshly judged rollouts.
+    """Packs of groups, with the log-probs that were frozen with them.
 
-    `rollouts` come group after group, `rollout.responses_per_prompt` each. Those whose advantage is
-    0 are packed only where the objective or `trainer.zero_advantage` asks for them: their gradient
-    is 0, and the denominators count them all the same.
+    Rollouts whose advantage is 0 are packed only where the objective or `trainer.zero_advantage`
+    asks for them: their gradient is 0, and the denominators count them all the same. Fewer groups
+    than a rollout batch has, which are about to be scored, may be cut into fewer minibatches.
     """
-    rewards = torch.tensor([rollout.verdict.reward for rollout in rollouts])
-    groups = rewards.view(-1, config.rollout.responses_per_prompt)
-    advantages = compute_advantages(groups, config.advantage)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    advantages = torch.from_numpy(np.concatenate([group.advantages for group in groups]))
     all_computed = config.trainer.zero_advantage == "compute" or objective.uses_zero_advantage
-    computed = [all_computed or advantage != 0 for advantage in advantages.flatten().tolist()]
+    computed = [all_computed or advantage != 0 for advantage in advantages.tolist()]
     minibatches = plan_minibatches(
         rollouts,
-        advantages.flatten(),
-        minibatches=config.trainer.minibatches,
+        advantages,
+        minibatches=math.gcd(len(groups), config.trainer.minibatches),
         tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
         topology=topology,
         sequence_parallel=config.parallel.sequence and topology.tp_size > 1,
@@ -162,11 +214,12 @@ def build_rollout_batch(
     traced = choose_traced(
         rollouts, computed, count=config.logging.traced_responses, seed=config.seed
     )
-    batch = RolloutBatch(
-        rollouts, advantages, computed, minibatches, topology, rollout_seconds, engine_seconds,
-        traced,
-    )  # fmt: skip
+    batch = RolloutBatch(list(groups), computed, minibatches, topology, engine_seconds, traced)
     mark_traced(batch.packs, traced)
+    frozen = batch.behavior_logprobs
+    if all(row is not None for row, used in zip(frozen, computed, strict=True) if used):
+        for pack, values in zip(batch.packs, scatter_to_packs(batch.packs, frozen), strict=True):
+            pack.behavior_logprobs = values
     return batch
 
 

@@ -8,16 +8,20 @@ from megatron_rl.config import Config, ConfigError
 from megatron_rl.console import Console
 from megatron_rl.distributed.agreement import gather_from_ranks, raised_together, sum_over_ranks
 from megatron_rl.interruption import Interruption, RunInterrupted
+from megatron_rl.lag.buffer import GroupBuffer
 from megatron_rl.runs.checkpoints import file_names, sum_files
 from megatron_rl.runs.directory import RunDirectory
+from megatron_rl.runs.group_file import read_groups, write_groups
+
+HELD = "held.parquet"  # in a checkpoint: generated, and not done with
 
 
 @dataclass
 class CheckpointKeeper:
     """Saves at step boundaries: a checkpoint is complete under its final name, or it is not there.
 
-    Nothing but the model, the optimizer and the number of finished steps needs saving: the order
-    of prompts and every sampling seed follow from (seed, step).
+    Nothing but the model, the optimizer, what is held in the buffer and the number of finished
+    steps needs saving: the order of prompts and every sampling seed follow from (seed, step).
     """
 
     config: Config
@@ -26,6 +30,7 @@ class CheckpointKeeper:
     rank: int
     wait_for_records: Callable[[], None]
     interruption: Interruption = field(default_factory=Interruption)
+    buffer: GroupBuffer | None = None
     _saved: int = 0  # the step of the newest checkpoint
 
     def restore(self, actor: MegatronActor) -> int:
@@ -72,6 +77,11 @@ class CheckpointKeeper:
         with raised_together(doing=f"reading the manifest of step {step}"):
             manifest = folders.manifest(step)
         actor.load(folders.folder(step) / "actor")
+        with raised_together(doing=f"reading the rollouts that are held after step {step}"):
+            held = folders.folder(step) / HELD
+            if self.buffer is not None:
+                groups = read_groups(held) if held.is_file() else []
+                self.buffer.groups = {group.slot: group for group in groups}
         saved, mine = manifest["digests"], actor.digest()
         stated = saved[self.rank] if self.rank < len(saved) else {}
         # Under another layout, or another release of Megatron, each rank holds other tensors.
@@ -116,6 +126,8 @@ class CheckpointKeeper:
         with raised_together(doing=doing):
             if self.rank == 0:
                 folders.begin(step)
+                if self.buffer is not None and self.buffer.groups:
+                    write_groups(folders.partial(step) / HELD, self.buffer.groups.values())
         partial = folders.partial(step)
         actor.save(partial / "actor")
         digests = gather_from_ranks(actor.digest())

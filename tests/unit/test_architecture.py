@@ -28,13 +28,15 @@ LAYERS = {
     "actor": {"types", "distributed", "objectives", "models", "resharding", "data"},
     "rollout": {"types", "seeds", "distributed", "models", "resharding"},
     "runs": {"types", "config", "models"},
+    "lag": {"types", "seeds", "config"},
     "report": {"types", "runs"},
-    "preflight": {"config", "data", "objectives", "models", "resharding", "rollout", "runs"},
+    "preflight": {"config", "data", "objectives", "models", "resharding", "rollout", "runs",
+                  "lag"},
     "conversion": {"config", "console", "models", "resharding", "actor", "preflight", "runs"},
     "trainer": {
         "types", "seeds", "peak_memory", "interruption", "console", "config", "distributed",
         "objectives", "advantages", "data", "rewards", "models", "resharding", "actor", "rollout",
-        "runs", "report", "preflight",
+        "runs", "report", "preflight", "lag",
     },
     "launch": {"config", "runs"},
     "commands": {

@@ -6,8 +6,8 @@ from megatron_rl.config import parse_config
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import build_objective
 from megatron_rl.trainer.learning_check import describe_no_learning, describe_slow_packs
-from megatron_rl.trainer.rollout_batch import build_rollout_batch
-from megatron_rl.types import Prompt, Response, Rollout, Verdict
+from megatron_rl.trainer.rollout_batch import build_groups, build_rollout_batch
+from megatron_rl.types import Prompt, Response, Rollout, Slot, Verdict
 
 
 def make_config(**sections):
@@ -29,13 +29,12 @@ def make_batch(config, rewards, *, finish_reason="stop", objective=None):
         )
         for place, reward in enumerate(rewards)
     ]
+    slots = [Slot(1, group) for group in range(len(rollouts) // 2)]
     return build_rollout_batch(
-        rollouts,
+        build_groups(rollouts, slots, config=config, step=1, updates=0),
         config=config,
         objective=objective or build_objective("pnpo"),
         topology=Topology.single(),
-        rollout_seconds=1.0,
-        engine_seconds=[1.0],
     )
 
 

@@ -18,6 +18,8 @@ from megatron_rl.console import Console
 from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.interruption import RunInterrupted
+from megatron_rl.lag.buffer import GroupBuffer
+from megatron_rl.lag.build import build_schedule
 from megatron_rl.objectives import TokenInputs, build_objective
 from megatron_rl.rewards.verifier import VerifierError
 from megatron_rl.runs.directory import RunDirectory
@@ -167,9 +169,10 @@ class NoCheckpoints:
             raise RunInterrupted
 
 
-def make_config(**trainer):
+def make_config(*, sections=None, **trainer):
     return parse_config(
         {
+            **(sections or {}),
             "model": {"path": "m"}, "data": {"train": "t"}, "run": {"name": "r"},
             "rollout": {"prompts": 4, "responses_per_prompt": 4},
             "trainer": {"steps": 2, "epochs": 3, "minibatches": 2} | trainer,
@@ -180,11 +183,16 @@ def make_config(**trainer):
 
 
 def run_loop(
-    tmp_path, *, done=0, last=None, reasons=(), trainer=None, order=iter, unusable=(), **overrides
-):
-    config = make_config(**(trainer or {}))
+    tmp_path, *, done=0, last=None, reasons=(), trainer=None, order=iter, unusable=(),
+    sections=None, checkpoints=None, updates=0, held=(), **overrides
+):  # fmt: skip
+    config = make_config(sections=sections, **(trainer or {}))
     events: list = []
-    actor, engine = ScriptedActor(events, unusable=unusable), ScriptedEngine(events, order)
+    actor = ScriptedActor(events, updates=updates, unusable=unusable)
+    engine = ScriptedEngine(events, order)
+    buffer = GroupBuffer(build_schedule(config), {group.slot: group for group in held})
+    checkpoints = checkpoints or NoCheckpoints(last)
+    checkpoints.buffer = buffer
     directory = RunDirectory(tmp_path)
     directory.create(config)
     console = Console(speaks=False)
@@ -201,8 +209,9 @@ def run_loop(
         judge=judge,
         prompts=PROMPTS,
         order=PromptOrder(len(PROMPTS), seed=0),
+        buffer=buffer,
         evaluator=Evaluator(config, engine, judge, {"held": PROMPTS[:2]}, recorder, console),
-        checkpoints=NoCheckpoints(last),
+        checkpoints=checkpoints,
         done=done,
         recorder=recorder,
         console=console,

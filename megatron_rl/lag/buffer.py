@@ -1,0 +1,50 @@
+"""What has been generated and may still be trained: the queue and what is replayed, in one."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from megatron_rl.lag.schedule import Schedule
+from megatron_rl.types import Group, Slot
+
+
+@dataclass
+class GroupBuffer:
+    """The groups of a run that are not done with; the same on every rank.
+
+    A step takes from it without changing it and says at its end what it has trained, so that what
+    is held in the middle of a step leads to the same selection again.
+    """
+
+    schedule: Schedule
+    groups: dict[Slot, Group] = field(default_factory=dict)
+
+    def missing(self, step: int) -> list[list[Slot]]:
+        """The slots to generate for now, those of one step together."""
+        lacking = [slot for slot in self.schedule.due(step) if slot not in self.groups]
+        steps = sorted({slot.step for slot in lacking})
+        return [[slot for slot in lacking if slot.step == one] for one in steps]
+
+    def hold(self, groups: Iterable[Group]) -> None:
+        """Keep groups until they are trained, and as long as they may be replayed."""
+        for group in groups:
+            assert group.slot not in self.groups, f"slot {group.slot} is filled already"
+            self.groups[group.slot] = group
+
+    def select(self, step: int) -> list[Group]:
+        """What step `step` trains, in order."""
+        return [self.groups[slot] for slot in self.schedule.select(step, self.groups)]
+
+    def release(self, step: int) -> None:
+        """Count what step `step` has trained, and let go of what none will train again."""
+        for slot in self.schedule.select(step, self.groups):
+            group = self.groups[slot]
+            self.groups[slot] = replace(
+                group, trained=group.trained + 1, first_trained=group.first_trained or step
+            )
+        self.groups = {
+            slot: group
+            for slot, group in self.groups.items()
+            if not group.trained
+            or slot.step > step  # else the slot would be filled again
+            or self.schedule.is_kept(group.first_trained, after=step)
+        }

@@ -1,0 +1,102 @@
+"""Groups of rollouts on disk, read back exactly: one parquet row per response."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megatron_rl.types import Group, Prompt, Response, Rollout, Slot, Verdict
+
+# Of a group, repeated in each of its rows; float64 holds a Python float as it is.
+GROUP = {"entropy": pa.float64(), "generated": pa.int64(), "updates": pa.int64(),
+         "first_trained": pa.int64(), "trained": pa.int64()}  # fmt: skip
+SCHEMA = pa.schema(
+    {
+        "slot": pa.list_(pa.int64(), 2),
+        **GROUP,
+        "prompt": pa.string(),  # JSON of a Prompt
+        "sample_index": pa.int64(),
+        "token_ids": pa.list_(pa.int32()),
+        "rollout_logprobs": pa.list_(pa.float32()),
+        "text": pa.string(),
+        "finish_reason": pa.string(),
+        "weight_version": pa.int64(),
+        "later_versions": pa.list_(pa.list_(pa.int64(), 2)),
+        "verdict": pa.string(),  # JSON of a Verdict
+        "advantage": pa.float32(),
+        "behavior_logprobs": pa.list_(pa.float32()),
+    }
+)
+
+
+def write_groups(file: Path, groups: Iterable[Group]) -> None:
+    """Write groups with everything that training them takes."""
+    rows = [
+        {
+            "slot": list(group.slot),
+            **{name: getattr(group, name) for name in GROUP},
+            "prompt": json.dumps(dataclasses.asdict(rollout.prompt)),
+            "sample_index": rollout.response.sample_index,
+            "token_ids": np.asarray(rollout.response.token_ids, np.int32),
+            "rollout_logprobs": np.asarray(rollout.response.rollout_logprobs, np.float32),
+            "text": rollout.response.text,
+            "finish_reason": rollout.response.finish_reason,
+            "weight_version": rollout.response.weight_version,
+            "later_versions": [list(each) for each in rollout.response.later_versions],
+            "verdict": json.dumps(dataclasses.asdict(rollout.verdict)),
+            "advantage": advantage,
+            "behavior_logprobs": logprobs,
+        }
+        for group in groups
+        for rollout, advantage, logprobs in zip(
+            group.rollouts, group.advantages, group.behavior_logprobs, strict=True
+        )
+    ]
+    pq.write_table(pa.Table.from_pylist(rows, SCHEMA), file, compression="zstd")
+
+
+def read_groups(file: Path) -> list[Group]:
+    """What `write_groups` wrote, in its order; equal in every bit."""
+    table = pq.read_table(file, schema=SCHEMA)
+    rows: list[dict[str, Any]] = table.drop_columns(list(ARRAYS)).to_pylist()
+    for name, kind in ARRAYS.items():
+        for row, value in zip(rows, table[name], strict=True):
+            row[name] = None if not value.is_valid else value.values.to_numpy().astype(kind)
+    return [
+        _group(list(members)) for _, members in itertools.groupby(rows, key=lambda row: row["slot"])
+    ]
+
+
+ARRAYS = {"token_ids": np.int32, "rollout_logprobs": np.float32, "behavior_logprobs": np.float32}
+
+
+def _group(rows: list[dict[str, Any]]) -> Group:
+    return Group(
+        slot=Slot(*rows[0]["slot"]),
+        rollouts=tuple(_rollout(row) for row in rows),
+        advantages=np.array([row["advantage"] for row in rows], np.float32),
+        behavior_logprobs=tuple(row["behavior_logprobs"] for row in rows),
+        **{name: rows[0][name] for name in GROUP},
+    )
+
+
+def _rollout(row: dict[str, Any]) -> Rollout:
+    prompt = json.loads(row["prompt"])
+    prompt |= {"messages": tuple(prompt["messages"]), "token_ids": tuple(prompt["token_ids"])}
+    response = Response(
+        prompt_index=prompt["index"],
+        sample_index=row["sample_index"],
+        token_ids=row["token_ids"],
+        rollout_logprobs=row["rollout_logprobs"],
+        text=row["text"],
+        finish_reason=row["finish_reason"],
+        weight_version=row["weight_version"],
+        later_versions=tuple((start, version) for start, version in row["later_versions"]),
+    )
+    return Rollout(Prompt(**prompt), response, Verdict(**json.loads(row["verdict"])))

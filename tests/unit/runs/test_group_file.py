@@ -1,0 +1,63 @@
+"""Groups on disk: what is read back is what was held, in every bit."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from megatron_rl.runs.group_file import read_groups, write_groups
+from megatron_rl.types import Group, Prompt, Response, Rollout, Slot, Verdict
+
+
+def make_group(step=2, *, rng=None):
+    rng = rng or np.random.default_rng(step)
+    prompt = Prompt(7, ({"role": "user", "content": "1+1? é\n"},), (5, 6), "2", "toy", '{"a": 1}')
+    rollouts = tuple(
+        Rollout(
+            prompt,
+            Response(
+                7, sample, rng.integers(0, 99, length, np.int32),
+                rng.standard_normal(length).astype(np.float32), "text ü", reason, 3, later,
+            ),
+            Verdict(1 / 3, "equal", extracted, retries=sample),
+        )
+        for sample, (length, reason, extracted, later) in enumerate(
+            [(3, "stop", None, ()), (5, "length", "2", ((2, 4), (4, 5)))]
+        )
+    )  # fmt: skip
+    return Group(
+        slot=Slot(step, 1),
+        rollouts=rollouts,
+        advantages=rng.standard_normal(2).astype(np.float32),
+        behavior_logprobs=(rng.standard_normal(3).astype(np.float32), None),
+        entropy=1 / 3,
+        generated=1,
+        updates=12,
+        first_trained=3,
+        trained=2,
+    )
+
+
+def plain(value):
+    """Nested plain values; arrays by their dtype and bytes."""
+    if dataclasses.is_dataclass(value):
+        fields = (field.name for field in dataclasses.fields(value))
+        return {name: plain(getattr(value, name)) for name in fields}
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.tobytes()
+    if isinstance(value, tuple | list):
+        return type(value).__name__, [plain(each) for each in value]
+    return value
+
+
+def test_groups_are_read_back_exactly_and_in_order(tmp_path):
+    groups = [make_group(3), make_group(2)]
+    write_groups(tmp_path / "held.parquet", groups)
+    assert plain(read_groups(tmp_path / "held.parquet")) == plain(groups)
+
+
+def test_what_was_not_computed_stays_so(tmp_path):
+    group = dataclasses.replace(make_group(), behavior_logprobs=(None, None), entropy=math.nan)
+    write_groups(tmp_path / "held.parquet", [group])
+    (read,) = read_groups(tmp_path / "held.parquet")
+    assert read.behavior_logprobs == (None, None) and math.isnan(read.entropy)

@@ -1,0 +1,163 @@
+"""The loop under lag, around scripts: what is frozen when, trained when, pushed when.
+
+The scripted actor's log-probs are the number of its updates, negated, so a behavior log-prob names
+the very policy that computed it. A step has 3 epochs x 2 minibatches: six updates.
+"""
+
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_rl.runs.group_file import read_groups, write_groups
+from megatron_rl.runs.rows import read_metrics, read_rows
+from tests.unit.runs.test_group_file import plain
+from tests.unit.trainer.test_loop import run_loop
+
+TIMED = ("time/", "memory/", "rollout/tokens_per_second", "rollout/engine_imbalance")
+
+
+def learned(run):
+    return [
+        {key: value for key, value in row.items() if not key.startswith(TIMED)}
+        for row in read_metrics(run)
+    ]
+
+
+def rollouts(run, step):
+    return pq.read_table(run / "rollouts" / f"step_{step:06d}.parquet")
+
+
+def frozen(run, step):
+    """The behavior log-probs of a step's rollouts: minus the updates of who computed them."""
+    return {value for row in rollouts(run, step)["behavior_logprobs"].to_pylist() for value in row}
+
+
+def run(folder, *, steps=4, **sections):
+    return run_loop(folder, trainer={"steps": steps}, sections=sections)
+
+
+def test_the_default_is_no_lag(tmp_path):
+    run_loop(tmp_path)
+    for row in read_metrics(tmp_path)[1:]:
+        assert (row["lag/steps_max"], row["lag/updates_mean"], row["replay/fraction"]) == (0, 0, 0)
+    assert [row["updates"] for row in read_rows(tmp_path / "schedule.jsonl")] == [0, 6]
+
+
+def test_what_is_frozen_is_of_the_policy_that_generated_however_late_it_is_trained(tmp_path):
+    """Fails where log-probs are computed as a group is trained: they would be -6 and -12."""
+    run(tmp_path, lag={"batches": 2})
+    assert [frozen(tmp_path, step) for step in (1, 2, 3, 4)] == [{0.0}, {0.0}, {0.0}, {-6.0}]
+    rows = read_metrics(tmp_path)[1:]
+    assert [row["lag/steps_mean"] for row in rows] == [0, 1, 2, 2]
+    assert [row["lag/updates_mean"] for row in rows] == [0, 6, 12, 12]
+    assert [row["rollout/weight_version"] for row in rows] == [0, 0, 0, 1]
+    assert "rollout/tokens" not in rows[3] and rows[0]["rollout/tokens"] == 3 * 16 * 2
+    for step in (1, 2, 3, 4):
+        versions = rollouts(tmp_path, step)["weight_version"].to_pylist()
+        assert set(versions) == {max(0, step - 3)}
+
+
+def test_a_queue_trains_the_prompts_of_the_plain_run_shifted(tmp_path):
+    """The same prompts in the same order with the same seeds; only the weights are older."""
+    plainly, _ = run(tmp_path / "plain")
+    late, _ = run(tmp_path / "late", lag={"batches": 1})
+    for step in (1, 2, 3, 4):
+        both = [rollouts(tmp_path / name, step) for name in ("plain", "late")]
+        for column in ("prompt_index", "sample_index", "response", "reward", "advantage"):
+            assert both[0][column] == both[1][column]
+    seeds = [[event[2] for event in events if event[0] == "generate"] for events in (plainly, late)]
+    assert sorted(seeds[0]) == sorted(seeds[1])
+    order = [event[0] for event in late if event[0] in ("generate", "behavior", "push", "update")]
+    # evaluation, both batches, then one a step until none is left, and evaluations in between
+    begin = ["push", "generate", "generate", "generate", "behavior", "behavior"]
+    assert order[: len(begin) + 6] == [*begin, *["update"] * 6]
+
+
+def test_publishing_every_second_step_pushes_and_generates_every_second_step(tmp_path):
+    events, _ = run(tmp_path, lag={"publish_every": 2})
+    assert [event[1:] for event in events if event[0] == "push"] == [(0, 0), (2, 12), (4, 24)]
+    assert [frozen(tmp_path, step) for step in (1, 2, 3, 4)] == [{0.0}, {0.0}, {-12.0}, {-12.0}]
+    rows = read_metrics(tmp_path)[1:]
+    assert [row["rollout/weight_version"] for row in rows] == [0, 0, 2, 2]
+    assert "sync/seconds" not in rows[0] and "sync/seconds" in rows[1]
+
+
+def test_an_evaluation_needs_the_present_weights(tmp_path):
+    with pytest.raises(ValueError, match=r"make eval\.every a multiple"):
+        run(tmp_path, lag={"publish_every": 3})
+
+
+def test_replayed_groups_keep_their_log_probs_and_are_counted(tmp_path):
+    run(tmp_path, replay={"capacity": 2, "fresh": 0.5})
+    rows = read_metrics(tmp_path)[1:]
+    assert [row["replay/fraction"] for row in rows] == [0, 0.5, 0.5, 0.5]
+    # Two new groups and two of the step before: each with the log-probs of its own policy.
+    assert [frozen(tmp_path, step) for step in (2, 3)] == [{0.0, -6.0}, {-6.0, -12.0}]
+    for row in read_rows(tmp_path / "schedule.jsonl")[1:]:
+        assert sorted(row["replays"]) == [0, 0, 1, 1]
+        assert [lag > 0 for lag in row["lag"]] == [again > 0 for again in row["replays"]]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"lag": {"batches": 2}},
+        {"lag": {"batches": {"uniform": [0, 2]}}},
+        {"lag": {"batches": {"by_length": {"batches": 1, "tokens": 1}}}},
+        {"lag": {"publish_every": 2}},
+        {"replay": {"capacity": 3, "fresh": 0.5}, "lag": {"batches": 1}},
+    ],
+    ids=str,
+)
+def test_a_run_continued_with_a_full_buffer_goes_on_as_if_nothing_had_happened(tmp_path, sections):
+    """After every step; what is held goes through a file, as in a checkpoint."""
+    _, trainer = run(tmp_path / "whole", **sections)
+    for done in (1, 2, 3):
+        folder = tmp_path / str(done)
+        held: list = []
+        saver = Saver(done, held, folder / "held.parquet")
+        folder.mkdir()
+        run_loop(folder, trainer={"steps": 4}, sections=sections, checkpoints=saver)
+        assert plain(read_groups(folder / "held.parquet")) == plain(held[0])
+        rest = tmp_path / f"rest{done}"
+        run_loop(
+            rest, trainer={"steps": 4}, sections=sections, done=done, updates=6 * done,
+            held=read_groups(folder / "held.parquet"),
+        )  # fmt: skip
+        assert learned(rest) == learned(tmp_path / "whole")[1 + done :]
+        for step in range(done + 1, 5):
+            assert rollouts(rest, step).equals(rollouts(tmp_path / "whole", step))
+        assert read_rows(rest / "schedule.jsonl") == read_rows(
+            tmp_path / "whole" / "schedule.jsonl"
+        )[done:]  # fmt: skip
+    assert not trainer.buffer.groups or "replay" in sections
+
+
+class Saver:
+    """Keeps what the buffer holds after one step, on disk too."""
+
+    def __init__(self, step, held, file):
+        self.step, self.held, self.file, self.buffer = step, held, file, None
+
+    def save_if_due(self, actor, step):
+        if step == self.step:
+            groups = list(self.buffer.groups.values())
+            self.held.append(groups)
+            write_groups(self.file, groups)
+
+    def end_if_interrupted(self, actor, done): ...
+
+
+def test_the_order_of_what_is_held_does_not_matter(tmp_path):
+    """A buffer that lost its order would train other groups: the schedule sorts for itself."""
+    sections = {"replay": {"capacity": 3, "fresh": 0.5}}
+    held: list = []
+    run_loop(
+        tmp_path / "a", trainer={"steps": 4}, sections=sections,
+        checkpoints=Saver(2, held, tmp_path / "held.parquet"),
+    )  # fmt: skip
+    for name, groups in (("b", held[0]), ("c", held[0][::-1])):
+        run_loop(
+            tmp_path / name, trainer={"steps": 4}, sections=sections, done=2, updates=12,
+            held=groups,
+        )  # fmt: skip
+    assert learned(tmp_path / "b") == learned(tmp_path / "c") == learned(tmp_path / "a")[3:]
