@@ -197,7 +197,9 @@ def scatter_to_packs(
         values = torch.zeros(pack.response_mask.shape)
         own = [rows[index] for index in pack.rollout_indices if index != FILLER]
         if own:
-            values[pack.response_mask] = torch.from_numpy(np.concatenate(own))
+            known = [row for row in own if row is not None]
+            assert len(known) == len(own), "every rollout of a pack needs its row"
+            values[pack.response_mask] = torch.from_numpy(np.concatenate(known))
         scattered.append(values)
     return scattered
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -116,8 +117,9 @@ class ScriptedEngine:
 
     def generate(self, prompts, *, samples, sampling, on_progress=None, on_response=None):
         self.events.append(("generate", self.weight_version, sampling.seed))
+        tokens, logprobs = np.array([7, 2], np.int32), np.array([-0.1, -0.1], np.float32)
         responses = [
-            Response(p.index, s, (7, 2), (-0.1, -0.1), str(s % 2), "stop", self.weight_version)
+            Response(p.index, s, tokens, logprobs, str(s % 2), "stop", self.weight_version)
             for p in prompts
             for s in range(samples)
         ]
