@@ -82,8 +82,7 @@ class Trainer:
     def run_step(self, step: int) -> None:
         """Collect, hold, select, update, publish: one rollout batch, trained for its epochs."""
         fresh = self.collect(step)
-        self.buffer.hold(group for batch in fresh for group in batch.groups)
-        batch = self.select(step, fresh)
+        batch = self.hold_and_select(step, fresh)
         clock = LagClock.at(step, updates=self.actor.updates)
 
         updates = UpdateMetrics()
@@ -106,8 +105,8 @@ class Trainer:
             metrics |= batch.metrics() | clock.metrics(batch.groups)
             metrics |= updates.metrics() | sync_metrics | eval_metrics
             self.recorder.record({"step": step} | metrics, batch, clock.record(batch.groups))
-        self.buffer.release(step)
         with self.clock.phase("checkpoint"):
+            self.buffer.release(step)
             self.checkpoints.save_if_due(self.actor, step)
 
     def collect(self, step: int) -> list[RolloutBatch]:
@@ -116,7 +115,9 @@ class Trainer:
         Behavior log-probs are computed here, while the actor still is the policy that generated,
         however much later they are trained on.
         """
-        fresh = [self.generate(slots, step) for slots in self.buffer.missing(step)]
+        with self.clock.phase("rollout"):
+            missing = self.buffer.missing(step)
+        fresh = [self.generate(slots, step) for slots in missing]
         with self.clock.phase("behavior"):
             self.engine.sleep()  # its memory is training's until the push wakes it up
             for batch in fresh:
@@ -149,10 +150,11 @@ class Trainer:
             )
             return self.pack(groups, engine_seconds=tuple(self.engine.engine_seconds))
 
-    def select(self, step: int, fresh: Sequence[RolloutBatch]) -> RolloutBatch:
+    def hold_and_select(self, step: int, fresh: Sequence[RolloutBatch]) -> RolloutBatch:
         """What this step trains: what was just generated, or what is held, with its log-probs."""
-        groups = self.buffer.select(step)
         with self.clock.phase("pack"):
+            self.buffer.hold(group for batch in fresh for group in batch.groups)
+            groups = self.buffer.select(step)
             batch = next((one for one in fresh if one.groups == groups), None) or self.pack(groups)
         if self.reference is not None:
             with self.clock.phase("reference"):
