@@ -53,6 +53,18 @@ def cuda_devices() -> int:
     return count.value
 
 
+@lru_cache(maxsize=1)
+def cuda_memory() -> int | None:
+    """Bytes of the first CUDA device that this process may use; None where there is none."""
+    if not has_cuda():
+        return None
+    driver = ctypes.CDLL("libcuda.so.1")
+    device, size = ctypes.c_int(0), ctypes.c_size_t(0)
+    if driver.cuDeviceGet(ctypes.byref(device), 0) != 0:
+        return None
+    return size.value if driver.cuDeviceTotalMem_v2(ctypes.byref(size), device) == 0 else None
+
+
 def has_cuda() -> bool:
     """Whether there is a CUDA device that this process may use."""
     return cuda_devices() > 0

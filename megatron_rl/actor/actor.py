@@ -16,7 +16,12 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_rl.actor.build import build_chunks, build_optimizer, wrap_chunks
+from megatron_rl.actor.build import (
+    build_chunks,
+    build_optimizer,
+    step_optimizer,
+    wrap_chunks,
+)
 from megatron_rl.actor.checkpoint import load_checkpoint, load_model, save_checkpoint
 from megatron_rl.actor.cpu_adaptation import megatron_runtime
 from megatron_rl.actor.digest import digest_tensors, training_state
@@ -293,7 +298,7 @@ class MegatronActor:
             parameters = part.get_parameters()
             if self.settings.clip_grad > 0 and parameters:
                 clip_grad_by_total_norm_fp32(parameters, self.settings.clip_grad, grad_norm)
-        self.optimizer.step_with_ready_grads()
+        step_optimizer(self.optimizer, self.wrapped)
         return grad_norm, None
 
     def _trace(self, micro_batches: Sequence[TokenBatch], local: list[Tensor]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.actor.loss_contract import assert_sum_semantics, finalize_gradients
@@ -80,6 +81,18 @@ def build_optimizer(
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         _allocate_moments(part.optimizer)
     return optimizer
+
+
+def step_optimizer(optimizer: MegatronOptimizer, wrapped: list[DistributedDataParallel]) -> None:
+    """Update this rank's share of the parameters, then gather all of them, once.
+
+    With experts Megatron chains two optimizers over the same chunks; those of Megatron-core 0.16
+    gather every parameter each, so all of them twice.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        super(DistributedOptimizer, part).step_with_ready_grads()
+    for chunk in wrapped:
+        chunk.start_param_sync()
 
 
 def _allocate_moments(optimizer: torch.optim.Optimizer) -> None:

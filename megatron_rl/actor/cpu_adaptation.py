@@ -22,19 +22,17 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
 
-from megatron_rl.actor.device import has_cuda
-
-_CPU = torch.device("cpu")
+from megatron_rl.actor import device
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # Without Transformer Engine Megatron-core 0.16 leaves this name undefined, and then asks it.
     moe_utils.te_general_gemm = None
 
 
-def _is_cuda(device: Any) -> bool:
-    if isinstance(device, str):
-        return device.startswith("cuda")
-    return isinstance(device, torch.device) and device.type == "cuda"
+def _is_cuda(asked: Any) -> bool:
+    if isinstance(asked, str):
+        return asked.startswith("cuda")
+    return isinstance(asked, torch.device) and asked.type == "cuda"
 
 
 def _made_on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -43,7 +41,7 @@ def _made_on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(make)
     def factory(*args: Any, **kwargs: Any) -> Tensor:
         if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
+            kwargs["device"] = device.local_device()
         if "pin_memory" in kwargs:
             kwargs["pin_memory"] = False
         return make(*args, **kwargs)
@@ -74,6 +72,10 @@ class _CpuStream:
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def _current_device() -> torch.device:
+    return device.local_device()
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -111,7 +113,7 @@ _CPU_PATCHES: tuple[tuple[Any, str, Any], ...] = (
     *((torch, name, _made_on_cpu(getattr(torch, name))) for name in _FACTORIES),
     (Tensor, "type", _cuda_type),
     (Tensor, "cuda", lambda tensor, *_, **__: tensor),
-    (torch.cuda, "current_device", lambda: _CPU),
+    (torch.cuda, "current_device", _current_device),
     (torch.cuda, "synchronize", _nothing),
     (torch.cuda, "empty_cache", _nothing),
     (torch.cuda, "Stream", _CpuStream),
@@ -130,7 +132,7 @@ _CPU_PATCHES: tuple[tuple[Any, str, Any], ...] = (
 @contextlib.contextmanager
 def megatron_runtime() -> Iterator[None]:
     """Run Megatron-core's code on this machine's device; nothing outside the block is changed."""
-    if has_cuda():
+    if device.has_cuda():
         yield
         return
     with contextlib.ExitStack() as stack:

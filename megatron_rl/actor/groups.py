@@ -9,18 +9,18 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random as megatron_random
 
+from megatron_rl.actor import device
 from megatron_rl.actor.cpu_adaptation import megatron_runtime
-from megatron_rl.actor.device import has_cuda, local_device
 from megatron_rl.distributed.topology import Topology
 
 
 def _init_process_group(timeout: timedelta) -> None:
     """Join the process group that torchrun's environment describes, or make one of one process."""
-    if has_cuda():
-        torch.cuda.set_device(local_device())
+    if device.has_cuda():
+        torch.cuda.set_device(device.local_device())
     if dist.is_initialized():
         return
-    backend = "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.has_cuda() else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
@@ -68,7 +68,7 @@ def seed_everything(seed: int) -> None:
     """Seed Python, torch and Megatron's generators; the same on every rank."""
     random.seed(seed)
     torch.manual_seed(seed)
-    if has_cuda():
+    if device.has_cuda():
         megatron_random.model_parallel_cuda_manual_seed(seed)
     else:
         megatron_random.initialize_rng_tracker()
@@ -80,7 +80,7 @@ def topology_now(virtual_stages: int = 1) -> Topology:
     return Topology(
         world_size=dist.get_world_size(),
         rank=dist.get_rank(),
-        device=local_device(),
+        device=device.local_device(),
         tp_size=state.get_tensor_model_parallel_world_size(),
         tp_rank=state.get_tensor_model_parallel_rank(),
         tp_group=state.get_tensor_model_parallel_group(),

@@ -46,17 +46,20 @@ class PackContext(PackedSeqParams):
 
     "thd" makes Megatron hand over queries, keys and values as [t, heads, size]. Made at first use:
     `plan` for our attention, `boundaries` for Transformer Engine's.
+
+    layout: on the device; host: the same, which planning reads without waiting for the device.
     """
 
     qkv_format: str = "thd"
     layout: SequenceLayout | None = None
+    host: SequenceLayout | None = None
     rotation: Rotation | None = None
 
     @cached_property
     def plan(self) -> AttentionPlan:
         """How this rank attends the pack."""
-        assert self.layout is not None, "a pack without its layout"
-        return build_attention_plan(self.layout)
+        assert self.layout is not None and self.host is not None, "a pack without its layout"
+        return build_attention_plan(self.host, device=self.layout.device)
 
     @cached_property
     def boundaries(self) -> Boundaries:

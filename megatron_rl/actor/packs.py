@@ -77,14 +77,14 @@ class PackCache:
         )
         response_positions = host.mask.nonzero().squeeze(1)
         layout = host
-        if device.type != "cpu":
+        if device != batch.response_mask.device:
             layout = self._layout(batch, to_device(batch.response_mask, device))
         rotation = build_rotation(to_device(positions, device), self.shape, dtype=self.dtype)
         inputs = ModelInput(
             tokens=to_device(tokens[None], device),
             labels=to_device(labels[response_positions], device),
             response_positions=to_device(response_positions, device),
-            context=PackContext(layout=layout, rotation=rotation),
+            context=PackContext(layout=layout, host=host, rotation=rotation),
         )
         return LocalPack(layout, inputs)
 

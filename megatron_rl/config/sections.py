@@ -42,6 +42,8 @@ class RunSection(Section):
     """the run's folder in `run.dir`; null: the config file's name and the time"""
     resume: Literal["never", "auto"] = "never"
     """`never`: refuse an existing run; `auto`: continue it from its last checkpoint, or begin it"""
+    check_memory: bool = True
+    """rehearse the run on CUDA and refuse it where it does not fit (`docs/scaling.md`)"""
 
 
 class ModelSection(Section):
@@ -215,8 +217,8 @@ class TrainerSection(Section):
     """passes over each rollout batch"""
     minibatches: Count = 4
     """optimizer updates per epoch"""
-    tokens_per_micro_batch: Count = 32768
-    """the packing budget of one forward"""
+    tokens_per_micro_batch: Count = 16384
+    """the packing budget of one forward; by default one response of full length"""
     zero_advantage: Literal["skip", "compute"] = "skip"
     """whether responses of advantage 0 are computed where no loss or gradient needs them"""
     recompute: Literal["none", "selective", "full"] = "none"

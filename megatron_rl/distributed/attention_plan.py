@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.distributed.transfer import to_device
 
 # A segment's shortest sequence is at least this fraction of its longest: padding is bounded.
 SIMILAR = 0.75
@@ -60,14 +61,18 @@ class AttentionPlan:
     fused: bool  # by torch's attention, as on CUDA; else by the kernels for the CPU
 
 
-def build_attention_plan(layout: SequenceLayout, *, fused: bool | None = None) -> AttentionPlan:
+def build_attention_plan(
+    layout: SequenceLayout, *, device: torch.device | None = None, fused: bool | None = None
+) -> AttentionPlan:
     """The plan of a pack; a pure function of its padded lengths and the context-parallel layout.
 
-    fused: attend by torch's choice of fused kernels; by default wherever the pack is on CUDA.
+    layout: on the host, or planning waits for the device. device: where the plan is used; the
+    layout's by default. fused: attend by torch's choice of fused kernels; by default on CUDA.
     """
-    fused = layout.device.type == "cuda" if fused is None else fused
+    device = device or layout.device
+    fused = device.type == "cuda" if fused is None else fused
     lengths = torch.tensor(layout.lengths)
-    builder = _PlanBuilder(layout, lengths=lengths, fused=fused)
+    builder = _PlanBuilder(layout, lengths=lengths, device=device, fused=fused)
     if fused:
         segments = _similar(lengths, least=SIMILAR if layout.cp_size == 1 else 1.0)
     else:
@@ -98,8 +103,10 @@ def _similar(lengths: Tensor, *, least: float) -> list[Tensor]:
 class _PlanBuilder:
     """Collects the segments of one plan, on the host."""
 
-    def __init__(self, layout: SequenceLayout, *, lengths: Tensor, fused: bool) -> None:
-        self.layout, self.lengths, self.fused = layout, lengths, fused
+    def __init__(
+        self, layout: SequenceLayout, *, lengths: Tensor, device: torch.device, fused: bool
+    ) -> None:
+        self.layout, self.lengths, self.device, self.fused = layout, lengths, device, fused
         self.starts = lengths.cumsum(0) - lengths
         self.offsets = layout.offsets.cpu()  # [t] position in its sequence
         self.gathered = layout.gathered_index.cpu()  # [T] row of the gathered keys
@@ -143,7 +150,8 @@ class _PlanBuilder:
         """What hides the keys after each query's position; [q] -> [q, keys]."""
         if keys not in self.hidden:
             later = torch.arange(keys)[None] > positions[:, None]
-            self.hidden[keys] = torch.zeros(later.shape).masked_fill_(later, float("-inf"))
+            hidden = torch.zeros(later.shape).masked_fill_(later, float("-inf"))
+            self.hidden[keys] = to_device(hidden, self.device)
         return self.hidden[keys]
 
     def _runs(self, queries: int) -> list[slice]:
@@ -173,4 +181,4 @@ class _PlanBuilder:
         slots[row[is_real]] = torch.arange(len(row))[is_real]
         if len(slots) == len(row) and bool((row == torch.arange(len(row))).all()):
             return None, None
-        return row.to(self.layout.device), slots.to(self.layout.device)
+        return to_device(row, self.device), to_device(slots, self.device)

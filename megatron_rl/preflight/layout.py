@@ -1,9 +1,16 @@
 """Whether a model can be cut as a layout asks, and fed."""
 
-from megatron_rl.config import Config, ParallelSection
+from megatron_rl.config import Config, ConfigError, ParallelSection
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.pieces import what_is_cut
+
+
+def check_layout(config: Config, shape: ModelShape, *, world_size: int) -> None:
+    """Raise ConfigError that lists why the model cannot be cut, or fed, as the config asks."""
+    problems = [*layout_problems(config, shape, world_size), *length_problems(config, shape)]
+    if problems:
+        raise ConfigError("this layout is impossible:\n  " + "\n  ".join(problems))
 
 
 def layout_problems(config: Config, shape: ModelShape, world_size: int) -> list[str]:

@@ -3,13 +3,11 @@
 import os
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from megatron_rl.actor import groups
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.reference import ReferencePolicy
-from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.actor.weights import check_weights
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.console import Console
@@ -20,6 +18,7 @@ from megatron_rl.lag.buffer import GroupBuffer
 from megatron_rl.lag.build import build_schedule
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives import PolicyObjective, build_objective
+from megatron_rl.planning.actor_settings import build_actor_settings, compute_dtype
 from megatron_rl.preflight.settings import check_settings
 from megatron_rl.resharding.push import ReshardSettings
 from megatron_rl.rewards.pool import VerifierPool
@@ -188,21 +187,6 @@ def _start_verifiers(pool: VerifierPool, prompt: Prompt) -> None:
         pool.start()
 
 
-def build_actor_settings(config: Config, topology: Topology) -> ActorSettings:
-    """The actor's settings as the config states them."""
-    return ActorSettings(
-        **config.optimizer.model_dump(exclude={"warmup_steps"}),
-        warmup_updates=config.warmup_updates,
-        total_updates=config.trainer.steps * config.updates_per_step,
-        dtype=compute_dtype(config, topology),
-        sequence_parallel=config.parallel.sequence,
-        recompute=config.trainer.recompute,
-        temperature=config.rollout.temperature,
-        transformer_engine=config.model.transformer_engine,
-        fp8=config.model.fp8,
-    )
-
-
 def build_engine(config: Config, topology: Topology) -> VllmEngine:
     """The rollout engine of this rank; its weights arrive with the first push."""
     on_cuda = topology.device.type == "cuda"
@@ -228,13 +212,6 @@ def build_engine(config: Config, topology: Topology) -> VllmEngine:
             ranks_per_node=_ranks_per_node(topology),
         ),
     )
-
-
-def compute_dtype(config: Config, topology: Topology) -> torch.dtype:
-    """The dtype of weights and activations: as configured, or bfloat16 on CUDA alone."""
-    if config.trainer.dtype == "auto":
-        return torch.bfloat16 if topology.device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.trainer.dtype]
 
 
 def _describe(config: Config, world_size: int) -> str:

@@ -32,16 +32,20 @@ LAYERS = {
     "report": {"types", "runs"},
     "preflight": {"config", "data", "objectives", "models", "resharding", "rollout", "runs",
                   "lag"},
+    "planning": {
+        "types", "config", "distributed", "objectives", "data", "models", "resharding", "actor",
+        "preflight",
+    },
     "conversion": {"config", "console", "models", "resharding", "actor", "preflight", "runs"},
     "trainer": {
         "types", "seeds", "peak_memory", "interruption", "console", "config", "distributed",
         "objectives", "advantages", "data", "rewards", "models", "resharding", "actor", "rollout",
-        "runs", "report", "preflight", "lag",
+        "runs", "report", "preflight", "planning", "lag",
     },
     "launch": {"config", "runs"},
     "commands": {
         "config", "console", "interruption", "processes", "trainer", "conversion", "preflight",
-        "runs", "launch", "versions",
+        "runs", "launch", "versions", "models", "planning", "rollout",
     },
     "cli": {"config", "processes", "commands"},
 }  # fmt: skip

@@ -18,7 +18,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from tools.gpu_check import actors, engine, machine, numerics, speed
+from tools.gpu_check import actors, engine, machine, numerics, rehearsal, speed
 from tools.gpu_check.row import DEVICE, Row, run_row
 
 FAMILIES = (
@@ -45,6 +45,7 @@ FAMILIES = (
             actors.check_fp8,
         ),
     ),
+    ("rehearsal", 240, (rehearsal.check_rehearsal,)),
     ("speed", 240, (speed.check_update_16k, speed.check_update_32k)),
     ("engine", 240, (engine.check_engine,)),
     ("quickstart", 360, (engine.check_quickstart,)),

@@ -78,3 +78,14 @@ def test_brackets_of_a_command_are_printed(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "examine", lambda: [said])
     doctor.print_report()
     assert "'x[y]'" in capsys.readouterr().out
+
+
+def test_it_says_which_sampler_vllm_takes(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert finding("vLLM's sampler").found == "newer model runner"
+    for value in ("0", None):  # left to itself it takes the older one where Triton cannot run
+        if value is None:
+            monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+        else:
+            monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
+        assert finding("vLLM's sampler").found == "older model runner"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tools.gpu_check import __main__ as command
-from tools.gpu_check import actors, engine, machine, numerics, row, speed
+from tools.gpu_check import actors, engine, machine, numerics, rehearsal, row, speed
 from tools.gpu_check.row import Row, run_row
 
 
@@ -223,6 +223,16 @@ def test_a_run_must_be_exact_and_learn(change, said):
         steps[-1] |= change
     with pytest.raises(AssertionError, match=said):
         engine.judge_quickstart(Row("quickstart"), steps)
+
+
+def test_a_rehearsal_must_say_what_the_actor_holds(monkeypatch):
+    held = {"behavior": 1000, "update": 2000}
+    monkeypatch.setattr(rehearsal, "allocated", lambda file: held)
+    monkeypatch.setattr(rehearsal, "rehearsed", lambda file: held)
+    assert run_row("rehearsal", rehearsal.check_rehearsal).status == "ok"
+    monkeypatch.setattr(rehearsal, "rehearsed", lambda file: {**held, "update": 1950})
+    said = failing("rehearsal", rehearsal.check_rehearsal)
+    assert "update rehearsed / held - 1 is 0.025" in said
 
 
 def test_every_row_is_told_and_documented():

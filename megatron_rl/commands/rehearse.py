@@ -1,0 +1,77 @@
+"""`megatron-rl rehearse`: what a rank of a run would hold, send and compute, without a device."""
+
+import argparse
+import json
+
+from megatron_rl.commands.ending import fail, leave
+from megatron_rl.processes import quiet_libraries
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Its options."""
+    rehearse = commands.add_parser(
+        "rehearse",
+        help="what a rank of a run would hold, send and compute, without a device",
+        description="Run the actor of one rank on a device that is not there: memory by phase, "
+        "collectives, FLOPs, host stalls. The model's folder needs no more than its config.json; "
+        "no data is read.",
+    )
+    rehearse.add_argument("config", metavar="CONFIG", help="YAML file")
+    rehearse.add_argument("--processes", type=int, required=True, metavar="N", help="of the run")
+    rehearse.add_argument(
+        "--rank", type=int, nargs="+", metavar="R",
+        help="by default the first of the first, the middle and the last pipeline stage",
+    )  # fmt: skip
+    rehearse.add_argument(
+        "--fit", type=float, metavar="GIB",
+        help="a device's memory: end with an error, and what cures it, where the run does not fit",
+    )  # fmt: skip
+    rehearse.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda",
+        help="what kernels allocate, and the dtype that trainer.dtype=auto means",
+    )  # fmt: skip
+    rehearse.add_argument("--json", action="store_true", help="print everything as JSON")
+    rehearse.add_argument("overrides", nargs="*", metavar="key=value",
+                          help="e.g. parallel.tensor=2")  # fmt: skip
+    rehearse.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, arguments: list[str]) -> int:
+    try:
+        quiet_libraries()
+        from megatron_rl.config import load_config
+        from megatron_rl.models.shape import read_model_shape
+        from megatron_rl.planning.fit import DoesNotFitError, check_fit
+        from megatron_rl.planning.rehearsal import rehearse, stage_ranks
+        from megatron_rl.planning.rehearsal_report import as_values, describe
+        from megatron_rl.preflight.layout import check_layout
+        from megatron_rl.preflight.memory import DOES_NOT_FIT
+
+        config = load_config(options.config, options.overrides)
+        check_layout(config, read_model_shape(config.model.path), world_size=options.processes)
+        ranks = options.rank or stage_ranks(config, options.processes)
+        for rank in ranks:
+            if not 0 <= rank < options.processes:
+                raise ValueError(
+                    f"--rank {rank}: there are {options.processes} processes; give 0 to "
+                    f"{options.processes - 1}"
+                )
+        if options.fit is None:
+            made = [
+                rehearse(config, processes=options.processes, rank=rank, device=options.device)
+                for rank in ranks
+            ]
+        else:
+            size = int(options.fit * 2**30)
+            try:
+                made = check_fit(config, processes=options.processes, device_bytes=size)
+            except DoesNotFitError as error:
+                fail(error, None)
+                return leave(DOES_NOT_FIT)
+        if options.json:
+            print(json.dumps([as_values(each) for each in made]))
+        else:
+            print("\n\n".join(describe(each) for each in made))
+    except Exception as error:  # noqa: BLE001 - said, and the process ends
+        return fail(error, None)
+    return leave(0)

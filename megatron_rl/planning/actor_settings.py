@@ -1,0 +1,31 @@
+"""The actor's settings as a config states them."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.actor.settings import ActorSettings
+from megatron_rl.config import Config
+from megatron_rl.distributed.topology import Topology
+
+
+def build_actor_settings(config: Config, topology: Topology) -> ActorSettings:
+    """Numerics, optimizer and memory choices of the actor on this rank's device."""
+    return ActorSettings(
+        **config.optimizer.model_dump(exclude={"warmup_steps"}),
+        warmup_updates=config.warmup_updates,
+        total_updates=config.trainer.steps * config.updates_per_step,
+        dtype=compute_dtype(config, topology),
+        sequence_parallel=config.parallel.sequence,
+        recompute=config.trainer.recompute,
+        temperature=config.rollout.temperature,
+        transformer_engine=config.model.transformer_engine,
+        fp8=config.model.fp8,
+    )
+
+
+def compute_dtype(config: Config, topology: Topology) -> torch.dtype:
+    """The dtype of weights and activations: as configured, or bfloat16 on CUDA alone."""
+    if config.trainer.dtype == "auto":
+        return torch.bfloat16 if topology.device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.trainer.dtype]

@@ -1,0 +1,42 @@
+"""Small models for rehearsals, with weights or as config.json alone."""
+
+import json
+from pathlib import Path
+
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN3_MOE = QWEN2 | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+                     "norm_topk_prob": True}  # fmt: skip
+SMALL = {
+    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "intermediate_size": 192, "vocab_size": 512,
+}  # fmt: skip
+DENSE = QWEN2 | SMALL
+# Every token goes to every expert: a rehearsal gives them equal shares, and so does this router.
+EXPERTS = QWEN3_MOE | SMALL | {"head_dim": 8, "moe_intermediate_size": 64, "num_experts": 4,
+                               "num_experts_per_tok": 4}  # fmt: skip
+
+
+def save_shape(folder: Path, values: dict) -> Path:
+    """A model's folder with nothing but its config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def save_model(folder: Path, values: dict) -> Path:
+    """A model's folder with random weights."""
+    import torch
+    from safetensors.torch import save_file
+
+    from megatron_rl.models.shape import read_model_shape, tensor_shapes
+
+    save_shape(folder, values)
+    torch.manual_seed(0)
+    sizes = tensor_shapes(read_model_shape(folder))
+    weights = {name: torch.randn(size) * 0.05 for name, size in sizes.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

@@ -1,0 +1,96 @@
+"""What the actor holds on this device, against what `megatron-rl rehearse` says it would."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import yaml
+
+from tools.gpu_check.models import save_random_model
+from tools.gpu_check.numerics import one_process
+from tools.gpu_check.row import DEVICE
+
+TOKENS = 16384 if DEVICE == "cuda" else 1024
+BOUND = 0.1 if DEVICE == "cuda" else 0.01
+PHASES = ("behavior", "update")
+
+
+class AllocatorMeter:
+    """Peaks of phases as CUDA's allocator has them; in place of one that watches operations."""
+
+    def __init__(self):
+        self.category, self.group_names, self.held_on_host = "", {}, 0
+        self.peaks, self._now = {}, "start"
+        self.before = torch.cuda.memory_allocated()
+
+    @property
+    def held(self):
+        return {}
+
+    @property
+    def phases(self):
+        return {}
+
+    def begin(self, name):
+        """What follows belongs to phase `name`."""
+        self.peaks[self._now] = torch.cuda.max_memory_allocated() - self.before
+        torch.cuda.reset_peak_memory_stats()
+        self._now = name
+
+    def relabel(self, tensor, category):
+        """The allocator knows no categories."""
+
+
+def _values(folder):
+    return {
+        "model": {"path": str(folder), "transformer_engine": False},
+        "data": {"train": "none.jsonl", "max_prompt_tokens": TOKENS // 16},
+        "rollout": {"max_response_tokens": TOKENS - TOKENS // 16},
+        "trainer": {"tokens_per_micro_batch": TOKENS},
+    }
+
+
+def rehearsed(config_file):
+    """Peak bytes by phase; in a process of its own, as rehearsals are."""
+    command = [
+        sys.executable, "-m", "megatron_rl.cli", "rehearse", str(config_file),
+        "--processes", "1", "--device", DEVICE, "--json",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the rehearsal failed: {done.stderr.strip()}")
+    phases = json.loads(done.stdout)[0]["phases"]
+    return {name: phases[name]["peak"] for name in PHASES}
+
+
+def allocated(config_file):
+    """Peak bytes by phase of the real actor."""
+    from megatron_rl.config import load_config
+    from megatron_rl.planning.meter import Meter
+    from megatron_rl.planning.rehearsal import measure
+
+    config, topology = load_config(config_file), one_process()
+    if DEVICE == "cuda":
+        meter = AllocatorMeter()
+        measure(config, topology, meter)
+        return meter.peaks
+    meter = Meter()
+    with meter.watching():
+        measure(config, topology, meter)
+    return {name: phase.peak for name, phase in meter.phases.items()}
+
+
+def check_rehearsal(row):
+    """Peaks of the behavior pass and of an update: rehearsed against allocated."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "model"
+        save_random_model(folder)
+        config_file = Path(name) / "config.yaml"
+        config_file.write_text(yaml.safe_dump(_values(folder)))
+        said, found = rehearsed(config_file), allocated(config_file)
+    for phase in PHASES:
+        row.note(f"{phase} GiB", found[phase] / 2**30)
+        row.at_most(f"{phase} rehearsed / held - 1", abs(said[phase] / found[phase] - 1), BOUND)
