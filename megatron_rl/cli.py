@@ -40,12 +40,26 @@ def _ended_by_ctrl_c() -> Iterator[None]:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     # Here, since they take a moment that Ctrl-C may fall into.
     from megatron_rl import __version__
-    from megatron_rl.commands import convert, doctor, launch, rehearse, train
+    from megatron_rl.commands import (
+        convert,
+        doctor,
+        launch,
+        rehearse,
+        report,
+        train,
+    )
 
     parser = argparse.ArgumentParser(prog="megatron-rl", description=__doc__)
     parser.add_argument("--version", action="version", version=f"megatron-rl {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (train, launch, rehearse, convert, doctor):
+    for command in (
+        train,
+        launch,
+        rehearse,
+        convert,
+        report,
+        doctor,
+    ):
         command.add_parser(commands)
     options, rest = parser.parse_known_args(arguments)
     for word in rest:  # overrides may stand before and after options

@@ -29,7 +29,7 @@ LAYERS = {
     "rollout": {"types", "seeds", "distributed", "models", "resharding"},
     "runs": {"types", "config", "models"},
     "lag": {"types", "seeds", "config"},
-    "report": {"types", "runs"},
+    "report": {"types", "runs", "objectives", "distributed"},
     "preflight": {"config", "data", "objectives", "models", "resharding", "rollout", "runs",
                   "lag"},
     "planning": {
@@ -46,6 +46,7 @@ LAYERS = {
     "commands": {
         "config", "console", "interruption", "processes", "trainer", "conversion", "preflight",
         "runs", "launch", "versions", "models", "planning", "rollout",
+        "report",
     },
     "cli": {"config", "processes", "commands"},
 }  # fmt: skip

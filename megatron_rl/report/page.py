@@ -1,0 +1,70 @@
+"""One HTML file that needs nothing else: data, style and scripts inline, everything escaped."""
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+SCRIPTS = ("uplot.js", "dom.js", "charts.js", "figures.js", "life.js", "main.js")
+STYLES = ("uplot.css", "style.css")
+
+
+def render_page(data: Mapping[str, Any]) -> str:
+    """The page that shows `data`, which may hold any text.
+
+    A content security policy lets only these scripts run, by their hashes, and nothing be fetched;
+    the data is JSON without a `<`, which the scripts put into text nodes.
+    """
+    script = "\n".join(_asset(name) for name in SCRIPTS)
+    style = "\n".join(_asset(name) for name in STYLES)
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    return "\n".join(
+        (
+            "<!doctype html>",
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{html.escape(data['title'])}</title>",
+            f"<style>{style}</style>",
+            "</head>",
+            "<body>",
+            "<noscript>This report is drawn by the scripts inside it; allow them.</noscript>",
+            f'<script type="application/json" id="data">{as_json(data)}</script>',
+            f"<script>{script}</script>",
+            "</body>",
+            "</html>",
+            "",
+        )
+    )
+
+
+def as_json(data: Mapping[str, Any]) -> str:
+    """JSON in which nothing can end the element that holds it; floats to five digits."""
+    text = json.dumps(_rounded(data), separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if abs(value) < float("inf") else None
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value
+
+
+def _asset(name: str) -> str:
+    return (files("megatron_rl.report") / "assets" / name).read_text()
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,99 @@
+"""Numbers over a run: smoothed rewards, the cost so far, the best score, the first passage."""
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.report.runs import Group, Run
+
+WINDOW = 11  # steps, as in the paper
+# What progress is measured in, and the metric that adds up to it.
+COSTS = {
+    "hours": ("time/step", 1 / 3600),
+    "tokens": ("rollout/tokens", 1.0),
+    "updates": ("train/updates", 1.0),
+}
+
+
+def centered_mean(values: Sequence[float | None], *, window: int = WINDOW) -> list[float | None]:
+    """The mean of the window around each value, of what there is of it towards the ends."""
+    half, smooth = window // 2, []
+    for place, value in enumerate(values):
+        near = [v for v in values[max(place - half, 0) : place + half + 1] if v is not None]
+        smooth.append(None if value is None else statistics.fmean(near))
+    return smooth
+
+
+def progress(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """What had been spent after each row: rollout batches, hours, generated tokens, updates."""
+    spent: dict[str, list[float]] = {"batches": [row["step"] for row in rows]}
+    for name, (key, unit) in COSTS.items():
+        total, column = 0.0, []
+        for row in rows:
+            total += (row.get(key) or 0.0) * unit
+            column.append(total)
+        spent[name] = column
+    return spent
+
+
+def first_passage(run: Run, threshold: float) -> dict[str, float] | None:
+    """What had been spent when the smoothed reward first reached the threshold; None: never."""
+    smooth = centered_mean([row["reward/mean"] for row in run.steps])
+    spent = progress(run.steps)
+    for place, value in enumerate(smooth):
+        if value is not None and value >= threshold:
+            return {name: column[place] for name, column in spent.items()}
+    return None
+
+
+def default_threshold(runs: Sequence[Run]) -> float | None:
+    """The highest multiple of 0.05 that every run's smoothed reward reaches; None without one."""
+    tops = []
+    for run in runs:
+        smooth = [v for v in centered_mean([row["reward/mean"] for row in run.steps]) if v]
+        tops.append(max(smooth, default=0.0))
+    threshold = int(min(tops) / 0.05 + 1e-9) * 0.05
+    return round(threshold, 2) if threshold > 0 else None
+
+
+def score_keys(runs: Sequence[Run]) -> list[str]:
+    """The held-out scores of any of the runs, as `eval/<set>/avg@<k>`."""
+    keys = {key: None for run in runs for row in run.rows for key in row}
+    return [key for key in keys if re.fullmatch(r"eval/.+/avg@\d+", key)]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A score in percent over a group's runs: their mean, the lowest and the highest."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Score | None":
+        """None of nothing."""
+        shown = [100 * value for value in values]
+        return cls(statistics.fmean(shown), min(shown), max(shown)) if shown else None
+
+
+def best_scores(group: Group, keys: Sequence[str]) -> dict[str, Score | None]:
+    """The paper's first table: each set's best observed score, chosen for each set and run alone.
+
+    `Avg.` is the unweighted mean of a run's best scores, `Last` that of its last evaluation; both
+    only of runs that have every set.
+    """
+    best: dict[str, list[float]] = {key: [] for key in keys}
+    averages, last = [], []
+    for run in group.runs:
+        seen = {key: [r[key] for r in run.rows if r.get(key) is not None] for key in keys}
+        for key, values in seen.items():
+            if values:
+                best[key].append(max(values))
+        if keys and all(seen.values()):
+            averages.append(statistics.fmean(max(values) for values in seen.values()))
+            last.append(statistics.fmean(values[-1] for values in seen.values()))
+    table = {key: Score.of(values) for key, values in best.items()}
+    return table | {"Avg.": Score.of(averages), "Last": Score.of(last)}

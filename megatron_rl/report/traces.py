@@ -1,0 +1,129 @@
+"""The responses that a run followed through their reuse, and what its objective made of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+
+from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.objectives import Objective, build_objective
+from megatron_rl.objectives.constraints import apply_constraint
+from megatron_rl.objectives.inputs import TokenInputs
+from megatron_rl.objectives.objective import finite_where_dropped, rollout_factor
+from megatron_rl.objectives.weights import LogRatios, compute_log_weight
+from megatron_rl.report.runs import Run
+
+
+@dataclass(frozen=True, eq=False)
+class Response:
+    """One response of a traced group."""
+
+    row: dict[str, Any]  # of the step's rollouts
+    policy: np.ndarray | None  # [updates, L] float32, None where it was not traced
+
+    @property
+    def behavior(self) -> np.ndarray:
+        """Its log-probs under the policy that generated it; [L] float32."""
+        return np.array(self.row["behavior_logprobs"], np.float32)
+
+    @property
+    def log_ratio(self) -> np.ndarray:
+        """Policy minus behavior at each update; [updates, L] float64."""
+        assert self.policy is not None, "only of what was traced"
+        return self.policy.astype(np.float64) - self.behavior.astype(np.float64)
+
+
+def traced_steps(run: Run) -> list[int]:
+    """The steps of which a run kept traces."""
+    return sorted(int(file.stem.rpartition("_")[2]) for file in _folder(run).glob("step_*.parquet"))
+
+
+def _folder(run: Run) -> Path:
+    return run.folder / "traces"
+
+
+def read_traced_groups(run: Run, step: int) -> list[list[Response]]:
+    """The groups of one step in which a response was traced, each with all its responses."""
+    name = f"step_{step:06d}.parquet"
+    rollouts = run.folder / "rollouts" / name
+    if not rollouts.is_file():  # somebody cleaned up
+        return []
+    traced = pq.read_table(_folder(run) / name).to_pydict()
+    policy = {
+        place: np.array(rows, np.float32)
+        for place, rows in zip(traced["rollout"], traced["policy_logprobs"], strict=True)
+    }
+    table = pq.read_table(rollouts)
+    prompts = table.column("prompt_index").to_pylist()
+    samples = table.column("sample_index").to_pylist()
+    starts = [
+        place
+        for place, prompt in enumerate(prompts)
+        if place == 0 or prompt != prompts[place - 1] or samples[place] <= samples[place - 1]
+    ]
+    groups = []
+    for start, end in zip(starts, [*starts[1:], len(prompts)], strict=True):
+        if any(start <= place < end for place in policy):
+            rows = table.slice(start, end - start).to_pylist()
+            groups.append([Response(row, policy.get(start + i)) for i, row in enumerate(rows)])
+    return groups
+
+
+def spread_out(steps: Sequence[int], *, most: int) -> list[int]:
+    """At most so many of the steps, evenly spread, the first and the last among them."""
+    if len(steps) <= most:
+        return list(steps)
+    if most < 2:
+        return list(steps[-most:]) if most else []
+    return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
+
+
+def objective_of(run: Run) -> Objective | None:
+    """What the run was trained with; None where it is unknown here, or has no weight per token."""
+    choices = dict(run.config.get("objective") or {})
+    name = choices.pop("name", None)
+    try:
+        objective = build_objective(str(name), **choices)
+    except ValueError:  # of another release
+        return None
+    return objective if isinstance(objective, Objective) else None
+
+
+@torch.no_grad()
+def judge(response: Response, objective: Objective) -> tuple[np.ndarray, np.ndarray]:
+    """The objective's own log-weight and whether its constraint left it alone, at each update.
+
+    By the functions that training calls, on the log-probs that it saw; two [updates, L].
+    """
+    assert response.policy is not None, "only of what was traced"
+    row, spec, length = response.row, objective.spec, response.behavior.size
+    layout = SequenceLayout([length], torch.ones(length, dtype=torch.bool))
+    behavior = torch.from_numpy(response.behavior)
+    weights, kept = [], []
+    for policy in torch.from_numpy(response.policy):
+        x = TokenInputs(
+            policy_logprobs=policy,
+            behavior_logprobs=behavior,
+            advantages=torch.full((length,), row["advantage"]),
+            rollout_logprobs=torch.tensor(row["rollout_logprobs"], dtype=torch.float32),
+        )
+        ratios = LogRatios.of(policy - behavior, layout, spec=spec, log_gap=x.log_gap)
+        log_weight = compute_log_weight(spec.weight, ratios)
+        factor = None
+        if spec.rollout_correction is not None:
+            factor = rollout_factor(spec.rollout_correction, x, ratios)
+        constrained = apply_constraint(
+            spec.constraint,
+            finite_where_dropped(log_weight, x.advantages, factor),
+            advantages=x.advantages,
+            ratios=ratios,
+        )
+        weights.append(log_weight.numpy())
+        kept.append(
+            (constrained.inside if factor is None else constrained.inside & (factor != 0)).numpy()
+        )
+    return np.stack(weights), np.stack(kept)

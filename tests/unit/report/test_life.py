@@ -1,0 +1,99 @@
+"""The traced responses: judged as training judged them, packed bit for bit."""
+
+import base64
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.objectives import Objective, TokenInputs, build_objective
+from megatron_rl.objectives.build import OBJECTIVE_NAMES
+from megatron_rl.report.runs import find_runs
+from megatron_rl.report.tokens import Pieces, build_life
+from megatron_rl.report.traces import Response, judge, read_traced_groups, spread_out
+from megatron_rl.types import Denominators
+from tests.made_runs import WORDS, make_run
+
+CONSTRAINED = {"pnpo": {"constraint": {"low": 0.02, "high": 0.03}},
+               "gspo": {"constraint": {"low": 0.02, "high": 0.02}}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in OBJECTIVE_NAMES if isinstance(build_objective(n), Objective)]
+)
+def test_decisions_are_those_of_the_update(name):
+    """The share of kept tokens and the extremes of the weight equal the update's own statistics."""
+    draw = torch.Generator().manual_seed(3)
+    objective = build_objective(name, **CONSTRAINED.get(name, {}))
+    lengths, rows, responses = (9, 30, 17), [], []
+    for place, length in enumerate(lengths):
+        before = -torch.rand(length, generator=draw)
+        engine = before + 0.5 * torch.randn(length, generator=draw)
+        now = before + 0.2 * torch.randn(length, generator=draw)
+        advantage = (1.0, -0.5, 0.7)[place]
+        rows.append((now, before, torch.full((length,), advantage), engine))
+        row = {
+            "behavior_logprobs": before.tolist(),
+            "rollout_logprobs": engine.tolist(),
+            "advantage": advantage,
+        }
+        responses.append(Response(row, now[None].numpy()))
+    policy, behavior, advantages, engine = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    result = objective(
+        TokenInputs(policy, behavior, advantages, rollout_logprobs=engine),
+        layout=SequenceLayout(lengths, torch.ones(sum(lengths), dtype=torch.bool)),
+        denominators=Denominators(3.0, float(sum(lengths))),
+    )
+    metrics = result.statistics.to_metrics()
+    weights, kept = (np.concatenate(parts, axis=1) for parts in
+                     zip(*(judge(one, objective) for one in responses), strict=True))  # fmt: skip
+    if objective.spec.rollout_correction is None:  # which the update counts apart
+        assert kept.mean() == pytest.approx(metrics["gate/acceptance"], abs=1e-12)
+    else:
+        assert kept.mean() < metrics["gate/acceptance"]
+    assert weights.max() == pytest.approx(metrics["weight/log_max"], abs=1e-7)
+    assert weights.min() == pytest.approx(metrics["weight/log_min"], abs=1e-7)
+
+
+def test_every_bit_of_a_log_prob_reaches_the_page(tmp_path):
+    make_run(tmp_path / "run", steps=3, traced=2)
+    [life] = build_life(find_runs([tmp_path]), megabytes=4)
+    assert [group["step"] for group in life["groups"]] == [1, 2, 3]
+    [responses] = read_traced_groups(find_runs([tmp_path])[0], 2)
+    shown = life["groups"][1]["responses"]
+    assert [("trace" in one) for one in shown] == [True, True, False, False]
+    for response, one in zip(responses[:2], shown, strict=False):
+        trace = one["trace"]
+        unpacked = [np.frombuffer(base64.b64decode(line), "<f4") for line in trace["policy"]]
+        np.testing.assert_array_equal(np.stack(unpacked), response.policy)
+        np.testing.assert_array_equal(
+            np.frombuffer(base64.b64decode(trace["behavior"]), "<f4"), response.behavior
+        )
+        assert trace["pieces"] == [WORDS[token] for token in trace["ids"]]
+        assert one["text"] is None and shown[2]["text"]
+    assert life["objective"]["bounds"]["scale"] == "sqrt(L/t)"
+
+
+def test_steps_are_chosen_by_the_room_there_is(tmp_path):
+    make_run(tmp_path / "run", steps=14)
+    runs = find_runs([tmp_path])
+    every = [life["steps"] for size in (0, 0.02, 4) for life in build_life(runs, megabytes=size)]
+    assert every[-1] == 14 and 1 <= every[0] < 14 and len(every) == 2
+    assert spread_out([1, 2, 3, 4, 5, 6, 7], most=3) == [1, 4, 7]
+    assert spread_out([1, 2], most=5) == [1, 2]
+    assert spread_out([1, 2, 3], most=1) == [3]
+
+
+def test_a_character_of_several_tokens_stands_at_its_last(tmp_path):
+    from tokenizers import Tokenizer, decoders, models
+
+    bytes_of = {"Ã": 0, "©": 1, "x": 2}  # é in byte-level spelling
+    tokenizer = Tokenizer(models.BPE(bytes_of, [], unk_token="x"))
+    tokenizer.decoder = decoders.ByteLevel()
+    make_run(tmp_path / "run", steps=1)
+    tokenizer.save(str(tmp_path / "run" / "model" / "tokenizer.json"))
+    pieces = Pieces(find_runs([tmp_path])[0])
+    assert pieces.of([2, 0, 1, 2]) == ["x", "", "é", "x"]
+    (tmp_path / "run" / "model" / "tokenizer.json").unlink()
+    assert Pieces(find_runs([tmp_path])[0]).of([2]) is None

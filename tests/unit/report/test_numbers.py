@@ -1,0 +1,214 @@
+"""What a report says, recomputed from the raw files by other code."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_rl.report.build import collect, write_report
+from megatron_rl.report.runs import find_runs, group_runs
+from megatron_rl.report.series import centered_mean, default_threshold
+from megatron_rl.runs.rows import PHASES
+from tests.made_runs import EPOCHS, make_run
+
+SETS = ("AMC23", "AIME24")
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """Two objectives by two seeds."""
+    folder = tmp_path_factory.mktemp("study")
+    for objective in ("pnpo", "gspo"):
+        for seed in (1, 2):
+            make_run(
+                folder / f"{objective}-{seed}", objective=objective, seed=seed, sets=SETS, steps=8
+            )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(study):
+    return collect(group_runs(find_runs([study])), threshold=0.45, megabytes=4)
+
+
+def raw(study, name):
+    return [json.loads(line) for line in (study / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def column(rows, key):
+    return np.array([np.nan if row.get(key) is None else row[key] for row in rows])
+
+
+def smoothed(rewards):
+    """The centered mean of 11 by convolution; NaN is left out of sums and counts."""
+    there = ~np.isnan(rewards)
+    sums = np.convolve(np.where(there, rewards, 0), np.ones(11))[5 : 5 + rewards.size]
+    counts = np.convolve(there.astype(float), np.ones(11))[5 : 5 + rewards.size]
+    return np.where(there, sums / np.maximum(counts, 1), np.nan)
+
+
+def test_the_centered_mean_by_hand():
+    assert centered_mean([1, 2, 6], window=3) == [1.5, 3, 4]  # (1+2)/2, (1+2+6)/3, (2+6)/2
+    assert centered_mean([1, None, 6], window=3) == [1, None, 6]
+    assert centered_mean([0, 0, 0, 0, 0, 11, 0, 0, 0, 0, 0])[5] == 1  # 11 steps
+    assert centered_mean([]) == []
+
+
+def test_runs_that_differ_in_their_seed_alone_are_one_group(data):
+    assert [group["label"] for group in data["groups"]] == ["gspo", "pnpo"]  # what differs
+    names = [[data["runs"][i]["name"] for i in group["runs"]] for group in data["groups"]]
+    assert names == [["gspo-1", "gspo-2"], ["pnpo-1", "pnpo-2"]]
+    assert data["groups"][1]["differs"]["objective.constraint.low"] == "0.02"
+
+
+def test_a_study_s_axes_name_its_lines(tmp_path):
+    rows = []
+    for place, (sides, epochs) in enumerate([("one-sided", 4), ("both", 4), ("both", 1)]):
+        make_run(
+            tmp_path / "runs" / f"r{place}", steps=1, traced=0,
+            trainer={"epochs": epochs}, extra={"sided": sides},
+        )  # fmt: skip
+        rows.append({"run": f"r{place}", "axis/gate": sides, "axis/reuse": str(epochs), "seed": 1})
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "results.parquet")
+    labels = [group.label for group in group_runs(find_runs([tmp_path]))]
+    assert labels == ["gate one-sided · reuse 4", "gate both · reuse 4", "gate both · reuse 1"]
+
+
+def test_best_scores_are_those_of_the_paper_s_table(study, data):
+    for group in data["groups"]:
+        best = np.empty((2, 2))  # [runs, sets]
+        last = np.empty(2)
+        for place, index in enumerate(group["runs"]):
+            rows = raw(study, data["runs"][index]["name"])
+            scores = 100 * np.stack([column(rows, f"eval/{name}/avg@8") for name in SETS])
+            best[place] = np.nanmax(scores, axis=1)
+            last[place] = scores[:, ~np.isnan(scores[0])][:, -1].mean()
+        for place, name in enumerate(SETS):
+            shown = group["best"][f"eval/{name}/avg@8"]
+            want = best[:, place]
+            assert tuple(shown.values()) == pytest.approx((want.mean(), want.min(), want.max()))
+        averages = best.mean(axis=1)  # of independently chosen peaks, unweighted
+        assert group["best"]["Avg."]["mean"] == pytest.approx(averages.mean())
+        assert group["best"]["Last"]["mean"] == pytest.approx(last.mean())
+
+
+def test_curves_and_first_passage(study, data):
+    reached = 0
+    for run in data["runs"]:
+        rows = raw(study, run["name"])
+        reward, smooth = column(rows, "reward/mean"), smoothed(column(rows, "reward/mean"))
+        np.testing.assert_allclose(np.array(run["reward"], float), reward)
+        np.testing.assert_allclose(np.array(run["smooth"], float), smooth)
+        spent = {
+            "batches": np.arange(len(rows)),
+            "hours": np.nan_to_num(column(rows, "time/step")).cumsum() / 3600,
+            "tokens": np.nan_to_num(column(rows, "rollout/tokens")).cumsum(),
+            "updates": np.nan_to_num(column(rows, "train/updates")).cumsum(),
+        }
+        for name, want in spent.items():
+            np.testing.assert_allclose(run["spent"][name], want, rtol=1e-12)
+        above = np.flatnonzero(np.nan_to_num(smooth) >= 0.45)
+        reached += above.size > 0
+        want = {name: values[above[0]] for name, values in spent.items()} if above.size else None
+        assert run["passage"] == (want and pytest.approx(want))
+        for key, values in run["curves"].items():
+            np.testing.assert_array_equal(np.array(values, float), column(rows, key))
+        for phase in PHASES:
+            assert run["seconds"][phase] == pytest.approx(np.nansum(column(rows, f"time/{phase}")))
+    assert reached == 4
+    lowest = min(
+        np.nanmax(smoothed(column(raw(study, r["name"]), "reward/mean"))) for r in data["runs"]
+    )
+    assert 0 <= lowest - default_threshold(find_runs([study])) < 0.05
+
+
+def test_log_ratios_by_position_from_the_parquet_files(study, data):
+    """One position a bin here; population standard deviation; quantiles by interpolation."""
+    for group in data["groups"]:
+        found = {name: [[[] for _ in range(40)] for _ in range(EPOCHS)] for name in
+                 ("local", "cumulative", "sequence", "prefix")}  # fmt: skip
+        for index in group["runs"]:
+            folder = study / data["runs"][index]["name"]
+            for file in sorted((folder / "traces").iterdir()):
+                traces = pq.read_table(file).to_pylist()
+                rollouts = pq.read_table(folder / "rollouts" / file.name).to_pylist()
+                for trace in traces:
+                    before = rollouts[trace["rollout"]]["behavior_logprobs"]
+                    for epoch, now in enumerate(trace["policy_logprobs"]):
+                        total, whole = 0.0, sum(a - b for a, b in zip(now, before, strict=True))
+                        for t, (a, b) in enumerate(zip(now, before, strict=True)):
+                            total += a - b
+                            found["local"][epoch][t].append(a - b)
+                            found["cumulative"][epoch][t].append(total)
+                            found["sequence"][epoch][t].append(whole / len(now))
+                            found["prefix"][epoch][t].append(total / (t + 1))
+        ratios = group["ratios"]
+        assert ratios["responses"] == 2 * 8 * 4
+        places = [int(position) - 1 for position in ratios["positions"]]
+        assert places == [t for t in range(40) if len(found["local"][0][t]) >= 8]
+        for name, scale in ratios["scales"].items():
+            for epoch in range(EPOCHS):
+                cells = [np.array(found[name][epoch][t]) for t in places]
+                np.testing.assert_allclose(
+                    scale["std"][epoch], [c.std() for c in cells], atol=1e-12
+                )
+                for key, share in (("q05", 5), ("median", 50), ("q95", 95)):
+                    want = [np.percentile(cell, share) for cell in cells]
+                    np.testing.assert_allclose(scale[key][epoch], want, atol=1e-12)
+
+
+def test_the_gate_by_position_and_epoch_is_that_of_the_metrics(study, data):
+    for group in data["groups"]:
+        rows = [row for i in group["runs"] for row in raw(study, data["runs"][i]["name"])[1:]]
+        gate = group["gate"]
+        assert gate["steps"] == list(range(1, 9))
+        for name in ("acceptance", "prefix_mean_log_std", "prefix_mean_log_q95"):
+            for epoch in range(EPOCHS):
+                for tenth in range(10):
+                    key = f"epoch_{epoch + 1}/by_fraction/{(tenth + 1) / 10:.1f}/{name}"
+                    assert gate["all"][name][epoch][tenth] == pytest.approx(
+                        column(rows, key).mean()
+                    )
+                    for place, step in enumerate(gate["steps"]):
+                        own = np.mean([row[key] for row in rows if row["step"] == step])
+                        assert gate["each"][place][name][epoch][tenth] == pytest.approx(own)
+
+
+def test_files_go_where_they_are_asked_for(study, tmp_path):
+    written = write_report([study / "pnpo-1"], bundle=True)
+    assert {path.parent for path in written} == {study / "pnpo-1"}
+    assert {path.name for path in written} == {
+        "report.html", "learning.png", "time_to_reward.png", "log_ratios.png", "gate.png",
+        "seconds.png", "report.zip",
+    }  # fmt: skip
+    import zipfile
+
+    with zipfile.ZipFile(study / "pnpo-1" / "report.zip") as bundle:
+        names = bundle.namelist()
+        assert {
+            "report.html",
+            "gate.png",
+            "runs/pnpo-1/metrics.jsonl",
+            "runs/pnpo-1/config.yaml",
+        } <= set(names)
+        assert bundle.read("report.html") == (study / "pnpo-1" / "report.html").read_bytes()
+    with pytest.raises(ValueError, match="--output"):
+        write_report([study / "pnpo-1", study / "gspo-1"])
+    with pytest.raises(ValueError, match="holds no run"):
+        write_report([tmp_path])
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="nothing is recorded"):
+        write_report([tmp_path])
+
+
+def test_a_run_with_hardly_anything_is_reported_all_the_same(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/a/avg@1": 0.5}\n')
+    assert [path.name for path in write_report([tmp_path])] == [
+        "report.html",
+        "learning.png",
+        "seconds.png",
+    ]
+    assert Path(tmp_path / "report.html").stat().st_size < 150_000
