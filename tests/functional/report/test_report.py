@@ -170,7 +170,7 @@ def test_a_link_opens_at_one_response(page, folder):
 
 
 def test_the_same_prompt_of_another_run_is_one_click_away(page):
-    """Runs of one seed trace the same prompts; here they even drew the same responses."""
+    """Runs trace the same prompts where they can."""
     opened = text_of(page, "#opened")
     other = text_of(page, ".elsewhere a")
     page.run('document.querySelector(".elsewhere a").click()')
