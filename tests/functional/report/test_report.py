@@ -7,6 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl.report.build import write_report
+from megatron_rl.report.runs import find_runs, group_runs
+from megatron_rl.report.series import first_passage
 from tests.functional.report.browser import Browser, missing
 from tests.functional.tiny_runs import ROOT
 from tests.made_runs import EPOCHS, GROUP, HOSTILE, make_run
@@ -42,6 +44,10 @@ return [...document.querySelectorAll("canvas")].filter((one) => one.offsetHeight
     }
     return false;
 });
+"""
+BATCHES = """
+return [...document.querySelectorAll("#time tbody tr")]
+    .map((row) => [row.cells[0].textContent, row.cells[2].querySelector("span").firstChild.data]);
 """
 CHOOSE = """
 const buttons = [...document.querySelectorAll(`${arguments[0]} .choice button`)];
@@ -104,15 +110,20 @@ def test_a_filter_hides_a_setting_everywhere(page):
     assert page.run(ROWS) == 8
 
 
-def test_the_axis_and_the_threshold_change_what_is_shown(page):
+def test_the_axis_and_the_threshold_change_what_is_shown(page, folder):
+    groups = group_runs(find_runs([folder]))
     label = 'return document.querySelector("#curves .chart").uplot.axes[0].label'
     assert page.run(label) == "rollout batches"
     page.run(CHOOSE, "nav", "hours")
     assert page.run(label) == "hours"
-    before = text_of(page, "#time tbody")
-    assert page.run(SLIDE, "threshold", 0.45) == "0.45"
-    assert before != text_of(page, "#time tbody")
-    assert "2 of 2" in text_of(page, "#time tbody")
+    for threshold in (0.45, 0.55):
+        assert page.run(SLIDE, "threshold", threshold) == str(threshold)
+        shown = page.run(BATCHES)
+        assert [name for name, _ in shown] == [group.label for group in groups]
+        for group, (_, batches) in zip(groups, shown, strict=True):
+            passages = [first_passage(run, threshold) for run in group.runs]
+            mean = sum(passage["batches"] for passage in passages) / len(passages)
+            assert float(batches) == pytest.approx(mean)
 
 
 def test_epochs_and_steps_of_the_gate_can_be_chosen(page):
