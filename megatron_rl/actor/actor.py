@@ -165,14 +165,20 @@ class MegatronActor:
         """
         with megatron_runtime():
             save_checkpoint(
-                folder, chunks=self.chunks, optimizer=self.optimizer, updates=self.updates
+                folder,
+                chunks=self.chunks,
+                topology=self.topology,
+                optimizer=self.optimizer,
+                updates=self.updates,
             )
 
     def load(self, folder: str | Path) -> None:
         """Continue from a saved folder, of this layout or another. Collective."""
         self.wake_up()
         with megatron_runtime():
-            self.updates = load_checkpoint(folder, chunks=self.chunks, optimizer=self.optimizer)
+            self.updates = load_checkpoint(
+                folder, chunks=self.chunks, topology=self.topology, optimizer=self.optimizer
+            )
 
     def check_weights(self) -> None:
         """Raise FloatingPointError naming this rank's parameters that are not finite."""

@@ -6,55 +6,34 @@ beside its final name and renamed when complete: a killed save leaves nothing th
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_rl.actor.checkpoint_contents import COMPLETE, FOLDER, STATE, is_checkpoint, read_state
 from megatron_rl.actor.model import PolicyModel
+from megatron_rl.actor.optimizer_slices import sliced_optimizers
 from megatron_rl.actor.weights import load_weights, named_parameters
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import ModelShape
 
 # Handed out as copies: Megatron-core writes its process groups into what it is given.
-_METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    # Optimizer state is gathered by gloo, in host memory and on one rank of each data-parallel
-    # group: the device needs none, so an actor can be saved asleep, beside an engine.
-    "distrib_optim_fully_reshardable_mem_efficient": True,
-}
-
-
-def _set_shard_states(self: DistributedOptimizer, model_param: Any, tensors: dict) -> None:
-    """Copy one parameter's shard and moments from a checkpoint.
-
-    Megatron-core 0.16 asks the checkpoint for torch Adam's per-parameter "step" too, which it keeps
-    elsewhere (KeyError: 'step'); with apex or Transformer Engine there is none.
-    """
-    group, order = self.model_param_group_index_map[model_param]
-    main_param = self.optimizer.param_groups[group]["params"][order]
-    targets = {"param": main_param, **self.optimizer.state[main_param]}
-    for key, tensor in tensors.items():
-        targets[key].copy_(tensor)
-
-
-@contextlib.contextmanager
-def _optimizer_loading() -> Iterator[None]:
-    """Let Megatron-core load a checkpoint into a distributed optimizer on torch's Adam."""
-    with mock.patch.object(
-        DistributedOptimizer, "_set_main_param_and_optimizer_states", _set_shard_states
-    ):
-        yield
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def _sharded_state(
@@ -68,7 +47,10 @@ def _sharded_state(
     }
     if optimizer is None:
         return models
-    state = optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=dict(_METADATA))
+    with sliced_optimizers():
+        state = optimizer.sharded_state_dict(
+            models, is_loading=is_loading, metadata=dict(_METADATA)
+        )
     return {**models, "optimizer": state}
 
 
@@ -76,14 +58,16 @@ def save_checkpoint(
     folder: str | Path,
     *,
     chunks: list[PolicyModel],
+    topology: Topology,
     optimizer: MegatronOptimizer | None = None,
     updates: int = 0,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> None:
     """Write a complete checkpoint folder; collective, replaces a folder of the same name.
 
-    Without an optimizer it holds the weights alone. dtypes: of the Hugging Face tensors that the
-    weights came from, where nothing else will keep them.
+    Every rank writes a share: its slice of the optimizer, and some of the weights that its
+    data-parallel group has in common. Without an optimizer it holds the weights alone.
+    dtypes: of the Hugging Face tensors that the weights came from, where nothing else keeps them.
     """
     folder = Path(folder)
     partial = folder.with_name(f".{folder.name}.partial")
@@ -93,7 +77,10 @@ def save_checkpoint(
         partial.mkdir(parents=True)
     dist.barrier()
     state = _sharded_state(chunks, optimizer, is_loading=False)
-    dist_checkpointing.save(state, str(partial), content_metadata=dict(_METADATA))
+    writer = FullyParallelSaveStrategyWrapper(
+        get_default_save_sharded_strategy(), topology.dp_cp_group
+    )
+    dist_checkpointing.save(state, str(partial), writer, content_metadata=dict(_METADATA))
     dist.barrier()
     if dist.get_rank() == 0:
         about: dict[str, Any] = {"updates": updates, "optimizer": optimizer is not None}
@@ -108,21 +95,29 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    folder: str | Path, *, chunks: list[PolicyModel], optimizer: MegatronOptimizer | None = None
+    folder: str | Path,
+    *,
+    chunks: list[PolicyModel],
+    topology: Topology,
+    optimizer: MegatronOptimizer | None = None,
 ) -> int:
     """Load model and optimizer in place, under any layout; returns the updates done so far.
 
-    An optimizer that the checkpoint lacks starts afresh from the weights. Collective. Raises
+    Each rank reads its slice of the optimizer, and a share of the weights for its data-parallel
+    group. An optimizer that the checkpoint lacks starts afresh from the weights. Collective. Raises
     ValueError when the folder is missing or its save did not finish.
     """
     state = read_state(folder)
     stored = optimizer if state["optimizer"] else None
     wanted = _sharded_state(chunks, stored, is_loading=True)
-    loaded = dist_checkpointing.load(wanted, str(folder))
+    reader = FullyParallelLoadStrategyWrapper(
+        get_default_load_sharded_strategy(str(folder)), topology.dp_cp_group
+    )
+    loaded = dist_checkpointing.load(wanted, str(folder), reader)
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[f"model{index}" if len(chunks) > 1 else "model"])
     if stored is not None:
-        with _optimizer_loading():
+        with sliced_optimizers():
             stored.load_state_dict(loaded["optimizer"])
         for part in getattr(stored, "chained_optimizers", [stored]):
             _as_own_kind(part.optimizer)
@@ -137,7 +132,7 @@ def load_model(
     """Fill this rank's chunks from a model folder: of safetensors, or made by `convert`."""
     stored = Path(folder) / FOLDER
     if is_checkpoint(stored):
-        load_checkpoint(stored, chunks=chunks)
+        load_checkpoint(stored, chunks=chunks, topology=topology)
     else:
         load_weights(named_parameters(chunks), shape=shape, topology=topology, folder=folder)
 

@@ -45,7 +45,7 @@ def convert_to_checkpoint(
         chunks = _build(shape, dtypes, topology)
         parameters = named_parameters(chunks)
         load_weights(parameters, shape=shape, topology=topology, folder=source, progress=progress)
-        save_checkpoint(partial / FOLDER, chunks=chunks, dtypes=dtypes)
+        save_checkpoint(partial / FOLDER, chunks=chunks, topology=topology, dtypes=dtypes)
     if topology.rank == 0:
         partial.rename(target)
     dist.barrier()
@@ -66,7 +66,7 @@ def convert_to_hugging_face(
     shape = read_model_shape(like)
     with megatron_runtime():
         chunks = _build(shape, stored_dtypes(like, shape), topology)
-        load_checkpoint(checkpoint, chunks=chunks)
+        load_checkpoint(checkpoint, chunks=chunks, topology=topology)
     export_weights(
         named_parameters(chunks),
         shape=shape,
