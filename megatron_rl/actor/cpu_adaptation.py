@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
@@ -83,6 +84,11 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+def _init_data(shard: ShardedTensor, device: Any, *args: Any, **kwargs: Any) -> None:
+    """Memory for a shard that is to be loaded or exchanged."""
+    _INIT_DATA(shard, _CPU if _is_cuda(device) else device, *args, **kwargs)
+
+
 def _all_gather(outputs: list[Any], tensor: Any, group: Any = None, **options: Any) -> Any:
     """All-gather of different numbers of rows, as NCCL has it: gloo's wants them equal."""
     most = max(len(output) for output in outputs)
@@ -105,6 +111,7 @@ def _reduce_scatter(output: Any, inputs: list[Any], group: Any = None, **_: Any)
 
 
 _EQUAL_ALL_GATHER = dist.all_gather
+_INIT_DATA = ShardedTensor.init_data
 _TENSOR_TYPE = Tensor.type
 _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "zeros_like", "empty_like")
 
@@ -120,6 +127,7 @@ _CPU_PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "current_stream", _CpuStream),
     (torch.cuda, "default_stream", _CpuStream),
     (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
+    (ShardedTensor, "init_data", _init_data),
     (dist, "all_gather", _all_gather),
     (dist, "reduce_scatter", _reduce_scatter),
     (token_dispatcher, "maybe_move_tensor_to_cpu", _to_host),
