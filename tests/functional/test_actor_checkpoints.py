@@ -126,15 +126,11 @@ def test_a_checkpoint_written_megatrons_own_way_loads_to_the_same_bits(reports, 
 
 
 def test_every_rank_writes_and_reads_a_share(root, reports):
-    """Data parallel over all ranks: a quarter each, and what describes the checkpoint."""
-    folder = root / "qwen2-checkpoints"
-
-    def written(name):
-        files = [(folder / name).glob(f"__{rank}_*.distcp") for rank in range(RANKS)]
-        return [sum(file.stat().st_size for file in own) for own in files]
-
-    whole = sum(written("0"))
-    assert max(written("0")) < 0.3 * whole
-    assert max(report["qwen2", "read"] for report in reports) < 0.35 * whole
-    # Megatron-core's: weights shared out like ours, 12 of 14 bytes by one rank.
-    assert max(written("own")) > 0.8 * sum(written("own"))
+    """Data parallel over all ranks: a quarter each, besides the small table of the checkpoint."""
+    files = (root / "qwen2-checkpoints" / "0").glob("*.distcp")
+    written = {file.name: file.stat().st_size for file in files}
+    whole = sum(written.values())
+    for rank, report in enumerate(reports):
+        own = sum(size for name, size in written.items() if name.startswith(f"__{rank}_"))
+        assert 0.2 * whole < own < 0.3 * whole
+        assert report["qwen2", "read"] < 0.6 * whole
