@@ -84,9 +84,9 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _init_data(shard: ShardedTensor, device: Any, *args: Any, **kwargs: Any) -> None:
+def _init_data(shard: ShardedTensor, asked: Any, *args: Any, **kwargs: Any) -> None:
     """Memory for a shard that is to be loaded or exchanged."""
-    _INIT_DATA(shard, _CPU if _is_cuda(device) else device, *args, **kwargs)
+    _INIT_DATA(shard, device.local_device() if _is_cuda(asked) else asked, *args, **kwargs)
 
 
 def _all_gather(outputs: list[Any], tensor: Any, group: Any = None, **options: Any) -> Any:
