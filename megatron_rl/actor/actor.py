@@ -164,21 +164,16 @@ class MegatronActor:
         A sleeping actor stays asleep.
         """
         with megatron_runtime():
-            save_checkpoint(
-                folder,
-                chunks=self.chunks,
-                topology=self.topology,
-                optimizer=self.optimizer,
-                updates=self.updates,
-            )
+            save_checkpoint(folder, updates=self.updates, **self._held())
 
     def load(self, folder: str | Path) -> None:
         """Continue from a saved folder, of this layout or another. Collective."""
         self.wake_up()
         with megatron_runtime():
-            self.updates = load_checkpoint(
-                folder, chunks=self.chunks, topology=self.topology, optimizer=self.optimizer
-            )
+            self.updates = load_checkpoint(folder, **self._held())
+
+    def _held(self) -> dict[str, Any]:
+        return {"chunks": self.chunks, "topology": self.topology, "optimizer": self.optimizer}
 
     def check_weights(self) -> None:
         """Raise FloatingPointError naming this rank's parameters that are not finite."""
