@@ -159,10 +159,7 @@ class MegatronActor:
             self.asleep = False
 
     def save(self, folder: str | Path) -> None:
-        """Write model, optimizer and schedule; complete under its name or not there. Collective.
-
-        A sleeping actor stays asleep.
-        """
+        """Write all of it, complete under its name or not there; asleep or not. Collective."""
         with megatron_runtime():
             save_checkpoint(folder, updates=self.updates, **self._held())
 
