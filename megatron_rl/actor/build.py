@@ -36,13 +36,17 @@ def build_chunks(
 
 
 def wrap_chunks(
-    chunks: list[PolicyModel], *, config: TransformerConfig
+    chunks: list[PolicyModel], *, config: TransformerConfig, overlap_reduction: bool
 ) -> list[DistributedDataParallel]:
-    """Chunks with contiguous float32 gradient buffers, summed over data x context parallelism."""
+    """Chunks with contiguous float32 gradient buffers, summed over data x context parallelism.
+
+    Parameters are gathered where they are stepped, not in the next forward: who reads weights (a
+    push, a checkpoint) then never meets stale ones.
+    """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=overlap_reduction,
         average_in_collective=False,
         check_for_nan_in_grad=False,  # the optimizer step reports it through the gradient norm
     )
@@ -50,6 +54,11 @@ def wrap_chunks(
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
+    if overlap_reduction:
+        waiting = [chunk.no_sync for chunk in wrapped]  # until the last micro-batch
+        config.no_sync_func = waiting if len(waiting) > 1 else waiting[0]
+        for chunk in chunks:
+            chunk.announce_head_gradient()
     config.finalize_model_grads_func = finalize_gradients
     assert_sum_semantics(wrapped, config=config)
     return wrapped
