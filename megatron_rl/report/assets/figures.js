@@ -59,6 +59,7 @@ function timeToReward() {
   const tops = DATA.runs.map((run) => Math.max(...finite(run.smooth)));
   const lows = DATA.runs.map((run) => Math.min(...finite(run.smooth)));
   const low = Math.floor(100 * Math.min(...lows)) / 100, high = Math.floor(100 * Math.max(...tops)) / 100;
+  if (!Number.isFinite(high)) return h("p", { class: "nothing" }, "No rollout batch is recorded yet.");
   let threshold = DATA.threshold ?? high;
   const host = h("div");
   const draw = () => {

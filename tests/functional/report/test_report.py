@@ -206,3 +206,13 @@ def test_a_page_without_traces_says_so(browser, tmp_path):
     assert browser.said() == []
     assert "traced_responses" in text_of(browser, "#life")
     assert page.stat().st_size < 200_000
+
+
+def test_a_run_that_has_hardly_begun_has_a_page(browser, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/a/avg@1": 0.5}\n')
+    write_report([tmp_path])
+    browser.open(tmp_path / "report.html")
+    assert browser.said() == []
+    assert "50.0" in text_of(browser, "#scores")
+    assert "No rollout batch" in text_of(browser, "#time")
+    assert not any(word in text_of(browser, "main") for word in ("NaN", "Infinity", "undefined"))
