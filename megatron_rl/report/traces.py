@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -13,9 +13,16 @@ from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import Objective, build_objective
 from megatron_rl.objectives.constraints import apply_constraint
 from megatron_rl.objectives.inputs import TokenInputs
-from megatron_rl.objectives.objective import finite_where_dropped, rollout_factor
+from megatron_rl.objectives.objective import (
+    PolicyObjective,
+    finite_where_dropped,
+    rollout_factor,
+)
+from megatron_rl.objectives.spec import HardGate, PpoClip, Truncate, TvFilter, Unconstrained
 from megatron_rl.objectives.weights import LogRatios, compute_log_weight
 from megatron_rl.report.runs import Run
+
+OF_ONE = (PpoClip, HardGate, Truncate, TvFilter, Unconstrained)  # constraints that need no others
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,14 +90,22 @@ def spread_out(steps: Sequence[int], *, most: int) -> list[int]:
 
 
 def objective_of(run: Run) -> Objective | None:
-    """What the run was trained with; None where it is unknown here, or has no weight per token."""
+    """What the run was trained with; None where it is unknown here, or one response tells nothing.
+
+    So it is where there is no weight per token, or a constraint that whole minibatches decide.
+    """
     choices = dict(run.config.get("objective") or {})
     name = choices.pop("name", None)
     try:
         objective = build_objective(str(name), **choices)
     except ValueError:  # of another release
         return None
-    return objective if isinstance(objective, Objective) else None
+    return objective if can_be_judged(objective) else None
+
+
+def can_be_judged(objective: PolicyObjective) -> TypeGuard[Objective]:
+    """Whether its decisions follow from the log-probs of one response."""
+    return isinstance(objective, Objective) and isinstance(objective.spec.constraint, OF_ONE)
 
 
 @torch.no_grad()
