@@ -15,10 +15,20 @@ Advance = Callable[[int, int], None]  # (done, total)
 
 
 class Console:
-    """Speaks for one rank of a run and keeps what it said in the run's log; others are silent."""
+    """Speaks for one rank of a run and keeps what it said in the run's log; others are silent.
 
-    def __init__(self, *, speaks: bool, log_file: Path | None = None) -> None:
+    on_advance: called, also where it is silent, whenever what `progress` shows gets further.
+    """
+
+    def __init__(
+        self,
+        *,
+        speaks: bool,
+        log_file: Path | None = None,
+        on_advance: Callable[[], object] = lambda: None,
+    ) -> None:
         self.speaks = speaks
+        self.on_advance = on_advance
         self.log_file = log_file
         self._rich = RichConsole(file=sys.stdout, highlight=False, soft_wrap=True)
 
@@ -45,14 +55,23 @@ class Console:
 
         Without a terminal: one line a minute at most, so that a log file stays readable.
         """
+        self.on_advance()
         if not self.speaks:
-            yield lambda done, total: None
+            yield self._advance_in_silence
         elif self._rich.is_terminal:
             with self._bar() as bar:
                 task = bar.add_task(description, total=None)
-                yield lambda done, total: bar.update(task, completed=done, total=total)
+
+                def advance(done: int, total: int) -> None:
+                    self.on_advance()
+                    bar.update(task, completed=done, total=total)
+
+                yield advance
         else:
             yield self._heartbeat(description)
+
+    def _advance_in_silence(self, done: int, total: int) -> None:
+        self.on_advance()
 
     def _bar(self) -> Progress:
         return Progress(
@@ -69,6 +88,7 @@ class Console:
 
         def advance(done: int, total: int) -> None:
             nonlocal last
+            self.on_advance()
             if time.monotonic() - last > HEARTBEAT_SECONDS:
                 last = time.monotonic()
                 self.say(f"  {description}: {done}/{total}")

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -163,11 +163,14 @@ def _place() -> ProcessPlace:
     return ProcessPlace(*(int(os.environ.get(name, "0")) for name in names))
 
 
-def start_processes(arguments: list[str], *, world_size: int) -> int:
+def start_processes(
+    arguments: list[str], *, world_size: int, find_stall: Callable[[], object] = lambda: None
+) -> int:
     """Run `megatron-rl ARGUMENTS` in `world_size` processes of this node; returns the exit code.
 
     When one process fails the others are ended. A signal that asks to end is passed on, and the
     processes take the time they need; the next one ends them at once.
+    find_stall: the report of their watcher, where it has ended them because they hung.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node: no need to resolve its name
     interruption, insistent = Interruption(), threading.Event()
@@ -195,7 +198,12 @@ def start_processes(arguments: list[str], *, world_size: int) -> int:
                 for process in processes:
                     process.terminate()
             time.sleep(POLL_SECONDS)
-        return 128 + signal.SIGTERM if insistent.is_set() else _exit_code(processes, unready)
+        if insistent.is_set():
+            return 128 + signal.SIGTERM
+        if any(codes) and (report := find_stall()) is not None:
+            _say(f"the run hung and was ended: {report}; start it again with run.resume=auto")
+            return INTERRUPTED
+        return _exit_code(processes, unready)
     finally:
         _end(processes)
         for one, handler in earlier.items():

@@ -22,7 +22,7 @@ def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
-def _main_parameters(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+def main_parameters(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
     """Float32 copies of low-precision parameters; a float32 model has none."""
     for part in _parts(optimizer):
         for group in getattr(part, "shard_fp32_from_float16_groups", []):
@@ -41,7 +41,7 @@ def _replace_state(
     optimizer: MegatronOptimizer, replace: Callable[[list[Tensor]], list[Tensor]]
 ) -> list[Tensor]:
     """Put others in the places of main parameters and moments; those that were there, in order."""
-    parameters, moments = list(_main_parameters(optimizer)), list(_moments(optimizer))
+    parameters, moments = list(main_parameters(optimizer)), list(_moments(optimizer))
     held = [*(each.data for each in parameters), *(state[key] for state, key in moments)]
     new = iter(replace(held))
     for parameter in parameters:
@@ -135,6 +135,6 @@ def training_state_bytes(
     """Bytes that `TrainingState.offload` takes off this rank's device."""
     buffers = [b for chunk in wrapped for b in [*chunk.buffers, *chunk.expert_parallel_buffers]]
     total = sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
-    total += sum(p.numel() * p.element_size() for p in _main_parameters(optimizer))
+    total += sum(p.numel() * p.element_size() for p in main_parameters(optimizer))
     tensors = (state[key] for state, key in _moments(optimizer))
     return total + sum(tensor.numel() * tensor.element_size() for tensor in tensors)

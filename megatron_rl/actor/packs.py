@@ -58,9 +58,11 @@ class PackCache:
     def __init__(self, shape: ModelShape, topology: Topology, *, dtype: torch.dtype) -> None:
         self.shape, self.topology, self.dtype = shape, topology, dtype
         self._packs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.on_prepare: Callable[[], object] = lambda: None  # as each micro-batch does
 
     def prepare(self, batch: TokenBatch) -> LocalPack:
         """This rank's view of a pack."""
+        self.on_prepare()
         if batch.response_mask not in self._packs:
             self._packs[batch.response_mask] = self._build(batch)
         return self._packs[batch.response_mask]

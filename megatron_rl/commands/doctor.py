@@ -1,4 +1,7 @@
-"""`megatron-rl doctor`: what this machine has, what follows, and what is missing for what."""
+"""`megatron-rl doctor`: what this machine has, what follows, and what is missing for what.
+
+`megatron-rl doctor RUN`: what a run directory holds, and what of it is sound.
+"""
 
 import argparse
 import importlib.metadata
@@ -7,11 +10,14 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from megatron_rl.commands.ending import fail
+from megatron_rl.config import ConfigError
 from megatron_rl.processes import has_cuda
 from megatron_rl.versions import ReleaseSet, release_set
 
@@ -27,25 +33,55 @@ class Finding:
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Its options: none."""
-    doctor = commands.add_parser("doctor", help="what this machine has and what will be used")
-    doctor.set_defaults(run=lambda options, arguments: print_report())
+    """Its options."""
+    doctor = commands.add_parser(
+        "doctor", help="what this machine has and what will be used; or what of a run is sound"
+    )
+    doctor.add_argument("run_directory", nargs="?", metavar="RUN", help="a run directory")
+    doctor.set_defaults(run=run)
 
 
-def print_report() -> int:
-    """Print the findings; returns 1 if training cannot run on this machine, else 0."""
+def run(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Report on the run directory if one is named, else on this machine."""
+    if options.run_directory is None:
+        return print_report()
+    try:
+        return print_run(options.run_directory)
+    except ConfigError as error:
+        return fail(error, None)
+
+
+def print_run(path: str) -> int:
+    """Print what a run directory holds; returns 1 if some of it is not sound, else 0."""
+    from megatron_rl.runs.examination import examine_run
+
+    parts = examine_run(path)
+    rows = [(p.problem is None, p.name, p.found, p.problem or "") for p in parts]
+    _print_table(f"megatron-rl doctor {path}", ("part", "found", "problem"), rows)
+    wrong = [part.name for part in parts if part.problem is not None]
+    print(f"not sound: {', '.join(wrong)}" if wrong else "all of it is sound")
+    return 1 if wrong else 0
+
+
+def _print_table(
+    title: str, headings: tuple[str, ...], rows: Iterable[tuple[bool, str, str, str]]
+) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    findings = examine()
-    table = Table(title="megatron-rl doctor", title_justify="left")
-    for heading in ("", "part", "found", "what follows"):
+    table = Table(title=title, title_justify="left")
+    for heading in ("", *headings):
         table.add_column(heading, overflow="fold")
-    for finding in findings:
-        cells = (finding.part, finding.found, finding.use)
-        table.add_row("ok" if finding.good else "--", *(escape(cell) for cell in cells))
+    for good, *cells in rows:
+        table.add_row("ok" if good else "--", *map(escape, cells))
     Console().print(table)
+
+
+def print_report() -> int:
+    """Print the findings; returns 1 if training cannot run on this machine, else 0."""
+    rows = [(one.good, one.part, one.found, one.use) for one in examine()]
+    _print_table("megatron-rl doctor", ("part", "found", "what follows"), rows)
     missing = [part for part in REQUIRED if not _version(*part)]
     if missing:
         print(f"cannot train: {', '.join(part[0] for part in missing)} missing; "

@@ -72,6 +72,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _start(config: Config, options: argparse.Namespace, arguments: list[str]) -> int:
     from megatron_rl.preflight.settings import check_settings
+    from megatron_rl.runs.directory import RunDirectory
 
     world_size = config.parallel.model_size * (config.parallel.data or _default_replicas(config))
     if config.run.name is None:  # decided once, here, so that all processes agree
@@ -83,7 +84,8 @@ def _start(config: Config, options: argparse.Namespace, arguments: list[str]) ->
     check_settings(config, world_size=world_size)
     check_devices(world_size)
     _check_memory(config, world_size)
-    return start_processes(arguments, world_size=world_size)
+    find_stall = RunDirectory.of(config).new_stalls()
+    return start_processes(arguments, world_size=world_size, find_stall=find_stall)
 
 
 def _check_memory(config: Config, world_size: int) -> None:

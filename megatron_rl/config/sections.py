@@ -137,6 +137,8 @@ class RolloutSection(Section):
     """the engine's memory for keys and values, on a CPU"""
     time_limit_seconds: Positive = 7200.0
     """for generating one rollout batch, or one evaluation set"""
+    stall_seconds: Positive = 1800.0
+    """in which an engine finishes no response, that end the run"""
     engine: dict[str, Any] = Field(default_factory=dict)
     """further arguments of vLLM's `LLM`, as `{enable_prefix_caching: false}`; what would break a
     contract between trainer and engine is refused by name"""
@@ -156,6 +158,8 @@ class RewardSection(Section):
     1, 2, 4, 8 and 16 s and then end the run"""
     batch_size: Count = 32
     """responses that a worker judges at once, where the verifier is async or takes lists"""
+    environment: list[Annotated[str, Field(pattern=r"^\w+$")]] = []
+    """variables that the verifier sees of the environment besides ordinary ones: a judge's key"""
 
 
 class AdvantageSection(Section):
@@ -227,8 +231,17 @@ class TrainerSection(Section):
     """steps; the last step is always kept"""
     keep_checkpoints: Count = 2
     """how many, the newest"""
+    keep_best: bool = False
+    """keep the one with the best evaluation too; it has to be of a step that is saved"""
+    milestones: Count | None = None
+    """steps; checkpoints of their multiples are kept for ever"""
     skipped_updates: Count = 3
     """in a row, for a loss or gradient that is not finite, that end the run"""
+    self_test_every: Count | None = None
+    """steps; that often the run tries its own contracts (`docs/reliability.md`)"""
+    stall_seconds: Positive | None = 600.0
+    """in which a rank makes no progress, that end the run for a restart (twice as many in set-up,
+    checkpoints and the export); null: nobody looks (`docs/reliability.md`)"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """of weights and activations; `auto`: bfloat16 on CUDA, float32 on a CPU"""
 

@@ -50,17 +50,19 @@ def batch_lines(launch: Launch, *, requeue: int, link: int) -> str:
     """What the batch script does before srun; `link` counts the jobs of a chain from 1.
 
     It leaves each end in the file `exits`, and queues a job again that was asked to end and had the
-    time to save, or that lost a node: the other ranks then fail long before SLURM knows. SLURM
-    itself requeues what it preempts without a grace time, and what a user cancels must stay so:
-    only a job that is still running is queued again.
+    time to save, that hung, or that lost a node: the other ranks then fail long before SLURM knows.
+    SLURM itself requeues what it preempts without a grace time, and what a user cancels must stay
+    so: only a job that is still running is queued again.
     """
     folder = shlex.quote(str(launch.folder))
+    stalls = shlex.quote(str(launch.run_folder / "stalls"))
     asked = "|".join(str(status) for status in ASKED_TO_END)
     asked_and_running = "|".join(f"{status}:RUNNING" for status in ASKED_TO_END)
     lines = [
         "set +xv",
         "unset SLURM_UNBUFFEREDIO  # with it ranks write to terminals, and draw progress bars",
         f"exits={folder}/{EXITS}",
+        "began=$(date +%s)",
     ]
     if link > 1:
         lines += [
@@ -72,6 +74,7 @@ def batch_lines(launch: Launch, *, requeue: int, link: int) -> str:
         "finish() {",
         "    status=$?",
         "    set +e",
+        f'    [ "$status" -ne 0 ] && hung && status={ASKED_TO_END[0]}  # its watcher has ended it',
         '    kill $rehearsal 2>/dev/null',
         '    echo "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0} $status" >>"$exits"',
         '    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)',
@@ -86,6 +89,7 @@ def batch_lines(launch: Launch, *, requeue: int, link: int) -> str:
         '        scontrol requeue "$SLURM_JOB_ID"',
         "    fi",
         "}",
+        f'hung() {{ [ -n "$(find {stalls} -type f -newermt "@$began" 2>/dev/null)" ]; }}',
         "all_nodes_answer() {",
         '    timeout 60 srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \\',
         '        --ntasks="$SLURM_JOB_NUM_NODES" true',

@@ -32,7 +32,10 @@ def check_disk(config: Config, run: RunDirectory, shape: ModelShape) -> None:
     parameters = sum(math.prod(size) for size in tensor_shapes(shape).values())
     # one more than kept: the newest is complete before the oldest goes
     checkpoints = parameters * CHECKPOINT_BYTES_PER_PARAMETER
-    checkpoints *= config.trainer.keep_checkpoints + 1
+    trainer = config.trainer
+    milestones = trainer.steps // trainer.milestones if trainer.milestones else 0
+    kept = trainer.keep_checkpoints + trainer.keep_best + milestones
+    checkpoints *= kept + 1
     there = _size_of(run.checkpoints.path)
     export = parameters * EXPORT_BYTES_PER_PARAMETER
     rollouts = _rollouts_to_come(config, run)
@@ -41,7 +44,7 @@ def check_disk(config: Config, run: RunDirectory, shape: ModelShape) -> None:
     if needed > free:
         raise ConfigError(
             f"{folder} has {describe_size(free)} free but the run needs {describe_size(needed)} "
-            f"more: {describe_size(checkpoints)} for {config.trainer.keep_checkpoints} + 1 "
+            f"more: {describe_size(checkpoints)} for {kept} + 1 "
             f"checkpoints ({describe_size(there)} are there), {describe_size(export)} for the "
             f"model, about {describe_size(rollouts)} for rollouts to come; free some, lower "
             "trainer.keep_checkpoints, or set run.dir to another disk"

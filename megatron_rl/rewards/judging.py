@@ -1,11 +1,14 @@
 """Judging responses while others are still being generated."""
 
 import threading
+from collections.abc import Callable
 from queue import SimpleQueue
 
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import Item
 from megatron_rl.types import Verdict
+
+LOOK_SECONDS = 1.0
 
 
 class Judging:
@@ -32,10 +35,17 @@ class Judging:
             raise self._error
         self._submitted.put((place, item))
 
-    def finish(self) -> dict[int, Verdict]:
-        """Every item's verdict by its place, as soon as there is one; raises what was met."""
+    def finish(
+        self, *, on_progress: Callable[[int], object] = lambda judged: None
+    ) -> dict[int, Verdict]:
+        """Every item's verdict by its place, as soon as there is one; raises what was met.
+
+        on_progress: told now and then how many judgements the pool has made in its life.
+        """
         self._submitted.put(None)
-        self._thread.join()
+        while self._thread.is_alive():
+            on_progress(self._pool.judged)
+            self._thread.join(LOOK_SECONDS)
         if self._error is not None:
             raise self._error
         return self._verdicts

@@ -12,11 +12,17 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from megatron_rl.rewards.process import START_SECONDS, PrintedLines, WorkerProcess
+from megatron_rl.rewards.process import (
+    START_SECONDS,
+    PrintedLines,
+    WorkerProcess,
+    worker_environment,
+)
 from megatron_rl.rewards.verifier import FAILED, MATH_ANSWER, TIME_LIMIT, Item, VerifierError
 from megatron_rl.types import Verdict
 
@@ -34,7 +40,8 @@ class VerifierPool:
     batch_size: responses that a worker is given at once, where the verifier takes many.
     on_error: what becomes of a response that the verifier fails on. `end`: VerifierError; `zero`:
     no reward, with the reason `FAILED`; `retry`: new attempts after 1, 2, 4, 8 and 16 s, then
-    VerifierError. say: takes each line that the verifier prints.
+    VerifierError. environment: names of variables that the verifier sees besides ordinary ones.
+    say: takes each line that the verifier prints.
     Use it as a context manager, or call `close`.
     """
 
@@ -47,6 +54,7 @@ class VerifierPool:
         verifier: str = MATH_ANSWER,
         batch_size: int = 32,
         on_error: OnError = "end",
+        environment: Sequence[str] = (),
         say: Callable[[str], object] = lambda line: print(line, file=sys.stderr),  # noqa: T201
     ) -> None:
         if workers < 1 or time_limit <= 0:
@@ -56,7 +64,13 @@ class VerifierPool:
         self._command = [
             *(sys.executable, "-m", "megatron_rl.rewards.worker", "--verifier", verifier),
             *("--time-limit", str(time_limit), "--memory-limit", str(memory_limit)),
+            *("--parent", str(os.getpid())),
         ]
+        self._environment = worker_environment(environment)
+        # A worker ends with the thread that has started it (the kernel counts threads as parents),
+        # and others than this one come and go.
+        self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="starts verifiers")
+        self.judged = 0  # in all, for whoever looks whether there is progress
         self._printed = PrintedLines(lambda line: say(f"{verifier}: {line}"))
         self._workers = [self._start_worker() for _ in range(workers)]
 
@@ -102,6 +116,7 @@ class VerifierPool:
         for worker in self._workers:
             worker.stop()
         self._workers = []
+        self._starter.shutdown()
         self._printed.close()
 
     def __enter__(self) -> Self:
@@ -142,7 +157,8 @@ class VerifierPool:
         return batch.in_order()
 
     def _start_worker(self) -> WorkerProcess:
-        return WorkerProcess(self._command, self._printed)
+        start = self._starter.submit(WorkerProcess, self._command, self._printed, self._environment)
+        return start.result()
 
     def _hand_out(self, batch: "_Batch", selector: selectors.BaseSelector) -> None:
         for worker in self._workers:
@@ -172,6 +188,7 @@ class VerifierPool:
                     raise VerifierError(f"a verifier did not start in {START_SECONDS:.0f} s")
                 if not batch.take_back(worker.places):
                     batch.finish(worker.places[0], Verdict(0.0, TIME_LIMIT, None))
+                self.judged += 1
                 self._replace(worker, selector)
 
     def _read(
@@ -196,6 +213,7 @@ class VerifierPool:
             worker.get_ready(answer)
         else:
             batch.take_answers(places, answer)
+            self.judged += len(places)
         selector.unregister(worker.output)
 
     def _replace(self, worker: WorkerProcess, selector: selectors.BaseSelector) -> None:

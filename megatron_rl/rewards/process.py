@@ -3,17 +3,40 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
-from megatron_rl.rewards.verifier import Item
+from megatron_rl.rewards.verifier import Item, VerifierError
 
 START_SECONDS = 120.0  # to import the verifier: on a crowded machine, sympy from a slow disk
 GRACE_SECONDS = 1.0  # for a worker that keeps the time limit itself
+# What a worker sees of this process's environment; keys and tokens are none of its business.
+_SEEN = re.compile(
+    r"(PATH|HOME|USER|LOGNAME|SHELL|LANG|TZ|TMPDIR|VIRTUAL_ENV|LD_LIBRARY_PATH|SSL_CERT_FILE"
+    r"|REQUESTS_CA_BUNDLE|NO_PROXY|no_proxy|LC_\w+|PYTHON\w+|XDG_\w+_HOME|\w+_NUM_THREADS"
+    r"|HF_HOME|HF_HUB_OFFLINE|TOKENIZERS_PARALLELISM|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE)"
+)
+
+
+def worker_environment(further: Sequence[str]) -> dict[str, str]:
+    """The environment of a worker: ordinary variables, and `further` ones by name.
+
+    Raises VerifierError where one of these is not set.
+    """
+    missing = [name for name in further if name not in os.environ]
+    if missing:
+        raise VerifierError(
+            f"reward.environment names {', '.join(missing)}, not set here; export it, or unname it"
+        )
+    seen = {name: value for name, value in os.environ.items()
+            if _SEEN.fullmatch(name) or name in further}  # fmt: skip
+    # A fresh interpreter finds modules where this one does.
+    return seen | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 class PrintedLines:
@@ -41,17 +64,20 @@ class PrintedLines:
 
 
 class WorkerProcess:
-    """One process; `places` are the items it is judging: none while it starts or waits."""
+    """One process; `places` are the items it is judging: none while it starts or waits.
 
-    def __init__(self, command: list[str], printed: PrintedLines) -> None:
-        # A fresh interpreter finds modules where this one does.
-        paths = os.pathsep.join(path for path in sys.path if path)
+    It ends with the thread that makes it.
+    """
+
+    def __init__(
+        self, command: list[str], printed: PrintedLines, environment: Mapping[str, str]
+    ) -> None:
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=printed.fileno(),
-            env=os.environ | {"PYTHONPATH": paths},
+            env=environment,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

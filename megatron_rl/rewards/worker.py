@@ -7,11 +7,11 @@ will release. Says how it wants to be called once the verifier is loaded, or why
 
 import argparse
 import contextlib
+import ctypes
 import io
 import json
 import os
 import resource
-import select
 import signal
 import sys
 import traceback
@@ -21,22 +21,28 @@ from typing import BinaryIO
 from megatron_rl.rewards.calling import Call
 from megatron_rl.rewards.verifier import Item, load_verifier
 
-ORPHAN_CHECK_SECONDS = 5.0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
-    """Serve judgements until standard input ends or the parent is gone."""
+    """Serve judgements until standard input ends; the kernel ends it when the parent is gone."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--verifier", required=True)
     parser.add_argument("--time-limit", type=float, required=True)
     parser.add_argument("--memory-limit", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
     arguments = parser.parse_args()
+    # The kernel ends this process with its parent, also inside C code; its input ends too, but only
+    # when every process that the parent has forked is gone.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != arguments.parent:
+        return
     # Ctrl-C and SLURM's signals reach every process of a job, while the trainer means to finish
     # its step: a worker ends when its parent does, not before.
     for request in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(request, signal.SIG_IGN)
     # The kernel's answer to an alarm is to end the process, even inside C code that holds the
-    # interpreter's lock. The parent kills sooner; this is for a worker whose parent has died.
+    # interpreter's lock. The parent kills sooner; this is for one that is stopped.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     # Answers go to a copy of standard output, so that a verifier that prints corrupts nothing; what
     # it prints leaves line by line, with what it says on standard error.
@@ -57,16 +63,7 @@ def main() -> None:
 
 
 def _serve(call: Call, source: BinaryIO, output: RawIOBase) -> None:
-    parent = os.getppid()
-    while True:
-        # One request is outstanding at a time, so nothing waits in the buffer of `source`.
-        if not select.select([source], [], [], ORPHAN_CHECK_SECONDS)[0]:
-            if os.getppid() != parent:
-                return
-            continue
-        line = source.readline()
-        if not line:
-            return
+    while line := source.readline():
         signal.setitimer(signal.ITIMER_REAL, 2 * call.time_limit + 1)
         answers = call.judge([Item(*item) for item in json.loads(line)])
         signal.setitimer(signal.ITIMER_REAL, 0)

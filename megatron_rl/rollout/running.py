@@ -23,42 +23,49 @@ def run_requests(
     requests: Sequence[SequenceRequest],
     *,
     time_limit: float,
+    stall_limit: float,
     on_finished: Callable[[int, Any], None],
+    on_step: Callable[[], object] = lambda: None,
 ) -> None:
     """Run requests to their end; calls `on_finished(place, vLLM's RequestOutput)` as each ends.
 
     core: vLLM's LLMEngine. All ranks of an engine call this with the same requests.
-    Raises TimeoutError on all of them after `time_limit` seconds, and on all of them where
-    `on_finished` of one raised, its own error there; the engine is then idle again.
+    Raises TimeoutError on all of them after `time_limit` seconds, or after `stall_limit` seconds in
+    which no response ended, and on all of them where `on_finished` of one raised, its own error
+    there; the engine is then idle again.
     A rank whose engine does not come back from a step, because another rank of it hangs or died,
     ends its process with a message: vLLM waits in a loop that nothing can interrupt.
     """
     finished: set[int] = set()
-    started = time.monotonic()
+    started = last = time.monotonic()
     names = {f"{time.monotonic_ns()}-{request.place}": request.place for request in requests}
     try:
-        with preserved_generators(), _ended_after(time_limit + GRACE):
+        limits = (time_limit + GRACE, stall_limit + GRACE)
+        with preserved_generators(), _ended_without(*limits) as ended:
             for name, request in zip(names, requests, strict=True):
                 prompt = {"prompt_token_ids": list(request.token_ids)}
                 core.add_request(name, prompt, request.params)
             steps, failure = 0, None
             while core.has_unfinished_requests():
                 if steps % _STEPS_BETWEEN_LOOKS == 0:
-                    late, failed = _any_rank_of_engine(
-                        time.monotonic() - started > time_limit, failure is not None
+                    now = time.monotonic()
+                    late, stalled, failed = _any_rank_of_engine(
+                        now - started > time_limit, now - last > stall_limit, failure is not None
                     )
                     if failed:
                         raise failure or RuntimeError("another rank of this engine failed")
-                    if late:
-                        raise TimeoutError(
-                            f"{len(finished)} of {len(requests)} responses were finished after "
-                            f"{time_limit:g} s; generate fewer or shorter ones, or raise the limit"
-                        )
+                    if late or stalled:
+                        count = f"{len(finished)} of {len(requests)} responses were finished"
+                        limit = time_limit if late else stall_limit
+                        raise TimeoutError(f"{count} {_why(limit, late=late)}")
                 steps += 1
+                on_step()
                 for output in core.step():
                     if output.finished:
                         place = names[output.request_id]
                         finished.add(place)
+                        last = time.monotonic()
+                        ended()
                         failure = failure or _error_of(on_finished, place, output)
             if failure is not None:
                 raise failure
@@ -66,6 +73,15 @@ def run_requests(
         # Requests left in the queue would come back as results of the next call.
         core.abort_request([name for name, place in names.items() if place not in finished])
         raise
+
+
+def _why(limit: float, *, late: bool) -> str:
+    if late:
+        return f"after {limit:g} s; generate fewer or shorter ones, or raise the limit"
+    return (
+        f"and none in the last {limit:g} s: the engine hangs, or its responses take longer than "
+        "rollout.stall_seconds allows"
+    )
 
 
 def _error_of(on_finished: Callable[[int, Any], None], place: int, output: Any) -> Exception | None:
@@ -90,21 +106,33 @@ def _any_rank_of_engine(*reasons: bool) -> tuple[bool, ...]:
 
 
 @contextmanager
-def _ended_after(seconds: float) -> Iterator[None]:
-    """End this process when the block takes longer."""
+def _ended_without(in_all: float, at_once: float) -> Iterator[Callable[[], None]]:
+    """End this process when the block takes longer, or when what it gives is not called for long.
 
-    def end() -> None:
-        sys.stderr.write(
-            f"megatron-rl: rank {dist.get_rank()}: the engine did not come back from a step "
-            f"within {seconds:g} s of generating: another rank of it hangs or died\n"
-        )
-        sys.stderr.flush()
-        os._exit(1)
+    For an engine that does not come back from a step; no Python may run until then.
+    """
+    since = time.monotonic()
+    ended_after = threading.Event()
 
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
+    def ended() -> None:
+        nonlocal since
+        since = time.monotonic()
+
+    def watch() -> None:
+        began = since
+        while not ended_after.wait(min(1.0, at_once / 10)):
+            now = time.monotonic()
+            if now - began > in_all or now - since > at_once:
+                sys.stderr.write(
+                    f"megatron-rl: rank {dist.get_rank()}: the engine did not come back from a "
+                    f"step, no response ended for {now - since:.0f} s: it hangs, or another rank "
+                    "of it hangs or died\n"
+                )
+                sys.stderr.flush()
+                os._exit(1)
+
+    threading.Thread(target=watch, name="engine watch", daemon=True).start()
     try:
-        yield
+        yield ended
     finally:
-        timer.cancel()
+        ended_after.set()

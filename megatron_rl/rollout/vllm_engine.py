@@ -4,7 +4,6 @@ The external launcher backend (vllm/v1/executor/uniproc_executor.py) runs one en
 process; the ranks of one engine take the same requests, so they schedule alike without talking.
 """
 
-import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,12 +15,13 @@ from torch import Tensor
 
 from megatron_rl.distributed.agreement import raise_together
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.distributed.unequal_work import UnequalWork
 from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes
 from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.push import Resharder, ReshardSettings, SyncStats, WeightHolder
 from megatron_rl.rollout.engine import Ended, Progress
 from megatron_rl.rollout.finished import FinishedResponses, load_tokenizer
-from megatron_rl.rollout.process_state import hosted_start, preserved_generators
+from megatron_rl.rollout.process_state import preserved_generators
 from megatron_rl.rollout.requests import (
     SequenceRequest,
     check_prompts,
@@ -30,12 +30,9 @@ from megatron_rl.rollout.requests import (
 )
 from megatron_rl.rollout.response_gather import gather_responses, gather_seconds
 from megatron_rl.rollout.running import GRACE, run_requests
+from megatron_rl.rollout.starting import start_vllm
 from megatron_rl.rollout.stopping import find_stop_rule
 from megatron_rl.types import Prompt, Response, SamplingSettings
-
-# An LLM that is garbage-collected tears down the default process group of the whole process
-# (vllm/distributed/parallel_state.py), so one that was started stays until the process ends.
-_STARTED: list[Any] = []
 
 
 class VllmEngine:
@@ -50,6 +47,7 @@ class VllmEngine:
     max_sequences: requests that run at once on one engine.
     time_limit: seconds for one call of `generate` or `score` on this engine, before it is an error
         on every rank.
+    stall_limit: seconds in which it finishes no response, likewise.
     stop_token_ids, stop: tokens and texts that end a response, besides those of the model's files.
     resharding: how weights are moved and verified.
     further_arguments: of vLLM's LLM, those that `engine_argument_problems` has no word against.
@@ -69,6 +67,7 @@ class VllmEngine:
         memory_fraction: float = 0.5,
         max_sequences: int = 256,
         time_limit: float = 7200.0,
+        stall_limit: float = 1800.0,
         stop_token_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
         resharding: ReshardSettings | None = None,
@@ -81,20 +80,18 @@ class VllmEngine:
         self.layout.check(self.shape)
         on_cuda = topology.device.type == "cuda"
         _check_expert_parallel(expert_parallel, on_cuda=on_cuda)
-        self.dtype = dtype
-        self.topology = topology
-        self.max_model_len = max_model_len
-        self.time_limit = time_limit
+        self.dtype, self.topology, self.max_model_len = dtype, topology, max_model_len
+        self.time_limit, self.stall_limit = time_limit, stall_limit
         self._version, self._asleep = -1, False
         self._engine_seconds = [0.0] * topology.world_size  # by rank
+        self.on_step: Callable[[], object] = lambda: None  # and while waiting for other engines
+        self._work = UnequalWork("generating", patience=stall_limit + 2 * GRACE)
         self._resharder = Resharder(self, resharding or ReshardSettings())
         self._tokenizer = load_tokenizer(model_folder)
-        own: dict[str, Any] = {
-            "vocab_size": self.shape.vocab_size,
-            "token_ids": stop_token_ids,
-            "texts": stop,
-        }
-        self._stop = find_stop_rule(model_folder, self._tokenizer, **own)
+        self._stop = find_stop_rule(
+            model_folder, self._tokenizer, vocab_size=self.shape.vocab_size,
+            token_ids=stop_token_ids, texts=stop,
+        )  # fmt: skip
         arguments: dict[str, Any] = {
             "model": str(model_folder),
             "skip_tokenizer_init": not stop,
@@ -114,7 +111,7 @@ class VllmEngine:
             "enforce_eager": not on_cuda,
             **({} if on_cuda else {"block_size": 32, "enable_chunked_prefill": False}),
         }
-        self._llm = _start_vllm(topology, arguments | dict(further_arguments or {}))
+        self._llm = start_vllm(topology, arguments | dict(further_arguments or {}))
 
     def describe_stop(self) -> str:
         """What ends a response, for the person who starts the run."""
@@ -163,9 +160,10 @@ class VllmEngine:
             share=(self.topology.rank % self.layout.tensor, self.layout.tensor),
             tokenizer=self._tokenizer,
             weight_version=self._version,
-            on_progress=on_progress,
+            on_progress=self._work.telling(on_progress),
             on_response=on_response,
         )
+        self._work.begin()
         error: Exception | None = None
         start = time.perf_counter()
         try:
@@ -178,9 +176,8 @@ class VllmEngine:
         except Exception as found:  # noqa: BLE001 - the others must not wait, whatever it is
             error = found
         seconds = time.perf_counter() - start
-        # Whoever is done first waits for the last engine, which takes at most this long.
-        limit = self.time_limit + 2 * GRACE
-        raise_together(error, doing=f"generating with {self.layout}", time_limit=limit)
+        self._work.finish(while_waiting=self.on_step)
+        raise_together(error, doing=f"generating with {self.layout}")
         self._engine_seconds = gather_seconds(seconds, device=self.topology.device)
         everything = gather_responses(kept.own, device=self.topology.device)
         assert [each.place for each in everything] == list(range(len(prompts) * samples))
@@ -306,7 +303,12 @@ class VllmEngine:
         self, requests: Sequence[SequenceRequest], *, on_finished: Callable[[int, Any], None]
     ) -> None:
         run_requests(
-            self._llm.llm_engine, requests, time_limit=self.time_limit, on_finished=on_finished
+            self._llm.llm_engine,
+            requests,
+            time_limit=self.time_limit,
+            stall_limit=self.stall_limit,
+            on_finished=on_finished,
+            on_step=self.on_step,
         )
 
 
@@ -316,30 +318,6 @@ def _check_expert_parallel(asked: bool, *, on_cuda: bool) -> None:
             "an expert parallel engine (rollout.expert_parallel) needs CUDA: vLLM's kernel for "
             "experts on CPU takes a slice of every expert; set it to false"
         )
-
-
-def _start_vllm(topology: Topology, arguments: dict[str, Any]) -> Any:
-    """vLLM's LLM in this process, which is otherwise left as it was; collective."""
-    local_rank = topology.device.index or 0 if topology.device.type == "cuda" else topology.rank
-    with hosted_start(rank=topology.rank, world_size=topology.world_size, local_rank=local_rank):
-        from vllm import LLM
-
-        from megatron_rl.rollout import inproc
-
-        inproc.register()
-        with inproc.own_shared_memory(_shared_token()):
-            llm = LLM(weight_transfer_config={"backend": inproc.BACKEND}, **arguments)
-    _STARTED.append(llm)
-    # vLLM would tear down its groups as the interpreter exits, after the trainer's are gone.
-    llm.llm_engine.engine_core._finalizer.detach()
-    return llm
-
-
-def _shared_token() -> str:
-    """A name for this run that all ranks agree on."""
-    box = [secrets.token_hex(6)]
-    dist.broadcast_object_list(box)
-    return box[0]
 
 
 def _parameters_of(model: torch.nn.Module) -> dict[str, Tensor]:

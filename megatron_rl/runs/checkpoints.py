@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +113,18 @@ class CheckpointFolders:
         (aside / "damage.txt").write_text(reason + "\n")
         return aside
 
-    def prune(self, *, keep: int) -> None:
-        """Delete all but the newest `keep` sound checkpoints, and what is not complete."""
-        for step in self.sound_steps()[:-keep]:
-            self._remove(self.folder(step))
+    def prune(
+        self, *, keep: int, spared: Callable[[Sequence[int]], Container[int]] = lambda steps: ()
+    ) -> None:
+        """Delete all but the newest `keep` sound checkpoints, and what is not complete.
+
+        spared: of the sound steps those that stay, however old.
+        """
+        sound = self.sound_steps()
+        stays = spared(sound)
+        for step in sound[:-keep]:
+            if step not in stays:
+                self._remove(self.folder(step))
         self.clean()
 
     def clean(self) -> None:

@@ -10,6 +10,7 @@ runs/NAME/config.yaml        the resolved config
           checkpoints/       step_NNNNNN/, complete or absent
           eval/              one parquet file per set and step
           faults/            rollouts of the steps in which updates were skipped, and why
+          stalls/            one file for each time that the ranks of a node hung: who, where
           model/             the trained model as a Hugging Face folder
           log.txt curves.png tensorboard/
 """
@@ -38,13 +39,14 @@ from megatron_rl.types import Rollout
 # changes.jsonl. Anything else would make it another experiment.
 RESUMABLE_CHANGES = (
     "run.", "trainer.steps", "trainer.checkpoint_every", "trainer.keep_checkpoints",
-    "trainer.skipped_updates", "trainer.tokens_per_micro_batch", "trainer.recompute", "eval.",
-    "logging.", "resharding.", "reward.workers", "reward.time_limit_seconds",
-    "reward.on_error", "parallel.", "rollout.tensor",
-    "rollout.expert_parallel", "rollout.memory_fraction", "rollout.max_sequences",
-    "rollout.kv_cache_mib", "rollout.time_limit_seconds", "optimizer.learning_rate",
-    "optimizer.min_learning_rate", "optimizer.clip_grad", "optimizer.decay",
-    "model.transformer_engine",
+    "trainer.keep_best", "trainer.milestones", "trainer.self_test_every", "trainer.stall_seconds",
+    "trainer.skipped_updates",
+    "trainer.tokens_per_micro_batch", "trainer.recompute", "eval.", "logging.", "resharding.",
+    "reward.workers", "reward.time_limit_seconds", "reward.on_error", "reward.environment",
+    "parallel.", "rollout.tensor", "rollout.expert_parallel", "rollout.memory_fraction",
+    "rollout.max_sequences", "rollout.kv_cache_mib", "rollout.time_limit_seconds",
+    "rollout.stall_seconds", "optimizer.learning_rate", "optimizer.min_learning_rate",
+    "optimizer.clip_grad", "optimizer.decay", "model.transformer_engine",
 )  # fmt: skip
 MODELS = ("model.path", "model.reference")  # compared by content: a folder may move
 
@@ -59,6 +61,7 @@ class RunDirectory:
         self.checkpoints = CheckpointFolders(self.path / "checkpoints")
         self.evaluations = self.path / "eval"
         self.faults = self.path / "faults"
+        self.stalls = self.path / "stalls"
         self.model = self.path / "model"
         self.config_file = self.path / "config.yaml"
         self.models_file = self.path / "models.json"
@@ -99,7 +102,7 @@ class RunDirectory:
                 f"{self.path} was started with other settings and cannot be continued with these; "
                 "restore them or choose another run.name:\n  " + "\n  ".join(changed)
             )
-        self._check_checkpoints(load_config(self.config_file))
+        self.check_checkpoints(load_config(self.config_file))
 
     def _changes(self, config: Config) -> dict[str, tuple[object, object]]:
         """The settings that differ from those of the last start: key -> (before, now)."""
@@ -128,6 +131,11 @@ class RunDirectory:
         is_saved = self.checkpoints.steps() or self.checkpoints.damaged()
         return self.config_file.exists() and bool(is_saved or read_metrics(self.path))
 
+    def new_stalls(self) -> Callable[[], Path | None]:
+        """What finds the newest report of a stall that was not there yet."""
+        before = set(self.stalls.glob("*.txt"))
+        return lambda: max(set(self.stalls.glob("*.txt")) - before, default=None)
+
     def lock(self) -> None:
         """Hold the directory, made where it is missing, for as long as this process lives.
 
@@ -154,7 +162,7 @@ class RunDirectory:
         file.flush()
         self._lock = file  # closing it would let go
 
-    def _check_checkpoints(self, config: Config) -> None:
+    def check_checkpoints(self, config: Config) -> None:
         """Refuse to continue where checkpoints are lost: rewinding would delete what came after.
 
         A damaged one is set aside later, and the run goes on from the one before it.

@@ -27,3 +27,13 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
                 break
             raise ValueError(f"{file}, line {number} is damaged: {error}; repair it") from error
     return rows
+
+
+def evaluation_scores(folder: Path) -> dict[int, float]:
+    """The score of each evaluated step of a run directory: the mean over its sets, in [0, 1]."""
+    scores = {}
+    for row in read_metrics(folder):
+        found = [value for key, value in row.items() if key.startswith("eval/") and "/avg@" in key]
+        if found and None not in found:
+            scores[row["step"]] = sum(found) / len(found)
+    return scores

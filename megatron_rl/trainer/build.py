@@ -1,5 +1,6 @@
 """From a config to a trainer: every part is made here, once, and handed its settings."""
 
+import math
 import os
 from datetime import timedelta
 
@@ -35,9 +36,9 @@ from megatron_rl.trainer.prompt_sets import PromptSets, share_prompt_sets
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.trainer.saving import CheckpointKeeper
 from megatron_rl.trainer.start_up import StartUp
+from megatron_rl.trainer.watched import GRACE, longest_silence, watch
 from megatron_rl.types import Prompt
-
-GRACE = timedelta(minutes=2)  # for whoever reached a limit to say so first
+from megatron_rl.watching.board import Progress
 
 
 def run_training(
@@ -68,6 +69,7 @@ def run_training(
         timeout=collective_timeout(config),
     )
     console = Console(speaks=rank == 0, log_file=directory.log_file)
+    progress = watch(config, directory, console, rank=rank)
     console.say(_describe(config, world_size))
     if (warning := describe_slow_packs(config)) is not None:
         console.say(warning)
@@ -79,6 +81,7 @@ def run_training(
         verifier=config.reward.verifier,
         batch_size=config.reward.batch_size,
         on_error=config.reward.on_error,
+        environment=config.reward.environment,
         say=Console(speaks=True, log_file=directory.log_file).log,  # of every rank
     ) as pool:
         trainer = _build_trainer(
@@ -88,11 +91,13 @@ def run_training(
             directory=directory,
             console=console,
             topology=topology,
-            judge=Judge(pool, topology),
+            judge=Judge(pool, topology, progress.count),
             interruption=interruption or Interruption(),
             start=start,
+            progress=progress,
         )
         trainer.train()
+        progress.begin("export")
         trainer.recorder.draw()
         trainer.actor.export_hf(directory.model)
         trainer.recorder.finish()
@@ -107,12 +112,13 @@ def _cores_of_rank(topology: Topology) -> int:
 
 
 def collective_timeout(config: Config) -> timedelta:
-    """How long a collective waits for a rank: longer than any limit that the config allows.
+    """How long a collective waits for a rank: the watcher, which can say who is missing, is first.
 
-    An engine that is done waits for the slowest one, which may take all its time.
+    Work that takes ranks very different times, as generating, is waited for in another way
+    (`distributed/unequal_work.py`).
     """
-    longest = max(config.rollout.time_limit_seconds, config.resharding.time_limit_seconds)
-    return max(timedelta(minutes=30), timedelta(seconds=longest) + GRACE)
+    longest = longest_silence(config)
+    return timedelta(minutes=30) if math.isinf(longest) else timedelta(seconds=longest + GRACE)
 
 
 def _build_trainer(
@@ -126,6 +132,7 @@ def _build_trainer(
     judge: Judge,
     interruption: Interruption,
     start: StartUp,
+    progress: Progress,
 ) -> Trainer:
     writer = directory if topology.rank == 0 else None
     with console.progress("starting Megatron"):
@@ -133,7 +140,8 @@ def _build_trainer(
             config.model.path, topology=topology, settings=build_actor_settings(config, topology)
         )
     log = MetricLog(directory.path, config.logging, config=config.model_dump()) if writer else None
-    clock = PhaseClock(topology.device, group=dist.group.WORLD)
+    actor.packs.on_prepare = progress.count
+    clock = PhaseClock(topology.device, group=dist.group.WORLD, progress=progress)
     recorder = Recorder(config, writer, log, console, clock)
     buffer = GroupBuffer(build_schedule(config))
     checkpoints = CheckpointKeeper(
@@ -149,6 +157,7 @@ def _build_trainer(
     actor.sleep()  # so that vLLM, which looks at the free memory, sees what it will have
     with console.progress("starting vLLM"):
         engine = build_engine(config, topology)
+    engine.on_step = progress.count
     start.ended("vllm")
     console.say(engine.describe_stop())
     return Trainer(
@@ -202,6 +211,7 @@ def build_engine(config: Config, topology: Topology) -> VllmEngine:
         memory_fraction=config.rollout.memory_fraction,
         max_sequences=config.rollout.max_sequences,
         time_limit=config.rollout.time_limit_seconds,
+        stall_limit=config.rollout.stall_seconds,
         further_arguments=config.rollout.engine,
         stop_token_ids=config.rollout.stop_token_ids,
         stop=config.rollout.stop,

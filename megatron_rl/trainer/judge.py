@@ -7,8 +7,10 @@ import torch.distributed as dist
 
 from megatron_rl.distributed.agreement import raised_together
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.distributed.unequal_work import UnequalWork
 from megatron_rl.rewards.judging import Judging
 from megatron_rl.rewards.pool import VerifierPool
+from megatron_rl.rewards.process import START_SECONDS
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, Item, VerifierError
 from megatron_rl.types import Prompt, Response, Rollout, Verdict
 
@@ -19,7 +21,14 @@ class Judge:
 
     pool: VerifierPool
     topology: Topology
+    on_progress: Callable[[], object] = lambda: None
     _judging: Judging | None = None
+    _judged: int = 0
+
+    def __post_init__(self) -> None:
+        # No worker is silent for longer: it is new, or judges.
+        patience = 2 * START_SECONDS + 2 * self.pool.time_limit
+        self._work = UnequalWork("judging responses", patience=patience)
 
     def begin(self, prompts: Sequence[Prompt], *, samples: int) -> Callable[[int, Response], None]:
         """What to call with each response that ends on this rank, and its place among all.
@@ -46,7 +55,11 @@ class Judge:
         """
         assert self._judging is not None, "begin comes first"
         with raised_together(doing="judging responses"):
-            own = self._judging.finish()
+            self._work.begin()
+            try:
+                own = self._judging.finish(on_progress=self._tell)
+            finally:
+                self._work.finish(while_waiting=self.on_progress)
         verdicts = self._gather(own, count=len(responses))
         if all(verdict.reason == FAILED for verdict in verdicts):
             raise VerifierError(
@@ -65,6 +78,12 @@ class Judge:
             Rollout(prompt=prompt, response=response, verdict=verdict)
             for prompt, response, verdict in zip(asked, responses, verdicts, strict=True)
         ]
+
+    def _tell(self, judged: int) -> None:
+        if judged != self._judged:
+            self._judged = judged
+            self._work.advance(judged)
+            self.on_progress()
 
     def _gather(self, own: dict[int, Verdict], *, count: int) -> list[Verdict]:
         shares = [own] * self.topology.world_size

@@ -33,6 +33,7 @@ from megatron_rl.trainer.rollout_batch import (
     generation_metrics,
 )
 from megatron_rl.trainer.saving import CheckpointKeeper
+from megatron_rl.trainer.self_tests import SelfTests
 from megatron_rl.trainer.start_up import StartUp
 from megatron_rl.trainer.update_metrics import UpdateMetrics
 from megatron_rl.types import Group, Prompt, SamplingSettings, Slot
@@ -59,6 +60,13 @@ class Trainer:
     clock: PhaseClock
     faults: Faults
     start: StartUp = field(default_factory=StartUp)
+    self_tests: SelfTests = field(init=False)
+
+    def __post_init__(self) -> None:
+        every = self.config.trainer.self_test_every
+        self.self_tests = SelfTests(
+            every, self.actor, self.objective, self.engine, self.check_engine, self.console
+        )
 
     def train(self) -> None:
         """Run the steps that are not done; before the first of all, evaluate."""
@@ -87,6 +95,7 @@ class Trainer:
 
         updates = UpdateMetrics()
         with self.clock.phase("train"), self.console.progress("train") as advance:
+            self.self_tests.before_updates(step, batch)
             for epoch in range(1, self.config.trainer.epochs + 1):
                 for minibatch in batch.minibatches:
                     result = self.actor.update(minibatch, self.objective)
@@ -96,6 +105,7 @@ class Trainer:
 
         with self.clock.phase("sync"):
             sync_metrics = self.publish(step)
+            self.self_tests.after_publishing(step)
 
         with self.clock.phase("eval"):
             eval_metrics = self.evaluator.evaluate_if_due(step)

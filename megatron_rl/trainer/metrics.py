@@ -2,6 +2,7 @@
 
 import json
 import math
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import torch
 from megatron_rl.config import LoggingSection
 from megatron_rl.distributed.collectives import Group, reduce_max
 from megatron_rl.peak_memory import PeakMemory
+from megatron_rl.watching.board import Progress
 
 # What TensorBoard shows first, in a group of its own, beside `eval/<set>/avg@<k>`.
 OVERVIEW = (
@@ -33,11 +35,19 @@ class PhaseClock:
 
     A step ends where `metrics` is asked for: what follows, the rest of an open phase too, belongs
     to the next one, so that no second is lost between two rows.
+    progress: is told of each phase that begins.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", *, group: Group = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        group: Group = None,
+        progress: Progress | None = None,
+    ) -> None:
         self.device = torch.device(device)
         self.group = group  # of all ranks
+        self._progress = progress or Progress()
         self.memory = PeakMemory(device)
         self._open: str | None = None
         self.reset()
@@ -53,6 +63,7 @@ class PhaseClock:
         """Charge the time and the peak memory of the enclosed block to `name`."""
         assert self._open is None, f"{name} begins within {self._open}"
         self._open, self._charged = name, time.perf_counter()
+        self._progress.begin(name)
         self.memory.reset()
         try:
             yield
@@ -119,11 +130,15 @@ class MetricLog:
                 project=self._settings.wandb.project,
                 entity=self._settings.wandb.entity,
                 name=self._folder.name,
-                id=self._folder.name,
+                id=self._wandb_id(),
                 resume="allow",
                 dir=str(self._folder),
                 config=self._config,
             )
+            # W&B drops rows of steps that it has seen, as those after a rewind: to it a step is a
+            # number like any other, by which all are drawn.
+            self._wandb.define_metric("step")
+            self._wandb.define_metric("*", step_metric="step")
 
     def append(self, row: Mapping[str, float]) -> None:
         """Write one step's row; a value that is not finite becomes null."""
@@ -137,7 +152,14 @@ class MetricLog:
                 self._tensorboard.add_scalar(tensorboard_tag(key), value, step)
             self._tensorboard.flush()
         if self._wandb is not None:
-            self._wandb.log(numbers, step=step)
+            self._wandb.log(numbers | {"step": step})
+
+    def _wandb_id(self) -> str:
+        """The run's own, kept in its folder: names of folders come again, in other projects too."""
+        file = self._folder / "wandb_id"
+        if not file.is_file():
+            file.write_text(secrets.token_hex(6))
+        return file.read_text()
 
     def close(self) -> None:
         """Flush and close the loggers."""

@@ -1,17 +1,25 @@
 """When the run is saved and from where it continues."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+from torch.distributed.checkpoint import CheckpointException
 
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.console import Console
-from megatron_rl.distributed.agreement import gather_from_ranks, raised_together, sum_over_ranks
+from megatron_rl.distributed.agreement import (
+    RankTimeoutError,
+    gather_from_ranks,
+    raised_together,
+    sum_over_ranks,
+)
 from megatron_rl.interruption import Interruption, RunInterrupted
 from megatron_rl.lag.buffer import GroupBuffer
 from megatron_rl.runs.checkpoints import file_names, sum_files
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.group_file import read_groups, write_groups
+from megatron_rl.runs.rows import evaluation_scores
 
 HELD = "held.parquet"  # in a checkpoint: generated, and not done with
 
@@ -32,6 +40,7 @@ class CheckpointKeeper:
     interruption: Interruption = field(default_factory=Interruption)
     buffer: GroupBuffer | None = None
     _saved: int = 0  # the step of the newest checkpoint
+    _is_writing: bool = False  # Megatron is, whose errors may come up on one rank alone
 
     def restore(self, actor: MegatronActor) -> int:
         """Load the newest sound checkpoint; returns the number of finished steps, 0 for none.
@@ -97,9 +106,45 @@ class CheckpointKeeper:
 
     def save_if_due(self, actor: MegatronActor, step: int) -> None:
         """Save every `trainer.checkpoint_every` steps and after the last one."""
-        last = step == self.config.trainer.steps
-        if last or step % self.config.trainer.checkpoint_every == 0:
+        if step == self.config.trainer.steps:
             self.save(actor, step)
+        elif step % self.config.trainer.checkpoint_every == 0:
+            self._save_or_go_on(actor, step)
+
+    def _save_or_go_on(self, actor: MegatronActor, step: int) -> None:
+        """Save; where a disk is full or fails, say so: the last good checkpoint is still there.
+
+        Collective. What other trouble there is, is raised.
+        """
+        try:
+            self.save(actor, step)
+        except (OSError, RuntimeError, CheckpointException) as error:
+            # Only what every rank raises can be followed by a collective.
+            if isinstance(error, RankTimeoutError) or (
+                self._is_writing and not isinstance(error, CheckpointException)
+            ):
+                raise
+            failures = getattr(error, "failures", {})  # of Megatron's, on the rank that knows them
+            told = "; ".join(f"rank {rank}: {one[0]}" for rank, one in failures.items())
+            is_disk = isinstance(error, OSError | CheckpointException)
+            if not any(gather_from_ranks(is_disk)):
+                raise
+            with raised_together(doing="removing what a failed save has left"):
+                if self.rank == 0:
+                    self.directory.checkpoints.clean()
+            what = f"step {self._saved} is what is saved" if self._saved else "nothing is saved yet"
+            self.console.say(
+                f"step {step} is not saved: {told or error}; training goes on, and {what}"
+            )
+
+    def _spared(self, steps: Sequence[int]) -> set[int]:
+        """Of these saved steps those that are kept however old: milestones, and the best one."""
+        settings = self.config.trainer
+        spared = {step for step in steps if settings.milestones and step % settings.milestones == 0}
+        if settings.keep_best:
+            scores = evaluation_scores(self.directory.path)
+            spared |= set(sorted(scores.keys() & set(steps), key=lambda step: scores[step])[-1:])
+        return spared
 
     def end_if_interrupted(self, actor: MegatronActor, done: int) -> None:
         """Save after step `done` and raise RunInterrupted if any rank was asked to end.
@@ -123,13 +168,16 @@ class CheckpointKeeper:
         """Write to a hidden folder, then rename it: a kill in between leaves no half checkpoint."""
         folders = self.directory.checkpoints
         doing = f"saving the checkpoint of step {step}"
+        self._is_writing = False
         with raised_together(doing=doing):
             if self.rank == 0:
                 folders.begin(step)
                 if self.buffer is not None and self.buffer.groups:
                     write_groups(folders.partial(step) / HELD, self.buffer.groups.values())
         partial = folders.partial(step)
+        self._is_writing = True
         actor.save(partial / "actor")
+        self._is_writing = False
         digests = gather_from_ranks(actor.digest())
         with raised_together(doing=doing):  # every rank has written its part
             seen = file_names(partial)
@@ -143,5 +191,5 @@ class CheckpointKeeper:
                 # A run that continues from here would not write them again.
                 self.wait_for_records()
                 folders.complete(step, sums=sums, digests=digests)
-                folders.prune(keep=self.config.trainer.keep_checkpoints)
+                folders.prune(keep=self.config.trainer.keep_checkpoints, spared=self._spared)
         self._saved = step

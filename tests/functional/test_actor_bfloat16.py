@@ -51,9 +51,9 @@ def _prepare(actor, topology):
 
 def _state(actor):
     """This rank's float32 main weights with their moments, and its parameters."""
-    from megatron_rl.actor.memory import _main_parameters, _parts
+    from megatron_rl.actor.memory import _parts, main_parameters
 
-    values = [parameter.detach().clone() for parameter in _main_parameters(actor.optimizer)]
+    values = [parameter.detach().clone() for parameter in main_parameters(actor.optimizer)]
     for part in _parts(actor.optimizer):
         for state in part.optimizer.state.values():
             values += [state[key].clone() for key in ("exp_avg", "exp_avg_sq")]

@@ -16,6 +16,7 @@ LAYERS = {
     "processes": {"interruption"},
     "peak_memory": set(),
     "console": set(),
+    "watching": set(),
     "versions": set(),
     "config": set(),
     "distributed": {"types"},
@@ -26,7 +27,7 @@ LAYERS = {
     "models": set(),
     "resharding": {"types", "distributed", "models"},
     "actor": {"types", "distributed", "objectives", "models", "resharding", "data"},
-    "rollout": {"types", "seeds", "distributed", "models", "resharding"},
+    "rollout": {"types", "seeds", "distributed", "models", "resharding", "watching"},
     "runs": {"types", "config", "models"},
     "lag": {"types", "seeds", "config"},
     "report": {"types", "runs", "objectives", "distributed"},
@@ -40,7 +41,7 @@ LAYERS = {
     "trainer": {
         "types", "seeds", "peak_memory", "interruption", "console", "config", "distributed",
         "objectives", "advantages", "data", "rewards", "models", "resharding", "actor", "rollout",
-        "runs", "report", "preflight", "planning", "lag",
+        "runs", "report", "preflight", "planning", "lag", "watching",
     },
     "launch": {"config", "runs"},
     "commands": {

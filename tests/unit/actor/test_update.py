@@ -5,6 +5,7 @@ tests/functional/test_actor_layouts.py.
 """
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,11 +78,56 @@ def update_with_bad_numbers(rank, world_size, root):
     assert result.skipped is None and not _unchanged(actor, before) and actor.updates == 1
     assert result.grad_norm > actor.settings.clip_grad  # it was clipped on the way
     actor.check_weights()
+    _try_self_tests(actor, objective)
     last = list(actor.named_parameters_local().values())[-1]
     last.data.view(-1)[-1] = float("nan")
     with pytest.raises(FloatingPointError, match="1 parameters are not finite, first "):
         actor.check_weights()
     return named, overflow
+
+
+def _try_self_tests(actor, objective):
+    """They pass and leave no trace; each fails by its name where its contract is broken."""
+    from megatron_rl.console import Console
+    from megatron_rl.trainer.self_tests import SelfTestError, SelfTests
+
+    def fail():
+        raise RuntimeError("engine 0 differs")
+
+    minibatch, said, engine = _make_minibatch(actor), [], SimpleNamespace(weight_version=-1)
+    fresh = SimpleNamespace(updates=actor.updates)
+    batch = SimpleNamespace(minibatches=[minibatch], groups=[fresh])
+    console = Console(speaks=False)
+    console.say = said.append
+    tests = SelfTests(2, actor, objective, engine, fail, console)
+    before, updates = _state(actor), actor.updates
+    for step in (1, 2):
+        tests.before_updates(step, batch)
+        tests.after_publishing(step)  # nothing was pushed
+    assert said == ["step 2: self-tests passed"]
+    assert _unchanged(actor, before) and actor.updates == updates
+    assert actor.settings.learning_rate == 1e-2
+    engine.weight_version = 4
+    with pytest.raises(SelfTestError, match="engine_weights failed in step 4: engine 0 differs"):
+        tests.after_publishing(4)
+    right = minibatch.micro_batches[0].behavior_logprobs
+    minibatch.micro_batches[0].behavior_logprobs = right * 1.01
+    with pytest.raises(SelfTestError, match="first_ratio failed in step 4: a ratio deviates"):
+        tests.before_updates(4, batch)
+    batch.groups = [fresh, SimpleNamespace(updates=0)]  # one is older: the ratios may be anything
+    tests.before_updates(4, batch)
+    minibatch.micro_batches[0].behavior_logprobs = right
+    update = type(actor).update
+
+    def spoil(*arguments):
+        result = update(actor, *arguments)
+        next(iter(actor.named_parameters_local().values())).data.view(-1)[0] += 1e-3
+        return result
+
+    actor.update = spoil
+    with pytest.raises(SelfTestError, match=r"zero_rate_weights failed in step 4: weights of 2 ra"):
+        tests.before_updates(4, batch)
+    del actor.update
 
 
 def build_averaging_megatrons(rank, world_size, root):

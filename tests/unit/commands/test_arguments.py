@@ -14,7 +14,7 @@ from megatron_rl.cli import main
         ),
         (["train", "--config", "c", "--seed"], "'--seed'; settings are given as seed=VALUE"),
         (["train", "--config", "c", "--lr=1"], "'--lr=1'; settings are given as key=value, as tra"),
-        (["doctor", "seed=1"], "unknown argument 'seed=1'"),
+        (["doctor", "run", "seed=1"], "unknown argument 'seed=1'"),
     ],
 )
 def test_an_option_that_is_a_setting_is_answered_by_the_setting(capsys, words, said):

@@ -215,6 +215,26 @@ def test_what_is_queued_again(config, tmp_path, status, state, restarts, nodes, 
     assert (end.job, end.restarts, end.status) == ("7", restarts, status)
 
 
+@pytest.mark.parametrize("status", [0, 137])
+def test_a_job_that_hung_is_queued_again_by_its_report(config, tmp_path, status):
+    """Its watcher has killed the ranks, and srun says no more than that."""
+    launch = plan(config, SLURM)
+    launch.folder.mkdir(parents=True)
+    stalls, said = launch.run_folder / "stalls", tmp_path / "said"
+    stalls.mkdir(parents=True)
+    for file, when in (("old", "-d yesterday"), ("new", "-d '1 second'")):
+        before = (
+            f"squeue() {{ echo RUNNING; }}; scontrol() {{ echo $* >>{said}; }}\n"
+            "timeout() { true; }; export SLURM_JOB_ID=7"
+        )
+        lines = batch_lines(launch, requeue=3, link=1) + f"\ntouch {when} {stalls}/{file}"
+        script = BATCH.format(before=before, lines=lines, status=status)
+        assert subprocess.run(["bash", "-c", script], check=False).returncode == status
+        is_again = file == "new" and status
+        assert (said.read_text() if said.exists() else "") == ("requeue 7\n" if is_again else "")
+        assert read_exits(str(launch.folder))[-1].status == (75 if is_again else status)
+
+
 def test_a_batch_script_that_slurm_ends_does_not_pass_for_done(config):
     launch = plan(config, SLURM)
     launch.folder.mkdir(parents=True)

@@ -36,6 +36,8 @@ def verify_as_told(text, ground_truth, data_source):
             raise LookupError("broken for the moment")
         case ["pid"]:
             return 0.0, str(os.getpid()), None
+        case ["environment"]:
+            return 0.0, ",".join(sorted(os.environ)), None
         case ["modules"]:
             return 0.0, ",".join(sorted({"torch", "vllm", "numpy"} & set(sys.modules))), None
     return float(len(text)), data_source, ground_truth

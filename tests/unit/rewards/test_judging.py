@@ -18,6 +18,7 @@ class Pool:
 
     def __init__(self):
         self.free, self.calls = threading.Event(), []
+        self.judged = 0
 
     def verify_all(self, items, *, more):
         self.calls.append(len(items))

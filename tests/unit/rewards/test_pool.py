@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -177,7 +178,8 @@ def test_a_started_pool_has_loaded_the_verifier(tmp_path, monkeypatch):
 
 
 def test_a_worker_whose_parent_is_gone_says_nothing():
-    command = [sys.executable, "-m", "megatron_rl.rewards.worker", "--verifier", MISBEHAVING]
+    command = [sys.executable, "-m", "megatron_rl.rewards.worker", "--verifier", MISBEHAVING,
+               "--parent", str(os.getpid())]  # fmt: skip
     worker = subprocess.Popen(
         [*command, "--time-limit", "9", "--memory-limit", str(4 << 30)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -214,7 +216,7 @@ def test_workers_do_not_outlive_a_parent_that_is_killed():
 import sys, threading, time
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import Item
-pool = VerifierPool(workers=2, time_limit=1.5, verifier={MISBEHAVING!r})
+pool = VerifierPool(workers=2, time_limit=600, verifier={MISBEHAVING!r})
 pids = set()
 while len(pids) < 2:  # whichever worker sleeps, the other one answers
     for items in (["pid", "sleep 0.1", "pid"], ["sleep 0.1", "pid", "pid"]):
@@ -234,3 +236,25 @@ pool.verify_all([Item("spin", "", "")])
         time.sleep(0.1)
     assert not any(map(is_running, pids))
     parent.stdout.close()
+
+
+def test_a_worker_outlives_the_thread_that_needed_it():
+    """The kernel takes the thread that starts a process for its parent."""
+    with VerifierPool(workers=1, verifier=MISBEHAVING, on_error="zero", say=str) as pool:
+        thread = threading.Thread(target=pool.verify_all, args=(as_items("die"),))
+        thread.start()  # twice, and each time another worker takes its place
+        thread.join()
+        first, second = pool.verify_all(as_items("pid", "pid"))
+        assert first.reason == second.reason
+
+
+def test_workers_see_no_secrets(monkeypatch):
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_DATABASE", "JUDGE_KEY"):
+        monkeypatch.setenv(name, "secret")
+    with VerifierPool(verifier=MISBEHAVING, environment=["JUDGE_KEY"]) as pool:
+        (verdict,) = pool.verify_all(as_items("environment"))
+    seen = set(verdict.reason.split(","))
+    assert {"PATH", "PYTHONPATH", "JUDGE_KEY"} <= seen
+    assert not seen & {"WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_DATABASE"}
+    with pytest.raises(VerifierError, match=r"reward.environment names NO_SUCH_KEY, not set"):
+        VerifierPool(verifier=MISBEHAVING, environment=["NO_SUCH_KEY"])

@@ -31,9 +31,9 @@ class ScriptedCore:
 def test_an_error_of_one_rank_ends_all_at_the_next_look(monkeypatch, own, said):
     looks = []
 
-    def look(late, failed):  # the other rank has failed by the second look
+    def look(late, stalled, failed):  # the other rank has failed by the second look
         looks.append(failed)
-        return late, failed or (not own and len(looks) == 2)
+        return late, stalled, failed or (not own and len(looks) == 2)
 
     def take(place, output):
         if own and place == 2:
@@ -42,6 +42,6 @@ def test_an_error_of_one_rank_ends_all_at_the_next_look(monkeypatch, own, said):
     monkeypatch.setattr(running, "_any_rank_of_engine", look)
     core, requests = ScriptedCore(), [SequenceRequest(i, (1,), None) for i in range(20)]
     with pytest.raises((ValueError, RuntimeError), match=said):
-        running.run_requests(core, requests, time_limit=60.0, on_finished=take)
+        running.run_requests(core, requests, time_limit=60.0, stall_limit=60.0, on_finished=take)
     assert looks == [False, own]
     assert len(core.aborted) == 20 - running._STEPS_BETWEEN_LOOKS

@@ -16,6 +16,7 @@ from megatron_rl.trainer import build
 from megatron_rl.trainer.prompt_sets import PromptSets
 from megatron_rl.trainer.start_up import StartUp
 from megatron_rl.types import Prompt
+from megatron_rl.watching.board import Progress
 
 
 def test_a_run_continues_before_the_engine_takes_its_memory(tmp_path, monkeypatch):
@@ -33,7 +34,7 @@ def test_a_run_continues_before_the_engine_takes_its_memory(tmp_path, monkeypatc
 
     class ScriptedActor:
         def __init__(self, folder, *, topology, settings):
-            self.topology = topology
+            self.topology, self.packs = topology, SimpleNamespace()
             events.append("actor")
 
         def digest(self):
@@ -62,6 +63,7 @@ def test_a_run_continues_before_the_engine_takes_its_memory(tmp_path, monkeypatc
         judge=SimpleNamespace(pool=None),
         interruption=Interruption(),
         start=StartUp(),
+        progress=Progress(),
     )
     assert events == ["actor", "load step_000003", "try the first row", "sleep", "engine"]
     assert trainer.done == 3

@@ -145,6 +145,7 @@ class ScriptedPool:
     """Judges by the text; the first judgements of all get these reasons for no reward."""
 
     time_limit = 5.0
+    judged = 0
 
     def __init__(self, *reasons):
         self.reasons = list(reasons)
@@ -392,14 +393,15 @@ def test_a_run_that_is_asked_to_end_ends_between_two_steps(tmp_path):
     assert events[-1] == ("push", 1, 6)  # the walk of step 1 to its end, nothing of step 2
 
 
-def test_a_collective_waits_longer_than_any_limit_of_the_config():
+def test_a_collective_waits_minutes_and_longer_than_the_watcher():
     def seconds(**sections):
         values = {"model": {"path": "m"}, "data": {"train": "t"}} | sections
         return collective_timeout(parse_config(values)).total_seconds()
 
-    assert seconds(rollout={"time_limit_seconds": 60}) == 30 * 60
-    assert seconds() == 7200 + 120  # an engine may generate for two hours
-    assert seconds(resharding={"time_limit_seconds": 9000}) == 9000 + 120
+    # Twice trainer.stall_seconds, which a checkpoint may take; generating is waited for elsewhere.
+    assert seconds() == seconds(rollout={"time_limit_seconds": 99999}) == 2 * 600 + 120
+    assert seconds(resharding={"time_limit_seconds": 9000}) == 9000 + 120 + 120
+    assert seconds(trainer={"stall_seconds": None}) == 30 * 60
 
 
 def test_what_the_writing_rank_cannot_write_is_raised_for_all(tmp_path, monkeypatch):

@@ -1,0 +1,72 @@
+"""An update at learning rate 0, which must leave the weights; nothing of it stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from megatron_rl.actor.actor import MegatronActor, UpdateResult
+from megatron_rl.actor.digest import digest_tensors
+from megatron_rl.actor.memory import main_parameters
+from megatron_rl.objectives.objective import PolicyObjective
+from megatron_rl.types import Minibatch
+
+
+def update_at_rate_0(
+    actor: MegatronActor, minibatch: Minibatch, objective: PolicyObjective
+) -> tuple[UpdateResult, bool]:
+    """What such an update reports, and whether each bit of this rank's weights stayed. Collective.
+
+    The actor is awake afterwards. Its moments are kept on the host meanwhile.
+    """
+    actor.wake_up()
+    settings, updates = actor.settings, actor.updates
+    before = _digest_weights(actor)
+    actor.settings = replace(settings, learning_rate=0.0, min_learning_rate=0.0)
+    try:
+        with _kept_moments(actor.optimizer):
+            result = actor.update(minibatch, objective)
+    finally:
+        actor.settings, actor.updates = settings, updates
+    return result, _digest_weights(actor) == before
+
+
+def _digest_weights(actor: MegatronActor) -> str:
+    parameters = actor.named_parameters_local().values()
+    return digest_tensors([*parameters, *main_parameters(actor.optimizer)])
+
+
+@contextmanager
+def _kept_moments(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Put back what the block changes of the optimizer's moments and counts of steps."""
+    parts = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+    kept = [
+        {parameter: {key: _copy(value) for key, value in state.items()}
+         for parameter, state in part.state.items()}
+        for part in parts
+    ]  # fmt: skip
+    steps = [[group.get("step") for group in part.param_groups] for part in parts]
+    try:
+        yield
+    finally:
+        for part, states, counts in zip(parts, kept, steps, strict=True):
+            for parameter in [one for one in part.state if one not in states]:
+                del part.state[parameter]
+            for parameter, state in states.items():
+                for key, value in state.items():
+                    if isinstance(value, Tensor):
+                        part.state[parameter][key].copy_(value)
+                    else:
+                        part.state[parameter][key] = value
+            for group, count in zip(part.param_groups, counts, strict=True):
+                if count is not None:
+                    group["step"] = count
+
+
+def _copy(value: Any) -> Any:
+    return value.to("cpu", copy=True) if isinstance(value, Tensor) else value

@@ -1,0 +1,154 @@
+"""What goes wrong inside a rank. Each is called before the run, and strikes in the middle of it.
+
+A deed that hangs first takes most of its phase's budget away from its rank, so that a test need not
+wait for minutes, and no busy machine makes another rank late.
+"""
+
+import ctypes
+import errno
+import os
+import signal
+
+import torch
+
+from megatron_rl.trainer import build, saving
+from megatron_rl.watching.board import Progress
+
+BUDGET = 2.0  # seconds that are left to whoever hangs
+_progress: list[Progress] = []
+
+
+def _remember_progress() -> None:
+    watch = build.watch
+
+    def remember(*arguments, **settings):
+        _progress.append(watch(*arguments, **settings))
+        return _progress[-1]
+
+    build.watch = remember
+
+
+def _hurry() -> None:
+    progress = _progress[0]
+    progress._now = progress._now[0], BUDGET
+    progress.count()
+
+
+def _before(owner, name, deed, *, call) -> None:
+    """Do something before a function's n-th call in this process; from 1."""
+    function, calls = getattr(owner, name), []
+
+    def wrapped(*arguments, **settings):
+        calls.append(1)
+        if len(calls) == call:
+            deed(*arguments)
+        return function(*arguments, **settings)
+
+    setattr(owner, name, wrapped)
+
+
+def stop_in_an_update(*, is_mine):
+    """SIGSTOP, in the second step."""
+    from megatron_rl.actor.actor import MegatronActor
+
+    def stop(*_):
+        _hurry()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    if is_mine:
+        _remember_progress()
+        _before(MegatronActor, "update", stop, call=6)
+
+
+def hold_the_lock(*, is_mine):
+    """A busy loop in C code that never lets go of the interpreter's lock, in the second scoring."""
+    from megatron_rl.actor.actor import MegatronActor
+
+    def spin_for_ever(*_):
+        _hurry()
+        sum(range(10**12))
+
+    if is_mine:
+        _remember_progress()
+        _before(MegatronActor, "_score", spin_for_ever, call=2)
+
+
+def kill_the_engine(*, is_mine):
+    """An engine that never comes back from a step, as when its device has died."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    def wait_for_a_dead_device(*_):
+        _hurry()
+        while True:  # a signal ends a sleep
+            ctypes.CDLL(None).sleep(3600)
+
+    if is_mine:
+        _remember_progress()
+        _before(LLMEngine, "step", wait_for_a_dead_device, call=60)
+
+
+def hang_in_a_save(*, is_mine):
+    """A disk that does not answer: here a pipe that nobody reads."""
+
+    def write_for_ever(*_):
+        _hurry()
+        _, write = os.pipe()
+        os.write(write, bytes(1 << 20))
+
+    if is_mine:
+        _remember_progress()
+        _before(saving, "sum_files", write_for_ever, call=2)
+
+
+def fill_the_disk(*, is_mine):
+    """ENOSPC: elsewhere in the first checkpoint, while Megatron writes; here in the second."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from megatron_rl.actor.actor import MegatronActor
+
+    save, write, calls = MegatronActor.save, filesystem_async._write_item, []
+
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def spoiled_save(self, folder):
+        calls.append(1)
+        filesystem_async._write_item = fail if len(calls) == 1 else write
+        save(self, folder)
+
+    if is_mine:
+        _before(saving, "sum_files", fail, call=1)  # the first one to come so far
+    else:
+        MegatronActor.save = spoiled_save
+
+
+def compute_nonsense(*, is_mine):
+    """NaN in update 2, an infinite gradient in update 4, NaN in a weight after step 2."""
+    from megatron_rl.actor.actor import MegatronActor
+
+    update, step, calls = MegatronActor.update, MegatronActor._step, []
+
+    def spoiled_step(self, statistics):
+        if len(calls) == 4:
+            for chunk in self.wrapped:
+                for buffer in chunk.buffers:
+                    buffer.grad_data.fill_(float("inf"))
+        return step(self, statistics)
+
+    def spoiled_update(self, minibatch, objective):
+        calls.append(1)
+        weight = next(iter(self.named_parameters_local().values()))
+        kept = weight.detach().clone()
+        if len(calls) == 2:
+            with torch.no_grad():
+                weight.view(-1)[:] = float("nan")
+        result = update(self, minibatch, objective)
+        with torch.no_grad():
+            if len(calls) == 2:
+                weight.copy_(kept)
+            if len(calls) == 8:
+                weight.view(-1)[0] = float("nan")
+        return result
+
+    if is_mine:
+        MegatronActor.update, MegatronActor._step = spoiled_update, spoiled_step

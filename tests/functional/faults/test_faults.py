@@ -1,0 +1,113 @@
+"""What goes wrong in a real run of two ranks ends it or not, as it should; nothing is left behind.
+
+Every run here starts from one process that has imported everything; the deeds are in `deeds`.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron_rl.runs.checkpoints import CheckpointFolders
+from megatron_rl.runs.rows import read_metrics
+from tests.functional.tiny_runs import CONFIG, PLACES, ROOT, make_task
+
+# 4 updates a step.
+SHORT = ("rollout.prompts=8", "rollout.responses_per_prompt=4", "trainer.epochs=1",
+         "eval.sets={}", "logging.tensorboard=false", "trainer.steps=2",
+         "trainer.checkpoint_every=1", "optimizer.decay=constant")  # fmt: skip
+HANGS = ("stop_in_an_update", "hold_the_lock", "kill_the_engine", "hang_in_a_save")
+RUNS = (
+    *({"fault": name, "rank": 1} for name in HANGS),
+    {"fault": "fill_the_disk", "rank": 1, "name": "stop_in_an_update",
+     "more": ["run.resume=auto", "trainer.steps=4"]},
+    {"fault": "compute_nonsense", "rank": 1},
+    {"fault": None, "rank": 0, "name": "hanging_verifier",
+     "more": ["reward.verifier=tests.functional.faults.verifiers:hang", "trainer.steps=1",
+              "reward.time_limit_seconds=0.2", "rollout.responses_per_prompt=2",
+              "rollout.prompts=4"]},
+)  # fmt: skip
+
+
+def run_all(folder, runs):
+    """The runs, one after the other; what became of each by its name, a resumed one's with `+`."""
+    asked, names = [], []
+    for each in runs:
+        name = each.get("name", each["fault"])
+        names.append(name + "+" if name in names else name)
+        arguments = ["train", "--config", str(CONFIG), *PLACES, *SHORT, f"run.dir={folder}",
+                     f"run.name={name}", *each.get("more", [])]  # fmt: skip
+        asked.append({"fault": each["fault"], "rank": each["rank"], "arguments": arguments})
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.functional.faults.runs"],
+        input=json.dumps(asked), cwd=ROOT, capture_output=True, text=True, timeout=600,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return dict(zip(names, json.loads(done.stdout), strict=True))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def ended(folder):
+    make_task()
+    return run_all(folder, RUNS)
+
+
+@pytest.mark.parametrize(
+    ("name", "phase", "sign", "frame"),
+    [
+        ("stop_in_an_update", "train", "is stopped", "in stop"),
+        ("hold_the_lock", "behavior", "does not wait for another rank", "in spin_for_ever"),
+        ("kill_the_engine", "rollout", "does not wait for another rank", "wait_for_a_dead_device"),
+        ("hang_in_a_save", "checkpoint", "does not wait for another rank", "in write_for_ever"),
+    ],
+)
+def test_a_hang_is_named_and_ends_the_run_for_a_restart(folder, ended, name, phase, sign, frame):
+    run = ended[name]
+    assert run["status"] == 75, run["said"]
+    assert f" s in {phase}: rank 1 {sign}" in run["said"], run["said"]
+    assert "start it again with run.resume=auto" in run["said"]
+    (report,) = (folder / name / "stalls").glob("*.txt")
+    text = report.read_text()
+    assert str(report) in run["said"]
+    assert frame in text.split("ranks 1:")[1].split("ranks 0:")[0], text
+    assert run["left"] == []
+    # Of use with `pytest -s`, for docs/reliability.md.
+    print(name, f"{run['ended_at'] - report.stat().st_mtime:.1f} s from report to end:", text[:200])
+
+
+def test_after_a_hang_it_goes_on_and_a_full_disk_costs_checkpoints_and_no_more(folder, ended):
+    run, path = ended["stop_in_an_update+"], folder / "stop_in_an_update"
+    assert run["status"] == 0 and run["left"] == [], run["said"]
+    assert "continuing stop_in_an_update after step 1" in run["said"]
+    assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3, 4]
+    for step in (2, 3):  # while Megatron writes, and after it
+        assert f"step {step} is not saved: " in run["said"], run["said"]
+    end = "No space left on device; training goes on, and step 1 is what is saved"
+    assert run["said"].count(end) == 2, run["said"]
+    assert "step 2 is not saved: rank 0: " in run["said"]
+    names = {one.name for one in (path / "checkpoints").iterdir()}
+    assert names == {"step_000001", "step_000004"}
+
+
+def test_values_that_are_not_finite_on_one_rank(folder, ended):
+    """Neither rank takes such an update; a weight ends the run, neither saved nor pushed."""
+    run, path = ended["compute_nonsense"], folder / "compute_nonsense"
+    assert run["status"] == 1 and run["left"] == [], run["said"]
+    assert "step 1, update 2 is skipped" in run["said"], run["said"]
+    assert "step 1, update 4 is skipped: the gradient's norm" in run["said"], run["said"]
+    assert "parameters are not finite" in run["said"] and "rank 1" in run["said"], run["said"]
+    assert [row["step"] for row in read_metrics(path)] == [0, 1]
+    assert CheckpointFolders(path / "checkpoints").sound_steps() == [1]
+
+
+def test_a_verifier_that_always_hangs_ends_the_run_and_its_workers(ended):
+    run = ended["hanging_verifier"]
+    assert run["status"] == 1 and run["left"] == [], run["said"]
+    assert "none of 8 judgements ended within reward.time_limit_seconds=0.2" in run["said"]

@@ -1,0 +1,69 @@
+"""What a model may write to the default verifier's harm: it costs a reward, and nothing else.
+
+MEGATRON_RL_HOSTILE_ANSWERS=10000 tries more of them than the few that are enough for a change.
+"""
+
+import os
+import sys
+from collections import Counter
+
+import pytest
+
+from megatron_rl.rewards.math_answer import _compare, _parse, verify_math_answer
+from megatron_rl.rewards.pool import VerifierPool
+from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, Item
+from tests.unit.rewards.hostile import EXPLOSIVE, hostile_answers
+
+COUNT = int(os.environ.get("MEGATRON_RL_HOSTILE_ANSWERS", "500"))
+TRUTHS = ("42", r"\frac{1}{2}", "x^2+1", "(1,2)", r"5 \text{ cm}")
+
+
+def test_none_hangs_ends_a_worker_or_runs_as_code_on_any_number_of_workers(tmp_path):
+    canary, said = tmp_path / "canary", []
+    answers = hostile_answers(COUNT, seed=1, canary=canary) + [
+        rf"\boxed{{{one}}}" for one in EXPLOSIVE[: 1 if COUNT < 10_000 else None]
+    ]
+    items = [Item(text, TRUTHS[i % 5], "fuzz") for i, text in enumerate(answers)]
+    verdicts = []
+    for workers in (2, 1):
+        asked = items if workers == 2 else items[: COUNT // 4]
+        # `end`: an exception, or a process that dies twice over an answer, would be raised.
+        with VerifierPool(workers=workers, time_limit=5.0, say=said.append) as pool:
+            verdicts.append(pool.verify_all(asked))
+    assert not canary.exists()
+    assert said == []
+    reasons = Counter(verdict.reason for verdict in verdicts[0])
+    print(reasons, file=sys.stderr)
+    assert FAILED not in reasons
+    # Out of time are the explosive ones, and no others; they are not called wrong.
+    assert 1 <= reasons[TIME_LIMIT] <= len(answers) - COUNT
+    assert all(verdict.reward in (0.0, 1.0) for verdict in verdicts[0])
+    assert verdicts[1] == verdicts[0][: COUNT // 4]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("(" * 13 + "1" + ")" * 13, "answer too deep"),
+        ("[" * 1999, "answer too deep"),
+        ("9" * 2001, "answer too long"),
+    ],
+)
+def test_what_would_take_the_parser_long_is_not_parsed(answer, reason):
+    assert verify_math_answer(f"Answer: {answer}", "1", "")[:2] == (0.0, reason)
+    assert verify_math_answer("Answer: " + "(" * 9 + "1" + ")" * 9, "1", "")[:2] == (1.0, "equal")
+
+
+def test_of_a_long_text_the_end_is_read():
+    assert verify_math_answer("x" * 3_000_000 + r"\boxed{7}", "7", "")[0] == 1.0
+    assert verify_math_answer(r"\boxed{7}" + "x" * 3_000_000, "7", "")[1] == "no answer"
+
+
+@pytest.mark.parametrize("truth", ["7", "-7", "0", "1000000", "12345678901234567890"])
+def test_integers_are_compared_as_math_verify_compares_them(truth):
+    from math_verify import verify
+
+    for answer in ("7", "+7", "007", "-7", "-0", "0", "1000000", "12345678901234567891",
+                   "12345678901234567890"):  # fmt: skip
+        expected = verify(_parse(truth), _parse(answer), timeout_seconds=None)
+        assert (_compare(answer, truth)[0] == 1.0) == expected, (answer, truth)

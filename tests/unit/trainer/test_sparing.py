@@ -1,0 +1,36 @@
+"""Which old checkpoints stay: milestones for ever, and the one with the best evaluation."""
+
+import json
+
+import pytest
+
+from megatron_rl.console import Console
+from megatron_rl.runs.directory import RunDirectory
+from megatron_rl.trainer.saving import CheckpointKeeper
+from tests.unit.trainer.test_loop import make_config
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, [7, 8]),
+        ({"keep_best": True}, [4, 7, 8]),  # step 3 scored more and was not saved
+        ({"milestones": 3}, [6, 7, 8]),
+        ({"milestones": 2, "keep_best": True}, [2, 4, 6, 7, 8]),
+    ],
+)
+def test_milestones_and_the_best_are_spared(tmp_path, settings, kept):
+    directory = RunDirectory(tmp_path)
+    directory.checkpoints.path.mkdir()
+    scores = {1: (0.1, 0.1), 3: (0.9, 0.9), 4: (0.9, 0.5), 6: (0.2, 0.8), 7: (0.6, None)}
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step, (a, b) in scores.items():
+            row = {"step": step, "eval/a/avg@4": a, "eval/b/avg@4": b, "eval/a/response_length": 9}
+            file.write(json.dumps(row) + "\n")
+    for step in (1, 2, 4, 6, 7, 8):
+        directory.checkpoints.begin(step)
+        directory.checkpoints.complete(step, sums={}, digests=[])
+    config = make_config(**settings)
+    keeper = CheckpointKeeper(config, directory, Console(speaks=False), 0, lambda: None)
+    directory.checkpoints.prune(keep=2, spared=keeper._spared)
+    assert directory.checkpoints.steps() == kept
