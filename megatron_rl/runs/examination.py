@@ -33,7 +33,7 @@ def examine_run(path: str | Path) -> list[Part]:
     looks: tuple[Callable[[RunDirectory], Iterator[Part]], ...] = (
         _settings, _metrics, _rollouts, _checkpoints, _incidents, _model, _resuming,
     )  # fmt: skip
-    parts = []
+    parts: list[Part] = []
     for look in looks:
         try:
             parts += look(directory)
