@@ -7,6 +7,7 @@ math-verify (https://github.com/huggingface/Math-Verify).
 
 import logging
 import re
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +24,12 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 # An escaped brace, as in \{1, 2\}, opens and closes nothing.
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _ANSWER_LINE = re.compile(r"answer\s*:([^\n]+)", re.IGNORECASE)
-_INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
+# An integer, or a fraction of two; others are left to math-verify.
+_RATIONAL = re.compile(
+    r"(?P<integer>[+-]?[0-9]{1,30})"
+    r"|(?P<sign>-?)(?:\\[dt]?frac\{(?P<top>-?[0-9]{1,30})\}\{(?P<bottom>[0-9]{1,30})\}"
+    r"|(?P<before>[0-9]{1,30})/(?P<after>[0-9]{1,30}))"
+)
 _LONGEST_ANSWER = 2000  # characters; what is longer is prose, and slow to parse
 _DEEPEST_ANSWER = 12  # brackets in brackets; math-verify's parser takes twice as long for each
 _LONGEST_TEXT = 1_000_000  # characters; of a longer text the end is read
@@ -87,15 +93,28 @@ def _depth(answer: str) -> int:
 
 @lru_cache(maxsize=10_000)
 def _compare(answer: str, ground_truth: str) -> tuple[float, str]:
-    if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(ground_truth):  # most are: save the parser
-        is_equal = int(answer) == int(ground_truth)
-        return (1.0, "equal") if is_equal else (0.0, "wrong answer")
+    numbers = _as_rational(answer), _as_rational(ground_truth)
+    if None not in numbers:  # as most are: save the parser
+        return (1.0, "equal") if numbers[0] == numbers[1] else (0.0, "wrong answer")
     truth, given = _parse(ground_truth), _parse(answer)
     if verify(truth, given, timeout_seconds=None):
         return 1.0, "equal"
     if all(isinstance(reading, str) for reading in truth):  # nothing but its text
         return 0.0, UNPARSABLE_TRUTH
     return 0.0, "wrong answer" if given else "answer not understood"
+
+
+def _as_rational(answer: str) -> Fraction | None:
+    match = _RATIONAL.fullmatch(answer)
+    if match is None:
+        return None
+    if match["integer"]:
+        return Fraction(int(match["integer"]))
+    bottom = int(match["bottom"] or match["after"])
+    if not bottom:
+        return None
+    value = Fraction(int(match["top"] or match["before"]), bottom)
+    return -value if match["sign"] else value
 
 
 def _parse(answer: str) -> list[Any]:

@@ -59,11 +59,16 @@ def test_of_a_long_text_the_end_is_read():
     assert verify_math_answer(r"\boxed{7}" + "x" * 3_000_000, "7", "")[1] == "no answer"
 
 
-@pytest.mark.parametrize("truth", ["7", "-7", "0", "1000000", "12345678901234567890"])
-def test_integers_are_compared_as_math_verify_compares_them(truth):
+NUMBERS = ("7", "-7", "+7", "007", "0", "-0", "12345678901234567890", "12345678901234567891",
+           r"\frac{1}{2}", r"\dfrac{2}{4}", r"\frac{-1}{2}", r"-\frac{1}{2}", r"-\tfrac{-2}{4}",
+           "1/2", "-1/2", "14/2", r"\frac{14}{2}", r"\frac{0}{5}", r"\frac{1}{0}", "4/0",
+           r"\frac{333333}{1000000}", r"\frac{1}{3}")  # fmt: skip
+
+
+@pytest.mark.parametrize("truth", NUMBERS)
+def test_rational_numbers_are_compared_as_math_verify_compares_them(truth):
     from math_verify import verify
 
-    for answer in ("7", "+7", "007", "-7", "-0", "0", "1000000", "12345678901234567891",
-                   "12345678901234567890"):  # fmt: skip
+    for answer in NUMBERS:
         expected = verify(_parse(truth), _parse(answer), timeout_seconds=None)
         assert (_compare(answer, truth)[0] == 1.0) == expected, (answer, truth)
