@@ -44,6 +44,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         convert,
         doctor,
         launch,
+        plan,
         rehearse,
         report,
         train,
@@ -55,6 +56,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     for command in (
         train,
         launch,
+        plan,
         rehearse,
         convert,
         report,

@@ -14,18 +14,12 @@ from typing import Any
 
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.models.shape import read_model_shape
+from megatron_rl.planning.footprint import ENGINE_ASLEEP, RESERVE
 from megatron_rl.planning.rehearsal import Rehearsal, rehearse, stage_ranks
 from megatron_rl.preflight.layout import layout_problems
 from megatron_rl.resharding.layouts import EngineLayout
 
 GIB = 2**30
-# What an engine asleep still holds: CUDA graphs, its buffers and communicators. vLLM's log of one
-# on a 96 GiB device: "5.82 GiB memory is still in use", the CUDA context among it
-# (imokuri.com/blog/2025/07/vllm-sleep-mode).
-ENGINE_ASLEEP = 4 * GIB
-# What torch's allocator does not count or cannot use: the CUDA context, NCCL (0.5 to 0.7 GiB a
-# communicator: github.com/NVIDIA/nccl issue 964), workspaces of cuBLAS, fragmentation.
-RESERVE = 6 * GIB
 CURES = 2  # that are looked for
 TRAINING, PUSH, GENERATING = "training", "a weight push", "generating"
 
