@@ -213,5 +213,5 @@ def gathered_bytes(shape: ModelShape, parts: Parts) -> float:
 
 
 def prepared_pack_bytes(shape: ModelShape, parts: Parts) -> int:
-    """A pack on the device: cosines, sines (3 d), and numbers of each token (60 bytes)."""
-    return parts.local_tokens * (3 * shape.head_dim + 60)
+    """A pack on the device: cosines and sines (2 d), and numbers of each token (60 bytes)."""
+    return parts.local_tokens * (2 * shape.head_dim + 60)

@@ -58,8 +58,8 @@ class Traffic:
     def replicas(self, shape: ModelShape, stage: int) -> float:
         """Of one update: float32 gradients are reduced to shards, bfloat16 weights gathered.
 
-        Nothing overlaps with them. Megatron's chained optimizer gathers twice where there are
-        experts.
+        Nothing is taken to overlap with them. Megatron's chained optimizer gathers twice where
+        there are experts.
         """
         parts, held = self.parts, count_parameters(shape, self.parts, stage=stage)
         per_parameter = 4 + (2 if shape.experts is None else 4)
