@@ -76,7 +76,7 @@ class MegatronActor:
         with megatron_runtime():
             self.chunks = build_chunks(self.shape, settings=settings, topology=topology)
             load_model(self.chunks, shape=self.shape, topology=topology, folder=model_folder)
-            self.wrapped = wrap_chunks(self.chunks, config=self.chunks[0].config)
+            self.wrapped = wrap_chunks(self.chunks, settings)
             self.optimizer = build_optimizer(self.wrapped, settings)
         self.training_state = TrainingState(self.wrapped, self.optimizer, device=topology.device)
         self.sequence_parallel = self.chunks[0].config.sequence_parallel

@@ -6,7 +6,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.actor.loss_contract import assert_sum_semantics, finalize_gradients
 from megatron_rl.actor.model import PolicyModel
@@ -36,13 +35,18 @@ def build_chunks(
 
 
 def wrap_chunks(
-    chunks: list[PolicyModel], *, config: TransformerConfig
+    chunks: list[PolicyModel], settings: ActorSettings
 ) -> list[DistributedDataParallel]:
-    """Chunks with contiguous float32 gradient buffers, summed over data x context parallelism."""
+    """Chunks with contiguous float32 gradient buffers, summed over data x context parallelism.
+
+    Parameters are gathered where they are stepped, not in the next forward: who reads weights (a
+    push, a checkpoint) then never meets stale ones.
+    """
+    config = chunks[0].config
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=settings.overlap_reduction,
         average_in_collective=False,
         check_for_nan_in_grad=False,  # the optimizer step reports it through the gradient norm
     )
@@ -50,6 +54,11 @@ def wrap_chunks(
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
+    if settings.overlap_reduction:
+        waiting = [chunk.no_sync for chunk in wrapped]  # until the last micro-batch
+        config.no_sync_func = waiting if len(waiting) > 1 else waiting[0]
+        for chunk in chunks:
+            chunk.announce_head_gradient()
     config.finalize_model_grads_func = finalize_gradients
     assert_sum_semantics(wrapped, config=config)
     return wrapped

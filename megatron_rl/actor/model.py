@@ -95,6 +95,17 @@ class PolicyModel(GPTModel):
         extra = {key: value for key, value in self.state_dict().items() if _EXTRA_STATE in key}
         return super().load_state_dict({**extra, **state_dict}, *args, **kwargs)
 
+    def announce_head_gradient(self) -> None:
+        """Tell Megatron when the head has added its weight's gradient to the buffer itself."""
+        if self.post_process:
+            weight: Any = self._head_weight()
+            weight.returns_zero_gradient = True
+
+    def _head_weight(self) -> Tensor:
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
     def _check_tokens(self, tokens: int) -> None:
         """Raise ValueError where products in fp8 could not take this rank's tokens of a pack."""
         config = self.config
@@ -119,9 +130,7 @@ class PolicyModel(GPTModel):
         hidden = hidden.squeeze(1).index_select(0, inputs.response_positions)
         if not self.config.sequence_parallel:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=group)
-        weight = self.shared_embedding_or_output_weight()
-        if not self.share_embeddings_and_output_weights:
-            weight = self.output_layer.weight
+        weight = self._head_weight()
         logprobs, entropies = token_logprobs(
             hidden,
             weight,

@@ -24,7 +24,7 @@ from megatron_rl.models.shape import ModelShape
 class Rotation:
     """Cosines and sines of every local token; computed once per pack, shared by all layers."""
 
-    cosine: Tensor  # [t, 1, d] in the model's dtype, both halves alike
+    cosine: Tensor  # [t, 1, d / 2] in the model's dtype
     sine: Tensor  # [t, 1, d / 2]
 
     def apply(self, x: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def build_rotation(position_ids: Tensor, shape: ModelShape, *, dtype: torch.dtyp
     frequencies, factor = rotary_frequencies(shape)
     angles = position_ids[:, None].float() * to_device(frequencies, position_ids.device)
     cosine, sine = angles.cos() * factor, angles.sin() * factor
-    return Rotation(cosine.repeat(1, 2)[:, None].to(dtype), sine[:, None].to(dtype))
+    return Rotation(cosine[:, None].to(dtype), sine[:, None].to(dtype))
 
 
 @lru_cache
@@ -65,8 +65,9 @@ def rotary_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    torch.mul(x, cosine, out=out)
     (first, second), (head, tail) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    torch.mul(first, cosine, out=head)
+    torch.mul(second, cosine, out=tail)
     head.addcmul_(second, sine, value=-sign)
     tail.addcmul_(first, sine, value=sign)
     return out

@@ -1,9 +1,11 @@
 """How the actor computes and learns: plain values, read from the config by the caller."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+
+from megatron_rl.actor.device import has_cuda
 
 # Tokens of one rank's matrix products must be a multiple of this: in a weight's gradient they are
 # the inner dimension, 16 of which cuBLAS multiplies at a time and 128 of which share a scale.
@@ -27,6 +29,8 @@ class ActorSettings:
     dtype: torch.dtype = torch.float32  # of parameters; gradients and optimizer are float32
     sequence_parallel: bool = True  # wherever tp > 1
     recompute: Literal["none", "selective", "full"] = "none"
+    # Whether buckets of gradients are reduced while the last micro-batch's backward still runs.
+    overlap_reduction: bool = field(default_factory=has_cuda)
     temperature: float = 1.0  # of the policy whose log-probs are computed
     # None: in bfloat16 on CUDA, where Transformer Engine is installed; False: never
     transformer_engine: bool | None = None

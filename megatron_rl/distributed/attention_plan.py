@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.distributed.sequence_layout import INDEX, SequenceLayout
 from megatron_rl.distributed.transfer import to_device
 
 # A segment's shortest sequence is at least this fraction of its longest: padding is bounded.
@@ -177,8 +177,8 @@ class _PlanBuilder:
     def _maps(self, rows: list[Tensor], real: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
         """Slot -> row and its inverse on the real slots; (None, None) where both are identity."""
         row, is_real = torch.cat(rows), torch.cat(real)
-        slots = torch.empty(int(is_real.sum()), dtype=torch.int64)
-        slots[row[is_real]] = torch.arange(len(row))[is_real]
+        slots = torch.empty(int(is_real.sum()), dtype=INDEX)
+        slots[row[is_real]] = torch.arange(len(row), dtype=INDEX)[is_real]
         if len(slots) == len(row) and bool((row == torch.arange(len(row))).all()):
             return None, None
         return to_device(row, self.device), to_device(slots, self.device)

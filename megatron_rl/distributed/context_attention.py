@@ -36,7 +36,7 @@ def _take(x: Tensor, rows: Tensor | None) -> Tensor:
 
 def _spread(x: Tensor, slots: Tensor | None, *, like: Tensor) -> Tensor:
     """Rows into their slots; slots of padding get zero, or they would reach the keys they saw."""
-    return x if slots is None else torch.zeros_like(like).index_copy_(0, slots, x)
+    return x if slots is None else torch.zeros_like(like).index_copy_(0, slots.long(), x)
 
 
 def _sum_to_owners(x: Tensor, *, group: Group) -> Tensor:

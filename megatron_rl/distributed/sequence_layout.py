@@ -21,6 +21,8 @@ from torch import Tensor
 from megatron_rl.distributed.collectives import Group, all_gather, group_size
 from megatron_rl.distributed.transfer import to_device
 
+INDEX = torch.int32  # of tables by token, of which a rollout batch holds many; half of torch's own
+
 
 class SequenceLayout:
     """The packing and sharding of one micro-batch.
@@ -46,7 +48,7 @@ class SequenceLayout:
         self._remembered: dict[Callable[[SequenceLayout], Tensor], Tensor] = {}
         self._check()
         # The lengths live on the host, so every table size is known without asking the device.
-        self._host_lengths = torch.tensor(self.lengths, dtype=torch.int64)  # [S]
+        self._host_lengths = torch.tensor(self.lengths, dtype=INDEX)  # [S]
         self.full_tokens = sum(self.lengths)
         self.local_tokens = self.full_tokens // cp_size
 
@@ -90,32 +92,32 @@ class SequenceLayout:
 
     @cached_property
     def chunk_bounds(self) -> Tensor:
-        """Where in the shard each of the 2S chunks begins and ends; [2, 2S] int64."""
+        """Where in the shard each of the 2S chunks begins and ends; [2, 2S] int32."""
         lengths = self._chunk_lengths.reshape(-1)
-        ends = lengths.cumsum(0)
+        ends = lengths.cumsum(0, dtype=INDEX)
         return self._to_device(torch.stack((ends - lengths, ends)))
 
     @cached_property
     def chunk_ids(self) -> Tensor:
-        """The chunk of each local token; [t] int64."""
+        """The chunk of each local token; [t] int32."""
         starts, ends = self.chunk_bounds
         return torch.repeat_interleave(ends - starts, output_size=self.local_tokens)
 
     @cached_property
     def chunk_columns(self) -> Tensor:
-        """Each local token's distance from the start of its chunk; [t] int64."""
-        tokens = torch.arange(self.local_tokens, device=self.device)
+        """Each local token's distance from the start of its chunk; [t] int32."""
+        tokens = torch.arange(self.local_tokens, dtype=INDEX, device=self.device)
         return tokens - self.chunk_bounds[0][self.chunk_ids]
 
     @cached_property
     def sequence_ids(self) -> Tensor:
-        """The sequence of each local token; [t] int64."""
+        """The sequence of each local token; [t] int32."""
         return self.chunk_ids // 2
 
     @cached_property
     def local_index(self) -> Tensor:
-        """Pack position of each local token; [t] int64."""
-        starts = self._host_lengths.cumsum(0) - self._host_lengths
+        """Pack position of each local token; [t] int32."""
+        starts = self._host_lengths.cumsum(0, dtype=INDEX) - self._host_lengths
         chunk = self._chunk_lengths[:, 0]
         early = starts + self.cp_rank * chunk
         late = starts + (2 * self.cp_size - 1 - self.cp_rank) * chunk
@@ -124,18 +126,18 @@ class SequenceLayout:
 
     @cached_property
     def gathered_index(self) -> Tensor:
-        """Where each pack position lies in all ranks' shards laid end to end; [T] int64.
+        """Where each pack position lies in all ranks' shards laid end to end; [T] int32.
 
         Row gathered_index[i] of what an all-gather of the shards returns, [cp_size * t, ...], is
         token i of the pack.
         """
         if self.cp_size == 1:
-            return torch.arange(self.full_tokens, device=self.device)
-        starts = self._host_lengths.cumsum(0) - self._host_lengths
+            return torch.arange(self.full_tokens, dtype=INDEX, device=self.device)
+        starts = self._host_lengths.cumsum(0, dtype=INDEX) - self._host_lengths
         table = self._to_device(torch.stack((self._host_lengths, starts)))  # [2, S]
         ids = torch.repeat_interleave(table[0], output_size=self.full_tokens)  # [T]
         chunk_length = table[0][ids] // (2 * self.cp_size)
-        offset = torch.arange(self.full_tokens, device=self.device) - table[1][ids]
+        offset = torch.arange(self.full_tokens, dtype=INDEX, device=self.device) - table[1][ids]
         chunk, column = offset // chunk_length, offset % chunk_length
         late = chunk >= self.cp_size
         rank = torch.where(late, 2 * self.cp_size - 1 - chunk, chunk)
@@ -152,9 +154,9 @@ class SequenceLayout:
         full = torch.repeat_interleave(
             self._to_device(self._host_lengths), output_size=self.full_tokens
         )
-        ends = self._to_device(self._host_lengths.cumsum(0))
+        ends = self._to_device(self._host_lengths.cumsum(0, dtype=INDEX))
         # Integers: subtracting what came before the sequence is exact.
-        running = torch.cat((ends.new_zeros(1), self.full_mask.cumsum(0)))  # [T + 1]
+        running = torch.cat((ends.new_zeros(1), self.full_mask.cumsum(0, dtype=INDEX)))  # [T + 1]
         before = running[ends - self._to_device(self._host_lengths)]  # [S]
         length = running[ends] - before  # [S]
         ids = full[self.local_index]
@@ -162,18 +164,18 @@ class SequenceLayout:
 
     @property
     def position(self) -> Tensor:
-        """t: valid decisions of its sequence up to and including each token; [t] int64."""
+        """t: valid decisions of its sequence up to and including each token; [t] int32."""
         return self._counts[0]
 
     @property
     def length(self) -> Tensor:
-        """L: valid decisions of each token's sequence; [t] int64."""
+        """L: valid decisions of each token's sequence; [t] int32."""
         return self._counts[1]
 
     @cached_property
     def offsets(self) -> Tensor:
-        """Each local token's distance from the start of its padded sequence; [t] int64."""
-        starts = self._host_lengths.cumsum(0) - self._host_lengths
+        """Each local token's distance from the start of its padded sequence; [t] int32."""
+        starts = self._host_lengths.cumsum(0, dtype=INDEX) - self._host_lengths
         return self.local_index - self._to_device(starts)[self.sequence_ids]
 
     def once(self, compute: Callable[["SequenceLayout"], Tensor]) -> Tensor:

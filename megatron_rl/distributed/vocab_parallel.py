@@ -167,7 +167,12 @@ class _TokenLogprobs(torch.autograd.Function):
                 _add_product(grad_hidden[tokens], out.t(), real[rows])
                 _add_product(total[rows], out, hidden[tokens])
                 del out
-        grad_weight = None if ctx.into_main_grad else total.to(weight.dtype)
+        if not ctx.into_main_grad:
+            grad_weight = total.to(weight.dtype)
+        elif getattr(weight, "returns_zero_gradient", False):
+            grad_weight = weight.new_zeros(()).expand_as(weight)  # so that its hook runs
+        else:
+            grad_weight = None
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
 
 
@@ -200,7 +205,8 @@ def token_logprobs(
     labels [n] in [0, V). Returns ([n], [n] or None). The gradient of `hidden` is this rank's part:
     the caller sums it over the group (a reduce-scatter under sequence parallelism). With
     into_main_grad the weight's gradient is added to the float32 `weight.main_grad` and none is
-    returned to autograd, so that a weight that is also the embedding gets both of its gradients.
+    returned to autograd, so that a weight that is also the embedding gets both of its gradients;
+    a weight with `returns_zero_gradient` returns zeros, for hooks that wait for a gradient.
     """
     logprobs, entropies = _TokenLogprobs.apply(
         hidden, weight, labels, shard, temperature, entropy, into_main_grad

@@ -95,7 +95,7 @@ def compute_statistics(given: TokenInputs, ratios: LogRatios, terms: TokenTerms)
         maxima.append(_maxima(block))
         suspects.append(start + _suspects(block))
     suspect = torch.cat(suspects)
-    address = layout.sequence_ids[suspect] * names.SEQUENCE + layout.position[suspect]
+    address = layout.sequence_ids[suspect].long() * names.SEQUENCE + layout.position[suspect]
     faults = torch.where(_faults(tokens, suspect), -address.double(), -torch.inf).amax(dim=1)
     return Statistics(
         torch.cat((torch.stack(scalars).sum(dim=0), table.margins())),
@@ -109,7 +109,7 @@ def band_pairs(layout: SequenceLayout) -> Tensor:
     tenth = ((names.DECILES * position - 1) // length).clamp(max=names.DECILES - 1)
     octave = torch.frexp(position.float()).exponent - 1
     pair = tenth * names.OCTAVES + octave.clamp(max=names.OCTAVES - 1)
-    return torch.where(layout.mask, pair, PAIRS)
+    return torch.where(layout.mask, pair, PAIRS).long()  # as scattering asks
 
 
 @dataclass(frozen=True)

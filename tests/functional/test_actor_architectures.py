@@ -77,7 +77,12 @@ def _score(rank, world_size, root, layout):
     rollouts, advantages = make_rollouts()
     report = {}
     for name in MODELS:
-        settings = ActorSettings(learning_rate=1e-3, warmup_updates=0, recompute="full")
+        settings = ActorSettings(
+            learning_rate=1e-3,
+            warmup_updates=0,
+            recompute="full",
+            overlap_reduction=world_size > 1,  # as on CUDA
+        )
         actor = MegatronActor(Path(root) / name, topology=topology, settings=settings)
         minibatch = plan_minibatches(
             rollouts,

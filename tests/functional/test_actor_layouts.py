@@ -74,7 +74,12 @@ def _settings():
     # A large epsilon: where a gradient is zero but for rounding (key biases), Adam would otherwise
     # turn the rounding into full steps.
     return ActorSettings(
-        learning_rate=3e-3, warmup_updates=2, epsilon=1e-3, weight_decay=0.1, clip_grad=0.5
+        learning_rate=3e-3,
+        warmup_updates=2,
+        epsilon=1e-3,
+        weight_decay=0.1,
+        clip_grad=0.5,
+        overlap_reduction=torch.distributed.get_world_size() > 1,  # as on CUDA
     )
 
 

@@ -103,6 +103,7 @@ def _run(rank, world_size, root, engine, core, layouts, others):
                 epsilon=1e-3,
                 recompute="full" if name == "tp2-cp2-ep2" else "none",
                 transformer_engine=engine is not None,
+                overlap_reduction=engine is not None,  # as on CUDA
             )
             actor = MegatronActor(Path(root) / model, topology=topology, settings=settings)
             folder = Path(root) / f"{name}-{model}-{bool(engine)}"

@@ -43,8 +43,8 @@ MUTATIONS = {
     ),
     "prompt tokens are counted": (
         SequenceLayout._counts,
-        "self.full_mask.cumsum(0)",
-        "torch.ones_like(self.full_mask).cumsum(0)",
+        "self.full_mask.cumsum",
+        "torch.ones_like(self.full_mask).cumsum",
     ),
     "values off the mask enter the sums": (
         sequence_statistics.scan_together,
