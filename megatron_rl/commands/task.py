@@ -1,0 +1,57 @@
+"""`megatron-rl task`: make a small generated task and a model that solves a wished share of it."""
+
+import argparse
+import os
+import sys
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Its options: one per field of TaskSettings."""
+    from megatron_rl.tasks.settings import KINDS, TaskSettings
+
+    task = commands.add_parser(
+        "task",
+        help="make a small task and a warmed-up model, for tries and studies",
+        description="Make a generated task whose answers are traces, and a small model warmed up "
+        "until it solves a wished share of it. What is there already is not made again.",
+    )
+    task.add_argument("task", choices=list(KINDS))
+    task.add_argument("--output", type=Path, help="default: .cache/tasks/TASK-SIZE")
+    for field in fields(TaskSettings)[1:]:
+        choices = get_args(field.type) if get_origin(field.type) is Literal else None
+        required = field.default is MISSING
+        task.add_argument(
+            "--" + field.name.replace("_", "-"),
+            type=int if required else type(field.default),
+            default=None if required else field.default,
+            required=required,
+            choices=choices,
+            help=f"default: {field.default}" if not required else "terms, items, digits, ...",
+        )
+    task.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Make the task, or say where it is."""
+    from megatron_rl.tasks.making import PORTABLE, make_once
+    from megatron_rl.tasks.settings import TaskSettings
+
+    assert "torch" not in sys.modules, "too late to choose kernels"
+    os.environ.update(PORTABLE)
+    try:
+        names = [field.name for field in fields(TaskSettings)]
+        settings = TaskSettings(**{name: getattr(options, name) for name in names})
+        output = options.output or Path(".cache/tasks") / f"{settings.task}-{settings.size}"
+        made = make_once(output, settings, report=lambda text: print(text, flush=True))
+    except ValueError as error:
+        print(f"megatron-rl: error: {error}", file=sys.stderr)
+        return 1
+    print(
+        f"{output}: {settings.train} + {settings.heldout} prompts of {made['prompt_tokens']} "
+        f"tokens, traces of {made['trace_tokens']}, a model of {made['parameters']:,} parameters "
+        f"right in {made['success']:.1%} ({made['seconds']:.0f} s)"
+    )
+    return 0

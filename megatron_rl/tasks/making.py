@@ -1,0 +1,135 @@
+"""Making a task: problems in files, and a model warmed up to a wished success, once.
+
+The folder holds `train.parquet` and `heldout.parquet` in the schema of DAPO-Math-17k (the ground
+truth is the whole trace), `model/` in Hugging Face format, and `made.json`: the settings, what the
+warm-up took and what it reached. A second call with the same settings finds it and does nothing.
+"""
+
+import hashlib
+import inspect
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megatron_rl.tasks.settings import TaskSettings
+from megatron_rl.tasks.tokens import build_tokenizer
+from megatron_rl.tasks.trace import Problem, right_trace
+
+STAMP = "made.json"
+TRIES = 100  # for one more problem that is not there yet
+# One way to round for every x86-64 processor with AVX2, so that the same settings make the same
+# model; libraries read these when they are loaded.
+PORTABLE = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_CBWR": "COMPATIBLE",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def make_once(
+    output: Path, settings: TaskSettings, report: Callable[[str], None]
+) -> dict[str, Any]:
+    """Make the task in `output` unless it is there; returns the content of made.json.
+
+    The folder appears under its name when it is complete. Raises ValueError if `output` holds
+    something else, or a task of other settings.
+    """
+    digest = compute_digest(settings)
+    stamp = output / STAMP
+    if stamp.is_file():
+        made = json.loads(stamp.read_text())
+        if made["digest"] == digest:
+            return made
+        raise ValueError(
+            f"{output} holds a task of other settings, or of another version; remove it, or name "
+            "another folder"
+        )
+    if output.exists() and any(output.iterdir()):
+        raise ValueError(f"{output} is not empty and holds no task; name another folder")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".making-", dir=output.parent) as parent:
+        folder = Path(parent) / "task"
+        folder.mkdir()
+        made = {"digest": digest, "settings": asdict(settings)} | _make(folder, settings, report)
+        (folder / STAMP).write_text(json.dumps(made, indent=2) + "\n")
+        if output.exists():
+            output.rmdir()
+        folder.rename(output)
+    return made
+
+
+def compute_digest(settings: TaskSettings) -> str:
+    """What decides the output: the settings, and the code that follows them."""
+    code = [Path(__file__).with_name(f"{n}.py") for n in ("making", "tokens", "trace", "warm_up")]
+    code.append(Path(inspect.getfile(settings.kind.draw)))
+    parts = [json.dumps(asdict(settings), sort_keys=True).encode()]
+    return hashlib.sha256(b"".join(parts + [file.read_bytes() for file in code])).hexdigest()
+
+
+def draw_different(settings: TaskSettings) -> list[Problem]:
+    """All problems of both sets, no two with the same question."""
+    generator = random.Random(f"{settings.seed} problems")
+    wanted = settings.train + settings.heldout
+    problems: dict[str, Problem] = {}
+    for _ in range(TRIES * wanted):
+        problem = settings.kind.draw(generator, settings.size)
+        problems.setdefault(problem.question, problem)
+        if len(problems) == wanted:
+            return list(problems.values())
+    raise ValueError(
+        f"there are too few different problems of size {settings.size} for {settings.train} + "
+        f"{settings.heldout}; take fewer, or larger ones"
+    )
+
+
+def _make(folder: Path, settings: TaskSettings, report: Callable[[str], None]) -> dict[str, Any]:
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from megatron_rl.tasks.warm_up import build_model, warm_up
+
+    disable_progress_bar()  # of saving one small file
+    torch.set_num_threads(1)
+    torch.manual_seed(settings.seed)
+    start = time.monotonic()
+    problems = draw_different(settings)
+    heldout, train = problems[: settings.heldout], problems[settings.heldout :]
+    _write_parquet(folder / "heldout.parquet", heldout, settings)
+    _write_parquet(folder / "train.parquet", train, settings)
+    prompt = 1 + max(len(problem.question) for problem in problems)
+    trace = 1 + max(len(right_trace(problem)) for problem in problems)
+    tokenizer = build_tokenizer(prompt + 2 * trace)
+    model = build_model(settings, tokenizer, prompt + 2 * trace)
+    measured = warm_up(model, tokenizer, settings, heldout, report)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return {
+        "prompt_tokens": prompt,
+        "trace_tokens": trace,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        **measured,
+        "seconds": round(time.monotonic() - start, 1),
+    }
+
+
+def _write_parquet(path: Path, problems: list[Problem], settings: TaskSettings) -> None:
+    rows = [
+        {
+            "data_source": settings.task,
+            "prompt": [{"content": problem.question, "role": "user"}],
+            "ability": "TRACE",
+            "reward_model": {"ground_truth": right_trace(problem), "style": "rule"},
+            "extra_info": {"index": str(index)},
+        }
+        for index, problem in enumerate(problems)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)

@@ -1,0 +1,102 @@
+"""Made tasks: files that the trainer reads, made once; a warm-up that fails says so."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_rl.data.prompts import load_prompts, load_tokenizer
+from megatron_rl.tasks.making import compute_digest, draw_different, make_once
+from megatron_rl.tasks.settings import TaskSettings
+from megatron_rl.tasks.tokens import build_tokenizer
+from megatron_rl.tasks.trace import right_trace, verify_trace
+from megatron_rl.tasks.warm_up import build_model
+
+SMALL = {"train": 20, "heldout": 10, "batch": 8}
+
+
+def silent(text):
+    pass
+
+
+def test_sets_are_disjoint_and_follow_from_the_seed():
+    settings = TaskSettings("running_sum", 4, **SMALL)
+    problems = draw_different(settings)
+    assert len({problem.question for problem in problems}) == 30
+    assert problems == draw_different(settings)
+    assert problems != draw_different(TaskSettings("running_sum", 4, seed=2, **SMALL))
+
+
+def test_the_tokenizer_is_read_back_and_knows_every_trace(tmp_path):
+    settings = TaskSettings("running_sum", 16, **SMALL)
+    tokenizer = build_tokenizer(200)
+    tokenizer.save_pretrained(tmp_path)
+    # With a config beside it transformers chooses the tokenizer's class by the model's type.
+    build_model(settings, tokenizer, 200).config.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    for problem in draw_different(settings):
+        trace = right_trace(problem)
+        ids = loaded(trace)["input_ids"]
+        assert len(ids) == len(trace)
+        assert loaded.decode(ids + [loaded.eos_token_id], skip_special_tokens=True) == trace
+
+
+def test_a_warm_up_that_does_not_learn_leaves_nothing(tmp_path):
+    settings = TaskSettings("running_sum", 4, longest_warm_up=2, **SMALL)
+    with pytest.raises(ValueError, match="not learned after 2 updates"):
+        make_once(tmp_path / "task", settings, silent)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_is_found_and_what_is_foreign_kept(tmp_path):
+    settings = TaskSettings("running_sum", 4, **SMALL)
+    made = {"digest": compute_digest(settings), "success": 0.3}
+    (tmp_path / "made.json").write_text(json.dumps(made))
+    assert make_once(tmp_path, settings, silent) == made
+    with pytest.raises(ValueError, match="task of other settings"):
+        make_once(tmp_path, TaskSettings("running_sum", 5, **SMALL), silent)
+    (tmp_path / "made.json").rename(tmp_path / "thesis.tex")
+    with pytest.raises(ValueError, match="holds no task"):
+        make_once(tmp_path, settings, silent)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_a_made_task_is_what_a_run_reads(tmp_path, monkeypatch):
+    """The smallest of all: four terms, learned by a warm-up of a few seconds."""
+    from megatron_rl.tasks import warm_up
+
+    # Whatever it has learned by then is taken: this is about files.
+    monkeypatch.setattr(warm_up, "LEARNED", 1e-30)
+    settings = TaskSettings(
+        "running_sum", 4, success=0.49, tolerance=0.48, hidden=32, heads=1, layers=1, **SMALL
+    )
+    monkeypatch.setattr(warm_up, "measure_success", lambda *arguments: 0.49)
+    monkeypatch.setattr(warm_up, "NOISY_UPDATES", 1)
+    folder = tmp_path / "task"
+    made = make_once(folder, settings, silent)
+    assert (made["prompt_tokens"], made["trace_tokens"]) == (14, 14)
+    assert json.loads((folder / "made.json").read_text()) == made
+    prompts = load_prompts(
+        folder / "heldout.parquet", load_tokenizer(folder / "model"), max_prompt_tokens=14
+    )
+    assert len(prompts) == 10 and pq.read_metadata(folder / "train.parquet").num_rows == 20
+    for prompt in prompts:
+        assert len(prompt.token_ids) == 14
+        assert verify_trace(prompt.ground_truth, prompt.ground_truth, prompt.data_source)[0] == 1
+        assert prompt.messages[0]["content"].replace("?", "") != prompt.ground_truth
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"task": "sum"}, "there are running_sum"),
+        ({"size": 3}, "4 to 256 terms"),
+        ({"success": 0.0}, "must lie between"),
+        ({"tolerance": 0.4}, "must lie between"),
+        ({"corrected": 1.0}, "below 1"),
+        ({"hidden": 65}, r"multiple of 32 \* heads"),
+    ],
+)
+def test_impossible_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        TaskSettings(**{"task": "running_sum", "size": 16} | settings)
