@@ -12,6 +12,7 @@ from megatron_rl.config import load_config
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives import build_objective
 from megatron_rl.preflight.layout import layout_problems
+from megatron_rl.study.plan import load_study
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "pnpo"
 QWEN2 = {
@@ -48,7 +49,18 @@ SHAPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
+STUDIES = sorted(EXAMPLES.glob("study_*.yaml"))
+
+
+@pytest.mark.parametrize("file", STUDIES, ids=lambda file: file.stem)
+def test_every_study_is_valid(file):
+    study = load_study(file, [])
+    assert study.file.name == file.stem.removeprefix("study_") and study.runs
+
+
+@pytest.mark.parametrize(
+    "file", sorted({*EXAMPLES.glob("*.yaml")} - {*STUDIES}), ids=lambda file: file.stem
+)
 def test_every_config_is_valid(file):
     load_config(file)
     assert file.stem in {"quickstart", "own_data", *MODELS}, "give its true shape here"

@@ -1,0 +1,70 @@
+"""`megatron-rl study`: run a grid of runs, one after another or side by side, and table them."""
+
+import argparse
+import sys
+from functools import partial
+from typing import Any
+
+from megatron_rl.config import ConfigError
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Its options."""
+    study = commands.add_parser(
+        "study",
+        help="run a grid of runs from one file; the same command goes on after a kill",
+        description="Run every run of a study that is not done, and keep results.parquet and "
+        "summary.md in its folder. Start it again after whatever ended it: what is done is "
+        "skipped, what had begun goes on from its last checkpoint.",
+    )
+    study.add_argument("file", metavar="FILE", help="YAML, as examples/pnpo/study_reuse.yaml")
+    study.add_argument("--cluster", metavar="FILE", help="launch the runs there, by NeMo-Run")
+    study.add_argument("--status", action="store_true", help="only table what there is")
+    study.add_argument("--compare", metavar="AXIS", help="of the summary; default: the last axis")
+    study.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every run")
+    study.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Run or table the study; 75 where it was asked to end and can go on."""
+    from megatron_rl.study.plan import load_study
+    from megatron_rl.study.running import Start, StartedOnCluster, opened, run_study, start_here
+
+    try:
+        study = load_study(options.file, options.overrides)
+        axis = options.compare or list(study.file.axes)[-1]
+        if axis not in study.file.axes:
+            raise ConfigError(f"--compare {axis}: the study has {', '.join(study.file.axes)}")
+        if options.status:
+            return _table(study, axis)
+        with opened(study):
+            start: Start = start_here
+            if options.cluster:
+                start = partial(StartedOnCluster, cluster_file=options.cluster)
+            status = run_study(study, start=start, say=_say, on_end=lambda: _write(study, axis))
+            _table(study, axis)
+            return status
+    except (ConfigError, RuntimeError) as error:
+        print(f"megatron-rl: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _write(study: Any, axis: str) -> str:
+    from megatron_rl.runs.directory import write_atomically
+    from megatron_rl.study.results import write_results
+    from megatron_rl.study.summary import find_outcome, summarise
+
+    outcomes = [found for state in write_results(study) if (found := find_outcome(state))]
+    text = summarise(outcomes, axis)
+    if study.folder.is_dir():
+        write_atomically(study.folder / "summary.md", text)
+    return text
+
+
+def _table(study: Any, axis: str) -> int:
+    print(_write(study, axis), end="")
+    return 0

@@ -1,0 +1,79 @@
+"""The table of a study: `results.parquet`, one row per run and recorded step.
+
+Columns, in this order:
+
+    run            the run's name; its run directory is runs/<run> beside the file
+    axis/<axis>    the run's value on each axis of the study file, a text
+    seed           runs with the same seed are paired
+    digest         of the config without `run` and `logging`: the same digest, the same experiment
+    model          fingerprint of the model that the run began with
+    state          `done`, or `begun` where the run has not ended yet
+    steps          rollout batches that the run is to have
+    updates        optimizer updates done at the end of this row's step
+    step           of the row; 0 is the evaluation before training
+    <metric>       every metric of the run's metrics.jsonl (docs/metrics.md), null where it has none
+
+`results.parquet` is made anew after each run from the run directories alone. Whoever reads it needs
+nothing else: `pyarrow.parquet.read_table("results.parquet")`, or `polars.read_parquet`.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megatron_rl.study.plan import Study
+from megatron_rl.study.state import RunState, read_state
+
+RESULTS = "results.parquet"
+
+
+def build_results(states: Sequence[RunState]) -> pa.Table:
+    """The table of these runs, in their order."""
+    rows = [_row(state, row) for state in states for row in state.rows]
+    names: dict[str, None] = {}
+    for row in rows:
+        names |= dict.fromkeys(row)
+    columns = {name: pa.array([row.get(name) for row in rows], _kind(name)) for name in names}
+    return pa.table(columns)
+
+
+def write_results(study: Study) -> list[RunState]:
+    """Make `results.parquet` anew from the run directories; returns what they hold."""
+    states = [read_state(run) for run in study.runs]
+    if any(state.rows for state in states):
+        partial = study.folder / f".{RESULTS}.partial"
+        pq.write_table(build_results(states), partial, compression="zstd")
+        os.replace(partial, study.folder / RESULTS)
+    return states
+
+
+def _row(state: RunState, metrics: dict[str, Any]) -> dict[str, Any]:
+    run = state.run
+    described = {
+        "run": run.name,
+        **{f"axis/{axis}": value for axis, value in run.point.items()},
+        "seed": run.seed,
+        "digest": run.digest,
+        "model": _model(run.folder),
+        "state": state.state,
+        "steps": run.config.trainer.steps,
+        "updates": metrics["step"] * run.config.updates_per_step,
+        "step": metrics["step"],
+    }
+    return described | {name: value for name, value in metrics.items() if name != "step"}
+
+
+def _kind(name: str) -> pa.DataType:
+    if name in ("run", "digest", "model", "state") or name.startswith("axis/"):
+        return pa.string()
+    return pa.int64() if name in ("seed", "steps", "updates", "step") else pa.float64()
+
+
+def _model(folder: Path) -> str | None:
+    file = folder / "models.json"
+    return json.loads(file.read_text()).get("model.path") if file.is_file() else None

@@ -1,0 +1,250 @@
+"""Running what a study has not done yet: here, or on SLURM."""
+
+import ctypes
+import fcntl
+import math
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Protocol
+
+from megatron_rl.config import ConfigError, dump_config
+from megatron_rl.interruption import INTERRUPTED
+from megatron_rl.runs.rows import read_metrics
+from megatron_rl.study.plan import PlannedRun, Study
+from megatron_rl.study.state import read_state
+
+LOCK = ".lock"
+POLL_SECONDS = 0.5
+SAY_SECONDS = 60.0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class Started(Protocol):
+    """A run that was started."""
+
+    log_file: Path
+
+    def status(self) -> int | None:
+        """Its exit status; None while it waits or runs."""
+
+    def end(self) -> bool:
+        """Ask it to end; whether it does, and is to be waited for."""
+
+
+# Starts a run; None where what an earlier study left still works on it: to be tried again.
+Start = Callable[[Study, PlannedRun], Started | None]
+
+
+def start_here(study: Study, run: PlannedRun) -> "StartedHere | None":
+    """Start a run in processes of this machine."""
+    file = run.folder / LOCK
+    if file.exists():
+        with file.open("a") as lock:
+            if not take_lock(lock):
+                return None
+    return StartedHere(study, run)
+
+
+def take_lock(file: IO[str]) -> bool:
+    """Whether no other process holds the file; it is held until it is closed."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+class StartedHere:
+    """A run in processes of this machine."""
+
+    def __init__(self, study: Study, run: PlannedRun) -> None:
+        self.log_file = study.folder / "logs" / f"{run.name}.log"
+        command = [sys.executable, "-m", "megatron_rl.cli", "train", "--config"]
+        with self.log_file.open("ab") as log:
+            # A session of its own: Ctrl-C reaches it through the study alone.
+            self._process = subprocess.Popen(
+                [*command, str(config_file(study, run))],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                preexec_fn=ask_to_end_with_parent,  # noqa: PLW1509 - there is one thread
+            )  # fmt: skip
+
+    def status(self) -> int | None:
+        """Its exit status; None while it runs."""
+        return self._process.poll()
+
+    def end(self) -> bool:
+        """It saves its step first."""
+        self._process.terminate()
+        return True
+
+
+class StartedOnCluster:
+    """A run that was launched on a cluster; it goes on when this process ends."""
+
+    def __init__(self, study: Study, run: PlannedRun, *, cluster_file: str) -> None:
+        from megatron_rl.launch.cluster import SlurmCluster, load_cluster
+        from megatron_rl.launch.following import is_active
+        from megatron_rl.launch.plan import plan_launch
+        from megatron_rl.launch.record import find_record, has_record
+        from megatron_rl.launch.starting import start_here, start_on_slurm
+
+        cluster = load_cluster(cluster_file)
+        start = start_on_slurm if isinstance(cluster, SlurmCluster) else start_here
+        earlier = find_record(run.name) if has_record(run.name) else None
+        if earlier and earlier.run == str(run.folder) and is_active(earlier):
+            self._record = earlier  # an earlier start of the study launched it
+        else:
+            file = str(config_file(study, run))
+            self._record = start(plan_launch(file, cluster, overrides=[], name=run.name))
+        self.log_file = Path(self._record.folder) / "logs"
+
+    def status(self) -> int | None:
+        """Its exit status; None while it waits or runs."""
+        from megatron_rl.launch.following import final_status, is_active
+
+        return None if is_active(self._record) else final_status(self._record)
+
+    def end(self) -> bool:
+        """The job goes on; the next start of the study follows it."""
+        return False
+
+
+def ask_to_end_with_parent() -> None:
+    """In a new process: SIGTERM when the one that started it ends, even by SIGKILL."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@dataclass
+class Progress:
+    """What is said of a study while it runs."""
+
+    study: Study
+    say: Callable[[str], None]
+    done: int = 0
+    failed: list[str] = field(default_factory=list)
+    begun: float = field(default_factory=time.monotonic)
+    ended_here: int = 0
+
+    def line(self, running: list[PlannedRun]) -> str:
+        """Counts, the step of what runs, the time and a guess of what is left."""
+        total = len(self.study.runs)
+        parts = [f"{self.study.file.name}: {self.done} of {total} done"]
+        if self.failed:
+            parts.append(f"{len(self.failed)} failed")
+        for run in running:
+            rows = read_metrics(run.folder)
+            step = rows[-1]["step"] if rows else 0
+            parts.append(f"{run.name} {step}/{run.config.trainer.steps}")
+        minutes = (time.monotonic() - self.begun) / 60
+        parts.append(f"{minutes:.0f} min")
+        if self.ended_here:
+            left = (total - self.done - len(self.failed)) * minutes / self.ended_here
+            parts.append(f"about {left:.0f} left")
+        return ", ".join(parts)
+
+
+def config_file(study: Study, run: PlannedRun) -> Path:
+    """Where a run's config lies."""
+    return study.folder / "configs" / f"{run.name}.yaml"
+
+
+def make_tasks(study: Study, run: PlannedRun, say: Callable[[str], None]) -> bool:
+    """Make what the run reads and the study file tells how to make; False where that fails."""
+    paths = [run.config.model.path, *(path for path, _ in run.config.prompt_files.values())]
+    for folder, settings in study.file.tasks.items():
+        asked = any(Path(path).absolute().is_relative_to(Path(folder).absolute()) for path in paths)
+        if not asked or (Path(folder) / "made.json").is_file():
+            continue
+        say(f"making {folder}")
+        options = {f"--{key.replace('_', '-')}": str(value) for key, value in settings.items()}
+        command = [sys.executable, "-m", "megatron_rl.cli", "task", options.pop("--task", "")]
+        command += [word for option in options.items() for word in option]
+        # A process of its own: its kernels are chosen before torch is loaded.
+        if subprocess.run([*command, "--output", folder], check=False).returncode:
+            say(f"{run.name} failed: tasks.{folder} could not be made")
+            return False
+    return True
+
+
+@contextmanager
+def opened(study: Study) -> Iterator[None]:
+    """The study's folder, held by this process; configs are written into it."""
+    for folder in ("configs", "runs", "logs"):
+        (study.folder / folder).mkdir(parents=True, exist_ok=True)
+    with (study.folder / LOCK).open("a") as lock:
+        if not take_lock(lock):
+            raise ConfigError(
+                f"{study.folder} is in use by another `megatron-rl study`; wait until it has "
+                "ended, or end it"
+            )
+        for run in study.runs:
+            config_file(study, run).write_text(dump_config(run.config))
+        yield
+
+
+def run_study(
+    study: Study,
+    *,
+    start: Start,
+    say: Callable[[str], None],
+    on_end: Callable[[], object],
+) -> int:
+    """Run what is not done; returns the exit status.
+
+    A run that fails does not stop the others. Asked to end by a signal, the runs here save their
+    step and end; jobs on a cluster go on. on_end: is called after each run.
+    """
+    asked = threading.Event()
+    for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(one, lambda number, frame: asked.set())
+    progress = Progress(study, say)
+    waiting = []
+    for run in study.runs:
+        if read_state(run).state == "done":
+            progress.done += 1
+        else:
+            waiting.append(run)
+    active: dict[str, tuple[PlannedRun, Started]] = {}
+    said, is_passed_on = -math.inf, False
+    while active or (waiting and not asked.is_set()):
+        for run in [] if asked.is_set() else list(waiting):
+            if len(active) >= study.file.side_by_side:
+                break
+            if not make_tasks(study, run, say):
+                waiting.remove(run)
+                progress.failed.append(run.name)
+            elif (started := start(study, run)) is not None:
+                waiting.remove(run)
+                active[run.name] = run, started
+        if time.monotonic() - said >= SAY_SECONDS:
+            said = time.monotonic()
+            say(progress.line([run for run, _ in active.values()]))
+        for name, (run, started) in list(active.items()):
+            if (status := started.status()) is not None:
+                del active[name]
+                _note_end(run, started, status, progress)
+                on_end()
+        if asked.is_set() and not is_passed_on:
+            is_passed_on = True
+            active = {name: one for name, one in active.items() if one[1].end()}
+        time.sleep(POLL_SECONDS)
+    say(progress.line([]))
+    for name in progress.failed:
+        say(f"  failed: {name}; {study.folder}/logs/{name}.log says why")
+    return INTERRUPTED if asked.is_set() else bool(progress.failed)
+
+
+def _note_end(run: PlannedRun, started: Started, status: int, progress: Progress) -> None:
+    if status == 0 and read_state(run).state == "done":
+        progress.done += 1
+        progress.ended_here += 1
+    elif status != INTERRUPTED:
+        progress.failed.append(run.name)
+        progress.say(f"{run.name} failed with status {status}: {started.log_file}")

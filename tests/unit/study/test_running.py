@@ -1,0 +1,173 @@
+"""Studies on the disk: what is done, what is run, in which order, and what is tabled.
+
+The runs are processes that write what a run writes; `tests/functional/test_study.py` has real ones.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_rl.config import ConfigError, dump_config
+from megatron_rl.interruption import INTERRUPTED
+from megatron_rl.study.plan import StudyFile, plan_study
+from megatron_rl.study.results import write_results
+from megatron_rl.study.running import opened, run_study, start_here, take_lock
+from megatron_rl.study.state import read_state
+
+RUN = """
+import json, pathlib, sys, time
+folder, score, status = pathlib.Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+with open(folder.parent / "order", "a") as order:
+    order.write(folder.name + "\\n")
+for step in (0, 1, 2):
+    row = {"step": step, "eval/h/avg@4": score + step / 10}
+    if step:
+        row["reward/mean"] = score
+    with open(folder / "metrics.jsonl", "a") as rows:
+        rows.write(json.dumps(row) + "\\n")
+    if status == 75:
+        time.sleep(600)
+(folder / "model").mkdir()
+sys.exit(status)
+"""
+
+
+def plan(tmp_path, **changes):
+    values = {
+        "name": "s", "dir": str(tmp_path), "seeds": [1, 2],
+        "base": {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"prompts": 8},
+                 "trainer": {"steps": 2}},
+        "axes": {"objective": {"pnpo": {}, "gspo": {"objective": {"name": "gspo"}}}},
+    }  # fmt: skip
+    return plan_study(StudyFile.model_validate(values | changes), [])
+
+
+class Pretended:
+    """A process that leaves what a run leaves."""
+
+    statuses: ClassVar[dict[str, int]] = {}
+
+    def __init__(self, study, run):
+        run.folder.mkdir(parents=True, exist_ok=True)
+        (run.folder / "config.yaml").write_text(dump_config(run.config))
+        score = {"pnpo": 0.5, "gspo": 0.25}[run.point["objective"]]
+        status = self.statuses.get(run.name, 0)
+        self.log_file = run.folder / "log.txt"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", RUN, str(run.folder), str(score), str(status)]
+        )
+
+    def status(self):
+        return self._process.poll()
+
+    def end(self):
+        self._process.kill()
+        return True
+
+
+def run_all(study, said, start=Pretended):
+    with opened(study):
+        return run_study(study, start=start, say=said.append, on_end=lambda: write_results(study))
+
+
+def test_what_is_done_is_skipped_and_a_failure_stops_nothing(tmp_path, monkeypatch):
+    study, said = plan(tmp_path), []
+    monkeypatch.setattr(Pretended, "statuses", {"gspo-seed1": 3})
+    assert run_all(study, said) == 1
+    names = ["pnpo-seed1", "gspo-seed1", "pnpo-seed2", "gspo-seed2"]
+    order = study.folder / "runs" / "order"
+    assert order.read_text().split() == names
+    assert any("gspo-seed1 failed with status 3" in line for line in said)
+    assert "3 of 4 done, 1 failed" in said[-2]
+    # Again, now that it would work: its model is there, so that it is taken for done. Without it:
+    (study.folder / "runs" / "gspo-seed1" / "model").rmdir()
+    monkeypatch.setattr(Pretended, "statuses", {})
+    assert run_all(study, said) == 0
+    assert order.read_text().split() == [*names, "gspo-seed1"]
+    assert "4 of 4 done" in said[-1]
+
+
+def test_runs_side_by_side_and_the_end_by_a_signal(tmp_path, monkeypatch):
+    study, said = plan(tmp_path, side_by_side=2), []
+    monkeypatch.setattr(Pretended, "statuses", dict.fromkeys(("pnpo-seed1", "gspo-seed1"), 75))
+    started = []
+
+    def start(study, run):
+        started.append(run.name)
+        if len(started) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return Pretended(study, run)
+
+    earlier = signal.getsignal(signal.SIGTERM)
+    try:
+        assert run_all(study, said, start) == INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+    assert started == ["pnpo-seed1", "gspo-seed1"]  # both at once, and no third
+
+
+def test_a_run_that_is_still_worked_on_is_left_for_later(tmp_path):
+    study = plan(tmp_path)
+    folder = study.runs[0].folder
+    folder.mkdir(parents=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", "import fcntl, sys; f = open(sys.argv[1], 'a'); "
+         "fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()",
+         str(folder / ".lock")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert holder.stdout.readline() == b"held\n"
+    assert start_here(study, study.runs[0]) is None
+    holder.communicate()
+    with (folder / ".lock").open("a") as lock:
+        assert take_lock(lock)
+
+
+def test_two_studies_do_not_share_a_folder(tmp_path):
+    study = plan(tmp_path)
+    program = (
+        "import sys\nfrom tests.unit.study.test_running import plan, opened\n"
+        "with opened(plan(sys.argv[1])): pass\n"
+    )
+    with opened(study):
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True,
+            cwd=Path(__file__).parents[3], check=False,
+        )  # fmt: skip
+    assert done.returncode == 1 and "is in use by another `megatron-rl study`" in done.stderr
+
+
+def test_a_run_of_other_settings_is_refused(tmp_path):
+    study = plan(tmp_path)
+    Pretended(study, study.runs[0])._process.wait()
+    assert read_state(study.runs[0]).state == "done"
+    other = plan(tmp_path, axes={"objective": {"pnpo": {"optimizer.beta2": 0.5}}})
+    with pytest.raises(ConfigError, match="was run with other settings than the study now has"):
+        read_state(other.runs[0])
+
+
+def test_results_hold_every_row_with_its_point_seed_and_digest(tmp_path):
+    study = plan(tmp_path)
+    for run in study.runs[:3]:
+        Pretended(study, run)._process.wait()
+    (study.runs[2].folder / "model").rmdir()
+    (study.runs[2].folder / "models.json").write_text(json.dumps({"model.path": "abc"}))
+    states = write_results(study)
+    assert [state.state for state in states] == ["done", "done", "begun", "new"]
+    rows = pq.read_table(study.folder / "results.parquet").to_pylist()
+    assert len(rows) == 9
+    # 4 epochs x 4 minibatches a step by default.
+    assert rows[5] == {
+        "run": "gspo-seed1", "axis/objective": "gspo", "seed": 1,
+        "digest": study.runs[1].digest, "model": None, "state": "done", "steps": 2,
+        "updates": 32, "step": 2, "eval/h/avg@4": 0.45, "reward/mean": 0.25,
+    }  # fmt: skip
+    assert rows[6]["model"] == "abc" and rows[6]["state"] == "begun"
+    assert rows[3]["reward/mean"] is None  # step 0
