@@ -1,7 +1,10 @@
 """The whole system on the tiny task: it learns, survives a kill, and exports what it trained."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pyarrow.parquet as pq
@@ -9,7 +12,7 @@ import pytest
 import torch
 
 from megatron_rl.runs.rows import read_metrics
-from tests.functional.tiny_runs import TASK, make_task, start_training, train
+from tests.functional.tiny_runs import ROOT, TASK, make_task, start_training, train
 
 # What a clock or the machine decides; everything else must repeat bit for bit.
 TIMED = ("time/", "memory/", "sync/", "rollout/tokens_per_second", "rollout/engine_imbalance")
@@ -43,6 +46,28 @@ def test_it_learns_from_fresh_weights_only(tmp_path):
     assert after > before + 0.15, (before, after)
     assert (tmp_path / "a" / "curves.png").stat().st_size > 10_000
     assert "heldout/avg@4" in (tmp_path / "a" / "log.txt").read_text()
+    assert_evaluated_alike(tmp_path, rows[-1])
+
+
+def assert_evaluated_alike(folder, last):
+    """`megatron-rl eval` of the run, on one engine, finds what training found on two."""
+    command = [sys.executable, "-m", "megatron_rl.cli", "eval", "--model", str(folder / "a"),
+               "--output", str(folder / "e")]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    scores = json.loads((folder / "e" / "scores.json").read_text())["scores"]
+    assert set(scores) == {"avg@4", "pass@2", "pass@4", "maj@4"}
+    for name, sets in scores.items():
+        assert sets["heldout"]["score"] == last[f"eval/heldout/{name}"]
+        assert sets["macro"]["score"] == last[f"eval_macro/{name}"]
+        assert sets["heldout"]["low"] <= sets["heldout"]["score"] <= sets["heldout"]["high"]
+    step = last["step"]
+    files = (
+        folder / "e" / "eval" / "heldout_000000.parquet",
+        (folder / "a" / "eval" / f"heldout_{step:06d}.parquet"),
+    )
+    given = [pq.read_table(file, columns=["prompt_index", "token_ids", "reward"]) for file in files]
+    assert given[0].equals(given[1])
 
 
 @pytest.fixture(scope="module")
