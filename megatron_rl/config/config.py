@@ -50,8 +50,10 @@ class Config(Section):
         problems = []
         if not self.model.path:
             problems.append("model.path: missing; name a Hugging Face model folder")
-        if not self.data.train:
+        if not (self.data.train or self.data.mix):
             problems.append("data.train: missing; name a file of prompts, .parquet or .jsonl")
+        if self.data.train and self.data.mix:
+            problems.append("data.train and data.mix are both set; name the file in data.mix too")
         if self.rollout.prompts % self.trainer.minibatches:
             problems.append(
                 f"rollout.prompts={self.rollout.prompts} cannot be split into "
@@ -111,7 +113,17 @@ class Config(Section):
         """Every file of prompts with its columns, by the key that names it."""
         columns = self.eval.columns or self.data.columns
         sets = {f"eval.sets.{name}": (path, columns) for name, path in self.eval.sets.items()}
-        return {"data.train": (self.data.train, self.data.columns)} | sets
+        return {key: (path, columns) for key, (path, columns, _) in self.training.items()} | sets
+
+    @property
+    def training(self) -> dict[str, tuple[str, ColumnsSection, float]]:
+        """Path, columns and weight of every training set, by the key that names it."""
+        if not self.data.mix:
+            return {"data.train": (self.data.train, self.data.columns, 1.0)}
+        return {
+            f"data.mix.{name}": (one.path, one.columns or self.data.columns, one.weight)
+            for name, one in self.data.mix.items()
+        }
 
     @property
     def reference_path(self) -> str:

@@ -53,6 +53,8 @@ def with_absolute_paths(config: Config) -> Config:
     values["run"]["dir"] = os.path.abspath(config.run.dir)
     for section, key in (("model", "path"), ("model", "reference"), ("data", "train")):
         values[section][key] = absolute(values[section][key])
+    for one in values["data"]["mix"].values():
+        one["path"] = absolute(one["path"])
     values["eval"]["sets"] = {name: absolute(path) for name, path in config.eval.sets.items()}
     return parse_config(values)
 

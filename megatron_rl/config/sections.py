@@ -71,11 +71,25 @@ class ColumnsSection(Section):
     name"""
 
 
+class MixedSetSection(Section):
+    """One of several sets of training prompts."""
+
+    path: str
+    """as `data.train`"""
+    weight: Positive = 1.0
+    """its part of every rollout batch, in proportion to the others'"""
+    columns: ColumnsSection | None = None
+    """null: those of `data.columns`"""
+
+
 class DataSection(Section):
     """Training prompts."""
 
     train: str = ""
-    """a file of prompts, .parquet or .jsonl (`docs/prompts.md`); must be given"""
+    """a file of prompts, .parquet or .jsonl, a data set as `hf:OWNER/NAME`, or a folder that
+    `datasets` saved (`docs/prompts.md`); this or `data.mix` must be given"""
+    mix: dict[Name, MixedSetSection] = Field(default_factory=dict)
+    """name: `{path, weight, columns}` of several sets, instead of `data.train`"""
     columns: ColumnsSection = ColumnsSection()
     """of `data.train`, and of `eval.sets` where `eval.columns` is null; by default the schema of
     DAPO-Math-17k"""
@@ -83,6 +97,10 @@ class DataSection(Section):
     """the longest prompt, in tokens"""
     too_long: Literal["error", "skip"] = "error"
     """a prompt that is longer: refuse the file, or leave the prompt out and say how many were"""
+    bad_rows: Literal["error", "skip"] = "error"
+    """a malformed row: refuse the file, or leave the row out and say how many were"""
+    template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """of the chat template, as `{enable_thinking: false}`"""
 
 
 class ParallelSection(Section):

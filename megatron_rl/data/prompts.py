@@ -1,7 +1,7 @@
 """Prompt sets, tokenized, and the order in which a run goes through them."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -59,6 +59,8 @@ def load_prompts(
     max_prompt_tokens: int,
     columns: Columns | None = None,
     too_long: Literal["error", "skip"] = "error",
+    bad_rows: Literal["error", "skip"] = "error",
+    template_arguments: Mapping[str, Any] | None = None,
     say: Callable[[str], object] = lambda text: None,
 ) -> list[Prompt]:
     """The distinct prompts of a parquet or JSON lines file, tokenized with the chat template.
@@ -67,15 +69,16 @@ def load_prompts(
     holds each of its 17 thousand problems about a hundred times. `index` is the row in the file.
 
     too_long: whether a prompt of more than `max_prompt_tokens` tokens is an error or left out;
-    `say` is told how many are.
+    bad_rows: whether a malformed row is; `say` is told how many are. template_arguments: of the
+    chat template, beside the messages.
     Raises ValueError if the file cannot be read, is empty or without the columns, if a row is
     malformed, and if a prompt is too long; the message names the row.
     """
     path = Path(path)
     check_tokenizer(tokenizer)
-    rows = _distinct_rows(path, columns or Columns())
+    rows = _distinct_rows(path, columns or Columns(), bad_rows=bad_rows, say=say)
     chats = {number: row.messages for number, (row, _) in rows.items()}
-    token_ids = _tokenize(chats, tokenizer, path=path)
+    token_ids = _tokenize(chats, tokenizer, path=path, arguments=template_arguments or {})
     longer = {number: len(ids) for number, ids in token_ids.items() if len(ids) > max_prompt_tokens}
     if longer:
         say(_refuse_or_tell(longer, len(rows), max_prompt_tokens, too_long, path=path))
@@ -127,21 +130,39 @@ def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
     return np.argsort(keys, kind="stable")
 
 
-def _distinct_rows(path: Path, columns: Columns) -> dict[int, tuple[Row, str]]:
+def _distinct_rows(
+    path: Path, columns: Columns, *, bad_rows: str, say: Callable[[str], object]
+) -> dict[int, tuple[Row, str]]:
     """Rows by their number, parsed and as JSON, without those that repeat an earlier one."""
     rows: dict[int, tuple[Row, str]] = {}
     seen: set[tuple[Any, ...]] = set()
+    bad: list[ValueError] = []
     for number, plain in read_rows(path, columns):
-        row = parse_row(plain, columns, path=path, number=number)
+        try:
+            row = parse_row(plain, columns, path=path, number=number)
+        except ValueError as error:
+            if bad_rows == "error":
+                raise ValueError(f"{error}; repair it, or leave such rows out by "
+                                 "data.bad_rows=skip") from None  # fmt: skip
+            bad.append(error)
+            continue
         key = (row.ground_truth, *(text for one in row.messages for text in one.values()))
         if key not in seen:
             seen.add(key)
             rows[number] = row, json.dumps(plain, default=str)
+    if bad:
+        say(f"{path}: {len(bad)} malformed rows left out (data.bad_rows=skip); the first: {bad[0]}")
+    if not rows:
+        raise ValueError(f"{path} holds no prompts: all of its rows are malformed")
     return rows
 
 
 def _tokenize(
-    chats: dict[int, tuple[dict[str, str], ...]], tokenizer: Any, *, path: Path
+    chats: dict[int, tuple[dict[str, str], ...]],
+    tokenizer: Any,
+    *,
+    path: Path,
+    arguments: Mapping[str, Any],
 ) -> dict[int, list[int]]:
     # The template writes the special tokens itself, so the tokenizer must not add its own.
     texts = []
@@ -149,7 +170,7 @@ def _tokenize(
         try:
             texts.append(
                 tokenizer.apply_chat_template(
-                    list(chat), tokenize=False, add_generation_prompt=True
+                    list(chat), tokenize=False, add_generation_prompt=True, **arguments
                 )
             )
         except Exception as error:  # a template is a program and may raise anything

@@ -7,14 +7,17 @@ Schema: https://huggingface.co/datasets/BytedTsinghua-SIA/DAPO-Math-17k
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron_rl.data.hub import is_on_hub, read_hub, read_saved
+
+PlainRow = dict[str, Any] | ValueError
 SOURCE = "data_source"
 _ROWS_AT_ONCE = 4096  # a whole large file as objects is too much
 _ROWS_TO_CHECK = 1000
@@ -37,11 +40,14 @@ class Row(NamedTuple):
     data_source: str
 
 
-def check_prompt_file(path: str | Path, columns: Columns) -> None:
+def check_prompt_file(
+    path: str | Path, columns: Columns, *, bad_rows: Literal["error", "skip"] = "error"
+) -> None:
     """ValueError if the file cannot be read, lacks a column, or has a bad one of its first rows."""
     path = Path(path)
     for number, row in itertools.islice(read_rows(path, columns), _ROWS_TO_CHECK):
-        parse_row(row, columns, path=path, number=number)
+        if bad_rows == "error":
+            parse_row(row, columns, path=path, number=number)
 
 
 def name_row(path: Path, number: int) -> str:
@@ -49,11 +55,26 @@ def name_row(path: Path, number: int) -> str:
     return f"{path}, line {number + 1}" if path.suffix == ".jsonl" else f"{path}, row {number}"
 
 
-def read_rows(path: Path, columns: Columns) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each row with its number in the file, from 0.
+def read_rows(path: Path, columns: Columns) -> Iterator[tuple[int, PlainRow]]:
+    """Each row with its number in the file, from 0; for one that is no row, what is wrong with it.
 
     Raises ValueError if the file is missing, of another kind, damaged, empty or lacks a column.
     """
+    empty = True
+    for number, row in _reader_of(path)(path):
+        if empty and isinstance(row, dict):
+            _check_columns(list(row), columns, path)
+            empty = False
+        yield number, row
+    if empty:
+        raise ValueError(f"{path} holds no prompts")
+
+
+def _reader_of(path: Path) -> Callable[[Path], Iterator[tuple[int, PlainRow]]]:
+    if is_on_hub(path):
+        return read_hub
+    if path.is_dir():
+        return read_saved
     if not path.is_file():
         raise ValueError(f"prompt file {path} does not exist")
     readers = {".parquet": _read_parquet, ".jsonl": _read_lines}
@@ -62,18 +83,13 @@ def read_rows(path: Path, columns: Columns) -> Iterator[tuple[int, dict[str, Any
             f"{path}: prompts are read from .parquet or .jsonl (one JSON object a line) by the "
             "name's ending; rename or convert the file"
         )
-    empty = True
-    for number, row in readers[path.suffix](path):
-        if empty:
-            _check_columns(list(row), columns, path)
-        empty = False
-        yield number, row
-    if empty:
-        raise ValueError(f"{path} holds no prompts")
+    return readers[path.suffix]
 
 
-def parse_row(row: dict[str, Any], columns: Columns, *, path: Path, number: int) -> Row:
+def parse_row(row: PlainRow, columns: Columns, *, path: Path, number: int) -> Row:
     """Messages, ground truth and source of a row; ValueError where one is missing or malformed."""
+    if isinstance(row, ValueError):
+        raise row
     where = name_row(path, number)
     messages = _find(row, columns.prompt)
     if isinstance(messages, str) and messages.strip():
@@ -106,7 +122,7 @@ def parse_row(row: dict[str, Any], columns: Columns, *, path: Path, number: int)
     return Row(kept, truth, source)
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_parquet(path: Path) -> Iterator[tuple[int, PlainRow]]:
     try:
         numbers = itertools.count()
         for batch in pq.ParquetFile(path).iter_batches(_ROWS_AT_ONCE):
@@ -116,7 +132,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise ValueError(f"{path} cannot be read as parquet: {error}") from error
 
 
-def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_lines(path: Path) -> Iterator[tuple[int, PlainRow]]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines):
             if not line.strip():
@@ -124,9 +140,9 @@ def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             try:
                 row = json.loads(line.decode("utf-8-sig"))
             except ValueError as error:
-                raise ValueError(f"{name_row(path, number)} is not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{name_row(path, number)} is no JSON object: {row!r:.80}")
+                row = ValueError(f"{name_row(path, number)} is not JSON: {error}")
+            if not isinstance(row, dict | ValueError):
+                row = ValueError(f"{name_row(path, number)} is no JSON object: {row!r:.80}")
             yield number, row
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections import Counter
 
 import pyarrow as pa
@@ -239,3 +240,58 @@ def test_repeated_rows_are_left_out(tmp_path):
     # Row 2 repeats row 0; row 3 asks the same and wants another answer, so it is kept.
     kept = [(prompt.index, prompt.ground_truth) for prompt in prompts]
     assert kept == [(0, "2"), (1, "4"), (3, "3"), (5004, "5")]
+
+
+def test_malformed_rows_are_named_or_left_out_and_counted(tmp_path):
+    path = tmp_path / "set.jsonl"
+    rows = [json.dumps(build_row()), "{broken", "[1]", json.dumps(build_row(truth=" ")),
+            json.dumps(build_row("b"))]  # fmt: skip
+    path.write_text("\n".join(rows))
+    with pytest.raises(ValueError, match=r"line 2 is not JSON.*data\.bad_rows=skip"):
+        load_prompts(path, build_tokenizer(), max_prompt_tokens=5)
+    said = []
+    prompts = load_prompts(
+        path, build_tokenizer(), max_prompt_tokens=5, bad_rows="skip", say=said.append
+    )
+    assert [prompt.index for prompt in prompts] == [0, 4]
+    assert len(said) == 1 and "3 malformed rows left out" in said[0] and "line 2" in said[0]
+    with pytest.raises(ValueError, match="line 2"):
+        check_prompt_file(path, Columns())
+    check_prompt_file(path, Columns(), bad_rows="skip")
+    path.write_text("\n".join([rows[3], rows[1]]))
+    with pytest.raises(ValueError, match="all of its rows are malformed"):
+        load_prompts(path, build_tokenizer(), max_prompt_tokens=5, bad_rows="skip")
+
+
+def test_arguments_reach_the_chat_template(tmp_path):
+    path = write(tmp_path / "set.parquet", [build_row()])
+    template = TEMPLATE + "{% if loud %}b{% endif %}"
+    tokenizer = build_tokenizer(template=template)
+    (plain,) = load_prompts(path, tokenizer, max_prompt_tokens=9)
+    (loud,) = load_prompts(path, tokenizer, max_prompt_tokens=9, template_arguments={"loud": True})
+    assert loud.token_ids == (*plain.token_ids, 2)
+
+
+def test_folders_and_names_need_the_library(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for path in (tmp_path, "hf:owner/name"):
+        with pytest.raises(ValueError, match="needs the library datasets; pip install it"):
+            load_prompts(path, build_tokenizer(), max_prompt_tokens=5)
+
+
+def test_what_datasets_has_saved_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = [build_row(), build_row("b", "8")]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows[1:])}).save_to_disk(
+        str(tmp_path / "several")
+    )
+    one = load_prompts(tmp_path / "one", build_tokenizer(), max_prompt_tokens=5)
+    assert [prompt.ground_truth for prompt in one] == ["7", "8"]
+    (second,) = load_prompts(tmp_path / "several", build_tokenizer(), max_prompt_tokens=5)
+    assert second.ground_truth == "8"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="`datasets` cannot load"):
+        load_prompts(tmp_path / "empty", build_tokenizer(), max_prompt_tokens=5)
+    with pytest.raises(ValueError, match=r"cannot be loaded: .*HF_HUB_OFFLINE=0"):
+        load_prompts("hf:nobody/nothing-of-this-name", build_tokenizer(), max_prompt_tokens=5)

@@ -1,0 +1,65 @@
+"""The order in which a run goes through several prompt sets that are mixed by weight."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_rl.data.prompts import PromptOrder
+from megatron_rl.seeds import derive_seed
+from megatron_rl.types import Prompt
+
+
+@dataclass(frozen=True)
+class PromptMix:
+    """Which prompts each step uses; a function of (sizes, weights, seed, step), as PromptOrder's.
+
+    Every step holds the same number of prompts of each set, as near to its weight as whole numbers
+    are. Each set goes through its prompts in an order of its own. Within a step sets are mixed.
+    """
+
+    sizes: tuple[int, ...]  # prompts in each set
+    weights: tuple[float, ...]
+    seed: int
+
+    def indices(self, step: int, count: int) -> list[int]:
+        """Indices of the `count` different prompts of `step` in all sets one after the other.
+
+        Raises ValueError if a set is too small for its share, or gets none.
+        """
+        shares = share(count, self.weights)
+        indices, start = [], 0
+        for number, (size, part) in enumerate(zip(self.sizes, shares, strict=True)):
+            order = PromptOrder(size, derive_seed(self.seed, "prompt mix", number))
+            indices += [start + index for index in order.indices(step, part)]
+            start += size
+        keys = np.random.PCG64(derive_seed(self.seed, "prompts of a step", step)).random_raw(count)
+        return [indices[place] for place in np.argsort(keys, kind="stable")]
+
+
+def share(count: int, weights: Sequence[float]) -> list[int]:
+    """`count` divided in the ratio of the weights, rounded by largest remainders.
+
+    ValueError where one gets nothing.
+    """
+    exact = [count * weight / sum(weights) for weight in weights]
+    shares = [int(part) for part in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda place: shares[place] - exact[place])
+    for place in by_remainder[: count - sum(shares)]:
+        shares[place] += 1
+    if 0 in shares:
+        raise ValueError(
+            f"weights {', '.join(f'{weight:g}' for weight in weights)} give a set none of "
+            f"rollout.prompts={count}; raise its weight, or rollout.prompts"
+        )
+    return shares
+
+
+def join_sets(sets: Sequence[Sequence[Prompt]]) -> list[Prompt]:
+    """All prompts, set after set, numbered through: a prompt's `index` names it in a run."""
+    joined: list[Prompt] = []
+    start = 0
+    for prompts in sets:
+        joined += [replace(prompt, index=start + prompt.index) for prompt in prompts]
+        start += 1 + max(prompt.index for prompt in prompts)
+    return joined
