@@ -30,6 +30,8 @@ _RATIONAL = re.compile(
     r"|(?P<sign>-?)(?:\\[dt]?frac\{(?P<top>-?[0-9]{1,30})\}\{(?P<bottom>[0-9]{1,30})\}"
     r"|(?P<before>[0-9]{1,30})/(?P<after>[0-9]{1,30}))"
 )
+# As in 1\,000 and 1,\!000, which math-verify cannot read.
+_THOUSANDS = re.compile(r"(?<=\d)(\\,|,\\!)(?=\d{3})")
 _LONGEST_ANSWER = 2000  # characters; what is longer is prose, and slow to parse
 _DEEPEST_ANSWER = 12  # brackets in brackets; math-verify's parser takes twice as long for each
 _LONGEST_TEXT = 1_000_000  # characters; of a longer text the end is read
@@ -119,7 +121,8 @@ def _as_rational(answer: str) -> Fraction | None:
 
 def _parse(answer: str) -> list[Any]:
     """Readings of an answer: expressions of sympy, then its text; none at all where it is empty."""
-    return parse(f"\\boxed{{{answer.strip('$')}}}", parsing_timeout=None)
+    tidy = _THOUSANDS.sub("", answer.strip("$ ").removesuffix("."))
+    return parse(f"\\boxed{{{tidy}}}", parsing_timeout=None)
 
 
 _parse(r"\frac{1}{2}")  # builds the tables of the grammar, also before a worker is ready

@@ -1,0 +1,103 @@
+"""Tasks of reasoning-gym (https://github.com/open-thought/reasoning-gym) with rewards of 0 or 1.
+
+`tools/make_reasoning_gym.py` writes prompts; this judges. The reward is 1 where the task's own
+checker gives its full score, and 0 below: partial scores mean other things in other tasks. The
+checker runs in a verifier's process, under its time limit. A task whose checker hands the answer to
+something that evaluates text is refused: what a model writes is never run.
+"""
+
+import ast
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+ASK = "\n\nThink step by step, then give the final answer as <answer>...</answer>."
+EVALUATING = {"eval", "exec", "compile", "sympify", "parse_expr", "S", "parse_latex", "__import__"}
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def open_task(name: str, *, seed: int, size: int, settings: str = "{}") -> Any:
+    """The data set of a task; settings: of its config, as JSON.
+
+    Raises ValueError if there is no such task, a setting is wrong, or its checker evaluates text.
+    """
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ValueError(f"reasoning-gym cannot be imported ({error}); pip install it") from error
+    if name not in DATASETS:
+        raise ValueError(
+            f"reasoning-gym has no task {name!r}; it has {', '.join(sorted(DATASETS))}"
+        )
+    if calls := evaluating_calls(DATASETS[name][0]):
+        raise ValueError(
+            f"reasoning-gym's {name} judges by {', '.join(calls)}, which would run what a model "
+            "writes; choose another task"
+        )
+    try:
+        return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(settings))
+    except (TypeError, AssertionError, ValueError) as error:
+        raise ValueError(f"reasoning-gym's {name} with {settings}: {error}") from error
+
+
+def evaluating_calls(dataset: type) -> list[str]:
+    """What a task's checker calls that evaluates text, in it or in what it calls of its package."""
+    package = dataset.__module__.partition(".")[0]
+    waiting, seen, found = ["score_answer"], set(), set()
+    while waiting:
+        name = waiting.pop()
+        function = getattr(dataset, name, None) or getattr(inspect.getmodule(dataset), name, None)
+        if name in seen or not inspect.isfunction(function):
+            continue
+        seen.add(name)
+        if function.__module__.partition(".")[0] == package:
+            calls = set(_calls(ast.parse(textwrap.dedent(inspect.getsource(function)))))
+            found |= calls & EVALUATING
+            waiting += calls
+    return sorted(found)
+
+
+def _calls(source: ast.AST) -> Iterator[str]:
+    for node in ast.walk(source):
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name):
+                yield node.func.id
+            elif isinstance(node.func, ast.Attribute) and node.func.attr != "compile":  # of re
+                yield node.func.attr
+
+
+def verify(
+    text: str, ground_truth: str, data_source: str, row: dict[str, Any]
+) -> tuple[float, str, str | None]:
+    """Reward 1 where the task's checker gives the last `<answer>` its full score."""
+    answers = _ANSWER.findall(text)
+    task = row["task"]
+    dataset = _opened(task["name"], task["seed"], task["size"], task["settings"])
+    entry = _entry(dataset, task["index"])
+    if entry["answer"] != ground_truth:
+        raise ValueError(
+            f"{data_source}, entry {task['index']}: this version of reasoning-gym makes another "
+            "problem of the same seed; make the file again"
+        )
+    if text == ground_truth:  # tried before a run starts: without tags
+        answers = [text]
+    if not answers:
+        return 0.0, "no answer", None
+    answer = answers[-1].strip()
+    score = float(dataset.score_answer(answer, entry))
+    return float(score >= 1.0), f"scored {score:g}", answer
+
+
+@lru_cache(maxsize=64)
+def _opened(name: str, seed: int, size: int, settings: str) -> Any:
+    return open_task(name, seed=seed, size=size, settings=settings)
+
+
+@lru_cache(maxsize=10_000)
+def _entry(dataset: Any, index: int) -> dict[str, Any]:
+    return dataset[index]

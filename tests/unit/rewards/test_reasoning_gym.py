@@ -1,0 +1,80 @@
+"""reasoning-gym's tasks: rewards of 0 or 1, the same problems again, no checker that evaluates."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_rl.rewards.reasoning_gym import evaluating_calls, open_task, verify
+
+
+class Honest:
+    def score_answer(self, answer, entry):
+        return self._compare(answer) + _helper(answer)
+
+    def _compare(self, answer):
+        return float(answer == "1")
+
+    def generate(self):
+        return eval("1 + 1")  # of its own text
+
+
+class Reckless:
+    def score_answer(self, answer, entry):
+        return self.parse(answer)
+
+    def parse(self, answer):
+        return _read(answer)
+
+
+def _read(answer):
+    return eval(answer)
+
+
+def _helper(answer):
+    return len(answer)
+
+
+def test_only_what_the_checker_reaches_counts():
+    assert evaluating_calls(Honest) == []
+    assert evaluating_calls(Reckless) == ["eval"]
+
+
+@pytest.mark.parametrize("name", ["binary_matrix", "spiral_matrix", "string_insertion", "n_queens"])
+def test_checkers_that_evaluate_an_answer_are_refused(name):
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(ValueError, match="would run what a model"):
+        open_task(name, seed=1, size=1)
+
+
+def test_a_made_file_is_judged_by_the_task_s_own_checker(tmp_path):
+    pytest.importorskip("reasoning_gym")
+    file = tmp_path / "set.parquet"
+    command = [sys.executable, "tools/make_reasoning_gym.py", "chain_sum", "--count", "5",
+               "--settings", '{"max_terms": 3}', "--output", str(file)]  # fmt: skip
+    subprocess.run(command, cwd=Path(__file__).parents[3], check=True)
+    rows = pq.read_table(file).to_pylist()
+    assert len(rows) == 5
+    for row in rows:
+        truth = row["reward_model"]["ground_truth"]
+
+        def judge(text, truth=truth, row=row):
+            return verify(text, truth, row["data_source"], row)[0]
+
+        assert judge(f"so <answer>0</answer>, no: <answer> {truth} </answer>") == 1.0
+        assert judge(f"<answer>{truth} or so</answer>") == 0.0  # a part of the score is none
+        assert judge(f"<answer>{truth}1</answer>") == 0.0
+        assert judge(truth) == 1.0  # as a run tries it
+        assert judge(f"it is {truth}") == 0.0
+        with pytest.raises(ValueError, match="make the file again"):
+            verify("", truth + "0", row["data_source"], row)
+
+
+def test_bad_names_and_settings_are_said():
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(ValueError, match=r"has no task 'chain_sums'; it has .*chain_sum"):
+        open_task("chain_sums", seed=1, size=1)
+    with pytest.raises(ValueError, match="chain_sum with"):
+        open_task("chain_sum", seed=1, size=1, settings='{"no_such": 1}')
