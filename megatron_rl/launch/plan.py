@@ -11,6 +11,7 @@ from megatron_rl.launch.source import PACKAGE, Source, read_source
 from megatron_rl.runs.rows import read_metrics
 
 # docker://ubuntu, nvcr.io#nvidia/pytorch:25.08-py3, nvcr.io/nvidia/pytorch:25.08-py3
+ON_HUB = "hf:"  # a data set, no file
 ADDRESS = re.compile(r"\w+://|[\w.-]+(:\d+)?#|[\w.-]+(/[\w.-]+)*:[\w.-]+\Z")
 
 
@@ -93,9 +94,16 @@ def _absolute(config: Config, *, name: str) -> Config:
     values["model"]["path"] = os.path.abspath(config.model.path)
     if config.model.reference is not None:
         values["model"]["reference"] = os.path.abspath(config.model.reference)
-    values["data"]["train"] = os.path.abspath(config.data.train)
-    values["eval"]["sets"] = {key: os.path.abspath(path) for key, path in config.eval.sets.items()}
+    data = values["data"]
+    for one in [*data["mix"].values(), *([] if data["mix"] else [data])]:
+        key = "path" if "path" in one else "train"
+        one[key] = _absolute_path(one[key])
+    values["eval"]["sets"] = {key: _absolute_path(path) for key, path in config.eval.sets.items()}
     return parse_config(values)
+
+
+def _absolute_path(path: str) -> str:
+    return path if path.startswith(ON_HUB) else os.path.abspath(path)
 
 
 def _next_folder(parent: Path) -> Path:
@@ -183,10 +191,12 @@ def _container_problems(cluster: SlurmCluster) -> list[str]:
 
 def _file_problems(launch: Launch) -> list[str]:
     config, cluster = launch.config, launch.cluster
-    named = {"model.path": config.model.path, "data.train": config.data.train}
+    named = {"model.path": config.model.path}
     if config.model.reference is not None:
         named["model.reference"] = config.model.reference
-    named |= {f"eval.sets.{key}": path for key, path in config.eval.sets.items()}
+    named |= {
+        key: path for key, (path, _) in config.prompt_files.items() if not path.startswith(ON_HUB)
+    }
     container = cluster.container if isinstance(cluster, SlurmCluster) else None
     if container is None:
         named["python"] = launch.python

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron_rl.config import Config, ConfigError
+from megatron_rl.data.hub import is_on_hub
 from megatron_rl.data.prompts import find_tokenizer
 from megatron_rl.data.rows import Columns, check_prompt_file
 from megatron_rl.lag.build import build_schedule
@@ -49,6 +50,23 @@ def check_settings(config: Config, *, world_size: int) -> ModelShape:
         problems.append(str(error))
     if problems:
         raise ConfigError("this run cannot start:\n  " + "\n  ".join(problems))
+    assert shape is not None, "a model without a shape is a problem"
+    return shape
+
+
+def check_evaluation(config: Config, *, world_size: int) -> ModelShape:
+    """The checks of a config that is to evaluate and not to train; as `check_settings`."""
+    problems = [
+        *_file_problems(config),
+        *_verifier_problems(config.reward.verifier),
+        *engine_argument_problems(config.rollout.engine),
+    ]
+    shape = _read_model(config.model.path, problems)
+    if shape is not None:
+        problems += layout_problems(config, shape, world_size)
+        problems += length_problems(config, shape)
+    if problems:
+        raise ConfigError("this evaluation cannot start:\n  " + "\n  ".join(problems))
     assert shape is not None, "a model without a shape is a problem"
     return shape
 
@@ -157,11 +175,11 @@ def _file_problems(config: Config) -> list[str]:
     """Why prompts cannot be read: columns and first rows, before any rank imports anything."""
     problems = []
     for key, (path, columns) in config.prompt_files.items():
-        if not Path(path).is_file():
+        if not (is_on_hub(path) or Path(path).exists()):
             problems.append(f"{key}: {path} does not exist; give a .parquet or .jsonl file")
             continue
         try:
-            check_prompt_file(path, Columns(**columns.model_dump()))
+            check_prompt_file(path, Columns(**columns.model_dump()), bad_rows=config.data.bad_rows)
         except ValueError as error:
             problems.append(f"{key}: {error}")
     return problems

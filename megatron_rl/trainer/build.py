@@ -76,7 +76,7 @@ def run_training(
     prompts = share_prompt_sets(config, shape, say=console.say)
     start.ended("checks")
     with VerifierPool(
-        workers=config.reward.workers or _cores_of_rank(topology),
+        workers=config.reward.workers or cores_of_rank(topology),
         time_limit=config.reward.time_limit_seconds,
         verifier=config.reward.verifier,
         batch_size=config.reward.batch_size,
@@ -107,7 +107,8 @@ def _ranks_per_node(topology: Topology) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
 
 
-def _cores_of_rank(topology: Topology) -> int:
+def cores_of_rank(topology: Topology) -> int:
+    """What a rank may use of its node's cores."""
     return max(1, len(os.sched_getaffinity(0)) // _ranks_per_node(topology))
 
 

@@ -13,6 +13,7 @@ from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.reference import ReferencePolicy
 from megatron_rl.config import Config
 from megatron_rl.console import Console
+from megatron_rl.data.mixing import PromptMix
 from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.distributed.agreement import raised_together
 from megatron_rl.lag.buffer import GroupBuffer
@@ -50,7 +51,7 @@ class Trainer:
     objective: PolicyObjective
     judge: Judge
     prompts: Sequence[Prompt]
-    order: PromptOrder
+    order: PromptOrder | PromptMix
     buffer: GroupBuffer
     evaluator: Evaluator
     checkpoints: CheckpointKeeper

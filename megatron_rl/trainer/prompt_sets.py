@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_rl.config import Config, ConfigError
+from megatron_rl.data.mixing import PromptMix, join_sets
 from megatron_rl.data.prompts import PromptOrder, load_prompts, load_tokenizer
 from megatron_rl.data.rows import Columns
 from megatron_rl.distributed.agreement import run_on_rank_0
@@ -17,7 +18,7 @@ class PromptSets:
     """What is trained on, in its order, and what is evaluated."""
 
     training: list[Prompt]
-    order: PromptOrder
+    order: PromptOrder | PromptMix
     evaluation: dict[str, list[Prompt]]
 
 
@@ -41,6 +42,8 @@ def read_prompt_sets(
                 max_prompt_tokens=config.data.max_prompt_tokens,
                 columns=Columns(**columns.model_dump()),
                 too_long=config.data.too_long,
+                bad_rows=config.data.bad_rows,
+                template_arguments=config.data.template_arguments,
                 say=say,
             )
             check_prompts(
@@ -48,12 +51,17 @@ def read_prompt_sets(
             )
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from error
-    training = sets.pop("data.train")
-    order = PromptOrder(len(training), seed=config.seed)
+    parts = [sets.pop(key) for key in config.training]
+    training = parts[0]
+    order: PromptOrder | PromptMix = PromptOrder(len(training), seed=config.seed)
+    if config.data.mix:
+        training = join_sets(parts)
+        weights = tuple(weight for _, _, weight in config.training.values())
+        order = PromptMix(tuple(map(len, parts)), weights, seed=config.seed)
     try:
         order.indices(0, config.rollout.prompts)  # says so if there are too few
     except ValueError as error:
-        raise ConfigError(f"data.train: {error}") from error
+        raise ConfigError(f"{'data.mix' if config.data.mix else 'data.train'}: {error}") from error
     evaluation = {key.removeprefix("eval.sets."): prompts for key, prompts in sets.items()}
     return PromptSets(training, order, evaluation)
 
