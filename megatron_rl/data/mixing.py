@@ -28,7 +28,8 @@ class PromptMix:
         Raises ValueError if a set is too small for its share, or gets none.
         """
         shares = share(count, self.weights)
-        indices, start = [], 0
+        indices: list[int] = []
+        start = 0
         for number, (size, part) in enumerate(zip(self.sizes, shares, strict=True)):
             order = PromptOrder(size, derive_seed(self.seed, "prompt mix", number))
             indices += [start + index for index in order.indices(step, part)]

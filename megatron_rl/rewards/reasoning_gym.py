@@ -48,7 +48,9 @@ def open_task(name: str, *, seed: int, size: int, settings: str = "{}") -> Any:
 def evaluating_calls(dataset: type) -> list[str]:
     """What a task's checker calls that evaluates text, in it or in what it calls of its package."""
     package = dataset.__module__.partition(".")[0]
-    waiting, seen, found = ["score_answer"], set(), set()
+    waiting = ["score_answer"]
+    seen: set[str] = set()
+    found: set[str] = set()
     while waiting:
         name = waiting.pop()
         function = getattr(dataset, name, None) or getattr(inspect.getmodule(dataset), name, None)
