@@ -30,7 +30,8 @@ def learned(rows):
 
 
 def test_it_learns_from_fresh_weights_only(tmp_path):
-    """Fails on a flipped sign (the reward falls) and on a stale engine (the gap opens)."""
+    """Fails on a flipped sign of objective or advantage (the reward falls), on a stale engine (the
+    gap opens) and on a gate that rejects nothing, everything, or the wrong tokens (acceptance)."""
     rows = train(f"run.dir={tmp_path}", "run.name=a", "trainer.steps=6", "eval.samples=4")
     steps = rows[1:]
     assert [row["step"] for row in rows] == list(range(7))
@@ -41,6 +42,9 @@ def test_it_learns_from_fresh_weights_only(tmp_path):
     assert all(row["rollout/logprob_gap_mean"] < 1e-5 for row in steps)
     assert all(row["rollout/weight_version"] == row["step"] - 1 for row in steps)
     assert steps[-1]["ratio/prefix_mean_log_std"] > 1e-4  # reuse does move the policy
+    # The gate rejects some tokens of a policy that moves, and most of none.
+    accepted = [row["gate/acceptance"] for row in steps]
+    assert 0.5 < min(accepted) < 1.0, accepted
     # Six rollout batches gain more than 30 points on every seed tried; chance wobbles by 5.
     before, after = rows[0]["eval/heldout/avg@4"], rows[-1]["eval/heldout/avg@4"]
     assert after > before + 0.15, (before, after)
