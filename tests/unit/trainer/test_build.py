@@ -91,4 +91,4 @@ def test_verifiers_are_as_many_as_a_rank_has_cores(monkeypatch, ranks_here, core
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     else:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
-    assert build._cores_of_rank(Topology(world_size=2, dp_size=2)) == workers
+    assert build.cores_of_rank(Topology(world_size=2, dp_size=2)) == workers
