@@ -2,22 +2,48 @@
 
 import pytest
 
+from megatron_rl.config import parse_config
+from megatron_rl.models.shape import read_model_shape
+from megatron_rl.planning.built_in import MODELS
+from megatron_rl.planning.devices import DEVICES
+from megatron_rl.planning.fit import check_fit
+from megatron_rl.planning.footprint import ENGINE_ASLEEP, RESERVE
+from megatron_rl.planning.layout_report import config_of
 from megatron_rl.planning.parts import Parts
+from megatron_rl.planning.search import search
+from megatron_rl.planning.workload import workload_of
 from tools.compare_plan import compare, shape_of, write_model
 
-DENSE, EXPERTS = "Qwen3-8B", "Qwen3-30B-A3B"
+SMALL, DENSE = "DeepSeek-R1-Distill-Qwen-1.5B", "Qwen3-8B"
+EXPERTS = "Qwen3-30B-A3B"
 
 
 @pytest.mark.parametrize(
     "name,parts",
     [
         (DENSE, Parts(tensor=2, context=2, data=2, tokens=16384)),
-        (DENSE, Parts(pipeline=2, context=2, data=2, recompute="full", tokens=16384)),
+        (DENSE, Parts(pipeline=2, context=2, data=2, tokens=16384)),
+        (SMALL, Parts(data=2, recompute="full", tokens=16384)),
         (EXPERTS, Parts(tensor=2, context=2, data=1, expert=2, tokens=16384)),
     ],
-    ids=["tensor and context", "pipeline, recomputed", "experts"],
+    ids=["tensor and context", "pipeline", "recomputed", "experts"],
 )
 def test_memory_is_that_of_a_rehearsal(name, parts, tmp_path):
     row = compare(name, parts, write_model(shape_of(name), tmp_path / "model"))
     assert abs(row["states_error"]) < 0.001
-    assert abs(row["error"]) < 0.05
+    assert abs(row["error"]) < 0.01  # 5% is what is promised; these are closer
+
+
+def test_the_tightest_layout_that_fits_by_formula_fits_when_rehearsed(tmp_path):
+    model = write_model(MODELS[SMALL], tmp_path / "model")
+    base = parse_config({"model": {"path": str(model)}, "data": {"train": "none.parquet"}})
+    device = DEVICES["h100"]
+    options = search(read_model_shape(model), device, 8, workload_of(base)).options
+    tightest = max(
+        (option for option in options if option.parts.pipeline == 1),
+        key=lambda option: option.memory["train"],
+    )
+    assert tightest.memory["train"] > 0.6
+    (found,) = check_fit(config_of(tightest, base), processes=8, device_bytes=device.memory)
+    needed = found.peak + ENGINE_ASLEEP + RESERVE
+    assert needed / device.memory == pytest.approx(tightest.memory["train"], rel=0.05)
