@@ -9,7 +9,6 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
-import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -24,7 +23,7 @@ from megatron_rl.actor.build import (
 )
 from megatron_rl.actor.checkpoint import load_checkpoint, load_model, save_checkpoint
 from megatron_rl.actor.cpu_adaptation import megatron_runtime
-from megatron_rl.actor.digest import digest_tensors, training_state
+from megatron_rl.actor.digest import describe_layout, digest_tensors, training_state
 from megatron_rl.actor.loss_contract import as_megatron_loss
 from megatron_rl.actor.memory import TrainingState
 from megatron_rl.actor.packs import LocalPack, PackCache, check_pack
@@ -184,16 +183,15 @@ class MegatronActor:
                 "older than that: continue from it with a lower optimizer.learning_rate"
             )
 
+    @property
+    def layout(self) -> str:
+        """Under which the same weights give the same bits, and each rank holds the same of them."""
+        return describe_layout(self.topology, self.chunks[0].config, self.settings.dtype)
+
     def digest(self) -> dict[str, str]:
         """What this rank holds, as a number, and in which layout: where that differs, so may it."""
-        sizes, config = self.topology, self.chunks[0].config
-        layout = (
-            f"tp{sizes.tp_size} pp{sizes.pp_size}x{sizes.virtual_stages} cp{sizes.cp_size} "
-            f"dp{sizes.dp_size} ep{sizes.ep_size} {config.transformer_impl} "
-            f"{self.settings.dtype} megatron-core {megatron.core.__version__}"
-        )
         state = training_state(self.named_parameters_local().values(), self.optimizer)
-        return {"layout": layout, "sum": digest_tensors(state)}
+        return {"layout": self.layout, "sum": digest_tensors(state)}
 
     def export_hf(self, folder: str | Path) -> None:
         """Write the policy as a Hugging Face folder that transformers and vLLM load. Collective."""

@@ -2,9 +2,13 @@
 
 from collections.abc import Iterable, Iterator
 
+import megatron.core
 import torch
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from megatron_rl.distributed.topology import Topology
 
 BLOCK = 1 << 22  # elements at a time: their 64-bit copies are 32 MiB
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -37,3 +41,12 @@ def training_state(parameters: Iterable[Tensor], optimizer: MegatronOptimizer) -
             for parameter in group["params"]:
                 state = part.optimizer.state.get(parameter, {})
                 yield from (state[name] for name in _MOMENTS if name in state)
+
+
+def describe_layout(sizes: Topology, config: TransformerConfig, dtype: torch.dtype) -> str:
+    """What decides which tensors a rank holds, and how their products are rounded."""
+    return (
+        f"tp{sizes.tp_size} pp{sizes.pp_size}x{sizes.virtual_stages} cp{sizes.cp_size} "
+        f"dp{sizes.dp_size} ep{sizes.ep_size} {config.transformer_impl} "
+        f"{dtype} megatron-core {megatron.core.__version__}"
+    )

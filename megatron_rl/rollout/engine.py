@@ -14,6 +14,10 @@ Progress = Callable[[int, int], None]  # responses finished here, responses to g
 Ended = Callable[[int, Response], None]  # the place of a response among all, and the response
 
 
+class GenerationStopped(Exception):  # noqa: N818 - no error
+    """The engine was asked to stop before all responses had ended; none of them is kept."""
+
+
 class RolloutEngine(Protocol):
     """Generates responses with the weights that were pushed last. Every call is collective."""
 
@@ -45,7 +49,8 @@ class RolloutEngine(Protocol):
 
         Prompt i is answered by engine i modulo the number of engines.
         The same prompts and seed give the same responses whatever the engines' layout. Raises on
-        every rank when an engine fails, hangs, dies or takes too long.
+        every rank when an engine fails, hangs, dies or takes too long, and GenerationStopped where
+        any was asked to stop.
         """
         ...
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_rl.rollout.engine import GenerationStopped
 from megatron_rl.rollout.process_state import preserved_generators
 from megatron_rl.rollout.requests import SequenceRequest
 
@@ -26,13 +27,14 @@ def run_requests(
     stall_limit: float,
     on_finished: Callable[[int, Any], None],
     on_step: Callable[[], object] = lambda: None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Run requests to their end; calls `on_finished(place, vLLM's RequestOutput)` as each ends.
 
     core: vLLM's LLMEngine. All ranks of an engine call this with the same requests.
     Raises TimeoutError on all of them after `time_limit` seconds, or after `stall_limit` seconds in
     which no response ended, and on all of them where `on_finished` of one raised, its own error
-    there; the engine is then idle again.
+    there, and GenerationStopped where `should_stop` of one says so; the engine is then idle again.
     A rank whose engine does not come back from a step, because another rank of it hangs or died,
     ends its process with a message: vLLM waits in a loop that nothing can interrupt.
     """
@@ -49,11 +51,14 @@ def run_requests(
             while core.has_unfinished_requests():
                 if steps % _STEPS_BETWEEN_LOOKS == 0:
                     now = time.monotonic()
-                    late, stalled, failed = _any_rank_of_engine(
-                        now - started > time_limit, now - last > stall_limit, failure is not None
-                    )
+                    late, stalled, failed, stopped = _any_rank_of_engine(
+                        now - started > time_limit, now - last > stall_limit,
+                        failure is not None, should_stop(),
+                    )  # fmt: skip
                     if failed:
                         raise failure or RuntimeError("another rank of this engine failed")
+                    if stopped:
+                        raise GenerationStopped
                     if late or stalled:
                         count = f"{len(finished)} of {len(requests)} responses were finished"
                         limit = time_limit if late else stall_limit

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.distributed.agreement import raise_together
+from megatron_rl.distributed.agreement import raise_together, sum_over_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.distributed.unequal_work import UnequalWork
 from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes
 from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.push import Resharder, ReshardSettings, SyncStats, WeightHolder
-from megatron_rl.rollout.engine import Ended, Progress
+from megatron_rl.rollout.engine import Ended, GenerationStopped, Progress
 from megatron_rl.rollout.finished import FinishedResponses, load_tokenizer
 from megatron_rl.rollout.process_state import preserved_generators
 from megatron_rl.rollout.requests import (
@@ -82,6 +82,7 @@ class VllmEngine:
         _check_expert_parallel(expert_parallel, on_cuda=on_cuda)
         self.dtype, self.topology, self.max_model_len = dtype, topology, max_model_len
         self.time_limit, self.stall_limit = time_limit, stall_limit
+        self.should_stop: Callable[[], bool] = lambda: False  # the run is to end
         self._version, self._asleep = -1, False
         self._engine_seconds = [0.0] * topology.world_size  # by rank
         self.on_step: Callable[[], object] = lambda: None  # and while waiting for other engines
@@ -177,7 +178,10 @@ class VllmEngine:
             error = found
         seconds = time.perf_counter() - start
         self._work.finish(while_waiting=self.on_step)
-        raise_together(error, doing=f"generating with {self.layout}")
+        stopped, doing = isinstance(error, GenerationStopped), f"generating with {self.layout}"
+        raise_together(None if stopped else error, doing=doing)
+        if sum_over_ranks(int(stopped), doing=doing):
+            raise GenerationStopped
         self._engine_seconds = gather_seconds(seconds, device=self.topology.device)
         everything = gather_responses(kept.own, device=self.topology.device)
         assert [each.place for each in everything] == list(range(len(prompts) * samples))
@@ -309,6 +313,7 @@ class VllmEngine:
             stall_limit=self.stall_limit,
             on_finished=on_finished,
             on_step=self.on_step,
+            should_stop=self.should_stop,
         )
 
 

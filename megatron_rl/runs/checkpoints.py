@@ -2,7 +2,7 @@
 
 step_NNNNNN/         complete: its manifest, written last, lists every file with size and SHA-256
 .step_NNNNNN.partial being written, or left by a kill
-.step_NNNNNN.old     being deleted, or left by a kill
+.step_NNNNNN.old     being deleted or replaced, or left by a kill
 step_NNNNNN.damaged  set aside by a resumed run; damage.txt in it says why
 """
 
@@ -25,6 +25,7 @@ class CheckpointFolders:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.run_file = path.parent / "id"  # which run's these are
 
     def folder(self, step: int) -> Path:
         """Where the complete checkpoint of a step lies."""
@@ -62,12 +63,14 @@ class CheckpointFolders:
         partial = self.partial(step)
         files = {name: {"bytes": (partial / name).stat().st_size, "sha256": sums[name]}
                  for name in sorted(sums)}  # fmt: skip
-        state = {"step": step, "files": files, "digests": list(digests)}
+        state = {"step": step, "run": self._run(), "files": files, "digests": list(digests)}
         (partial / MANIFEST).write_text(json.dumps(state, indent=1))
         flush_to_disk(partial / MANIFEST)
-        self._remove(self.folder(step))
+        old = self._set_off(self.folder(step))
         partial.rename(self.folder(step))
         flush_to_disk(self.path)
+        if old is not None:  # not before: a kill would leave neither
+            shutil.rmtree(old)
 
     def manifest(self, step: int) -> dict[str, Any]:
         """What the manifest says; ValueError where it cannot be read."""
@@ -83,7 +86,13 @@ class CheckpointFolders:
         share: (i, n): read every n-th file too, from the i-th, and compare its SHA-256.
         """
         try:
-            files = self.manifest(step)["files"]
+            manifest = self.manifest(step)
+            if manifest.get("step") != step:
+                return f"it is of step {manifest.get('step')}"
+            run, mine = manifest.get("run"), self._run()
+            if run and mine and run != mine:  # earlier runs had none
+                return f"it is of another run, {run}"
+            files = manifest["files"]
             for name, stated in files.items():
                 file = self.folder(step) / name
                 size = stated["bytes"]
@@ -101,6 +110,9 @@ class CheckpointFolders:
         except (KeyError, TypeError):
             return f"{MANIFEST} does not state size and SHA-256 of {name}"
         return None
+
+    def _run(self) -> str | None:
+        return self.run_file.read_text().strip() if self.run_file.is_file() else None
 
     def set_aside(self, step: int, reason: str) -> Path:
         """Take a damaged checkpoint out of the way, with its reason; nothing is deleted."""
@@ -128,18 +140,34 @@ class CheckpointFolders:
         self.clean()
 
     def clean(self) -> None:
-        """Delete what kills and full disks left half-written or half-deleted."""
-        for folder in [*self.path.glob(".step_*.partial"), *self.path.glob(".step_*.old")]:
+        """Delete what kills and full disks left half-written or half-deleted.
+
+        A checkpoint that was to be replaced stands again where its successor did not come.
+        """
+        for folder in self.path.glob(".step_*.partial"):
             shutil.rmtree(folder)
+        for old in self.path.glob(".step_*.old"):
+            folder = self.path / old.name[1:].removesuffix(".old")
+            if not folder.exists():
+                old.rename(folder)
+                if self.problem(int(folder.name[-6:])) is None:
+                    continue
+                folder.rename(old)
+            shutil.rmtree(old)
 
     def _remove(self, folder: Path) -> None:
         """Delete a folder that a kill in between may not leave under its name."""
-        if folder.exists():
-            old = folder.with_name(f".{folder.name}.old")
-            if old.exists():
-                shutil.rmtree(old)
-            folder.rename(old)
+        if (old := self._set_off(folder)) is not None:
             shutil.rmtree(old)
+
+    def _set_off(self, folder: Path) -> Path | None:
+        """Take a folder out of its name; where it is then, None if there was none."""
+        old = folder.with_name(f".{folder.name}.old")
+        if not folder.exists():
+            return None
+        if old.exists():
+            shutil.rmtree(old)
+        return folder.rename(old)
 
 
 def file_names(folder: Path) -> list[str]:

@@ -1,12 +1,14 @@
 """The run directory: a stable interface that reports, studies and people read.
 
 runs/NAME/config.yaml        the resolved config
+          id                 drawn once; its checkpoints name it
           changes.jsonl      what a resumed run changed in it, after which step
           models.json        fingerprints of the models that it names
           schedule.jsonl     when the groups that each step trained were generated
           metrics.jsonl      one JSON object per step; step 0 is the evaluation before training
           rollouts/          one parquet file per step: every rollout with its log-probs
           traces/            one per step: a few rollouts' log-probs at each of their updates
+          generated/         what was generated since the last checkpoint, as training takes it
           checkpoints/       step_NNNNNN/, complete or absent
           eval/              one parquet file per set and step
           faults/            rollouts of the steps in which updates were skipped, and why
@@ -18,9 +20,11 @@ runs/NAME/config.yaml        the resolved config
 import errno
 import fcntl
 import json
+import math
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +36,7 @@ import pyarrow.parquet as pq
 from megatron_rl.config import Config, ConfigError, dump_config, load_config, with_absolute_paths
 from megatron_rl.models.fingerprint import model_fingerprint
 from megatron_rl.runs.checkpoints import CheckpointFolders
+from megatron_rl.runs.generated import GeneratedGroups
 from megatron_rl.runs.rows import read_metrics, read_rows
 from megatron_rl.types import Rollout
 
@@ -58,6 +63,7 @@ class RunDirectory:
         self.path = Path(path)
         self.rollouts = self.path / "rollouts"
         self.traces = self.path / "traces"
+        self.generated = GeneratedGroups(self.path / "generated")
         self.checkpoints = CheckpointFolders(self.path / "checkpoints")
         self.evaluations = self.path / "eval"
         self.faults = self.path / "faults"
@@ -190,6 +196,8 @@ class RunDirectory:
         """Make the folders; write the config, what it changes, and which models it names."""
         for folder in (self.rollouts, self.checkpoints.path, self.evaluations):
             folder.mkdir(parents=True, exist_ok=True)
+        if not self.checkpoints.run_file.exists():
+            write_atomically(self.checkpoints.run_file, uuid.uuid4().hex + "\n")
         if self._has_begun():
             self._note_changes(config)
         models = {
@@ -208,8 +216,11 @@ class RunDirectory:
                 if not key.startswith("run."):
                     file.write(json.dumps(stamp | {"key": key, "from": before, "to": now}) + "\n")
 
-    def rewind(self, step: int) -> None:
-        """Drop everything recorded after `step`, which a resumed run will write again."""
+    def rewind(self, step: int, *, updates: int = 0) -> None:
+        """Drop everything recorded after `step`, which a resumed run will write again.
+
+        updates: of the step after it, which are done.
+        """
         rows = [row for row in read_metrics(self.path) if row["step"] <= step]
         write_atomically(
             self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows)
@@ -218,9 +229,12 @@ class RunDirectory:
             for file in folder.glob("*.parquet"):
                 if int(file.stem.rsplit("_", 1)[-1]) > step:
                     file.unlink()
+        self.generated.rewind(step)
         for journal in (self.faults / "faults.jsonl", self.schedule_file):
             if journal.is_file():
-                kept = [row for row in read_rows(journal) if row["step"] <= step]
+                last = (step + 1, updates)
+                kept = [row for row in read_rows(journal)
+                        if (row["step"], row.get("update", math.inf)) <= last]  # fmt: skip
                 write_atomically(journal, "".join(json.dumps(row) + "\n" for row in kept))
 
     def append_schedule(self, row: dict[str, Any]) -> None:

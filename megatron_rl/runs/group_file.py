@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron_rl.types import Group, Prompt, Response, Rollout, Slot, Verdict
 # Of a group, repeated in each of its rows; float64 holds a Python float as it is.
 GROUP = {"entropy": pa.float64(), "generated": pa.int64(), "updates": pa.int64(),
          "first_trained": pa.int64(), "trained": pa.int64()}  # fmt: skip
+ABOUT = b"about"  # JSON in the file's own metadata
 SCHEMA = pa.schema(
     {
         "slot": pa.list_(pa.int64(), 2),
@@ -35,8 +36,10 @@ SCHEMA = pa.schema(
 )
 
 
-def write_groups(file: Path, groups: Iterable[Group]) -> None:
-    """Write groups with everything that training them takes."""
+def write_groups(
+    file: Path, groups: Iterable[Group], about: Mapping[str, Any] | None = None
+) -> None:
+    """Write groups with everything that training them takes, and what is to be known about them."""
     rows = [
         {
             "slot": list(group.slot),
@@ -58,12 +61,19 @@ def write_groups(file: Path, groups: Iterable[Group]) -> None:
             group.rollouts, group.advantages, group.behavior_logprobs, strict=True
         )
     ]
-    pq.write_table(pa.Table.from_pylist(rows, SCHEMA), file, compression="zstd")
+    schema = SCHEMA.with_metadata({ABOUT: json.dumps(about or {})})
+    table = pa.Table.from_pylist(rows, schema)
+    pq.write_table(table, file, compression="zstd", write_page_checksum=True)
+
+
+def read_about(file: Path) -> dict[str, Any]:
+    """What was said about the groups of a file."""
+    return dict(json.loads((pq.read_schema(file).metadata or {})[ABOUT]))
 
 
 def read_groups(file: Path) -> list[Group]:
-    """What `write_groups` wrote, in its order; equal in every bit."""
-    table = pq.read_table(file, schema=SCHEMA)
+    """What `write_groups` wrote, in its order; equal in every bit. Raises OSError on damage."""
+    table = pq.read_table(file, schema=SCHEMA, page_checksum_verification=True)
     rows: list[dict[str, Any]] = table.drop_columns(list(ARRAYS)).to_pylist()
     for name, kind in ARRAYS.items():
         for row, value in zip(rows, table[name], strict=True):

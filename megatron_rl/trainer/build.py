@@ -160,6 +160,7 @@ def _build_trainer(
         engine = build_engine(config, topology)
     engine.on_step = progress.count
     start.ended("vllm")
+    engine.should_stop = lambda: interruption.received is not None
     console.say(engine.describe_stop())
     return Trainer(
         config=config,

@@ -19,7 +19,7 @@ from megatron_rl.distributed.agreement import raised_together
 from megatron_rl.lag.buffer import GroupBuffer
 from megatron_rl.lag.clock import LagClock
 from megatron_rl.objectives import PolicyObjective
-from megatron_rl.rollout.engine import RolloutEngine
+from megatron_rl.rollout.engine import GenerationStopped, RolloutEngine
 from megatron_rl.seeds import derive_seed
 from megatron_rl.trainer.engine_check import check_engine
 from megatron_rl.trainer.evaluation import Evaluator
@@ -36,7 +36,7 @@ from megatron_rl.trainer.rollout_batch import (
 from megatron_rl.trainer.saving import CheckpointKeeper
 from megatron_rl.trainer.self_tests import SelfTests
 from megatron_rl.trainer.start_up import StartUp
-from megatron_rl.trainer.update_metrics import UpdateMetrics
+from megatron_rl.trainer.step_under_way import StepUnderWay
 from megatron_rl.types import Group, Prompt, SamplingSettings, Slot
 
 
@@ -71,54 +71,67 @@ class Trainer:
 
     def train(self) -> None:
         """Run the steps that are not done; before the first of all, evaluate."""
-        done = self.done
-        self.recorder.open(done)
+        done, under_way = self.done, self.checkpoints.under_way
+        self.recorder.open(done, under_way)
         self.push_weights(version=done)
         self.start.ended("push")
         self.check_engine()
         self.start.ended("engine_check")
-        if done == 0:
+        if done == 0 and under_way is None:
             scores = self.evaluator.evaluate(0)
             self.start.ended("evaluation")
             self.recorder.record({"step": 0} | scores | self.start.metrics())
         self.console.log(str(self.start))
         self.clock.reset()
         for step in range(done + 1, self.config.trainer.steps + 1):
-            with self.clock.phase("checkpoint"):
-                self.checkpoints.end_if_interrupted(self.actor, step - 1)
-            self.run_step(step)
+            try:
+                with self.clock.phase("checkpoint"):
+                    self.checkpoints.end_if_interrupted(self.actor)
+                self.run_step(step)
+            except GenerationStopped:
+                self.checkpoints.end(self.actor)
 
     def run_step(self, step: int) -> None:
         """Collect, hold, select, update, publish: one rollout batch, trained for its epochs."""
         fresh = self.collect(step)
         batch = self.hold_and_select(step, fresh)
-        clock = LagClock.at(step, updates=self.actor.updates)
+        under_way = self.begin(step, fresh, batch)
+        updates, clock = under_way.updates, LagClock.at(step, updates=under_way.first_update)
 
-        updates = UpdateMetrics()
         with self.clock.phase("train"), self.console.progress("train") as advance:
             self.self_tests.before_updates(step, batch)
-            for epoch in range(1, self.config.trainer.epochs + 1):
-                for minibatch in batch.minibatches:
-                    result = self.actor.update(minibatch, self.objective)
-                    updates.add(result, epoch=epoch)
-                    self.faults.note(result, batch, step=step, update=updates.count)
-                    advance(updates.count, self.config.updates_per_step)
+            epochs = self.config.trainer.epochs
+            for epoch, minibatch in under_way.remaining(batch.minibatches, epochs=epochs):
+                self.checkpoints.end_if_interrupted(self.actor)
+                result = self.actor.update(minibatch, self.objective)
+                updates.add(result, epoch=epoch)
+                self.faults.note(result, batch, step=step, update=updates.count)
+                advance(updates.count, self.config.updates_per_step)
 
         with self.clock.phase("sync"):
             sync_metrics = self.publish(step)
             self.self_tests.after_publishing(step)
-
+        with self.clock.phase("checkpoint"):  # before an evaluation that may fail
+            self.checkpoints.save_if_due(self.actor, step)
         with self.clock.phase("eval"):
             eval_metrics = self.evaluator.evaluate_if_due(step)
 
         with self.clock.phase("record"):
-            metrics = generation_metrics(fresh, seconds=self.clock.seconds.get("rollout", 0.0))
-            metrics |= batch.metrics() | clock.metrics(batch.groups)
+            metrics = {**under_way.generated, **batch.metrics(), **clock.metrics(batch.groups)}
             metrics |= updates.metrics() | sync_metrics | eval_metrics
             self.recorder.record({"step": step} | metrics, batch, clock.record(batch.groups))
         with self.clock.phase("checkpoint"):
             self.buffer.release(step)
-            self.checkpoints.save_if_due(self.actor, step)
+            self.checkpoints.finish(step)
+
+    def begin(self, step: int, fresh: Sequence[RolloutBatch], batch: RolloutBatch) -> StepUnderWay:
+        """From here on nothing that step `step` has generated or trained is lost."""
+        with self.clock.phase("record"):
+            generated = generation_metrics(fresh, seconds=self.clock.seconds.get("rollout", 0.0))
+            new = StepUnderWay(step, self.actor.updates, generated, batch)
+            under_way = self.checkpoints.begin(new)
+            self.recorder.keep_generated(under_way, fresh, layout=self.actor.layout)
+        return under_way
 
     def collect(self, step: int) -> list[RolloutBatch]:
         """Generate and judge what this step's weights are to generate, and freeze it.

@@ -18,6 +18,7 @@ from megatron_rl.trainer.background import BackgroundWriter
 from megatron_rl.trainer.learning_check import describe_no_learning
 from megatron_rl.trainer.metrics import MetricLog, PhaseClock
 from megatron_rl.trainer.rollout_batch import RolloutBatch
+from megatron_rl.trainer.step_under_way import StepUnderWay
 from megatron_rl.types import Rollout
 
 
@@ -36,14 +37,19 @@ class Recorder:
     clock: PhaseClock
     writer: BackgroundWriter = field(default_factory=BackgroundWriter)
 
-    def open(self, done: int) -> None:
-        """Begin to record after step `done`, dropping what a stopped run wrote past it."""
+    def open(self, done: int, under_way: StepUnderWay | None = None) -> None:
+        """Begin to record after step `done`, dropping what a stopped run wrote past it.
+
+        Of the step that is under way the updates that are done stay recorded.
+        """
+        is_new = done == 0 and under_way is None
         with raised_together(doing="opening the run directory"):
             if self.directory is not None and self.log is not None:
-                self.directory.rewind(done if done else -1)
+                updates = under_way.updates.count if under_way else 0
+                self.directory.rewind(-1 if is_new else done, updates=updates)
                 # Not before: what was recorded is checked against the settings that recorded it.
                 self.directory.create(self.config)
-                self.log.open(first_step=done + 1 if done else 0)
+                self.log.open(first_step=0 if is_new else done + 1)
 
     def record(
         self,
@@ -67,6 +73,20 @@ class Recorder:
         warning = describe_no_learning(batch, self.config) if batch is not None else None
         if warning is not None:
             self.console.say(warning)
+
+    def keep_generated(
+        self, under_way: StepUnderWay, fresh: Sequence[RolloutBatch], *, layout: str
+    ) -> None:
+        """Write down what was generated for a step before it is trained on. Collective.
+
+        layout: of the actor that computed its behavior log-probs.
+        """
+        groups = [group for batch in fresh for group in batch.groups]
+        about = {"layout": layout, "metrics": dict(under_way.generated)}
+        with raised_together(doing=f"keeping the rollouts of step {under_way.step}"):
+            if self.directory is not None and groups:
+                write = partial(self.directory.generated.write, under_way.step, groups, about)
+                self.writer.submit(write)
 
     def record_evaluation(self, name: str, step: int, rollouts: Sequence[Rollout]) -> None:
         """Keep the responses of one evaluation of a step that is recorded later. Collective."""

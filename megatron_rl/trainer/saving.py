@@ -1,8 +1,10 @@
 """When the run is saved and from where it continues."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
+import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_rl.actor.actor import MegatronActor
@@ -18,18 +20,21 @@ from megatron_rl.interruption import Interruption, RunInterrupted
 from megatron_rl.lag.buffer import GroupBuffer
 from megatron_rl.runs.checkpoints import file_names, sum_files
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runs.group_file import read_groups, write_groups
-from megatron_rl.runs.rows import evaluation_scores
+from megatron_rl.runs.group_file import read_about, read_groups, write_groups
+from megatron_rl.runs.rows import evaluation_scores, read_metrics
+from megatron_rl.trainer.step_under_way import StepUnderWay
 
 HELD = "held.parquet"  # in a checkpoint: generated, and not done with
+UNDER_WAY = "under_way.pt"  # in a checkpoint inside of a step: what its updates have reported
 
 
 @dataclass
 class CheckpointKeeper:
-    """Saves at step boundaries: a checkpoint is complete under its final name, or it is not there.
+    """Saves between two updates: a checkpoint is complete under its final name, or it is not there.
 
-    Nothing but the model, the optimizer, what is held in the buffer and the number of finished
-    steps needs saving: the order of prompts and every sampling seed follow from (seed, step).
+    Its name is the step that its last update belongs to. Besides the model and the optimizer it
+    holds the groups of rollouts in the buffer, and of a step that is not recorded yet what its
+    updates have reported. The order of prompts and every sampling seed follow from (seed, step).
     """
 
     config: Config
@@ -39,11 +44,17 @@ class CheckpointKeeper:
     wait_for_records: Callable[[], None]
     interruption: Interruption = field(default_factory=Interruption)
     buffer: GroupBuffer | None = None
-    _saved: int = 0  # the step of the newest checkpoint
+    done: int = 0  # steps that are finished and recorded
+    under_way: StepUnderWay | None = None  # the one after them, once it has its rollout batch
+    _generated: Mapping[str, float] = field(default_factory=dict)  # of what a killed run had kept
+    _saved: tuple[int, int] = (0, 0)  # step and updates of the newest checkpoint
     _is_writing: bool = False  # Megatron is, whose errors may come up on one rank alone
 
     def restore(self, actor: MegatronActor) -> int:
         """Load the newest sound checkpoint; returns the number of finished steps, 0 for none.
+
+        A step that it is inside of is `under_way` afterwards, and what a killed run had generated
+        by the weights that were loaded is in the buffer.
 
         Rank 0 chooses; every rank reads a share of the files against the manifest, loads, and
         compares what it then holds. What any rank finds damaged is set aside with the reason, and
@@ -56,21 +67,60 @@ class CheckpointKeeper:
         while (step := self._newest()) is not None:
             reason = self._load(actor, step)
             if reason is None:
-                self._saved = step
-                self.console.say(f"continuing {self.directory.path.name} after step {step}")
-                return step
+                self._take_up(step)
+                break
             with raised_together(doing="setting a damaged checkpoint aside"):
                 if self.rank == 0:
                     aside = self.directory.checkpoints.set_aside(step, reason)
                     self.console.say(f"checkpoint of step {step} is damaged, now {aside}: {reason}")
             set_aside.append(f"step {step}: {reason}")
-        if set_aside:
+        if step is None and set_aside:
             raise ConfigError(
                 f"{self.directory.path} has no sound checkpoint left, and a run does not begin "
                 "again over its own results; put one back, or choose another run.name:\n  "
                 + "\n  ".join(set_aside)
             )
-        return 0
+        if self.under_way is None and actor is not None:
+            self._take_generated(actor)
+        return self.done
+
+    def _take_up(self, step: int) -> None:
+        """Go on from the checkpoint of `step`, which is loaded."""
+        name, all_updates = self.directory.path.name, self.config.updates_per_step
+        done = all_updates if self.under_way is None else self.under_way.updates.count
+        self._saved = (step, done)
+        # Saved before its evaluation, a step may have been recorded after it.
+        rows = read_metrics(self.directory.path) if self.rank == 0 else []
+        is_recorded = gather_from_ranks(any(row["step"] == step for row in rows))[0]
+        if self.under_way is None or (done == all_updates and is_recorded):
+            if self.under_way is not None and self.buffer is not None:
+                self.buffer.release(step)
+            self.done, self.under_way = step, None
+            self.console.say(f"continuing {name} after step {step}")
+        else:
+            self.done = step - 1
+            self.console.say(f"continuing {name} in step {step}, after {done} of its updates")
+
+    def _take_generated(self, actor: MegatronActor) -> None:
+        """Hold what was generated for the next step by the very weights that are loaded."""
+        if self.buffer is None:
+            return
+        file = self.directory.generated.file(self.done + 1)
+        if not gather_from_ranks(file.is_file())[0]:
+            return
+        problem, groups, about = None, [], {}
+        try:
+            groups, about = read_groups(file), read_about(file)
+            if about["layout"] != actor.layout:
+                problem = "another layout computed its log-probs"
+        except (OSError, ValueError, KeyError) as error:
+            problem = str(error)
+        if (reason := self._first(problem)) is not None:
+            self.console.say(f"generating step {self.done + 1} again: {reason}")
+            return
+        self.console.say(f"taking the rollouts of step {self.done + 1} from {file.name}")
+        self.buffer.hold(group for group in groups if group.slot not in self.buffer.groups)
+        self._generated = about["metrics"]
 
     def _newest(self) -> int | None:
         """The newest checkpoint as rank 0 sees it: a file system may tell others later."""
@@ -91,6 +141,12 @@ class CheckpointKeeper:
             if self.buffer is not None:
                 groups = read_groups(held) if held.is_file() else []
                 self.buffer.groups = {group.slot: group for group in groups}
+            under_way = folders.folder(step) / UNDER_WAY
+            self.under_way = (
+                StepUnderWay.load(under_way, device=actor.topology.device)
+                if under_way.is_file()
+                else None
+            )
         saved, mine = manifest["digests"], actor.digest()
         stated = saved[self.rank] if self.rank < len(saved) else {}
         # Under another layout, or another release of Megatron, each rank holds other tensors.
@@ -104,10 +160,38 @@ class CheckpointKeeper:
         found = [f"rank {rank}: {one}" for rank, one in enumerate(problems) if one is not None]
         return found[0] if found else None
 
+    def begin(self, new: StepUnderWay) -> StepUnderWay:
+        """A step has its rollout batch: a new step, or the one that was resumed, with its batch."""
+        if self.under_way is None:
+            new.generated = new.generated or self._generated
+            self.under_way = new
+        else:
+            assert self.under_way.step == new.step, f"step {self.under_way.step} is under way"
+            assert new.batch is not None
+            self.under_way.take(new.batch)
+        self._generated = {}
+        return self.under_way
+
+    def finish(self, step: int) -> None:
+        """Step `step` is recorded, and its groups are released."""
+        self.done, self.under_way = step, None
+
+    @property
+    def saved(self) -> int:
+        """The step of the newest checkpoint; 0 where there is none."""
+        return self._saved[0]
+
+    @property
+    def _position(self) -> tuple[int, int]:
+        """The step of the last update, and how many of its updates are done."""
+        if self.under_way is None:
+            return self.done, self.config.updates_per_step
+        return self.under_way.step, self.under_way.updates.count
+
     def save_if_due(self, actor: MegatronActor, step: int) -> None:
         """Save every `trainer.checkpoint_every` steps and after the last one."""
         if step == self.config.trainer.steps:
-            self.save(actor, step)
+            self.save(actor)
         elif step % self.config.trainer.checkpoint_every == 0:
             self._save_or_go_on(actor, step)
 
@@ -117,7 +201,7 @@ class CheckpointKeeper:
         Collective. What other trouble there is, is raised.
         """
         try:
-            self.save(actor, step)
+            self.save(actor)
         except (OSError, RuntimeError, CheckpointException) as error:
             # Only what every rank raises can be followed by a collective.
             if isinstance(error, RankTimeoutError) or (
@@ -132,7 +216,7 @@ class CheckpointKeeper:
             with raised_together(doing="removing what a failed save has left"):
                 if self.rank == 0:
                     self.directory.checkpoints.clean()
-            what = f"step {self._saved} is what is saved" if self._saved else "nothing is saved yet"
+            what = f"step {self.saved} is what is saved" if self.saved else "nothing is saved yet"
             self.console.say(
                 f"step {step} is not saved: {told or error}; training goes on, and {what}"
             )
@@ -146,34 +230,43 @@ class CheckpointKeeper:
             spared |= set(sorted(scores.keys() & set(steps), key=lambda step: scores[step])[-1:])
         return spared
 
-    def end_if_interrupted(self, actor: MegatronActor, done: int) -> None:
-        """Save after step `done` and raise RunInterrupted if any rank was asked to end.
-
-        Collective: one integer is exchanged.
-        """
+    def end_if_interrupted(self, actor: MegatronActor) -> None:
+        """`end` if any rank was asked to. Collective: one integer is exchanged."""
         self.interruption.hold()
         asked = int(self.interruption.received is not None)
-        if not sum_over_ranks(asked, doing="asking every rank whether to go on"):
-            return
-        if done > self._saved:
-            self.save(actor, done)
-        what = f"after step {done}/{self.config.trainer.steps}, which is saved"
+        if sum_over_ranks(asked, doing="asking every rank whether to go on"):
+            self.end(actor)
+
+    def end(self, actor: MegatronActor) -> NoReturn:
+        """Save what is not saved, and raise RunInterrupted. Collective."""
+        step, updates = self._position
+        if (self.done or self.under_way) and (step, updates) != self._saved:
+            self.save(actor)
+        with raised_together(doing="recording what was trained"):
+            self.wait_for_records()
+        where = f"in step {step}/{self.config.trainer.steps} after {updates} of its updates"
+        if self.under_way is None:
+            where = f"after step {step}/{self.config.trainer.steps}" if step else ""
+        what = f"{where}, which is saved" if where else "before the first step"
         self.console.say(
-            f"asked to end: stopping {what if done else 'before the first step'}; go on by\n"
+            f"asked to end: stopping {what}; go on by\n"
             f"  megatron-rl train --config {self.directory.config_file} run.resume=auto"
         )
         raise RunInterrupted
 
-    def save(self, actor: MegatronActor, step: int) -> None:
+    def save(self, actor: MegatronActor) -> None:
         """Write to a hidden folder, then rename it: a kill in between leaves no half checkpoint."""
-        folders = self.directory.checkpoints
+        folders, (step, updates) = self.directory.checkpoints, self._position
         doing = f"saving the checkpoint of step {step}"
+        state = None if self.under_way is None else self.under_way.gather()
         self._is_writing = False
         with raised_together(doing=doing):
             if self.rank == 0:
                 folders.begin(step)
                 if self.buffer is not None and self.buffer.groups:
                     write_groups(folders.partial(step) / HELD, self.buffer.groups.values())
+                if state is not None:
+                    torch.save(state, folders.partial(step) / UNDER_WAY)
         partial = folders.partial(step)
         self._is_writing = True
         actor.save(partial / "actor")
@@ -192,4 +285,5 @@ class CheckpointKeeper:
                 self.wait_for_records()
                 folders.complete(step, sums=sums, digests=digests)
                 folders.prune(keep=self.config.trainer.keep_checkpoints, spared=self._spared)
-        self._saved = step
+                self.directory.generated.forget(step)
+        self._saved = (step, updates)

@@ -3,7 +3,7 @@
 Every update computes the policy's log-probs anyway; of a few responses they are kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -58,3 +58,18 @@ def gather_traces(
     if topology.dp_size > 1:
         dist.all_gather_object(everyone, mine, group=topology.dp_group)
     return {place: values for some in everyone for place, values in some.items()}
+
+
+def restore_traces(packs: Sequence[TokenBatch], traces: Mapping[int, np.ndarray]) -> None:
+    """Give packs what `gather_traces` took from them, so that the updates to come add to it."""
+    for pack in packs:
+        rows = {i: traces[p] for i, p in enumerate(pack.rollout_indices) if p in traces}
+        if pack.traced_logprobs is None or not rows:
+            continue
+        for update in range(len(next(iter(rows.values())))):
+            values = torch.zeros(pack.response_mask.shape, device=pack.response_mask.device)
+            parts = values.split(list(pack.lengths))
+            masks = pack.response_mask.split(list(pack.lengths))
+            for i, row in rows.items():
+                parts[i][masks[i]] = torch.from_numpy(row[update].copy()).to(values.device)
+            pack.traced_logprobs.append(values)

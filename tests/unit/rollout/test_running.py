@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.rollout import running
+from megatron_rl.rollout.engine import GenerationStopped
 from megatron_rl.rollout.requests import SequenceRequest
 
 
@@ -31,9 +32,9 @@ class ScriptedCore:
 def test_an_error_of_one_rank_ends_all_at_the_next_look(monkeypatch, own, said):
     looks = []
 
-    def look(late, stalled, failed):  # the other rank has failed by the second look
+    def look(late, stalled, failed, stopped):  # the other rank has failed by the second look
         looks.append(failed)
-        return late, stalled, failed or (not own and len(looks) == 2)
+        return late, stalled, failed or (not own and len(looks) == 2), stopped
 
     def take(place, output):
         if own and place == 2:
@@ -44,4 +45,18 @@ def test_an_error_of_one_rank_ends_all_at_the_next_look(monkeypatch, own, said):
     with pytest.raises((ValueError, RuntimeError), match=said):
         running.run_requests(core, requests, time_limit=60.0, stall_limit=60.0, on_finished=take)
     assert looks == [False, own]
+    assert len(core.aborted) == 20 - running._STEPS_BETWEEN_LOOKS
+
+
+def test_a_request_to_stop_is_followed_at_the_next_look(monkeypatch):
+    monkeypatch.setattr(running, "_any_rank_of_engine", lambda *reasons: reasons)
+    core, requests = ScriptedCore(), [SequenceRequest(i, (1,), None) for i in range(20)]
+    taken = []
+    with pytest.raises(GenerationStopped):
+        running.run_requests(
+            core, requests, time_limit=60.0, stall_limit=60.0,
+            on_finished=lambda place, _: taken.append(place),
+            should_stop=lambda: len(taken) > 0,
+        )  # fmt: skip
+    assert taken == list(range(running._STEPS_BETWEEN_LOOKS))
     assert len(core.aborted) == 20 - running._STEPS_BETWEEN_LOOKS

@@ -96,3 +96,42 @@ def test_a_step_is_saved_again_in_place(tmp_path):
     assert (folders.folder(3) / "actor" / "weights").read_bytes() == b"again"
     assert [folder.name for folder in tmp_path.iterdir()] == ["step_000003"]
     shutil.rmtree(folders.folder(3))
+
+
+def test_a_kill_between_the_two_renames_of_a_replacement_leaves_the_one_before(
+    tmp_path, monkeypatch
+):
+    folders = CheckpointFolders(tmp_path)
+    write(folders, 3)
+    rename = module.Path.rename
+
+    def killed(path, target):
+        if path.name.endswith(".partial"):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(module.Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write(folders, 3, b"again")
+    monkeypatch.undo()
+    assert folders.steps() == []
+    folders.clean()
+    assert folders.sound_steps() == [3]
+    assert (folders.folder(3) / "actor" / "weights").read_bytes() == b"12345"
+
+
+def test_a_sound_checkpoint_of_another_run_or_step_is_none_of_this_one(tmp_path):
+    runs = [CheckpointFolders(tmp_path / name / "checkpoints") for name in ("mine", "other")]
+    for folders in runs:
+        folders.path.mkdir(parents=True)
+        folders.run_file.write_text(f"{folders.path.parent.name}\n")
+        write(folders, 3)
+        assert folders.problem(3, share=(0, 1)) is None
+    mine, other = runs
+    shutil.copytree(other.folder(3), mine.folder(4))
+    assert mine.problem(4) == "it is of step 3"
+    shutil.rmtree(mine.folder(3))
+    shutil.copytree(other.folder(3), mine.folder(3))
+    assert mine.problem(3) == "it is of another run, other"
+    mine.run_file.unlink()  # of a run that had none yet
+    assert mine.problem(3) is None

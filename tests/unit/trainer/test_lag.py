@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.runs.group_file import read_groups, write_groups
 from megatron_rl.runs.rows import read_metrics, read_rows
 from tests.unit.runs.test_group_file import plain
-from tests.unit.trainer.test_loop import run_loop
+from tests.unit.trainer.test_loop import NoCheckpoints, run_loop
 
 TIMED = ("time/", "memory/", "rollout/tokens_per_second", "rollout/engine_imbalance")
 
@@ -132,19 +132,19 @@ def test_a_run_continued_with_a_full_buffer_goes_on_as_if_nothing_had_happened(t
     assert not trainer.buffer.groups or "replay" in sections
 
 
-class Saver:
+class Saver(NoCheckpoints):
     """Keeps what the buffer holds after one step, on disk too."""
 
     def __init__(self, step, held, file):
+        super().__init__(None)
         self.step, self.held, self.file, self.buffer = step, held, file, None
 
-    def save_if_due(self, actor, step):
+    def finish(self, step):
+        super().finish(step)
         if step == self.step:
             groups = list(self.buffer.groups.values())
             self.held.append(groups)
             write_groups(self.file, groups)
-
-    def end_if_interrupted(self, actor, done): ...
 
 
 def test_the_order_of_what_is_held_does_not_matter(tmp_path):

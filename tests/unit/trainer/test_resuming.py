@@ -1,0 +1,175 @@
+"""Asked to end, killed or failing at any moment: the run goes on as if nothing had happened.
+
+The loop of test_loop around its scripts, with real checkpoints, records and files. A step has
+2 epochs x 2 minibatches: four updates; steps 2 and 3 are evaluated and saved. Whatever a script
+does is an event, and a run is disturbed at each of its events in turn.
+"""
+
+import contextlib
+
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_rl.interruption import SIGNALS, Interruption
+from megatron_rl.rollout.engine import GenerationStopped
+from megatron_rl.runs.directory import RunDirectory
+from megatron_rl.runs.rows import read_metrics, read_rows
+from tests.unit.trainer.test_lag import learned
+from tests.unit.trainer.test_loop import run_loop
+
+TRAINER = {"steps": 3, "epochs": 2, "minibatches": 2, "checkpoint_every": 2}
+UPDATES = 12
+WAYS = [{}, {"lag": {"batches": 1}}, {"replay": {"capacity": 2, "fresh": 0.5}}]
+
+
+class Killed(BaseException):
+    """Nothing of ours may catch it."""
+
+
+class Events(list):
+    """What scripts do; does something itself before the n-th of them, from 0."""
+
+    def __init__(self, when, act):
+        super().__init__()
+        self.when, self.act = when, act
+
+    def append(self, event):
+        if len(self) == self.when:
+            self.when = None
+            self.act(event)
+        super().append(event)
+
+
+class Writer:
+    """Writes at once, or as late as may be: a kill then takes along what waits."""
+
+    def __init__(self, *, late=False):
+        self.late, self.waiting = late, []
+
+    def submit(self, job):
+        if not self.late:
+            self.wait()
+        self.waiting.append(job)
+        if not self.late:
+            self.wait()
+
+    def wait(self):
+        while self.waiting:
+            self.waiting.pop(0)()
+
+
+def run(folder, *, keep=None, events=None, late=False, **options):
+    return run_loop(
+        folder, trainer=TRAINER, keep=keep or Interruption(), events=events,
+        writer=Writer(late=late), **options,
+    )  # fmt: skip
+
+
+def die(event):
+    raise Killed
+
+
+def assert_same(folder, whole):
+    assert learned(folder) == learned(whole)
+    assert read_rows(folder / "schedule.jsonl") == read_rows(whole / "schedule.jsonl")
+    for step in range(1, TRAINER["steps"] + 1):
+        for kind in ("rollouts", "traces"):
+            file = f"{kind}/step_{step:06d}.parquet"
+            assert pq.read_table(folder / file).equals(pq.read_table(whole / file))
+    names = [sorted(file.name for file in (f / "eval").iterdir()) for f in (folder, whole)]
+    assert names[0] == names[1]
+
+
+def count(kind, *lives):
+    return sum(event[0] == kind for life in lives for event in life)
+
+
+@pytest.mark.parametrize("sections", WAYS, ids=str)
+def test_asked_to_end_at_any_event_nothing_is_made_twice(tmp_path, sections):
+    """No update, nor a rollout batch but for the one out of which the run ends."""
+    whole, _ = run(tmp_path / "whole", sections=sections)
+    for when in range(len(whole)):
+        folder, interruption = tmp_path / str(when), Interruption()
+
+        def ask(event, interruption=interruption):
+            interruption.received = SIGNALS[0]
+            if event[0] == "generate":  # as the engine does it
+                raise GenerationStopped
+
+        first = Events(when, ask)
+        with contextlib.suppress(GenerationStopped):  # out of the first evaluation: not held yet
+            run(folder, keep=interruption, events=first, sections=sections)
+        is_saved = RunDirectory(folder).checkpoints.sound_steps()
+        second, trainer = run(folder, sections=sections)
+        assert trainer.actor.updates == count("update", first, second) == UPDATES
+        assert_same(folder, tmp_path / "whole")
+        again = count("generate", first, second) - count("generate", whole)
+        assert again == (0 if is_saved else count("generate", first))
+        assert not list((folder / "generated").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("sections", "late"), [(WAYS[0], False), (WAYS[0], True), (WAYS[1], True), (WAYS[2], False)]
+)
+def test_killed_at_any_event_the_run_ends_as_the_undisturbed_one(tmp_path, sections, late):
+    whole, _ = run(tmp_path / "whole", sections=sections)
+    again = []
+    for when in range(len(whole)):
+        folder, first = tmp_path / str(when), Events(when, die)
+        with pytest.raises(Killed):
+            run(folder, events=first, late=late, sections=sections)
+        second, trainer = run(folder, sections=sections)
+        assert trainer.actor.updates == UPDATES
+        assert_same(folder, tmp_path / "whole")
+        again.append(count("generate", first, second) - count("generate", whole))
+    # A checkpoint every second step: of what a kill takes back, the batch that the saved weights
+    # had generated is on disk. An evaluation and the other batch come again; before the first
+    # batch is whole, all that the first step generates.
+    if not late:
+        assert max(again) == (3 if "lag" in sections else 2)
+
+
+def test_a_checkpoint_is_there_before_an_evaluation_that_fails(tmp_path):
+    whole, _ = run(tmp_path / "whole")
+    # Generated: the evaluation before training, two rollout batches, the evaluation of step 2.
+    evaluation = [place for place, event in enumerate(whole) if event[0] == "generate"][3]
+
+    def fail(event):
+        raise RuntimeError("the verifier of the evaluation is away")
+
+    with pytest.raises(RuntimeError, match="is away"):
+        run(tmp_path / "a", events=Events(evaluation, fail))
+    assert RunDirectory(tmp_path / "a").checkpoints.sound_steps() == [2]
+    assert [row["step"] for row in read_metrics(tmp_path / "a")] == [0, 1]
+    events, _ = run(tmp_path / "a")
+    assert count("update", events) == UPDATES / 3  # those of the third step
+    assert_same(tmp_path / "a", tmp_path / "whole")
+
+
+def test_skipped_updates_stay_written_down_through_an_interruption(tmp_path):
+    """The first update is skipped, before the third the run is asked to end."""
+    whole, _ = run(tmp_path / "whole", unusable=(1,))
+    third = [place for place, event in enumerate(whole) if event[0] == "update"][2]
+    interruption = Interruption()
+
+    def ask(event):
+        interruption.received = SIGNALS[0]
+
+    run(tmp_path / "a", keep=interruption, events=Events(third, ask), unusable=(1,))
+    run(tmp_path / "a")
+    assert_same(tmp_path / "a", tmp_path / "whole")
+    journals = [tmp_path / name / "faults" / "faults.jsonl" for name in ("a", "whole")]
+    assert journals[0].read_text() == journals[1].read_text() != ""
+
+
+def test_what_another_layout_generated_is_generated_again(tmp_path):
+    """Its behavior log-probs would not be those of this layout in the last bits."""
+    whole, _ = run(tmp_path / "whole")
+    second_of_step_3 = [place for place, event in enumerate(whole) if event[0] == "update"][9]
+    for name, layout in (("same", "one"), ("other", "two")):
+        with pytest.raises(Killed):
+            run(tmp_path / name, events=Events(second_of_step_3, die))
+        assert RunDirectory(tmp_path / name).generated.file(3).is_file()
+        events, _ = run(tmp_path / name, layout=layout)
+        assert count("generate", events) == (1 if layout == "one" else 2)  # one is the evaluation
+        assert_same(tmp_path / name, tmp_path / "whole")
