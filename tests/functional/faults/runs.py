@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,9 @@ class Forked:
             os.kill(self.pid, number)
 
 
-def run(fault: str | None, rank: int, arguments: list[str], **details: Any) -> dict[str, Any]:
+def run(
+    fault: str | Callable | None, rank: int, arguments: list[str], **details: Any
+) -> dict[str, Any]:
     """One run: its status, what it said, its seconds, and the processes that it left behind."""
     started: list[Forked] = []
 
@@ -74,7 +77,8 @@ def run(fault: str | None, rank: int, arguments: list[str], **details: Any) -> d
             from tests.functional.faults import deeds
 
             if fault is not None:
-                getattr(deeds, fault)(is_mine=place == rank, **details)
+                deed = getattr(deeds, fault) if isinstance(fault, str) else fault
+                deed(is_mine=place == rank, **details)
             run_command(arguments)
         finally:
             os._exit(1)  # a run leaves by itself

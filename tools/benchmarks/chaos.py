@@ -1,0 +1,393 @@
+"""What a run survives: it is killed again and again, and must end as the undisturbed run ended.
+
+    PYTHONPATH=. OMP_NUM_THREADS=1 python -m tools.benchmarks.chaos [--kills 50] [--minutes 10]
+        [--parts kills signals damage goodput] [--seed 0] [--output FOLDER]
+
+Real runs of the quickstart's model: two processes, real vLLM, a few responses; the launcher is the
+real one, its ranks are forked from a process that has imported everything. `undisturbed` is trained
+first. Then, in a run directory of its own, each part starts the same command again after each
+fault, until the run has ended:
+
+kills     SIGKILL of one rank or of both, at moments drawn from --seed
+signals   SIGTERM to the launcher, once, twice or thrice, seconds apart, as each phase begins
+damage    between two starts the newest checkpoint is truncated, loses a file, has one bit flipped,
+          holds another's files, is half deleted, or is another run's
+goodput   a SIGKILL every --every seconds
+
+After each part metrics, rollouts and the exported weights are compared with the undisturbed run's
+bit for bit (but for what a clock decides), every prompt must have been trained once in each pass,
+and no process may be left. What was lost is counted: updates and rollout batches that were made
+again, and seconds. --minutes ends the parts; what was done by then counts.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import importlib
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from megatron_rl.interruption import INTERRUPTED
+from megatron_rl.processes import prepare_environment, quiet_libraries
+from megatron_rl.runs.checkpoints import MANIFEST, CheckpointFolders
+from megatron_rl.runs.rows import read_metrics
+from tests.functional.faults.runs import run as run_forked
+from tests.functional.preloaded import MODULES
+
+ROOT = Path(__file__).parents[2]
+TASK = ROOT / ".cache" / "tiny_task"
+# What a clock or the machine decides; everything else must repeat bit for bit.
+TIMED = ("time/", "memory/", "sync/", "rollout/tokens_per_second", "rollout/engine_imbalance")
+SETTINGS = (
+    f"model.path={TASK}/model", f"data.train={TASK}/train.parquet",
+    f"eval.sets={{heldout: {TASK}/heldout.parquet}}", "eval.samples=1", "eval.every=4",
+    "rollout.prompts=16", "rollout.responses_per_prompt=4", "trainer.epochs=2",
+    "trainer.checkpoint_every=2", "trainer.keep_checkpoints=2", "parallel.context=1",
+    "parallel.data=2", "logging.tensorboard=false", "optimizer.decay=constant",
+    "run.resume=auto",
+)  # fmt: skip
+RANKS = 2
+PHASES = ("checkpoint", "rollout", "behavior", "train", "sync", "eval", "record")
+
+
+@dataclass
+class Run:
+    """One run directory, the command that starts it or goes on with it, and what that cost."""
+
+    folder: Path
+    steps: int
+    faults: Counter = field(default_factory=Counter)
+    starts: int = 0
+    seconds: float = 0.0
+    ended: bool = False
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of the command."""
+        places = (f"run.dir={self.folder.parent}", f"run.name={self.folder.name}")
+        return ["train", "--config", str(ROOT / "examples" / "pnpo" / "quickstart.yaml"),
+                *SETTINGS, f"trainer.steps={self.steps}", *places]  # fmt: skip
+
+    def start(self, deed: Callable[..., None] | None = None, *, rank: int = 0) -> int:
+        """Start or go on, to its end; its status. deed: called in each rank before the command."""
+        self.starts += 1
+        began = time.monotonic()
+        found = run_forked(deed, rank, self.arguments)
+        self.seconds += time.monotonic() - began
+        with self.folder.with_suffix(".txt").open("a") as said:
+            said.write(found["said"] + f"\n-- status {found['status']}\n")
+        self.problems += [f"left behind: {one}" for one in found["left"]]
+        self.ended = found["status"] == 0
+        return found["status"]
+
+    def go_on(self, deed: Callable[..., None] | None = None, *, rank: int = 0) -> int:
+        """`start`; an end that is neither asked for nor a kill is a problem."""
+        status = self.start(deed, rank=rank)
+        if status not in (0, INTERRUPTED, 128 + signal.SIGKILL, 128 + signal.SIGTERM):
+            said = self.folder.with_suffix(".txt").read_text()[-1500:]
+            self.problems.append(f"a start ended with status {status}: {said}")
+        return status
+
+    def recorded(self) -> int:
+        """The step that was recorded last."""
+        return max((int(row["step"]) for row in read_metrics(self.folder)), default=0)
+
+    def made(self, what: str) -> int:
+        """Updates or rollout batches that all starts have made."""
+        file = self.folder.with_suffix(".made")
+        return file.read_text().split().count(what) if file.exists() else 0
+
+
+# -- what happens in a rank -----------------------------------------------------------------------
+
+
+def count_made(file: Path, *, is_mine: bool) -> None:
+    """Note each update and each rollout batch in a file, as it is made; on rank 0."""
+    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.trainer.rollout_batch import RolloutBatch
+
+    if int(os.environ["RANK"]):
+        return
+    for owner, name, what in ((MegatronActor, "update", "update"),
+                              (RolloutBatch, "freeze_behavior_logprobs", "batch")):  # fmt: skip
+        setattr(owner, name, _counted(getattr(owner, name), what, file))
+
+
+def _counted(call: Callable[..., Any], what: str, file: Path) -> Callable[..., Any]:
+    def counted(*args: Any, **options: Any) -> Any:
+        result = call(*args, **options)
+        with file.open("a") as stream:
+            stream.write(f"{what}\n")
+        return result
+
+    return counted
+
+
+def kill_after(seconds: float, victims: str, file: Path, *, is_mine: bool) -> None:
+    """SIGKILL of this rank, or of the whole job, some seconds after it began."""
+    count_made(file, is_mine=is_mine)
+    if is_mine or victims == "both":
+        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+
+
+def ask_in_phase(phase: str, step: int, times: int, file: Path, *, is_mine: bool) -> None:
+    """SIGTERM to the launcher as rank 0 begins a phase, after some steps; again seconds later."""
+    from megatron_rl.trainer.metrics import PhaseClock
+
+    count_made(file, is_mine=is_mine)
+    if not is_mine:
+        return
+    launcher, begin, seen = os.getppid(), PhaseClock.phase, Counter()
+
+    def ask() -> None:
+        for again in range(times):
+            if again:
+                time.sleep(3.5 if times == 2 else 0.5)  # beyond, and within, what is an echo
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(launcher, signal.SIGTERM)
+
+    def phase_begins(self: Any, name: str) -> Any:
+        seen[name] += 1
+        if name == phase and seen[name] == step:
+            threading.Thread(target=ask, daemon=True).start()
+        return begin(self, name)
+
+    PhaseClock.phase = phase_begins
+
+
+# -- damage ---------------------------------------------------------------------------------------
+
+
+def _largest(folder: Path) -> Path:
+    return max(folder.rglob("*.distcp"), key=lambda file: file.stat().st_size)
+
+
+def truncate(folder: Path, older: Path, whole: Path) -> None:
+    """The largest file loses its second half."""
+    os.truncate(_largest(folder), _largest(folder).stat().st_size // 2)
+
+
+def flip(folder: Path, older: Path, whole: Path) -> None:
+    """One bit in the middle of the largest file."""
+    with _largest(folder).open("r+b") as stream:
+        middle = stream.seek(0, os.SEEK_END) // 2
+        stream.seek(middle)
+        byte = stream.read(1)[0]
+        stream.seek(middle)
+        stream.write(bytes([byte ^ 1]))
+
+
+def lose(folder: Path, older: Path, whole: Path) -> None:
+    """The largest file is gone."""
+    _largest(folder).unlink()
+
+
+def exchange(folder: Path, older: Path, whole: Path) -> None:
+    """The files of an older checkpoint stand under this one's manifest."""
+    shutil.rmtree(folder / "actor")
+    shutil.copytree(older / "actor", folder / "actor")
+
+
+def halve(folder: Path, older: Path, whole: Path) -> None:
+    """Every second file is deleted, as by a kill in the middle of deleting."""
+    for file in sorted(file for file in folder.rglob("*") if file.is_file())[::2]:
+        file.unlink()
+
+
+def adopt(folder: Path, older: Path, whole: Path) -> None:
+    """A sound checkpoint of another run stands in its place."""
+    newest = CheckpointFolders(whole / "checkpoints").sound_steps()[-1]
+    shutil.rmtree(folder)
+    shutil.copytree(CheckpointFolders(whole / "checkpoints").folder(newest), folder)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["step"] = int(folder.name.removeprefix("step_"))  # so that only its run differs
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+DAMAGE = {"truncated": truncate, "one bit flipped": flip, "a file missing": lose,
+          "another's files": exchange, "half deleted": halve, "another run's": adopt}  # fmt: skip
+
+
+# -- comparing ------------------------------------------------------------------------------------
+
+
+def compare(run: Path, whole: Path) -> Iterator[str]:
+    """How a run differs from the undisturbed one, and from training each prompt once in a pass."""
+    mine, theirs = (
+        [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in read_metrics(folder)]
+        for folder in (run, whole)
+    )
+    if [row["step"] for row in mine] != [row["step"] for row in theirs]:
+        yield "other steps are recorded"
+    for one, other in zip(mine, theirs, strict=False):
+        differ = sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
+        if differ:
+            yield f"step {one['step']} differs in {differ[:5]} ({len(differ)} metrics)"
+    for folder in ("rollouts", "eval", "traces"):
+        names = sorted(file.name for file in (whole / folder).glob("*.parquet"))
+        if names != sorted(file.name for file in (run / folder).glob("*.parquet")):
+            yield f"{folder}/ has other files"
+            continue
+        for name in names:
+            tables = [pq.read_table(one / folder / name) for one in (run, whole)]
+            if not tables[0].equals(tables[1]):
+                yield f"{folder}/{name} differs"
+    sums = [
+        [hashlib.sha256(file.read_bytes()).hexdigest()
+         for file in sorted((folder / "model").glob("*.safetensors"))]
+        for folder in (run, whole)
+    ]  # fmt: skip
+    if not sums[0] or sums[0] != sums[1]:
+        yield "the exported weights differ"
+    trained = Counter(
+        index
+        for file in (run / "rollouts").glob("*.parquet")
+        for index in set(pq.read_table(file, columns=["prompt_index"])["prompt_index"].to_pylist())
+    )
+    if trained and max(trained.values()) - min(trained.values()) > 1:
+        yield "a prompt was trained more often than another"
+
+
+# -- the parts ------------------------------------------------------------------------------------
+
+
+def kill_at(run: Run, moments: Iterable[float], *, seed: int, deadline: float) -> None:
+    """A SIGKILL at each moment of a start in turn; then to the end."""
+    random_, file = random.Random(seed), run.folder.with_suffix(".made")
+    for seconds in moments:
+        if run.ended or time.monotonic() > deadline:
+            break
+        victims, rank = random_.choice(["one", "both"]), random_.randrange(RANKS)
+        run.go_on(partial(kill_after, seconds, victims, file), rank=rank)
+        if not run.ended:
+            run.faults[f"SIGKILL of {victims} rank{'s' * (victims == 'both')}"] += 1
+    while not run.ended and run.starts < 1000 and not run.problems:
+        run.go_on(partial(count_made, file))
+
+
+def ask_in_turn(run: Run, *, deadline: float) -> None:
+    """SIGTERM as each phase begins, once, twice, thrice; then to the end."""
+    file = run.folder.with_suffix(".made")
+    for times in (1, 2, 3):
+        for phase in PHASES:
+            if run.ended or time.monotonic() > deadline:
+                break
+            status = run.go_on(partial(ask_in_phase, phase, 2, times, file))
+            if status != 0:
+                run.faults[f"SIGTERM in {phase}, {('once', 'twice', 'thrice')[times - 1]}"] += 1
+    while not run.ended and not run.problems:
+        run.go_on(partial(count_made, file))
+
+
+def damage(run: Run, whole: Path, *, deadline: float) -> None:
+    """End the run every few steps, damage its newest checkpoint, go on."""
+    file = run.folder.with_suffix(".made")
+    for name, spoil in DAMAGE.items():
+        if run.ended or time.monotonic() > deadline:
+            break
+        run.go_on(partial(ask_in_phase, "train", 3, 1, file))
+        folders = CheckpointFolders(run.folder / "checkpoints")
+        sound = folders.sound_steps()
+        if len(sound) < 2:
+            run.problems.append(f"{name}: there are no two checkpoints to choose from")
+            break
+        spoil(folders.folder(sound[-1]), folders.folder(sound[-2]), whole)
+        run.faults[f"checkpoint: {name}"] += 1
+    while not run.ended and not run.problems:
+        run.go_on(partial(count_made, file))
+    aside = CheckpointFolders(run.folder / "checkpoints").damaged()
+    if len(aside) != sum(run.faults.values()):
+        run.problems.append(f"{len(aside)} damaged checkpoints were set aside")
+
+
+def report(name: str, run: Run, whole: Run) -> dict[str, Any]:
+    """Print and return one part's line."""
+    if run.ended:
+        run.problems += compare(run.folder, whole.folder)
+    again = {what: run.made(what) - whole.made(what) for what in ("update", "batch")}
+    verdict = "; ".join(run.problems) or "as the undisturbed one, bit for bit"
+    if not run.ended:
+        verdict = f"not at all in time ({run.recorded()} of {run.steps} steps); {verdict}"
+    cells = (name, sum(run.faults.values()), again["update"], again["batch"],
+             f"{run.seconds:.0f}", verdict)  # fmt: skip
+    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+    return {"part": name, "faults": dict(run.faults), "again": again, "starts": run.starts,
+            "seconds": round(run.seconds, 1), "ended": run.ended,
+            "problems": run.problems}  # fmt: skip
+
+
+def main() -> None:
+    """Run the parts, print the table of docs/reliability.md."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--parts", nargs="+", default=["kills", "signals", "damage", "goodput"])
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--latest", type=float, help="seconds of a start; default: half the run")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--every", type=float, default=60.0, help="seconds between goodput's kills")
+    parser.add_argument("--minutes", type=float, default=math.inf)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    deadline = time.monotonic() + 60 * args.minutes
+    root = args.output or Path(tempfile.mkdtemp(prefix="chaos-"))
+    root.mkdir(parents=True, exist_ok=True)
+    prepare_environment()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    quiet_libraries()
+    for module in MODULES:
+        importlib.import_module(module)
+    whole = Run(root / "undisturbed", args.steps)
+    whole.go_on(partial(count_made, whole.folder.with_suffix(".made")))
+    if not whole.ended:
+        raise SystemExit(f"the undisturbed run failed: {whole.problems}")
+    print("| run | faults | updates made again | rollout batches made again | seconds | ended |")
+    print("|---|---|---|---|---|---|", flush=True)
+    lines = [report("undisturbed", whole, whole)]
+    for number, part in enumerate(args.parts):
+        run, now = Run(root / part, args.steps), time.monotonic()
+        until = now + (deadline - now) / (len(args.parts) - number)
+        if part == "damage":
+            damage(run, whole.folder, deadline=until)
+        elif part == "signals":
+            ask_in_turn(run, deadline=until)
+        else:
+            random_ = random.Random(f"moments {args.seed}")
+            latest = args.latest or whole.seconds / 2
+            drawn = [random_.uniform(0, latest) for _ in range(args.kills)]
+            moments = drawn if part == "kills" else [args.every] * 1000
+            kill_at(run, moments, seed=args.seed, deadline=until)
+        lines.append(report(part, run, whole))
+        if part == "goodput" and run.ended:
+            print(f"\ngoodput with a SIGKILL every {args.every:g} s of a start: "
+                  f"{whole.seconds / run.seconds:.0%}")  # fmt: skip
+        elif part == "kills" and run.ended and run.faults:
+            lost = (run.seconds - whole.seconds) / sum(run.faults.values())
+            print(f"\n{lost:.1f} s lost by each SIGKILL, start-up and all: one a minute leaves "
+                  f"{max(0.0, 1 - lost / 60):.0%} of the time to training\n")  # fmt: skip
+    for line in lines:
+        print(f"\n{line['part']}: {line['starts']} starts; {line['faults']}")
+    (root / "chaos.json").write_text(json.dumps(lines, indent=1))
+    if any(line["problems"] for line in lines):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
