@@ -1,5 +1,6 @@
 """The whole system on the tiny task: it learns, survives a kill, and exports what it trained."""
 
+import itertools
 import json
 import os
 import re
@@ -7,18 +8,23 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
 
+from megatron_rl.report.runs import find_runs
+from megatron_rl.report.traces import judge, objective_of, read_traced_groups
 from megatron_rl.runs.rows import read_metrics
 from tests.functional.tiny_runs import ROOT, TASK, make_task, start_training, train
 
 # What a clock or the machine decides; everything else must repeat bit for bit.
 TIMED = ("time/", "memory/", "sync/", "rollout/tokens_per_second", "rollout/engine_imbalance")
 SHORT = ("rollout.prompts=16", "eval.sets={}", "logging.tensorboard=false",
-         "trainer.checkpoint_every=1", "optimizer.decay=constant")  # fmt: skip
+         "trainer.checkpoint_every=1", "optimizer.decay=constant",
+         "logging.traced_responses=128")  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,8 +104,36 @@ def assert_same_run(run, whole):
     names = [f"step_{step:06d}.parquet" for step in (1, 2, 3)]
     assert [file.name for file in sorted((run / "rollouts").iterdir())] == names
     for name in names:
-        tables = [pq.read_table(folder / "rollouts" / name) for folder in (run, whole)]
-        assert tables[0].equals(tables[1])
+        for kind in ("rollouts", "traces"):
+            tables = [pq.read_table(folder / kind / name) for folder in (run, whole)]
+            assert tables[0].equals(tables[1])
+
+
+def test_traces_and_what_the_report_makes_of_them_are_what_the_updates_counted(whole):
+    """Every computed response is traced: by epoch, counted anew, acceptance and drift are equal.
+
+    Two shards add up a prefix in another order than the report does: two tokens at a bound may
+    be judged otherwise.
+    """
+    [run] = find_runs([whole])
+    objective = objective_of(run)
+    for row in run.steps:
+        kept, prefix_means = defaultdict(list), defaultdict(list)
+        for response in itertools.chain(*read_traced_groups(run, row["step"])):
+            if response.policy is None:  # of a group of equal rewards
+                continue
+            positions = np.arange(1, response.behavior.size + 1)
+            for epoch, decisions in enumerate(judge(response, objective)[1], start=1):
+                kept[epoch].append(decisions)
+                prefix_means[epoch].append(response.log_ratio[epoch - 1].cumsum() / positions)
+        assert sorted(kept) == [1, 2, 3, 4]
+        for epoch in kept:
+            decisions, values = np.concatenate(kept[epoch]), np.concatenate(prefix_means[epoch])
+            accepted = row[f"epoch_{epoch}/gate/acceptance"]
+            assert abs(decisions.sum() - accepted * decisions.size) < 2.5
+            drift = row[f"epoch_{epoch}/ratio/prefix_mean_log_std"]
+            assert values.std() == pytest.approx(drift, rel=1e-3)
+        assert 4 * values.size == row["tokens"]
 
 
 def test_a_killed_run_continues_as_if_nothing_had_happened(tmp_path, whole):
