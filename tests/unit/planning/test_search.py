@@ -126,3 +126,12 @@ def test_bytes_of_a_push_are_those_of_the_plan(parts):
     twice = push_bytes(replace(shape, num_layers=4), parts, per_node=4)
     assert 1 < (twice.within + twice.between) / (moved.within + moved.between) < 2
     assert math.isfinite(moved.between)
+
+
+def test_pushes_are_planned_of_the_fastest(found, monkeypatch):
+    monkeypatch.setattr("megatron_rl.planning.search.PUSHED", 3)
+    few = search(SMALL, H100, 8, WORKLOAD).options
+    assert [option.seconds["push"] > 0 for option in few[:5]] == [True, True, True, False, False]
+    without = [option.step_seconds - option.seconds["push"] for option in few]
+    assert max(without[:3]) <= min(without[3:])
+    assert {option.parts for option in few} == {option.parts for option in found.options}
