@@ -1,9 +1,11 @@
 """What goes wrong in a real run of two ranks ends it or not, as it should; nothing is left behind.
 
 Every run here starts from one process that has imported everything; the deeds are in `deeds`.
+MEGATRON_RL_ALL_FAULTS=1 also has a disk and a verifier hang, which takes two runs more.
 """
 
 import json
+import os
 import subprocess
 import sys
 
@@ -17,17 +19,23 @@ from tests.functional.tiny_runs import CONFIG, PLACES, ROOT, make_task
 SHORT = ("rollout.prompts=8", "rollout.responses_per_prompt=4", "trainer.epochs=1",
          "eval.sets={}", "logging.tensorboard=false", "trainer.steps=2",
          "trainer.checkpoint_every=1", "optimizer.decay=constant")  # fmt: skip
-HANGS = ("stop_in_an_update", "hold_the_lock", "kill_the_engine", "hang_in_a_save")
-RUNS = (
-    *({"fault": name, "rank": 1} for name in HANGS),
+ALL = bool(os.environ.get("MEGATRON_RL_ALL_FAULTS"))
+only_in_all = pytest.mark.skipif(not ALL, reason="MEGATRON_RL_ALL_FAULTS=1 runs it")
+RUNS = [
+    {"fault": "stop_in_an_update", "rank": 1},
+    {"fault": "hold_the_lock", "rank": 1},
+    {"fault": "kill_the_engine", "rank": 1},
     {"fault": "fill_the_disk", "rank": 1, "name": "stop_in_an_update",
      "more": ["run.resume=auto", "trainer.steps=4"]},
     {"fault": "compute_nonsense", "rank": 1},
+]  # fmt: skip
+FURTHER_RUNS = [
+    {"fault": "hang_in_a_save", "rank": 1},
     {"fault": None, "rank": 0, "name": "hanging_verifier",
      "more": ["reward.verifier=tests.functional.faults.verifiers:hang", "trainer.steps=1",
               "reward.time_limit_seconds=0.2", "rollout.responses_per_prompt=2",
               "rollout.prompts=4"]},
-)  # fmt: skip
+]  # fmt: skip
 
 
 def run_all(folder, runs):
@@ -56,7 +64,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ended(folder):
     make_task()
-    return run_all(folder, RUNS)
+    return run_all(folder, RUNS + FURTHER_RUNS * ALL)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +73,15 @@ def ended(folder):
         ("stop_in_an_update", "train", "is stopped", "in stop"),
         ("hold_the_lock", "behavior", "does not wait for another rank", "in spin_for_ever"),
         ("kill_the_engine", "rollout", "does not wait for another rank", "wait_for_a_dead_device"),
-        ("hang_in_a_save", "checkpoint", "does not wait for another rank", "in write_for_ever"),
+        pytest.param(
+            *(
+                "hang_in_a_save",
+                "checkpoint",
+                "does not wait for another rank",
+                "in write_for_ever",
+            ),
+            marks=only_in_all,
+        ),
     ],
 )
 def test_a_hang_is_named_and_ends_the_run_for_a_restart(folder, ended, name, phase, sign, frame):
@@ -107,6 +123,7 @@ def test_values_that_are_not_finite_on_one_rank(folder, ended):
     assert CheckpointFolders(path / "checkpoints").sound_steps() == [1]
 
 
+@only_in_all
 def test_a_verifier_that_always_hangs_ends_the_run_and_its_workers(ended):
     run = ended["hanging_verifier"]
     assert run["status"] == 1 and run["left"] == [], run["said"]
