@@ -31,6 +31,7 @@ ROUNDS = 12  # of noisy updates, at most
 NOISY_UPDATES = 60  # in a round
 MEASURED = 2048  # sampled answers
 AT_ONCE = 512  # of them
+COMPUTED_AT_ONCE = 32  # right traces
 
 
 def build_model(settings: TaskSettings, tokenizer: Any, max_length: int) -> Any:
@@ -110,7 +111,10 @@ def warm_up(
             noise = Noise(rate, settings.noise, settings.corrected)
             update(model, optimizer, *_batch(tokenizer, settings, settings.size, generator, noise))
         updates += NOISY_UPDATES
-        success = measure_success(model, tokenizer, heldout, settings.seed)
+        if settings.corrected:
+            success = sample_success(model, tokenizer, heldout, settings.seed)
+        else:
+            success = compute_success(model, tokenizer, heldout)
         report(f"{updates} updates, slips {rate:.4f}, right {success:.3f}")
         if abs(success - settings.success) < settings.tolerance / 2:
             return {"updates": updates, "slips": rate, "success": success}
@@ -168,7 +172,22 @@ def _length(settings: TaskSettings, size: int) -> float:
 
 
 @torch.no_grad()
-def measure_success(model: Any, tokenizer: Any, problems: list[Problem], seed: int) -> float:
+def compute_success(model: Any, tokenizer: Any, problems: list[Problem]) -> float:
+    """The mean chance of the right trace at temperature 1, uncorrected."""
+    chances = []
+    for start in range(0, len(problems), COMPUTED_AT_ONCE):
+        some = problems[start : start + COMPUTED_AT_ONCE]
+        tokens, labels = encode(tokenizer, some, [right_trace(problem) for problem in some])
+        logprobs = model(input_ids=tokens, use_cache=False).logits[:, :-1].log_softmax(-1)
+        trained = labels[:, 1:] != IGNORED
+        chosen = labels[:, 1:].where(trained, 0)[..., None]
+        own = logprobs.gather(-1, chosen)[..., 0].where(trained, 0.0)
+        chances += own.sum(-1).exp().tolist()
+    return sum(chances) / len(chances)
+
+
+@torch.no_grad()
+def sample_success(model: Any, tokenizer: Any, problems: list[Problem], seed: int) -> float:
     """The share of right answers among `MEASURED` sampled at temperature 1."""
     torch.manual_seed(seed)
     model.eval()

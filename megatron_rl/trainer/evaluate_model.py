@@ -51,6 +51,7 @@ def run_evaluation(config: Config, *, rank: int, world_size: int) -> None:
         verifier=config.reward.verifier,
         batch_size=config.reward.batch_size,
         on_error=config.reward.on_error,
+        environment=config.reward.environment,
         say=Console(speaks=True, log_file=directory.log_file).log,
     ) as pool:
         with console.progress("starting vLLM"):

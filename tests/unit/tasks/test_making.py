@@ -1,6 +1,7 @@
 """Made tasks: files that the trainer reads, made once; a warm-up that fails says so."""
 
 import json
+from dataclasses import dataclass
 
 import pyarrow.parquet as pq
 import pytest
@@ -61,6 +62,36 @@ def test_what_is_there_is_found_and_what_is_foreign_kept(tmp_path):
     assert (tmp_path / "thesis.tex").exists()
 
 
+def test_the_computed_success_is_the_sampled_one():
+    """Of a model that has seen each question with two answers, as often one as the other."""
+    import torch
+
+    from megatron_rl.tasks.warm_up import compute_success, encode, sample_success, update
+
+    @dataclass(frozen=True)
+    class Said:
+        question: str
+        answer: str
+
+        def solve(self, pen):
+            pen.write(self.answer)
+
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer(40)
+    model = build_model(TaskSettings("running_sum", 4, **SMALL), tokenizer, 40)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    questions = ("1+1=?", "22+3=?-1=?", "7")
+    problems = [Said(question, answer) for question in questions for answer in ("1", "234")]
+    batch = encode(tokenizer, problems, [problem.answer for problem in problems])
+    for _ in range(60):
+        update(model, optimizer, *batch)
+    computed = compute_success(model, tokenizer, problems[1::2])
+    sampled = sample_success(model, tokenizer, problems[1::2], seed=1)
+    assert 0.2 < computed < 0.8
+    # 2048 samples: four standard errors of a share.
+    assert abs(sampled - computed) < 4 * (computed * (1 - computed) / 2048) ** 0.5
+
+
 def test_a_made_task_is_what_a_run_reads(tmp_path, monkeypatch):
     """The smallest of all: four terms, learned by a warm-up of a few seconds."""
     from megatron_rl.tasks import warm_up
@@ -70,7 +101,7 @@ def test_a_made_task_is_what_a_run_reads(tmp_path, monkeypatch):
     settings = TaskSettings(
         "running_sum", 4, success=0.49, tolerance=0.48, hidden=32, heads=1, layers=1, **SMALL
     )
-    monkeypatch.setattr(warm_up, "measure_success", lambda *arguments: 0.49)
+    monkeypatch.setattr(warm_up, "compute_success", lambda *arguments: 0.49)
     monkeypatch.setattr(warm_up, "NOISY_UPDATES", 1)
     folder = tmp_path / "task"
     made = make_once(folder, settings, silent)
