@@ -86,6 +86,19 @@ def _pinned_places(sizes: list[int]) -> list[Tensor]:
     return places
 
 
+def _forget_routes(wrapped: list[DistributedDataParallel]) -> None:
+    """Let go of the last pass through the experts, which each layer's dispatcher keeps.
+
+    The probabilities carry the graph that made them, and with recomputation their layer's input.
+    """
+    for chunk in wrapped:
+        for module in chunk.modules():
+            dispatcher = getattr(module, "token_dispatcher", None)
+            for name in ("probs", "routing_map"):
+                if hasattr(dispatcher, name):
+                    setattr(dispatcher, name, None)
+
+
 class TrainingState:
     """The gradients and optimizer state of one actor, on its device or off it.
 
@@ -104,6 +117,7 @@ class TrainingState:
 
     def offload(self) -> None:
         """Move main parameters and moments to the host and free the gradient buffers."""
+        _forget_routes(self.wrapped)
         on_cuda = self.device.type == "cuda"
         if on_cuda:
             held = _replace_state(self.optimizer, self._pinned.copies_of)

@@ -17,9 +17,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "no data is read.",
     )
     rehearse.add_argument("config", metavar="CONFIG", help="YAML file")
-    rehearse.add_argument("--processes", type=int, required=True, metavar="N", help="of the run")
+    rehearse.add_argument("--processes", type=_count, required=True, metavar="N",
+                          help="of the run, one per device")  # fmt: skip
     rehearse.add_argument(
-        "--rank", type=int, nargs="+", metavar="R",
+        "--rank", type=_ranks, metavar="R[,R...]",
         help="by default the first of the first, the middle and the last pipeline stage",
     )  # fmt: skip
     rehearse.add_argument(
@@ -34,6 +35,18 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     rehearse.add_argument("overrides", nargs="*", metavar="key=value",
                           help="e.g. parallel.tensor=2")  # fmt: skip
     rehearse.set_defaults(run=run)
+
+
+def _ranks(text: str) -> list[int]:
+    if not all(part.isdecimal() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} names no ranks; give them as 0,255")
+    return [int(part) for part in text.split(",")]
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes; give 1 or more")
+    return int(text)
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -58,7 +71,9 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
                 )
         if options.fit is None:
             made = [
-                rehearse(config, processes=options.processes, rank=rank, device=options.device)
+                rehearse(
+                    config, processes=options.processes, rank=rank, device=options.device, updates=2
+                )
                 for rank in ranks
             ]
         else:

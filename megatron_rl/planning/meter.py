@@ -29,6 +29,7 @@ STAND_INS = tuple(
     os.path.join(PACKAGE, *part) for part in (("planning", ""), ("actor", "rehearsal"))
 )
 MEGATRON_CORE = os.path.join("", "megatron", "core", "")
+INSIDE_A_COLLECTIVE = "inside a collective"  # in place of a source line
 HOST = "host"  # the category of page-locked memory, which is not the device's
 _NO_MESSAGE = ("barrier", "monitored_barrier_")
 
@@ -151,7 +152,10 @@ class Meter(TorchDispatchMode):
         key = storage._cdata
         if key in self._known:
             return
-        size, place = self._round(storage.nbytes()), (self.category, source_line())
+        line = source_line()
+        if line == INSIDE_A_COLLECTIVE:  # gloo's reduce-scatter copies its input; NCCL's does not
+            return
+        size, place = self._round(storage.nbytes()), (self.category, line)
         reference = weakref.ref(storage, lambda _: self._forget(key))
         self._known[key] = (reference, size, place)
         self._add(size, place)
@@ -215,7 +219,7 @@ def source_line() -> str:
         if code not in _PLACES:
             _PLACES[code] = _place(code.co_filename)
         if (place := _PLACES[code]) is not None:
-            return f"{place}:{frame.f_lineno}"
+            return place if place == INSIDE_A_COLLECTIVE else f"{place}:{frame.f_lineno}"
         frame = frame.f_back
     return "elsewhere"
 
@@ -223,5 +227,7 @@ def source_line() -> str:
 def _place(file: str) -> str | None:
     if file.startswith(PACKAGE):
         return None if file.startswith(STAND_INS) else "megatron_rl/" + file.removeprefix(PACKAGE)
+    if file == dist.distributed_c10d.__file__:
+        return INSIDE_A_COLLECTIVE
     _, found, rest = file.rpartition(MEGATRON_CORE)
     return "megatron/core/" + rest if found else None

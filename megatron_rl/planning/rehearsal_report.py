@@ -8,6 +8,7 @@ from megatron_rl.planning.meter import PhaseCount
 from megatron_rl.planning.rehearsal import Rehearsal
 
 GIB, MIB, TERA = 2**30, 2**20, 10**12
+DESCRIBED = ("behavior", "update")
 LINES = 8  # source lines of a peak, and of host stalls, that are shown
 CATEGORIES = ("weights", "gradients", "optimizer", "activations")
 NAMES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data", "ep": "expert"}
@@ -31,6 +32,8 @@ def describe(rehearsal: Rehearsal) -> str:
         + f"   and {rehearsal.asleep_host / GIB:.2f} on the host",
     ]
     for name, phase in rehearsal.phases.items():
+        if name not in DESCRIBED:  # the second update is like the first, but for its memory
+            continue
         lines += ["", f"{name}: {phase.flops / TERA:,.1f} TFLOP in matrix products and attention"]
         lines += _phase_lines(phase)
     return "\n".join(lines)

@@ -58,10 +58,13 @@ class _Device(TorchFunctionMode):
 
 
 class _Chunk:
-    """The part of Megatron's wrapper that frees gradients."""
+    """The part of Megatron's wrapper that frees gradients, of a model without experts."""
 
     def __init__(self, device):
         self.device = device
+
+    def modules(self):
+        return []
 
     def offload_grad_buffers(self, synchronize=True, empty_cache=True):
         assert not self.device.pending, "freed before the copies were done"

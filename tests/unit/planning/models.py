@@ -10,13 +10,15 @@ QWEN2 = {
 }  # fmt: skip
 QWEN3_MOE = QWEN2 | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
                      "norm_topk_prob": True}  # fmt: skip
+# Gloo's threads may hold a message a moment longer than the rank: a hundred of them fit into what a
+# rank of these sizes holds.
 SMALL = {
-    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "intermediate_size": 192, "vocab_size": 512,
+    "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "intermediate_size": 384, "vocab_size": 16384,
 }  # fmt: skip
 DENSE = QWEN2 | SMALL
 # Every token goes to every expert: a rehearsal gives them equal shares, and so does this router.
-EXPERTS = QWEN3_MOE | SMALL | {"head_dim": 8, "moe_intermediate_size": 64, "num_experts": 4,
+EXPERTS = QWEN3_MOE | SMALL | {"head_dim": 16, "moe_intermediate_size": 64, "num_experts": 4,
                                "num_experts_per_tok": 4}  # fmt: skip
 
 

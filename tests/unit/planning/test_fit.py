@@ -32,10 +32,13 @@ def shallow(tmp_path, **sections):
     return config
 
 
-@pytest.mark.parametrize("name", MODELS)
+# One epoch is trained in the layout of four.
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"r1_distill_1_5b_epochs1"}))
 def test_a_big_example_fits(tmp_path, name):
     made = fit.check_fit(example(tmp_path, name), processes=MODELS[name], device_bytes=DEVICE)
     assert sum(made[0].states.values()) > 2**30  # its true shape
+    # Beside weights an actor asleep keeps Megatron's buffer for gathered activations alone.
+    assert made[0].asleep.get("activations", 0) < 0.2 * 2**30
 
 
 def test_the_defaults_fit_the_papers_model_on_one_device(tmp_path):
@@ -53,7 +56,7 @@ def test_what_does_not_fit_names_settings_that_do(tmp_path):
         fit.check_fit(config, processes=1, device_bytes=SHALLOW_DEVICE)
     said = str(error.value)
     assert "training needs" in said
-    assert "the actor's peak (update)" in said
+    assert "the actor's peak, update" in said
     cures = said.split("what fits: ")[1].split(", or ")
     assert cures[0] == "trainer.tokens_per_micro_batch=16384"
     for cure in cures:
@@ -62,10 +65,29 @@ def test_what_does_not_fit_names_settings_that_do(tmp_path):
         assert fit.check_fit(fit.apply_changes(config, values), processes=1, device_bytes=DEVICE)
 
 
-def test_an_engine_too_large_beside_the_actor_is_cured_by_its_share(tmp_path):
-    config = shallow(tmp_path, rollout={"memory_fraction": 0.95})
-    with pytest.raises(fit.DoesNotFitError, match=r"generating needs .* rollout.memory_fraction=0"):
+@pytest.mark.parametrize(
+    ("fraction", "said"),
+    [
+        # 27 GiB - 6 reserve - 1 of the actor are 74% of the device.
+        (0.95, r"generating needs .*; what fits: rollout.memory_fraction=0.7, or"),
+        # 1 GiB of weights; 2 layers x 2 x 2 heads x 128 x 16,384 tokens x 2 bytes are 0.03.
+        (0.03, r"the engine's share needs 1.1 of 0.8 GiB .* fits: rollout.memory_fraction=0.1, or"),
+    ],
+)
+def test_an_engine_of_a_wrong_share_is_told_a_right_one(tmp_path, fraction, said):
+    config = shallow(tmp_path, rollout={"memory_fraction": fraction})
+    with pytest.raises(fit.DoesNotFitError, match=said):
         fit.check_fit(config, processes=1, device_bytes=SHALLOW_DEVICE)
+
+
+def test_two_lacks_are_cured_together(tmp_path):
+    config = shallow(
+        tmp_path, rollout={"memory_fraction": 0.95}, trainer={"tokens_per_micro_batch": 65536}
+    )
+    with pytest.raises(fit.DoesNotFitError) as error:
+        fit.check_fit(config, processes=1, device_bytes=SHALLOW_DEVICE)
+    cure = str(error.value).split("what fits: ")[1].split(", or ")[0]
+    assert cure == "rollout.memory_fraction=0.7 trainer.tokens_per_micro_batch=16384"
 
 
 def test_preflight_refuses_in_a_process_of_its_own(tmp_path, monkeypatch):
