@@ -3,7 +3,7 @@
     python tools/true_shape_step.py [--folder FOLDER]
 
 Random weights, a few short responses to the tiny task's prompts, one process. Prints the most
-memory that the process held in each phase. It wants 20 GiB of memory, and looks for them before it
+memory that the process held in each phase. It wants 18 GiB of memory, and looks for them before it
 begins.
 """
 
@@ -32,7 +32,7 @@ SETTINGS = (
     "trainer.tokens_per_micro_batch=1024", "logging.tensorboard=false",
     "objective.entropy_coefficient=1.0e-2", "optimizer.warmup_steps=0",
 )  # fmt: skip
-NEEDS_GIB = 20
+NEEDS_GIB = 18
 
 
 def make_model(folder):
