@@ -297,10 +297,10 @@ def ask_in_turn(run: Run, *, deadline: float) -> None:
         run.go_on(partial(count_made, file))
 
 
-def damage(run: Run, whole: Path, *, deadline: float) -> None:
+def damage(run: Run, whole: Path, *, seed: int, deadline: float) -> None:
     """End the run every few steps, damage its newest checkpoint, go on."""
     file = run.folder.with_suffix(".made")
-    for name, spoil in DAMAGE.items():
+    for name, spoil in random.Random(seed).sample(list(DAMAGE.items()), len(DAMAGE)):
         if run.ended or time.monotonic() > deadline:
             break
         run.go_on(partial(ask_in_phase, "train", 3, 1, file))
@@ -365,7 +365,7 @@ def main() -> None:
         run, now = Run(root / part, args.steps), time.monotonic()
         until = now + (deadline - now) / (len(args.parts) - number)
         if part == "damage":
-            damage(run, whole.folder, deadline=until)
+            damage(run, whole.folder, seed=args.seed, deadline=until)
         elif part == "signals":
             ask_in_turn(run, deadline=until)
         else:
