@@ -119,6 +119,7 @@ def _as_rational(answer: str) -> Fraction | None:
     return -value if match["sign"] else value
 
 
+@lru_cache(maxsize=1000)  # a group shares its ground truth
 def _parse(answer: str) -> list[Any]:
     """Readings of an answer: expressions of sympy, then its text; none at all where it is empty."""
     tidy = _THOUSANDS.sub("", answer.strip("$ ").removesuffix("."))

@@ -6,12 +6,16 @@ Answers as models write them to problems with short results: 60% integers, 20% f
 expressions, 10% without an answer; half of those with one are right. `hostile` adds one answer in
 a thousand that no parser ends with (a tower of powers), at a time limit of 1 s: while it waits, a
 worker judges nothing else. The time is that of the pool, pipes and texts of 2,000 characters
-included, not of starting it.
+included, not of starting it. Eight responses share a ground truth, as in a group. The last column
+is what parent and workers used of the cores, as answers a second on two of them: a busy machine
+changes it little.
 """
 
 import argparse
 import random
 import time
+
+import psutil
 
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import TIME_LIMIT, Item
@@ -23,12 +27,17 @@ def make_answers(count: int, *, hostile: float = 0.0) -> list[Item]:
     """Responses with their ground truths."""
     chance = random.Random(0)
     items = []
-    for _ in range(count):
-        kind, a, b = chance.random(), chance.randrange(1, 5000), chance.randrange(2, 90)
-        truth = str(a) if kind < 0.7 else rf"\frac{{{a}}}{{{b}}}" if kind < 0.9 else f"{a}x^2-{b}"
+    for place in range(count):
+        if place % 8 == 0:
+            kind, a, b = chance.random(), chance.randrange(1, 5000), chance.randrange(2, 90)
+            truth = (
+                str(a) if kind < 0.7 else rf"\frac{{{a}}}{{{b}}}" if kind < 0.9 else f"{a}x^2-{b}"
+            )
         answer = truth
         if chance.random() < 0.5:
-            answer = {True: str(a + b), False: rf"\frac{{{a + 1}}}{{{b}}}"}[kind < 0.7]
+            c = chance.randrange(1, 90)
+            answer = str(a + c) if kind < 0.7 else rf"\frac{{{a + c}}}{{{b}}}"
+            answer = answer if kind < 0.9 else f"{a + c}x^2-{b}"
         elif 0.7 <= kind < 0.8:
             answer = rf"\dfrac{{{a}}}{{{b}}}"  # equal, not the same text
         if chance.random() < hostile:
@@ -38,22 +47,31 @@ def make_answers(count: int, *, hostile: float = 0.0) -> list[Item]:
     return items
 
 
+def cpu_seconds() -> float:
+    """What this process and its workers have used so far."""
+    own = psutil.Process()
+    return sum(sum(process.cpu_times()[:2]) for process in (own, *own.children()))
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--answers", type=int, default=4000)
     options = parser.parse_args()
-    print("answers        workers  answers/s  ran out of time")
+    print("answers        workers  answers/s  ran out of time  of two whole cores")
     for name, hostile in (("ordinary", 0.0), ("hostile 1/1000", 0.001)):
         items = make_answers(options.answers, hostile=hostile)
         with VerifierPool(workers=options.workers, time_limit=1.0) as pool:
             pool.start()
-            start = time.perf_counter()
+            start, used = time.perf_counter(), cpu_seconds()
             verdicts = pool.verify_all(items)
-            seconds = time.perf_counter() - start
+            seconds, used = time.perf_counter() - start, cpu_seconds() - used
         late = sum(verdict.reason == TIME_LIMIT for verdict in verdicts)
-        print(f"{name:<15}{options.workers:>7}{len(items) / seconds:>11,.0f}{late:>17}")
+        rates = len(items) / seconds, 2 * len(items) / used
+        # A worker that is replaced takes its seconds along.
+        whole = "-" if late else f"{rates[1]:,.0f}"
+        print(f"{name:<15}{options.workers:>7}{rates[0]:>11,.0f}{late:>17}{whole:>20}")
 
 
 if __name__ == "__main__":
