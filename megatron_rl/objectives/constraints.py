@@ -5,14 +5,25 @@ lost in float32 after an exponential but not before, and an extreme log-ratio ne
 Shapes: t tokens on this rank.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.objectives.spec import Bounds, Constraint, HardGate, PpoClip, Truncate, TvFilter
-from megatron_rl.objectives.weights import LogRatios
+from megatron_rl.objectives.spec import (
+    Bounds,
+    Constraint,
+    HardGate,
+    PpoClip,
+    PrefixBudget,
+    SecondMoment,
+    Taper,
+    Truncate,
+    TvFilter,
+)
+from megatron_rl.objectives.weights import LogRatios, budget_weights
 
 
 class Constrained(NamedTuple):
@@ -105,6 +116,36 @@ def tv_filter(
     return _kept(log_weight, inside)
 
 
+def taper(tapered: Taper, log_weight: Tensor, advantages: Tensor) -> Constrained:
+    """clip(r) to [a+, b+] where A >= 0, to [a-, b-] where A < 0."""
+    negative = advantages < 0
+    lower, upper = (
+        torch.where(
+            negative, *(_log(getattr(tapered, f"{s}_{end}")) for s in ("negative", "positive"))
+        )
+        for end in ("low", "high")
+    )
+    inside = (lower <= log_weight) & (log_weight <= upper)
+    weight = torch.exp(log_weight.clamp(lower, upper))
+    return Constrained(weight, weight, inside)
+
+
+def _log(ratio: float) -> float:
+    return math.log(ratio) if ratio else -math.inf
+
+
+def prefix_budget(
+    budget: PrefixBudget, log_weight: Tensor, advantages: Tensor, ratios: LogRatios
+) -> Constrained:
+    """Zero where A (rho - 1) > 0 and the token or its prefix has moved further than allowed."""
+    weight, before = budget_weights(budget, ratios.layout, log_weight.dtype)
+    token = weight * ratios.probability_change
+    within = (token <= budget.threshold) & (
+        ratios.running("budget") <= budget.threshold + budget.average * before
+    )
+    return _kept(log_weight, within | (advantages * ratios.token.detach() <= 0))
+
+
 def _kept(log_weight: Tensor, inside: Tensor) -> Constrained:
     """r inside, 0 outside; never inf * 0, the exponent is gated first."""
     weight = torch.where(inside, torch.exp(torch.where(inside, log_weight, 0)), 0)
@@ -124,4 +165,13 @@ def apply_constraint(
             return truncate(constraint, log_weight, ratios.layout)
         case TvFilter():
             return tv_filter(constraint, log_weight, advantages, ratios)
+        case Taper():
+            return taper(constraint, log_weight, advantages)
+        case PrefixBudget():
+            return prefix_budget(constraint, log_weight, advantages, ratios)
+        case SecondMoment():
+            raise ValueError(
+                "constraint second_moment is of a whole minibatch: give this objective's fit() the "
+                "minibatch's log-ratios and advantages, and call what it returns"
+            )
     return _kept(log_weight, torch.ones_like(log_weight, dtype=torch.bool))

@@ -7,7 +7,10 @@ from megatron_rl.objectives.spec import (
     HardGate,
     ObjectiveSpec,
     PpoClip,
+    PrefixBudget,
     RolloutCorrection,
+    SecondMoment,
+    Taper,
     Truncate,
     TvFilter,
     Unconstrained,
@@ -23,6 +26,13 @@ NAMED: dict[str, ObjectiveSpec] = {
         HardGate(low=7e-4, high=9.5e-4, scale="sqrt(L/t)"),
         "detached", "response_mean",
         source="Prefix-Normalized Policy Optimization, arXiv 2608.01418, section 3",
+    ),
+    # The same with M_t = 0 only above the upper bound where A > 0, below the lower where A < 0
+    "pnpo_one_sided": ObjectiveSpec(
+        "prefix_mean",
+        HardGate(low=7e-4, high=9.5e-4, scale="sqrt(L/t)", sided="advantage"),
+        "detached", "response_mean",
+        source="ours: PNPO, arXiv 2608.01418, with the sides of PPO's clip; not published",
     ),
     # 1/N sum_i min(s A, clip(s, 1 - 3e-4, 1 + 4e-4) A),  s = exp(S_L / L)
     "gspo": ObjectiveSpec(
@@ -42,7 +52,8 @@ NAMED: dict[str, ObjectiveSpec] = {
     # PPO with clip-higher and token mean: the loss alone, no dynamic sampling, no overlong shaping
     "dapo": ObjectiveSpec(
         "token", PpoClip(low=0.2, high=0.28), "through_weight", "token_mean",
-        source="arXiv 2503.14476, equation 8",
+        source="arXiv 2503.14476, equation 8, the loss alone; the mean is over the minibatch's "
+        "tokens, there over those of a prompt's group",
     ),
     # C_t = exp(S_t) clipped to [exp(-0.025 sqrt(t)), exp(0.05 sqrt(t))] by the sign of A
     "ctpo": ObjectiveSpec(
@@ -58,7 +69,8 @@ NAMED: dict[str, ObjectiveSpec] = {
         "prefix_mean",
         PpoClip(low=0.025, high=0.05, dual=0.05, space="log", scale="t^p", power=-0.5),
         "detached", "response_mean",
-        source="public code of arXiv 2605.07331 (horizon-llm/CTPO, loss cum-token-geomean-la)",
+        source="public code of arXiv 2605.07331 (horizon-llm/CTPO, loss cum-token-geomean-la); "
+        "aggregation ours, its launch script leaves verl's token mean",
     ),
     # w_t with PPO's clip
     "tepo_prefix": ObjectiveSpec(
@@ -90,7 +102,8 @@ NAMED: dict[str, ObjectiveSpec] = {
     # sg[min(rho_t, 5) A] log pi_t: every token keeps its gradient
     "cispo": ObjectiveSpec(
         "token", Truncate(low=None, high=4.0), "detached", "token_mean",
-        source="arXiv 2506.13585, equations 4 and 5; the cap of 5 is that of arXiv 2510.13786",
+        source="arXiv 2506.13585, equations 4 and 5; the cap of 5 is that of arXiv 2510.13786; the "
+        "mean is over the minibatch's tokens, there over those of a prompt's group",
     ),
     # f(rho_t) A log pi_t with f zero outside [1 - 0.3, 1 + 5]
     "sao": ObjectiveSpec(
@@ -112,6 +125,34 @@ NAMED: dict[str, ObjectiveSpec] = {
         source="arXiv 2603.01365, not checked against the original: without its advantage "
         "realignment; the total variation is taken per response, as in allenai/open-instruct; "
         "threshold ours",
+    ),
+    # M_t rho_t A, M_t = 0 for the largest (log rho_t)^2 of tokens with A (rho_t - 1) > 0, until the
+    # mean of the others, over the minibatch, is at most 0.04
+    "m2po": ObjectiveSpec(
+        "token", SecondMoment(threshold=0.04), "through_weight", "token_mean",
+        source="arXiv 2510.01161, algorithm 1 and equation 5, over the whole minibatch; its public "
+        "code (Infini-AI-Lab/M2PO) takes each micro-batch for itself and counts what it masks at "
+        "its bound",
+    ),
+    # M_t rho_t A, M_t = 0 where A (rho_t - 1) > 0 and a token or its prefix moved too far
+    "cppo": ObjectiveSpec(
+        "token", PrefixBudget(threshold=0.15, average=0.015, floor=0.8), "through_weight",
+        "token_mean",
+        source="arXiv 2606.10968, equations 8 to 11, with the sampled token's |pi - pi_beta| for "
+        "the total variation (its 'Binary' ablation; its runs take the 20 likeliest tokens) and a "
+        "fixed budget (its runs from base models adapt it per response); token mean as its stack",
+    ),
+    # 1/N sum_i sum_t sg[A] log pi_t where A >= 0, sg[min(C_L, 1) A] log pi_t where A < 0
+    "topr": ObjectiveSpec(
+        "sequence_product", Taper(), "detached", "response_sum",
+        source="arXiv 2503.14286, equation 8 and algorithm 1; there the sign is that of a reward "
+        "minus a constant baseline: advantage.estimator: raw",
+    ),
+    # 1/N sum_i sum_t A log pi_t: no importance weight
+    "asymre": ObjectiveSpec(
+        "one", Unconstrained(), "detached", "response_sum",
+        source="arXiv 2506.20520: A = R - V; with V the group's mean - 0.1, as in its experiments "
+        "and in public code (Trinity-RFT): advantage.shift: -0.1, std: none",
     ),
 }
 # fmt: on

@@ -6,7 +6,7 @@ Shapes: t tokens on this rank, in the order of its SequenceLayout.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,7 +16,8 @@ from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives.constraints import apply_constraint
 from megatron_rl.objectives.diagnostics import TokenTerms, compute_statistics
 from megatron_rl.objectives.inputs import TokenInputs
-from megatron_rl.objectives.spec import KlPenalty, ObjectiveSpec, RolloutCorrection
+from megatron_rl.objectives.second_moment import second_moment_gate
+from megatron_rl.objectives.spec import KlPenalty, ObjectiveSpec, RolloutCorrection, SecondMoment
 from megatron_rl.objectives.statistics import Statistics
 from megatron_rl.objectives.weights import LogRatios, compute_log_weight
 from megatron_rl.types import Denominators
@@ -43,6 +44,15 @@ class PolicyObjective(Protocol):
         """Whether a response of advantage 0 adds to loss or gradient; if not, it needs no pass."""
         ...
 
+    @property
+    def is_fitted(self) -> bool:
+        """Whether it can be called; if not, `fit` comes first, once per minibatch."""
+        ...
+
+    def fit(self, log_ratios: Tensor, advantages: Tensor) -> "PolicyObjective":
+        """Itself, or what it is for a minibatch whose tokens, of all ranks, have these; [N]."""
+        ...
+
     def __call__(
         self, inputs: TokenInputs, *, layout: SequenceLayout, denominators: Denominators
     ) -> ObjectiveResult:
@@ -66,6 +76,18 @@ class Objective:
         """KL and entropy concern every response; the policy term is a multiple of its advantage."""
         return self.spec.kl is not None or self.spec.entropy_coefficient > 0
 
+    @property
+    def is_fitted(self) -> bool:
+        """False where the constraint is one of a whole minibatch."""
+        return not isinstance(self.spec.constraint, SecondMoment)
+
+    def fit(self, log_ratios: Tensor, advantages: Tensor) -> "Objective":
+        """Itself, or with the gate that its constraint is for this minibatch's tokens; [N] each."""
+        if not isinstance(self.spec.constraint, SecondMoment):
+            return self
+        gate = second_moment_gate(self.spec.constraint, log_ratios, advantages)
+        return Objective(replace(self.spec, constraint=gate))
+
     def __call__(
         self, inputs: TokenInputs, *, layout: SequenceLayout, denominators: Denominators
     ) -> ObjectiveResult:
@@ -80,7 +102,13 @@ class Objective:
         # Detached, weight, gate and advantage are constants: no backward scan.
         detached = spec.gradient == "detached"
         policy = x.policy_logprobs.detach() if detached else x.policy_logprobs
-        ratios = LogRatios.of(policy - x.behavior_logprobs, layout, spec=spec, log_gap=x.log_gap)
+        ratios = LogRatios.of(
+            policy - x.behavior_logprobs,
+            layout,
+            spec=spec,
+            log_gap=x.log_gap,
+            behavior_logprobs=x.behavior_logprobs,
+        )
         log_weight = compute_log_weight(spec.weight, ratios)
         factor = None
         if spec.rollout_correction is not None:

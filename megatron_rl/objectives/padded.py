@@ -52,10 +52,10 @@ def policy_loss(
     Log-probabilities, mask and entropy are [B, T]; advantages [B] or [B, T]. `denominators` are
     those of the whole minibatch: if this is only a part of one (gradient accumulation, data
     parallelism), give its global numbers and add the losses of the parts; by default this batch
-    is the minibatch. Responses are rows with at least one True in the mask. `metrics` "all" has
-    hundreds of numbers by position, "summary" a dozen. Raises ValueError for log-probabilities
-    in half precision, and naming row and position for values that cannot be used; in these
-    messages a sequence is a row.
+    is the minibatch. The constraint `second_moment` (`m2po`) is always this batch's. Responses are
+    rows with at least one True in the mask. `metrics` "all" has hundreds of numbers by position,
+    "summary" a dozen. Raises ValueError for log-probabilities in half precision, and naming row
+    and position for values that cannot be used; in these messages a sequence is a row.
     """
     check_choice("metrics", metrics, Literal["all", "summary"])
     objective = name_or_objective
@@ -81,9 +81,11 @@ def policy_loss(
                 "response_mask is False everywhere: there is no decision to learn from"
             )
         denominators = Denominators(responses=float(mask.any(dim=1).sum()), tokens=float(decisions))
-    result = objective(
+    decided = mask.reshape(-1)
+    log_ratios = inputs.policy_logprobs.detach() - inputs.behavior_logprobs
+    result = objective.fit(log_ratios[decided], inputs.advantages[decided])(
         inputs,
-        layout=SequenceLayout([columns] * rows, mask.reshape(-1)),
+        layout=SequenceLayout([columns] * rows, decided),
         denominators=denominators,
     )
     numbers = result.statistics.to_metrics()

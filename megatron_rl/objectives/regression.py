@@ -6,6 +6,7 @@ Shapes: t tokens on this rank.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives.constraints import Constrained
@@ -37,6 +38,15 @@ class OaplObjective:
     def uses_zero_advantage(self) -> bool:
         """A log-ratio is drawn to 0 where the advantage is 0."""
         return True
+
+    @property
+    def is_fitted(self) -> bool:
+        """Nothing in it depends on other responses."""
+        return True
+
+    def fit(self, log_ratios: Tensor, advantages: Tensor) -> "OaplObjective":
+        """Itself."""
+        return self
 
     def __post_init__(self) -> None:
         check_number("beta", self.beta, minimum=0, strict=True)

@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 Weight = Literal[
-    "token", "prefix_mean", "prefix_product", "prefix_min", "sequence_mean", "sequence_product"
+    "token",
+    "prefix_mean",
+    "prefix_product",
+    "prefix_min",
+    "sequence_mean",
+    "sequence_product",
+    "one",
 ]
 Gradient = Literal["through_weight", "detached"]
 Aggregation = Literal["response_mean", "token_mean", "response_sum", "token_sum"]
@@ -120,16 +126,80 @@ class TvFilter:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Taper:
+    """The weight moved into an interval of ratios that depends on the sign of the advantage.
+
+    TOPR, arXiv 2503.14286, equation 7: [a+, b+] where A >= 0 and [a-, b-] where A < 0. The defaults
+    are its equation 8: responses to be made likelier have weight 1 whatever their ratio, those to
+    be made less likely their ratio, at most 1.
+    """
+
+    positive_low: float = 1.0
+    positive_high: float = 1.0
+    negative_low: float = 0.0
+    negative_high: float = 1.0
+
+    def __post_init__(self) -> None:
+        for sign in ("positive", "negative"):
+            low, high = getattr(self, f"{sign}_low"), getattr(self, f"{sign}_high")
+            check_number(f"{sign}_low", low, minimum=0)
+            check_number(f"{sign}_high", high, minimum=0, strict=True)
+            if low > high:
+                raise ValueError(f"{sign}_low {low} is above {sign}_high {high}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixBudget:
+    """Reject what moves a token further away where it, or its prefix, has moved enough.
+
+    CPPO, arXiv 2606.10968, equations 8 to 10. With D_t = |pi(y_t) - pi_beta(y_t)|, weights w_t that
+    fall linearly from 1 to `floor` over the response, S_t = sum_{j<=t} w_j D_j and
+    W_t = sum_{j<=t} w_j: a token with A (rho_t - 1) > 0 stays only where w_t D_t <= threshold and
+    S_t <= threshold + average W_{t-1}.
+    """
+
+    threshold: float  # delta
+    average: float  # delta_b
+    floor: float = 1.0  # w_min
+
+    def __post_init__(self) -> None:
+        check_number("threshold", self.threshold, minimum=0, strict=True)
+        check_number("average", self.average, minimum=0)
+        check_number("floor", self.floor, minimum=0, strict=True)
+        if self.floor > 1:
+            raise ValueError(f"floor is {self.floor}: weights fall from 1 to it, so it is <= 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondMoment:
+    """Reject the largest log-ratios until the others' mean square is at most `threshold`.
+
+    M2PO, arXiv 2510.01161, algorithm 1: over the tokens of a whole minibatch that PPO's clip could
+    touch, A > 0 with rho > 1 and A < 0 with rho < 1. `second_moment.py` makes it a gate.
+    """
+
+    threshold: float
+
+    def __post_init__(self) -> None:
+        check_number("threshold", self.threshold, minimum=0, strict=True)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Unconstrained:
     """The weight as it is."""
 
 
-Constraint = PpoClip | HardGate | Truncate | TvFilter | Unconstrained
+Constraint = (
+    PpoClip | HardGate | Truncate | TvFilter | Taper | PrefixBudget | SecondMoment | Unconstrained
+)
 CONSTRAINTS: dict[str, type[Constraint]] = {
     "ppo_clip": PpoClip,
     "hard_gate": HardGate,
     "truncate": Truncate,
     "tv_filter": TvFilter,
+    "taper": Taper,
+    "prefix_budget": PrefixBudget,
+    "second_moment": SecondMoment,
     "none": Unconstrained,
 }
 
@@ -238,6 +308,13 @@ class ObjectiveSpec:
             raise ValueError(
                 "weight 'prefix_min' cannot be differentiated: use gradient 'detached', as MinPRO "
                 "does"
+            )
+        if self.weight == "one" and self.gradient == "through_weight":
+            raise ValueError("weight 'one' has no gradient: use gradient 'detached'")
+        if isinstance(self.constraint, SecondMoment) and self.weight != "token":
+            raise ValueError(
+                f"constraint second_moment is of the tokens' own ratios, but weight is "
+                f"{self.weight!r}: use 'token'"
             )
         if self.constant != 1.0 and self.aggregation not in ("response_sum", "token_sum"):
             raise ValueError(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.sequence_statistics import Scan, Scanned, scan_together
-from megatron_rl.objectives.spec import ObjectiveSpec, TvFilter, Weight
+from megatron_rl.objectives.spec import ObjectiveSpec, PrefixBudget, TvFilter, Weight
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class LogRatios:
     prefix_sum: Tensor  # [t] S_t
     layout: SequenceLayout
     scanned: dict[str, Scanned] = field(repr=False)
+    probability_change: Tensor | None = None  # [t] |pi(y_t) - pi_beta(y_t)|, where it is needed
 
     @classmethod
     def of(
@@ -31,11 +32,14 @@ class LogRatios:
         *,
         spec: ObjectiveSpec | None = None,
         log_gap: Tensor | None = None,
+        behavior_logprobs: Tensor | None = None,
     ) -> "LogRatios":
         """Scan what the objective needs, all with one all-gather; tensors are [t].
 
-        `log_gap` is behavior minus rollout log-probability, for a rollout correction.
+        `log_gap` is behavior minus rollout log-probability, for a rollout correction;
+        `behavior_logprobs` are for a budget of probability.
         """
+        change = None
         scans = {"log_ratio": Scan(log_ratio)}
         if spec is not None:
             if spec.weight == "prefix_min":
@@ -44,11 +48,21 @@ class LogRatios:
                 # Far beyond any threshold; keeps one extreme ratio from becoming infinite.
                 clamped = log_ratio.detach().clamp(max=60)
                 scans["deviation"] = Scan(torch.expm1(clamped).abs())
+            if isinstance(spec.constraint, PrefixBudget):
+                assert behavior_logprobs is not None
+                policy = behavior_logprobs + log_ratio.detach()
+                change = (torch.exp(policy) - torch.exp(behavior_logprobs)).abs()
+                weight, _ = budget_weights(spec.constraint, layout, change.dtype)
+                scans["budget"] = Scan(weight * change)
             if spec.rollout_correction is not None and spec.rollout_correction.level != "token":
                 assert log_gap is not None, "checked with the inputs"
                 scans["log_gap"] = Scan(log_gap)
         scanned = dict(zip(scans, scan_together(layout, *scans.values()), strict=True))
-        return cls(log_ratio, scanned["log_ratio"].running, layout, scanned)
+        return cls(log_ratio, scanned["log_ratio"].running, layout, scanned, change)
+
+    def running(self, name: str) -> Tensor:
+        """The sum up to and including each token of "log_ratio" or "budget"; [t]."""
+        return self.scanned[name].running
 
     def total(self, name: str) -> Tensor:
         """The whole sequence's sum of "log_ratio", "deviation" or "log_gap" at its tokens; [t]."""
@@ -91,4 +105,15 @@ def compute_log_weight(weight: Weight, ratios: LogRatios) -> Tensor:
             return ratios.sequence_mean
         case "sequence_product":  # C_L
             return ratios.sequence_sum
+        case "one":
+            return torch.zeros_like(ratios.token)
     raise AssertionError(f"unknown weight {weight}")
+
+
+def budget_weights(
+    budget: PrefixBudget, layout: SequenceLayout, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """w_t, which falls linearly from 1 to the floor at t = L, and W_{t-1} = w_1 + ... + w_{t-1}."""
+    before = layout.position.clamp(min=1).to(dtype) - 1  # t - 1
+    slope = (1 - budget.floor) / (layout.length.to(dtype) - 1).clamp(min=1)
+    return 1 - slope * before, before - slope * before * (before - 1) / 2

@@ -9,11 +9,18 @@ import math
 
 BOTH, ADVANTAGE = "both", "advantage"
 # weight, constraint, flow, aggregation. A clip or gate is (kind, low, high, dual or sides, space,
-# p) with h = t^p or, for "sqrt", sqrt(L/t).
+# p) with h = t^p or, for "sqrt", sqrt(L/t). A taper is (kind, a+, b+, a-, b-), a budget (kind,
+# delta, delta_b, w_min), the second moment (kind, its threshold).
 NAMED = {
     "pnpo": (
         "prefix_mean",
         ("gate", 7e-4, 9.5e-4, BOTH, "ratio", "sqrt"),
+        "detached",
+        "response_mean",
+    ),
+    "pnpo_one_sided": (
+        "prefix_mean",
+        ("gate", 7e-4, 9.5e-4, ADVANTAGE, "ratio", "sqrt"),
         "detached",
         "response_mean",
     ),
@@ -47,6 +54,10 @@ NAMED = {
     "sao": ("token", ("gate", 0.3, 5.0, BOTH, "ratio", 0), "detached", "token_mean"),
     "icepop": ("token", ("clip", 0.2, 0.28, None, "ratio", 0), "through_weight", "token_mean"),
     "vaco": ("token", ("tv", 0.05), "detached", "token_mean"),
+    "m2po": ("token", ("m2", 0.04), "through_weight", "token_mean"),
+    "cppo": ("token", ("budget", 0.15, 0.015, 0.8), "through_weight", "token_mean"),
+    "topr": ("sequence_product", ("taper", 1.0, 1.0, 0.0, 1.0), "detached", "response_sum"),
+    "asymre": ("one", ("none",), "detached", "response_sum"),
 }
 
 
@@ -78,6 +89,8 @@ def log_weight(weight, ratios, t):
         return sum(ratios) / length, dict.fromkeys(range(1, length + 1), 1 / length)
     if weight == "sequence_product":
         return sum(ratios), dict.fromkeys(range(1, length + 1), 1.0)
+    if weight == "one":
+        return 0.0, {}
     raise AssertionError(weight)
 
 
@@ -91,18 +104,57 @@ def bounds(low, high, space, power, t, length):
     return (0.0 if low is None else 1 - low * h), (math.inf if high is None else 1 + high * h)
 
 
-def constrain(constraint, ratio, advantage, t, ratios):
+def second_moment_mask(threshold, responses):
+    """M2PO's algorithm 1: for each response and token whether it stays."""
+    mask = [[True] * len(r["log_ratios"]) for r in responses]
+    trusted = [
+        (log_ratio**2, i, t)
+        for i, r in enumerate(responses)
+        for t, (log_ratio, a) in enumerate(zip(r["log_ratios"], r["advantages"], strict=True))
+        if (a > 0 and log_ratio > 0) or (a < 0 and log_ratio < 0)
+    ]
+    while trusted and sum(square for square, _, _ in trusted) / len(trusted) > threshold:
+        largest = max(trusted)
+        mask[largest[1]][largest[2]] = False
+        trusted.remove(largest)
+    return mask
+
+
+def within_budget(constraint, t, ratios, logprobs):
+    """CPPO's condition on the token at t and on its prefix."""
+    _, delta, delta_b, floor = constraint
+    moved, allowed = 0.0, 0.0  # S_j and W_j
+    for j in range(1, t + 1):
+        w = 1 - (1 - floor) / (len(ratios) - 1) * (j - 1) if len(ratios) > 1 else 1.0
+        before = allowed
+        change = w * abs(exp(logprobs[j - 1]) - exp(logprobs[j - 1] - ratios[j - 1]))
+        moved, allowed = moved + change, allowed + w
+    return change <= delta and moved <= delta + delta_b * before
+
+
+def constrain(constraint, ratio, advantage, t, response):
     """(value of the term per unit of log-probability slope, slope, accepted).
 
     value: what multiplies A in J where the gradient flows through the weight; slope: what
     multiplies A times the gradient of log weight (through_weight) or of log pi (detached).
     """
+    ratios = response["log_ratios"]
     length, kind = len(ratios), constraint[0]
     if kind == "none":
         return times(ratio, advantage), times(ratio, advantage), True
-    if kind == "tv":
-        variation = sum(abs(exp(min(r, 60)) - 1) for r in ratios) / (2 * length)
-        keep = variation <= constraint[1] or advantage * ratios[t - 1] <= 0
+    if kind == "taper":
+        lower, upper = constraint[1:3] if advantage >= 0 else constraint[3:5]
+        clipped = min(max(ratio, lower), upper)
+        return (times(clipped, advantage),) * 2 + (clipped == ratio,)
+    if kind in ("tv", "budget", "m2"):
+        if kind == "tv":
+            variation = sum(abs(exp(min(r, 60)) - 1) for r in ratios) / (2 * length)
+            keep = variation <= constraint[1] or advantage * ratios[t - 1] <= 0
+        elif kind == "budget":
+            toward = advantage * ratios[t - 1] <= 0
+            keep = toward or within_budget(constraint, t, ratios, response["logprobs"])
+        else:
+            keep = response["stays"][t - 1]
         return (times(ratio, advantage),) * 2 + (True,) if keep else (0.0, 0.0, False)
     _, low, high, extra, space, power = constraint
     lower, upper = bounds(low, high, space, power, t, length)
@@ -123,14 +175,15 @@ def constrain(constraint, ratio, advantage, t, ratios):
     return value, (value if active else 0.0), active
 
 
-def response_terms(spec, ratios, logprobs, advantages, factors):
+def response_terms(spec, response, factors):
     """J's terms of one response, dJ/dlog pi_k before aggregation, and what was accepted."""
     weight, constraint, flow, _ = spec
+    ratios, logprobs, advantages = (response[k] for k in ("log_ratios", "logprobs", "advantages"))
     length = len(ratios)
     values, gradient, accepted = [], [0.0] * length, 0
     for t in range(1, length + 1):
         log_w, derivatives = log_weight(weight, ratios, t)
-        value, slope, keep = constrain(constraint, exp(log_w), advantages[t - 1], t, ratios)
+        value, slope, keep = constrain(constraint, exp(log_w), advantages[t - 1], t, response)
         accepted += keep and advantages[t - 1] != 0  # others cannot move the policy
         factor = factors[t - 1]
         if not factor:  # dropped, whatever its weight
@@ -140,7 +193,7 @@ def response_terms(spec, ratios, logprobs, advantages, factors):
             gradient[t - 1] += slope * factor
         else:
             values.append(value * factor)
-            truncated = constraint[0] == "truncate" and not keep
+            truncated = constraint[0] in ("truncate", "taper") and not keep
             for k, derivative in derivatives.items():
                 gradient[k - 1] += 0.0 if truncated else slope * derivative * factor
     return values, gradient, accepted
@@ -154,13 +207,14 @@ def evaluate(spec, responses, constant=1.0):
     aggregation = spec[3]
     tokens = sum(len(r["log_ratios"]) for r in responses)
     loss, gradients, accepted = 0.0, [], 0
+    if spec[1][0] == "m2":
+        masks = second_moment_mask(spec[1][1], responses)
+        responses = [r | {"stays": m} for r, m in zip(responses, masks, strict=True)]
     movable = sum(a != 0 for r in responses for a in r["advantages"])
     for response in responses:
         ratios = response["log_ratios"]
         factors = response.get("factors", [1.0] * len(ratios))
-        values, gradient, kept = response_terms(
-            spec, ratios, response["logprobs"], response["advantages"], factors
-        )
+        values, gradient, kept = response_terms(spec, response, factors)
         denominator = {
             "response_mean": len(ratios) * len(responses),
             "token_mean": tokens,

@@ -16,6 +16,9 @@ from megatron_rl.objectives.spec import (
     HardGate,
     ObjectiveSpec,
     PpoClip,
+    PrefixBudget,
+    SecondMoment,
+    Taper,
     Truncate,
     TvFilter,
     Unconstrained,
@@ -86,7 +89,8 @@ def run(objective, responses, rows):
 def run_tensors(objective, tensors, mask, rows):
     """Loss, gradient [T] and metrics for a pack in the dtype of its tensors."""
     policy = tensors["policy"].clone().requires_grad_()
-    result = objective(
+    log_ratios = tensors["policy"] - tensors["behavior"]
+    result = objective.fit(log_ratios[mask], tensors["advantages"][mask])(
         TokenInputs(
             policy_logprobs=policy,
             behavior_logprobs=tensors["behavior"],
@@ -223,6 +227,11 @@ CONSTRAINTS = {
     ),
     ("truncate", 0.02, 0.03, None, "ratio", 0): Truncate(low=0.02, high=0.03),
     ("tv", 0.01): TvFilter(threshold=0.01),
+    ("taper", 0.99, 1.02, 0.98, 1.01): Taper(
+        positive_low=0.99, positive_high=1.02, negative_low=0.98, negative_high=1.01
+    ),
+    ("budget", 0.004, 0.002, 0.5): PrefixBudget(threshold=0.004, average=0.002, floor=0.5),
+    ("m2", 2e-4): SecondMoment(threshold=2e-4),
     ("none",): Unconstrained(),
 }
 WEIGHTS = (
@@ -232,6 +241,7 @@ WEIGHTS = (
     "prefix_min",
     "sequence_mean",
     "sequence_product",
+    "one",
 )
 AGGREGATIONS = ("response_mean", "token_mean", "response_sum", "token_sum")
 
@@ -245,8 +255,10 @@ def test_every_combination_of_axes(weight):
         scaled = getattr(constraint, "scale", "constant") != "constant"
         if weight.startswith("sequence_") and scaled:
             continue  # refused, see test_bad_input
-        if weight == "prefix_min" and gradient == "through_weight":
+        if weight in ("prefix_min", "one") and gradient == "through_weight":
             continue  # refused too
+        if plain[0] == "m2" and weight != "token":
+            continue  # and this
         constant = 7.0 if aggregation.endswith("_sum") else 1.0
         objective = Objective(
             ObjectiveSpec(

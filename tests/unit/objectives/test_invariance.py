@@ -74,6 +74,13 @@ def build(case):
     return build_objective(name, **OPTIONS[options])
 
 
+def fitted(case):
+    """The objective for the whole minibatch, which every rank that has a part of it is told."""
+    mask, tensors = minibatch()
+    log_ratios = tensors["policy_logprobs"] - tensors["behavior_logprobs"]
+    return build(case).fit(log_ratios[mask], tensors["advantages"][mask])
+
+
 def run_micro_batch(case, rows, *, cp_rank=0, cp_size=1, cp_group=None):
     """Loss of this rank, gradients of the whole micro-batch per response, statistics.
 
@@ -92,7 +99,7 @@ def run_micro_batch(case, rows, *, cp_rank=0, cp_size=1, cp_group=None):
     policy = local.pop("policy_logprobs").requires_grad_()
     local["entropy"].requires_grad_()
     denominators = Denominators(responses=float(len(PADDED)), tokens=float(mask.sum()))
-    result = build(case)(
+    result = fitted(case)(
         TokenInputs(policy_logprobs=policy, **local), layout=layout, denominators=denominators
     )
     result.loss.sum().backward()
@@ -139,7 +146,7 @@ def count_collectives(case, rank, group):
     policy = local.pop("policy_logprobs").requires_grad_()
     dist.all_gather, dist.all_reduce = counting(originals[0], 1), counting(originals[1], 0)
     try:
-        result = build(case)(
+        result = fitted(case)(
             TokenInputs(policy_logprobs=policy, **local),
             layout=layout,
             denominators=Denominators(10.0, 100.0),
@@ -209,7 +216,7 @@ def test_splits_do_not_matter(case):
 
 
 # What is scanned beside the log-ratio, and whose gradient flows through a sum over the response.
-SECOND_SCAN = {"minpro", "vaco"}
+SECOND_SCAN = {"minpro", "vaco", "cppo"}
 BACKWARD_SCAN = {"gspo", "exact_prefix_score", "oapl"}
 
 

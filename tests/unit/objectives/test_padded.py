@@ -34,11 +34,13 @@ def test_padding_is_packing(name):
     def pack(x):
         return torch.cat([x[row][places] for row, places in enumerate(rows)])
 
-    result = build_objective(name)(
+    advantages = pack(given["advantages"][:, None].expand(mask.shape))
+    log_ratios = pack(given["policy_logprobs"]) - pack(given["behavior_logprobs"])
+    result = build_objective(name).fit(log_ratios, advantages)(
         TokenInputs(
             policy_logprobs=pack(given["policy_logprobs"]),
             behavior_logprobs=pack(given["behavior_logprobs"]),
-            advantages=pack(given["advantages"][:, None].expand(mask.shape)),
+            advantages=advantages,
             rollout_logprobs=pack(given["rollout_logprobs"]),
         ),
         layout=SequenceLayout([len(row) for row in rows], torch.ones(int(mask.sum())).bool()),

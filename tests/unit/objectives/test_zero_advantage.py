@@ -29,6 +29,8 @@ def loss_and_gradients(objective, rows, denominators):
     entropy = local["entropy"].requires_grad_()
     layout = SequenceLayout(lengths, pack(mask))
     inputs = TokenInputs(policy_logprobs=policy, **local)
+    log_ratios = policy.detach() - local["behavior_logprobs"]
+    objective = objective.fit(log_ratios[pack(mask)], local["advantages"][pack(mask)])
     loss = objective(inputs, layout=layout, denominators=denominators).loss.sum()
     loss.backward()
     of_entropy = torch.zeros_like(entropy) if entropy.grad is None else entropy.grad
