@@ -31,6 +31,7 @@ from megatron_rl.actor.schedule import learning_rate_at
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.actor.weights import export_weights, named_parameters
 from megatron_rl.data.packing import build_pack
+from megatron_rl.distributed.collectives import gather_ragged
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives.inputs import TokenInputs
@@ -112,6 +113,7 @@ class MegatronActor:
         weight, no moment and no count changes, and the result says which token or what norm.
         """
         self._check(minibatch.micro_batches)
+        objective = self._fitted(objective, minibatch.micro_batches)
         self.wake_up()
         rate = learning_rate_at(self.updates, self.settings)
         loss = partial(self._policy_loss, objective, minibatch.denominators)
@@ -202,6 +204,23 @@ class MegatronActor:
             source=self.model_folder,
             folder=folder,
         )
+
+    def _fitted(
+        self, objective: PolicyObjective, micro_batches: Sequence[TokenBatch]
+    ) -> PolicyObjective:
+        """The objective for this minibatch: a forward pass more where it depends on all tokens."""
+        if objective.is_fitted:
+            return objective
+        columns: list[list[Tensor]] = [[], []]
+        for batch, logprobs in zip(
+            micro_batches, self.compute_logprobs(micro_batches), strict=True
+        ):
+            assert batch.behavior_logprobs is not None, "behavior log-probs come before the update"
+            own = batch.response_mask.to(logprobs.device)
+            columns[0].append((logprobs - batch.behavior_logprobs)[own])
+            columns[1].append(batch.advantages_per_token().to(logprobs.device)[own])
+        group = self.topology.dp_group
+        return objective.fit(*(gather_ragged(torch.cat(column), group=group) for column in columns))
 
     def _check(self, micro_batches: Sequence[TokenBatch]) -> None:
         alignment = self.topology.alignment(sequence_parallel=self.sequence_parallel)

@@ -38,6 +38,15 @@ def gather_stacked(x: Tensor, *, group: Group) -> Tensor:
     return stacked
 
 
+def gather_ragged(x: Tensor, *, group: Group) -> Tensor:
+    """Every rank's `x`, of any length, end to end in rank order: [n] -> [sum of n]."""
+    sizes = gather_stacked(torch.tensor(len(x), device=x.device), group=group).tolist()
+    padded = x.new_zeros(max(sizes))
+    padded[: len(x)] = x
+    rows = gather_stacked(padded, group=group)
+    return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
+
+
 def reduce_sum(x: Tensor, *, group: Group) -> Tensor:
     """Sum `x` over the group, without autograd; `x` itself is left alone."""
     if group_size(group) == 1:

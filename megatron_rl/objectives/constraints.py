@@ -5,7 +5,6 @@ lost in float32 after an exponential but not before, and an extreme log-ratio ne
 Shapes: t tokens on this rank.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -118,20 +117,15 @@ def tv_filter(
 
 def taper(tapered: Taper, log_weight: Tensor, advantages: Tensor) -> Constrained:
     """clip(r) to [a+, b+] where A >= 0, to [a-, b-] where A < 0."""
-    negative = advantages < 0
-    lower, upper = (
-        torch.where(
-            negative, *(_log(getattr(tapered, f"{s}_{end}")) for s in ("negative", "positive"))
-        )
-        for end in ("low", "high")
-    )
+    ratios = [
+        [tapered.positive_low, tapered.negative_low],
+        [tapered.positive_high, tapered.negative_high],
+    ]
+    bounds = torch.tensor(ratios, dtype=log_weight.dtype, device=log_weight.device).log()
+    lower, upper = torch.where(advantages < 0, bounds[:, 1:], bounds[:, :1])
     inside = (lower <= log_weight) & (log_weight <= upper)
     weight = torch.exp(log_weight.clamp(lower, upper))
     return Constrained(weight, weight, inside)
-
-
-def _log(ratio: float) -> float:
-    return math.log(ratio) if ratio else -math.inf
 
 
 def prefix_budget(

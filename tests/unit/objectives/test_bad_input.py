@@ -115,6 +115,11 @@ def test_a_weight_that_overflows_is_an_error_not_infinity():
         ("pnpo", {"entropy_coefficient": -1.0}, "entropy_coefficient is -1.0"),
         ("pnpo", {"rollout_correction": {"low": 3.0}}, "low 3.0 is not below high 2.0"),
         ("vaco", {"constraint": {"treshold": 1.0}}, "did you mean 'threshold'"),
+        ("m2po", {"weight": "prefix_mean"}, "second_moment is of the tokens' own ratios"),
+        ("m2po", {"constraint": {"threshold": 0.0}}, "threshold is 0.0: it must be > 0"),
+        ("cppo", {"constraint": {"floor": 1.5}}, "floor is 1.5: weights fall from 1 to it"),
+        ("topr", {"constraint": {"negative_low": 2.0}}, "negative_low 2.0 is above negative_high"),
+        ("asymre", {"gradient": "through_weight"}, "weight 'one' has no gradient"),
         ("oapl", {"weight": "token"}, "objective 'oapl' has no option 'weight'"),
         ("oapl", {"beta": 0.0}, "beta is 0.0: it must be > 0"),
     ],
@@ -122,6 +127,19 @@ def test_a_weight_that_overflows_is_an_error_not_infinity():
 def test_combinations_without_meaning(name, overrides, message):
     with pytest.raises(ValueError, match=message):
         build_objective(name, **overrides)
+
+
+def test_a_constraint_of_a_whole_minibatch_is_fitted_first():
+    layout = SequenceLayout((2,), torch.ones(2).bool())
+    inputs = TokenInputs(torch.zeros(2), torch.zeros(2), torch.ones(2))
+    objective = build_objective("m2po")
+    assert not objective.is_fitted
+    with pytest.raises(ValueError, match=r"give this objective's fit\(\)"):
+        objective(inputs, layout=layout, denominators=Denominators(1.0, 2.0))
+    fitted = objective.fit(torch.tensor([0.1, 0.3]), torch.ones(2))
+    # (0.01 + 0.09) / 2 is above 0.04: the larger goes, and the gate lies halfway between the two.
+    assert fitted.spec.constraint.high == pytest.approx(0.2)
+    assert fitted.is_fitted
 
 
 def test_numbers_in_yaml_text_are_numbers():

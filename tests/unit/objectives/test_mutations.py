@@ -12,7 +12,14 @@ import torch.distributed as dist
 from megatron_rl.advantages import group_relative_advantages
 from megatron_rl.distributed import sequence_statistics
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.objectives import TokenInputs, build_objective, constraints, objective, weights
+from megatron_rl.objectives import (
+    TokenInputs,
+    build_objective,
+    constraints,
+    objective,
+    second_moment,
+    weights,
+)
 from megatron_rl.types import Denominators
 from tests.unit.distributed.eight_ranks import all_results
 from tests.unit.objectives import naive, test_definitions, test_invariance
@@ -28,6 +35,11 @@ CHECKED = (
     "cispo",
     "sao",
     "vaco",
+    "pnpo_one_sided",
+    "m2po",
+    "cppo",
+    "topr",
+    "asymre",
 )
 
 MUTATIONS = {
@@ -75,6 +87,41 @@ MUTATIONS = {
         constraints.ppo_clip,
         "torch.where(advantages < 0, lower, -torch.inf)",
         "lower",
+    ),
+    "the one-sided gate rejects where a clip does not": (
+        constraints.hard_gate,
+        "below & (advantages < 0), above & (advantages > 0)",
+        "below & (advantages > 0), above & (advantages < 0)",
+    ),
+    "the taper ignores the sign of the advantage": (
+        constraints.taper,
+        "torch.where(advantages < 0, bounds[:, 1:], bounds[:, :1])",
+        "bounds[:, :1].expand(2, len(advantages))",
+    ),
+    "the budget counts the token itself": (
+        weights.budget_weights,
+        "before - slope * before * (before - 1) / 2",
+        "before + 1 - slope * before * (before + 1) / 2",
+    ),
+    "the budget's weights do not fall": (
+        weights.budget_weights,
+        "1 - slope * before,",
+        "1 + 0 * before,",
+    ),
+    "the budget also holds what moves back": (
+        constraints.prefix_budget,
+        "within | (advantages * ratios.token.detach() <= 0)",
+        "within",
+    ),
+    "the second moment is of all tokens": (
+        second_moment.second_moment_gate,
+        "(log_ratios * advantages > 0) &",
+        "",
+    ),
+    "the second moment is that of the log-ratios' sizes": (
+        second_moment.second_moment_gate,
+        "sizes.square().cumsum(0)",
+        "sizes.cumsum(0)",
     ),
     "dual clip for positive advantages": (
         constraints.ppo_clip,
@@ -153,7 +200,7 @@ def assert_correct():
     """What must hold of a correct package, and must break under every mutation."""
     for name in CHECKED:
         rng = np.random.default_rng(5)
-        for scale in (1e-3, 0.1):
+        for scale in (1e-3, 0.1, 0.5):
             responses, rows = test_definitions.make_batch(rng, [1, 7, 60, 19], scale)
             test_definitions.check(build_objective(name), naive.NAMED[name], responses, rows)
     assert_inclusive_bounds()
