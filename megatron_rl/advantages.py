@@ -13,12 +13,16 @@ EPSILON = 1e-6  # of the standard deviation, in the units of the reward
 
 
 def group_relative_advantages(
-    rewards: Tensor, *, std: Literal["sample", "population", "none"] = "sample"
+    rewards: Tensor,
+    *,
+    std: Literal["sample", "population", "none"] = "sample",
+    shift: float = 0.0,
 ) -> Tensor:
-    """A_i = (R_i - mean of the group) / (std of the group + 1e-6); [N, G] -> [N, G].
+    """A_i = (R_i - mean of the group - shift) / (std of the group + 1e-6); [N, G] -> [N, G].
 
     GRPO, arXiv 2402.03300; "none" leaves out the division (Dr. GRPO, arXiv 2503.20783). A group
-    whose rewards are all equal has advantage exactly 0. "sample" divides squares by G - 1.
+    whose rewards are all equal has advantage exactly 0, without a shift. "sample" divides squares
+    by G - 1. `shift` is delta V of AsymRE (arXiv 2506.20520), where `std` is "none".
     """
     _check(rewards)
     if std not in ("sample", "population", "none"):
@@ -28,7 +32,9 @@ def group_relative_advantages(
     equal = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)
     centered = torch.where(equal, 0, centered)
     if std == "none":
-        return centered
+        return centered - shift if shift else centered
+    if shift:
+        raise ValueError(f"shift is {shift} with std {std!r}: a shift is in units of reward; use none")
     squares = centered.square().sum(dim=1, keepdim=True)
     count = rewards.shape[1] - (1 if std == "sample" else 0)
     return centered / ((squares / max(count, 1)).sqrt() + EPSILON)
@@ -70,6 +76,12 @@ def optimal_value_advantages(rewards: Tensor, *, beta: float) -> Tensor:
         raise ValueError(f"beta is {beta}: it must be above 0")
     value = beta * (torch.logsumexp(rewards / beta, dim=1) - math.log(rewards.shape[1]))
     return rewards - value[:, None]
+
+
+def raw_advantages(rewards: Tensor, *, shift: float) -> Tensor:
+    """A_i = R_i - shift; [N, G] -> [N, G]. REINFORCE with a constant baseline."""
+    _check(rewards)
+    return rewards - shift
 
 
 def _check(rewards: Tensor) -> None:

@@ -11,43 +11,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_rl.actor.build import (
-    build_chunks,
-    build_optimizer,
-    step_optimizer,
-    wrap_chunks,
-)
+from megatron_rl.actor.build import build_chunks, build_optimizer, wrap_chunks
 from megatron_rl.actor.checkpoint import load_checkpoint, load_model, save_checkpoint
 from megatron_rl.actor.cpu_adaptation import megatron_runtime
 from megatron_rl.actor.digest import describe_layout, digest_tensors, training_state
+from megatron_rl.actor.evidence import Evidence, Rule, head_gradient_energy
+from megatron_rl.actor.fitting import fit_objective
 from megatron_rl.actor.loss_contract import as_megatron_loss
 from megatron_rl.actor.memory import TrainingState
 from megatron_rl.actor.packs import LocalPack, PackCache, check_pack
 from megatron_rl.actor.schedule import learning_rate_at
 from megatron_rl.actor.settings import ActorSettings
+from megatron_rl.actor.step import UpdateResult, take_step
 from megatron_rl.actor.weights import export_weights, named_parameters
 from megatron_rl.data.packing import build_pack
-from megatron_rl.distributed.collectives import gather_ragged
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives.inputs import TokenInputs
 from megatron_rl.objectives.objective import PolicyObjective
 from megatron_rl.objectives.statistics import Statistics
 from megatron_rl.types import Denominators, Minibatch, TokenBatch
-
-
-@dataclass(frozen=True)
-class UpdateResult:
-    """What one optimizer update reports; the same on every rank."""
-
-    statistics: Statistics
-    grad_norm: float
-    learning_rate: float
-    skipped: str | None = None  # why there was no step: an unusable value, or its gradient
 
 
 @dataclass(frozen=True)
@@ -105,15 +91,20 @@ class MegatronActor:
             local = self._run(micro_batches, _keep_output, forward_only=True, entropy=entropy)
         return self._gather_packs(micro_batches, local[: len(micro_batches)], rows=1 + entropy)
 
-    def update(self, minibatch: Minibatch, objective: PolicyObjective) -> UpdateResult:
+    def update(
+        self, minibatch: Minibatch, objective: PolicyObjective, *, rule: Rule | None = None
+    ) -> UpdateResult:
         """One optimizer update on this data-parallel rank's micro-batches of one minibatch.
 
         The loss is the sum over all ranks' micro-batches of the objective's per-token losses.
         Where an input, a loss or the gradient is not finite, every rank skips the step alike: no
-        weight, no moment and no count changes, and the result says which token or what norm.
+        weight, no moment and no count changes, and the result says which token or what norm. So it
+        is where `rule` gives a reason.
         """
         self._check(minibatch.micro_batches)
-        objective = self._fitted(objective, minibatch.micro_batches)
+        objective = fit_objective(
+            objective, minibatch.micro_batches, self.compute_logprobs, group=self.topology.dp_group
+        )
         self.wake_up()
         rate = learning_rate_at(self.updates, self.settings)
         loss = partial(self._policy_loss, objective, minibatch.denominators)
@@ -128,14 +119,24 @@ class MegatronActor:
                 forward_only=False,
                 entropy="entropy" in objective.needs,
             )
+            statistics = self._reduce([report.statistics for report in reports])
+            self._trace(batches, [report.logprobs for report in reports])
+            if power := self.settings.effective_samples_power:
+                rate *= statistics.everything().effective_sample_fraction() ** power
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * group["lr_mult"]
                 group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]
-            statistics = self._reduce([report.statistics for report in reports])
-            self._trace(batches, [report.logprobs for report in reports])
-            grad_norm, skipped = self._step(statistics)
-        self.updates += skipped is None
-        return UpdateResult(statistics, grad_norm, rate, skipped)
+            evidence = Evidence(statistics, self._head_energy)
+            result = take_step(
+                self.optimizer,
+                self.wrapped,
+                evidence,
+                rate=rate,
+                clip_grad=self.settings.clip_grad,
+                rule=rule,
+            )
+        self.updates += result.done
+        return result
 
     def named_parameters_local(self) -> Mapping[str, Tensor]:
         """This rank's parameters by Megatron's names, after `chunk{i}.` if there are several."""
@@ -205,22 +206,8 @@ class MegatronActor:
             folder=folder,
         )
 
-    def _fitted(
-        self, objective: PolicyObjective, micro_batches: Sequence[TokenBatch]
-    ) -> PolicyObjective:
-        """The objective for this minibatch: a forward pass more where it depends on all tokens."""
-        if objective.is_fitted:
-            return objective
-        columns: list[list[Tensor]] = [[], []]
-        for batch, logprobs in zip(
-            micro_batches, self.compute_logprobs(micro_batches), strict=True
-        ):
-            assert batch.behavior_logprobs is not None, "behavior log-probs come before the update"
-            own = batch.response_mask.to(logprobs.device)
-            columns[0].append((logprobs - batch.behavior_logprobs)[own])
-            columns[1].append(batch.advantages_per_token().to(logprobs.device)[own])
-        group = self.topology.dp_group
-        return objective.fit(*(gather_ragged(torch.cat(column), group=group) for column in columns))
+    def _head_energy(self) -> float:
+        return head_gradient_energy(self.chunks, self.optimizer, device=self.topology.device)
 
     def _check(self, micro_batches: Sequence[TokenBatch]) -> None:
         alignment = self.topology.alignment(sequence_parallel=self.sequence_parallel)
@@ -295,26 +282,6 @@ class MegatronActor:
             denominators=denominators,
         )
         return result.loss, LossReport(result.statistics, output[:1].detach())
-
-    def _step(self, statistics: Statistics) -> tuple[float, str | None]:
-        """Let the optimizer step if all is well; the gradient's norm before clipping, and why not.
-
-        The parts of Megatron's `ChainedOptimizer.step`, with the checks between them.
-        """
-        self.optimizer.prepare_grads()
-        grad_norm = float(self.optimizer.get_grad_norm())  # waits for the device: ask it all now
-        try:
-            statistics.raise_on_faults()
-        except ValueError as fault:
-            return grad_norm, str(fault)
-        if not math.isfinite(grad_norm):
-            return grad_norm, f"the gradient's norm is {grad_norm}"
-        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            parameters = part.get_parameters()
-            if self.settings.clip_grad > 0 and parameters:
-                clip_grad_by_total_norm_fp32(parameters, self.settings.clip_grad, grad_norm)
-        step_optimizer(self.optimizer, self.wrapped)
-        return grad_norm, None
 
     def _trace(self, micro_batches: Sequence[TokenBatch], local: list[Tensor]) -> None:
         """Keep the policy's log-probs at this update where a batch asks for it; local [1, t]."""

@@ -26,6 +26,7 @@ class ActorSettings:
     beta2: float = 0.999
     epsilon: float = 1e-8
     clip_grad: float = 1.0  # 0: no clipping
+    effective_samples_power: float = 0.0  # of what multiplies an update's rate; 0: nothing does
     dtype: torch.dtype = torch.float32  # of parameters; gradients and optimizer are float32
     sequence_parallel: bool = True  # wherever tp > 1
     recompute: Literal["none", "selective", "full"] = "none"

@@ -5,6 +5,12 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from megatron_rl.config.lag_sections import LagSection, ReplaySection
+from megatron_rl.config.ppo_sections import (
+    DynamicSamplingSection,
+    OfflineSection,
+    ReuseUntilSection,
+    ShapingSection,
+)
 from megatron_rl.config.sections import (
     AdvantageSection,
     ColumnsSection,
@@ -41,6 +47,10 @@ class Config(Section):
     trainer: TrainerSection = TrainerSection()
     lag: LagSection = LagSection()
     replay: ReplaySection = ReplaySection()
+    shaping: ShapingSection = ShapingSection()
+    dynamic_sampling: DynamicSamplingSection = DynamicSamplingSection()
+    reuse_until: ReuseUntilSection = ReuseUntilSection()
+    offline: OfflineSection = OfflineSection()
     resharding: ReshardingSection = ReshardingSection()
     eval: EvalSection = EvalSection()
     logging: LoggingSection = LoggingSection()
@@ -64,7 +74,7 @@ class Config(Section):
             problems.append(
                 "optimizer.min_learning_rate is above optimizer.learning_rate; lower it"
             )
-        problems += self._unread() + self._lag_problems()
+        problems += self._unread() + self._lag_problems() + self._ppo_problems()
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -77,6 +87,13 @@ class Config(Section):
             problems.append(f"advantage.std={advantage.std}: {estimator} divides by none; unset it")
         if advantage.beta != 1.0 and advantage.estimator != "optimal_value":
             problems.append(f"advantage.beta={advantage.beta}: {estimator} has no beta; unset it")
+        if advantage.shift and advantage.estimator not in ("group_relative", "raw"):
+            problems.append(f"advantage.shift={advantage.shift}: {estimator} has none; unset it")
+        elif advantage.shift and advantage.estimator != "raw" and advantage.std != "none":
+            problems.append(
+                f"advantage.shift={advantage.shift} is in units of reward, which advantage.std="
+                f"{advantage.std} divides away; set advantage.std=none"
+            )
         if optimizer.min_learning_rate and optimizer.decay == "constant":
             problems.append(
                 f"optimizer.min_learning_rate={optimizer.min_learning_rate}: a constant rate never "
@@ -101,6 +118,32 @@ class Config(Section):
                 f"replay.capacity={self.replay.capacity}: nothing is drawn again while "
                 "replay.fresh is 1; lower replay.fresh, or unset replay.capacity"
             )
+        return problems
+
+    def _ppo_problems(self) -> list[str]:
+        problems, until, overlong = [], self.reuse_until, self.shaping.overlong
+        limit = self.rollout.max_response_tokens
+        if overlong is not None and overlong.kind == "soft" and overlong.buffer > limit:
+            problems.append(
+                f"shaping.overlong.buffer={overlong.buffer} is more than "
+                f"rollout.max_response_tokens={limit}; lower it"
+            )
+        if self.trainer.epochs == 1 and any((until.acceptance, until.kl, until.head_surge)):
+            problems.append(
+                "reuse_until ends the reuse of a rollout batch, but trainer.epochs=1 reuses none; "
+                "raise trainer.epochs, or unset reuse_until"
+            )
+        if self.offline.rollouts is None:
+            if self.offline.behavior != "file":
+                problems.append("offline.behavior is set without offline.rollouts; set that too")
+            return problems
+        if self.eval.sets:
+            problems.append(
+                "eval.sets needs an engine, and with offline.rollouts none is started; unset it, "
+                "and evaluate the model that the run exports"
+            )
+        if self.dynamic_sampling.rounds:
+            problems.append("dynamic_sampling generates, and offline.rollouts does not; unset one")
         return problems
 
     @property

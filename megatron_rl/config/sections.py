@@ -183,14 +183,16 @@ class RewardSection(Section):
 class AdvantageSection(Section):
     """How rewards become advantages."""
 
-    estimator: Literal["group_relative", "leave_one_out", "batch_baseline", "optimal_value"] = (
-        "group_relative"
-    )
-    """what a reward is compared with"""
+    estimator: Literal[
+        "group_relative", "leave_one_out", "batch_baseline", "optimal_value", "raw"
+    ] = "group_relative"
+    """what a reward is compared with; `raw`: with `shift` alone"""
     std: Literal["sample", "population", "none"] = "sample"
     """what `group_relative` and `batch_baseline` divide by"""
     beta: Positive = 1.0
     """of `optimal_value` (OAPL), in units of reward"""
+    shift: float = 0.0
+    """added to the baseline of `group_relative`, and the baseline of `raw`, in units of reward"""
 
 
 class ObjectiveSection(Section):
@@ -228,6 +230,9 @@ class OptimizerSection(Section):
     """added to the root of the second moment"""
     clip_grad: NonNegative = 1.0
     """the largest norm of a gradient; 0: any"""
+    effective_samples_power: NonNegative = 0.0
+    """the rate of an update is multiplied by its `weight/effective_sample_fraction` to this power;
+    0: never"""
 
 
 class TrainerSection(Section):

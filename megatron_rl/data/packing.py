@@ -101,12 +101,14 @@ def plan_minibatches(
     sequence_parallel: bool,
     gemm_tokens: int = 1,
     computed: Sequence[bool] | None = None,
+    counted: Sequence[bool] | None = None,
 ) -> list[Minibatch]:
     """This data-parallel rank's packs of a rollout batch, with each minibatch's global sizes.
 
     advantages [N], one per rollout. tokens_per_micro_batch is the budget of one pack, over all its
     context-parallel shards. gemm_tokens: each shard of a pack is a multiple of it. computed [N]:
-    the rollouts that packs hold, all by default; the global sizes count every one.
+    the rollouts that packs hold, all by default; counted [N]: those that the global sizes count,
+    all by default. Sizes are at least 1: a minibatch may have nothing to learn from.
     Raises ValueError when the groups cannot be divided into minibatches.
     """
     alignment = topology.alignment(sequence_parallel=sequence_parallel)
@@ -132,9 +134,12 @@ def plan_minibatches(
             )
             for pack in packs[topology.dp_rank]
         ]
-        sizes = [len(rollouts[i].response.token_ids) for i in span]
+        sizes = [
+            len(rollouts[i].response.token_ids) for i in span if counted is None or counted[i]
+        ]
         denominators = Denominators(
-            responses=float(sum(size > 0 for size in sizes)), tokens=float(sum(sizes))
+            responses=float(max(1, sum(size > 0 for size in sizes))),
+            tokens=float(max(1, sum(sizes))),
         )
         planned.append(Minibatch(micro_batches, denominators))
     return planned

@@ -97,6 +97,12 @@ class Statistics:
         """Raise ValueError naming sequence and position if an input was unusable; copies once."""
         _raise_on_faults(self.maxima.cpu())
 
+    def everything(self) -> "Band":
+        """All tokens as one band; waits for the device."""
+        _, rows, histograms = self.sums.cpu().split(SIZES)
+        rows, histograms = rows.view(len(BANDS), -1), histograms.view(len(BANDS), -1)
+        return Band.of(rows[:DECILES].sum(0), histograms[:DECILES].sum(0))
+
     def to_metrics(self, prefix: str = "") -> dict[str, float]:
         """Named numbers for logging; waits for the device.
 

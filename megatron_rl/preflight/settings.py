@@ -109,6 +109,11 @@ def _objective_problems(config: Config, shape: ModelShape | None) -> list[str]:
             f"objective.name=oapl regresses on R - V*, and advantage.estimator="
             f"{config.advantage.estimator} is none; set advantage.estimator=optimal_value"
         )
+    if name == "asymre" and not config.advantage.shift:
+        problems.append(
+            "objective.name=asymre has a baseline below the mean reward, and advantage.shift is 0; "
+            "set advantage.shift=-0.1 and advantage.std=none"
+        )
     if name == "sao":
         problems.append(
             "objective.name=sao takes its ratio to the engine's log-probs, and a run's behavior "

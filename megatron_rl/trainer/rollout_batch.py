@@ -17,12 +17,14 @@ from megatron_rl.advantages import (
     group_relative_advantages,
     leave_one_out_advantages,
     optimal_value_advantages,
+    raw_advantages,
 )
 from megatron_rl.config import AdvantageSection, Config
 from megatron_rl.data.packing import gather_by_rollout, plan_minibatches, scatter_to_packs
 from megatron_rl.distributed.collectives import reduce_sum
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import PolicyObjective
+from megatron_rl.trainer.shaping import is_masked, shape_reward
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, UNPARSABLE_TRUTH
 from megatron_rl.trainer.traces import choose_traced, gather_traces, mark_traced
 from megatron_rl.types import Group, Minibatch, Rollout, Slot, TokenBatch
@@ -167,7 +169,7 @@ def build_groups(
     step, updates: those before which they were generated.
     """
     size = config.rollout.responses_per_prompt
-    rewards = torch.tensor([rollout.verdict.reward for rollout in rollouts])
+    rewards = torch.tensor([shape_reward(rollout, config) for rollout in rollouts])
     advantages = compute_advantages(rewards.view(-1, size), config.advantage).float().numpy()
     return [
         Group(
@@ -194,13 +196,18 @@ def build_rollout_batch(
     """Packs of groups, with the log-probs that were frozen with them.
 
     Rollouts whose advantage is 0 are packed only where the objective or `trainer.zero_advantage`
-    asks for them: their gradient is 0, and the denominators count them all the same. Fewer groups
+    asks for them: their gradient is 0, and the denominators count them all the same. Those that
+    `shaping.truncated` masks are in neither. Fewer groups
     than a rollout batch has, which are about to be scored, may be cut into fewer minibatches.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     advantages = torch.from_numpy(np.concatenate([group.advantages for group in groups]))
     all_computed = config.trainer.zero_advantage == "compute" or objective.uses_zero_advantage
-    computed = [all_computed or advantage != 0 for advantage in advantages.tolist()]
+    counted = [not is_masked(rollout, config) for rollout in rollouts]
+    computed = [
+        one and (all_computed or advantage != 0)
+        for one, advantage in zip(counted, advantages.tolist(), strict=True)
+    ]
     minibatches = plan_minibatches(
         rollouts,
         advantages,
@@ -210,6 +217,7 @@ def build_rollout_batch(
         sequence_parallel=config.parallel.sequence and topology.tp_size > 1,
         gemm_tokens=GEMM_TOKENS[config.model.fp8],
         computed=computed,
+        counted=counted,
     )
     traced = choose_traced(
         rollouts, computed, count=config.logging.traced_responses, seed=config.seed
@@ -227,10 +235,12 @@ def compute_advantages(rewards: Tensor, settings: AdvantageSection) -> Tensor:
     """Advantages of [prompts, responses_per_prompt] rewards by the configured estimator."""
     match settings.estimator:
         case "group_relative":
-            return group_relative_advantages(rewards, std=settings.std)
+            return group_relative_advantages(rewards, std=settings.std, shift=settings.shift)
         case "leave_one_out":
             return leave_one_out_advantages(rewards)
         case "batch_baseline":
             return batch_baseline_advantages(rewards, std=settings.std)
         case "optimal_value":
             return optimal_value_advantages(rewards, beta=settings.beta)
+        case "raw":
+            return raw_advantages(rewards, shift=settings.shift)

@@ -39,13 +39,19 @@ class UpdateMetrics:
         `ratio/first_minibatch_max_deviation` is exactly 0 when behavior log-probs come from the
         packs and the weights that the first update trains on.
         """
-        done = [result for result in self.results if result.skipped is None]
+        done = [result for result in self.results if result.done]
+        stopped = sum(result.stopped is not None for result in self.results)
+        counts = {
+            "train/updates": len(done),
+            "train/updates_skipped": self.count - len(done) - stopped,
+            "train/reuse_stopped": stopped,
+        }
         if not done:  # what skipped updates say is not to be averaged
-            return {"train/updates": 0, "train/updates_skipped": self.count}
+            return counts
         metrics = _merge(done).to_metrics()
         for key in (key for key in metrics if key.startswith("loss/")):
             metrics[key] /= len(done)  # each update's loss is a sum over its minibatch
-        if self.results[0].skipped is None:
+        if self.results[0].done:
             first = self.results[0].statistics.to_metrics()
             metrics["ratio/first_minibatch_max_deviation"] = first["ratio/max_deviation"]
         metrics |= {
@@ -54,12 +60,10 @@ class UpdateMetrics:
             "grad/norm": sum(result.grad_norm for result in done) / len(done),
             "grad/norm_max": max(result.grad_norm for result in done),
             "optimizer/learning_rate": done[-1].learning_rate,
-            "train/updates": len(done),
-            "train/updates_skipped": self.count - len(done),
-        }
+        } | counts
         for epoch in sorted(set(self.epochs)):
             pairs = zip(self.results, self.epochs, strict=True)
-            own = [result for result, of in pairs if of == epoch and result.skipped is None]
+            own = [result for result, of in pairs if of == epoch and result.done]
             values = _merge(own).to_metrics() if own else {}
             metrics |= {f"epoch_{epoch}/{k}": v for k, v in values.items() if _is_by_epoch(k)}
         return metrics

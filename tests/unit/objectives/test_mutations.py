@@ -200,9 +200,12 @@ def assert_correct():
     """What must hold of a correct package, and must break under every mutation."""
     for name in CHECKED:
         rng = np.random.default_rng(5)
-        for scale in (1e-3, 0.1, 0.5):
+        for scale in (1e-3, 0.1):
             responses, rows = test_definitions.make_batch(rng, [1, 7, 60, 19], scale)
             test_definitions.check(build_objective(name), naive.NAMED[name], responses, rows)
+    for name in ("cppo", "m2po"):  # what bounds more than a token shows on many tokens
+        responses, rows = test_definitions.make_batch(rng, [300, 200, 1, 250], 0.4)
+        test_definitions.check(build_objective(name), naive.NAMED[name], responses, rows)
     assert_inclusive_bounds()
 
 

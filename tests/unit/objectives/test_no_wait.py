@@ -27,7 +27,9 @@ def test_forward_backward_and_merging_never_read_a_value(name, options):
     layout = SequenceLayout(lengths, torch.zeros(sum(lengths), dtype=torch.bool, device="meta"))
     values = torch.zeros(sum(lengths), device="meta")
     policy = values.clone().requires_grad_()
-    result = build_objective(name, **options)(
+    # What a whole minibatch decides is read once, before its first micro-batch.
+    objective = build_objective(name, **options).fit(torch.tensor([0.1, 0.5]), torch.ones(2))
+    result = objective(
         TokenInputs(
             policy_logprobs=policy,
             behavior_logprobs=values,

@@ -33,11 +33,12 @@ def evaluate(
     tokens = len(log_ratio)
     behavior = torch.full((tokens,), -1.0, dtype=torch.float64)
     lengths = lengths or [tokens]
-    result = build_objective(name, **overrides)(
+    advantages = torch.ones(tokens) if advantages is None else advantages
+    result = build_objective(name, **overrides).fit(log_ratio, advantages)(
         TokenInputs(
             policy_logprobs=behavior + log_ratio,
             behavior_logprobs=behavior,
-            advantages=torch.ones(tokens) if advantages is None else advantages,
+            advantages=advantages,
             rollout_logprobs=None if rollout is None else behavior - rollout,
         ),
         layout=SequenceLayout(lengths, torch.ones(tokens).bool() if mask is None else mask),
@@ -52,7 +53,7 @@ def evaluate(
 def test_the_first_step_has_ratio_exactly_one(name, dtype):
     # Behavior log-probs recomputed on the same packs: bit for bit the policy's.
     logprobs = -torch.rand(500, generator=torch.Generator().manual_seed(0)).to(dtype)
-    result = build_objective(name)(
+    result = build_objective(name).fit(0 * logprobs, torch.ones(500))(
         TokenInputs(
             policy_logprobs=logprobs,
             behavior_logprobs=logprobs.clone(),
