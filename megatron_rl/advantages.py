@@ -34,7 +34,9 @@ def group_relative_advantages(
     if std == "none":
         return centered - shift if shift else centered
     if shift:
-        raise ValueError(f"shift is {shift} with std {std!r}: a shift is in units of reward; use none")
+        raise ValueError(
+            f"shift is {shift} with std {std!r}: a shift is in units of reward; use none"
+        )
     squares = centered.square().sum(dim=1, keepdim=True)
     count = rewards.shape[1] - (1 if std == "sample" else 0)
     return centered / ((squares / max(count, 1)).sqrt() + EPSILON)

@@ -44,6 +44,16 @@ class ReferencePolicy:
         finally:
             self._exchange()
 
+    def compute_logprobs_and_entropies(
+        self, micro_batches: Sequence[TokenBatch]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The same log-probs, each pack's with this policy's entropies (nats)."""
+        self._exchange()
+        try:
+            return self.actor.compute_logprobs_and_entropies(micro_batches)
+        finally:
+            self._exchange()
+
     def _parameters(self) -> dict[str, Tensor]:
         named = self.actor.named_parameters_local()
         return {name: parameter.detach() for name, parameter in named.items()}

@@ -60,7 +60,7 @@ class Config(Section):
         problems = []
         if not self.model.path:
             problems.append("model.path: missing; name a Hugging Face model folder")
-        if not (self.data.train or self.data.mix):
+        if not (self.data.train or self.data.mix or self.offline.rollouts):
             problems.append("data.train: missing; name a file of prompts, .parquet or .jsonl")
         if self.data.train and self.data.mix:
             problems.append("data.train and data.mix are both set; name the file in data.mix too")
@@ -161,6 +161,8 @@ class Config(Section):
     @property
     def training(self) -> dict[str, tuple[str, ColumnsSection, float]]:
         """Path, columns and weight of every training set, by the key that names it."""
+        if self.offline.rollouts is not None:  # rollouts bring their prompts
+            return {}
         if not self.data.mix:
             return {"data.train": (self.data.train, self.data.columns, 1.0)}
         return {

@@ -51,7 +51,10 @@ def with_absolute_paths(config: Config) -> Config:
 
     values = config.model_dump()
     values["run"]["dir"] = os.path.abspath(config.run.dir)
-    for section, key in (("model", "path"), ("model", "reference"), ("data", "train")):
+    for section, key in (
+        ("model", "path"), ("model", "reference"), ("data", "train"),
+        ("offline", "rollouts"), ("offline", "behavior"),
+    ):  # fmt: skip
         values[section][key] = absolute(values[section][key])
     for one in values["data"]["mix"].values():
         one["path"] = absolute(one["path"])

@@ -134,9 +134,7 @@ def plan_minibatches(
             )
             for pack in packs[topology.dp_rank]
         ]
-        sizes = [
-            len(rollouts[i].response.token_ids) for i in span if counted is None or counted[i]
-        ]
+        sizes = [len(rollouts[i].response.token_ids) for i in span if counted is None or counted[i]]
         denominators = Denominators(
             responses=float(max(1, sum(size > 0 for size in sizes))),
             tokens=float(max(1, sum(sizes))),

@@ -1,7 +1,7 @@
 """Prompt sets, tokenized, and the order in which a run goes through them."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -155,6 +155,11 @@ def _distinct_rows(
     if not rows:
         raise ValueError(f"{path} holds no prompts: all of its rows are malformed")
     return rows
+
+
+def tokenize_messages(messages: Sequence[dict[str, str]], tokenizer: Any) -> list[int]:
+    """The tokens of one prompt, by the chat template; ValueError where that refuses it."""
+    return _tokenize({0: tuple(messages)}, tokenizer, path=Path("prompt"))[0]
 
 
 def _tokenize(

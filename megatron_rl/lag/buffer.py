@@ -24,6 +24,15 @@ class GroupBuffer:
         steps = sorted({slot.step for slot in lacking})
         return [[slot for slot in lacking if slot.step == one] for one in steps]
 
+    def spare(self, step: int) -> list[Slot]:
+        """Slots of the first later step that nothing fills until the next one; last first."""
+        due = set(self.schedule.due(step))
+        for later in range(step + 1, self.schedule.steps + 1):
+            free = [s for s in self.schedule.slots(later) if s not in self.groups and s not in due]
+            if free:
+                return free[::-1]  # the step's other prompts are asked in their order
+        return []
+
     def hold(self, groups: Iterable[Group]) -> None:
         """Keep groups until they are trained, and as long as they may be replayed."""
         for group in groups:

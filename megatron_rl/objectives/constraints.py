@@ -133,6 +133,7 @@ def prefix_budget(
 ) -> Constrained:
     """Zero where A (rho - 1) > 0 and the token or its prefix has moved further than allowed."""
     weight, before = budget_weights(budget, ratios.layout, log_weight.dtype)
+    assert ratios.probability_change is not None, "scanned with the ratios"
     token = weight * ratios.probability_change
     within = (token <= budget.threshold) & (
         ratios.running("budget") <= budget.threshold + budget.average * before

@@ -114,6 +114,9 @@ def _objective_problems(config: Config, shape: ModelShape | None) -> list[str]:
             "objective.name=asymre has a baseline below the mean reward, and advantage.shift is 0; "
             "set advantage.shift=-0.1 and advantage.std=none"
         )
+    behavior = config.offline.behavior
+    if behavior != "file":
+        problems += _same_shape(behavior, "offline.behavior", "it", config, shape)
     if name == "sao":
         problems.append(
             "objective.name=sao takes its ratio to the engine's log-probs, and a run's behavior "
@@ -126,15 +129,22 @@ def _objective_problems(config: Config, shape: ModelShape | None) -> list[str]:
             *problems,
             "model.reference is set, but the objective has no KL term: set objective.kl too",
         ]
+    return problems + _same_shape(reference, "model.reference", "a reference", config, shape)
+
+
+def _same_shape(
+    folder: str, key: str, what: str, config: Config, shape: ModelShape | None
+) -> list[str]:
+    """Why a folder's weights cannot stand in for the policy's."""
     try:
-        if read_model_shape(reference) != shape and shape is not None:
-            problems.append(
-                f"model.reference: {reference} is of another shape than {config.model.path}; a "
-                "reference must be the same model with other weights"
-            )
+        if read_model_shape(folder) == shape or shape is None:
+            return []
     except ValueError as error:
-        problems.append(f"model.reference: {error}")
-    return problems
+        return [f"{key}: {error}"]
+    return [
+        f"{key}: {folder} is of another shape than {config.model.path}; {what} must be the same "
+        "model with other weights"
+    ]
 
 
 def _schedule_problems(config: Config) -> list[str]:

@@ -307,6 +307,7 @@ def _rollout_table(rollouts: Sequence[Rollout]) -> pa.Table:
             "prompt_index": column(lambda r: r.prompt.index, pa.int64()),
             "sample_index": column(lambda r: r.response.sample_index, pa.int32()),
             "prompt": column(lambda r: r.prompt.messages[-1]["content"], pa.string()),
+            "prompt_token_ids": column(lambda r: r.prompt.token_ids, pa.list_(pa.int32())),
             "ground_truth": column(lambda r: r.prompt.ground_truth, pa.string()),
             "data_source": column(lambda r: r.prompt.data_source, pa.string()),
             "response": column(lambda r: r.response.text, pa.string()),

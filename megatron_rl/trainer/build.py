@@ -3,6 +3,7 @@
 import math
 import os
 from datetime import timedelta
+from typing import cast
 
 import torch.distributed as dist
 
@@ -24,6 +25,7 @@ from megatron_rl.preflight.settings import check_settings
 from megatron_rl.resharding.push import ReshardSettings
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import Item, VerifierError
+from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.trainer.evaluation import Evaluator
@@ -32,8 +34,10 @@ from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.learning_check import describe_slow_packs
 from megatron_rl.trainer.loop import Trainer
 from megatron_rl.trainer.metrics import MetricLog, PhaseClock
+from megatron_rl.trainer.offline import NoEngine, OfflineRollouts
 from megatron_rl.trainer.prompt_sets import PromptSets, share_prompt_sets
 from megatron_rl.trainer.recorder import Recorder
+from megatron_rl.trainer.reuse import ReuseGuard
 from megatron_rl.trainer.saving import CheckpointKeeper
 from megatron_rl.trainer.start_up import StartUp
 from megatron_rl.trainer.watched import GRACE, longest_silence, watch
@@ -145,23 +149,21 @@ def _build_trainer(
     clock = PhaseClock(topology.device, group=dist.group.WORLD, progress=progress)
     recorder = Recorder(config, writer, log, console, clock)
     buffer = GroupBuffer(build_schedule(config))
+    reuse = ReuseGuard.of(config)
     checkpoints = CheckpointKeeper(
-        config, directory, console, topology.rank, recorder.wait, interruption, buffer
+        config, directory, console, topology.rank, recorder.wait, interruption, buffer, reuse
     )
     done = checkpoints.restore(actor)  # takes the memory that vLLM will have
-    reference = None
-    if "reference_logprobs" in objective.needs:
-        reference = ReferencePolicy(actor, config.reference_path)
+    kl = "reference_logprobs" in objective.needs
+    reference = ReferencePolicy(actor, config.reference_path) if kl else None
     start.ended("megatron")
-    _start_verifiers(judge.pool, prompts.training[0])
+    offline = OfflineRollouts.of(config, actor, console.say)
+    if offline is None:
+        _start_verifiers(judge.pool, prompts.training[0])
     start.ended("verifiers")
     actor.sleep()  # so that vLLM, which looks at the free memory, sees what it will have
-    with console.progress("starting vLLM"):
-        engine = build_engine(config, topology)
-    engine.on_step = progress.count
+    engine = _start_engine(config, topology, console, progress)
     start.ended("vllm")
-    engine.should_stop = lambda: interruption.received is not None
-    console.say(engine.describe_stop())
     return Trainer(
         config=config,
         actor=actor,
@@ -178,9 +180,23 @@ def _build_trainer(
         recorder=recorder,
         console=console,
         faults=Faults(writer, console, config.trainer.skipped_updates),
+        reuse=reuse,
+        offline=offline,
         clock=clock,
         start=start,
     )
+
+
+def _start_engine(
+    config: Config, topology: Topology, console: Console, progress: Progress
+) -> RolloutEngine:
+    if config.offline.rollouts is not None:
+        return cast(RolloutEngine, NoEngine())
+    with console.progress("starting vLLM"):
+        engine = build_engine(config, topology)
+    engine.on_step = progress.count
+    console.say(engine.describe_stop())
+    return engine
 
 
 def _start_verifiers(pool: VerifierPool, prompt: Prompt) -> None:

@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 
-from megatron_rl.actor.actor import UpdateResult
+from megatron_rl.actor.step import UpdateResult
 from megatron_rl.console import Console
 from megatron_rl.distributed.agreement import raised_together
 from megatron_rl.runs.directory import RunDirectory

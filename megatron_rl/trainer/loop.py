@@ -8,6 +8,7 @@ stay fixed from their generation on, whenever they are trained.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.reference import ReferencePolicy
@@ -21,12 +22,15 @@ from megatron_rl.lag.clock import LagClock
 from megatron_rl.objectives import PolicyObjective
 from megatron_rl.rollout.engine import GenerationStopped, RolloutEngine
 from megatron_rl.seeds import derive_seed
+from megatron_rl.trainer.dynamic_sampling import Answers, DynamicSampling
 from megatron_rl.trainer.engine_check import check_engine
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.faults import Faults
 from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.metrics import PhaseClock
+from megatron_rl.trainer.offline import OfflineRollouts
 from megatron_rl.trainer.recorder import Recorder
+from megatron_rl.trainer.reuse import ReuseGuard
 from megatron_rl.trainer.rollout_batch import (
     RolloutBatch,
     build_groups,
@@ -60,6 +64,8 @@ class Trainer:
     console: Console
     clock: PhaseClock
     faults: Faults
+    reuse: ReuseGuard | None = None  # only where a signal may end it
+    offline: OfflineRollouts | None = None  # only where none are generated
     start: StartUp = field(default_factory=StartUp)
     self_tests: SelfTests = field(init=False)
 
@@ -69,13 +75,17 @@ class Trainer:
             every, self.actor, self.objective, self.engine, self.check_engine, self.console
         )
 
+    def __post_init__(self) -> None:
+        self.sampling = DynamicSampling(self.config.dynamic_sampling.rounds)
+
     def train(self) -> None:
         """Run the steps that are not done; before the first of all, evaluate."""
         done, under_way = self.done, self.checkpoints.under_way
         self.recorder.open(done, under_way)
         self.push_weights(version=done)
         self.start.ended("push")
-        self.check_engine()
+        if self.offline is None:
+            self.check_engine()
         self.start.ended("engine_check")
         if done == 0 and under_way is None:
             scores = self.evaluator.evaluate(0)
@@ -103,10 +113,14 @@ class Trainer:
             epochs = self.config.trainer.epochs
             for epoch, minibatch in under_way.remaining(batch.minibatches, epochs=epochs):
                 self.checkpoints.end_if_interrupted(self.actor)
-                result = self.actor.update(minibatch, self.objective)
+                rule = None if self.reuse is None else self.reuse.rule(epoch)
+                result = self.actor.update(minibatch, self.objective, rule=rule)
                 updates.add(result, epoch=epoch)
                 self.faults.note(result, batch, step=step, update=updates.count)
                 advance(updates.count, self.config.updates_per_step)
+                if result.stopped is not None:
+                    self.console.log(f"step {step}: reuse ends in epoch {epoch}: {result.stopped}")
+                    break
 
         with self.clock.phase("sync"):
             sync_metrics = self.publish(step)
@@ -127,7 +141,9 @@ class Trainer:
     def begin(self, step: int, fresh: Sequence[RolloutBatch], batch: RolloutBatch) -> StepUnderWay:
         """From here on nothing that step `step` has generated or trained is lost."""
         with self.clock.phase("record"):
-            generated = generation_metrics(fresh, seconds=self.clock.seconds.get("rollout", 0.0))
+            generated = generation_metrics(
+                fresh, self.sampling.take_costs(), seconds=self.clock.seconds.get("rollout", 0.0)
+            )
             new = StepUnderWay(step, self.actor.updates, generated, batch)
             under_way = self.checkpoints.begin(new)
             self.recorder.keep_generated(under_way, fresh, layout=self.actor.layout)
@@ -140,20 +156,48 @@ class Trainer:
         however much later they are trained on.
         """
         with self.clock.phase("rollout"):
-            missing = self.buffer.missing(step)
-        fresh = [self.generate(slots, step) for slots in missing]
+            missing, spare = self.buffer.missing(step), self.buffer.spare(step)
+        fresh = [batch for slots in missing for batch in self.generate(slots, spare, step)]
         with self.clock.phase("behavior"):
             self.engine.sleep()  # its memory is training's until the push wakes it up
-            for batch in fresh:
-                batch.freeze_behavior_logprobs(self.actor)
+            scorer = self.actor if self.offline is None else self.offline.scorer
+            if scorer is not None:  # else a file has them
+                for batch in fresh:
+                    batch.freeze_behavior_logprobs(scorer)
         return fresh
 
-    def generate(self, slots: Sequence[Slot], step: int) -> RolloutBatch:
-        """Generate, judge and pack the groups of one step's slots, with their advantages."""
+    def generate(self, slots: Sequence[Slot], spare: list[Slot], step: int) -> list[RolloutBatch]:
+        """The groups of one step's slots, packed with their advantages.
+
+        With dynamic sampling a second batch may follow, which fills some of the `spare` slots.
+        """
+        block, count = self.buffer.schedule.prompts(slots[0].step)
+        if self.offline is not None:
+            groups = self.offline.groups(slots, block * count, step, updates=self.actor.updates)
+            return [self.offline.checked(self.pack(groups))]
+        indices = self.order.indices(block, count)
+        filled = self.sampling.fill(
+            slots,
+            self.answer([indices[slot.group] for slot in slots], "rollout", slots[0].step),
+            ask=partial(self.answer_further, slots[0].step),
+            spare=spare,
+        )
+        with self.clock.phase("pack"):
+            return [
+                self.pack(
+                    build_groups(
+                        rollouts, filling, config=self.config, step=step, updates=self.actor.updates
+                    ),
+                    engine_seconds=seconds,
+                )
+                for filling, rollouts, seconds in filled
+            ]
+
+    def answer(self, indices: Sequence[int], *use: str | int) -> Answers:
+        """Responses to the prompts at `indices`, judged; `use` names their seed."""
         settings = self.config.rollout
+        prompts = [self.prompts[index] for index in indices]
         with self.clock.phase("rollout"), self.console.progress("rollout") as advance:
-            indices = self.order.indices(*self.buffer.schedule.prompts(slots[0].step))
-            prompts = [self.prompts[indices[slot.group]] for slot in slots]
             responses = self.engine.generate(
                 prompts,
                 samples=settings.responses_per_prompt,
@@ -161,18 +205,21 @@ class Trainer:
                     temperature=settings.temperature,
                     top_p=1.0,
                     max_tokens=settings.max_response_tokens,
-                    seed=derive_seed(self.config.seed, "rollout", slots[0].step),
+                    seed=derive_seed(self.config.seed, *use),
                 ),
                 on_progress=advance,
                 on_response=self.judge.begin(prompts, samples=settings.responses_per_prompt),
             )
         with self.clock.phase("reward"):  # what generating did not hide
             rollouts = self.judge.finish(prompts, responses)
-        with self.clock.phase("pack"):
-            groups = build_groups(
-                rollouts, slots, config=self.config, step=step, updates=self.actor.updates
-            )
-            return self.pack(groups, engine_seconds=tuple(self.engine.engine_seconds))
+        return Answers.of(rollouts, settings.responses_per_prompt, self.engine.engine_seconds)
+
+    def answer_further(self, step: int, number: int, count: int) -> Answers:
+        """Responses to up to `count` further prompts, in round `number` of a step's sampling."""
+        order = PromptOrder(len(self.prompts), derive_seed(self.config.seed, "further prompts"))
+        block = (step - 1) * self.sampling.rounds + number - 1
+        indices = order.indices(block, self.config.rollout.prompts)[:count]
+        return self.answer(indices, "rollout", step, number)
 
     def hold_and_select(self, step: int, fresh: Sequence[RolloutBatch]) -> RolloutBatch:
         """What this step trains: what was just generated, or what is held, with its log-probs."""

@@ -51,6 +51,8 @@ def read_prompt_sets(
             )
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from error
+    if config.offline.rollouts is not None:
+        return PromptSets([], PromptOrder(0, seed=config.seed), {})
     parts = [sets.pop(key) for key in config.training]
     training = parts[0]
     order: PromptOrder | PromptMix = PromptOrder(len(training), seed=config.seed)

@@ -53,45 +53,35 @@ class ReuseGuard:
         self.growth.extend(state[1:])
 
     def _judge(self, evidence: Evidence, *, reused: bool) -> str | None:
-        surge = self._surge(evidence) if self.bounds.head_surge is not None else None
-        if not reused:
-            return self._accept(surge)
-        metrics = evidence.statistics.to_metrics()
+        energy = None if self.bounds.head_surge is None else evidence.head_energy()
+        reason = self._crossed(evidence, energy) if reused else None
+        if reason is None and energy is not None:  # what is made is what the next one grows from
+            if self.last is not None:
+                self.growth.append(energy - self.last)
+            self.last = energy
+        return reason
+
+    def _crossed(self, evidence: Evidence, energy: float | None) -> str | None:
+        """The bound that an update would cross, None where it crosses none."""
+        bounds, metrics = self.bounds, evidence.statistics.to_metrics()
         acceptance, kl = metrics["gate/acceptance"], metrics["ratio/kl_to_behavior"]
-        if self.bounds.acceptance is not None and acceptance < self.bounds.acceptance:
-            return f"acceptance {acceptance:.4f} is below {self.bounds.acceptance:g}"
-        if self.bounds.kl is not None and kl > self.bounds.kl:
-            return f"the KL to behavior, {kl:.3g}, is above {self.bounds.kl:g}"
-        if surge is not None and surge.z is not None and surge.z > self.bounds.head_surge:
-            return (
-                f"the output layer's gradient grew by {surge.z:.2f} standard deviations more than "
-                f"it does, above {self.bounds.head_surge:g}"
-            )
-        return self._accept(surge)
+        if bounds.acceptance is not None and acceptance < bounds.acceptance:
+            return f"acceptance {acceptance:.4f} is below {bounds.acceptance:g}"
+        if bounds.kl is not None and kl > bounds.kl:
+            return f"the KL to behavior, {kl:.3g}, is above {bounds.kl:g}"
+        if bounds.head_surge is not None and energy is not None:
+            surge = self._surge(energy)
+            if surge > bounds.head_surge:
+                return (
+                    f"the output layer's gradient grew by {surge:.2f} standard deviations more "
+                    f"than it does, above {bounds.head_surge:g}"
+                )
+        return None
 
-    def _surge(self, evidence: Evidence) -> "_Surge":
-        energy = evidence.head_energy()
-        if self.last is None:
-            return _Surge(energy, None, None)
-        growth = energy - self.last
-        if len(self.growth) < self.bounds.window:
-            return _Surge(energy, growth, None)
+    def _surge(self, energy: float) -> float:
+        """How many deviations the growth lies above its mean; 0 until the window is full."""
+        if self.last is None or len(self.growth) < self.bounds.window:
+            return 0.0
         spread = statistics.stdev(self.growth)
-        above = growth - statistics.fmean(self.growth)
-        return _Surge(energy, growth, above / spread if spread else 0.0)
-
-    def _accept(self, surge: "_Surge | None") -> None:
-        """The update is made: its gradient is what the next one is compared with."""
-        if surge is not None:
-            self.last = surge.energy
-            if surge.growth is not None:
-                self.growth.append(surge.growth)
-
-
-@dataclass(frozen=True)
-class _Surge:
-    """One update's output layer: g, its growth, and how unusual that is."""
-
-    energy: float
-    growth: float | None  # None: nothing to compare with
-    z: float | None  # None: the window is not full yet
+        above = energy - self.last - statistics.fmean(self.growth)
+        return above / spread if spread else 0.0

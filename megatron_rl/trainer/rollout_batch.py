@@ -24,8 +24,8 @@ from megatron_rl.data.packing import gather_by_rollout, plan_minibatches, scatte
 from megatron_rl.distributed.collectives import reduce_sum
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import PolicyObjective
-from megatron_rl.trainer.shaping import is_masked, shape_reward
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, UNPARSABLE_TRUTH
+from megatron_rl.trainer.shaping import is_masked, shape_reward
 from megatron_rl.trainer.traces import choose_traced, gather_traces, mark_traced
 from megatron_rl.types import Group, Minibatch, Rollout, Slot, TokenBatch
 
@@ -40,6 +40,8 @@ class RolloutBatch:
     topology: Topology
     engine_seconds: Sequence[float] = ()  # of each engine, where the groups were just generated
     traced: Sequence[int] = ()  # places of the rollouts whose log-probs every update keeps
+    shaped: Sequence[float] = ()  # [N] rewards that are trained on
+    masked: Sequence[bool] = ()  # [N] rollouts that nothing is learned from
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -61,8 +63,8 @@ class RolloutBatch:
         """This data-parallel rank's micro-batches of all minibatches, in order."""
         return [pack for minibatch in self.minibatches for pack in minibatch.micro_batches]
 
-    def freeze_behavior_logprobs(self, actor: MegatronActor) -> None:
-        """Compute behavior log-probs by the actor, which still is what generated; collective.
+    def freeze_behavior_logprobs(self, actor: MegatronActor | ReferencePolicy) -> None:
+        """Compute behavior log-probs by what generated, as the actor still is; collective.
 
         On the very packs that training will use, if it trains these groups together: the first
         minibatch then sees a ratio of exactly 1. The pass also measures the entropy.
@@ -130,6 +132,8 @@ class RolloutBatch:
             .mean()
             .item(),
             "train/computed_fraction": statistics.fmean(self.computed),
+            "train/masked_fraction": statistics.fmean(self.masked),
+            "reward/shaped_mean": statistics.fmean(self.shaped),
             "response/length_mean": statistics.fmean(lengths),
             "response/length_max": max(lengths),
             "response/truncated_fraction": statistics.fmean(truncated),
@@ -145,14 +149,20 @@ def _mean_if_known(values: list[float]) -> float:
     return statistics.fmean(known)
 
 
-def generation_metrics(fresh: Sequence[RolloutBatch], *, seconds: float) -> dict[str, float]:
-    """How much was generated in a step, and how fast; nothing where nothing was."""
-    if not fresh:
+def generation_metrics(
+    fresh: Sequence[RolloutBatch], costs: dict[str, float], *, seconds: float
+) -> dict[str, float]:
+    """How much was generated in a step, and how fast; nothing where nothing was.
+
+    costs: of dynamic sampling, what it dropped among them.
+    """
+    if not any(batch.engine_seconds for batch in fresh):
         return {}
     tokens = sum(len(r.response.token_ids) for batch in fresh for r in batch.rollouts)
+    tokens += int(costs.get("dynamic/tokens_dropped", 0))
     engines = [sum(each) for each in zip(*(batch.engine_seconds for batch in fresh), strict=True)]
     mean = statistics.fmean(engines)
-    return {
+    return costs | {
         # The slowest engine's seconds over the mean; 1 where all are alike.
         "rollout/engine_imbalance": max(engines) / mean if mean else 1.0,
         "rollout/tokens": tokens,
@@ -197,8 +207,8 @@ def build_rollout_batch(
 
     Rollouts whose advantage is 0 are packed only where the objective or `trainer.zero_advantage`
     asks for them: their gradient is 0, and the denominators count them all the same. Those that
-    `shaping.truncated` masks are in neither. Fewer groups
-    than a rollout batch has, which are about to be scored, may be cut into fewer minibatches.
+    `shaping.truncated` masks are in neither. Fewer groups than a rollout batch has, which are about
+    to be scored, may be cut into fewer minibatches.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     advantages = torch.from_numpy(np.concatenate([group.advantages for group in groups]))
@@ -222,7 +232,16 @@ def build_rollout_batch(
     traced = choose_traced(
         rollouts, computed, count=config.logging.traced_responses, seed=config.seed
     )
-    batch = RolloutBatch(list(groups), computed, minibatches, topology, engine_seconds, traced)
+    batch = RolloutBatch(
+        list(groups),
+        computed,
+        minibatches,
+        topology,
+        engine_seconds,
+        traced,
+        shaped=[shape_reward(rollout, config) for rollout in rollouts],
+        masked=[not one for one in counted],
+    )
     mark_traced(batch.packs, traced)
     frozen = batch.behavior_logprobs
     if all(row is not None for row, used in zip(frozen, computed, strict=True) if used):

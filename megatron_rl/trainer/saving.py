@@ -1,5 +1,6 @@
 """When the run is saved and from where it continues."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -22,10 +23,12 @@ from megatron_rl.runs.checkpoints import file_names, sum_files
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.group_file import read_about, read_groups, write_groups
 from megatron_rl.runs.rows import evaluation_scores, read_metrics
+from megatron_rl.trainer.reuse import ReuseGuard
 from megatron_rl.trainer.step_under_way import StepUnderWay
 
 HELD = "held.parquet"  # in a checkpoint: generated, and not done with
 UNDER_WAY = "under_way.pt"  # in a checkpoint inside of a step: what its updates have reported
+REUSE = "reuse.json"  # what the end of reuse is judged by
 
 
 @dataclass
@@ -44,6 +47,7 @@ class CheckpointKeeper:
     wait_for_records: Callable[[], None]
     interruption: Interruption = field(default_factory=Interruption)
     buffer: GroupBuffer | None = None
+    reuse: ReuseGuard | None = None
     done: int = 0  # steps that are finished and recorded
     under_way: StepUnderWay | None = None  # the one after them, once it has its rollout batch
     _generated: Mapping[str, float] = field(default_factory=dict)  # of what a killed run had kept
@@ -147,6 +151,9 @@ class CheckpointKeeper:
                 if under_way.is_file()
                 else None
             )
+            if self.reuse is not None:
+                state = folders.folder(step) / REUSE
+                self.reuse.restore(json.loads(state.read_text()) if state.is_file() else [])
         saved, mine = manifest["digests"], actor.digest()
         stated = saved[self.rank] if self.rank < len(saved) else {}
         # Under another layout, or another release of Megatron, each rank holds other tensors.
@@ -267,6 +274,9 @@ class CheckpointKeeper:
                     write_groups(folders.partial(step) / HELD, self.buffer.groups.values())
                 if state is not None:
                     torch.save(state, folders.partial(step) / UNDER_WAY)
+                if self.reuse is not None:
+                    state = folders.partial(step) / REUSE
+                    state.write_text(json.dumps(self.reuse.state()))
         partial = folders.partial(step)
         self._is_writing = True
         actor.save(partial / "actor")

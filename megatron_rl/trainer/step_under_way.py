@@ -38,7 +38,12 @@ class StepUnderWay:
     def remaining(
         self, minibatches: Sequence[Minibatch], *, epochs: int
     ) -> Iterator[tuple[int, Minibatch]]:
-        """The updates that are not done: (epoch from 1, minibatch), in order."""
+        """The updates that are not done: (epoch from 1, minibatch), in order.
+
+        None after one that ended the reuse of the batch.
+        """
+        if any(result.stopped is not None for result in self.updates.results):
+            return iter(())
         every = ((epoch, one) for epoch in range(1, epochs + 1) for one in minibatches)
         return itertools.islice(every, self.updates.count, None)
 
@@ -53,7 +58,7 @@ class StepUnderWay:
             "results": [
                 {"sums": one.statistics.sums.cpu(), "maxima": one.statistics.maxima.cpu(),
                  "grad_norm": one.grad_norm, "learning_rate": one.learning_rate,
-                 "skipped": one.skipped}
+                 "skipped": one.skipped, "stopped": one.stopped}
                 for one in self.updates.results
             ],
             "traces": {k: torch.from_numpy(v.copy()) for k, v in self.batch.traces().items()},

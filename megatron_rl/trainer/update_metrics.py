@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
-from megatron_rl.actor.actor import UpdateResult
+from megatron_rl.actor.step import UpdateResult
 from megatron_rl.objectives import Statistics
 
 # What is kept for each epoch of reuse: of the whole rollout batch, and in every tenth of t/L.
@@ -41,7 +41,7 @@ class UpdateMetrics:
         """
         done = [result for result in self.results if result.done]
         stopped = sum(result.stopped is not None for result in self.results)
-        counts = {
+        counts: dict[str, float] = {
             "train/updates": len(done),
             "train/updates_skipped": self.count - len(done) - stopped,
             "train/reuse_stopped": stopped,

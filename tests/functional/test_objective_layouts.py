@@ -22,6 +22,7 @@ CASES = {name: (name, {}) for name in OBJECTIVE_NAMES} | {
     )
     for name, kind in (("pnpo", "k3"), ("grpo", "k2"))
 }
+CASES["m2po, rejecting"] = ("m2po", {"constraint": {"threshold": 1e-3}})
 MOVED_ALIKE = 1e-2  # of the largest step of any weight
 DRIFT = 0.05  # of each token's log-prob from the behavior policy: some weights leave their bounds
 

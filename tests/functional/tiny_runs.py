@@ -22,11 +22,11 @@ def make_task():
     subprocess.run(command, cwd=ROOT, check=True)
 
 
-def start_training(*overrides):
-    """`megatron-rl train` on the quickstart's config, as a process group of its own."""
-    command = [sys.executable, "-m", "megatron_rl.cli", "train", "--config", str(CONFIG)]
+def start_training(*overrides, config=CONFIG, places=PLACES):
+    """`megatron-rl train` on a config, the quickstart's, as a process group of its own."""
+    command = [sys.executable, "-m", "megatron_rl.cli", "train", "--config", str(config)]
     return subprocess.Popen(
-        [*command, *PLACES, *overrides],
+        [*command, *places, *overrides],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -36,9 +36,9 @@ def start_training(*overrides):
     )
 
 
-def train(*overrides):
+def train(*overrides, **where):
     """Run to the end; returns the rows of metrics.jsonl of the run directory `run.dir/run.name`."""
-    process = start_training(*overrides)
+    process = start_training(*overrides, **where)
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     settings = dict(override.split("=", 1) for override in overrides)

@@ -10,6 +10,7 @@ from megatron_rl.advantages import (
     group_relative_advantages,
     leave_one_out_advantages,
     optimal_value_advantages,
+    raw_advantages,
 )
 
 
@@ -30,6 +31,17 @@ def test_a_group_of_equal_rewards_teaches_exactly_nothing(reward):
     # 0.1 seven times has a float32 mean that is not 0.1: divided by 1e-6 it would be a gradient.
     advantages = group_relative_advantages(torch.full((2, 7), reward))
     assert advantages.eq(0).all()
+
+
+def test_a_baseline_may_be_shifted_and_may_be_a_constant():
+    # AsymRE: V = the group's mean 0.25 - 0.1; where all are equal what is left is the shift.
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0] * 4], dtype=torch.float64)
+    shifted = group_relative_advantages(rewards, std="none", shift=-0.1)
+    assert shifted[0].tolist() == pytest.approx([0.85, -0.15, -0.15, -0.15], rel=1e-12)
+    assert shifted[1].tolist() == [0.1] * 4
+    assert raw_advantages(rewards, shift=0.5)[0].tolist() == [0.5, -0.5, -0.5, -0.5]
+    with pytest.raises(ValueError, match=r"shift is -0\.1 with std 'sample'"):
+        group_relative_advantages(rewards, shift=-0.1)
 
 
 def test_one_response_per_prompt_has_no_group_signal():

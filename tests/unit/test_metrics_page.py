@@ -39,6 +39,7 @@ def emitted(tmp_path_factory):
     for case, options in {
         "plain": {},
         "terms": {"kl": {"coefficient": 0.1}, "entropy_coefficient": 0.1},
+        "sampling": {"sections": {"dynamic_sampling": {"rounds": 1}}},
     }.items():
         folder = tmp_path_factory.mktemp(case)
         run_loop(folder, **options)

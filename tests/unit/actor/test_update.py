@@ -130,6 +130,51 @@ def _try_self_tests(actor, objective):
     del actor.update
 
 
+def judge_updates(rank, world_size, root):
+    """What updates are judged by, and what a rule, a power and a fitted constraint do."""
+    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.objectives import build_objective
+
+    actor = _make_actor(root)
+    minibatch, objective = _make_minibatch(actor), build_objective("grpo")
+    generator = torch.Generator().manual_seed(3)  # by response: other ranks pack them elsewhere
+    noise = 0.1 * torch.randn(16, 64, generator=generator)
+    for pack in minibatch.micro_batches:
+        start = 0
+        for index, length in zip(pack.rollout_indices, pack.lengths, strict=True):
+            own = pack.response_mask[start : start + length]
+            part = pack.behavior_logprobs[start : start + length]
+            part[own] -= noise[index, : int(own.sum())].abs()
+            start += length
+    before, seen = _state(actor), []
+
+    def refuse(evidence):
+        seen.append(evidence.head_energy())
+        return "seen enough"
+
+    refused = actor.update(minibatch, objective, rule=refuse)
+    assert (refused.stopped, refused.skipped, refused.done) == ("seen enough", None, False)
+    assert _unchanged(actor, before) and actor.updates == 0
+    if world_size == 1:  # the whole gradient is here
+        head = actor.chunks[-1].output_layer.weight.main_grad
+        assert seen[0] == pytest.approx(float(head.double().square().sum()), rel=1e-12)
+        assert 0 < seen[0] < refused.grad_norm**2
+    made = actor.update(minibatch, objective, rule=lambda evidence: None)
+    assert made.done and not _unchanged(actor, before) and actor.updates == 1
+    assert made.learning_rate == actor.settings.learning_rate
+    settings = dataclasses.replace(actor.settings, effective_samples_power=2.0)
+    scaled = MegatronActor(root, topology=actor.topology, settings=settings)
+    result = scaled.update(minibatch, objective)
+    fraction = result.statistics.to_metrics()["weight/effective_sample_fraction"]
+    assert 0.5 < fraction < 0.999
+    assert result.learning_rate == pytest.approx(settings.learning_rate * fraction**2, rel=1e-12)
+    fresh = MegatronActor(root, topology=actor.topology, settings=actor.settings)
+    fitted = fresh.update(minibatch, build_objective("m2po", constraint={"threshold": 4e-3}))
+    acceptance = fitted.statistics.to_metrics()["gate/acceptance"]
+    assert 0.5 < acceptance < 1
+    return seen[0], refused.grad_norm, fraction, acceptance, fitted.grad_norm
+
+
 def build_averaging_megatrons(rank, world_size, root):
     """What `assert_sum_semantics` says of each way in which Megatron would rescale."""
     from megatron.core.distributed import finalize_model_grads
@@ -204,3 +249,11 @@ def test_a_finalize_that_divides_changes_the_gradient(model):
     assert as_is[1] == pytest.approx(as_is[0], rel=1e-4)
     assert divided[0] == pytest.approx(as_is[0], rel=1e-4)
     assert divided[1] < 0.6 * as_is[1]
+
+
+def test_an_update_is_judged_by_the_whole_minibatch_on_any_number_of_ranks(tmp_path):
+    make_model(tmp_path / "untied", tied=False)
+    (alone,) = run_ranks(judge_updates, 1, tmp_path / "untied")
+    both = run_ranks(judge_updates, 2, tmp_path / "untied")
+    assert both[0] == both[1]
+    assert both[0] == pytest.approx(alone, rel=1e-4)

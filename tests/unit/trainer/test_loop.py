@@ -33,6 +33,7 @@ from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.loop import Trainer
 from megatron_rl.trainer.metrics import LoggingSection, MetricLog, PhaseClock
 from megatron_rl.trainer.recorder import Recorder
+from megatron_rl.trainer.reuse import ReuseGuard
 from megatron_rl.trainer.rollout_batch import compute_advantages
 from megatron_rl.trainer.saving import CheckpointKeeper
 from megatron_rl.types import Prompt, Response, Verdict
@@ -49,6 +50,7 @@ class ScriptedActor:
     updates: int = 0
 
     unusable: tuple = ()  # updates, from 1, that have no gradient
+    energies: tuple = ()  # of each update, what its output layer's gradient is
     calls: int = 0
 
     layout: str = "one"
@@ -77,8 +79,9 @@ class ScriptedActor:
         logprobs = self.compute_logprobs(micro_batches)
         return [(values, -0.5 * values) for values in logprobs]
 
-    def update(self, minibatch, objective):
-        from megatron_rl.actor.actor import UpdateResult
+    def update(self, minibatch, objective, *, rule=None):
+        from megatron_rl.actor.evidence import Evidence
+        from megatron_rl.actor.step import UpdateResult
         from megatron_rl.distributed.sequence_layout import SequenceLayout
 
         frozen = {float(b.behavior_logprobs.min()) for b in minibatch.micro_batches}
@@ -103,6 +106,9 @@ class ScriptedActor:
         self.calls += 1
         if self.calls in self.unusable:
             return UpdateResult(result.statistics, math.nan, 1e-3, "the gradient's norm is nan")
+        evidence = Evidence(result.statistics, lambda: self.energies[self.calls - 1])
+        if rule is not None and (reason := rule(evidence)) is not None:
+            return UpdateResult(result.statistics, 1.0, 1e-3, stopped=reason)
         self.updates += 1
         return UpdateResult(result.statistics, 1.0, 1e-3)
 
@@ -126,12 +132,16 @@ class ScriptedEngine:
     order: Callable = iter  # in which responses end
     weight_version: int = -1
     engine_seconds: tuple = (1.0, 3.0)
+    solved: tuple = ()  # prompts that every response solves
+
+    def text(self, prompt, sample):
+        return str(int(prompt.index in self.solved or sample % 2))
 
     def generate(self, prompts, *, samples, sampling, on_progress=None, on_response=None):
         self.events.append(("generate", self.weight_version, sampling.seed))
         tokens, logprobs = np.array([7, 2], np.int32), np.array([-0.1, -0.1], np.float32)
         responses = [
-            Response(p.index, s, tokens, logprobs, str(s % 2), "stop", self.weight_version)
+            Response(p.index, s, tokens, logprobs, self.text(p, s), "stop", self.weight_version)
             for p in prompts
             for s in range(samples)
         ]
@@ -211,13 +221,15 @@ def make_config(*, sections=None, **trainer):
 def run_loop(
     tmp_path, *, done=0, last=None, reasons=(), trainer=None, order=iter, unusable=(),
     sections=None, checkpoints=None, updates=0, held=(), events=None, keep=None,
-    layout="one", writer=None, **overrides
+    layout="one", writer=None, energies=(), solved=(), **overrides
 ):  # fmt: skip
     """keep: an Interruption; checkpoints are then real, and the run goes on from what is there."""
     config = make_config(sections=sections, **(trainer or {}))
     events = [] if events is None else events
-    actor = ScriptedActor(events, updates=updates, unusable=unusable, layout=layout)
-    engine = ScriptedEngine(events, order)
+    actor = ScriptedActor(
+        events, updates=updates, unusable=unusable, layout=layout, energies=energies
+    )
+    engine = ScriptedEngine(events, order, solved=solved)
     buffer = GroupBuffer(build_schedule(config), {group.slot: group for group in held})
     checkpoints = checkpoints or NoCheckpoints(last)
     checkpoints.buffer = buffer
@@ -248,6 +260,7 @@ def run_loop(
         console=console,
         clock=clock,
         faults=Faults(directory, console, config.trainer.skipped_updates),
+        reuse=ReuseGuard.of(config),
     )
     trainer.check_engine = lambda: None  # the scripts compute nothing that could agree
     with contextlib.suppress(RunInterrupted):

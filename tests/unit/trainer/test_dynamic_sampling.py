@@ -1,0 +1,132 @@
+"""Groups that teach nothing are replaced, within bounds, and everything is counted."""
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_rl.runs.group_file import read_groups
+from megatron_rl.runs.rows import read_metrics, read_rows
+from megatron_rl.trainer.dynamic_sampling import Answers, DynamicSampling
+from megatron_rl.types import Prompt, Response, Rollout, Slot, Verdict
+from tests.unit.trainer.test_lag import Saver, learned
+from tests.unit.trainer.test_loop import run_loop
+
+
+def group(name, *rewards):
+    """One response of three tokens for each reward."""
+    prompt = Prompt(name, (), (1,), "", "x")
+    tokens, logprobs = np.zeros(3, np.int32), np.zeros(3, np.float32)
+    return [
+        Rollout(prompt, Response(name, i, tokens, logprobs, "", "stop", 0), Verdict(r, "", None))
+        for i, r in enumerate(rewards)
+    ]
+
+
+def good(name):
+    return group(name, 1.0, 0.0)
+
+
+def bad(name):
+    return group(name, 1.0, 1.0)
+
+
+def fill(first, rounds, *, allowed, spare=()):
+    """What fills the slots, what is kept for later, and what was asked."""
+    asked, answers = [], iter(rounds)
+
+    def ask(number, count):
+        asked.append((number, count))
+        return Answers(next(answers), (1.0, 2.0))
+
+    sampling, spare = DynamicSampling(allowed), list(spare)
+    slots = [Slot(1, place) for place in range(len(first))]
+    filled = sampling.fill(slots, Answers(first, (3.0, 4.0)), ask=ask, spare=spare)
+    names = [[r.prompt.index for r in one.rollouts][::2] for one in filled]
+    return filled, names, asked, sampling.take_costs(), spare
+
+
+def test_without_rounds_nothing_is_asked_and_nothing_counted():
+    filled, names, asked, costs, _ = fill([good(0), bad(1)], [], allowed=0)
+    assert (names, asked, costs) == ([[0, 1]], [], {})
+    assert filled[0].engine_seconds == (3.0, 4.0)
+
+
+def test_good_groups_keep_their_slots_and_further_ones_fill_the_holes_in_order():
+    # Two of four are good, so two more are likely to take four; three of those are good.
+    first = [bad(0), good(1), bad(2), good(3)]
+    spare = [Slot(2, 3), Slot(2, 2)]
+    filled, names, asked, costs, rest = fill(
+        first, [[good(10), bad(11), good(12), good(13)]], allowed=3, spare=spare
+    )
+    assert asked == [(1, 4)]
+    assert names == [[10, 1, 12, 3], [13]]
+    assert filled[1].slots == [Slot(2, 3)] and rest == [Slot(2, 2)]
+    assert filled[0].engine_seconds == (4.0, 6.0) and filled[1].engine_seconds == (0.0, 0.0)
+    assert costs == {
+        "dynamic/rounds": 1,
+        "dynamic/groups_generated": 8,
+        "dynamic/groups_kept_for_later": 1,
+        "dynamic/groups_lacking": 0,
+        "dynamic/tokens_dropped": 3 * 6,  # 0, 2 and 11: three groups of two times three tokens
+    }
+
+
+def test_rounds_are_bounded_and_what_is_lacking_stays():
+    first = [bad(0), bad(1), good(2)]
+    # One of three is good: two more take six, of which a round asks for three.
+    _, names, asked, costs, _ = fill(
+        first, [[bad(10), bad(11), bad(12)], [bad(20), good(21), bad(22)]], allowed=2
+    )
+    assert asked == [(1, 3), (2, 3)]
+    assert names == [[21, 1, 2]]
+    assert (costs["dynamic/rounds"], costs["dynamic/groups_lacking"]) == (2, 1)
+    assert costs["dynamic/tokens_dropped"] == 6 * 6  # 0, three of round 1, two of round 2
+
+
+def test_what_no_later_slot_can_hold_is_dropped_and_counted():
+    _, names, _, costs, _ = fill([bad(0), good(1)], [[good(10), good(11)]], allowed=1)
+    assert names == [[10, 1]]
+    assert (costs["dynamic/groups_kept_for_later"], costs["dynamic/tokens_dropped"]) == (0, 12)
+
+
+def run(folder, **options):
+    sections = {"dynamic_sampling": {"rounds": 2}}
+    return run_loop(folder, trainer={"steps": 4}, sections=sections, **options)
+
+
+def test_where_all_groups_are_good_a_run_is_the_plain_one(tmp_path):
+    run_loop(tmp_path / "plain", trainer={"steps": 4})
+    run(tmp_path / "dynamic")
+    assert [
+        {key: value for key, value in row.items() if not key.startswith("dynamic/")}
+        for row in learned(tmp_path / "dynamic")
+    ] == learned(tmp_path / "plain")
+
+
+def test_a_run_trains_on_groups_that_teach_and_keeps_what_is_left(tmp_path):
+    _, trainer = run(tmp_path / "run", solved=(0, 1, 2))
+    rows = read_metrics(tmp_path / "run")[1:]
+    kept = sum(row["dynamic/groups_kept_for_later"] for row in rows)
+    later = [lag for row in read_rows(tmp_path / "run" / "schedule.jsonl") for lag in row["lag"]]
+    assert kept == sum(lag > 0 for lag in later) > 0  # each is trained one step later
+    for step, row in enumerate(rows, start=1):
+        table = pq.read_table(tmp_path / "run" / "rollouts" / f"step_{step:06d}.parquet")
+        assert table.num_rows == 16
+        groups = np.array(table["reward"].to_pylist()).reshape(4, 4)
+        assert sum(len(set(group)) == 1 for group in groups) == row["dynamic/groups_lacking"]
+        # Two tokens to a response: what was generated is what is held, trained or dropped.
+        assert row["rollout/tokens"] == row["dynamic/groups_generated"] * 4 * 2
+    assert not trainer.buffer.groups
+
+
+@pytest.mark.parametrize("done", [1, 2, 3])
+def test_a_resumed_run_goes_on_with_what_was_kept(tmp_path, done):
+    run(tmp_path / "whole", solved=(0, 1, 2))
+    held: list = []
+    (tmp_path / "part").mkdir()
+    file = tmp_path / "part" / "held.parquet"
+    run(tmp_path / "part", solved=(0, 1, 2), checkpoints=Saver(done, held, file))
+    run(
+        tmp_path / "rest", solved=(0, 1, 2), done=done, updates=6 * done, held=read_groups(file)
+    )  # fmt: skip
+    assert learned(tmp_path / "rest") == learned(tmp_path / "whole")[1 + done :]

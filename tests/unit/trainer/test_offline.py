@@ -1,0 +1,153 @@
+"""Rollouts from files: read as they were written, grouped, and refused with the row's name."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_rl.config import ConfigError, parse_config
+from megatron_rl.runs.directory import RunDirectory
+from megatron_rl.trainer import offline
+from megatron_rl.trainer.offline import OfflineRollouts, read_rollouts
+from megatron_rl.types import Prompt, Response, Rollout, Slot, Verdict
+
+
+class Letters:
+    """A tokenizer of letters: a prompt is "<", its text and ">"; 0 ends a response."""
+
+    chat_template = "there is one"
+    eos_token_id = 0
+
+    def __len__(self):
+        return 100
+
+    def apply_chat_template(self, chat, **options):
+        return "<" + chat[-1]["content"] + ">"
+
+    def __call__(self, texts, **options):
+        if isinstance(texts, str):
+            return {"input_ids": [ord(letter) - 40 for letter in texts]}
+        return {"input_ids": [self(text)["input_ids"] for text in texts]}
+
+
+@pytest.fixture(autouse=True)
+def _letters(monkeypatch):
+    monkeypatch.setattr(offline, "load_tokenizer", lambda folder: Letters())
+
+
+def config(path, **sections):
+    values = {
+        "model": {"path": "m"},
+        "offline": {"rollouts": str(path)},
+        "data": {"max_prompt_tokens": 8},
+        "rollout": {"prompts": 2, "responses_per_prompt": 2, "max_response_tokens": 8},
+        "trainer": {"minibatches": 1},
+    }
+    for name, given in sections.items():
+        values[name] = values.get(name, {}) | given
+    return parse_config(values)
+
+
+def table(path, **changes):
+    columns = {
+        "prompt": ["2+2", "2+2", "3+3", "3+3"],
+        "response": ["4", "5", "6", "66"],
+        "reward": [1.0, 0.0, 1.0, 0.0],
+        "rollout_logprobs": [[-0.5, -0.1], [-1.5, -0.1], [-0.25, -0.1], [-0.5, -1.0, -0.1]],
+    }
+    pq.write_table(pa.table(columns | changes), path)
+    return path
+
+
+def test_any_parquet_of_prompts_responses_rewards_and_log_probs(tmp_path):
+    settings = config(table(tmp_path / "data.parquet"))
+    rollouts, logprobs = read_rollouts(settings)
+    # "<2+2>" is 20, 10, 3, 10, 22; "66" and the end 14, 14, 0.
+    assert rollouts[0].prompt.token_ids == (20, 10, 3, 10, 22)
+    assert rollouts[3].response.token_ids.tolist() == [14, 14, 0]
+    assert [r.verdict.reward for r in rollouts] == [1, 0, 1, 0]
+    assert logprobs[3].tolist() == pytest.approx([-0.5, -1.0, -0.1])
+    source = OfflineRollouts(settings, rollouts, logprobs)
+    slots = [Slot(2, 0), Slot(2, 1)]
+    groups = source.groups(slots, 1, 2, updates=7)  # group 1 of the run, then the first one again
+    assert [g.rollouts[0].prompt.token_ids[1] for g in groups] == [11, 10]
+    assert [(g.slot, g.generated, g.updates) for g in groups] == [(s, 2, 7) for s in slots]
+    assert groups[0].behavior_logprobs[1] is logprobs[3]
+    assert groups[0].advantages.tolist() == pytest.approx([0.7071, -0.7071], abs=1e-3)
+
+
+def test_the_rollouts_of_a_run_come_back_as_they_were(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    written, advantages, logprobs = [], [], []
+    for place in range(4):
+        prompt = Prompt(
+            place // 2, ({"role": "user", "content": "?"},), (5, 6 + place // 2), "1", "s"
+        )
+        response = Response(
+            place // 2, place % 2, np.array([7, 8 + place, 0], np.int32),
+            np.full(3, -0.3, np.float32), "text", "length" if place == 3 else "stop", 4,
+        )  # fmt: skip
+        written.append(Rollout(prompt, response, Verdict(float(place % 2), "equal", None)))
+        advantages.append(0.5)
+        logprobs.append(np.array([-0.1, -0.2, -0.3 - place], np.float32))
+    for step in (1, 2):
+        directory.write_rollouts(step, written, advantages=advantages, behavior_logprobs=logprobs)
+    rollouts, found = read_rollouts(config(tmp_path / "run"))
+    assert len(rollouts) == 8
+    for place, rollout in enumerate(rollouts):
+        like = written[place % 4]
+        assert rollout.prompt.token_ids == like.prompt.token_ids
+        assert rollout.response.token_ids.tolist() == like.response.token_ids.tolist()
+        assert rollout.response.finish_reason == like.response.finish_reason
+        assert (rollout.response.sample_index, rollout.response.weight_version) == (place % 2, 4)
+        assert rollout.verdict.reward == like.verdict.reward
+        assert found[place].tolist() == logprobs[place % 4].tolist()  # not the engine's -0.3
+
+
+@pytest.mark.parametrize(
+    ("changes", "sections", "message"),
+    [
+        ({"reward": [1.0, None, 1.0, 0.0]}, {}, r"row 1: reward is None: it must be a finite"),
+        ({"response": ["4", "5", "6", "6" * 20]}, {}, r"row 3: prompt and response have 26 tokens"),
+        ({"rollout_logprobs": [[-0.5]] * 4}, {}, r"row 0: rollout_logprobs has 1 numbers for 2"),
+        ({"rollout_logprobs": [[0.5, 0.0]] * 4}, {}, r"row 0: rollout_logprobs .* not above 0"),
+        ({"prompt": ["1", "2", "3", "3"]}, {}, r"rows 0 to 1 answer 2 prompts"),
+        ({}, {"rollout": {"responses_per_prompt": 3}}, r"4 rows, no multiple of rollout\.resp"),
+        ({"token_ids": [[1, 200]] * 4}, {}, r"row 0: a token lies outside the tokenizer's 100"),
+    ],
+)
+def test_what_cannot_be_used_is_named(tmp_path, changes, sections, message):
+    with pytest.raises(ConfigError, match=message):
+        read_rollouts(config(table(tmp_path / "data.parquet", **changes), **sections))
+
+
+def test_a_file_without_log_probs_needs_a_model_that_gives_them(tmp_path):
+    path = tmp_path / "data.parquet"
+    pq.write_table(pq.read_table(table(path)).drop_columns(["rollout_logprobs"]), path)
+    with pytest.raises(ConfigError, match=r"name that model as offline\.behavior"):
+        read_rollouts(config(path))
+    rollouts, logprobs = read_rollouts(config(path, offline={"behavior": "some/model"}))
+    assert len(rollouts) == 4 and logprobs == [None] * 4
+
+
+def test_a_column_or_a_file_that_is_missing_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"holds no parquet file"):
+        read_rollouts(config(tmp_path))
+    path = tmp_path / "data.parquet"
+    pq.write_table(pq.read_table(table(path)).drop_columns(["reward"]), path)
+    with pytest.raises(ConfigError, match=r"has no column reward; it needs"):
+        read_rollouts(config(path))
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"eval": {"sets": {"held": "x.jsonl"}}}, r"eval\.sets needs an engine"),
+        ({"dynamic_sampling": {"rounds": 1}}, r"dynamic_sampling generates"),
+        ({"offline": {"rollouts": None, "behavior": "m"}}, r"offline\.behavior is set without"),
+    ],
+)
+def test_settings_that_need_an_engine_are_refused(tmp_path, sections, message):
+    with pytest.raises(ConfigError, match=message):
+        config(tmp_path, **sections)
