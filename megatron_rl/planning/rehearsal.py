@@ -8,7 +8,7 @@ longest responses that it allows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -126,6 +126,7 @@ def measure(
     """
     meter.group_names = group_names()
     objective = build_objective(config.objective.name, **config.objective.overrides)
+    objective = objective.fit(torch.empty(0), torch.empty(0))  # what it would read has no values
     actor = _build(config, topology, meter)
     states = dict(meter.held)
     sequences = full_pack(config, topology, sequence_parallel=actor.sequence_parallel)
@@ -170,6 +171,7 @@ def measure(
 def _build(config: Config, topology: Topology, meter: Meter) -> MegatronActor:
     """The actor, with its memory sorted into weights, gradients and optimizer."""
     settings = build_actor_settings(config, topology)
+    settings = replace(settings, effective_samples_power=0.0)  # nor has this
     meter.category = "optimizer"
     actor = MegatronActor(config.model.path, topology=topology, settings=settings)
     for chunk in actor.wrapped:

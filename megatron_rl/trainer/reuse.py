@@ -5,6 +5,7 @@ cross a bound is not made, and the next rollout batch follows. The first pass ov
 always whole.
 """
 
+import math
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
@@ -84,4 +85,6 @@ class ReuseGuard:
             return 0.0
         spread = statistics.stdev(self.growth)
         above = energy - self.last - statistics.fmean(self.growth)
-        return above / spread if spread else 0.0
+        if not spread:  # it has always grown alike
+            return math.inf if above > 0 else 0.0
+        return above / spread
