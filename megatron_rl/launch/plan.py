@@ -94,16 +94,27 @@ def _absolute(config: Config, *, name: str) -> Config:
     values["model"]["path"] = os.path.abspath(config.model.path)
     if config.model.reference is not None:
         values["model"]["reference"] = os.path.abspath(config.model.reference)
-    data = values["data"]
+    data, offline = values["data"], values["offline"]
     for one in [*data["mix"].values(), *([] if data["mix"] else [data])]:
         key = "path" if "path" in one else "train"
-        one[key] = _absolute_path(one[key])
+        one[key] = one[key] and _absolute_path(one[key])
+    for key, path in _offline_paths(config).items():
+        offline[key.removeprefix("offline.")] = os.path.abspath(path)
     values["eval"]["sets"] = {key: _absolute_path(path) for key, path in config.eval.sets.items()}
     return parse_config(values)
 
 
 def _absolute_path(path: str) -> str:
     return path if path.startswith(ON_HUB) else os.path.abspath(path)
+
+
+def _offline_paths(config: Config) -> dict[str, str]:
+    """What a run without an engine reads, by the keys that name it."""
+    if config.offline.rollouts is None:
+        return {}
+    named = {"offline.rollouts": config.offline.rollouts}
+    behavior = config.offline.behavior
+    return named if behavior == "file" else named | {"offline.behavior": behavior}
 
 
 def _next_folder(parent: Path) -> Path:
@@ -191,7 +202,7 @@ def _container_problems(cluster: SlurmCluster) -> list[str]:
 
 def _file_problems(launch: Launch) -> list[str]:
     config, cluster = launch.config, launch.cluster
-    named = {"model.path": config.model.path}
+    named = {"model.path": config.model.path} | _offline_paths(config)
     if config.model.reference is not None:
         named["model.reference"] = config.model.reference
     named |= {
