@@ -106,16 +106,17 @@ def test_where_all_groups_are_good_a_run_is_the_plain_one(tmp_path):
 def test_a_run_trains_on_groups_that_teach_and_keeps_what_is_left(tmp_path):
     _, trainer = run(tmp_path / "run", solved=(0, 1, 2))
     rows = read_metrics(tmp_path / "run")[1:]
-    kept = sum(row["dynamic/groups_kept_for_later"] for row in rows)
+    kept = sum(row.get("dynamic/groups_kept_for_later", 0) for row in rows)
     later = [lag for row in read_rows(tmp_path / "run" / "schedule.jsonl") for lag in row["lag"]]
     assert kept == sum(lag > 0 for lag in later) > 0  # each is trained one step later
     for step, row in enumerate(rows, start=1):
         table = pq.read_table(tmp_path / "run" / "rollouts" / f"step_{step:06d}.parquet")
         assert table.num_rows == 16
         groups = np.array(table["reward"].to_pylist()).reshape(4, 4)
-        assert sum(len(set(group)) == 1 for group in groups) == row["dynamic/groups_lacking"]
+        lacking = row.get("dynamic/groups_lacking", 0)  # a step may find all its slots filled
+        assert sum(len(set(group)) == 1 for group in groups) == lacking
         # Two tokens to a response: what was generated is what is held, trained or dropped.
-        assert row["rollout/tokens"] == row["dynamic/groups_generated"] * 4 * 2
+        assert row.get("rollout/tokens", 0) == row.get("dynamic/groups_generated", 0) * 4 * 2
     assert not trainer.buffer.groups
 
 
