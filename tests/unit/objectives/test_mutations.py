@@ -207,7 +207,18 @@ def assert_correct():
     for name, scale in (("cppo", 0.2), ("m2po", 0.4)):
         responses, rows = test_definitions.make_batch(rng, [300, 200, 1, 250], scale)
         test_definitions.check(build_objective(name), naive.NAMED[name], responses, rows)
+    assert_late_tokens_have_more_room()
     assert_inclusive_bounds()
+
+
+def assert_late_tokens_have_more_room():
+    """A probability that moves by 0.17 at the end of a response: 0.8 of it is within CPPO's 0.15."""
+    moved = {
+        "log_ratios": [0.0, 0.0, np.log(0.5 / 0.33)], "logprobs": [-1.0, -1.0, np.log(0.5)],
+        "advantages": [1.0] * 3, "gaps": [0.0] * 3,
+    }  # fmt: skip
+    cppo = build_objective("cppo"), naive.NAMED["cppo"]
+    test_definitions.check(*cppo, [moved], [(3, np.arange(3))])
 
 
 def test_the_unchanged_package_passes():
