@@ -142,6 +142,8 @@ class Config(Section):
                 "eval.sets needs an engine, and with offline.rollouts none is started; unset it, "
                 "and evaluate the model that the run exports"
             )
+        if self.trainer.self_test_every is not None:
+            problems.append("trainer.self_test_every tries an engine, too; unset it")
         if self.dynamic_sampling.rounds:
             problems.append("dynamic_sampling generates, and offline.rollouts does not; unset one")
         return problems
