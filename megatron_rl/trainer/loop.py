@@ -70,13 +70,11 @@ class Trainer:
     self_tests: SelfTests = field(init=False)
 
     def __post_init__(self) -> None:
+        self.sampling = DynamicSampling(self.config.dynamic_sampling.rounds)
         every = self.config.trainer.self_test_every
         self.self_tests = SelfTests(
             every, self.actor, self.objective, self.engine, self.check_engine, self.console
         )
-
-    def __post_init__(self) -> None:
-        self.sampling = DynamicSampling(self.config.dynamic_sampling.rounds)
 
     def train(self) -> None:
         """Run the steps that are not done; before the first of all, evaluate."""

@@ -212,7 +212,7 @@ def assert_correct():
 
 
 def assert_late_tokens_have_more_room():
-    """A probability that moves by 0.17 at the end of a response: 0.8 of it is within CPPO's 0.15."""
+    """A probability moves by 0.17 at a response's end: 0.8 of it is within CPPO's 0.15."""
     moved = {
         "log_ratios": [0.0, 0.0, np.log(0.5 / 0.33)], "logprobs": [-1.0, -1.0, np.log(0.5)],
         "advantages": [1.0] * 3, "gaps": [0.0] * 3,
