@@ -162,7 +162,7 @@ def _build_trainer(
         _start_verifiers(judge.pool, prompts.training[0])
     start.ended("verifiers")
     actor.sleep()  # so that vLLM, which looks at the free memory, sees what it will have
-    engine = _start_engine(config, topology, console, progress)
+    engine = _start_engine(config, topology, console, progress, interruption)
     start.ended("vllm")
     return Trainer(
         config=config,
@@ -188,13 +188,18 @@ def _build_trainer(
 
 
 def _start_engine(
-    config: Config, topology: Topology, console: Console, progress: Progress
+    config: Config,
+    topology: Topology,
+    console: Console,
+    progress: Progress,
+    interruption: Interruption,
 ) -> RolloutEngine:
     if config.offline.rollouts is not None:
         return cast(RolloutEngine, NoEngine())
     with console.progress("starting vLLM"):
         engine = build_engine(config, topology)
     engine.on_step = progress.count
+    engine.should_stop = lambda: interruption.received is not None
     console.say(engine.describe_stop())
     return engine
 
