@@ -157,9 +157,11 @@ def _distinct_rows(
     return rows
 
 
-def tokenize_messages(messages: Sequence[dict[str, str]], tokenizer: Any) -> list[int]:
+def tokenize_messages(
+    messages: Sequence[dict[str, str]], tokenizer: Any, *, arguments: Mapping[str, Any]
+) -> list[int]:
     """The tokens of one prompt, by the chat template; ValueError where that refuses it."""
-    return _tokenize({0: tuple(messages)}, tokenizer, path=Path("prompt"))[0]
+    return _tokenize({0: tuple(messages)}, tokenizer, path=Path("prompt"), arguments=arguments)[0]
 
 
 def _tokenize(

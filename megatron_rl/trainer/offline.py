@@ -149,7 +149,9 @@ def _rollout(
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if not isinstance(reward, int | float) or not math.isfinite(reward):
         raise ValueError(f"reward is {reward!r}: it must be a finite number")
-    prompt_ids = row.get("prompt_token_ids") or tokenize_messages(messages, tokenizer)
+    prompt_ids = row.get("prompt_token_ids") or tokenize_messages(
+        messages, tokenizer, arguments=config.data.template_arguments
+    )
     cut = row.get("finish_reason") == "length"
     tokens = row.get("token_ids")
     if tokens is None:

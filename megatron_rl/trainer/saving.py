@@ -275,8 +275,8 @@ class CheckpointKeeper:
                 if state is not None:
                     torch.save(state, folders.partial(step) / UNDER_WAY)
                 if self.reuse is not None:
-                    state = folders.partial(step) / REUSE
-                    state.write_text(json.dumps(self.reuse.state()))
+                    text = json.dumps(self.reuse.state())
+                    (folders.partial(step) / REUSE).write_text(text)
         partial = folders.partial(step)
         self._is_writing = True
         actor.save(partial / "actor")
