@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+FinishReason = Literal["stop", "length", "unfinished"]  # the last: other weights go on with it
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One question: chat messages, their token ids, and the answer that earns the reward."""
@@ -46,7 +49,7 @@ class Response:
     token_ids: np.ndarray  # [L] int32
     rollout_logprobs: np.ndarray  # [L] float32, of the sampled token
     text: str
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
     weight_version: int  # of the weights that generated the first token
     later_versions: tuple[tuple[int, int], ...] = ()  # (first token, version) of what followed
 
@@ -102,7 +105,7 @@ class Group:
     @property
     def longest(self) -> int:
         """Tokens of the longest response."""
-        return max(len(rollout.response.token_ids) for rollout in self.rollouts)
+        return max((len(one.response.token_ids) for one in self.rollouts), default=0)
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,7 @@ class TokenBatch:
     traced_logprobs: list[Tensor] | None = (
         None  # the policy's at each update so far; None: not kept
     )
+    classes: Tensor | None = None  # [T] int64, of tokens that are reported apart
 
     def advantages_per_token(self) -> Tensor:
         """Each position's advantage, that of its sequence; [T]."""
@@ -148,3 +152,4 @@ class Minibatch:
 
     micro_batches: list[TokenBatch]
     denominators: Denominators
+    classes: int = 0  # of tokens that are reported apart; the same on every rank

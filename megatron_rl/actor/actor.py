@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from megatron_rl.actor.fitting import fit_objective
 from megatron_rl.actor.loss_contract import as_megatron_loss
 from megatron_rl.actor.memory import TrainingState
 from megatron_rl.actor.packs import LocalPack, PackCache, check_pack
+from megatron_rl.actor.report import LossReport, report_loss
 from megatron_rl.actor.schedule import learning_rate_at
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.actor.step import UpdateResult, take_step
@@ -33,15 +34,7 @@ from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives.inputs import TokenInputs
 from megatron_rl.objectives.objective import PolicyObjective
 from megatron_rl.objectives.statistics import Statistics
-from megatron_rl.types import Denominators, Minibatch, TokenBatch
-
-
-@dataclass(frozen=True)
-class LossReport:
-    """What the last stage reports of one micro-batch's loss."""
-
-    statistics: Statistics
-    logprobs: Tensor  # [1, t] the policy's
+from megatron_rl.types import Minibatch, TokenBatch
 
 
 class MegatronActor:
@@ -107,7 +100,7 @@ class MegatronActor:
         )
         self.wake_up()
         rate = learning_rate_at(self.updates, self.settings)
-        loss = partial(self._policy_loss, objective, minibatch.denominators)
+        loss = partial(self._policy_loss, objective, minibatch)
         with megatron_runtime():
             for chunk in self.wrapped:
                 chunk.zero_grad_buffer()
@@ -119,7 +112,7 @@ class MegatronActor:
                 forward_only=False,
                 entropy="entropy" in objective.needs,
             )
-            statistics = self._reduce([report.statistics for report in reports])
+            statistics = self._reduce(reports, classes=minibatch.classes)
             self._trace(batches, [report.logprobs for report in reports])
             if power := self.settings.effective_samples_power:
                 rate *= statistics.everything().effective_sample_fraction() ** power
@@ -261,7 +254,7 @@ class MegatronActor:
     def _policy_loss(
         self,
         objective: PolicyObjective,
-        denominators: Denominators,
+        minibatch: Minibatch,
         batch: TokenBatch,
         pack: LocalPack,
         output: Tensor,
@@ -279,9 +272,10 @@ class MegatronActor:
                 entropy=entropy[0] if entropy else None,
             ),
             layout=pack.layout,
-            denominators=denominators,
+            denominators=minibatch.denominators,
         )
-        return result.loss, LossReport(result.statistics, output[:1].detach())
+        classes = minibatch.classes
+        return result.loss, report_loss(result, output[:1], batch=batch, pack=pack, classes=classes)
 
     def _trace(self, micro_batches: Sequence[TokenBatch], local: list[Tensor]) -> None:
         """Keep the policy's log-probs at this update where a batch asks for it; local [1, t]."""
@@ -314,15 +308,15 @@ class MegatronActor:
             dist.broadcast(flat, group=self.topology.pp_group, group_src=self.topology.pp_size - 1)
         return flat
 
-    def _reduce(self, reports: list[Statistics]) -> Statistics:
+    def _reduce(self, reports: list[LossReport], *, classes: int) -> Statistics:
         """Statistics of the whole minibatch on every rank; the last stage has computed them."""
-        total = Statistics.empty(self.topology.device)
+        total = Statistics.empty(self.topology.device, classes=classes)
         if self.topology.is_last_stage:
-            total = reduce(Statistics.merge, reports, total)
+            total = reduce(Statistics.merge, (report.statistics for report in reports), total)
             total = total.all_reduce(self.topology.dp_cp_group)
         if self.topology.pp_size > 1:
-            for part in (total.sums, total.maxima):
-                last = self.topology.pp_size - 1
+            last = self.topology.pp_size - 1
+            for part in total.tensors:
                 dist.broadcast(part, group=self.topology.pp_group, group_src=last)
         return total
 

@@ -1,6 +1,6 @@
 """A whole run's settings, and the rules that concern more than one of them."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -35,6 +35,8 @@ class Config(Section):
 
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 42
     """of everything random; each use derives its own from it"""
+    behavior: Literal["actor", "engine"] = "actor"
+    """whose log-probs of a response are the denominator of its ratios (`docs/policy-lag.md`)"""
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
@@ -108,6 +110,8 @@ class Config(Section):
                 f"eval.every={self.eval.every}: the engine has the present weights every "
                 f"lag.publish_every={every} steps; make eval.every a multiple of it"
             )
+        if self.lag.in_flight is not None:
+            problems += self._in_flight_problems()
         if not 1 <= self.fresh_groups < self.rollout.prompts and self.replay.fresh < 1:
             problems.append(
                 f"replay.fresh={self.replay.fresh} of {self.rollout.prompts} prompts is no number "
@@ -147,6 +151,42 @@ class Config(Section):
         if self.dynamic_sampling.rounds:
             problems.append("dynamic_sampling generates, and offline.rollouts does not; unset one")
         return problems
+
+    def _in_flight_problems(self) -> list[str]:
+        problems = []
+        if self.lag.keeps_cache and self.behavior == "actor":
+            problems.append(
+                "lag.in_flight with cache: keep: later tokens attend to keys and values of older "
+                "weights, so no policy of the actor generated them; set behavior=engine, or "
+                "cache: recompute"
+            )
+        if self.lag.publish_every > 1:
+            problems.append(
+                f"lag.publish_every={self.lag.publish_every} and lag.in_flight both say when the "
+                "engine gets weights; unset one"
+            )
+        problems += [
+            f"rollout.engine.{name}: lag.in_flight needs it off; remove it"
+            for name in ("enable_prefix_caching", "async_scheduling")
+            if self.rollout.engine.get(name)
+        ]
+        if self.dynamic_sampling.rounds or self.offline.rollouts is not None:
+            problems.append(
+                "lag.in_flight generates by itself: neither dynamic_sampling nor offline.rollouts "
+                "can do so too; unset one"
+            )
+        if self.rollout.stop:
+            problems.append(
+                "rollout.stop: a text may begin before weights change and end after it, where "
+                "lag.in_flight would not see it; use rollout.stop_token_ids, or unset one"
+            )
+        return problems
+
+    @property
+    def windows(self) -> int:
+        """Of `lag.in_flight`: the weights that the longest response sees."""
+        every = self.lag.every_tokens
+        return -(-self.rollout.max_response_tokens // every) if every else 1
 
     @property
     def fresh_groups(self) -> int:

@@ -58,6 +58,8 @@ def with_absolute_paths(config: Config) -> Config:
         values[section][key] = absolute(values[section][key])
     for one in values["data"]["mix"].values():
         one["path"] = absolute(one["path"])
+    if isinstance(lags := values["lag"]["batches"], dict) and "trace" in lags:
+        lags["trace"] = absolute(str(lags["trace"]))
     values["eval"]["sets"] = {name: absolute(path) for name, path in config.eval.sets.items()}
     return parse_config(values)
 
@@ -114,7 +116,8 @@ def _explain(item: Any, model: type[BaseModel]) -> str:
         return f"{key}: missing; give it"
     if item["type"] == "value_error" and not key:
         return str(item["ctx"]["error"]).replace("\n", "\n  ")
-    said = item["msg"]  # a pattern in it is as it is: only the first letter becomes small
+    said = item["msg"].removeprefix("Value error, ")
+    # A pattern in it is as it is: only the first letter becomes small.
     return f"{key}={item['input']!r}: {said[:1].lower()}{said[1:]}"
 
 

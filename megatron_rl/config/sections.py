@@ -149,6 +149,8 @@ class RolloutSection(Section):
     are to the whole distribution"""
     max_sequences: Count = 256
     """sequences that one engine generates at once"""
+    mismatch: Literal["none", "bf16", "fp8_e4m3"] = "none"
+    """rounds the weights that the engine is given (`docs/policy-lag.md`)"""
     memory_fraction: Fraction = 0.5
     """of the device's memory that the engine may take, on CUDA"""
     kv_cache_mib: Count = 256

@@ -17,6 +17,7 @@ class GroupBuffer:
 
     schedule: Schedule
     groups: dict[Slot, Group] = field(default_factory=dict)
+    begun: dict[Slot, Group] = field(default_factory=dict)  # under way: generated is 0
 
     def missing(self, step: int) -> list[list[Slot]]:
         """The slots to generate for now, those of one step together."""
@@ -38,6 +39,16 @@ class GroupBuffer:
         for group in groups:
             assert group.slot not in self.groups, f"slot {group.slot} is filled already"
             self.groups[group.slot] = group
+
+    def contents(self) -> list[Group]:
+        """All that is held, for a checkpoint."""
+        return [*self.groups.values(), *self.begun.values()]
+
+    def restore(self, groups: Iterable[Group]) -> None:
+        """Hold what a checkpoint held, and nothing else."""
+        everything = {group.slot: group for group in groups}
+        self.groups = {slot: one for slot, one in everything.items() if one.generated}
+        self.begun = {slot: one for slot, one in everything.items() if not one.generated}
 
     def select(self, step: int) -> list[Group]:
         """What step `step` trains, in order."""

@@ -1,11 +1,19 @@
 """The virtual clock: how old is what a step trains, in steps, versions and updates, not seconds."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.types import Group
+import numpy as np
+
+from megatron_rl.types import Group, Response
+
+
+def token_versions(response: Response) -> np.ndarray:
+    """The version of the weights that generated each token; [L] int64."""
+    starts, versions = zip(*response.versions, strict=True)
+    return np.repeat(versions, np.diff([*starts, len(response.token_ids)]))
 
 
 @dataclass(frozen=True)
@@ -20,15 +28,37 @@ class LagClock:
         """Step `step` begins to train, after `updates` updates."""
         return cls(step, updates)
 
-    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """The realised lag of the trained groups, and how many were trained before."""
+    def metrics(self, groups: Sequence[Group], held: Iterable[Group]) -> dict[str, float]:
+        """The realised lag of the trained groups, how often they were trained, and who waits.
+
+        held: all groups that were held as the step began, the trained ones among them.
+        """
         steps = [self.step - group.generated for group in groups]
-        return {
+        updates = [self.updates - group.updates for group in groups]
+        trained = {group.slot for group in groups}
+        waiting = [group for group in held if not group.trained and group.slot not in trained]
+        metrics = {
             "lag/steps_mean": statistics.fmean(steps),
             "lag/steps_max": max(steps),
-            "lag/updates_mean": statistics.fmean(self.updates - group.updates for group in groups),
+            "lag/updates_mean": statistics.fmean(updates),
+            "lag/updates_max": max(updates),
+            "lag/versions_mean": self._versions_behind(groups),
+            "lag/waiting_groups": len(waiting),
             "replay/fraction": statistics.fmean(group.trained > 0 for group in groups),
+            "replay/most": max(group.trained for group in groups),
         }
+        if waiting:
+            lengths = [len(one.response.token_ids) for group in waiting for one in group.rollouts]
+            metrics["lag/waiting_length_mean"] = statistics.fmean(lengths)
+        for lag in sorted(set(steps)):
+            metrics[f"lag/fraction_of_{lag}"] = steps.count(lag) / len(steps)
+        return metrics
+
+    def _versions_behind(self, groups: Sequence[Group]) -> float:
+        """Mean over tokens of the steps between the weights that made them and the present ones."""
+        responses = [rollout.response for group in groups for rollout in group.rollouts]
+        versions = np.concatenate([token_versions(response) for response in responses])
+        return float(self.step - 1 - versions.mean())
 
     def record(self, groups: Sequence[Group]) -> dict[str, Any]:
         """The step's line of schedule.jsonl; lists have one entry per group, in trained order."""

@@ -92,14 +92,14 @@ class Schedule:
         earliest = max(1, slot.step - self.policy.lag(slot))
         return earliest - (earliest - 1) % self.publish_every
 
-    def due(self, step: int) -> list[Slot]:
-        """The slots of this step and later ones that are filled by now."""
-        ahead = step + self.policy.most + self.publish_every - 1
+    def due(self, step: int, *, ahead: int = 0) -> list[Slot]:
+        """The slots of this step and later ones that are filled by now, or `ahead` steps later."""
+        last = step + ahead + self.policy.most + self.publish_every - 1
         return [
             slot
-            for later in range(step, min(self.steps, ahead) + 1)
+            for later in range(step, min(self.steps, last) + 1)
             for slot in self.slots(later)
-            if self.generation(slot) <= step
+            if self.generation(slot) <= step + ahead
         ]
 
     def select(self, step: int, held: Mapping[Slot, Held]) -> list[Slot]:

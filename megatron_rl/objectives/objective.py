@@ -6,13 +6,16 @@ Shapes: t tokens on this rank, in the order of its SequenceLayout.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.objectives.by_class import sum_by_class
 from megatron_rl.objectives.constraints import apply_constraint
 from megatron_rl.objectives.diagnostics import TokenTerms, compute_statistics
 from megatron_rl.objectives.inputs import TokenInputs
@@ -29,6 +32,7 @@ class ObjectiveResult:
 
     loss: Tensor  # [t] zero off the mask
     statistics: Statistics
+    by_class: Callable[..., Tensor]  # `sum_by_class` of this micro-batch
 
 
 class PolicyObjective(Protocol):
@@ -137,7 +141,11 @@ class Objective:
             entropy = -spec.entropy_coefficient * x.entropy / denominator
         policy_term = -torch.where(layout.mask, term / denominator, 0)
         terms = TokenTerms(log_weight, constrained, policy_term, kl, entropy)
-        return ObjectiveResult(terms.loss, compute_statistics(x, ratios, terms))
+        return ObjectiveResult(
+            terms.loss,
+            compute_statistics(x, ratios, terms),
+            by_class=partial(sum_by_class, x, ratios, constrained),
+        )
 
 
 def token_denominator(

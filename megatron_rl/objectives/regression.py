@@ -4,11 +4,13 @@ Shapes: t tokens on this rank.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.objectives.by_class import sum_by_class
 from megatron_rl.objectives.constraints import Constrained
 from megatron_rl.objectives.diagnostics import TokenTerms, compute_statistics
 from megatron_rl.objectives.inputs import TokenInputs
@@ -66,4 +68,8 @@ class OaplObjective:
             constrained=Constrained(one, one, one.bool()),
             policy=torch.where(layout.mask, loss, 0),
         )
-        return ObjectiveResult(terms.loss, compute_statistics(x, ratios, terms))
+        return ObjectiveResult(
+            terms.loss,
+            compute_statistics(x, ratios, terms),
+            by_class=partial(sum_by_class, x, ratios, terms.constrained),
+        )

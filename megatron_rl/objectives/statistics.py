@@ -43,6 +43,17 @@ BAND_SUMS = (
     "rollout_gap_squared",
     "rollout_tokens",  # tokens that came with the engine's log-probability
 )
+# Of the tokens of a class, in each tenth of the response.
+CLASS_SUMS = (
+    "tokens",
+    "movable",  # with an advantage other than 0
+    "inside",  # of those: the constraint left the weight alone
+    "weight",  # the objective's own, after the constraint, 0 where rejected or A = 0
+    "weight_squared",
+    "log_w",  # S_t / t
+    "log_w_squared",
+    "deviation_squared",  # (rho_t - 1)^2
+)
 MAXIMA = ("log_ratio", "minus_log_ratio", "log_weight", "minus_log_weight", "rollout_gap")
 # Each fault's entry is -(sequence * SEQUENCE + position), so the first one wins.
 FAULTS = {
@@ -78,20 +89,39 @@ class Statistics:
 
     sums: Tensor  # [sum of SIZES] float64: SUMS, [BANDS, BAND_SUMS], [BANDS, BINS]
     maxima: Tensor  # [MAXIMA + FAULTS] float64
+    classes: Tensor | None = None  # [C, tenths, CLASS_SUMS] float64 (`by_class.py`), where asked
 
     @classmethod
-    def empty(cls, device: torch.device | str = "cpu") -> "Statistics":
+    def empty(cls, device: torch.device | str = "cpu", *, classes: int = 0) -> "Statistics":
         """The statistics of no tokens: what merging starts from."""
+        table = None
+        if classes:
+            shape = (classes, DECILES, len(CLASS_SUMS))
+            table = torch.zeros(shape, dtype=torch.float64, device=device)
         sums = torch.zeros(sum(SIZES), dtype=torch.float64, device=device)
-        return cls(sums, sums.new_full((len(MAXIMA) + len(FAULTS),), -torch.inf))
+        return cls(sums, sums.new_full((len(MAXIMA) + len(FAULTS),), -torch.inf), table)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that there is."""
+        return [one for one in (self.sums, self.maxima, self.classes) if one is not None]
 
     def merge(self, other: "Statistics") -> "Statistics":
         """The statistics of both batches together."""
-        return Statistics(self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
+        given = [one for one in (self.classes, other.classes) if one is not None]
+        return Statistics(
+            self.sums + other.sums,
+            torch.maximum(self.maxima, other.maxima),
+            sum(given[1:], given[0]) if given else None,
+        )
 
     def all_reduce(self, group: Group) -> "Statistics":
         """The statistics of all ranks of the group together, on each of them."""
-        return Statistics(reduce_sum(self.sums, group=group), reduce_max(self.maxima, group=group))
+        return Statistics(
+            reduce_sum(self.sums, group=group),
+            reduce_max(self.maxima, group=group),
+            None if self.classes is None else reduce_sum(self.classes, group=group),
+        )
 
     def raise_on_faults(self) -> None:
         """Raise ValueError naming sequence and position if an input was unusable; copies once."""

@@ -117,10 +117,10 @@ def _objective_problems(config: Config, shape: ModelShape | None) -> list[str]:
     behavior = config.offline.behavior
     if behavior != "file":
         problems += _same_shape(behavior, "offline.behavior", "it", config, shape)
-    if name == "sao":
+    if name == "sao" and config.behavior == "actor":
         problems.append(
-            "objective.name=sao takes its ratio to the engine's log-probs, and a run's behavior "
-            "log-probs are the actor's; choose another, as icepop, or use it in your own trainer"
+            "objective.name=sao takes its ratio to the engine's log-probs, and behavior=actor "
+            "means the actor's; set behavior=engine"
         )
     if reference is None:
         return problems

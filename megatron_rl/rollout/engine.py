@@ -1,6 +1,7 @@
 """The seam between training and generation."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -12,6 +13,20 @@ from megatron_rl.types import Prompt, Response, SamplingSettings
 
 Progress = Callable[[int, int], None]  # responses finished here, responses to generate here
 Ended = Callable[[int, Response], None]  # the place of a response among all, and the response
+
+
+@dataclass(frozen=True)
+class Part:
+    """Responses that are generated in parts: what is asked, what is there, how far to go now.
+
+    `sampling.max_tokens` is where a response ends, `tokens` where it pauses.
+    """
+
+    prompts: Sequence[Prompt]
+    samples: int  # to each
+    sampling: SamplingSettings
+    tokens: int
+    begun: Sequence[Response] = ()  # by prompt, then sample; empty before the first time
 
 
 class GenerationStopped(Exception):  # noqa: N818 - no error
@@ -52,6 +67,14 @@ class RolloutEngine(Protocol):
         every rank when an engine fails, hangs, dies or takes too long, and GenerationStopped where
         any was asked to stop.
         """
+        ...
+
+    def extend(self, parts: Sequence[Part], *, keep_cache: bool) -> list[list[Response]]:
+        """Bring the responses of each part to its number of tokens by the present weights."""
+        ...
+
+    def forget(self) -> None:
+        """Let go of the keys and values of all that is under way; it can still go on."""
         ...
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:

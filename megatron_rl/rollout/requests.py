@@ -42,30 +42,42 @@ def sampling_requests(
     Seeds depend on the prompt's index and the sample alone. Without a seed the ranks of one
     engine would draw from different generators and disagree about what was sampled.
     """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
     return [
         SequenceRequest(
             place=position * samples + sample,
             token_ids=prompt.token_ids,
-            params=SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                max_tokens=sampling.max_tokens,
-                seed=derive_seed(sampling.seed, "response", prompt.index, sample),
-                stop_token_ids=list(stop.token_ids),
-                stop=list(stop.texts),
-                ignore_eos=True,  # the stop tokens above are all there are
-                logprobs=0,  # of the sampled token only
-                flat_logprobs=True,
-                detokenize=bool(stop.texts),
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            ),
+            params=sampling_params(sampling, prompt=prompt, sample=sample, stop=stop),
         )
         for position, prompt in prompts
         for sample in range(samples)
     ]
+
+
+def sampling_params(
+    sampling: SamplingSettings,
+    *,
+    prompt: Prompt,
+    sample: int,
+    stop: StopRule,
+    each_step: bool = False,
+) -> Any:
+    """vLLM's SamplingParams of one response; each_step: tokens are told as they are generated."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        max_tokens=sampling.max_tokens,
+        seed=derive_seed(sampling.seed, "response", prompt.index, sample),
+        stop_token_ids=list(stop.token_ids),
+        stop=list(stop.texts),
+        ignore_eos=True,  # the stop tokens above are all there are
+        logprobs=0,  # of the sampled token only
+        flat_logprobs=True,
+        detokenize=bool(stop.texts),
+        output_kind=RequestOutputKind.DELTA if each_step else RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def scoring_requests(sequences: Sequence[Sequence[int]]) -> list[SequenceRequest]:

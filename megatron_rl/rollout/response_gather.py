@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-_FINISH_REASONS = ("stop", "length")
+from megatron_rl.types import FinishReason
+
+_FINISH_REASONS = get_args(FinishReason)
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,7 +20,7 @@ class Generated:
     place: int  # in the order of the whole call
     token_ids: np.ndarray  # [L] int32
     logprobs: np.ndarray  # [L] float32
-    finish_reason: str
+    finish_reason: FinishReason
     text: str
 
 

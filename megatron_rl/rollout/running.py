@@ -16,7 +16,7 @@ from megatron_rl.rollout.process_state import preserved_generators
 from megatron_rl.rollout.requests import SequenceRequest
 
 GRACE = 30.0  # seconds beyond the limit for the step under way and for clearing up
-_STEPS_BETWEEN_LOOKS = 8  # at the clock, which all ranks of an engine read together
+STEPS_BETWEEN_LOOKS = 8  # at the clock, which all ranks of an engine read together
 
 
 def run_requests(
@@ -43,15 +43,15 @@ def run_requests(
     names = {f"{time.monotonic_ns()}-{request.place}": request.place for request in requests}
     try:
         limits = (time_limit + GRACE, stall_limit + GRACE)
-        with preserved_generators(), _ended_without(*limits) as ended:
+        with preserved_generators(), ended_without(*limits) as ended:
             for name, request in zip(names, requests, strict=True):
                 prompt = {"prompt_token_ids": list(request.token_ids)}
                 core.add_request(name, prompt, request.params)
             steps, failure = 0, None
-            while core.has_unfinished_requests():
-                if steps % _STEPS_BETWEEN_LOOKS == 0:
+            while len(finished) < len(requests):
+                if steps % STEPS_BETWEEN_LOOKS == 0:
                     now = time.monotonic()
-                    late, stalled, failed, stopped = _any_rank_of_engine(
+                    late, stalled, failed, stopped = any_rank_of_engine(
                         now - started > time_limit, now - last > stall_limit,
                         failure is not None, should_stop(),
                     )  # fmt: skip
@@ -98,7 +98,7 @@ def _error_of(on_finished: Callable[[int, Any], None], place: int, output: Any) 
     return None
 
 
-def _any_rank_of_engine(*reasons: bool) -> tuple[bool, ...]:
+def any_rank_of_engine(*reasons: bool) -> tuple[bool, ...]:
     """Which reasons to stop any rank of this engine has: all must stop after the same step."""
     from vllm.distributed import get_tp_group
 
@@ -111,13 +111,13 @@ def _any_rank_of_engine(*reasons: bool) -> tuple[bool, ...]:
 
 
 @contextmanager
-def _ended_without(in_all: float, at_once: float) -> Iterator[Callable[[], None]]:
+def ended_without(in_all: float, at_once: float) -> Iterator[Callable[[], None]]:
     """End this process when the block takes longer, or when what it gives is not called for long.
 
     For an engine that does not come back from a step; no Python may run until then.
     """
     since = time.monotonic()
-    ended_after = threading.Event()
+    is_over = threading.Event()
 
     def ended() -> None:
         nonlocal since
@@ -125,7 +125,7 @@ def _ended_without(in_all: float, at_once: float) -> Iterator[Callable[[], None]
 
     def watch() -> None:
         began = since
-        while not ended_after.wait(min(1.0, at_once / 10)):
+        while not is_over.wait(min(1.0, at_once / 10)):
             now = time.monotonic()
             if now - began > in_all or now - since > at_once:
                 sys.stderr.write(
@@ -140,4 +140,4 @@ def _ended_without(in_all: float, at_once: float) -> Iterator[Callable[[], None]
     try:
         yield ended
     finally:
-        ended_after.set()
+        is_over.set()

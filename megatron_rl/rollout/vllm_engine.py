@@ -16,11 +16,13 @@ from torch import Tensor
 from megatron_rl.distributed.agreement import raise_together, sum_over_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.distributed.unequal_work import UnequalWork
-from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes
+from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.push import Resharder, ReshardSettings, SyncStats, WeightHolder
-from megatron_rl.rollout.engine import Ended, GenerationStopped, Progress
+from megatron_rl.rollout.engine import Ended, GenerationStopped, Part, Progress
 from megatron_rl.rollout.finished import FinishedResponses, load_tokenizer
+from megatron_rl.rollout.in_flight import InFlight, as_generated, asked_of_engine, extended
+from megatron_rl.rollout.incoming import Mismatch, check_tensors, round_tensors
 from megatron_rl.rollout.process_state import preserved_generators
 from megatron_rl.rollout.requests import (
     SequenceRequest,
@@ -28,9 +30,9 @@ from megatron_rl.rollout.requests import (
     sampling_requests,
     scoring_requests,
 )
-from megatron_rl.rollout.response_gather import gather_responses, gather_seconds
+from megatron_rl.rollout.response_gather import Generated, gather_responses, gather_seconds
 from megatron_rl.rollout.running import GRACE, run_requests
-from megatron_rl.rollout.starting import start_vllm
+from megatron_rl.rollout.starting import check_expert_parallel, fixed_arguments, start_vllm
 from megatron_rl.rollout.stopping import find_stop_rule
 from megatron_rl.types import Prompt, Response, SamplingSettings
 
@@ -49,6 +51,8 @@ class VllmEngine:
         on every rank.
     stall_limit: seconds in which it finishes no response, likewise.
     stop_token_ids, stop: tokens and texts that end a response, besides those of the model's files.
+    mismatch: how weights are rounded on their way in, to study what a gap to the actor does.
+    in_flight: whether `extend` will be called.
     resharding: how weights are moved and verified.
     further_arguments: of vLLM's LLM, those that `engine_argument_problems` has no word against.
     """
@@ -70,6 +74,8 @@ class VllmEngine:
         stall_limit: float = 1800.0,
         stop_token_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
+        mismatch: Mismatch = "none",
+        in_flight: bool = False,
         resharding: ReshardSettings | None = None,
         further_arguments: Mapping[str, Any] | None = None,
     ) -> None:
@@ -79,10 +85,11 @@ class VllmEngine:
         self.layout = EngineLayout(tensor, topology.world_size, expert_parallel)
         self.layout.check(self.shape)
         on_cuda = topology.device.type == "cuda"
-        _check_expert_parallel(expert_parallel, on_cuda=on_cuda)
+        check_expert_parallel(expert_parallel, on_cuda=on_cuda)
         self.dtype, self.topology, self.max_model_len = dtype, topology, max_model_len
         self.time_limit, self.stall_limit = time_limit, stall_limit
         self.should_stop: Callable[[], bool] = lambda: False  # the run is to end
+        self.mismatch: Mismatch = mismatch
         self._version, self._asleep = -1, False
         self._engine_seconds = [0.0] * topology.world_size  # by rank
         self.on_step: Callable[[], object] = lambda: None  # and while waiting for other engines
@@ -96,23 +103,19 @@ class VllmEngine:
         arguments: dict[str, Any] = {
             "model": str(model_folder),
             "skip_tokenizer_init": not stop,
-            "load_format": "dummy",
             "dtype": str(dtype).removeprefix("torch."),
             "seed": seed,
             "tensor_parallel_size": tensor,
             "enable_expert_parallel": expert_parallel,
-            "distributed_executor_backend": "external_launcher",
-            "logprobs_mode": "processed_logprobs",
             "max_model_len": max_model_len,
             "max_num_seqs": max_sequences,
-            "max_num_batched_tokens": max(max_model_len, 8192 if on_cuda else 2048),
             "kv_cache_memory_bytes": kv_cache_bytes,
             "gpu_memory_utilization": memory_fraction,
-            "enable_sleep_mode": on_cuda,
-            "enforce_eager": not on_cuda,
-            **({} if on_cuda else {"block_size": 32, "enable_chunked_prefill": False}),
+            **fixed_arguments(max_model_len, on_cuda=on_cuda, in_flight=in_flight),
         }
         self._llm = start_vllm(topology, arguments | dict(further_arguments or {}))
+        most = max_sequences if on_cuda else None
+        self._in_flight = InFlight(self._llm.llm_engine, self._stop, most=most)
 
     def describe_stop(self) -> str:
         """What ends a response, for the person who starts the run."""
@@ -146,11 +149,7 @@ class VllmEngine:
         up (TimeoutError): the error itself on its ranks, RuntimeError on the others;
         RankTimeoutError when a rank hangs or dies.
         """
-        check_prompts(
-            prompts,
-            vocab_size=self.shape.vocab_size,
-            longest=self.max_model_len - sampling.max_tokens,
-        )
+        self._check_prompts(prompts, sampling)
         engines = self.topology.world_size // self.layout.tensor
         engine = self.topology.rank // self.layout.tensor
         mine = list(enumerate(prompts))[engine::engines]
@@ -164,16 +163,55 @@ class VllmEngine:
             on_progress=self._work.telling(on_progress),
             on_response=on_response,
         )
+
+        def run() -> list[Generated]:
+            # What an earlier call left cached would change roundings: a call depends on its
+            # arguments and the weights alone, or a resumed run would differ in the last bits.
+            if not self._in_flight.paused:
+                self._llm.reset_prefix_cache()
+            requests = sampling_requests(mine, samples=samples, sampling=sampling, stop=self._stop)
+            self._run(requests, on_finished=kept.take)
+            return kept.own
+
+        everything = self._on_all_ranks(run)
+        assert [each.place for each in everything] == list(range(len(prompts) * samples))
+        return [kept.response(each) for each in everything]
+
+    def extend(self, parts: Sequence[Part], *, keep_cache: bool) -> list[list[Response]]:
+        """Bring the responses of each part to its number of tokens by the present weights.
+
+        All on every rank, in their parts' order. `keep_cache`: what goes on next time keeps its
+        keys and values, also over a push; otherwise they are computed anew. Collective; raises as
+        `generate` does, and then nothing is under way any more.
+        """
+        for part in parts:
+            self._check_prompts(part.prompts, part.sampling)
+        engines = self.topology.world_size // self.layout.tensor
+        engine, rank = divmod(self.topology.rank, self.layout.tensor)
+        asked = asked_of_engine(parts, engine=engine, engines=engines)
+
+        def run() -> list[Generated]:
+            own, limit = [each[1:] for each in asked], self.time_limit
+            live = self._in_flight.run(own, time_limit=limit, on_step=self.on_step)
+            if not keep_cache:
+                self._in_flight.forget()
+            return [
+                as_generated(place, live[key], self._tokenizer)
+                for place, key, *_ in asked
+                if place % self.layout.tensor == rank
+            ]
+
+        return extended(parts, self._on_all_ranks(run), version=self._version)
+
+    def _on_all_ranks(self, run: Callable[[], list[Generated]]) -> list[Generated]:
+        """What `run` generates on each rank, on all; an error of one is raised on every one."""
+        own: list[Generated] = []
         self._work.begin()
         error: Exception | None = None
         start = time.perf_counter()
         try:
             self._require_weights()
-            # What an earlier call left cached would change roundings: a call depends on its
-            # arguments and the weights alone, or a resumed run would differ in the last bits.
-            self._llm.reset_prefix_cache()
-            requests = sampling_requests(mine, samples=samples, sampling=sampling, stop=self._stop)
-            self._run(requests, on_finished=kept.take)
+            own = run()
         except Exception as found:  # noqa: BLE001 - the others must not wait, whatever it is
             error = found
         seconds = time.perf_counter() - start
@@ -183,9 +221,11 @@ class VllmEngine:
         if sum_over_ranks(int(stopped), doing=doing):
             raise GenerationStopped
         self._engine_seconds = gather_seconds(seconds, device=self.topology.device)
-        everything = gather_responses(kept.own, device=self.topology.device)
-        assert [each.place for each in everything] == list(range(len(prompts) * samples))
-        return [kept.response(each) for each in everything]
+        return gather_responses(own, device=self.topology.device)
+
+    def forget(self) -> None:
+        """Let go of the keys and values of all that is under way; it can still go on."""
+        self._in_flight.forget()
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Log-probs of each sequence's tokens from the second on, [length - 1] float32.
@@ -207,8 +247,8 @@ class VllmEngine:
         return self._resharder.push(actor, version=version)
 
     def check_idle(self) -> None:
-        """RuntimeError while requests are running: their cached keys would mix two versions."""
-        if self._llm.llm_engine.has_unfinished_requests():
+        """RuntimeError while requests run; paused ones go on with other weights."""
+        if self._in_flight.is_running:
             raise RuntimeError("the engine is generating; push weights between calls")
 
     def receive(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> float:
@@ -219,7 +259,7 @@ class VllmEngine:
         After any error the engine refuses to generate until a push succeeds.
         """
         request = {
-            "weights": self._checked(weights),
+            "weights": round_tensors(check_tensors(weights, self.shape), self.mismatch),
             "expected": self.layout.parameter_shapes(self.shape, rank=self.topology.rank),
             "tied_embeddings": self.shape.tied_embeddings,
         }
@@ -237,7 +277,7 @@ class VllmEngine:
         After any error the engine refuses to generate until a push succeeds.
         """
         # The order matters:
-        #   1. no request may be running: its cached keys would mix two versions;
+        #   1. no request may be running, unless it was paused for other weights to go on with it;
         #   2. wake the weights' memory only, so that cached keys do not compete with the update;
         #   3. write: vLLM's own loaders cut, merge and repack, or slices go straight in;
         #   4. wake the memory for keys and values;
@@ -253,7 +293,7 @@ class VllmEngine:
                 self._llm.wake_up(tags=["kv_cache"])
                 self._asleep = False
             start = time.perf_counter()
-            if self._llm.reset_prefix_cache() is not True:
+            if not self._in_flight.paused and self._llm.reset_prefix_cache() is not True:
                 raise RuntimeError("vLLM did not reset its prefix cache after a weight update")
         self._version = version
         return time.perf_counter() - start
@@ -264,9 +304,12 @@ class VllmEngine:
         On CPU vLLM repacks them. Experts are left to vLLM's loaders, whose kernels may reorder
         them.
         """
-        if self.topology.device.type != "cuda" or self.shape.experts is not None:
+        rounded = self.mismatch != "none"  # whole tensors, on the way to the loaders
+        if self.topology.device.type != "cuda" or self.shape.experts is not None or rounded:
             return None
-        found: Mapping[str, Tensor] = self._llm.apply_model(_parameters_of)[0]
+        found: Mapping[str, Tensor] = self._llm.apply_model(
+            lambda model: dict(model.named_parameters())
+        )[0]
         expected = self.layout.parameter_shapes(self.shape, rank=self.topology.rank)
         if self.shape.tied_embeddings:
             expected.pop("lm_head.weight")  # the same parameter, listed once
@@ -282,48 +325,26 @@ class VllmEngine:
 
     def sleep(self) -> None:
         """Free the device memory of weights and cache; the next push brings the weights back."""
+        if self._in_flight.paused:
+            return  # their keys and values lie in that memory
         if self.topology.device.type == "cuda" and not self._asleep:
             self._llm.sleep(level=2)
             self._asleep = True
             self._version = -1
 
+    def _check_prompts(self, prompts: Sequence[Prompt], sampling: SamplingSettings) -> None:
+        most = self.max_model_len - sampling.max_tokens
+        check_prompts(prompts, vocab_size=self.shape.vocab_size, longest=most)
+
     def _require_weights(self) -> None:
         if self._version < 0:
             raise RuntimeError("the engine has no valid weights; push them before generating")
-
-    def _checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        missing = tensor_shapes(self.shape)
-        for name, tensor in weights:
-            size = missing.pop(name, None)
-            if size is None:
-                raise ValueError(f"{name} was pushed twice or is not a weight of the model")
-            if tuple(tensor.shape) != size:
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the model says {size}")
-            yield name, tensor
-        if missing:
-            raise ValueError(f"weights were not pushed: {sorted(missing)}")
 
     def _run(
         self, requests: Sequence[SequenceRequest], *, on_finished: Callable[[int, Any], None]
     ) -> None:
         run_requests(
-            self._llm.llm_engine,
-            requests,
-            time_limit=self.time_limit,
-            stall_limit=self.stall_limit,
-            on_finished=on_finished,
-            on_step=self.on_step,
+            self._llm.llm_engine, requests, time_limit=self.time_limit,
+            stall_limit=self.stall_limit, on_finished=on_finished, on_step=self.on_step,
             should_stop=self.should_stop,
-        )
-
-
-def _check_expert_parallel(asked: bool, *, on_cuda: bool) -> None:
-    if asked and not on_cuda:
-        raise ValueError(
-            "an expert parallel engine (rollout.expert_parallel) needs CUDA: vLLM's kernel for "
-            "experts on CPU takes a slice of every expert; set it to false"
-        )
-
-
-def _parameters_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_parameters())
+        )  # fmt: skip

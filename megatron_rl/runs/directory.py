@@ -249,17 +249,20 @@ class RunDirectory:
         *,
         advantages: Sequence[float],
         behavior_logprobs: Sequence[np.ndarray | None],
+        lag: Sequence[int] | None = None,
         folder: Path | None = None,
     ) -> None:
         """Keep one step's rollouts: texts, token ids, rewards, log-probs, weight versions.
 
-        Behavior log-probs are null where they were not computed. folder: elsewhere than in
+        Behavior log-probs are null where they were not computed. lag: steps since each rollout's
+        generation. folder: elsewhere than in
         `rollouts/`; made where it is missing.
         """
         folder = folder or self.rollouts
         folder.mkdir(exist_ok=True)
         table = _rollout_table(rollouts)
         table = table.append_column("advantage", pa.array(advantages, pa.float32()))
+        table = table.append_column("lag", pa.array(lag or [0] * len(rollouts), pa.int32()))
         table = table.append_column(
             "behavior_logprobs", pa.array(behavior_logprobs, pa.list_(pa.float32()))
         )
@@ -316,12 +319,21 @@ def _rollout_table(rollouts: Sequence[Rollout]) -> pa.Table:
             "extracted": column(lambda r: r.verdict.extracted, pa.string()),
             "finish_reason": column(lambda r: r.response.finish_reason, pa.string()),
             "weight_version": column(lambda r: r.response.weight_version, pa.int64()),
+            "weight_versions": column(_version_ranges, VERSIONS),
             "token_ids": column(lambda r: r.response.token_ids, pa.list_(pa.int32())),
             "rollout_logprobs": column(
                 lambda r: r.response.rollout_logprobs, pa.list_(pa.float32())
             ),
         }
     )
+
+
+VERSIONS = pa.list_(pa.struct({"token": pa.int32(), "version": pa.int64()}))
+
+
+def _version_ranges(rollout: Rollout) -> list[dict[str, int]]:
+    """The first token of each range that one version of the weights generated."""
+    return [{"token": token, "version": version} for token, version in rollout.response.versions]
 
 
 def _flatten(values: dict, prefix: str = "") -> dict[str, object]:

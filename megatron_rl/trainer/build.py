@@ -30,6 +30,7 @@ from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.faults import Faults
+from megatron_rl.trainer.in_flight import InFlightGeneration
 from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.learning_check import describe_slow_packs
 from megatron_rl.trainer.loop import Trainer
@@ -174,6 +175,7 @@ def _build_trainer(
         prompts=prompts.training,
         order=prompts.order,
         buffer=buffer,
+        in_flight=_build_in_flight(config, engine, actor, judge, prompts, buffer),
         evaluator=Evaluator(config, engine, judge, prompts.evaluation, recorder, console),
         checkpoints=checkpoints,
         done=done,
@@ -202,6 +204,20 @@ def _start_engine(
     engine.should_stop = lambda: interruption.received is not None
     console.say(engine.describe_stop())
     return engine
+
+
+def _build_in_flight(
+    config: Config,
+    engine: VllmEngine,
+    actor: MegatronActor,
+    judge: Judge,
+    prompts: PromptSets,
+    buffer: GroupBuffer,
+) -> InFlightGeneration | None:
+    """What generates where weights change under generations; None where they do not."""
+    if config.lag.in_flight is None:
+        return None
+    return InFlightGeneration(config, engine, actor, judge, prompts.training, prompts.order, buffer)
 
 
 def _start_verifiers(pool: VerifierPool, prompt: Prompt) -> None:
@@ -238,6 +254,8 @@ def build_engine(config: Config, topology: Topology) -> VllmEngine:
         further_arguments=config.rollout.engine,
         stop_token_ids=config.rollout.stop_token_ids,
         stop=config.rollout.stop,
+        mismatch=config.rollout.mismatch,
+        in_flight=config.lag.in_flight is not None,
         resharding=ReshardSettings(
             bucket_bytes=config.resharding.bucket_mib * 2**20,
             full_check_every=config.resharding.full_check_every,

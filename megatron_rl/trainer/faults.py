@@ -38,6 +38,7 @@ class Faults:
                         batch.rollouts,
                         advantages=batch.advantages.flatten().tolist(),
                         behavior_logprobs=batch.behavior_logprobs,
+                        lag=batch.lag(step),
                         folder=self.directory.faults,
                     )
                 with (self.directory.faults / "faults.jsonl").open("a") as file:

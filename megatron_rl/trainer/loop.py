@@ -26,6 +26,7 @@ from megatron_rl.trainer.dynamic_sampling import Answers, DynamicSampling
 from megatron_rl.trainer.engine_check import check_engine
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.faults import Faults
+from megatron_rl.trainer.in_flight import InFlightGeneration
 from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.metrics import PhaseClock
 from megatron_rl.trainer.offline import OfflineRollouts
@@ -57,6 +58,7 @@ class Trainer:
     prompts: Sequence[Prompt]
     order: PromptOrder | PromptMix
     buffer: GroupBuffer
+    in_flight: InFlightGeneration | None  # only where weights change under generations
     evaluator: Evaluator
     checkpoints: CheckpointKeeper
     done: int  # steps before this start; the actor is as they left it
@@ -110,7 +112,8 @@ class Trainer:
             self.self_tests.before_updates(step, batch)
             epochs = self.config.trainer.epochs
             for epoch, minibatch in under_way.remaining(batch.minibatches, epochs=epochs):
-                self.checkpoints.end_if_interrupted(self.actor)
+                if self.resumes_inside:
+                    self.checkpoints.end_if_interrupted(self.actor)
                 rule = None if self.reuse is None else self.reuse.rule(epoch)
                 result = self.actor.update(minibatch, self.objective, rule=rule)
                 updates.add(result, epoch=epoch)
@@ -129,12 +132,20 @@ class Trainer:
             eval_metrics = self.evaluator.evaluate_if_due(step)
 
         with self.clock.phase("record"):
-            metrics = {**under_way.generated, **batch.metrics(), **clock.metrics(batch.groups)}
+            metrics = {**under_way.generated, **batch.metrics()}
+            metrics |= clock.metrics(batch.groups, self.buffer.groups.values())
             metrics |= updates.metrics() | sync_metrics | eval_metrics
             self.recorder.record({"step": step} | metrics, batch, clock.record(batch.groups))
         with self.clock.phase("checkpoint"):
             self.buffer.release(step)
             self.checkpoints.finish(step)
+            if self.in_flight is not None and self.checkpoints.saved == step:
+                self.engine.forget()  # a run that continues from here has no cache either
+
+    @property
+    def resumes_inside(self) -> bool:
+        """Whether a step may end between two updates, and needs nothing of the policy before."""
+        return self.in_flight is None and self.config.behavior == "actor"
 
     def begin(self, step: int, fresh: Sequence[RolloutBatch], batch: RolloutBatch) -> StepUnderWay:
         """From here on nothing that step `step` has generated or trained is lost."""
@@ -144,7 +155,8 @@ class Trainer:
             )
             new = StepUnderWay(step, self.actor.updates, generated, batch)
             under_way = self.checkpoints.begin(new)
-            self.recorder.keep_generated(under_way, fresh, layout=self.actor.layout)
+            if self.in_flight is None:  # else a checkpoint alone has what is under way beside it
+                self.recorder.keep_generated(under_way, fresh, layout=self.actor.layout)
         return under_way
 
     def collect(self, step: int) -> list[RolloutBatch]:
@@ -153,15 +165,37 @@ class Trainer:
         Behavior log-probs are computed here, while the actor still is the policy that generated,
         however much later they are trained on.
         """
+        if self.in_flight is not None and self.checkpoints.under_way is None:
+            return self.collect_in_flight(self.in_flight, step)
         with self.clock.phase("rollout"):
             missing, spare = self.buffer.missing(step), self.buffer.spare(step)
         fresh = [batch for slots in missing for batch in self.generate(slots, spare, step)]
         with self.clock.phase("behavior"):
             self.engine.sleep()  # its memory is training's until the push wakes it up
             scorer = self.actor if self.offline is None else self.offline.scorer
-            if scorer is not None:  # else a file has them
-                for batch in fresh:
+            for batch in fresh:
+                if self.config.behavior == "engine":
+                    batch.freeze_engine_logprobs()
+                elif scorer is not None:  # else a file has them
                     batch.freeze_behavior_logprobs(scorer)
+        return fresh
+
+    def collect_in_flight(self, under_way: InFlightGeneration, step: int) -> list[RolloutBatch]:
+        """The same, where these weights generate only the next tokens of what is under way."""
+        with self.clock.phase("rollout"):
+            under_way.advance(step)
+        with self.clock.phase("behavior"):
+            self.engine.sleep()
+            if self.config.behavior == "actor":
+                under_way.freeze_new_tokens()
+        with self.clock.phase("reward"):
+            finished = under_way.finish(step)
+        with self.clock.phase("pack"):
+            seconds = tuple(self.engine.engine_seconds)
+            fresh = [self.pack(groups, engine_seconds=seconds) for groups in finished]
+            if self.config.behavior == "engine":
+                for batch in fresh:
+                    batch.freeze_engine_logprobs()
         return fresh
 
     def generate(self, slots: Sequence[Slot], spare: list[Slot], step: int) -> list[RolloutBatch]:
@@ -225,6 +259,10 @@ class Trainer:
             self.buffer.hold(group for batch in fresh for group in batch.groups)
             groups = self.buffer.select(step)
             batch = next((one for one in fresh if one.groups == groups), None) or self.pack(groups)
+            batch.report_by_lag(step)
+        if self.config.behavior == "engine" and "rollout_logprobs" in self.objective.needs:
+            with self.clock.phase("behavior"):
+                batch.center_on(self.actor)
         if self.reference is not None:
             with self.clock.phase("reference"):
                 batch.freeze_reference_logprobs(self.reference)
@@ -258,6 +296,7 @@ class Trainer:
             seed=derive_seed(self.config.seed, "engine check"),
             tokens_per_micro_batch=self.config.trainer.tokens_per_micro_batch,
             max_tokens=min(32, self.config.rollout.max_response_tokens),
+            rounded=self.config.rollout.mismatch != "none",
         )
 
     def push_weights(self, *, version: int) -> dict[str, float]:

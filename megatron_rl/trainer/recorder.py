@@ -111,6 +111,7 @@ class Recorder:
                 batch.rollouts,
                 advantages=batch.advantages.flatten().tolist(),
                 behavior_logprobs=batch.behavior_logprobs,
+                lag=batch.lag(int(metrics["step"])),
             )
             self.directory.write_traces(int(metrics["step"]), traces)
         self.log.append(metrics)

@@ -23,6 +23,7 @@ from megatron_rl.config import AdvantageSection, Config
 from megatron_rl.data.packing import gather_by_rollout, plan_minibatches, scatter_to_packs
 from megatron_rl.distributed.collectives import reduce_sum
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.lag.clock import token_versions
 from megatron_rl.objectives import PolicyObjective
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, UNPARSABLE_TRUTH
 from megatron_rl.trainer.shaping import is_masked, shape_reward
@@ -38,6 +39,8 @@ class RolloutBatch:
     computed: list[bool]  # [N] rollouts that are in packs
     minibatches: list[Minibatch]  # this data-parallel rank's packs
     topology: Topology
+    is_exact: bool = False  # ratios are 1 until the first update: to the policy, on these packs
+    lags: tuple[int, ...] = ()  # versions behind, of the classes that tokens are reported in
     engine_seconds: Sequence[float] = ()  # of each engine, where the groups were just generated
     traced: Sequence[int] = ()  # places of the rollouts whose log-probs every update keeps
     shaped: Sequence[float] = ()  # [N] rewards that are trained on
@@ -58,6 +61,10 @@ class RolloutBatch:
         """[N] of every rollout's response tokens; None where they were not computed."""
         return [row for group in self.groups for row in group.behavior_logprobs]
 
+    def lag(self, step: int) -> list[int]:
+        """[N] steps between each rollout's generation and step `step`."""
+        return [step - group.generated for group in self.groups for _ in group.rollouts]
+
     @property
     def packs(self) -> list[TokenBatch]:
         """This data-parallel rank's micro-batches of all minibatches, in order."""
@@ -69,6 +76,7 @@ class RolloutBatch:
         On the very packs that training will use, if it trains these groups together: the first
         minibatch then sees a ratio of exactly 1. The pass also measures the entropy.
         """
+        self.is_exact = True
         scored = actor.compute_logprobs_and_entropies(self.packs)
         for pack, (logprobs, _) in zip(self.packs, scored, strict=True):
             pack.behavior_logprobs = logprobs
@@ -86,6 +94,49 @@ class RolloutBatch:
             )
             for group in self.groups
         ]
+
+    def freeze_engine_logprobs(self) -> None:
+        """Take the engine's own log-probs as those of the behavior policy."""
+        for pack in self.packs:
+            pack.behavior_logprobs = pack.rollout_logprobs
+        self.groups = [
+            replace(
+                group,
+                behavior_logprobs=tuple(
+                    np.asarray(rollout.response.rollout_logprobs, np.float32)
+                    for rollout in group.rollouts
+                ),
+            )
+            for group in self.groups
+        ]
+
+    def center_on(self, actor: MegatronActor) -> None:
+        """Take ratios to the policy before this step's first update (decoupled objectives).
+
+        The objective's correction leads from the engine's log-probs, which the groups keep, to it.
+        """
+        self.is_exact = True
+        for pack, logprobs in zip(self.packs, actor.compute_logprobs(self.packs), strict=True):
+            pack.behavior_logprobs = logprobs
+
+    def report_by_lag(self, step: int) -> None:
+        """Have the updates report tokens apart by how many versions they are behind `step`.
+
+        Nothing where none is behind, as without lag.
+        """
+        responses = [rollout.response for rollout in self.rollouts]
+        versions = {version for one in responses for _, version in one.versions}
+        self.lags = tuple(sorted(step - 1 - version for version in versions))
+        if self.lags == (0,):
+            return
+        rows = [
+            np.searchsorted(self.lags, step - 1 - token_versions(one)).astype(np.float32)
+            for one in responses
+        ]
+        for pack, values in zip(self.packs, scatter_to_packs(self.packs, rows), strict=True):
+            pack.classes = values.long()
+        for minibatch in self.minibatches:
+            minibatch.classes = len(self.lags)
 
     def freeze_reference_logprobs(self, reference: ReferencePolicy) -> None:
         """Log-probs of the same tokens under the reference policy, for a KL term."""
@@ -237,8 +288,8 @@ def build_rollout_batch(
         computed,
         minibatches,
         topology,
-        engine_seconds,
-        traced,
+        engine_seconds=engine_seconds,
+        traced=traced,
         shaped=[shape_reward(rollout, config) for rollout in rollouts],
         masked=[not one for one in counted],
     )

@@ -143,8 +143,7 @@ class CheckpointKeeper:
         with raised_together(doing=f"reading the rollouts that are held after step {step}"):
             held = folders.folder(step) / HELD
             if self.buffer is not None:
-                groups = read_groups(held) if held.is_file() else []
-                self.buffer.groups = {group.slot: group for group in groups}
+                self.buffer.restore(read_groups(held) if held.is_file() else [])
             under_way = folders.folder(step) / UNDER_WAY
             self.under_way = (
                 StepUnderWay.load(under_way, device=actor.topology.device)
@@ -270,8 +269,8 @@ class CheckpointKeeper:
         with raised_together(doing=doing):
             if self.rank == 0:
                 folders.begin(step)
-                if self.buffer is not None and self.buffer.groups:
-                    write_groups(folders.partial(step) / HELD, self.buffer.groups.values())
+                if self.buffer is not None and (held := self.buffer.contents()):
+                    write_groups(folders.partial(step) / HELD, held)
                 if state is not None:
                     torch.save(state, folders.partial(step) / UNDER_WAY)
                 if self.reuse is not None:

@@ -30,9 +30,13 @@ class StepUnderWay:
     updates: UpdateMetrics = field(default_factory=UpdateMetrics)
     traces: Mapping[int, np.ndarray] = field(default_factory=dict)  # of the batch that was saved
 
+    def __post_init__(self) -> None:
+        if self.batch is not None:
+            self.updates.lags = self.batch.lags
+
     def take(self, batch: RolloutBatch) -> None:
         """Go on with the batch, packed again, of the updates that are done."""
-        self.batch = batch
+        self.batch, self.updates.lags = batch, batch.lags
         restore_traces(batch.packs, self.traces)
 
     def remaining(
@@ -57,6 +61,7 @@ class StepUnderWay:
             "epochs": self.updates.epochs,
             "results": [
                 {"sums": one.statistics.sums.cpu(), "maxima": one.statistics.maxima.cpu(),
+                 "classes": None if (known := one.statistics.classes) is None else known.cpu(),
                  "grad_norm": one.grad_norm, "learning_rate": one.learning_rate,
                  "skipped": one.skipped, "stopped": one.stopped}
                 for one in self.updates.results
@@ -70,7 +75,12 @@ class StepUnderWay:
         state: dict[str, Any] = torch.load(file, weights_only=True)
         results = [
             UpdateResult(
-                Statistics(one.pop("sums").to(device), one.pop("maxima").to(device)), **one
+                Statistics(
+                    one.pop("sums").to(device),
+                    one.pop("maxima").to(device),
+                    None if (known := one.pop("classes")) is None else known.to(device),
+                ),
+                **one,
             )
             for one in state["results"]
         ]

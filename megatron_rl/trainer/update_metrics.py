@@ -7,6 +7,7 @@ from functools import reduce
 
 from megatron_rl.actor.step import UpdateResult
 from megatron_rl.objectives import Statistics
+from megatron_rl.objectives.by_class import class_metrics
 
 # What is kept for each epoch of reuse: of the whole rollout batch, and in every tenth of t/L.
 BY_EPOCH = ("gate/", "ratio/", "weight/effective_sample_fraction", "rollout_gap/")
@@ -22,6 +23,7 @@ class UpdateMetrics:
 
     results: list[UpdateResult] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)  # of each result, from 1
+    lags: Sequence[int] = ()  # of the classes that results report apart
 
     @property
     def count(self) -> int:
@@ -66,6 +68,23 @@ class UpdateMetrics:
             own = [result for result, of in pairs if of == epoch and result.done]
             values = _merge(own).to_metrics() if own else {}
             metrics |= {f"epoch_{epoch}/{k}": v for k, v in values.items() if _is_by_epoch(k)}
+            metrics |= self._by_lag(own, epoch=epoch)
+        return metrics
+
+    def _by_lag(self, results: Sequence[UpdateResult], *, epoch: int) -> dict[str, float]:
+        """One epoch's tokens by how old they are: all together, and in every tenth of t/L."""
+        tables = [r.statistics.classes for r in results if r.statistics.classes is not None]
+        metrics: dict[str, float] = {}
+        if tables:
+            total = sum(tables[1:], tables[0]).cpu()
+            for lag, tenths in zip(self.lags, total, strict=True):
+                parts = {"": tenths.sum(dim=0)}
+                parts |= {f"by_fraction/{(d + 1) / 10:.1f}/": row for d, row in enumerate(tenths)}
+                for part, sums in parts.items():
+                    metrics |= {
+                        f"epoch_{epoch}/lag_{lag}/{part}{key}": value
+                        for key, value in class_metrics(sums).items()
+                    }
         return metrics
 
 

@@ -81,6 +81,26 @@ def test_every_error_comes_at_once_with_the_nearest_key(tmp_path):
         (MINIMAL, ["rollout.memory_fraction=0"], "rollout.memory_fraction=0: input should be gre"),
         (MINIMAL, ["rollout.responses_per_prompt=1"], "rollout.responses_per_prompt=1"),
         (MINIMAL, ["run.name=a/b"], "'^[A-Za-z0-9][A-Za-z0-9._-]*$'"),  # capitals as they are
+        (MINIMAL, ["lag.in_flight=8"], "set behavior=engine, or cache: recompute"),
+        (MINIMAL, ["lag.in_flight=0"], "lag.in_flight=0: give a number of tokens from 1"),
+        (MINIMAL, ["lag.in_flight={every_tokens: 8, cache: drop}"], "or cache: recompute"),
+        (
+            MINIMAL,
+            ["behavior=engine", "lag.in_flight=8", "lag.publish_every=2"],
+            "lag.publish_every=2 and lag.in_flight both say when",
+        ),
+        (
+            MINIMAL,
+            ["behavior=engine", "lag.in_flight=8", "rollout.stop=[x]"],
+            "rollout.stop: a text may begin before weights change",
+        ),
+        (
+            MINIMAL,
+            ["eval.sets={a: b}", "eval.every=5", "lag.publish_every=2"],
+            "eval.every=5: the engine has the present weights every lag.publish_every=2",
+        ),
+        (MINIMAL, ["replay.capacity=2"], "nothing is drawn again while replay.fresh is 1"),
+        (MINIMAL, ["replay={fresh: 0.001, capacity: 9}"], "is no number of groups between"),
         (MINIMAL, ["seed"], "not of the form key=value"),
         ("- a\n- b\n", [], "must hold a mapping"),
         ("a: [\n", [], "not valid YAML"),

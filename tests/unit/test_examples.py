@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import load_config
+from megatron_rl.lag.build import build_schedule
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives import build_objective
 from megatron_rl.preflight.layout import layout_problems
@@ -49,6 +50,28 @@ SHAPES = {
 }  # fmt: skip
 
 
+# Each regime of the tiny task by what distinguishes it from the quickstart.
+REGIMES = {
+    "one_epoch": {"trainer", "eval", "optimizer"},
+    "four_epochs": set(),
+    "queue": {"lag"},
+    "replay": {"replay"},
+    "in_flight": {"behavior", "lag"},
+    "mismatch": {"rollout", "objective"},
+}
+
+
+@pytest.mark.parametrize("name", REGIMES)
+def test_a_regime_is_the_quickstart_but_for_what_defines_it(name):
+    quickstart, regime = (load_config(EXAMPLES / f"{one}.yaml") for one in ("quickstart", name))
+    one, other = quickstart.model_dump(), regime.model_dump()
+    assert {key for key in one if one[key] != other[key]} == REGIMES[name]
+    updates = regime.trainer.steps * regime.updates_per_step
+    assert updates == quickstart.trainer.steps * quickstart.updates_per_step == 256
+    assert build_schedule(regime).steps == regime.trainer.steps
+    build_objective(regime.objective.name, **regime.objective.overrides)
+
+
 STUDIES = sorted(EXAMPLES.glob("study_*.yaml"))
 
 
@@ -63,7 +86,7 @@ def test_every_study_is_valid(file):
 )
 def test_every_config_is_valid(file):
     load_config(file)
-    tiny = {"quickstart", "own_data", "dapo", "offline"}
+    tiny = {"quickstart", "own_data", "dapo", "offline", *REGIMES}
     assert file.stem in {*tiny, *MODELS}, "give its true shape here"
 
 
@@ -158,7 +181,10 @@ def test_scripts_say_what_is_missing(checkout):
     assert "ABLATION=x: must be" in started(checkout, "r1_distill_1_5b_ablations.sh", ABLATION="x")
 
 
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if "qwen" in name or "epochs" in name])
+@pytest.mark.parametrize(
+    "script",
+    [name for name in SCRIPTS if name.startswith(("qwen", "r1_")) and "ablations" not in name],
+)
 @pytest.mark.parametrize("name", ["pnpo", "gspo", "grpo"])
 def test_objectives_with_the_papers_tolerances_by_one_variable(checkout, script, name):
     _, _, _, file, *overrides = started(checkout, script, OBJECTIVE=name)

@@ -14,6 +14,8 @@ from tests.unit.trainer.test_loop import run_loop
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 PLACES = {
     "set": r"[\w.-]+", "k": r"\d+", "source": ".+", "epoch": r"\d+", "phase": "|".join(PHASES),
+    "lag": r"\d+",
+    "kind": "acceptance|effective_sample_fraction|prefix_mean_log_std|chi_square|tokens",
     "end": r"[01]\.\d", "start": r"2\^\d\d", "part": "[a-z_]+",
 }  # fmt: skip
 
@@ -39,6 +41,7 @@ def emitted(tmp_path_factory):
     for case, options in {
         "plain": {},
         "terms": {"kl": {"coefficient": 0.1}, "entropy_coefficient": 0.1},
+        "lag": {"sections": {"lag": {"batches": 1}}},
         "sampling": {"sections": {"dynamic_sampling": {"rounds": 1}}},
     }.items():
         folder = tmp_path_factory.mktemp(case)

@@ -40,16 +40,16 @@ def test_an_error_of_one_rank_ends_all_at_the_next_look(monkeypatch, own, said):
         if own and place == 2:
             raise ValueError("cannot be judged")
 
-    monkeypatch.setattr(running, "_any_rank_of_engine", look)
+    monkeypatch.setattr(running, "any_rank_of_engine", look)
     core, requests = ScriptedCore(), [SequenceRequest(i, (1,), None) for i in range(20)]
     with pytest.raises((ValueError, RuntimeError), match=said):
         running.run_requests(core, requests, time_limit=60.0, stall_limit=60.0, on_finished=take)
     assert looks == [False, own]
-    assert len(core.aborted) == 20 - running._STEPS_BETWEEN_LOOKS
+    assert len(core.aborted) == 20 - running.STEPS_BETWEEN_LOOKS
 
 
 def test_a_request_to_stop_is_followed_at_the_next_look(monkeypatch):
-    monkeypatch.setattr(running, "_any_rank_of_engine", lambda *reasons: reasons)
+    monkeypatch.setattr(running, "any_rank_of_engine", lambda *reasons: reasons)
     core, requests = ScriptedCore(), [SequenceRequest(i, (1,), None) for i in range(20)]
     taken = []
     with pytest.raises(GenerationStopped):
@@ -58,5 +58,5 @@ def test_a_request_to_stop_is_followed_at_the_next_look(monkeypatch):
             on_finished=lambda place, _: taken.append(place),
             should_stop=lambda: len(taken) > 0,
         )  # fmt: skip
-    assert taken == list(range(running._STEPS_BETWEEN_LOOKS))
-    assert len(core.aborted) == 20 - running._STEPS_BETWEEN_LOOKS
+    assert taken == list(range(running.STEPS_BETWEEN_LOOKS))
+    assert len(core.aborted) == 20 - running.STEPS_BETWEEN_LOOKS

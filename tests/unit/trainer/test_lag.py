@@ -4,11 +4,15 @@ The scripted actor's log-probs are the number of its updates, negated, so a beha
 the very policy that computed it. A step has 3 epochs x 2 minibatches: six updates.
 """
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from megatron_rl.lag.buffer import GroupBuffer
+from megatron_rl.lag.schedule import Schedule
 from megatron_rl.runs.group_file import read_groups, write_groups
 from megatron_rl.runs.rows import read_metrics, read_rows
+from megatron_rl.trainer.loop import Trainer
 from tests.unit.runs.test_group_file import plain
 from tests.unit.trainer.test_loop import NoCheckpoints, run_loop
 
@@ -42,7 +46,7 @@ def test_the_default_is_no_lag(tmp_path):
     assert [row["updates"] for row in read_rows(tmp_path / "schedule.jsonl")] == [0, 6]
 
 
-def test_what_is_frozen_is_of_the_policy_that_generated_however_late_it_is_trained(tmp_path):
+def test_what_is_frozen_is_of_the_policy_that_generated(tmp_path):
     """Fails where log-probs are computed as a group is trained: they would be -6 and -12."""
     run(tmp_path, lag={"batches": 2})
     assert [frozen(tmp_path, step) for step in (1, 2, 3, 4)] == [{0.0}, {0.0}, {0.0}, {-6.0}]
@@ -130,6 +134,80 @@ def test_a_run_continued_with_a_full_buffer_goes_on_as_if_nothing_had_happened(t
             tmp_path / "whole" / "schedule.jsonl"
         )[done:]  # fmt: skip
     assert not trainer.buffer.groups or "replay" in sections
+
+
+def test_the_engine_s_log_probs_are_the_denominator_where_asked(tmp_path):
+    """The scripted engine says -0.1 of every token; the actor scores nothing."""
+    events, _ = run(tmp_path, behavior="engine", lag={"batches": 1})
+    assert "behavior" not in {event[0] for event in events}
+    assert frozen(tmp_path, 1) == frozen(tmp_path, 4) == {float(np.float32(-0.1))}
+
+
+def test_decoupled_ratios_start_at_the_present_policy_and_keep_the_engine_s_log_probs(tmp_path):
+    correction = {"high": 2.0}
+    events, _ = run_loop(
+        tmp_path, trainer={"steps": 3}, sections={"behavior": "engine", "lag": {"batches": 1}},
+        rollout_correction=correction,
+    )  # fmt: skip
+    centers = [event[1] for event in events if event[0] == "update"]
+    assert centers == [{0.0}] * 6 + [{-6.0}] * 6 + [{-12.0}] * 6
+    assert frozen(tmp_path, 3) == {float(np.float32(-0.1))}
+
+
+def freeze_late(monkeypatch):
+    """Denominators of the policy that trains."""
+    original = Trainer.hold_and_select
+
+    def late(trainer, step, fresh):
+        batch = original(trainer, step, fresh)
+        batch.freeze_behavior_logprobs(trainer.actor)
+        return batch
+
+    monkeypatch.setattr(Trainer, "hold_and_select", late)
+
+
+def tell_another_version(monkeypatch):
+    original = Trainer.push_weights
+    monkeypatch.setattr(
+        Trainer, "push_weights", lambda trainer, version: original(trainer, version=version + 1)
+    )
+
+
+def lose_the_order(monkeypatch):
+    """Of what is held beside the present batch."""
+    original = Schedule.select
+
+    def select(schedule, step, held):
+        chosen = original(schedule, step, held)
+        return chosen[::-1] if len(held) > len(chosen) else chosen
+
+    monkeypatch.setattr(Schedule, "select", select)
+
+
+def count_no_replay(monkeypatch):
+    monkeypatch.setattr(GroupBuffer, "release", lambda buffer, step: None)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "check"),
+    [
+        (
+            freeze_late,
+            test_what_is_frozen_is_of_the_policy_that_generated,
+        ),
+        (
+            tell_another_version,
+            test_what_is_frozen_is_of_the_policy_that_generated,
+        ),
+        (lose_the_order, test_a_queue_trains_the_prompts_of_the_plain_run_shifted),
+        (freeze_late, test_replayed_groups_keep_their_log_probs_and_are_counted),
+        (count_no_replay, test_replayed_groups_keep_their_log_probs_and_are_counted),
+    ],
+)
+def test_a_broken_contract_is_seen(tmp_path, monkeypatch, mutate, check):
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(tmp_path)
 
 
 class Saver(NoCheckpoints):

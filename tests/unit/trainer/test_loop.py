@@ -103,6 +103,10 @@ class ScriptedActor:
             layout=layout,
             denominators=minibatch.denominators,
         )
+        if minibatch.classes:
+            result.statistics.classes = result.by_class(
+                classes=batch.classes, count=minibatch.classes
+            )
         self.calls += 1
         if self.calls in self.unusable:
             return UpdateResult(result.statistics, math.nan, 1e-3, "the gradient's norm is nan")
@@ -253,6 +257,7 @@ def run_loop(
         prompts=PROMPTS,
         order=PromptOrder(len(PROMPTS), seed=0),
         buffer=buffer,
+        in_flight=None,
         evaluator=Evaluator(config, engine, judge, {"held": PROMPTS[:2]}, recorder, console),
         checkpoints=checkpoints,
         done=done,

@@ -1,0 +1,243 @@
+"""Many short runs and assemblies by hand in one process, around one engine.
+
+python -m tests.functional.lag_runs FOLDER. What each does is in `RUNS` and `by_hand`; the tests
+compare what they leave in FOLDER.
+"""
+
+import json
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron_rl.actor import groups
+from megatron_rl.actor.actor import MegatronActor
+from megatron_rl.advantages import group_relative_advantages
+from megatron_rl.config import load_config
+from megatron_rl.data.packing import plan_minibatches
+from megatron_rl.rollout.engine import Part
+from megatron_rl.runs.directory import RunDirectory
+from megatron_rl.seeds import derive_seed
+from megatron_rl.trainer import build, saving
+from megatron_rl.trainer.loop import Trainer
+from megatron_rl.trainer.recorder import Recorder
+from megatron_rl.types import SamplingSettings
+from tests.functional.tiny_runs import CONFIG, PLACES
+
+SHORT = ("rollout.prompts=8", "rollout.responses_per_prompt=4", "trainer.steps=3",
+         "trainer.epochs=2", "trainer.minibatches=2", "trainer.checkpoint_every=1",
+         "parallel.context=1", "eval.sets={}", "logging.tensorboard=false",
+         "optimizer.decay=constant", "optimizer.learning_rate=1.0e-3", "optimizer.warmup_steps=0",
+         "run.resume=auto")  # fmt: skip
+ENGINE, ONE = "behavior=engine", "trainer.steps=1"
+KEEP, RECOMPUTE = "lag.in_flight=16", "lag.in_flight={every_tokens: 16, cache: recompute}"
+RUNS = {
+    "plain": (),
+    "queue": ("lag.batches=1",),
+    "mixed": ("lag.batches={uniform: [0, 2]}", "replay={capacity: 3, fresh: 0.5}"),
+    "mixed_killed": ("lag.batches={uniform: [0, 2]}", "replay={capacity: 3, fresh: 0.5}"),
+    "engine": (ENGINE,),
+    "skipped": (ENGINE,),  # pushes by hand
+    "every_second": (ENGINE, "lag.publish_every=2"),
+    "engine_queue": (ENGINE, "lag.batches=1"),
+    "late_window": (ENGINE, "lag.in_flight=54"),  # longer than any response
+    "beyond": (ENGINE, "lag.in_flight=56"),
+    "keep": (ENGINE, KEEP),
+    "keep_killed": (ENGINE, KEEP),
+    "recompute": (RECOMPUTE,),
+    "recompute_killed": (RECOMPUTE,),
+    "mismatch": (ONE, "rollout.mismatch=fp8_e4m3"),
+    "decoupled": (ONE, ENGINE, "rollout.mismatch=bf16", "objective.name=icepop",
+                  "objective.constraint={low: 0.2, high: 0.28}"),
+    "sao": (ONE, ENGINE, "objective={name: sao}"),
+}  # fmt: skip
+KILLED_AFTER = 2
+
+
+class Killed(BaseException):
+    """In place of a signal: nothing is saved, nothing is cleaned up."""
+
+
+class SharedParts:
+    """What takes seconds to start and may be had once in a process."""
+
+    def __init__(self):
+        self.made = {}
+        self._groups, self._engine = groups.initialise, build.build_engine
+        self._pool = build.VerifierPool
+
+    def pool(self, **settings):
+        if "pool" not in self.made:
+            self.made["pool"] = self._pool(**settings).__enter__()
+        return nullcontext(self.made["pool"])
+
+    def initialise(self, **settings):
+        if "topology" not in self.made:
+            self.made["topology"] = self._groups(**settings)
+        return self.made["topology"]
+
+    def build_engine(self, config, topology):
+        if "engine" not in self.made:
+            flying = load_config(
+                CONFIG,
+                [*PLACES, *SHORT, ENGINE, KEEP, "run.name=first", "rollout.max_sequences=2048"],
+            )
+            self.made["engine"] = self._engine(flying, topology)
+        engine = self.made["engine"]
+        engine.forget()
+        engine.mismatch = config.rollout.mismatch
+        return engine
+
+
+def run(folder, name, overrides):
+    config = load_config(
+        CONFIG, [*PLACES, *SHORT, f"run.dir={folder}", f"run.name={name}", *overrides]
+    )
+    build.run_training(config, rank=0, world_size=1)
+
+
+def run_killed(folder, name, overrides):
+    original = saving.CheckpointKeeper.end_if_interrupted
+
+    def kill(keeper, actor, done):
+        if done == KILLED_AFTER:
+            raise Killed
+
+    saving.CheckpointKeeper.end_if_interrupted = kill
+    try:
+        run(folder, name, overrides)
+    except Killed:
+        pass
+    finally:
+        saving.CheckpointKeeper.end_if_interrupted = original
+    run(folder, name, overrides)
+
+
+def run_skipping_pushes(folder, name, overrides):
+    """The plain loop, with every second push left out by hand."""
+    original = Trainer.publish
+    Trainer.publish = lambda trainer, step: original(trainer, step) if step % 2 == 0 else {}
+    try:
+        run(folder, name, overrides)
+    finally:
+        Trainer.publish = original
+
+
+def queue_by_hand(folder, shared):
+    """The run "queue" without its loop: batches 1 and 2 by the first weights, 3 by the second."""
+    config = load_config(CONFIG, [*PLACES, *SHORT, "run.name=hand"])
+    topology, engine = shared.made["topology"], shared.build_engine(config, shared.made["topology"])
+    actor = MegatronActor(
+        config.model.path, topology=topology, settings=build.build_actor_settings(config, topology)
+    )
+    sets = build.share_prompt_sets(config, actor.shape, say=print)
+    judge = build.Judge(shared.made["pool"], topology)
+    objective = build.build_objective(config.objective.name, **config.objective.overrides)
+
+    def generate(batch):
+        prompts = [sets.training[place] for place in sets.order.indices(batch - 1, 8)]
+        seed = derive_seed(config.seed, "rollout", batch)
+        submit = judge.begin(prompts, samples=4)
+        responses = engine.generate(
+            prompts, samples=4, sampling=SamplingSettings(1.0, 1.0, 56, seed), on_response=submit
+        )
+        rollouts = judge.finish(prompts, responses)
+        rewards = torch.tensor([rollout.verdict.reward for rollout in rollouts]).view(8, 4)
+        advantages = group_relative_advantages(rewards).flatten()
+        minibatches = plan_minibatches(
+            rollouts, advantages, minibatches=2, tokens_per_micro_batch=16384, topology=topology,
+            sequence_parallel=False, computed=(advantages != 0).tolist(),
+        )  # fmt: skip
+        for minibatch in minibatches:  # frozen here, while the actor is what generated
+            packs = minibatch.micro_batches
+            for pack, logprobs in zip(packs, actor.compute_logprobs(packs), strict=True):
+                pack.behavior_logprobs = logprobs
+        return minibatches
+
+    def train(minibatches):
+        for minibatch in minibatches * 2:  # epochs
+            actor.update(minibatch, objective)
+
+    engine.push_weights(actor, version=0)
+    first, second = generate(1), generate(2)
+    train(first)
+    engine.push_weights(actor, version=1)
+    third = generate(3)
+    train(second)
+    train(third)
+    (folder / "queue_by_hand.json").write_text(json.dumps(actor.digest()))
+
+
+def in_flight_by_hand(folder, shared):
+    """Eight tokens by one set of weights, the rest by another; kept, computed anew, and by hand."""
+    config = load_config(CONFIG, [*PLACES, *SHORT, "run.name=hand"])
+    topology = shared.made["topology"]
+    engine = shared.build_engine(config, topology)
+    actor = MegatronActor(
+        config.model.path, topology=topology, settings=build.build_actor_settings(config, topology)
+    )
+    prompts = build.share_prompt_sets(config, actor.shape, say=print).training[:6]
+    sampling = SamplingSettings(1.0, 1.0, max_tokens=30, seed=0)
+
+    def push(version):
+        engine.push_weights(actor, version=version)
+
+    def change():
+        generator = torch.Generator().manual_seed(3)
+        for tensor in actor.named_parameters_local().values():
+            tensor.data += 0.02 * torch.randn(tensor.shape, generator=generator)
+
+    push(0)
+    asked = {keep: Part(prompts, 2, replace(sampling, seed=keep), tokens=8) for keep in (1, 0)}
+    # What is not kept comes first: it leaves nothing behind.
+    begun = {keep: engine.extend([asked[keep]], keep_cache=bool(keep))[0] for keep in (0, 1)}
+    plain = engine.generate(prompts, samples=2, sampling=replace(sampling, max_tokens=8, seed=1))
+    actor.export_hf(folder / "before")
+    change()
+    push(1)
+    rest = [replace(asked[keep], tokens=30, begun=begun[keep]) for keep in (0, 1)]
+    found = dict(enumerate(engine.extend(rest, keep_cache=True)))
+    actor.export_hf(folder / "after")
+    # By hand: the new weights go on with prompt and tokens as a prompt of their own.
+    by_hand = []
+    for prompt in range(len(prompts)):
+        for sample in range(2):
+            start = begun[0][2 * prompt + sample]
+            longer = replace(
+                prompts[prompt],
+                token_ids=(*prompts[prompt].token_ids, *start.token_ids.tolist()),
+            )
+            seed = derive_seed(0, "continued after", len(start.token_ids))
+            rest = engine.generate(
+                [longer], samples=sample + 1, sampling=replace(sampling, max_tokens=22, seed=seed)
+            )[sample]
+            by_hand.append((start, rest))
+    torch.save(
+        {
+            "prompts": prompts, "plain": plain, "begun": begun, "found": found,
+            "by_hand": by_hand,
+        },
+        folder / "in_flight.pt",
+    )  # fmt: skip
+
+
+def main(folder):
+    shared = SharedParts()
+    groups.initialise, build.build_engine = shared.initialise, shared.build_engine
+    build.VerifierPool = shared.pool
+    Recorder.draw = lambda recorder: None
+    for name, overrides in RUNS.items():
+        how = run_killed if name.endswith("_killed") else run
+        (run_skipping_pushes if name == "skipped" else how)(folder, name, overrides)
+        assert RunDirectory(folder / name).checkpoints.sound_steps()[-1] == 3 - 2 * (
+            ONE in overrides
+        )
+    queue_by_hand(folder, shared)
+    in_flight_by_hand(folder, shared)
+    shared.made["pool"].__exit__(None, None, None)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
