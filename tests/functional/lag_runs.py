@@ -101,8 +101,8 @@ def run(folder, name, overrides):
 def run_killed(folder, name, overrides):
     original = saving.CheckpointKeeper.end_if_interrupted
 
-    def kill(keeper, actor, done):
-        if done == KILLED_AFTER:
+    def kill(keeper, actor):
+        if keeper.done == KILLED_AFTER:
             raise Killed
 
     saving.CheckpointKeeper.end_if_interrupted = kill
