@@ -208,7 +208,7 @@ def _start_engine(
 
 def _build_in_flight(
     config: Config,
-    engine: VllmEngine,
+    engine: RolloutEngine,
     actor: MegatronActor,
     judge: Judge,
     prompts: PromptSets,
