@@ -175,6 +175,18 @@ def test_a_run_survives_what_happens_to_it(slurm, launcher):
     assert "ODD=two words" in (run / "launch" / "001" / "rank.sh").read_text().replace("'", "")
 
 
+def test_a_chain_goes_on_where_a_rehearsed_preemption_ended(slurm, launcher):
+    """The first of two jobs is asked to end after two steps, and none is queued again."""
+    values = json.loads((launcher.folder / "slurm.yaml").read_text())
+    launcher.write_cluster("once", values | {"requeue": 0})
+    launcher.start("chained", "--chain", "2", "--rehearse-preemption", "2", cluster="once")
+    launcher.wait_until("at its end", lambda: len(launcher.exits("chained")) == 2, "chained")
+    assert launcher.exits("chained") == ["75", "0"]
+    assert steps_of(launcher.run_folder("chained")) == STEPS
+    whole = launcher.weights("whole")
+    assert all(tensor.equal(whole[name]) for name, tensor in launcher.weights("chained").items())
+
+
 def test_a_cancelled_job_is_not_queued_again(slurm, launcher):
     job = launcher.start("cancelled", "--chain", "2")
     state = lambda: slurm.ask(f"squeue -h -t all -j {job} -o %T")  # noqa: E731

@@ -68,7 +68,8 @@ def make_run(folder, model):
     (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump()))
     for step in (5, 10):
         checkpoint = make_checkpoint(folder / "checkpoints" / f"step_{step:06d}" / "actor")
-        (checkpoint.parent / "trainer.json").write_text('{"files": {}, "digests": []}')
+        manifest = {"step": step, "files": {}, "digests": []}
+        (checkpoint.parent / "trainer.json").write_text(json.dumps(manifest))
     return folder
 
 
