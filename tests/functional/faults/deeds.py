@@ -124,25 +124,26 @@ def fill_the_disk(*, is_mine):
 
 def compute_nonsense(*, is_mine):
     """NaN in update 2, an infinite gradient in update 4, NaN in a weight after step 2."""
+    from megatron_rl.actor import actor
     from megatron_rl.actor.actor import MegatronActor
 
-    update, step, calls = MegatronActor.update, MegatronActor._step, []
+    update, step, calls = MegatronActor.update, actor.take_step, []
 
-    def spoiled_step(self, statistics):
+    def spoiled_step(optimizer, wrapped, *arguments, **options):
         if len(calls) == 4:
-            for chunk in self.wrapped:
+            for chunk in wrapped:
                 for buffer in chunk.buffers:
                     buffer.grad_data.fill_(float("inf"))
-        return step(self, statistics)
+        return step(optimizer, wrapped, *arguments, **options)
 
-    def spoiled_update(self, minibatch, objective):
+    def spoiled_update(self, minibatch, *arguments, **options):
         calls.append(1)
         weight = next(iter(self.named_parameters_local().values()))
         kept = weight.detach().clone()
         if len(calls) == 2:
             with torch.no_grad():
                 weight.view(-1)[:] = float("nan")
-        result = update(self, minibatch, objective)
+        result = update(self, minibatch, *arguments, **options)
         with torch.no_grad():
             if len(calls) == 2:
                 weight.copy_(kept)
@@ -151,4 +152,4 @@ def compute_nonsense(*, is_mine):
         return result
 
     if is_mine:
-        MegatronActor.update, MegatronActor._step = spoiled_update, spoiled_step
+        MegatronActor.update, actor.take_step = spoiled_update, spoiled_step

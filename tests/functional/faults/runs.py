@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,8 @@ def run(
                 deed = getattr(deeds, fault) if isinstance(fault, str) else fault
                 deed(is_mine=place == rank, **details)
             run_command(arguments)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(1)  # a run leaves by itself
 
