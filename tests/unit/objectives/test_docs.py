@@ -76,6 +76,16 @@ def test_the_verl_registration(batch, monkeypatch):
     )
     assert loss.item() == pytest.approx(wanted.item() * 2 * 4 / 8, rel=1e-6)
     assert "actor/gate/acceptance" in metrics
+    # verl wants the same names from every part on every rank: here one without any advantage.
+    _, others = registry["megatron_rl_pnpo"](
+        **given | {"advantages": torch.zeros(4, 9), "response_mask": mask.float() * 0},
+        config=SimpleNamespace(global_batch_info=sizes),
+    )
+    assert others.keys() == metrics.keys()
+    with pytest.raises(ValueError, match="rollout_is"):
+        registry["megatron_rl_pnpo"](
+            **given, config=SimpleNamespace(global_batch_info=sizes), rollout_is_weights=mask
+        )
     with pytest.raises(ValueError, match="batch_num_tokens"):
         registry["megatron_rl_pnpo"](**given, config=SimpleNamespace(global_batch_info={}))
 
