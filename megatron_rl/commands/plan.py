@@ -3,13 +3,9 @@
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from megatron_rl.commands.ending import fail, leave
-from megatron_rl.config import Config, ConfigError, parse_config
-from megatron_rl.config.loading import apply_override
+from megatron_rl.config import Config, ConfigError, apply_override, parse_config, read_mapping
 
 # Keys of a config that decide a part of the layout, by the name of that part.
 DECIDE = {
@@ -96,12 +92,7 @@ def _plan(options: argparse.Namespace) -> str:
 
 def _read(options: argparse.Namespace) -> tuple[Config, dict[str, object]]:
     """The config to begin with, and what the overrides decide of the layout."""
-    values: dict[str, Any] = {}
-    if options.config is not None:
-        path = Path(options.config)
-        if not path.is_file():
-            raise ConfigError(f"config file {path} does not exist; give the path of a YAML file")
-        values = yaml.safe_load(path.read_text()) or {}
+    values = {} if options.config is None else read_mapping(options.config)
     for override in options.overrides:
         apply_override(values, override)
     model = values.setdefault("model", {})

@@ -12,6 +12,8 @@ from megatron_rl.config.loading import (
     explain,
     load_config,
     parse_config,
+    put,
+    read_mapping,
     valid_keys,
     with_absolute_paths,
 )
@@ -36,6 +38,8 @@ __all__ = [
     "explain",
     "load_config",
     "parse_config",
+    "put",
+    "read_mapping",
     "valid_keys",
     "with_absolute_paths",
 ]

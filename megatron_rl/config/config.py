@@ -182,6 +182,30 @@ class Config(Section):
             )
         return problems
 
+    def process_problems(self, processes: int) -> list[str]:
+        """Why so many processes cannot hold the layout, whatever the model."""
+        parallel, tensor, problems = self.parallel, self.rollout.tensor, []
+        unit = parallel.model_size * (parallel.data or 1)
+        if processes % unit or (parallel.data and processes != unit):
+            problems.append(
+                f"{processes} processes cannot hold tensor {parallel.tensor} * pipeline "
+                f"{parallel.pipeline} * context {parallel.context} * data {parallel.data or '?'}; "
+                "their product must equal the number of processes: change one of parallel.*, or "
+                f"start {unit} processes"
+            )
+        over = processes // (parallel.tensor * parallel.pipeline)
+        if over % parallel.expert:
+            problems.append(
+                f"parallel.expert={parallel.expert} does not divide context * data = {over}, "
+                "over which experts are spread; choose a divisor"
+            )
+        if processes % tensor:
+            problems.append(
+                f"rollout.tensor={tensor}: vLLM's tensor parallel size {tensor} does not divide "
+                f"{processes} ranks; choose another"
+            )
+        return problems
+
     @property
     def windows(self) -> int:
         """Of `lag.in_flight`: the weights that the longest response sees."""

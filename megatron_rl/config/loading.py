@@ -21,18 +21,24 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
 
     Raises ConfigError listing every wrong key and value.
     """
+    values = read_mapping(path)
+    for override in overrides or []:
+        apply_override(values, override)
+    return parse_config(values)
+
+
+def read_mapping(path: str | Path, what: str = "config") -> dict[str, Any]:
+    """The nested plain values of a YAML file; ConfigError where it is no file of that kind."""
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"config file {path} does not exist; give the path of a YAML file")
+        raise ConfigError(f"{what} file {path} does not exist; give the path of a YAML file")
     try:
         values = yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a mapping of sections, not a {type(values).__name__}")
-    for override in overrides or []:
-        apply_override(values, override)
-    return parse_config(values)
+        raise ConfigError(f"{path} must hold a mapping of settings, not a {type(values).__name__}")
+    return values
 
 
 def parse_config(values: dict[str, Any]) -> Config:
@@ -55,7 +61,8 @@ def with_absolute_paths(config: Config) -> Config:
         ("model", "path"), ("model", "reference"), ("data", "train"),
         ("offline", "rollouts"), ("offline", "behavior"),
     ):  # fmt: skip
-        values[section][key] = absolute(values[section][key])
+        if (section, values[section][key]) != ("offline", "file"):  # a word there, no path
+            values[section][key] = absolute(values[section][key])
     for one in values["data"]["mix"].values():
         one["path"] = absolute(one["path"])
     if isinstance(lags := values["lag"]["batches"], dict) and "trace" in lags:
@@ -95,12 +102,17 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"override {override!r}: the value is not valid YAML") from error
-    inner = values
-    for part in parts[:-1]:
-        if not isinstance(inner.get(part), dict):
-            inner[part] = {}
-        inner = inner[part]
-    inner[parts[-1]] = value
+    put(values, ".".join(parts), value)
+
+
+def put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Put a value under a dotted key into nested plain values."""
+    *parents, last = key.split(".")
+    for part in parents:
+        if not isinstance(values.get(part), dict):
+            values[part] = {}
+        values = values[part]
+    values[last] = value
 
 
 def explain(error: ValidationError, model: type[BaseModel] = Config) -> list[str]:

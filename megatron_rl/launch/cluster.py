@@ -4,10 +4,9 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from megatron_rl.config import ConfigError, Section, explain
+from megatron_rl.config import ConfigError, Section, explain, read_mapping
 from megatron_rl.config.sections import Count
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -119,17 +118,7 @@ Cluster = LocalCluster | SlurmCluster
 
 def load_cluster(path: str | Path) -> Cluster:
     """The cluster in a YAML file; ConfigError lists every wrong key and value with its cure."""
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError(
-            f"cluster file {path} does not exist; copy one of examples/pnpo/clusters/ and adapt it"
-        )
-    try:
-        values = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a mapping of settings, not a {type(values).__name__}")
+    values = read_mapping(path, "cluster")
     kinds: dict[Any, type[LocalCluster]] = {"local": LocalCluster, "slurm": SlurmCluster}
     if (kind := values.get("executor")) not in kinds:
         raise ConfigError(f"{path}: executor={kind!r}: must be local or slurm")

@@ -5,13 +5,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.config import Config, ConfigError, load_config, parse_config
+from megatron_rl.config import Config, ConfigError, load_config, parse_config, with_absolute_paths
 from megatron_rl.launch.cluster import Cluster, SlurmCluster, plain_path
 from megatron_rl.launch.source import PACKAGE, Source, read_source
 from megatron_rl.runs.rows import read_metrics
 
-# docker://ubuntu, nvcr.io#nvidia/pytorch:25.08-py3, nvcr.io/nvidia/pytorch:25.08-py3
 ON_HUB = "hf:"  # a data set, no file
+# docker://ubuntu, nvcr.io#nvidia/pytorch:25.08-py3, nvcr.io/nvidia/pytorch:25.08-py3
 ADDRESS = re.compile(r"\w+://|[\w.-]+(:\d+)?#|[\w.-]+(/[\w.-]+)*:[\w.-]+\Z")
 
 
@@ -63,7 +63,7 @@ def plan_launch(
 ) -> Launch:
     """The launch, or ConfigError with every reason why it cannot work."""
     given = load_config(config_file, overrides)
-    config = _absolute(given, name=given.run.name or name)
+    config = _complete(given, name=given.run.name or name)
     run_folder = plain_path(Path(config.run.dir) / str(config.run.name))
     launch = Launch(
         config=config,
@@ -77,7 +77,11 @@ def plan_launch(
     problems = _run_problems(launch, resumes=given.run.resume == "auto")
     problems += _option_problems(launch)
     if isinstance(cluster, SlurmCluster):
-        problems += layout_problems(config, launch.nodes, cluster.processes_per_node)
+        per_node = cluster.processes_per_node
+        problems += [
+            f"nodes={launch.nodes} x processes_per_node={per_node}: {problem}"
+            for problem in config.process_problems(launch.nodes * per_node)
+        ]
         problems += _container_problems(cluster)
     problems += _file_problems(launch)
     if problems:
@@ -85,27 +89,11 @@ def plan_launch(
     return launch
 
 
-def _absolute(config: Config, *, name: str) -> Config:
+def _complete(config: Config, *, name: str) -> Config:
     """The config as a job reads it, wherever it is started, first or again."""
-    values = config.model_dump()
-    values["run"] |= {
-        "name": name, "dir": os.path.abspath(config.run.dir), "resume": "auto",
-    }  # fmt: skip
-    values["model"]["path"] = os.path.abspath(config.model.path)
-    if config.model.reference is not None:
-        values["model"]["reference"] = os.path.abspath(config.model.reference)
-    data, offline = values["data"], values["offline"]
-    for one in [*data["mix"].values(), *([] if data["mix"] else [data])]:
-        key = "path" if "path" in one else "train"
-        one[key] = one[key] and _absolute_path(one[key])
-    for key, path in _offline_paths(config).items():
-        offline[key.removeprefix("offline.")] = os.path.abspath(path)
-    values["eval"]["sets"] = {key: _absolute_path(path) for key, path in config.eval.sets.items()}
+    values = with_absolute_paths(config).model_dump()
+    values["run"] |= {"name": name, "resume": "auto"}
     return parse_config(values)
-
-
-def _absolute_path(path: str) -> str:
-    return path if path.startswith(ON_HUB) else os.path.abspath(path)
 
 
 def _offline_paths(config: Config) -> dict[str, str]:
@@ -147,38 +135,6 @@ def _option_problems(launch: Launch) -> list[str]:
         problems.append(
             f"--rehearse-preemption {launch.rehearse_after}: the run has "
             f"{launch.config.trainer.steps} steps; choose fewer"
-        )
-    return problems
-
-
-def layout_problems(config: Config, nodes: int, per_node: int) -> list[str]:
-    """Why the processes of these nodes cannot hold the layout; the model itself is not read."""
-    parallel, world, problems = config.parallel, nodes * per_node, []
-    asked = f"nodes={nodes} x processes_per_node={per_node} = {world} processes"
-    wanted = parallel.model_size * (parallel.data or max(world // parallel.model_size, 1))
-    if world != wanted:
-        product = " * ".join(
-            f"{name} {size}"
-            for name, size in (
-                ("tensor", parallel.tensor), ("pipeline", parallel.pipeline),
-                ("context", parallel.context), ("data", parallel.data or "?"),
-            )
-        )  # fmt: skip
-        unit = parallel.model_size * (parallel.data or 1)
-        cure = f"use {unit // per_node} nodes" if unit % per_node == 0 else "change parallel.*"
-        if parallel.data is None:
-            cure += f", or a multiple of {unit} processes"
-        problems.append(f"{asked} do not divide into {product}; {cure}")
-    if world % config.rollout.tensor:
-        problems.append(
-            f"{asked} do not divide into engines of rollout.tensor={config.rollout.tensor}; "
-            "change one of them"
-        )
-    experts_over = world // (parallel.tensor * parallel.pipeline)
-    if world == wanted and experts_over % parallel.expert:
-        problems.append(
-            f"{asked}: parallel.expert={parallel.expert} does not divide context * data = "
-            f"{experts_over}; choose a divisor"
         )
     return problems
 

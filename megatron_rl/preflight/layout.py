@@ -14,36 +14,22 @@ def check_layout(config: Config, shape: ModelShape, *, world_size: int) -> None:
 
 
 def layout_problems(config: Config, shape: ModelShape, world_size: int) -> list[str]:
-    parallel, problems = config.parallel, []
-    replicas, rest = divmod(world_size, parallel.model_size)
-    wanted = parallel.data or replicas
-    if rest or wanted * parallel.model_size != world_size:
-        problems.append(
-            f"{world_size} processes cannot hold tensor {parallel.tensor} * pipeline "
-            f"{parallel.pipeline} * context {parallel.context} * data {parallel.data or '?'}; "
-            "their product must equal the number of processes: change one of parallel.*, or start "
-            f"{parallel.model_size * (parallel.data or 1)} processes"
-        )
+    """Why these processes cannot hold the model, or it cannot be cut, or they cannot be fed."""
+    parallel, rollout = config.parallel, config.rollout
+    problems = config.process_problems(world_size)
     problems += cut_problems(parallel, shape)
-    experts_over = world_size // (parallel.tensor * parallel.pipeline)
-    if experts_over % parallel.expert:
-        problems.append(
-            f"parallel.expert={parallel.expert} does not divide context * data = {experts_over}, "
-            "over which experts are spread; choose a divisor"
-        )
     if shape.experts and parallel.tensor > 1 and not parallel.sequence:
         problems.append(
             f"parallel.sequence=false: Megatron trains experts under parallel.tensor="
             f"{parallel.tensor} with sequence parallelism only; leave it true"
         )
-    rollout = config.rollout
-    try:
-        EngineLayout(rollout.tensor, world_size, rollout.expert_parallel).check(shape)
-    except ValueError as error:
-        problems.append(f"rollout.tensor={rollout.tensor}: {error}; choose another")
-    per_minibatch = (
-        config.rollout.prompts * config.rollout.responses_per_prompt // config.trainer.minibatches
-    )
+    if world_size % rollout.tensor == 0:
+        try:
+            EngineLayout(rollout.tensor, world_size, rollout.expert_parallel).check(shape)
+        except ValueError as error:
+            problems.append(f"rollout.tensor={rollout.tensor}: {error}; choose another")
+    replicas = world_size // parallel.model_size
+    per_minibatch = rollout.prompts * rollout.responses_per_prompt // config.trainer.minibatches
     if replicas > per_minibatch:
         problems.append(
             f"a minibatch of {per_minibatch} responses cannot feed {replicas} data-parallel "

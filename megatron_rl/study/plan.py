@@ -28,15 +28,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import Field, ValidationError
 
 from megatron_rl.config import (
     Config,
     ConfigError,
     Section,
+    apply_override,
     explain,
     parse_config,
+    put,
+    read_mapping,
     with_absolute_paths,
 )
 from megatron_rl.config.sections import Count, Name
@@ -103,12 +105,7 @@ def load_study(path: str | Path, overrides: list[str]) -> Study:
     Raises ConfigError that names what is wrong, before anything is made.
     """
     try:
-        values = yaml.safe_load(Path(path).read_text())
-        file = StudyFile.model_validate(values)
-    except OSError as error:
-        raise ConfigError(f"study file {path} cannot be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        file = StudyFile.model_validate(read_mapping(path, "study"))
     except ValidationError as error:
         problems = "\n  ".join(explain(error, StudyFile))
         raise ConfigError(f"wrong study file {path}:\n  {problems}") from None
@@ -126,16 +123,17 @@ def plan_study(file: StudyFile, overrides: list[str]) -> Study:
                     f"axes.{axis}.{value}: a value becomes a part of a folder's name; use letters, "
                     "digits, . and _"
                 )
-    extra = {key: yaml.safe_load(text) for key, _, text in (o.partition("=") for o in overrides)}
     folder = Path(file.dir).absolute() / file.name
     runs: dict[str, PlannedRun] = {}
     for point, seed in _points(file, axes):
         name = "-".join([*point.values(), f"seed{seed}"])
         values: dict[str, Any] = copy.deepcopy(file.base)
         for settings in [*(axes[axis][value] for axis, value in point.items()),
-                         *_applying(file, axes, point), extra]:  # fmt: skip
+                         *_applying(file, axes, point)]:  # fmt: skip
             for key, value in settings.items():
-                _put(values, key, value)
+                put(values, key, copy.deepcopy(value))
+        for override in overrides:
+            apply_override(values, override)
         values["seed"] = seed
         values.setdefault("run", {}).update(dir=str(folder / "runs"), name=name, resume="auto")
         try:
@@ -202,12 +200,3 @@ def _chosen(
         for axis in axes
         for asked in [selection.get(axis, list(axes[axis]))]
     }
-
-
-def _put(values: dict[str, Any], key: str, value: Any) -> None:
-    *parents, last = key.split(".")
-    for part in parents:
-        if not isinstance(values.get(part), dict):
-            values[part] = {}
-        values = values[part]
-    values[last] = copy.deepcopy(value)

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_rl.config import ConfigError, parse_config
+from megatron_rl.config import ConfigError, apply_override, parse_config
 from megatron_rl.launch import slurm
 from megatron_rl.launch.cluster import SlurmCluster, load_cluster
 from megatron_rl.launch.following import final_status, read_exits
-from megatron_rl.launch.plan import layout_problems, plan_launch
+from megatron_rl.launch.plan import plan_launch
 from megatron_rl.launch.record import Record, find_record
 from megatron_rl.launch.scripts import batch_lines, rank_script
 from megatron_rl.launch.source import Source, read_source, require_committed
@@ -75,32 +75,28 @@ def test_a_cluster_file_without_a_partition_or_that_is_missing(tmp_path):
     without = {key: value for key, value in SLURM.items() if key != "partition"}
     with pytest.raises(ConfigError, match="partition: missing"):
         load_cluster(write(tmp_path, without))
-    with pytest.raises(ConfigError, match=r"examples/pnpo/clusters/ and adapt it"):
+    with pytest.raises(ConfigError, match=r"cluster file .* does not exist"):
         load_cluster(tmp_path / "nowhere.yaml")
 
 
 @pytest.mark.parametrize(
-    ("overrides", "nodes", "per_node", "said"),
+    ("overrides", "processes", "said"),
     [
-        # 3 nodes x 8 = 24 processes; a replica of 16 needs 2 nodes
-        (["parallel.tensor=8", "parallel.context=2"], 3, 8, "use 2 nodes"),
-        (["parallel.data=4"], 1, 8, "x processes_per_node=8 = 8 processes do not divide into"),
-        (["rollout.tensor=3"], 1, 8, "engines of rollout.tensor=3"),
-        (["parallel.tensor=2", "parallel.expert=8"], 1, 8, "context * data = 4; choose"),
+        # a replica of 16 in 24 processes
+        (["parallel.tensor=8", "parallel.context=2"], 24, "or start 16 processes"),
+        (["parallel.data=4"], 8, "8 processes cannot hold"),
+        (["rollout.tensor=3"], 8, "rollout.tensor=3: vLLM's tensor"),
+        (["parallel.tensor=2", "parallel.expert=8"], 8, "context * data = 4, over"),
     ],
 )
-def test_nodes_that_do_not_divide(overrides, nodes, per_node, said):
-    from megatron_rl.config import apply_override
-
+def test_processes_that_do_not_divide(overrides, processes, said):
     values = {"model": {"path": "m"}, "data": {"train": "t"}}
     for override in overrides:
         apply_override(values, override)
-    assert any(
-        said in problem for problem in layout_problems(parse_config(values), nodes, per_node)
-    )
+    assert any(said in problem for problem in parse_config(values).process_problems(processes))
     values["parallel"] = {"tensor": 2, "context": 2}
     values.pop("rollout", None)
-    assert not layout_problems(parse_config(values), nodes, per_node)
+    assert not parse_config(values).process_problems(processes)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +105,7 @@ def test_nodes_that_do_not_divide(overrides, nodes, per_node, said):
         ({}, ["model.path=nowhere"], {}, "nowhere does not exist; correct it"),
         ({}, ["eval.sets.x=nowhere.parquet"], {}, "eval.sets.x: "),
         ({"python": "/nowhere/it"}, [], {}, "python: /nowhere/it does not exist; run tools"),
+        ({}, ["rollout.tensor=3"], {}, "nodes=2 x processes_per_node=4: rollout.tensor=3: vLLM"),
         ({"requeue": 0}, [], {"rehearse_after": 2}, "nothing would continue the run"),
         ({}, ["trainer.steps=2"], {"rehearse_after": 2}, "the run has 2 steps; choose fewer"),
         (
