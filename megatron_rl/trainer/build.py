@@ -28,6 +28,7 @@ from megatron_rl.rewards.verifier import Item, VerifierError
 from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.runs.directory import RunDirectory
+from megatron_rl.trainer.collector import Collector
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.faults import Faults
 from megatron_rl.trainer.in_flight import InFlightGeneration
@@ -165,17 +166,18 @@ def _build_trainer(
     actor.sleep()  # so that vLLM, which looks at the free memory, sees what it will have
     engine = _start_engine(config, topology, console, progress, interruption)
     start.ended("vllm")
+    collector = Collector(
+        config=config, actor=actor, reference=reference, engine=engine, objective=objective,
+        judge=judge, prompts=prompts.training, order=prompts.order, buffer=buffer,
+        in_flight=_build_in_flight(config, engine, actor, judge, prompts, buffer),
+        console=console, clock=clock, offline=offline,
+    )  # fmt: skip
     return Trainer(
         config=config,
         actor=actor,
-        reference=reference,
         engine=engine,
         objective=objective,
-        judge=judge,
-        prompts=prompts.training,
-        order=prompts.order,
-        buffer=buffer,
-        in_flight=_build_in_flight(config, engine, actor, judge, prompts, buffer),
+        collector=collector,
         evaluator=Evaluator(config, engine, judge, prompts.evaluation, recorder, console),
         checkpoints=checkpoints,
         done=done,
@@ -183,7 +185,6 @@ def _build_trainer(
         console=console,
         faults=Faults(writer, console, config.trainer.skipped_updates),
         reuse=reuse,
-        offline=offline,
         clock=clock,
         start=start,
     )

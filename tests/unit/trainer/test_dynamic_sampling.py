@@ -117,7 +117,7 @@ def test_a_run_trains_on_groups_that_teach_and_keeps_what_is_left(tmp_path):
         assert sum(len(set(group)) == 1 for group in groups) == lacking
         # Two tokens to a response: what was generated is what is held, trained or dropped.
         assert row.get("rollout/tokens", 0) == row.get("dynamic/groups_generated", 0) * 4 * 2
-    assert not trainer.buffer.groups
+    assert not trainer.collector.buffer.groups
 
 
 @pytest.mark.parametrize("done", [1, 2, 3])

@@ -12,6 +12,7 @@ from megatron_rl.lag.buffer import GroupBuffer
 from megatron_rl.lag.schedule import Schedule
 from megatron_rl.runs.group_file import read_groups, write_groups
 from megatron_rl.runs.rows import read_metrics, read_rows
+from megatron_rl.trainer.collector import Collector
 from megatron_rl.trainer.loop import Trainer
 from tests.unit.runs.test_group_file import plain
 from tests.unit.trainer.test_loop import NoCheckpoints, run_loop
@@ -133,7 +134,7 @@ def test_a_run_continued_with_a_full_buffer_goes_on_as_if_nothing_had_happened(t
         assert read_rows(rest / "schedule.jsonl") == read_rows(
             tmp_path / "whole" / "schedule.jsonl"
         )[done:]  # fmt: skip
-    assert not trainer.buffer.groups or "replay" in sections
+    assert not trainer.collector.buffer.groups or "replay" in sections
 
 
 def test_the_engine_s_log_probs_are_the_denominator_where_asked(tmp_path):
@@ -156,14 +157,14 @@ def test_decoupled_ratios_start_at_the_present_policy_and_keep_the_engine_s_log_
 
 def freeze_late(monkeypatch):
     """Denominators of the policy that trains."""
-    original = Trainer.hold_and_select
+    original = Collector.hold_and_select
 
-    def late(trainer, step, fresh):
-        batch = original(trainer, step, fresh)
-        batch.freeze_behavior_logprobs(trainer.actor)
+    def late(collector, step, fresh):
+        batch = original(collector, step, fresh)
+        batch.freeze_behavior_logprobs(collector.actor)
         return batch
 
-    monkeypatch.setattr(Trainer, "hold_and_select", late)
+    monkeypatch.setattr(Collector, "hold_and_select", late)
 
 
 def tell_another_version(monkeypatch):

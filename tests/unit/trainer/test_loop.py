@@ -27,6 +27,7 @@ from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.rows import PHASES, read_metrics
 from megatron_rl.trainer.background import BackgroundWriter
 from megatron_rl.trainer.build import collective_timeout
+from megatron_rl.trainer.collector import Collector
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.faults import Faults
 from megatron_rl.trainer.judge import Judge
@@ -247,17 +248,27 @@ def run_loop(
     if keep is not None:
         checkpoints = CheckpointKeeper(config, directory, console, 0, recorder.wait, keep, buffer)
         done = checkpoints.restore(actor)
-    trainer = Trainer(
+    objective = build_objective("pnpo", **overrides)
+    collector = Collector(
         config=config,
         actor=actor,
         reference=ScriptedReference(events) if "kl" in overrides else None,
         engine=engine,
-        objective=build_objective("pnpo", **overrides),
+        objective=objective,
         judge=judge,
         prompts=PROMPTS,
         order=PromptOrder(len(PROMPTS), seed=0),
         buffer=buffer,
         in_flight=None,
+        console=console,
+        clock=clock,
+    )
+    trainer = Trainer(
+        config=config,
+        actor=actor,
+        engine=engine,
+        objective=objective,
+        collector=collector,
         evaluator=Evaluator(config, engine, judge, {"held": PROMPTS[:2]}, recorder, console),
         checkpoints=checkpoints,
         done=done,
