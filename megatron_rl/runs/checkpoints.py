@@ -55,15 +55,19 @@ class CheckpointFolders:
         partial.mkdir(parents=True)
         return partial
 
-    def complete(self, step: int, *, sums: Mapping[str, str], digests: Sequence[Any]) -> None:
+    def complete(
+        self, step: int, *, sums: Mapping[str, str], digests: Sequence[Any], skipped: int = 0
+    ) -> None:
         """Give a written checkpoint its manifest, then its name; one of the same step goes.
 
         sums: SHA-256 by file name, of every file. digests: of each rank's tensors.
+        skipped: updates in a row that were, just before it.
         """
         partial = self.partial(step)
         files = {name: {"bytes": (partial / name).stat().st_size, "sha256": sums[name]}
                  for name in sorted(sums)}  # fmt: skip
-        state = {"step": step, "run": self._run(), "files": files, "digests": list(digests)}
+        state = {"step": step, "run": self._run(), "skipped_in_a_row": skipped, "files": files,
+                 "digests": list(digests)}  # fmt: skip
         (partial / MANIFEST).write_text(json.dumps(state, indent=1))
         flush_to_disk(partial / MANIFEST)
         old = self._set_off(self.folder(step))

@@ -142,19 +142,19 @@ def _build_trainer(
     progress: Progress,
 ) -> Trainer:
     writer = directory if topology.rank == 0 else None
+    settings = build_actor_settings(config, topology)
     with console.progress("starting Megatron"):
-        actor = MegatronActor(
-            config.model.path, topology=topology, settings=build_actor_settings(config, topology)
-        )
+        actor = MegatronActor(config.model.path, topology=topology, settings=settings)
     log = MetricLog(directory.path, config.logging, config=config.model_dump()) if writer else None
     actor.packs.on_prepare = progress.count
     clock = PhaseClock(topology.device, group=dist.group.WORLD, progress=progress)
     recorder = Recorder(config, writer, log, console, clock)
-    buffer = GroupBuffer(build_schedule(config))
-    reuse = ReuseGuard.of(config)
+    buffer, reuse = GroupBuffer(build_schedule(config)), ReuseGuard.of(config)
+    faults = Faults(writer, console, config.trainer.skipped_updates)
     checkpoints = CheckpointKeeper(
-        config, directory, console, topology.rank, recorder.wait, interruption, buffer, reuse
-    )
+        config, directory, console, topology.rank, recorder.wait, interruption, buffer, reuse,
+        faults,
+    )  # fmt: skip
     done = checkpoints.restore(actor)  # takes the memory that vLLM will have
     kl = "reference_logprobs" in objective.needs
     reference = ReferencePolicy(actor, config.reference_path) if kl else None
@@ -183,7 +183,7 @@ def _build_trainer(
         done=done,
         recorder=recorder,
         console=console,
-        faults=Faults(writer, console, config.trainer.skipped_updates),
+        faults=faults,
         reuse=reuse,
         clock=clock,
         start=start,

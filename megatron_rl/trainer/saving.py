@@ -23,6 +23,7 @@ from megatron_rl.runs.checkpoints import file_names, sum_files
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.group_file import read_about, read_groups, write_groups
 from megatron_rl.runs.rows import evaluation_scores, read_metrics
+from megatron_rl.trainer.faults import Faults
 from megatron_rl.trainer.reuse import ReuseGuard
 from megatron_rl.trainer.step_under_way import StepUnderWay
 
@@ -37,7 +38,8 @@ class CheckpointKeeper:
 
     Its name is the step that its last update belongs to. Besides the model and the optimizer it
     holds the groups of rollouts in the buffer, and of a step that is not recorded yet what its
-    updates have reported. The order of prompts and every sampling seed follow from (seed, step).
+    updates have reported. Its manifest counts the updates before it that were skipped in a row.
+    The order of prompts and every sampling seed follow from (seed, step).
     """
 
     config: Config
@@ -48,6 +50,7 @@ class CheckpointKeeper:
     interruption: Interruption = field(default_factory=Interruption)
     buffer: GroupBuffer | None = None
     reuse: ReuseGuard | None = None
+    faults: Faults | None = None
     done: int = 0  # steps that are finished and recorded
     under_way: StepUnderWay | None = None  # the one after them, once it has its rollout batch
     _generated: Mapping[str, float] = field(default_factory=dict)  # of what a killed run had kept
@@ -150,6 +153,8 @@ class CheckpointKeeper:
                 if under_way.is_file()
                 else None
             )
+            if self.faults is not None:  # a checkpoint of an earlier release does not say
+                self.faults.in_a_row = manifest.get("skipped_in_a_row", 0)
             if self.reuse is not None:
                 state = folders.folder(step) / REUSE
                 self.reuse.restore(json.loads(state.read_text()) if state.is_file() else [])
@@ -292,7 +297,8 @@ class CheckpointKeeper:
             if self.rank == 0:
                 # A run that continues from here would not write them again.
                 self.wait_for_records()
-                folders.complete(step, sums=sums, digests=digests)
+                skipped = self.faults.in_a_row if self.faults is not None else 0
+                folders.complete(step, sums=sums, digests=digests, skipped=skipped)
                 folders.prune(keep=self.config.trainer.keep_checkpoints, spared=self._spared)
                 self.directory.generated.forget(step)
         self._saved = (step, updates)

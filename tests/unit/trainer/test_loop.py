@@ -245,8 +245,11 @@ def run_loop(
     log = MetricLog(tmp_path, LoggingSection(tensorboard=False), config={})
     clock = PhaseClock()
     recorder = Recorder(config, directory, log, console, clock, writer or BackgroundWriter())
+    faults = Faults(directory, console, config.trainer.skipped_updates)
     if keep is not None:
-        checkpoints = CheckpointKeeper(config, directory, console, 0, recorder.wait, keep, buffer)
+        checkpoints = CheckpointKeeper(
+            config, directory, console, 0, recorder.wait, keep, buffer, faults=faults
+        )
         done = checkpoints.restore(actor)
     objective = build_objective("pnpo", **overrides)
     collector = Collector(
@@ -275,7 +278,7 @@ def run_loop(
         recorder=recorder,
         console=console,
         clock=clock,
-        faults=Faults(directory, console, config.trainer.skipped_updates),
+        faults=faults,
         reuse=ReuseGuard.of(config),
     )
     trainer.check_engine = lambda: None  # the scripts compute nothing that could agree

@@ -6,6 +6,7 @@ does is an event, and a run is disturbed at each of its events in turn.
 """
 
 import contextlib
+import shutil
 
 import pyarrow.parquet as pq
 import pytest
@@ -165,6 +166,23 @@ def test_skipped_updates_stay_written_down_through_an_interruption(tmp_path):
     assert_same(tmp_path / "a", tmp_path / "whole")
     journals = [tmp_path / name / "faults" / "faults.jsonl" for name in ("a", "whole")]
     assert journals[0].read_text() == journals[1].read_text() != ""
+
+
+def test_updates_skipped_in_a_row_are_counted_through_an_interruption(tmp_path):
+    """Three end a run; here it is asked to end during the second of them, inside of a step."""
+    whole, _ = run(tmp_path / "whole")
+    sixth = [place for place, event in enumerate(whole) if event[0] == "update"][5]
+    interruption = Interruption()
+
+    def ask(event):
+        interruption.received = SIGNALS[0]
+
+    run(tmp_path / "a", keep=interruption, events=Events(sixth, ask), unusable=(5, 6))
+    assert RunDirectory(tmp_path / "a").checkpoints.manifest(2)["skipped_in_a_row"] == 2
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(FloatingPointError, match="3 updates in a row"):
+        run(tmp_path / "a", unusable=(1,))  # the seventh
+    run(tmp_path / "b", unusable=(2, 3))  # the seventh is well, and the count begins again
 
 
 def test_what_another_layout_generated_is_generated_again(tmp_path):
