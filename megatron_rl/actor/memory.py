@@ -6,7 +6,7 @@ a float32 model are views of the model's own, and would come back as copies that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-_CHUNK = 256 << 20  # bytes; torch rounds what it pins up to a power of two
+_SMALLEST_CHUNK = 2 << 20  # bytes
 _ALIGNMENT = 512
+_SLACKS = (0.0, 1 / 16, 1.0)  # the one that needs the least memory is taken
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -73,17 +74,41 @@ class PinnedMemory:
 
 
 def _pinned_places(sizes: list[int]) -> list[Tensor]:
-    places: list[Tensor] = []
-    free = torch.empty(0, dtype=torch.uint8)
-    left = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
-    for size in sizes:
-        taken = -(-size // _ALIGNMENT) * _ALIGNMENT
-        if taken > free.numel():
-            room = max(taken, min(_CHUNK, left))
-            free = torch.empty(room, dtype=torch.uint8, pin_memory=True)
-        places.append(free[:size])
-        free, left = free[taken:], left - taken
-    return places
+    plans = (plan_chunks(sizes, slack=slack) for slack in _SLACKS)
+    chunks, places = min(plans, key=lambda plan: sum(plan[0]))
+    pinned = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in chunks]
+    return [
+        pinned[chunk][start : start + size]
+        for (chunk, start), size in zip(places, sizes, strict=True)
+    ]
+
+
+def plan_chunks(sizes: Sequence[int], *, slack: float) -> tuple[list[int], list[tuple[int, int]]]:
+    """(bytes of chunks, (chunk, start) of each of `sizes`), every chunk a power of two.
+
+    torch rounds up to one what it pins: memory that nobody uses, where a chunk is anything else.
+    The largest come first, each into the first chunk with room. A new chunk is as large as all that
+    is left, rounded down, or up where no more than `slack` times what is left would be too much.
+    """
+    room = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    chunks: list[int] = []
+    used: list[int] = []
+    places, left = [(0, 0)] * len(room), sum(room)
+    for index in sorted(range(len(room)), key=lambda each: -room[each]):
+        fits = (n for n, size in enumerate(chunks) if used[n] + room[index] <= size)
+        if (chunk := next(fits, len(chunks))) == len(chunks):
+            above = _power_of_two(left)
+            all_left = above if above - left <= slack * left else above // 2
+            chunks.append(max(all_left, _power_of_two(room[index]), _SMALLEST_CHUNK))
+            used.append(0)
+        places[index] = chunk, used[chunk]
+        used[chunk] += room[index]
+        left -= room[index]
+    return chunks, places
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()
 
 
 def _forget_routes(wrapped: list[DistributedDataParallel]) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.checkpoint import load_model
 from megatron_rl.actor.cpu_adaptation import megatron_runtime
+from megatron_rl.actor.memory import PinnedMemory
 from megatron_rl.types import TokenBatch
 
 
@@ -25,11 +25,10 @@ class ReferencePolicy:
 
     def __init__(self, actor: MegatronActor, folder: str | Path) -> None:
         self.actor = actor
-        on_cuda = actor.topology.device.type == "cuda"
-        self.resting = {
-            name: torch.empty_like(parameter, device="cpu", pin_memory=on_cuda).copy_(parameter)
-            for name, parameter in self._parameters().items()
-        }
+        named, on_cuda = self._parameters(), actor.topology.device.type == "cuda"
+        held = list(named.values())
+        copies = PinnedMemory().copies_of(held) if on_cuda else [each.clone() for each in held]
+        self.resting = dict(zip(named, copies, strict=True))
         try:
             with megatron_runtime():
                 load_model(actor.chunks, shape=actor.shape, topology=actor.topology, folder=folder)
