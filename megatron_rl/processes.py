@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 from megatron_rl.interruption import INTERRUPTED, Interruption, heard_signals
 
@@ -250,13 +251,26 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         process.kill()
         process.wait()
-    deadline = time.monotonic() + CLEAN_UP_SECONDS
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):  # nothing is left of its session
-            while time.monotonic() < deadline:
-                os.killpg(process.pid, 0)
-                time.sleep(POLL_SECONDS)
-            os.killpg(process.pid, signal.SIGKILL)
+    deadline, groups = time.monotonic() + CLEAN_UP_SECONDS, {process.pid for process in processes}
+    while _is_any_alive(groups) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError):  # nothing is left of it
+            os.killpg(group, signal.SIGKILL)
+
+
+def _is_any_alive(groups: set[int]) -> bool:
+    """Whether a process of these groups lives; one that has ended may never be collected.
+
+    What a rank has started falls, after it, to the first process of a container, which often
+    collects nobody.
+    """
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended since
+            state, _, group = (process / "stat").read_text().rsplit(")", 1)[1].split()[:3]
+            if int(group) in groups and state not in "ZX":
+                return True
+    return False
 
 
 def _find_port() -> int:

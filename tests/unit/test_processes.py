@@ -1,5 +1,6 @@
 """Joining torchrun and srun, the environment, and named seeds."""
 
+import ctypes
 import os
 import signal
 import stat
@@ -134,8 +135,11 @@ def test_ranks_know_their_places_and_end_well(ranks, tmp_path):
     assert (tmp_path / "told1").read_text() == "1 1 2 -m megatron_rl.cli train seed=1\n"
 
 
-def test_a_rank_that_is_killed_is_named_and_the_others_are_ended(ranks, capfd, tmp_path):
+def test_a_rank_that_is_killed_is_named_and_the_others_are_ended(
+    ranks, capfd, tmp_path, monkeypatch
+):
     # Rank 0 never ends by itself, nor does what it has started.
+    monkeypatch.setattr(processes, "CLEAN_UP_SECONDS", 0.2)
     pid = tmp_path / "pid"
     die = f"while [ ! -s {pid} ]; do sleep 0.1; done; kill -9 $$"
     ranks(f"if [ $RANK = 1 ]; then {die}; fi; sleep 600 & echo $! > {pid}; wait")
@@ -148,6 +152,22 @@ def test_a_rank_that_is_killed_is_named_and_the_others_are_ended(ranks, capfd, t
     while is_running(int(pid.read_text())):  # the kernel takes a moment
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_what_ranks_have_started_takes_leave_and_what_has_ended_is_not_waited_for(
+    ranks, tmp_path, monkeypatch
+):
+    """Where nobody collects orphans, as in many containers; here this process, which does not."""
+    monkeypatch.setattr(processes, "CLEAN_UP_SECONDS", 120.0)
+    begin, adopt = time.monotonic(), ctypes.CDLL(None).prctl
+    adopt(36, 1)  # PR_SET_CHILD_SUBREAPER
+    ranks(f"(sleep 0.3; touch {tmp_path}/left$RANK) & echo $! > {tmp_path}/pid$RANK")
+    assert start_processes([], world_size=2) == 0
+    adopt(36, 0)
+    for rank in (0, 1):
+        assert (tmp_path / f"left{rank}").exists()
+        os.waitpid(int((tmp_path / f"pid{rank}").read_text()), 0)
+    assert time.monotonic() - begin < 100
 
 
 def test_a_rank_that_fails_gives_its_exit_status(ranks, capfd):
