@@ -17,7 +17,13 @@ def main(arguments: list[str] | None = None) -> None:
             from megatron_rl.processes import prepare_environment
 
             prepare_environment()
-        sys.exit(options.run(options, arguments))
+        try:
+            status = options.run(options, arguments)
+        except Exception as error:  # noqa: BLE001 - said, or raised again
+            from megatron_rl.commands.ending import fail
+
+            status = fail(error, None)
+        sys.exit(status)
 
 
 @contextlib.contextmanager

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from megatron_rl.commands.ending import fail
-from megatron_rl.config import ConfigError
 from megatron_rl.processes import has_cuda
 from megatron_rl.versions import ReleaseSet, release_set
 
@@ -43,12 +41,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """Report on the run directory if one is named, else on this machine."""
-    if options.run_directory is None:
-        return print_report()
-    try:
-        return print_run(options.run_directory)
-    except ConfigError as error:
-        return fail(error, None)
+    return print_report() if options.run_directory is None else print_run(options.run_directory)
 
 
 def print_run(path: str) -> int:

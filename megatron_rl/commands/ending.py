@@ -75,7 +75,8 @@ def leave(status: int) -> NoReturn:
 def _say_error(error: ValueError, place: ProcessPlace | None) -> None:
     """Once on each node for what every rank finds before training, later by the rank that fails."""
     if place is None or place.local_rank == 0:
-        detail = "" if isinstance(error, ConfigError) else _origin(error)
+        told = place is None or isinstance(error, ConfigError)
+        detail = "" if told else _origin(error)
         print(f"megatron-rl: error: {error}{detail}", file=sys.stderr, flush=True)
     elif _is_training() and not isinstance(error, ConfigError):
         print(f"megatron-rl: rank {place.rank}: {error}", file=sys.stderr, flush=True)

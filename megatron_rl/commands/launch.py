@@ -1,16 +1,11 @@
 """`megatron-rl launch`, and `status`, `logs` and `cancel` of what was launched."""
 
 import argparse
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rl.config import ConfigError
 from megatron_rl.launch.following import cancel, describe, final_status, read_logs
 from megatron_rl.launch.record import Record, find_record
-
-Command = Callable[[argparse.Namespace], int]
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -37,14 +32,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     for name, what, more in options:
         launch.add_argument(name, help=what, **(more or {"action": "store_true"}))
     launch.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.steps=5")
-    launch.set_defaults(run=_guarded(_launch), sets_environment=False)
+    launch.set_defaults(run=_launch, sets_environment=False)
     status = commands.add_parser("status", help="of a launch: its jobs and its run directory")
-    status.set_defaults(run=_guarded(_status))
+    status.set_defaults(run=_status)
     logs = commands.add_parser("logs", help="of a launch: what its ranks said")
     logs.add_argument("-f", "--follow", action="store_true", help="until it ends")
-    logs.set_defaults(run=_guarded(_logs))
+    logs.set_defaults(run=_logs)
     ending = commands.add_parser("cancel", help="end a launch")
-    ending.set_defaults(run=_guarded(_cancel))
+    ending.set_defaults(run=_cancel)
     for one in (status, logs, ending):
         one.add_argument("name", metavar="NAME", help="the run's name")
 
@@ -55,20 +50,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _guarded(command: Command) -> Callable[[argparse.Namespace, list[str]], int]:
-    """The command with its errors said in one line."""
-
-    def run(options: argparse.Namespace, arguments: list[str]) -> int:
-        try:
-            return command(options)
-        except (ConfigError, RuntimeError) as error:
-            print(f"megatron-rl: error: {error}", file=sys.stderr)
-            return 1
-
-    return run
-
-
-def _launch(options: argparse.Namespace) -> int:
+def _launch(options: argparse.Namespace, arguments: list[str]) -> int:
     from megatron_rl.launch.cluster import SlurmCluster, load_cluster
     from megatron_rl.launch.plan import plan_launch
     from megatron_rl.launch.source import require_committed
@@ -100,13 +82,13 @@ def _launch(options: argparse.Namespace) -> int:
     return _follow(record) if options.wait else 0
 
 
-def _status(options: argparse.Namespace) -> int:
+def _status(options: argparse.Namespace, arguments: list[str]) -> int:
     text, status = describe(find_record(options.name))
     print(text)
     return status
 
 
-def _logs(options: argparse.Namespace) -> int:
+def _logs(options: argparse.Namespace, arguments: list[str]) -> int:
     record = find_record(options.name)
     if options.follow:
         return _follow(record)
@@ -125,7 +107,7 @@ def _follow(record: Record) -> int:
     return final_status(record)
 
 
-def _cancel(options: argparse.Namespace) -> int:
+def _cancel(options: argparse.Namespace, arguments: list[str]) -> int:
     cancel(find_record(options.name))
     print(f"{options.name}: asked to end; megatron-rl status {options.name} says when it has")
     return 0

@@ -50,43 +50,37 @@ def _count(text: str) -> int:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    try:
-        quiet_libraries()
-        from megatron_rl.config import load_config
-        from megatron_rl.models.shape import read_model_shape
-        from megatron_rl.planning.fit import DoesNotFitError, check_fit
-        from megatron_rl.planning.rehearsal import rehearse, stage_ranks
-        from megatron_rl.planning.rehearsal_report import as_values, describe
-        from megatron_rl.preflight.layout import check_layout
-        from megatron_rl.preflight.memory import DOES_NOT_FIT
+    """Rehearse, and print what was found; another status where the run does not fit."""
+    quiet_libraries()
+    from megatron_rl.config import load_config
+    from megatron_rl.models.shape import read_model_shape
+    from megatron_rl.planning.fit import DoesNotFitError, check_fit
+    from megatron_rl.planning.rehearsal import rehearse, stage_ranks
+    from megatron_rl.planning.rehearsal_report import as_values, describe
+    from megatron_rl.preflight.layout import check_layout
+    from megatron_rl.preflight.memory import DOES_NOT_FIT
 
-        config = load_config(options.config, options.overrides)
-        check_layout(config, read_model_shape(config.model.path), world_size=options.processes)
-        ranks = options.rank or stage_ranks(config, options.processes)
-        for rank in ranks:
-            if not 0 <= rank < options.processes:
-                raise ValueError(
-                    f"--rank {rank}: there are {options.processes} processes; give 0 to "
-                    f"{options.processes - 1}"
-                )
-        if options.fit is None:
-            made = [
-                rehearse(
-                    config, processes=options.processes, rank=rank, device=options.device, updates=2
-                )
-                for rank in ranks
-            ]
-        else:
-            size = int(options.fit * 2**30)
-            try:
-                made = check_fit(config, processes=options.processes, device_bytes=size)
-            except DoesNotFitError as error:
-                fail(error, None)
-                return leave(DOES_NOT_FIT)
-        if options.json:
-            print(json.dumps([as_values(each) for each in made]))
-        else:
-            print("\n\n".join(describe(each) for each in made))
-    except Exception as error:  # noqa: BLE001 - said, and the process ends
-        return fail(error, None)
+    config, processes = load_config(options.config, options.overrides), options.processes
+    check_layout(config, read_model_shape(config.model.path), world_size=processes)
+    ranks = options.rank or stage_ranks(config, processes)
+    for rank in ranks:
+        if not 0 <= rank < processes:
+            raise ValueError(
+                f"--rank {rank}: there are {processes} processes; give 0 to {processes - 1}"
+            )
+    if options.fit is None:
+        made = [
+            rehearse(config, processes=processes, rank=rank, device=options.device, updates=2)
+            for rank in ranks
+        ]
+    else:
+        try:
+            made = check_fit(config, processes=processes, device_bytes=int(options.fit * 2**30))
+        except DoesNotFitError as error:
+            fail(error, None)
+            return leave(DOES_NOT_FIT)
+    if options.json:
+        print(json.dumps([as_values(each) for each in made]))
+    else:
+        print("\n\n".join(describe(each) for each in made))
     return leave(0)

@@ -2,8 +2,6 @@
 
 import argparse
 
-from megatron_rl.commands.ending import fail
-
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Its options."""
@@ -39,18 +37,16 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    try:
-        from megatron_rl.report.build import write_report
+    """Write the page, and say where."""
+    from megatron_rl.report.build import write_report
 
-        written = write_report(
-            options.runs,
-            output=options.output,
-            threshold=options.threshold,
-            megabytes=options.megabytes,
-            bundle=options.bundle,
-        )
-    except Exception as error:  # noqa: BLE001 - said, and the process ends
-        return fail(error, None)
+    written = write_report(
+        options.runs,
+        output=options.output,
+        threshold=options.threshold,
+        megabytes=options.megabytes,
+        bundle=options.bundle,
+    )
     for path in written:
         print(path)
     return 0

@@ -41,14 +41,10 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
     assert "torch" not in sys.modules, "too late to choose kernels"
     os.environ.update(PORTABLE)
-    try:
-        names = [field.name for field in fields(TaskSettings)]
-        settings = TaskSettings(**{name: getattr(options, name) for name in names})
-        output = options.output or Path(".cache/tasks") / f"{settings.task}-{settings.size}"
-        made = make_once(output, settings, report=lambda text: print(text, flush=True))
-    except ValueError as error:
-        print(f"megatron-rl: error: {error}", file=sys.stderr)
-        return 1
+    names = [field.name for field in fields(TaskSettings)]
+    settings = TaskSettings(**{name: getattr(options, name) for name in names})
+    output = options.output or Path(".cache/tasks") / f"{settings.task}-{settings.size}"
+    made = make_once(output, settings, report=lambda text: print(text, flush=True))
     print(
         f"{output}: {settings.train} + {settings.heldout} prompts of {made['prompt_tokens']} "
         f"tokens, traces of {made['trace_tokens']}, a model of {made['parameters']:,} parameters "

@@ -61,11 +61,11 @@ def check_script(script: str) -> None:
 
 
 def job_state(job: str) -> JobState:
-    """The present state of a job; RuntimeError where SLURM cannot be asked."""
+    """The present state of a job; ConfigError where SLURM cannot be asked."""
     layout = "%T|%r|%M|%L|%N"
     said = _ask("squeue", "--noheader", "--states=all", f"--jobs={job}", f"--format={layout}")
     if said.returncode and "Invalid job id" not in said.stderr:
-        raise RuntimeError(f"squeue failed: {_one_line(said)}")
+        raise ConfigError(f"squeue failed: {_one_line(said)}")
     for line in said.stdout.splitlines():
         return JobState(job, *line.split("|"))
     said = _ask("sacct", "--noheader", "--allocations", "--parsable2", f"--jobs={job}",
@@ -77,10 +77,10 @@ def job_state(job: str) -> JobState:
 
 
 def cancel_jobs(jobs: list[str]) -> None:
-    """End jobs, waiting or running; RuntimeError with SLURM's words where it refuses."""
+    """End jobs, waiting or running; ConfigError with SLURM's words where it refuses."""
     said = _ask("scancel", *jobs)
     if said.returncode:
-        raise RuntimeError(f"scancel failed: {_one_line(said)}")
+        raise ConfigError(f"scancel failed: {_one_line(said)}")
 
 
 def _ask(*command: str, input: str | None = None) -> "subprocess.CompletedProcess[str]":
