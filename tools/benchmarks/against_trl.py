@@ -25,6 +25,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".cache" / "against_trl"
@@ -84,13 +85,17 @@ def make_task(name: str) -> Path:
     if size.shape is None or (folder / "model" / "config.json").exists():
         return folder
     import torch
+    from transformers import Qwen2ForCausalLM
 
-    torch.manual_seed(1)
+    from megatron_rl.tasks.warm_up import build_model
+
     longest = 48 + size.tokens
     tokenizer = tiny.build_tokenizer(longest)
     tokenizer.add_tokens([f" w{i}" for i in range(WORDS - len(tokenizer))])
-    shape = size.shape | {"key_value_heads": size.shape["heads"]}
-    model = tiny.build_model(tiny.Settings(**shape), tokenizer, longest)
+    config = build_model(SimpleNamespace(**size.shape), tokenizer, longest).config
+    config.intermediate_size = size.shape["intermediate"]
+    torch.manual_seed(1)
+    model = Qwen2ForCausalLM(config)
     tokenizer.save_pretrained(folder / "model")
     model.save_pretrained(folder / "model")
     (folder / "train.parquet").write_bytes((task / "train.parquet").read_bytes())
