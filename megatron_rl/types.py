@@ -47,10 +47,10 @@ class Response:
     prompt_index: int
     sample_index: int
     token_ids: np.ndarray  # [L] int32
-    rollout_logprobs: np.ndarray  # [L] float32, of the sampled token
+    rollout_logprobs: np.ndarray  # [L] float32, of the sampled token; nan: not known
     text: str
     finish_reason: FinishReason
-    weight_version: int  # of the weights that generated the first token
+    weight_version: int  # of the weights that generated the first token; -1: of another run
     later_versions: tuple[tuple[int, int], ...] = ()  # (first token, version) of what followed
 
     @property
@@ -101,6 +101,7 @@ class Group:
     updates: int  # optimizer updates until then
     first_trained: int = 0  # the step that did; 0 before
     trained: int = 0  # steps that have
+    uses: int = 0  # updates that have, in all those steps
 
     @property
     def longest(self) -> int:
@@ -132,7 +133,7 @@ class TokenBatch:
     lengths: tuple[int, ...]  # [S] padded length of each sequence; they sum to T
     rollout_indices: tuple[int, ...]  # [S] place of each sequence in the rollout batch
     advantages: Tensor  # [S] float32
-    rollout_logprobs: Tensor  # [T] float32, 0 off the mask
+    rollout_logprobs: Tensor | None  # [T] float32, 0 off the mask; None: not known of all
     behavior_logprobs: Tensor | None = None  # [T] float32, 0 off the mask
     reference_logprobs: Tensor | None = None  # the same, where the objective has a KL term
     traced_logprobs: list[Tensor] | None = (

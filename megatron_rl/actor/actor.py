@@ -248,7 +248,7 @@ class MegatronActor:
             alignment=self.topology.alignment(sequence_parallel=self.sequence_parallel),
             gemm_tokens=self.settings.gemm_tokens,
         )
-        nothing = torch.zeros_like(pack.rollout_logprobs)
+        nothing = pack.response_mask.float()
         return replace(pack, behavior_logprobs=nothing, reference_logprobs=nothing)
 
     def _policy_loss(
@@ -261,13 +261,13 @@ class MegatronActor:
     ) -> tuple[Tensor, LossReport]:
         assert batch.behavior_logprobs is not None, "behavior log-probs come before the update"
         logprobs, *entropy = output  # [1|2, t]
-        reference = batch.reference_logprobs
+        rollout, reference = batch.rollout_logprobs, batch.reference_logprobs
         result = objective(
             TokenInputs(
                 policy_logprobs=logprobs,
                 behavior_logprobs=pack.shard(batch.behavior_logprobs),
                 advantages=pack.spread(batch.advantages),
-                rollout_logprobs=pack.shard(batch.rollout_logprobs),
+                rollout_logprobs=None if rollout is None else pack.shard(rollout),
                 reference_logprobs=None if reference is None else pack.shard(reference),
                 entropy=entropy[0] if entropy else None,
             ),

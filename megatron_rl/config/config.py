@@ -148,6 +148,11 @@ class Config(Section):
             )
         if self.trainer.self_test_every is not None:
             problems.append("trainer.self_test_every tries an engine, too; unset it")
+        if self.offline.behavior != "file" and self.behavior == "engine":
+            problems.append(
+                f"behavior=engine takes the log-probs of offline.rollouts, and offline.behavior="
+                f"{self.offline.behavior} those of a model; unset one"
+            )
         if self.dynamic_sampling.rounds:
             problems.append("dynamic_sampling generates, and offline.rollouts does not; unset one")
         return problems

@@ -184,7 +184,7 @@ def build_pack(
         lengths=tuple(lengths),
         rollout_indices=tuple(indices) or (FILLER,),
         advantages=advantages[list(indices)].float() if indices else torch.zeros(1),
-        rollout_logprobs=torch.from_numpy(logprobs),
+        rollout_logprobs=None if np.isnan(logprobs).any() else torch.from_numpy(logprobs),
     )
 
 

@@ -1,6 +1,6 @@
 """What has been generated and may still be trained: the queue and what is replayed, in one."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_rl.lag.schedule import Schedule
@@ -54,12 +54,19 @@ class GroupBuffer:
         """What step `step` trains, in order."""
         return [self.groups[slot] for slot in self.schedule.select(step, self.groups)]
 
-    def release(self, step: int) -> None:
-        """Count what step `step` has trained, and let go of what none will train again."""
-        for slot in self.schedule.select(step, self.groups):
+    def release(self, step: int, made: Sequence[int] = (0,)) -> None:
+        """Count what step `step` has trained, and let go of what none will train again.
+
+        made: updates of each of its minibatches.
+        """
+        trained = self.schedule.select(step, self.groups)
+        for place, slot in enumerate(trained):
             group = self.groups[slot]
             self.groups[slot] = replace(
-                group, trained=group.trained + 1, first_trained=group.first_trained or step
+                group,
+                trained=group.trained + 1,
+                uses=group.uses + made[place * len(made) // len(trained)],
+                first_trained=group.first_trained or step,
             )
         self.groups = {
             slot: group

@@ -16,6 +16,11 @@ def token_versions(response: Response) -> np.ndarray:
     return np.repeat(versions, np.diff([*starts, len(response.token_ids)]))
 
 
+def _all_versions(groups: Sequence[Group]) -> np.ndarray:
+    responses = [rollout.response for group in groups for rollout in group.rollouts]
+    return np.concatenate([token_versions(response) for response in responses])
+
+
 @dataclass(frozen=True)
 class LagClock:
     """The moment before a step's first update."""
@@ -42,23 +47,19 @@ class LagClock:
             "lag/steps_max": max(steps),
             "lag/updates_mean": statistics.fmean(updates),
             "lag/updates_max": max(updates),
-            "lag/versions_mean": self._versions_behind(groups),
             "lag/waiting_groups": len(waiting),
             "replay/fraction": statistics.fmean(group.trained > 0 for group in groups),
             "replay/most": max(group.trained for group in groups),
         }
+        versions = _all_versions(groups)
+        if versions.min() >= 0:
+            metrics["lag/versions_mean"] = float(self.step - 1 - versions.mean())
         if waiting:
             lengths = [len(one.response.token_ids) for group in waiting for one in group.rollouts]
             metrics["lag/waiting_length_mean"] = statistics.fmean(lengths)
         for lag in sorted(set(steps)):
             metrics[f"lag/fraction_of_{lag}"] = steps.count(lag) / len(steps)
         return metrics
-
-    def _versions_behind(self, groups: Sequence[Group]) -> float:
-        """Mean over tokens of the steps between the weights that made them and the present ones."""
-        responses = [rollout.response for group in groups for rollout in group.rollouts]
-        versions = np.concatenate([token_versions(response) for response in responses])
-        return float(self.step - 1 - versions.mean())
 
     def record(self, groups: Sequence[Group]) -> dict[str, Any]:
         """The step's line of schedule.jsonl; lists have one entry per group, in trained order."""
@@ -69,5 +70,6 @@ class LagClock:
             "lag": [self.step - group.generated for group in groups],
             "lag_updates": [self.updates - group.updates for group in groups],
             "replays": [group.trained for group in groups],
+            "uses": [group.uses for group in groups],
             "longest": [group.longest for group in groups],
         }

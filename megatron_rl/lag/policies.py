@@ -1,7 +1,8 @@
 """How many rollout batches ahead of its training a group is generated: one policy, one class.
 
 A policy is a pure function of the run's seed and a slot; `by_length` alone also looks at what is
-held, because a group's length is not known before it is generated.
+held, because a group's length is not known before it is generated. A constant lag is one drawn
+from a single number.
 """
 
 import json
@@ -31,31 +32,11 @@ class LagPolicy(Protocol):
 
         generated: the step whose weights generated the group; longest: its longest response.
         """
-        ...
-
-
-@dataclass(frozen=True)
-class ConstantLag:
-    """A queue of `batches` rollout batches: each is trained so many steps after its generation."""
-
-    batches: int
-
-    @property
-    def most(self) -> int:
-        """The constant itself."""
-        return self.batches
-
-    def lag(self, slot: Slot) -> int:
-        """The same for every slot."""
-        return self.batches
-
-    def ready(self, slot: Slot, *, generated: int, longest: int) -> int:
-        """Each in its slot's step."""
         return slot.step
 
 
 @dataclass(frozen=True)
-class UniformLag:
+class UniformLag(LagPolicy):
     """Each group's lag is drawn for itself from low, low + 1, ..., high."""
 
     low: int
@@ -72,13 +53,9 @@ class UniformLag:
         drawn = derive_seed(self.seed, "lag", slot.step, slot.group)
         return self.low + drawn % (self.high - self.low + 1)
 
-    def ready(self, slot: Slot, *, generated: int, longest: int) -> int:
-        """Each in its slot's step."""
-        return slot.step
-
 
 @dataclass(frozen=True)
-class LengthLag:
+class LengthLag(LagPolicy):
     """`batches` rollout batches are generated ahead; long groups are overtaken by short ones.
 
     A group is ready one step later for every `tokens` of its longest response, and what is ready
@@ -103,7 +80,7 @@ class LengthLag:
 
 
 @dataclass(frozen=True)
-class TraceLag:
+class TraceLag(LagPolicy):
     """The lags that another run recorded, step by step and group by group."""
 
     lags: tuple[tuple[int, ...], ...]  # [steps][new groups of the step]
@@ -117,10 +94,6 @@ class TraceLag:
         """What the trace says."""
         return self.lags[slot.step - 1][slot.group]
 
-    def ready(self, slot: Slot, *, generated: int, longest: int) -> int:
-        """Each in its slot's step."""
-        return slot.step
-
 
 def build_policy(value: Any, *, seed: int) -> LagPolicy:
     """The policy of `lag.batches`: a number, or one key with what it needs.
@@ -128,7 +101,7 @@ def build_policy(value: Any, *, seed: int) -> LagPolicy:
     Raises ValueError that names the key, the rule and the cure.
     """
     if _is_count(value):
-        return ConstantLag(value)
+        return UniformLag(value, value, seed)
     if not isinstance(value, Mapping) or len(value) != 1:
         raise ValueError(
             f"lag.batches={value!r}: give a number of rollout batches from 0, or one of "
@@ -165,6 +138,7 @@ def read_trace(file: Path) -> TraceLag:
 
     One JSON object per step, in order from step 1, with `step` and `lag`, a list of one number per
     group; `replays`, a list as long, marks groups that had been trained before: they are left out.
+    `slot`, a list as long, says which lag belongs to which prompt; without it they are in order.
     """
     rows: list[tuple[int, ...]] = []
     try:
@@ -172,7 +146,9 @@ def read_trace(file: Path) -> TraceLag:
             row = json.loads(line)
             step, lags = row["step"], row["lag"]
             replays = row.get("replays", [0] * len(lags))
-            new = tuple(lag for lag, again in zip(lags, replays, strict=True) if not again)
+            slots = row.get("slot", [[step, place] for place in range(len(lags))])
+            trained = sorted(zip(slots, lags, replays, strict=True))
+            new = tuple(lag for _, lag, again in trained if not again)
             if step != len(rows) + 1:
                 raise ValueError(f"step {step} stands where step {len(rows) + 1} should")
             if not new or not all(_is_count(lag) and lag < step for lag in new):

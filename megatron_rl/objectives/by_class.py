@@ -4,14 +4,22 @@ A class is what the caller says, the lag of a token for instance. Only sums, whi
 micro-batches and ranks. Shapes: t tokens on this rank, C classes.
 """
 
-import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_rl.objectives.constraints import Constrained
 from megatron_rl.objectives.inputs import TokenInputs
-from megatron_rl.objectives.statistics import CLASS_SUMS, DECILES
+from megatron_rl.objectives.statistics import (
+    BAND_SUMS,
+    BANDS,
+    CLASS_SUMS,
+    COUNTS,
+    DECILES,
+    SIZES,
+    Statistics,
+)
 from megatron_rl.objectives.weights import LogRatios
 
 
@@ -46,20 +54,51 @@ def sum_by_class(
     return table[:-1].view(count, DECILES, len(CLASS_SUMS))
 
 
-def class_metrics(sums: Tensor) -> dict[str, float]:
-    """What [CLASS_SUMS] of some tokens say; nothing where there are none."""
-    x = dict(zip(CLASS_SUMS, sums.tolist(), strict=True))
-    if not x["tokens"]:
-        return {}
+def class_sums(updates: Sequence[Statistics]) -> Tensor:
+    """[updates, C, tenths of t/L, CLASS_SUMS] float64 on the host; copies once.
+
+    Where tokens are not reported apart they are one class, whose sums are those of the bands.
+    """
+    tables = [one.classes for one in updates if one.classes is not None]
+    if tables:
+        return torch.stack(tables).cpu()
+    bands = torch.stack([one.sums.split(SIZES)[1] for one in updates]).cpu()
+    tenths = bands.view(len(updates), len(BANDS), len(BAND_SUMS))[:, :DECILES]
+    return (tenths @ _FROM_BANDS)[:, None]
+
+
+def _counted_as(name: str) -> tuple[str, ...]:
+    """The sums of a band that make one of a class."""
+    match name:
+        case "tokens":
+            return COUNTS
+        case "movable":
+            return tuple(one for one in COUNTS if not one.endswith("zero"))
+        case "inside":
+            return "inside_positive", "inside_negative"
+    return (name,)
+
+
+_FROM_BANDS = torch.tensor(
+    [[float(one in _counted_as(name)) for name in CLASS_SUMS] for one in BAND_SUMS],
+    dtype=torch.float64,
+)
+
+
+def class_metrics(sums: Tensor) -> dict[str, Tensor]:
+    """What sums [..., CLASS_SUMS] of some tokens say; [...] each, nan where it is over none."""
+    x = dict(zip(CLASS_SUMS, sums.double().unbind(dim=-1), strict=True))
     mean = x["log_w"] / x["tokens"]
-    variance = max(x["log_w_squared"] / x["tokens"] - mean * mean, 0.0)
-    metrics = {
+    variance = x["log_w_squared"] / x["tokens"] - mean.square()
+    nothing = torch.where(x["movable"] > 0, 0.0, torch.nan)
+    squares = x["movable"] * x["weight_squared"]
+    return {
         "tokens": x["tokens"],
-        "prefix_mean_log_std": math.sqrt(variance),
+        "prefix_mean_log_std": variance.clamp(min=0).sqrt(),
         "chi_square": x["deviation_squared"] / x["tokens"],
+        "acceptance": x["inside"] / x["movable"],
+        # 0 where all of them were rejected.
+        "effective_sample_fraction": torch.where(
+            squares > 0, x["weight"].square() / squares, nothing
+        ),
     }
-    if x["movable"]:
-        metrics["acceptance"] = x["inside"] / x["movable"]
-        squares = x["movable"] * x["weight_squared"]
-        metrics["effective_sample_fraction"] = x["weight"] ** 2 / squares if squares else 0.0
-    return metrics

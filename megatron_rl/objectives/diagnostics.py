@@ -138,7 +138,8 @@ class BandTable:
         self.histogram.view(-1).scatter_add_(0, cell, one)
         # Only what can move the policy, and its square must be finite.
         weight = torch.where(advantages == 0, 0, kept.coefficient).double().clamp(max=1e100)
-        columns = [log_w, log_w.square(), weight, weight.square()]
+        deviation = torch.expm1(x.log_ratio.double().clamp(max=300))  # its square is finite
+        columns = [log_w, log_w.square(), weight, weight.square(), deviation.square()]
         if (gap := x.given.log_gap) is not None:
             columns += [gap.double(), gap.double().square(), one]
         for total, column in zip(self.sums, columns, strict=False):

@@ -39,20 +39,21 @@ BAND_SUMS = (
     "log_w_squared",
     "weight",  # the objective's own, after the constraint, 0 where rejected or A = 0
     "weight_squared",
+    "deviation_squared",  # (rho_t - 1)^2
     "rollout_gap",  # behavior minus rollout
     "rollout_gap_squared",
     "rollout_tokens",  # tokens that came with the engine's log-probability
 )
-# Of the tokens of a class, in each tenth of the response.
+# Of the tokens of a class, in each tenth of the response; the last ones as in BAND_SUMS.
 CLASS_SUMS = (
     "tokens",
     "movable",  # with an advantage other than 0
     "inside",  # of those: the constraint left the weight alone
-    "weight",  # the objective's own, after the constraint, 0 where rejected or A = 0
+    "weight",
     "weight_squared",
-    "log_w",  # S_t / t
+    "log_w",
     "log_w_squared",
-    "deviation_squared",  # (rho_t - 1)^2
+    "deviation_squared",
 )
 MAXIMA = ("log_ratio", "minus_log_ratio", "log_weight", "minus_log_weight", "rollout_gap")
 # Each fault's entry is -(sequence * SEQUENCE + position), so the first one wins.
@@ -172,6 +173,7 @@ def _compute_metrics(sums: Tensor, maxima: Tensor) -> dict[str, float]:
         "gate/acceptance": everything.acceptance(),
         "ratio/log_mean": total["log_ratio"] / tokens,
         "ratio/kl_to_behavior": total["kl_to_behavior"] / tokens,
+        "ratio/chi_square": everything["deviation_squared"] / tokens,
         "ratio/max_deviation": max(
             _deviation(largest["log_ratio"]), _deviation(-largest["minus_log_ratio"])
         ),

@@ -7,6 +7,7 @@ runs/NAME/config.yaml        the resolved config
           schedule.jsonl     when the groups that each step trained were generated
           metrics.jsonl      one JSON object per step; step 0 is the evaluation before training
           rollouts/          one parquet file per step: every rollout with its log-probs
+          updates/           one per step: what each update saw, by age and position of tokens
           traces/            one per step: a few rollouts' log-probs at each of their updates
           generated/         what was generated since the last checkpoint, as training takes it
           checkpoints/       step_NNNNNN/, complete or absent
@@ -62,6 +63,7 @@ class RunDirectory:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.rollouts = self.path / "rollouts"
+        self.updates = self.path / "updates"
         self.traces = self.path / "traces"
         self.generated = GeneratedGroups(self.path / "generated")
         self.checkpoints = CheckpointFolders(self.path / "checkpoints")
@@ -225,7 +227,7 @@ class RunDirectory:
         write_atomically(
             self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows)
         )
-        for folder in (self.rollouts, self.traces, self.evaluations):
+        for folder in (self.rollouts, self.updates, self.traces, self.evaluations):
             for file in folder.glob("*.parquet"):
                 if int(file.stem.rsplit("_", 1)[-1]) > step:
                     file.unlink()
@@ -255,32 +257,30 @@ class RunDirectory:
         """Keep one step's rollouts: texts, token ids, rewards, log-probs, weight versions.
 
         Behavior log-probs are null where they were not computed. lag: steps since each rollout's
-        generation. folder: elsewhere than in
-        `rollouts/`; made where it is missing.
+        generation. folder: elsewhere than in `rollouts/`.
         """
-        folder = folder or self.rollouts
-        folder.mkdir(exist_ok=True)
         table = _rollout_table(rollouts)
         table = table.append_column("advantage", pa.array(advantages, pa.float32()))
         table = table.append_column("lag", pa.array(lag or [0] * len(rollouts), pa.int32()))
         table = table.append_column(
             "behavior_logprobs", pa.array(behavior_logprobs, pa.list_(pa.float32()))
         )
-        _write_table(table, folder / f"step_{step:06d}.parquet")
+        _write_table(table, (folder or self.rollouts) / f"step_{step:06d}.parquet")
+
+    def write_updates(self, step: int, columns: Mapping[str, Any]) -> None:
+        """Keep one step's table of updates."""
+        if columns:
+            whole = {name: pa.int64() for name, one in columns.items() if one.dtype == object}
+            table = pa.table({k: pa.array(v, whole.get(k)) for k, v in columns.items()})
+            _write_table(table, self.updates / f"step_{step:06d}.parquet")
 
     def write_traces(self, step: int, traces: Mapping[int, np.ndarray]) -> None:
         """Keep log-probs [updates, L] of rollouts, by their place in the step's rollouts."""
         if not traces:
             return
-        self.traces.mkdir(exist_ok=True)
-        places = sorted(traces)
-        rows = [[*traces[place]] for place in places]
-        table = pa.table(
-            {
-                "rollout": pa.array(places, pa.int32()),
-                "policy_logprobs": pa.array(rows, pa.list_(pa.list_(pa.float32()))),
-            }
-        )
+        places, kind = sorted(traces), pa.list_(pa.list_(pa.float32()))
+        values = pa.array([[*traces[place]] for place in places], kind)
+        table = pa.table({"rollout": pa.array(places, pa.int32()), "policy_logprobs": values})
         _write_table(table, self.traces / f"step_{step:06d}.parquet")
 
     def write_evaluation(self, name: str, step: int, rollouts: Sequence[Rollout]) -> None:
@@ -296,6 +296,7 @@ def write_atomically(file: Path, text: str) -> None:
 
 
 def _write_table(table: pa.Table, file: Path) -> None:
+    file.parent.mkdir(exist_ok=True)
     partial = file.with_name(f".{file.name}.partial")
     pq.write_table(table, partial, compression="zstd")
     os.replace(partial, file)
@@ -321,9 +322,7 @@ def _rollout_table(rollouts: Sequence[Rollout]) -> pa.Table:
             "weight_version": column(lambda r: r.response.weight_version, pa.int64()),
             "weight_versions": column(_version_ranges, VERSIONS),
             "token_ids": column(lambda r: r.response.token_ids, pa.list_(pa.int32())),
-            "rollout_logprobs": column(
-                lambda r: r.response.rollout_logprobs, pa.list_(pa.float32())
-            ),
+            "rollout_logprobs": column(_engine_logprobs, pa.list_(pa.float32())),
         }
     )
 
@@ -334,6 +333,11 @@ VERSIONS = pa.list_(pa.struct({"token": pa.int32(), "version": pa.int64()}))
 def _version_ranges(rollout: Rollout) -> list[dict[str, int]]:
     """The first token of each range that one version of the weights generated."""
     return [{"token": token, "version": version} for token, version in rollout.response.versions]
+
+
+def _engine_logprobs(rollout: Rollout) -> np.ndarray | None:
+    values = rollout.response.rollout_logprobs
+    return None if np.isnan(values).any() else values
 
 
 def _flatten(values: dict, prefix: str = "") -> dict[str, object]:

@@ -15,7 +15,7 @@ from megatron_rl.types import Group, Prompt, Response, Rollout, Slot, Verdict
 
 # Of a group, repeated in each of its rows; float64 holds a Python float as it is.
 GROUP = {"entropy": pa.float64(), "generated": pa.int64(), "updates": pa.int64(),
-         "first_trained": pa.int64(), "trained": pa.int64()}  # fmt: skip
+         "first_trained": pa.int64(), "trained": pa.int64(), "uses": pa.int64()}  # fmt: skip
 ABOUT = b"about"  # JSON in the file's own metadata
 SCHEMA = pa.schema(
     {

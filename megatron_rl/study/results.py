@@ -34,7 +34,7 @@ RESULTS = "results.parquet"
 
 def build_results(states: Sequence[RunState]) -> pa.Table:
     """The table of these runs, in their order."""
-    rows = [_row(state, row) for state in states for row in state.rows]
+    rows = [row for state in states for row in _rows(state)]
     names: dict[str, None] = {}
     for row in rows:
         names |= dict.fromkeys(row)
@@ -52,8 +52,8 @@ def write_results(study: Study) -> list[RunState]:
     return states
 
 
-def _row(state: RunState, metrics: dict[str, Any]) -> dict[str, Any]:
-    run = state.run
+def _rows(state: RunState) -> list[dict[str, Any]]:
+    run, updates, rows = state.run, 0, []
     described = {
         "run": run.name,
         **{f"axis/{axis}": value for axis, value in run.point.items()},
@@ -62,10 +62,12 @@ def _row(state: RunState, metrics: dict[str, Any]) -> dict[str, Any]:
         "model": _model(run.folder),
         "state": state.state,
         "steps": run.config.trainer.steps,
-        "updates": metrics["step"] * run.config.updates_per_step,
-        "step": metrics["step"],
     }
-    return described | {name: value for name, value in metrics.items() if name != "step"}
+    for metrics in state.rows:
+        every = run.config.updates_per_step if metrics["step"] else 0
+        updates += int(metrics.get("train/updates", every))
+        rows.append(described | {"updates": updates, "step": metrics["step"]} | metrics)
+    return rows
 
 
 def _kind(name: str) -> pa.DataType:

@@ -102,7 +102,7 @@ class Collector:
         filled = self.sampling.fill(
             slots,
             self.answer([indices[slot.group] for slot in slots], "rollout", slots[0].step),
-            ask=partial(self.answer_further, slots[0].step),
+            ask=partial(self.answer_further, slots),
             spare=spare,
         )
         with self.clock.phase("pack"):
@@ -137,12 +137,17 @@ class Collector:
             rollouts = self.judge.finish(prompts, responses)
         return Answers.of(rollouts, settings.responses_per_prompt, self.engine.engine_seconds)
 
-    def answer_further(self, step: int, number: int, count: int) -> Answers:
-        """Responses to up to `count` further prompts, in round `number` of a step's sampling."""
+    def answer_further(self, slots: Sequence[Slot], number: int, count: int) -> Answers:
+        """Responses to up to `count` further prompts, in round `number` of filling these slots.
+
+        Each slot has a further prompt of its own: what fills others of its step asks others.
+        """
+        step = slots[0].step
         order = PromptOrder(len(self.prompts), derive_seed(self.config.seed, "further prompts"))
         block = (step - 1) * self.sampling.rounds + number - 1
-        indices = order.indices(block, self.config.rollout.prompts)[:count]
-        return self.answer(indices, "rollout", step, number)
+        indices = order.indices(block, self.config.rollout.prompts)
+        own = [indices[slot.group] for slot in slots][:count]
+        return self.answer(own, "rollout", step, number)
 
     def hold_and_select(self, step: int, fresh: Sequence[RolloutBatch]) -> RolloutBatch:
         """What this step trains: what was just generated, or what is held, with its log-probs."""
@@ -174,5 +179,8 @@ class Collector:
     def metrics(self, fresh: Sequence[RolloutBatch]) -> dict[str, float]:
         """What was generated for a step, and what it cost."""
         return generation_metrics(
-            fresh, self.sampling.take_costs(), seconds=self.clock.seconds.get("rollout", 0.0)
+            fresh,
+            self.sampling.take_costs(),
+            seconds=self.clock.seconds.get("rollout", 0.0),
+            tokens=None if self.in_flight is None else self.in_flight.new_tokens,
         )

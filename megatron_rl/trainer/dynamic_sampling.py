@@ -72,7 +72,7 @@ class DynamicSampling:
         later = sorted(spare[: len(left)])
         del spare[: len(later)]
         dropped = [old for old, now in zip(first.groups, kept, strict=True) if now is not old]
-        self._add("tokens_dropped", _tokens(dropped) + _tokens(left[len(later) :]))
+        self._drop([*dropped, *left[len(later) :]])
         self._add("groups_kept_for_later", len(later))
         self._add("groups_lacking", sum(not is_informative(group) for group in kept))
         filled = [Filled(slots, _flat(kept), seconds)]
@@ -93,10 +93,10 @@ class DynamicSampling:
             count = min(wanted, math.ceil((wanted - found) * generated / max(found, 1)))
             new = ask(used, count)
             good = [group for group in new.groups if is_informative(group)]
+            self._drop([group for group in new.groups if not is_informative(group)])
             further += good
             found, generated = found + len(good), generated + len(new.groups)
             seconds = tuple(map(sum, zip(seconds, new.engine_seconds, strict=True)))
-            self._add("tokens_dropped", _tokens(new.groups) - _tokens(good))
         self._add("rounds", used)
         self._add("groups_generated", generated)
         return further, seconds
@@ -104,7 +104,15 @@ class DynamicSampling:
     def take_costs(self) -> dict[str, float]:
         """What was counted since the last call; nothing without rounds."""
         costs, self.costs = self.costs, {}
+        if responses := costs.pop("dynamic/responses_dropped", 0):
+            costs["dynamic/dropped_length_mean"] = costs["dynamic/tokens_dropped"] / responses
         return costs
+
+    def _drop(self, groups: Sequence[Sequence[Rollout]]) -> None:
+        """Count what was generated and will not be trained."""
+        rollouts = [rollout for group in groups for rollout in group]
+        self._add("tokens_dropped", sum(len(one.response.token_ids) for one in rollouts))
+        self._add("responses_dropped", len(rollouts))
 
     def _add(self, name: str, value: float) -> None:
         self.costs[f"dynamic/{name}"] = self.costs.get(f"dynamic/{name}", 0) + value
@@ -112,7 +120,3 @@ class DynamicSampling:
 
 def _flat(groups: Sequence[Sequence[Rollout]]) -> list[Rollout]:
     return [rollout for group in groups for rollout in group]
-
-
-def _tokens(groups: Sequence[Sequence[Rollout]]) -> int:
-    return sum(len(rollout.response.token_ids) for group in groups for rollout in group)

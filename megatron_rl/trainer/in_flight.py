@@ -38,11 +38,12 @@ class InFlightGeneration:
     prompts: Sequence[Prompt]
     order: PromptOrder | PromptMix
     buffer: GroupBuffer
+    new_tokens: int = 0  # that the last `advance` has added
 
     def advance(self, step: int) -> list[Part]:
         """One window of all that is under way, by the present weights."""
         asked = self._parts(step)
-        keep = self.config.lag.keeps_cache
+        keep, before = self.config.lag.keeps_cache, self._tokens()
         responses = self.engine.extend([part for _, part in asked], keep_cache=keep)
         for (slots, part), extended in zip(asked, responses, strict=True):
             size = part.samples
@@ -51,7 +52,12 @@ class InFlightGeneration:
                 self.buffer.begun[slot] = self._begun(
                     slot, part.prompts[place], extended[own], self.buffer.begun.get(slot)
                 )
+        self.new_tokens = self._tokens() - before
         return [part for _, part in asked]
+
+    def _tokens(self) -> int:
+        groups = self.buffer.begun.values()
+        return sum(len(one.response.token_ids) for group in groups for one in group.rollouts)
 
     def _begun(
         self, slot: Slot, prompt: Prompt, responses: Sequence[Response], before: Group | None

@@ -114,9 +114,10 @@ class Trainer:
             metrics = {**under_way.generated, **batch.metrics()}
             metrics |= clock.metrics(batch.groups, self.collector.buffer.groups.values())
             metrics |= updates.metrics() | sync_metrics | eval_metrics
-            self.recorder.record({"step": step} | metrics, batch, clock.record(batch.groups))
+            schedule = clock.record(batch.groups)
+            self.recorder.record({"step": step} | metrics, batch, schedule, updates)
         with self.clock.phase("checkpoint"):
-            self.collector.buffer.release(step)
+            self.collector.buffer.release(step, updates.made(len(batch.minibatches)))
             self.checkpoints.finish(step)
             if self.collector.in_flight is not None and self.checkpoints.saved == step:
                 self.engine.forget()  # a run that continues from here has no cache either

@@ -17,6 +17,7 @@ from megatron_rl.actor.reference import ReferencePolicy
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.data.prompts import load_tokenizer, tokenize_messages
 from megatron_rl.distributed.agreement import run_on_rank_0
+from megatron_rl.objectives import build_objective
 from megatron_rl.resharding.push import SyncStats
 from megatron_rl.trainer.rollout_batch import RolloutBatch, build_groups
 from megatron_rl.types import Group, Prompt, Response, Rollout, Slot, Verdict
@@ -112,7 +113,27 @@ def read_rollouts(config: Config) -> tuple[list[Rollout], list[np.ndarray | None
             f"offline.rollouts: {config.offline.rollouts} has no column {' or '.join(LOGPROBS)}, "
             "and a ratio needs the log-probs of what generated; name that model as offline.behavior"
         )
+    _check_engine_logprobs(rollouts, config)
     return rollouts, logprobs
+
+
+def _check_engine_logprobs(rollouts: Sequence[Rollout], config: Config) -> None:
+    """ConfigError where log-probs of an engine are asked for and some response has none."""
+    objective = build_objective(config.objective.name, **config.objective.overrides)
+    asks = {
+        "behavior=engine": config.behavior == "engine",
+        f"objective.name={config.objective.name}": "rollout_logprobs" in objective.needs,
+    }
+    lacking = sum(np.isnan(one.response.rollout_logprobs).any() for one in rollouts)
+    for what in (name for name, needs in asks.items() if needs and lacking):
+        raise ConfigError(
+            f"{what} needs the engine's log-probs, and {lacking} responses of offline.rollouts "
+            "have none in a column rollout_logprobs; take another"
+        )
+
+
+def _unknown(count: int) -> np.ndarray:
+    return np.full(count, np.nan, np.float32)
 
 
 def _files(path: Path) -> list[Path]:
@@ -173,10 +194,10 @@ def _rollout(
         prompt_index=row.get("prompt_index", place // config.rollout.responses_per_prompt),
         sample_index=place % config.rollout.responses_per_prompt,
         token_ids=np.array(tokens, np.int32),
-        rollout_logprobs=np.zeros(len(tokens), np.float32) if generated is None else generated,
+        rollout_logprobs=_unknown(len(tokens)) if generated is None else generated,
         text=text,
         finish_reason="length" if cut else "stop",
-        weight_version=row.get("weight_version", -1),
+        weight_version=-1,  # what a file says is a version of another run
     )
     source = Prompt(
         index=response.prompt_index,

@@ -13,12 +13,14 @@ from megatron_rl.console import Console
 from megatron_rl.distributed.agreement import raised_together
 from megatron_rl.report.curves import CURVES, draw_curves
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runs.rows import PHASES, read_metrics
+from megatron_rl.runs.rows import PHASES, read_metrics, read_rows
 from megatron_rl.trainer.background import BackgroundWriter
 from megatron_rl.trainer.learning_check import describe_no_learning
 from megatron_rl.trainer.metrics import MetricLog, PhaseClock
 from megatron_rl.trainer.rollout_batch import RolloutBatch
 from megatron_rl.trainer.step_under_way import StepUnderWay
+from megatron_rl.trainer.update_metrics import UpdateMetrics
+from megatron_rl.trainer.update_table import build_update_table
 from megatron_rl.types import Rollout
 
 
@@ -36,6 +38,7 @@ class Recorder:
     console: Console
     clock: PhaseClock
     writer: BackgroundWriter = field(default_factory=BackgroundWriter)
+    first_updates: dict[int, int] = field(default_factory=dict)  # of each step: those before it
 
     def open(self, done: int, under_way: StepUnderWay | None = None) -> None:
         """Begin to record after step `done`, dropping what a stopped run wrote past it.
@@ -50,17 +53,20 @@ class Recorder:
                 # Not before: what was recorded is checked against the settings that recorded it.
                 self.directory.create(self.config)
                 self.log.open(first_step=0 if is_new else done + 1)
+                rows = read_rows(self.directory.schedule_file)
+                self.first_updates = {row["step"]: row["updates"] for row in rows}
 
     def record(
         self,
         metrics: dict[str, float],
         batch: RolloutBatch | None = None,
         schedule: dict[str, Any] | None = None,
+        updates: UpdateMetrics | None = None,
     ) -> None:
         """Write one step; rollouts first, so that a metrics row always has its rollouts.
 
-        With a batch, the clock's step ends here; `schedule` says when its groups were generated.
-        Collective.
+        With a batch, the clock's step ends here; `schedule` says when its groups were generated,
+        `updates` what training them did. Collective.
         """
         traces: dict[int, np.ndarray] = {}
         if batch is not None:
@@ -68,11 +74,28 @@ class Recorder:
             metrics = metrics | self.clock.metrics()
         with raised_together(doing=f"recording up to step {int(metrics['step'])}"):
             if self.directory is not None:
-                self.writer.submit(partial(self._write, metrics, batch, schedule, traces))
+                table = self._table(batch, schedule, updates)
+                self.writer.submit(partial(self._write, metrics, batch, schedule, traces, table))
         self.console.say(self._line(metrics))
         warning = describe_no_learning(batch, self.config) if batch is not None else None
         if warning is not None:
             self.console.say(warning)
+
+    def _table(
+        self,
+        batch: RolloutBatch | None,
+        schedule: dict[str, Any] | None,
+        updates: UpdateMetrics | None,
+    ) -> dict[str, Any]:
+        if batch is None or schedule is None or updates is None:
+            return {}
+        self.first_updates[schedule["step"]] = schedule["updates"]
+        return build_update_table(
+            updates,
+            schedule,
+            minibatches=len(batch.minibatches),
+            first_updates=self.first_updates,
+        )
 
     def keep_generated(
         self, under_way: StepUnderWay, fresh: Sequence[RolloutBatch], *, layout: str
@@ -100,6 +123,7 @@ class Recorder:
         batch: RolloutBatch | None,
         schedule: dict[str, Any] | None,
         traces: dict[int, np.ndarray],
+        updates: dict[str, Any],
     ) -> None:
         assert self.directory is not None
         assert self.log is not None
@@ -114,6 +138,7 @@ class Recorder:
                 lag=batch.lag(int(metrics["step"])),
             )
             self.directory.write_traces(int(metrics["step"]), traces)
+            self.directory.write_updates(int(metrics["step"]), updates)
         self.log.append(metrics)
 
     def wait(self) -> None:

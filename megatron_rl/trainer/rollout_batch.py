@@ -122,10 +122,12 @@ class RolloutBatch:
     def report_by_lag(self, step: int) -> None:
         """Have the updates report tokens apart by how many versions they are behind `step`.
 
-        Nothing where none is behind, as without lag.
+        Nothing where none is behind, as without lag, or where another run generated them.
         """
         responses = [rollout.response for rollout in self.rollouts]
         versions = {version for one in responses for _, version in one.versions}
+        if min(versions) < 0:
+            return
         self.lags = tuple(sorted(step - 1 - version for version in versions))
         if self.lags == (0,):
             return
@@ -201,16 +203,21 @@ def _mean_if_known(values: list[float]) -> float:
 
 
 def generation_metrics(
-    fresh: Sequence[RolloutBatch], costs: dict[str, float], *, seconds: float
+    fresh: Sequence[RolloutBatch],
+    costs: dict[str, float],
+    *,
+    seconds: float,
+    tokens: int | None = None,
 ) -> dict[str, float]:
-    """How much was generated in a step, and how fast; nothing where nothing was.
+    """How much was generated in a step, and how fast; nothing where no group was.
 
-    costs: of dynamic sampling, what it dropped among them.
+    costs: of dynamic sampling, what it dropped among them. tokens: where it is not that of groups.
     """
     if not any(batch.engine_seconds for batch in fresh):
         return {}
-    tokens = sum(len(r.response.token_ids) for batch in fresh for r in batch.rollouts)
-    tokens += int(costs.get("dynamic/tokens_dropped", 0))
+    if tokens is None:
+        tokens = sum(len(r.response.token_ids) for batch in fresh for r in batch.rollouts)
+        tokens += int(costs.get("dynamic/tokens_dropped", 0))
     engines = [sum(each) for each in zip(*(batch.engine_seconds for batch in fresh), strict=True)]
     mean = statistics.fmean(engines)
     return costs | {

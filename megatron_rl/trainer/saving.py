@@ -101,7 +101,8 @@ class CheckpointKeeper:
         is_recorded = gather_from_ranks(any(row["step"] == step for row in rows))[0]
         if self.under_way is None or (done == all_updates and is_recorded):
             if self.under_way is not None and self.buffer is not None:
-                self.buffer.release(step)
+                made = self.under_way.updates.made(self.config.trainer.minibatches)
+                self.buffer.release(step, made)
             self.done, self.under_way = step, None
             self.console.say(f"continuing {name} after step {step}")
         else:
@@ -251,7 +252,7 @@ class CheckpointKeeper:
     def end(self, actor: MegatronActor) -> NoReturn:
         """Save what is not saved, and raise RunInterrupted. Collective."""
         step, updates = self._position
-        if (self.done or self.under_way) and (step, updates) != self._saved:
+        if (self.done or self.under_way) and (step, updates) != self._saved and self._may_save:
             self.save(actor)
         with raised_together(doing="recording what was trained"):
             self.wait_for_records()
@@ -259,11 +260,25 @@ class CheckpointKeeper:
         if self.under_way is None:
             where = f"after step {step}/{self.config.trainer.steps}" if step else ""
         what = f"{where}, which is saved" if where else "before the first step"
+        if where and not self._may_save and step != self.saved:
+            what = (
+                f"{where}; it goes on after step {self.saved}, the last checkpoint: between two "
+                "the engine keeps what none holds (lag.in_flight)"
+            )
         self.console.say(
             f"asked to end: stopping {what}; go on by\n"
             f"  megatron-rl train --config {self.directory.config_file} run.resume=auto"
         )
         raise RunInterrupted
+
+    @property
+    def _may_save(self) -> bool:
+        """Whether saving now changes nothing for who goes on.
+
+        Keys and values that an engine keeps are not saved, but let go of with every checkpoint
+        that is due, in the run that goes on as in one that continues from there.
+        """
+        return self.config.lag.in_flight is None or not self.config.lag.keeps_cache
 
     def save(self, actor: MegatronActor) -> None:
         """Write to a hidden folder, then rename it: a kill in between leaves no half checkpoint."""

@@ -5,9 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
+import torch
+
 from megatron_rl.actor.step import UpdateResult
 from megatron_rl.objectives import Statistics
-from megatron_rl.objectives.by_class import class_metrics
+from megatron_rl.objectives.by_class import class_metrics, class_sums
+from megatron_rl.objectives.statistics import DECILES
 
 # What is kept for each epoch of reuse: of the whole rollout batch, and in every tenth of t/L.
 BY_EPOCH = ("gate/", "ratio/", "weight/effective_sample_fraction", "rollout_gap/")
@@ -34,6 +37,11 @@ class UpdateMetrics:
         """Keep one update's result."""
         self.results.append(result)
         self.epochs.append(epoch)
+
+    def made(self, minibatches: int) -> list[int]:
+        """How many updates of each minibatch were made."""
+        done = [result.done for result in self.results]
+        return [sum(done[place::minibatches]) for place in range(minibatches)]
 
     def metrics(self) -> dict[str, float]:
         """Statistics over all updates and by epoch; losses and gradient norms as means.
@@ -73,19 +81,18 @@ class UpdateMetrics:
 
     def _by_lag(self, results: Sequence[UpdateResult], *, epoch: int) -> dict[str, float]:
         """One epoch's tokens by how old they are: all together, and in every tenth of t/L."""
-        tables = [r.statistics.classes for r in results if r.statistics.classes is not None]
-        metrics: dict[str, float] = {}
-        if tables:
-            total = sum(tables[1:], tables[0]).cpu()
-            for lag, tenths in zip(self.lags, total, strict=True):
-                parts = {"": tenths.sum(dim=0)}
-                parts |= {f"by_fraction/{(d + 1) / 10:.1f}/": row for d, row in enumerate(tenths)}
-                for part, sums in parts.items():
-                    metrics |= {
-                        f"epoch_{epoch}/lag_{lag}/{part}{key}": value
-                        for key, value in class_metrics(sums).items()
-                    }
-        return metrics
+        if not results or results[0].statistics.classes is None:
+            return {}
+        table = class_sums([result.statistics for result in results]).sum(dim=0)
+        table = torch.cat((table.sum(dim=1, keepdim=True), table), dim=1)  # [C, all and tenths, ...]
+        parts = ["", *(f"by_fraction/{tenth / DECILES:.1f}/" for tenth in range(1, DECILES + 1))]
+        return {
+            f"epoch_{epoch}/lag_{lag}/{part}{key}": value
+            for key, values in class_metrics(table).items()
+            for lag, row in zip(self.lags, values.tolist(), strict=True)
+            for part, value in zip(parts, row, strict=True)
+            if not math.isnan(value) and (key != "tokens" or value)
+        }
 
 
 def _is_by_epoch(key: str) -> bool:

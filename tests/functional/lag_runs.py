@@ -17,6 +17,7 @@ from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.advantages import group_relative_advantages
 from megatron_rl.config import load_config
 from megatron_rl.data.packing import plan_minibatches
+from megatron_rl.interruption import RunInterrupted
 from megatron_rl.rollout.engine import Part
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.seeds import derive_seed
@@ -27,25 +28,28 @@ from megatron_rl.types import SamplingSettings
 from tests.functional.tiny_runs import CONFIG, PLACES
 
 SHORT = ("rollout.prompts=8", "rollout.responses_per_prompt=4", "trainer.steps=3",
+         "logging.traced_responses=32",
          "trainer.epochs=2", "trainer.minibatches=2", "trainer.checkpoint_every=1",
          "parallel.context=1", "eval.sets={}", "logging.tensorboard=false",
          "optimizer.decay=constant", "optimizer.learning_rate=1.0e-3", "optimizer.warmup_steps=0",
          "run.resume=auto")  # fmt: skip
 ENGINE, ONE = "behavior=engine", "trainer.steps=1"
 KEEP, RECOMPUTE = "lag.in_flight=16", "lag.in_flight={every_tokens: 16, cache: recompute}"
+EVEN = ("trainer.steps=4", "trainer.checkpoint_every=2")
 RUNS = {
     "plain": (),
     "queue": ("lag.batches=1",),
     "mixed": ("lag.batches={uniform: [0, 2]}", "replay={capacity: 3, fresh: 0.5}"),
-    "mixed_killed": ("lag.batches={uniform: [0, 2]}", "replay={capacity: 3, fresh: 0.5}"),
+    "traced_killed": ("lag.batches={trace: FOLDER/mixed/schedule.jsonl}",
+                      "replay={capacity: 3, fresh: 0.5}"),
     "engine": (ENGINE,),
     "skipped": (ENGINE,),  # pushes by hand
     "every_second": (ENGINE, "lag.publish_every=2"),
     "engine_queue": (ENGINE, "lag.batches=1"),
     "late_window": (ENGINE, "lag.in_flight=54"),  # longer than any response
     "beyond": (ENGINE, "lag.in_flight=56"),
-    "keep": (ENGINE, KEEP),
-    "keep_killed": (ENGINE, KEEP),
+    "keep": (ENGINE, KEEP, *EVEN),
+    "keep_killed": (ENGINE, KEEP, *EVEN),
     "recompute": (RECOMPUTE,),
     "recompute_killed": (RECOMPUTE,),
     "mismatch": (ONE, "rollout.mismatch=fp8_e4m3"),
@@ -53,7 +57,7 @@ RUNS = {
                   "objective.constraint={low: 0.2, high: 0.28}"),
     "sao": (ONE, ENGINE, "objective={name: sao}"),
 }  # fmt: skip
-KILLED_AFTER = 2
+KILLED_AFTER, ASKED_AFTER = 2, 3
 
 
 class Killed(BaseException):
@@ -99,19 +103,28 @@ def run(folder, name, overrides):
 
 
 def run_killed(folder, name, overrides):
+    """Killed after its second step; where there is a fourth, asked to end after the third."""
     original = saving.CheckpointKeeper.end_if_interrupted
 
-    def kill(keeper, actor):
-        if keeper.done == KILLED_AFTER:
-            raise Killed
+    def disturb(after, act):
+        def do(keeper, actor):
+            if keeper.done == after:
+                act(keeper, actor)
 
-    saving.CheckpointKeeper.end_if_interrupted = kill
-    try:
-        run(folder, name, overrides)
-    except Killed:
-        pass
-    finally:
-        saving.CheckpointKeeper.end_if_interrupted = original
+        saving.CheckpointKeeper.end_if_interrupted = do
+        try:
+            run(folder, name, overrides)
+        except (Killed, RunInterrupted):
+            pass
+        finally:
+            saving.CheckpointKeeper.end_if_interrupted = original
+
+    def kill(keeper, actor):
+        raise Killed
+
+    disturb(KILLED_AFTER, kill)
+    if EVEN[0] in overrides:
+        disturb(ASKED_AFTER, saving.CheckpointKeeper.end)
     run(folder, name, overrides)
 
 
@@ -230,10 +243,10 @@ def main(folder):
     Recorder.draw = lambda recorder: None
     for name, overrides in RUNS.items():
         how = run_killed if name.endswith("_killed") else run
-        (run_skipping_pushes if name == "skipped" else how)(folder, name, overrides)
-        assert RunDirectory(folder / name).checkpoints.sound_steps()[-1] == 3 - 2 * (
-            ONE in overrides
-        )
+        own = [override.replace("FOLDER", str(folder)) for override in overrides]
+        (run_skipping_pushes if name == "skipped" else how)(folder, name, own)
+        last = 1 if ONE in overrides else 4 if EVEN[0] in overrides else 3
+        assert RunDirectory(folder / name).checkpoints.sound_steps()[-1] == last
     queue_by_hand(folder, shared)
     in_flight_by_hand(folder, shared)
     shared.made["pool"].__exit__(None, None, None)

@@ -4,17 +4,20 @@ All runs share one process and one engine (`lag_runs.py`): eight prompts, four r
 """
 
 import json
+import math
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
 
+from megatron_rl.config import load_config
 from megatron_rl.runs.rows import read_metrics, read_rows
-from tests.functional.tiny_runs import ROOT, make_task
+from tests.functional.tiny_runs import CONFIG, PLACES, ROOT, make_task
 
 TIMED = ("time/", "memory/", "sync/", "rollout/tokens_per_second", "rollout/engine_imbalance")
 STEPS = (1, 2, 3)
@@ -103,13 +106,20 @@ def gap(table):
     return float(np.concatenate(gaps).mean())
 
 
-@pytest.mark.parametrize("name", ["mixed", "keep", "recompute"])
-def test_a_killed_run_with_a_full_buffer_goes_on_bit_for_bit(runs, name):
-    assert_same(runs / f"{name}_killed", runs / name, without=(), columns=())
-    assert read_rows(runs / f"{name}_killed" / "schedule.jsonl") == read_rows(
-        runs / name / "schedule.jsonl"
-    )
-    checkpoint = runs / f"{name}_killed" / "checkpoints" / "step_000002"
+@pytest.mark.parametrize(
+    ("disturbed", "whole"),
+    [("traced_killed", "mixed"), ("keep_killed", "keep"), ("recompute_killed", "recompute")],
+)
+def test_a_disturbed_run_with_a_full_buffer_goes_on_bit_for_bit(runs, disturbed, whole):
+    """Killed; the first replays the schedule that the other left, the second is asked to end."""
+    assert_same(runs / disturbed, runs / whole, without=(), columns=())
+    for name in ("schedule.jsonl", "updates"):
+        both = [
+            read_rows(run / name) if name.endswith("l") else pq.read_table(run / name).to_pylist()
+            for run in (runs / disturbed, runs / whole)
+        ]
+        assert both[0] == both[1] != []
+    checkpoint = runs / disturbed / "checkpoints" / "step_000002"
     assert (checkpoint / "held.parquet").is_file()
 
 
@@ -138,6 +148,51 @@ def test_metrics_by_lag_are_those_of_all_tokens_split(runs):
             counts = [row[key] for key in row if re.fullmatch(r"epoch_\d/lag_\d/tokens", key)]
             assert counts and sum(counts) == row["tokens"]
     assert not any("/lag_" in key for row in read_metrics(runs / "plain") for key in row)
+
+
+def test_the_table_of_updates_is_that_of_its_tokens_one_by_one(runs):
+    """From the log-probs that every response was followed by, in float64; two epochs of two."""
+    low, high = (load_config(CONFIG, PLACES).objective.constraint[side] for side in ("low", "high"))
+    for step in STEPS:
+        file = f"step_{step:06d}.parquet"
+        traces = pq.read_table(runs / "mixed" / "traces" / file).to_pylist()
+        responses, cells = rollouts(runs / "mixed", step).to_pylist(), {}
+        for trace in traces:
+            row, minibatch = responses[trace["rollout"]], trace["rollout"] // 16
+            behavior = np.array(row["behavior_logprobs"], np.float64)
+            for epoch, policy in enumerate(trace["policy_logprobs"]):
+                prefix, length = 0.0, len(behavior)
+                for t, log_ratio in enumerate(np.array(policy, np.float64) - behavior, start=1):
+                    prefix += log_ratio
+                    reach = math.sqrt(length / t)
+                    weight = math.exp(prefix / t)
+                    room = min(weight - 1 + low * reach, 1 + high * reach - weight)
+                    key = (2 * epoch + minibatch + 1, row["lag"], -(-10 * t // length))
+                    cells.setdefault(key, []).append((room, prefix / t, math.expm1(log_ratio) ** 2))
+        table = pq.read_table(runs / "mixed" / "updates" / file).to_pylist()
+        found = {(row["update"], row["lag"], row["tenth"]): row for row in table}
+        assert found.keys() == cells.keys()
+        for key, cell in cells.items():
+            row, (rooms, means, squares) = found[key], np.array(cell).T
+            assert row["tokens"] == row["tokens_with_advantage"] == len(cell)
+            at_the_bound = (np.abs(rooms) < 1e-6).sum()  # in float32 on either side
+            assert abs(row["accepted"] - (rooms >= 0).sum()) <= at_the_bound
+            assert row["prefix_mean_log_std"] == pytest.approx(means.std(), rel=1e-3, abs=1e-6)
+            assert row["chi_square"] == pytest.approx(squares.mean(), rel=1e-3, abs=1e-10)
+
+
+@pytest.mark.parametrize("name", ["keep", "recompute"])
+def test_what_a_step_generated_is_what_its_weights_made(runs, name):
+    """Windows of responses that other steps began and end, counted by the version of each token."""
+    metrics, made = read_metrics(runs / name)[1:], Counter()
+    for step in range(1, len(metrics) + 1):
+        for row in rollouts(runs / name, step).to_pylist():
+            starts = [one["token"] for one in row["weight_versions"]]
+            for one, end in zip(
+                row["weight_versions"], [*starts[1:], len(row["token_ids"])], strict=True
+            ):
+                made[one["version"] + 1] += end - one["token"]
+    assert {row["step"]: row["rollout/tokens"] for row in metrics} == made
 
 
 @pytest.mark.parametrize("name", ["keep", "recompute"])

@@ -42,7 +42,7 @@ def emitted(tmp_path_factory):
         "plain": {},
         "terms": {"kl": {"coefficient": 0.1}, "entropy_coefficient": 0.1},
         "lag": {"sections": {"lag": {"batches": 1}}},
-        "sampling": {"sections": {"dynamic_sampling": {"rounds": 1}}},
+        "sampling": {"sections": {"dynamic_sampling": {"rounds": 1}}, "solved": (0, 1, 2)},
     }.items():
         folder = tmp_path_factory.mktemp(case)
         run_loop(folder, **options)

@@ -149,6 +149,11 @@ def test_a_trace_gives_back_the_lags_of_the_run_that_left_it(tmp_path):
     # What a run replayed is its own matter: those entries are left out.
     file.write_text(json.dumps({"step": 1, "lag": [0, 0, 0], "replays": [0, 2, 0]}))
     assert read_trace(file).lags == ((0, 0),)
+    # Replay mixes old and new: the slot says whose lag it is.
+    row = {"step": 1, "lag": [0, 0, 0], "slot": [[1, 1], [1, 2], [1, 0]], "replays": [0, 0, 0]}
+    later = {"step": 2, "lag": [1, 1, 0], "slot": [[2, 1], [1, 2], [2, 0]], "replays": [0, 1, 0]}
+    file.write_text(f"{json.dumps(row)}\n{json.dumps(later)}")
+    assert read_trace(file).lags == ((0, 0, 0), (0, 1))
 
 
 @pytest.mark.parametrize(

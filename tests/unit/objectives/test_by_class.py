@@ -7,7 +7,7 @@ import torch
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import TokenInputs, build_objective
-from megatron_rl.objectives.by_class import class_metrics
+from megatron_rl.objectives.by_class import class_metrics, class_sums
 from megatron_rl.objectives.statistics import CLASS_SUMS
 from megatron_rl.types import Denominators
 
@@ -64,4 +64,23 @@ def test_what_the_sums_say():
             "effective_sample_fraction": 16 / 30,
         }
     )
-    assert class_metrics(torch.zeros(len(CLASS_SUMS))) == {}
+    nothing = class_metrics(torch.zeros(len(CLASS_SUMS)))
+    assert nothing.pop("tokens") == 0 and all(value.isnan() for value in nothing.values())
+
+
+def test_the_sums_of_bands_are_those_of_a_single_class():
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.rand(400, generator=generator) < 0.8
+    behavior = -torch.rand(400, generator=generator)
+    result = build_objective("pnpo", constraint={"low": 0.01, "high": 0.01})(
+        TokenInputs(
+            behavior + 0.03 * torch.randn(400, generator=generator),
+            behavior,
+            torch.randint(-1, 2, (400,), generator=generator).float(),
+        ),
+        layout=SequenceLayout((100, 300), mask),
+        denominators=Denominators(2.0, float(mask.sum())),
+    )
+    (of_bands,) = class_sums([result.statistics])
+    apart = result.by_class(classes=torch.zeros(400, dtype=torch.long), count=1)
+    torch.testing.assert_close(of_bands, apart, rtol=1e-12, atol=1e-12)

@@ -17,9 +17,9 @@ import pytest
 from megatron_rl.config import ConfigError, dump_config
 from megatron_rl.interruption import INTERRUPTED
 from megatron_rl.study.plan import StudyFile, plan_study
-from megatron_rl.study.results import write_results
+from megatron_rl.study.results import build_results, write_results
 from megatron_rl.study.running import opened, run_study, start_here, take_lock
-from megatron_rl.study.state import read_state
+from megatron_rl.study.state import RunState, read_state
 
 RUN = """
 import json, pathlib, sys, time
@@ -171,3 +171,11 @@ def test_results_hold_every_row_with_its_point_seed_and_digest(tmp_path):
     }  # fmt: skip
     assert rows[6]["model"] == "abc" and rows[6]["state"] == "begun"
     assert rows[3]["reward/mean"] is None  # step 0
+
+
+def test_updates_are_those_that_were_made(tmp_path):
+    """Where reuse ended early, and one was skipped."""
+    study = plan(tmp_path)
+    metrics = [{"step": 0}, {"step": 1, "train/updates": 5.0}, {"step": 2, "train/updates": 15.0}]
+    state = RunState(study.runs[0], "done", metrics)
+    assert build_results([state])["updates"].to_pylist() == [0, 5, 20]

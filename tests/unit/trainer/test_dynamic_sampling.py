@@ -6,10 +6,11 @@ import pytest
 
 from megatron_rl.runs.group_file import read_groups
 from megatron_rl.runs.rows import read_metrics, read_rows
+from megatron_rl.seeds import derive_seed
 from megatron_rl.trainer.dynamic_sampling import Answers, DynamicSampling
 from megatron_rl.types import Prompt, Response, Rollout, Slot, Verdict
 from tests.unit.trainer.test_lag import Saver, learned
-from tests.unit.trainer.test_loop import run_loop
+from tests.unit.trainer.test_loop import ScriptedEngine, run_loop
 
 
 def group(name, *rewards):
@@ -68,6 +69,7 @@ def test_good_groups_keep_their_slots_and_further_ones_fill_the_holes_in_order()
         "dynamic/groups_kept_for_later": 1,
         "dynamic/groups_lacking": 0,
         "dynamic/tokens_dropped": 3 * 6,  # 0, 2 and 11: three groups of two times three tokens
+        "dynamic/dropped_length_mean": 3,
     }
 
 
@@ -118,6 +120,26 @@ def test_a_run_trains_on_groups_that_teach_and_keeps_what_is_left(tmp_path):
         # Two tokens to a response: what was generated is what is held, trained or dropped.
         assert row.get("rollout/tokens", 0) == row.get("dynamic/groups_generated", 0) * 4 * 2
     assert not trainer.collector.buffer.groups
+
+
+def test_calls_that_fill_one_step_ask_for_different_prompts(tmp_path):
+    """A drawn lag fills the slots of step 3 in up to three calls, which asked for the same."""
+    asked = []
+
+    class Noting(ScriptedEngine):
+        def generate(self, prompts, *, sampling, **options):
+            asked.append((sampling.seed, [prompt.index for prompt in prompts]))
+            return super().generate(prompts, sampling=sampling, **options)
+
+    run_loop(
+        tmp_path, trainer={"steps": 6}, solved=range(8), engine=Noting,
+        sections={"dynamic_sampling": {"rounds": 1}, "lag": {"batches": {"uniform": [0, 2]}}},
+    )  # fmt: skip
+    for use in ("rollout",), ("rollout", 1):
+        for step in range(1, 7):
+            seed = derive_seed(42, use[0], step, *use[1:])
+            prompts = [index for of, indices in asked if of == seed for index in indices]
+            assert len(prompts) == len(set(prompts)) == 4
 
 
 @pytest.mark.parametrize("done", [1, 2, 3])

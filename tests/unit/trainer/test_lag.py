@@ -186,7 +186,7 @@ def lose_the_order(monkeypatch):
 
 
 def count_no_replay(monkeypatch):
-    monkeypatch.setattr(GroupBuffer, "release", lambda buffer, step: None)
+    monkeypatch.setattr(GroupBuffer, "release", lambda buffer, step, made: None)
 
 
 @pytest.mark.parametrize(

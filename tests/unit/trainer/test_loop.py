@@ -226,7 +226,7 @@ def make_config(*, sections=None, **trainer):
 def run_loop(
     tmp_path, *, done=0, last=None, reasons=(), trainer=None, order=iter, unusable=(),
     sections=None, checkpoints=None, updates=0, held=(), events=None, keep=None,
-    layout="one", writer=None, energies=(), solved=(), **overrides
+    layout="one", writer=None, energies=(), solved=(), engine=ScriptedEngine, **overrides
 ):  # fmt: skip
     """keep: an Interruption; checkpoints are then real, and the run goes on from what is there."""
     config = make_config(sections=sections, **(trainer or {}))
@@ -234,7 +234,7 @@ def run_loop(
     actor = ScriptedActor(
         events, updates=updates, unusable=unusable, layout=layout, energies=energies
     )
-    engine = ScriptedEngine(events, order, solved=solved)
+    engine = engine(events, order, solved=solved)
     buffer = GroupBuffer(build_schedule(config), {group.slot: group for group in held})
     checkpoints = checkpoints or NoCheckpoints(last)
     checkpoints.buffer = buffer

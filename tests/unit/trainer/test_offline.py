@@ -6,9 +6,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl.config import ConfigError, parse_config
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.lag.clock import LagClock
+from megatron_rl.objectives import build_objective
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.trainer import offline
 from megatron_rl.trainer.offline import OfflineRollouts, read_rollouts
+from megatron_rl.trainer.rollout_batch import build_rollout_batch
 from megatron_rl.types import Prompt, Response, Rollout, Slot, Verdict
 
 
@@ -44,7 +48,7 @@ def config(path, **sections):
         "trainer": {"minibatches": 1},
     }
     for name, given in sections.items():
-        values[name] = values.get(name, {}) | given
+        values[name] = values.get(name, {}) | given if isinstance(given, dict) else given
     return parse_config(values)
 
 
@@ -100,7 +104,8 @@ def test_the_rollouts_of_a_run_come_back_as_they_were(tmp_path):
         assert rollout.prompt.token_ids == like.prompt.token_ids
         assert rollout.response.token_ids.tolist() == like.response.token_ids.tolist()
         assert rollout.response.finish_reason == like.response.finish_reason
-        assert (rollout.response.sample_index, rollout.response.weight_version) == (place % 2, 4)
+        # The 4 that was written is a version of that run.
+        assert (rollout.response.sample_index, rollout.response.weight_version) == (place % 2, -1)
         assert rollout.verdict.reward == like.verdict.reward
         assert found[place].tolist() == logprobs[place % 4].tolist()  # not the engine's -0.3
 
@@ -131,6 +136,53 @@ def test_a_file_without_log_probs_needs_a_model_that_gives_them(tmp_path):
     assert len(rollouts) == 4 and logprobs == [None] * 4
 
 
+def without_engine(path, **changes):
+    """A file with the trainer's log-probs alone."""
+    given = pq.read_table(table(path, **changes))
+    return pq.write_table(given.rename_columns({"rollout_logprobs": "behavior_logprobs"}), path)
+
+
+def test_what_no_engine_said_is_not_known_instead_of_certain(tmp_path):
+    path = tmp_path / "data.parquet"
+    without_engine(path)
+    settings = config(path)
+    rollouts, logprobs = read_rollouts(settings)
+    assert [values.tolist() for values in logprobs][0] == pytest.approx([-0.5, -0.1])
+    assert all(np.isnan(rollout.response.rollout_logprobs).all() for rollout in rollouts)
+    groups = OfflineRollouts(settings, rollouts, logprobs).groups(
+        [Slot(1, 0), Slot(1, 1)], 0, 1, updates=0
+    )
+    batch = build_rollout_batch(
+        groups, config=settings, objective=build_objective("pnpo"), topology=Topology.single()
+    )
+    batch.report_by_lag(1)
+    assert [pack.rollout_logprobs for pack in batch.packs] == [None]  # no gap to an engine
+    assert batch.lags == () and np.isnan(batch.metrics()["rollout/entropy"])
+    assert "lag/versions_mean" not in LagClock.at(1, updates=0).metrics(groups, groups)
+    directory = RunDirectory(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    directory.write_rollouts(
+        1, batch.rollouts, advantages=[0.0] * 4, behavior_logprobs=batch.behavior_logprobs
+    )
+    written = pq.read_table(directory.rollouts / "step_000001.parquet")
+    assert written["rollout_logprobs"].null_count == 4
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"behavior": "engine"}, r"behavior=engine needs the engine's log-probs, and 4 responses"),
+        ({"objective": {"name": "icepop"}}, r"objective\.name=icepop needs the engine's log-probs"),
+    ],
+)
+def test_the_engine_s_log_probs_are_missed_where_they_are_needed(tmp_path, sections, message):
+    path = tmp_path / "data.parquet"
+    without_engine(path)
+    with pytest.raises(ConfigError, match=message):
+        read_rollouts(config(path, **sections))
+    read_rollouts(config(table(path), **sections))
+
+
 def test_a_column_or_a_file_that_is_missing_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"holds no parquet file"):
         read_rollouts(config(tmp_path))
@@ -146,6 +198,7 @@ def test_a_column_or_a_file_that_is_missing_is_named(tmp_path):
         ({"eval": {"sets": {"held": "x.jsonl"}}}, r"eval\.sets needs an engine"),
         ({"dynamic_sampling": {"rounds": 1}}, r"dynamic_sampling generates"),
         ({"offline": {"rollouts": None, "behavior": "m"}}, r"offline\.behavior is set without"),
+        ({"offline": {"behavior": "m"}, "behavior": "engine"}, r"those of a model; unset one"),
     ],
 )
 def test_settings_that_need_an_engine_are_refused(tmp_path, sections, message):

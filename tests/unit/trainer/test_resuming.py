@@ -74,7 +74,7 @@ def assert_same(folder, whole):
     assert learned(folder) == learned(whole)
     assert read_rows(folder / "schedule.jsonl") == read_rows(whole / "schedule.jsonl")
     for step in range(1, TRAINER["steps"] + 1):
-        for kind in ("rollouts", "traces"):
+        for kind in ("rollouts", "updates", "traces"):
             file = f"{kind}/step_{step:06d}.parquet"
             assert pq.read_table(folder / file).equals(pq.read_table(whole / file))
     names = [sorted(file.name for file in (f / "eval").iterdir()) for f in (folder, whole)]

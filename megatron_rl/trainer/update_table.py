@@ -1,0 +1,91 @@
+"""One step's updates as a table: what every update saw, by the age and the position of its tokens.
+
+`updates/` of a run directory; `docs/policy-lag.md` names the columns.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.objectives.by_class import class_metrics, class_sums
+from megatron_rl.objectives.statistics import CLASS_SUMS, DECILES
+from megatron_rl.trainer.update_metrics import UpdateMetrics
+
+# What its rows add up by, in the order of CLASS_SUMS.
+SUMS = dict(
+    zip(
+        CLASS_SUMS,
+        ("tokens", "tokens_with_advantage", "accepted", "weight_sum", "weight_squared_sum",
+         "prefix_mean_log_sum", "prefix_mean_log_squared_sum", "deviation_squared_sum"),
+        strict=True,
+    )
+)  # fmt: skip
+
+
+def build_update_table(
+    updates: UpdateMetrics,
+    schedule: Mapping[str, Any],
+    *,
+    minibatches: int,
+    first_updates: Mapping[int, int],
+) -> dict[str, Any]:
+    """Columns of equal length: a row for each update, lag and tenth of t/L that has tokens.
+
+    schedule: the step's line of schedule.jsonl; first_updates: of each step so far, the updates
+    before its first. What skipped updates say is left out. Waits for the device, once.
+    """
+    kept = [place for place, one in enumerate(updates.results) if one.skipped is None]
+    if not kept:
+        return {}
+    results = [updates.results[place] for place in kept]
+    table = class_sums([one.statistics for one in results])
+    lags = [*updates.lags] or [None]
+    before = np.cumsum([0, *(one.done for one in updates.results)])
+    at = [None if lag is None else first_updates.get(schedule["step"] - lag) for lag in lags]
+
+    def of_update(values: Sequence[Any]) -> np.ndarray:
+        return np.repeat(np.array(values), len(lags) * DECILES)
+
+    def of_lag(values: Sequence[Any]) -> np.ndarray:
+        return np.tile(np.repeat(np.array(values, object), DECILES), len(kept))
+
+    places = np.array(kept)
+    ages = [
+        None if then is None else schedule["updates"] + int(before[place]) - then
+        for place in kept
+        for then in at
+    ]
+    columns: dict[str, Any] = {
+        "step": of_update([schedule["step"]] * len(kept)),
+        "update": of_update(places + 1),
+        "epoch": of_update([updates.epochs[place] for place in kept]),
+        "minibatch": of_update(places % minibatches + 1),
+        "is_made": of_update([one.done for one in results]),
+        "reuse": of_update(_reuse(updates, schedule["uses"], kept, minibatches=minibatches)),
+        "learning_rate": of_update([one.learning_rate for one in results]),
+        "grad_norm": of_update([one.grad_norm for one in results]),
+        "lag": of_lag(lags),
+        "lag_updates": np.repeat(np.array(ages, object), DECILES),
+        "tenth": np.tile(np.arange(1, DECILES + 1), len(kept) * len(lags)),
+    }
+    columns |= {
+        name: sums.flatten().numpy()
+        for name, sums in zip(SUMS.values(), table.unbind(dim=-1), strict=True)
+    }
+    columns |= {name: values.flatten().numpy() for name, values in class_metrics(table).items()}
+    some = columns["tokens"] > 0
+    return {name: values[some] for name, values in columns.items()}
+
+
+def _reuse(
+    updates: UpdateMetrics, uses: Sequence[int], kept: Sequence[int], *, minibatches: int
+) -> list[float]:
+    """How many updates had trained the groups of each kept update's minibatch; means over them."""
+    size = len(uses) // minibatches
+    means = []
+    for place in kept:
+        one = place % minibatches
+        earlier = [result.done for result in updates.results[one:place:minibatches]]
+        means.append(float(np.mean(uses[one * size : (one + 1) * size])) + sum(earlier))
+    return means
