@@ -84,7 +84,9 @@ class UpdateMetrics:
         if not results or results[0].statistics.classes is None:
             return {}
         table = class_sums([result.statistics for result in results]).sum(dim=0)
-        table = torch.cat((table.sum(dim=1, keepdim=True), table), dim=1)  # [C, all and tenths, ...]
+        table = torch.cat(
+            (table.sum(dim=1, keepdim=True), table), dim=1
+        )  # [C, all and tenths, ...]
         parts = ["", *(f"by_fraction/{tenth / DECILES:.1f}/" for tenth in range(1, DECILES + 1))]
         return {
             f"epoch_{epoch}/lag_{lag}/{part}{key}": value

@@ -40,11 +40,11 @@ def build_update_table(
         return {}
     results = [updates.results[place] for place in kept]
     table = class_sums([one.statistics for one in results])
-    lags = [*updates.lags] or [None]
+    lags: list[int | None] = [*updates.lags] or [None]
     before = np.cumsum([0, *(one.done for one in updates.results)])
     at = [None if lag is None else first_updates.get(schedule["step"] - lag) for lag in lags]
 
-    def of_update(values: Sequence[Any]) -> np.ndarray:
+    def of_update(values: Sequence[Any] | np.ndarray) -> np.ndarray:
         return np.repeat(np.array(values), len(lags) * DECILES)
 
     def of_lag(values: Sequence[Any]) -> np.ndarray:

@@ -35,7 +35,7 @@ SHORT = ("rollout.prompts=8", "rollout.responses_per_prompt=4", "trainer.steps=3
          "run.resume=auto")  # fmt: skip
 ENGINE, ONE = "behavior=engine", "trainer.steps=1"
 KEEP, RECOMPUTE = "lag.in_flight=16", "lag.in_flight={every_tokens: 16, cache: recompute}"
-EVEN = ("trainer.steps=4", "trainer.checkpoint_every=2")
+EVEN = ("trainer.steps=5", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=3")
 RUNS = {
     "plain": (),
     "queue": ("lag.batches=1",),
@@ -103,7 +103,10 @@ def run(folder, name, overrides):
 
 
 def run_killed(folder, name, overrides):
-    """Killed after its second step; where there is a fourth, asked to end after the third."""
+    """Killed after its second step; where there are five, asked to end after the third.
+
+    The fourth then goes on with responses of the fifth batch.
+    """
     original = saving.CheckpointKeeper.end_if_interrupted
 
     def disturb(after, act):
@@ -245,7 +248,7 @@ def main(folder):
         how = run_killed if name.endswith("_killed") else run
         own = [override.replace("FOLDER", str(folder)) for override in overrides]
         (run_skipping_pushes if name == "skipped" else how)(folder, name, own)
-        last = 1 if ONE in overrides else 4 if EVEN[0] in overrides else 3
+        last = 1 if ONE in overrides else 5 if EVEN[0] in overrides else 3
         assert RunDirectory(folder / name).checkpoints.sound_steps()[-1] == last
     queue_by_hand(folder, shared)
     in_flight_by_hand(folder, shared)

@@ -192,7 +192,7 @@ def test_what_a_step_generated_is_what_its_weights_made(runs, name):
                 row["weight_versions"], [*starts[1:], len(row["token_ids"])], strict=True
             ):
                 made[one["version"] + 1] += end - one["token"]
-    assert {row["step"]: row["rollout/tokens"] for row in metrics} == made
+    assert Counter({row["step"]: row["rollout/tokens"] for row in metrics}) == made
 
 
 @pytest.mark.parametrize("name", ["keep", "recompute"])

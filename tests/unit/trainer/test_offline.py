@@ -147,7 +147,7 @@ def test_what_no_engine_said_is_not_known_instead_of_certain(tmp_path):
     without_engine(path)
     settings = config(path)
     rollouts, logprobs = read_rollouts(settings)
-    assert [values.tolist() for values in logprobs][0] == pytest.approx([-0.5, -0.1])
+    assert logprobs[0].tolist() == pytest.approx([-0.5, -0.1])
     assert all(np.isnan(rollout.response.rollout_logprobs).all() for rollout in rollouts)
     groups = OfflineRollouts(settings, rollouts, logprobs).groups(
         [Slot(1, 0), Slot(1, 1)], 0, 1, updates=0

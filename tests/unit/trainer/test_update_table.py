@@ -121,7 +121,9 @@ def test_a_run_leaves_a_table_of_each_step(tmp_path):
     """A queue of one, six updates a step: what step 3 trains is a version and six updates old."""
     run_loop(tmp_path, trainer={"steps": 3}, sections={"lag": {"batches": 1}})
     rows = read(tmp_path, 3)
-    assert {(row["update"], row["lag_updates"]) for row in rows} == {(u, u + 5) for u in range(1, 7)}
+    assert {(row["update"], row["lag_updates"]) for row in rows} == {
+        (u, u + 5) for u in range(1, 7)
+    }
     assert {(row["epoch"], row["reuse"]) for row in rows} == {(1, 0), (2, 1), (3, 2)}
     assert {(row["step"], row["lag"], row["grad_norm"]) for row in rows} == {(3, 1, 1.0)}
     # Responses of two tokens: the tenths that end at t/L 0.5 and 1.
