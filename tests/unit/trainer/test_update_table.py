@@ -141,5 +141,5 @@ def test_reuse_counts_updates_of_earlier_steps_too(tmp_path):
     assert {row["lag"] for row in read(tmp_path, 2)} == {0, 1}
     for row in read(tmp_path, 2):  # six updates before the step, and those of it
         assert row["lag_updates"] == row["update"] - 1 + 6 * row["lag"]
-    held = trainer.buffer.groups.values()
+    held = trainer.collector.buffer.groups.values()
     assert all(group.uses == 3 * group.trained for group in held)
