@@ -1,7 +1,27 @@
 """What all tests start from."""
 
+import os
 import signal
+import sys
+
+import hypothesis
+import pytest
 
 # A shell ignores SIGINT in its background jobs, and what they start inherits that: tests that
 # interrupt a run would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Several processes share the cores; threads of their own would only fight. To be set before torch
+# is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A busy machine makes an example slow, not wrong.
+hypothesis.settings.register_profile(
+    "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("patient")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def process_to_fork_from():
+    """While the first tests run, it imports what later ones need; what it says is captured."""
+    if ranks := sys.modules.get("tests.ranks"):  # a test that was collected wants it
+        ranks.fork_from("tests.imported")

@@ -2,15 +2,31 @@
 
 import ctypes
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal a process gets when its parent ends
+_SPAWN = multiprocessing.get_context("spawn")
+_context: BaseContext = _SPAWN
+
+
+def fork_from(module: str) -> None:
+    """Fork all later processes from one that has imported a module; it begins to import now.
+
+    So imports are paid for once. Its working folder is the present one.
+    """
+    global _context
+    _context = multiprocessing.get_context("forkserver")
+    _context.set_forkserver_preload([module])
+    multiprocessing.forkserver.ensure_running()
 
 
 def find_free_port() -> int:
@@ -20,18 +36,25 @@ def find_free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _main(
-    function: Callable, rank: int, world_size: int, port: int, queue: Any, args: tuple
-) -> None:
+def start_process(
+    function: Callable, *args: Any, context: BaseContext | None = None
+) -> BaseProcess:
+    """`function(*args)` in a process with this one's environment; it does not outlive this one."""
+    process = (context or _context).Process(target=_begin, args=(function, dict(os.environ), args))
+    process.start()
+    return process
+
+
+def _begin(function: Callable, environment: dict[str, str], args: tuple) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # an interrupted test leaves none
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-    )
+    os.environ.clear()
+    os.environ.update(environment)
+    function(*args)
+
+
+def _main(function: Callable, place: dict[str, str], queue: Any, args: tuple) -> None:
+    os.environ.update(place)
+    rank, world_size = int(place["RANK"]), int(place["WORLD_SIZE"])
     try:
         import torch
         import torch.distributed as dist
@@ -49,21 +72,35 @@ def _main(
         raise SystemExit(1) from None
 
 
-def run_ranks(function: Callable, world_size: int, *args: Any, timeout: float = 300) -> list[Any]:
-    """Call `function(rank, world_size, *args)` on `world_size` spawned gloo ranks.
+def run_ranks(
+    function: Callable, world_size: int, *args: Any, timeout: float = 300, fresh: bool = False
+) -> list[Any]:
+    """Call `function(rank, world_size, *args)` on `world_size` gloo ranks.
 
-    Returns each rank's (picklable) result in rank order. Raises AssertionError with the first
-    failing rank's traceback, and TimeoutError if a rank has not answered within `timeout` seconds.
+    fresh: in new interpreters, for what must happen before anything is imported. Returns each
+    rank's (picklable) result in rank order. Raises AssertionError with the first failing rank's
+    traceback, and TimeoutError if a rank has not answered within `timeout` seconds.
     """
-    context = multiprocessing.get_context("spawn")
+    from torch.distributed import TCPStore
+
+    context = _SPAWN if fresh else _context
     queue = context.Queue()
-    port = find_free_port()
-    processes = [
-        context.Process(target=_main, args=(function, rank, world_size, port, queue, args))
+    # As under torchrun the ranks meet at a store of whoever starts them: no port is guessed.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    places = [
+        {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "RANK": rank,
+            "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+        }
         for rank in range(world_size)
+    ]  # fmt: skip
+    processes = [
+        start_process(
+            _main, function, {k: str(v) for k, v in place.items()}, queue, args, context=context
+        )
+        for place in places
     ]
-    for process in processes:
-        process.start()
     results: dict[int, Any] = {}
     try:
         while len(results) < world_size:

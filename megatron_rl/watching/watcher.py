@@ -21,7 +21,7 @@ from megatron_rl.watching.board import Slot, map_board, read_slot
 from megatron_rl.watching.stacks import SIGNAL, Look, describe, find_culprits, split_stacks
 
 LOOKS_PER_BUDGET = 20
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # seconds between two looks
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 0.5  # seconds between two looks
 ANSWER_SECONDS = 2.0  # for the stacks
 END_SECONDS = 10.0  # for killed processes to be gone
 

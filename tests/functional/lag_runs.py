@@ -1,14 +1,11 @@
 """Many short runs and assemblies by hand in one process, around one engine.
 
-python -m tests.functional.lag_runs FOLDER. What each does is in `RUNS` and `by_hand`; the tests
-compare what they leave in FOLDER.
+What each does is in `RUNS` and `by_hand`; the tests compare what `main` leaves in a folder.
 """
 
 import json
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -253,7 +250,3 @@ def main(folder):
     queue_by_hand(folder, shared)
     in_flight_by_hand(folder, shared)
     shared.made["pool"].__exit__(None, None, None)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

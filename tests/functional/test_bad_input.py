@@ -14,7 +14,7 @@ from megatron_rl.models.shape import read_model_shape
 from megatron_rl.preflight.settings import check_settings
 from megatron_rl.trainer.build import run_training
 from megatron_rl.trainer.prompt_sets import read_prompt_sets
-from tests.functional.tiny_runs import CONFIG, TASK, make_task, start_training
+from tests.functional.tiny_runs import CONFIG, TASK, make_task, start_training_anew
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -213,7 +213,7 @@ def test_a_tokenizer_without_a_chat_template(capsys, tmp_path):
 
 
 def test_every_process_ends_and_one_of_them_speaks(tmp_path):
-    process = start_training(f"run.dir={tmp_path}", "run.name=a", "data.max_prompt_tokens=10")
+    process = start_training_anew(f"run.dir={tmp_path}", "run.name=a", "data.max_prompt_tokens=10")
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 1
     assert output.count("error:") == 1 and "Traceback" not in output, output

@@ -1,13 +1,12 @@
 """`megatron-rl convert` there and back, under other layouts: not one bit changes."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.functional.forked_runs import ForkedCommand
 from tests.functional.test_actor_architectures import MODELS, _make_model
 from tests.functional.test_actor_layouts import make_model, make_rollouts
 from tests.ranks import run_ranks
@@ -17,13 +16,10 @@ ROOT = Path(__file__).parents[2]
 
 def convert(source, target, *words):
     """Run the command; returns what it printed."""
-    command = [sys.executable, "-m", "megatron_rl.cli", "convert"]
-    command += ["--from", str(source), "--to", str(target), *words]
-    done = subprocess.run(
-        command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    words = ["convert", "--from", str(source), "--to", str(target), *words]
+    command = ForkedCommand(words, said=target.with_suffix(".txt"), cwd=ROOT)
+    assert command.wait(timeout=300) == 0, command.read()
+    return command.read()
 
 
 def assert_same_model(folder, like):

@@ -1,15 +1,10 @@
 """Each big example trains for one step as a shrunken model, cut as its config cuts the true one."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 
 from megatron_rl.config import load_config
-from megatron_rl.runs.rows import read_metrics
 from tests.functional.test_train_layouts import make_model
-from tests.functional.tiny_runs import ROOT, TASK
+from tests.functional.tiny_runs import ROOT, TASK, train
 
 EXAMPLES = ROOT / "examples" / "pnpo"
 HEADS_OF_32 = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8}
@@ -43,19 +38,17 @@ SHORT = (
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     """The metrics of every shrunken run, by the name of its example."""
-    folder, runs = tmp_path_factory.mktemp("examples"), []
+    folder, rows = tmp_path_factory.mktemp("examples"), {}
     for name, (architecture, sizes, ranks) in SHRUNKEN.items():
         make_model(folder / "models" / name, architecture, **sizes)
-        mine = (f"model.path={folder}/models/{name}", f"data.train={TASK}/train.parquet",
-                f"run.dir={folder}", f"run.name={name}")  # fmt: skip
-        config = str(EXAMPLES / f"{name}.yaml")
-        runs.append({"ranks": ranks, "arguments": ["train", "--config", config, *mine, *SHORT]})
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.functional.preloaded"],
-        cwd=ROOT, input=json.dumps(runs), capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0 and json.loads(done.stdout) == [0] * len(runs), done.stderr
-    return {name: read_metrics(folder / name) for name in SHRUNKEN}
+        config = EXAMPLES / f"{name}.yaml"
+        replicas = ranks // load_config(config).parallel.model_size
+        rows[name] = train(
+            *SHORT, f"parallel.data={replicas}", f"run.dir={folder}", f"run.name={name}",
+            config=config,
+            places=(f"model.path={folder}/models/{name}", f"data.train={TASK}/train.parquet"),
+        )  # fmt: skip
+    return rows
 
 
 @pytest.mark.parametrize("name", SHRUNKEN)

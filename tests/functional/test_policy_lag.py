@@ -6,8 +6,6 @@ All runs share one process and one engine (`lag_runs.py`): eight prompts, four r
 import json
 import math
 import re
-import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
@@ -17,7 +15,9 @@ import torch
 
 from megatron_rl.config import load_config
 from megatron_rl.runs.rows import read_metrics, read_rows
-from tests.functional.tiny_runs import CONFIG, PLACES, ROOT, make_task
+from tests.functional import lag_runs
+from tests.functional.tiny_runs import CONFIG, PLACES, make_task
+from tests.ranks import start_process
 
 TIMED = ("time/", "memory/", "sync/", "rollout/tokens_per_second", "rollout/engine_imbalance")
 STEPS = (1, 2, 3)
@@ -27,8 +27,9 @@ STEPS = (1, 2, 3)
 def runs(tmp_path_factory):
     make_task()
     folder = tmp_path_factory.mktemp("lag")
-    command = [sys.executable, "-m", "tests.functional.lag_runs", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=600)
+    process = start_process(lag_runs.main, folder)
+    process.join(timeout=600)
+    assert process.exitcode == 0
     return folder
 
 

@@ -126,7 +126,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(root):
-    return json.loads(run_ranks(_run, 1, str(root), None, None, {"one": {}}, [])[0])
+    return json.loads(run_ranks(_run, 1, str(root), None, None, {"one": {}}, [], fresh=True)[0])
 
 
 @pytest.fixture
@@ -143,7 +143,9 @@ def launch(root, reference, monkeypatch):
         saved = ["one-{}-False/saved"]
         return [
             json.loads(answer)
-            for answer in run_ranks(_run, world_size, str(root), engine, core, layouts, saved)
+            for answer in run_ranks(
+                _run, world_size, str(root), engine, core, layouts, saved, fresh=True
+            )
         ]
 
     return run

@@ -5,8 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections import defaultdict
 
@@ -18,7 +16,15 @@ import torch
 from megatron_rl.report.runs import find_runs
 from megatron_rl.report.traces import judge, objective_of, read_traced_groups
 from megatron_rl.runs.rows import read_metrics
-from tests.functional.tiny_runs import ROOT, TASK, make_task, start_training, train
+from tests.functional.forked_runs import ForkedCommand
+from tests.functional.tiny_runs import (
+    ROOT,
+    TASK,
+    make_task,
+    start_training,
+    start_training_anew,
+    train,
+)
 
 # What a clock or the machine decides; everything else must repeat bit for bit.
 TIMED = ("time/", "memory/", "sync/", "rollout/tokens_per_second", "rollout/engine_imbalance")
@@ -39,7 +45,12 @@ def learned(rows):
 def test_it_learns_from_fresh_weights_only(tmp_path):
     """Fails on a flipped sign of objective or advantage (the reward falls), on a stale engine (the
     gap opens) and on a gate that rejects nothing, everything, or the wrong tokens (acceptance)."""
-    rows = train(f"run.dir={tmp_path}", "run.name=a", "trainer.steps=6", "eval.samples=4")
+    process = start_training_anew(
+        f"run.dir={tmp_path}", "run.name=a", "trainer.steps=6", "eval.samples=4"
+    )
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    rows = read_metrics(tmp_path / "a")
     steps = rows[1:]
     assert [row["step"] for row in rows] == list(range(7))
     # The first minibatch of every step sees the very log-probs that were frozen.
@@ -62,10 +73,9 @@ def test_it_learns_from_fresh_weights_only(tmp_path):
 
 def assert_evaluated_alike(folder, last):
     """`megatron-rl eval` of the run, on one engine, finds what training found on two."""
-    command = [sys.executable, "-m", "megatron_rl.cli", "eval", "--model", str(folder / "a"),
-               "--output", str(folder / "e")]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ["eval", "--model", str(folder / "a"), "--output", str(folder / "e")]
+    command = ForkedCommand(words, said=folder / "said.txt", cwd=ROOT)
+    assert command.wait(timeout=300) == 0, command.read()
     scores = json.loads((folder / "e" / "scores.json").read_text())["scores"]
     assert set(scores) == {"avg@4", "pass@2", "pass@4", "maj@4"}
     for name, sets in scores.items():
@@ -94,7 +104,7 @@ def start_and_wait(arguments, folder, *, rows):
     process = start_training(*arguments)
     deadline = time.monotonic() + 300
     while len(read_metrics(folder)) < rows:
-        assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
+        assert process.poll() is None and time.monotonic() < deadline, process.read()
         time.sleep(0.02)
     return process
 
@@ -145,16 +155,15 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(tmp_path, whole):
     assert_same_run(tmp_path / "killed", whole)
 
 
-@pytest.mark.parametrize("request_to_end", [signal.SIGTERM, signal.SIGINT])
-def test_a_run_that_is_asked_to_end_saves_and_continues_there(tmp_path, whole, request_to_end):
+def test_a_run_that_is_asked_to_end_saves_and_continues_there(tmp_path, whole):
     """No checkpoint is due before the last step: the signal alone saves one, wherever it comes."""
     run = tmp_path / "asked"
     arguments = (f"run.dir={tmp_path}", "run.name=asked", "trainer.steps=3", "run.resume=auto",
                  *SHORT, "trainer.checkpoint_every=10")  # fmt: skip
     process = start_and_wait(arguments, run, rows=2)
-    process.send_signal(request_to_end)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == os.EX_TEMPFAIL, output
+    process.send_signal(signal.SIGINT)  # which the ranks hear of as SIGTERM
+    status, output = process.wait(timeout=300), process.read()
+    assert status == os.EX_TEMPFAIL, output
     # Most likely out of generating for step 2, or between two of its updates.
     said = r"stopping (?:after|in) step (\d)/3( after \d+ of its updates)?, which is saved"
     where = re.search(said, output)
@@ -220,8 +229,8 @@ def test_the_exported_model_is_the_trained_one(tmp_path):
 def test_an_error_of_one_s_own_verifier_ends_every_rank_and_is_in_the_log(tmp_path):
     broken = "reward.verifier=tests.unit.rewards.misbehaving_verifiers:break_in_a_run"
     process = start_training(f"run.dir={tmp_path}", "run.name=a", *SHORT, broken)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 1
+    status, output = process.wait(timeout=300), process.read()
+    assert status == 1
     assert "LookupError: broken on purpose" in output and "leaked" not in output, output
     log = (tmp_path / "a" / "log.txt").read_text()
     assert "rank 0 failed" in log or "rank 1 failed" in log  # the first one ends the other

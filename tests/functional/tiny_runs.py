@@ -1,11 +1,13 @@
 """Running the real command on the tiny task."""
 
+import fcntl
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 from megatron_rl.runs.rows import read_metrics
+from tests.functional.forked_runs import ForkedCommand
 
 ROOT = Path(__file__).parents[2]
 # No test may depend on which rollouts a trained model gives: any other seed must pass as well.
@@ -17,16 +19,30 @@ CONFIG = ROOT / "examples" / "pnpo" / "quickstart.yaml"
 
 
 def make_task():
-    """The quickstart's data and model; made once, then found."""
+    """The quickstart's data and model; made once, then found. Others who want it wait."""
     command = [sys.executable, "tools/make_tiny_task.py", "--output", str(TASK), "--seed", SEED]
-    subprocess.run(command, cwd=ROOT, check=True)
+    TASK.parent.mkdir(exist_ok=True)
+    with TASK.with_suffix(".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.run(command, cwd=ROOT, check=True)
 
 
-def start_training(*overrides, config=CONFIG, places=PLACES):
-    """`megatron-rl train` on a config, the quickstart's, as a process group of its own."""
-    command = [sys.executable, "-m", "megatron_rl.cli", "train", "--config", str(config)]
+def training_arguments(*overrides, config=CONFIG, places=PLACES):
+    """`megatron-rl train` on a config, the quickstart's."""
+    return ["train", "--config", str(config), *places, *overrides]
+
+
+def start_training(*overrides, **where):
+    """The command in forked processes; `run.dir` is among the overrides."""
+    folder = Path(dict(one.split("=", 1) for one in overrides)["run.dir"]) / "said"
+    said = folder / f"{len(list(folder.glob('*')))}.txt"
+    return ForkedCommand(training_arguments(*overrides, **where), said=said, cwd=ROOT)
+
+
+def start_training_anew(*overrides):
+    """The command as a user starts it: new interpreters."""
     return subprocess.Popen(
-        [*command, *places, *overrides],
+        [sys.executable, "-m", "megatron_rl.cli", *training_arguments(*overrides)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -39,7 +55,6 @@ def start_training(*overrides, config=CONFIG, places=PLACES):
 def train(*overrides, **where):
     """Run to the end; returns the rows of metrics.jsonl of the run directory `run.dir/run.name`."""
     process = start_training(*overrides, **where)
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, output
+    assert process.wait(timeout=600) == 0, process.read()
     settings = dict(override.split("=", 1) for override in overrides)
     return read_metrics(Path(settings["run.dir"]) / settings["run.name"])

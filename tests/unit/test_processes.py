@@ -176,27 +176,28 @@ def test_a_rank_that_fails_gives_its_exit_status(ranks, capfd):
     assert capfd.readouterr().err == ""  # it has said itself what was wrong
 
 
-def send_when(*files, times=1):
-    """SIGINT to this process once these files are there, and again when it is no echo."""
+def send_when(*files, times=1, number=signal.SIGINT):
+    """A signal to this process once these files are there, and again when it is no echo."""
 
     def send():
         while not all(file.exists() for file in files):
             time.sleep(0.02)
         for again in range(times):
             time.sleep(again * (ECHO_SECONDS + 0.2))
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
     threading.Thread(target=send).start()
 
 
-def test_a_request_to_end_is_passed_on_and_waited_for(ranks, tmp_path):
-    end = f"sleep 1; touch {tmp_path}/saved$RANK; exit {INTERRUPTED}"
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_request_to_end_is_passed_on_and_waited_for(ranks, tmp_path, number):
+    end = f"sleep 0.5; touch {tmp_path}/saved$RANK; exit {INTERRUPTED}"
     ranks(f"trap '{end}' TERM; touch {tmp_path}/$RANK; for _ in $(seq 600); do sleep 0.1; done")
-    send_when(tmp_path / "0", tmp_path / "1")
-    handler = signal.getsignal(signal.SIGINT)
+    send_when(tmp_path / "0", tmp_path / "1", number=number)
+    handler = signal.getsignal(number)
     assert start_processes([], world_size=2) == INTERRUPTED
     assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists()
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.getsignal(number) is handler
 
 
 def test_a_request_before_the_ranks_listen_is_no_failure(ranks, tmp_path, capfd):

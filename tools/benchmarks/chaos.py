@@ -43,11 +43,9 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from megatron_rl.interruption import INTERRUPTED
-from megatron_rl.processes import prepare_environment, quiet_libraries
 from megatron_rl.runs.checkpoints import MANIFEST, CheckpointFolders
 from megatron_rl.runs.rows import read_metrics
 from tests.functional.faults.runs import run as run_forked
-from tests.functional.preloaded import MODULES
 
 ROOT = Path(__file__).parents[2]
 TASK = ROOT / ".cache" / "tiny_task"
@@ -349,11 +347,8 @@ def main() -> None:
     deadline = time.monotonic() + 60 * args.minutes
     root = args.output or Path(tempfile.mkdtemp(prefix="chaos-"))
     root.mkdir(parents=True, exist_ok=True)
-    prepare_environment()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    quiet_libraries()
-    for module in MODULES:
-        importlib.import_module(module)
+    importlib.import_module("tests.imported")
     whole = Run(root / "undisturbed", args.steps)
     whole.go_on(partial(count_made, whole.folder.with_suffix(".made")))
     if not whole.ended:

@@ -6,14 +6,14 @@ MEGATRON_RL_ALL_FAULTS=1 also has a disk and a verifier hang, which takes two ru
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
 from megatron_rl.runs.checkpoints import CheckpointFolders
 from megatron_rl.runs.rows import read_metrics
-from tests.functional.tiny_runs import CONFIG, PLACES, ROOT, make_task
+from tests.functional.faults import runs
+from tests.functional.tiny_runs import CONFIG, PLACES, make_task
+from tests.ranks import start_process
 
 # 4 updates a step.
 SHORT = ("rollout.prompts=8", "rollout.responses_per_prompt=4", "trainer.epochs=1",
@@ -38,22 +38,20 @@ FURTHER_RUNS = [
 ]  # fmt: skip
 
 
-def run_all(folder, runs):
+def run_all(folder, wanted):
     """The runs, one after the other; what became of each by its name, a resumed one's with `+`."""
     asked, names = [], []
-    for each in runs:
+    for each in wanted:
         name = each.get("name", each["fault"])
         names.append(name + "+" if name in names else name)
         arguments = ["train", "--config", str(CONFIG), *PLACES, *SHORT, f"run.dir={folder}",
                      f"run.name={name}", *each.get("more", [])]  # fmt: skip
         asked.append({"fault": each["fault"], "rank": each["rank"], "arguments": arguments})
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.functional.faults.runs"],
-        input=json.dumps(asked), cwd=ROOT, capture_output=True, text=True, timeout=600,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return dict(zip(names, json.loads(done.stdout), strict=True))
+    answer = folder / "answer.json"
+    process = start_process(runs.run_all, asked, str(answer))
+    process.join(timeout=600)
+    assert process.exitcode == 0
+    return dict(zip(names, json.loads(answer.read_text()), strict=True))
 
 
 @pytest.fixture(scope="module")

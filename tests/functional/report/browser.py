@@ -2,7 +2,6 @@
 
 import base64
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -11,27 +10,12 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+PROGRAMS = ("chromium", "chromedriver")
 PACKAGES = ("chromium", "chromium-driver")
 ARGUMENTS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
     "--disable-background-networking", "--window-size=1360,1000", "--hide-scrollbars",
 )  # fmt: skip
-
-
-def missing() -> str | None:
-    """Why there is no browser; Debian's is installed where that is allowed, as SLURM is."""
-    if _lacking() and os.geteuid() == 0 and shutil.which("apt-get"):
-        quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        install = ["apt-get", "install", "--yes", "--no-install-recommends", *PACKAGES]
-        for command in (["apt-get", "update"], install):
-            subprocess.run(command, capture_output=True, env=quiet, timeout=300, check=False)
-    if lacking := _lacking():
-        return f"{', '.join(lacking)} missing: apt-get install {' '.join(PACKAGES)} did not help"
-    return None
-
-
-def _lacking() -> list[str]:
-    return [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
 
 
 class Browser:

@@ -9,7 +9,8 @@ import pytest
 from megatron_rl.report.build import write_report
 from megatron_rl.report.runs import find_runs, group_runs
 from megatron_rl.report.series import first_passage
-from tests.functional.report.browser import Browser, missing
+from tests.functional.debian import missing
+from tests.functional.report.browser import PACKAGES, PROGRAMS, Browser
 from tests.functional.tiny_runs import ROOT
 from tests.made_runs import EPOCHS, GROUP, HOSTILE, make_run
 
@@ -70,7 +71,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser():
-    if why := missing():
+    if why := missing(PROGRAMS, packages=PACKAGES):
         pytest.skip(why)
     with Browser() as browser:
         yield browser

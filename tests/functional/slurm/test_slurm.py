@@ -12,7 +12,8 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron_rl.runs.rows import read_metrics
-from tests.functional.slurm.throwaway import ThrowawaySlurm, missing
+from tests.functional.debian import missing
+from tests.functional.slurm.throwaway import PACKAGES, PROGRAMS, ThrowawaySlurm
 from tests.functional.tiny_runs import ROOT, TASK, make_task
 
 LAUNCHER = ROOT / ".cache" / "launcher"
@@ -98,7 +99,7 @@ class Launcher:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    if reason := missing():
+    if reason := missing(PROGRAMS, packages=PACKAGES):
         pytest.skip(f"no SLURM here: {reason}")
     with ThrowawaySlurm(tmp_path_factory.mktemp("slurm")) as started:
         yield started

@@ -7,7 +7,6 @@ therefore begins elsewhere in every test.
 
 import getpass
 import os
-import shutil
 import socket
 import subprocess
 import time
@@ -16,23 +15,6 @@ from pathlib import Path
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel")
 PACKAGES = ("slurm-wlm", "munge")
 DEADLINE = 60.0
-
-
-def missing() -> str | None:
-    """Why no SLURM can be started here; packages of Debian are installed where that is allowed."""
-    if _lacking() and os.geteuid() == 0 and shutil.which("apt-get"):
-        quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        install = ["apt-get", "install", "--yes", "--no-install-recommends", *PACKAGES]
-        for command in (["apt-get", "update"], install):
-            subprocess.run(command, capture_output=True, env=quiet, timeout=300, check=False)
-    if lacking := _lacking():
-        return f"{', '.join(lacking)} missing: apt-get install {' '.join(PACKAGES)} did not help"
-    return None
-
-
-def _lacking() -> list[str]:
-    os.environ["PATH"] += os.pathsep + "/usr/sbin"
-    return [name for name in PROGRAMS if shutil.which(name) is None]
 
 
 class ThrowawaySlurm:

@@ -12,9 +12,11 @@ import pytest
 
 from megatron_rl.rewards import pool as pool_module
 from megatron_rl.rewards.pool import VerifierPool
+from megatron_rl.rewards.process import WorkerProcess
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, Item, VerifierError
 from megatron_rl.types import Verdict
 
+HANGING = ("spin", "sleep 60", r"\boxed{1000", r"\boxed{9^")
 MISBEHAVING = "tests.unit.rewards.misbehaving_verifiers:verify_as_told"
 
 
@@ -22,10 +24,24 @@ def as_items(*texts):
     return [Item(text, "truth", "source") for text in texts]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_of_time():
+    """What hangs has half a second, the rest a minute: no busy machine makes it late."""
+    send = WorkerProcess.send
+
+    def send_in_a_hurry(worker, places, items, *, time_limit):
+        hangs = any(item.text.startswith(HANGING) for item in items)
+        send(worker, places, items, time_limit=0.5 if hangs else time_limit)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WorkerProcess, "send", send_in_a_hurry)
+        yield
+
+
 @pytest.fixture(scope="module")
 def pool():
-    """Two workers that do as they are told, 0.5 s a judgement."""
-    with VerifierPool(workers=2, time_limit=0.5, verifier=MISBEHAVING) as pool:
+    """Two workers that do as they are told."""
+    with VerifierPool(workers=2, time_limit=60.0, verifier=MISBEHAVING) as pool:
         yield pool
 
 
@@ -54,7 +70,7 @@ def test_a_hang_costs_its_time_limit_and_only_its_own_reward(pool):
     limit = Verdict(0.0, "time limit", None)
     assert verdicts[1] == verdicts[3] == limit
     assert [verdicts[i].reward for i in (0, 2, 4)] == [2.0, 3.0, 4.0]
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 50
 
 
 def test_what_a_verifier_prints_is_said_line_by_line_with_its_name():
@@ -97,7 +113,7 @@ def test_on_error_retry_tries_again_and_counts(tmp_path, monkeypatch):
 def test_one_response_of_many_costs_no_other_one_its_reward():
     """A verifier that takes lists: what fails in company is judged again, each alone."""
     name = "tests.unit.rewards.misbehaving_verifiers:verify_many_as_told"
-    with VerifierPool(workers=2, time_limit=1.0, verifier=name, on_error="zero") as pool:
+    with VerifierPool(workers=2, time_limit=60.0, verifier=name, on_error="zero") as pool:
         texts = ["a", "raise", *"b" * 9, "sleep 60", "die", "count"]
         verdicts = pool.verify_all(as_items(*texts))
         reasons = [verdict.reason for verdict in verdicts]
@@ -110,9 +126,7 @@ def test_one_response_of_many_costs_no_other_one_its_reward():
 
 def test_a_trial_shows_what_a_run_would_meet(pool):
     pool.try_on(Item("", "7", "source"))
-    with pytest.raises(
-        VerifierError, match=r"did not judge a response within .*limit_seconds=0\.5"
-    ):
+    with pytest.raises(VerifierError, match=r"did not judge a response within .*limit_seconds=60"):
         pool.try_on(Item("", "sleep 60", "source"))
     with pytest.raises(VerifierError, match=r"(?s)verify_as_told returned None; return the reward"):
         pool.try_on(Item("", "return-nothing", "source"))
@@ -134,13 +148,13 @@ def test_a_worker_loads_neither_torch_nor_vllm(pool):
 
 
 def test_a_factorial_that_would_take_hours_is_cut_short():
-    with VerifierPool(time_limit=1.0) as pool:
+    with VerifierPool(time_limit=60.0) as pool:
         start = time.monotonic()
         texts = [r"\boxed{100000000!}", r"\boxed{9^{9^{9^9}}}", r"\boxed{5}"]
         verdicts = pool.verify_all([Item(text, "5", "set") for text in texts])
         assert [v.reward for v in verdicts] == [0.0, 0.0, 1.0]
         assert verdicts[0] == Verdict(0.0, "time limit", None)
-        assert time.monotonic() - start < 15
+        assert time.monotonic() - start < 50
 
 
 def test_the_first_judgement_pays_for_no_import():

@@ -19,13 +19,18 @@ from megatron_rl.watching.board import Progress, map_board
 from megatron_rl.watching.stacks import answer_by_stacks
 board, stacks, place, deed = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 answer_by_stacks(stacks)
-progress = Progress(map_board(board), place, budget=0.5 if deed != "work" else 60.0)
+progress = Progress(map_board(board), place, budget=60.0)
 child = subprocess.Popen(["sleep", "600"])
 progress.begin("train")
 print(child.pid, flush=True)
+def hurry():  # from here on, so that no busy machine finds it somewhere else
+    progress._now = "train", 0.5
+    progress.count()
 def do_nothing_for_ever():
+    hurry()
     sum(range(10**12))
 def all_reduce():
+    hurry()
     time.sleep(600)
 if deed == "work":
     for _ in range(20): time.sleep(0.05); progress.count()
@@ -33,6 +38,7 @@ elif deed == "wait":
     exec(compile("def wait(f): f()", "lib/torch/distributed/collectives.py", "exec"))
     wait(all_reduce)
 elif deed == "stop":
+    hurry()
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(600)
 elif deed == "spin":
@@ -114,7 +120,7 @@ def test_time_in_which_all_were_stopped_counts_for_nobody(tmp_path):
         make_board(board.fileno(), ranks=1)
         progress = Progress(map_board(board.fileno()), 0, budget=30.0)
         watcher = Watcher([0], board=board.fileno(), stacks=[])
-        clock = iter([0.0, 1.5, 9000.0, 9001.5])  # a look every 1.5 s; suspended after the second
+        clock = iter([0.0, 0.5, 9000.0, 9000.5])  # a look every 0.5 s; suspended after the second
         looks = []
 
         class Time:
@@ -135,7 +141,7 @@ def test_time_in_which_all_were_stopped_counts_for_nobody(tmp_path):
             pass
         finally:
             module.time = real
-    assert looks == [0.0, 1.5, 4.5, 6.0]  # at most two pauses of 1.5 s between two looks
+    assert looks == [0.0, 0.5, 1.5, 2.0]  # at most two pauses of 0.5 s between two looks
 
 
 def test_a_slot_says_phase_budget_and_count(tmp_path):

@@ -1,0 +1,19 @@
+"""What tests fork ranks and runs from: a process that has imported what the command imports.
+
+`tests.ranks.fork_from` names this module to that process; no test imports it.
+"""
+
+import importlib
+
+from megatron_rl.processes import prepare_environment, quiet_libraries
+
+MODULES = (
+    "torch", "transformers", "megatron_rl.trainer.build", "vllm", "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner",
+    "vllm.model_executor.models.qwen2", "vllm.model_executor.models.qwen3_moe",
+)  # fmt: skip
+
+prepare_environment()
+quiet_libraries()
+for module in MODULES:
+    importlib.import_module(module)
