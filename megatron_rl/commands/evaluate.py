@@ -57,6 +57,8 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         run_evaluation(
             _into(config, Path(options.output)), rank=place.rank, world_size=place.world_size
         )
+    except ConfigError as error:
+        return fail(ConfigError(by_options(str(error), options.data)), place)
     except Exception as error:  # noqa: BLE001 - said, and the process ends
         return fail(error, place)
     return leave(0)
@@ -90,6 +92,12 @@ def evaluation_config(model: str, data: list[str] | None, overrides: list[str]) 
     for override in overrides:
         apply_override(values, override)
     return with_absolute_paths(parse_config(values))
+
+
+def by_options(text: str, data: list[str] | None) -> str:
+    """An error about a config that nobody wrote, in terms of the options it was made of."""
+    text = text.replace("set model.path=", "give --model ").replace("model.path", "--model")
+    return text.replace("eval.sets.", "--data ") if data else text
 
 
 def _named(argument: str) -> tuple[str, str]:

@@ -225,9 +225,14 @@ class Config(Section):
     @property
     def prompt_files(self) -> dict[str, tuple[str, ColumnsSection]]:
         """Every file of prompts with its columns, by the key that names it."""
+        training = {key: (path, columns) for key, (path, columns, _) in self.training.items()}
+        return training | self.evaluation_files
+
+    @property
+    def evaluation_files(self) -> dict[str, tuple[str, ColumnsSection]]:
+        """Those of held-out evaluation."""
         columns = self.eval.columns or self.data.columns
-        sets = {f"eval.sets.{name}": (path, columns) for name, path in self.eval.sets.items()}
-        return {key: (path, columns) for key, (path, columns, _) in self.training.items()} | sets
+        return {f"eval.sets.{name}": (path, columns) for name, path in self.eval.sets.items()}
 
     @property
     def training(self) -> dict[str, tuple[str, ColumnsSection, float]]:

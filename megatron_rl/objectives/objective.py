@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives.by_class import sum_by_class
-from megatron_rl.objectives.constraints import apply_constraint
+from megatron_rl.objectives.constraints import Constrained, apply_constraint
 from megatron_rl.objectives.diagnostics import TokenTerms, compute_statistics
 from megatron_rl.objectives.inputs import TokenInputs
 from megatron_rl.objectives.second_moment import second_moment_gate
@@ -33,6 +33,22 @@ class ObjectiveResult:
     loss: Tensor  # [t] zero off the mask
     statistics: Statistics
     by_class: Callable[..., Tensor]  # `sum_by_class` of this micro-batch
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """What an objective makes of its tokens before anything is added up."""
+
+    ratios: LogRatios
+    log_weight: Tensor  # [t]
+    constrained: Constrained
+    factor: Tensor | None  # [t] of a rollout correction
+
+    @property
+    def kept(self) -> Tensor:
+        """Where neither the constraint nor a correction changed or dropped the weight; [t] bool."""
+        inside = self.constrained.inside
+        return inside if self.factor is None else inside & (self.factor != 0)
 
 
 class PolicyObjective(Protocol):
@@ -103,6 +119,35 @@ class Objective:
         """
         spec = self.spec
         x = inputs.prepared(layout, denominators, needs=spec.needs)
+        weighed = self.weigh(x, layout)
+        constrained, factor = weighed.constrained, weighed.factor
+        if spec.gradient == "detached":  # sg[weight * A] * log pi
+            coefficient = constrained.coefficient * x.advantages
+            # Not 0 * log pi where rejected: log pi may be anything there.
+            term = torch.where(coefficient == 0, 0, coefficient * x.policy_logprobs)
+        else:  # weight * A
+            term = constrained.value * x.advantages
+        if factor is not None:
+            term = term * factor
+
+        denominator = token_denominator(spec, layout, denominators)
+        kl = entropy = None
+        if spec.kl is not None:
+            kl = torch.where(layout.mask, kl_penalty(spec.kl, x) / denominator, 0)
+        if spec.entropy_coefficient:
+            assert x.entropy is not None, "checked with the inputs"
+            entropy = -spec.entropy_coefficient * x.entropy / denominator
+        policy_term = -torch.where(layout.mask, term / denominator, 0)
+        terms = TokenTerms(weighed.log_weight, constrained, policy_term, kl, entropy)
+        return ObjectiveResult(
+            terms.loss,
+            compute_statistics(x, weighed.ratios, terms),
+            by_class=partial(sum_by_class, x, weighed.ratios, constrained),
+        )
+
+    def weigh(self, x: TokenInputs, layout: SequenceLayout) -> Weighed:
+        """Weight and constraint of each token, from prepared inputs."""
+        spec = self.spec
         # Detached, weight, gate and advantage are constants: no backward scan.
         detached = spec.gradient == "detached"
         policy = x.policy_logprobs.detach() if detached else x.policy_logprobs
@@ -123,29 +168,7 @@ class Objective:
             advantages=x.advantages,
             ratios=ratios,
         )
-        if detached:  # sg[weight * A] * log pi
-            coefficient = constrained.coefficient * x.advantages
-            # Not 0 * log pi where rejected: log pi may be anything there.
-            term = torch.where(coefficient == 0, 0, coefficient * x.policy_logprobs)
-        else:  # weight * A
-            term = constrained.value * x.advantages
-        if factor is not None:
-            term = term * factor
-
-        denominator = token_denominator(spec, layout, denominators)
-        kl = entropy = None
-        if spec.kl is not None:
-            kl = torch.where(layout.mask, kl_penalty(spec.kl, x) / denominator, 0)
-        if spec.entropy_coefficient:
-            assert x.entropy is not None, "checked with the inputs"
-            entropy = -spec.entropy_coefficient * x.entropy / denominator
-        policy_term = -torch.where(layout.mask, term / denominator, 0)
-        terms = TokenTerms(log_weight, constrained, policy_term, kl, entropy)
-        return ObjectiveResult(
-            terms.loss,
-            compute_statistics(x, ratios, terms),
-            by_class=partial(sum_by_class, x, ratios, constrained),
-        )
+        return Weighed(ratios, log_weight, constrained, factor)
 
 
 def token_denominator(

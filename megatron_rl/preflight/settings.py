@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron_rl.config import Config, ConfigError
+from megatron_rl.config.sections import ColumnsSection
 from megatron_rl.data.hub import is_on_hub
 from megatron_rl.data.prompts import find_tokenizer
 from megatron_rl.data.rows import Columns, check_prompt_file
@@ -30,7 +31,7 @@ def check_settings(config: Config, *, world_size: int) -> ModelShape:
     Raises ConfigError that lists every problem with its cure.
     """
     problems = [
-        *_file_problems(config),
+        *_file_problems(config, config.prompt_files),
         *_logger_problems(config),
         *_verifier_problems(config.reward.verifier),
         *engine_argument_problems(config.rollout.engine),
@@ -57,7 +58,7 @@ def check_settings(config: Config, *, world_size: int) -> ModelShape:
 def check_evaluation(config: Config, *, world_size: int) -> ModelShape:
     """The checks of a config that is to evaluate and not to train; as `check_settings`."""
     problems = [
-        *_file_problems(config),
+        *_file_problems(config, config.evaluation_files),
         *_verifier_problems(config.reward.verifier),
         *engine_argument_problems(config.rollout.engine),
     ]
@@ -186,10 +187,10 @@ def _transformer_engine_problems(config: Config, shape: ModelShape) -> list[str]
     return problems
 
 
-def _file_problems(config: Config) -> list[str]:
+def _file_problems(config: Config, files: dict[str, tuple[str, ColumnsSection]]) -> list[str]:
     """Why prompts cannot be read: columns and first rows, before any rank imports anything."""
     problems = []
-    for key, (path, columns) in config.prompt_files.items():
+    for key, (path, columns) in files.items():
         if not (is_on_hub(path) or Path(path).exists()):
             problems.append(f"{key}: {path} does not exist; give a .parquet or .jsonl file")
             continue

@@ -11,18 +11,9 @@ import torch
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import Objective, build_objective
-from megatron_rl.objectives.constraints import apply_constraint
 from megatron_rl.objectives.inputs import TokenInputs
-from megatron_rl.objectives.objective import (
-    PolicyObjective,
-    finite_where_dropped,
-    rollout_factor,
-)
-from megatron_rl.objectives.spec import HardGate, PpoClip, Truncate, TvFilter, Unconstrained
-from megatron_rl.objectives.weights import LogRatios, compute_log_weight
+from megatron_rl.objectives.objective import PolicyObjective
 from megatron_rl.report.runs import Run
-
-OF_ONE = (PpoClip, HardGate, Truncate, TvFilter, Unconstrained)  # constraints that need no others
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +96,7 @@ def objective_of(run: Run) -> Objective | None:
 
 def can_be_judged(objective: PolicyObjective) -> TypeGuard[Objective]:
     """Whether its decisions follow from the log-probs of one response."""
-    return isinstance(objective, Objective) and isinstance(objective.spec.constraint, OF_ONE)
+    return isinstance(objective, Objective) and objective.is_fitted
 
 
 @torch.no_grad()
@@ -115,7 +106,7 @@ def judge(response: Response, objective: Objective) -> tuple[np.ndarray, np.ndar
     By the functions that training calls, on the log-probs that it saw; two [updates, L].
     """
     assert response.policy is not None, "only of what was traced"
-    row, spec, length = response.row, objective.spec, response.behavior.size
+    row, length = response.row, response.behavior.size
     layout = SequenceLayout([length], torch.ones(length, dtype=torch.bool))
     behavior = torch.from_numpy(response.behavior)
     weights, kept = [], []
@@ -126,19 +117,7 @@ def judge(response: Response, objective: Objective) -> tuple[np.ndarray, np.ndar
             advantages=torch.full((length,), row["advantage"]),
             rollout_logprobs=torch.tensor(row["rollout_logprobs"], dtype=torch.float32),
         )
-        ratios = LogRatios.of(policy - behavior, layout, spec=spec, log_gap=x.log_gap)
-        log_weight = compute_log_weight(spec.weight, ratios)
-        factor = None
-        if spec.rollout_correction is not None:
-            factor = rollout_factor(spec.rollout_correction, x, ratios)
-        constrained = apply_constraint(
-            spec.constraint,
-            finite_where_dropped(log_weight, x.advantages, factor),
-            advantages=x.advantages,
-            ratios=ratios,
-        )
-        weights.append(log_weight.numpy())
-        kept.append(
-            (constrained.inside if factor is None else constrained.inside & (factor != 0)).numpy()
-        )
+        weighed = objective.weigh(x, layout)
+        weights.append(weighed.log_weight.numpy())
+        kept.append(weighed.kept.numpy())
     return np.stack(weights), np.stack(kept)

@@ -28,7 +28,7 @@ class Outcome:
     point: dict[str, str]
     seed: int
     score: float  # the macro mean of Avg@k at the end
-    best: float  # and the best of all evaluations
+    reward: float  # the mean over all rollout batches: the area under the learning curve
     spread: float  # the largest of any step
     ran_away: bool
 
@@ -73,11 +73,17 @@ def find_outcome(state: RunState) -> Outcome | None:
     if state.state != "done":
         return None
     scores = [score for row in state.rows if (score := macro_score(row)) is not None]
-    if not scores:
+    rewards = [row["reward/mean"] for row in state.rows if row.get("reward/mean") is not None]
+    if not scores or not rewards:
         return None
     spread = max((row.get(SPREAD) or 0.0 for row in state.rows), default=0.0)
     return Outcome(
-        state.run.point, state.run.seed, scores[-1], max(scores), spread, has_run_away(state.rows)
+        state.run.point,
+        state.run.seed,
+        scores[-1],
+        statistics.fmean(rewards),
+        spread,
+        has_run_away(state.rows),
     )
 
 
@@ -97,8 +103,9 @@ def summarise(outcomes: Sequence[Outcome], axis: str) -> str:
     Differences are paired: only seeds that both have count.
     """
     lines = [
-        "| point | " + axis + " | runs | score | best | spread | ran away | difference (pairs) |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| point | {axis} | runs | score | difference (pairs) | reward | difference (pairs) "
+        "| spread | ran away |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     points: dict[tuple[str, ...], dict[str, dict[int, Outcome]]] = {}
     for outcome in outcomes:
@@ -108,20 +115,23 @@ def summarise(outcomes: Sequence[Outcome], axis: str) -> str:
     for others, values in points.items():
         first = next(iter(values.values()))
         for value, runs in values.items():
-            shared = sorted(first.keys() & runs.keys())
-            against = (
-                ""
-                if runs is first or not shared
-                else str(paired_interval([runs[seed].score - first[seed].score for seed in shared]))
-            )
+            pairs = [] if runs is first else [
+                (runs[seed], first[seed]) for seed in sorted(first.keys() & runs.keys())
+            ]  # fmt: skip
             lines.append(
                 f"| {', '.join(others)} | {value} | {len(runs)} "
                 f"| {_percent([run.score for run in runs.values()])} "
-                f"| {_percent([run.best for run in runs.values()])} "
+                f"| {_against([run.score - other.score for run, other in pairs])} "
+                f"| {_percent([run.reward for run in runs.values()])} "
+                f"| {_against([run.reward - other.reward for run, other in pairs])} "
                 f"| {max(run.spread for run in runs.values()):.3f} "
-                f"| {sum(run.ran_away for run in runs.values())} | {against} |"
+                f"| {sum(run.ran_away for run in runs.values())} |"
             )
     return "\n".join(lines) + "\n"
+
+
+def _against(differences: Sequence[float]) -> str:
+    return str(paired_interval(differences)) if differences else ""
 
 
 def _percent(scores: Sequence[float]) -> str:

@@ -21,7 +21,7 @@ from megatron_rl.trainer.build import build_engine, collective_timeout, cores_of
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.metrics import PhaseClock
-from megatron_rl.trainer.prompt_sets import share_prompt_sets
+from megatron_rl.trainer.prompt_sets import share_evaluation_sets
 from megatron_rl.trainer.recorder import Recorder
 
 SCORES = "scores.json"
@@ -44,7 +44,7 @@ def run_evaluation(config: Config, *, rank: int, world_size: int) -> None:
         timeout=collective_timeout(config),
     )  # fmt: skip
     console = Console(speaks=rank == 0, log_file=directory.log_file)
-    prompts = share_prompt_sets(config, shape, say=console.say)
+    sets = share_evaluation_sets(config, shape, say=console.say)
     with VerifierPool(
         workers=config.reward.workers or cores_of_rank(topology),
         time_limit=config.reward.time_limit_seconds,
@@ -61,8 +61,8 @@ def run_evaluation(config: Config, *, rank: int, world_size: int) -> None:
         clock = PhaseClock(topology.device)
         recorder = Recorder(config, directory if rank == 0 else None, None, console, clock)
         judge = Judge(pool, topology)
-        evaluator = Evaluator(config, engine, judge, prompts.evaluation, recorder, console)
-        scores = {name: evaluator.score(evaluator.answer(name, 0)) for name in prompts.evaluation}
+        evaluator = Evaluator(config, engine, judge, sets, recorder, console)
+        scores = {name: evaluator.score(evaluator.answer(name, 0)) for name in sets}
         recorder.wait()
     if rank == 0:
         _tell(scores, config, directory, console)

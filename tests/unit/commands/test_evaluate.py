@@ -1,8 +1,11 @@
 """What is evaluated: a folder with sets that are named, or a run with its own settings."""
 
+import re
+
 import pytest
 
-from megatron_rl.commands.evaluate import evaluation_config
+from megatron_rl.cli import main
+from megatron_rl.commands.evaluate import by_options, evaluation_config
 from megatron_rl.config import ConfigError, dump_config, parse_config
 from megatron_rl.evaluation.scores import Interval
 from megatron_rl.trainer.evaluate_model import table
@@ -55,3 +58,22 @@ def test_the_table_has_a_line_for_each_set_and_macro():
         ["a", "30", "50.0", "[40.0,", "60.0]"],
         ["macro", "25.0", "[20.0,", "30.0]"],
     ]
+
+
+def test_errors_name_the_options_that_were_given(tmp_path, monkeypatch, capsys):
+    """Each file and the model once, by the words of the command line; nothing of `data.train`."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", "--model", "Org/Model", "--data", "amc=nowhere.jsonl"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 1
+    assert "  --data amc: nowhere.jsonl does not exist" in said
+    assert (
+        "  --model: Org/Model is not a folder" in said and "then give --model models/Model" in said
+    )
+    assert not re.search(r"data\.train|eval\.sets|model\.path", said)
+
+
+def test_a_run_s_own_sets_keep_the_name_that_its_config_gives_them(tmp_path):
+    assert by_options("eval.sets.held: gone", None) == "eval.sets.held: gone"
+    assert by_options("eval.sets.held: gone", ["x.jsonl"]) == "--data held: gone"

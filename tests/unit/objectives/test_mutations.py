@@ -64,7 +64,7 @@ MUTATIONS = {
         "s.x + layout.mask.logical_not()",
     ),
     "the ratio is behavior over policy": (
-        objective.Objective.__call__,
+        objective.Objective.weigh,
         "policy - x.behavior_logprobs",
         "x.behavior_logprobs - policy",
     ),
@@ -146,12 +146,12 @@ MUTATIONS = {
         "return layout.length.clamp(min=1)",
     ),
     "a detached weight carries a gradient": (
-        objective.Objective.__call__,
+        objective.Objective.weigh,
         "x.policy_logprobs.detach() if detached else x.policy_logprobs",
         "x.policy_logprobs",
     ),
     "the gradient does not flow through the weight": (
-        objective.Objective.__call__,
+        objective.Objective.weigh,
         "x.policy_logprobs.detach() if detached else x.policy_logprobs",
         "x.policy_logprobs.detach() + 0 * x.policy_logprobs",
     ),

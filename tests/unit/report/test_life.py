@@ -60,6 +60,11 @@ def test_decisions_are_those_of_the_update(name):
     assert weights.min() == pytest.approx(metrics["weight/log_min"], abs=1e-7)
 
 
+def test_only_what_other_responses_decide_is_not_judged():
+    apart = {name for name in OBJECTIVE_NAMES if not can_be_judged(build_objective(name))}
+    assert apart == {"m2po", "oapl"}  # a minibatch's second moment, and no weight at all
+
+
 def test_every_bit_of_a_log_prob_reaches_the_page(tmp_path):
     make_run(tmp_path / "run", steps=3, traced=2)
     [life] = build_life(find_runs([tmp_path]), megabytes=4)

@@ -54,7 +54,7 @@ def test_a_paired_interval_by_hand():
 
 
 def outcome(objective, seed, score, **point):
-    return Outcome({**point, "objective": objective}, seed, score, score, 0.1, seed == 2)
+    return Outcome({**point, "objective": objective}, seed, score, score / 2, 0.1, seed == 2)
 
 
 def test_the_summary_pairs_seeds_and_keeps_points_apart():
@@ -69,7 +69,7 @@ def test_the_summary_pairs_seeds_and_keeps_points_apart():
     ]
     lines = summarise(found, "objective").splitlines()[2:]
     assert lines == [
-        "| length 62 | pnpo | 3 | 71.7 | 71.7 | 0.100 | 1 |  |",
-        "| length 62 | gspo | 3 | 58.3 | 58.3 | 0.100 | 1 | +25.0 ± 0.0 (2) |",
-        "| length 254 | gspo | 1 | 50.0 | 50.0 | 0.100 | 0 |  |",
+        "| length 62 | pnpo | 3 | 71.7 |  | 35.8 |  | 0.100 | 1 |",
+        "| length 62 | gspo | 3 | 58.3 | +25.0 ± 0.0 (2) | 29.2 | +12.5 ± 0.0 (2) | 0.100 | 1 |",
+        "| length 254 | gspo | 1 | 50.0 |  | 25.0 |  | 0.100 | 0 |",
     ]
