@@ -125,7 +125,8 @@ install_package() {
 }
 
 install_launcher() {
-    step "${NEMO_RUN[0]}" install "${NEMO_RUN[@]}" "pydantic>=2.7" pyyaml "setuptools>=68" wheel
+    step "${NEMO_RUN[0]}" install "${NEMO_RUN[@]}" "pyarrow>=15" "pydantic>=2.7" pyyaml \
+        "setuptools>=68" wheel
     step "megatron_rl, editable, without its requirements" \
         install --no-deps --no-build-isolation --editable "$ROOT"
     step "a look at whether it all loads" "$VENV/bin/python" -c \

@@ -39,9 +39,13 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
             return _table(study, axis)
         with opened(study):
             start: Start = start_here
+            python = sys.executable
             if options.cluster:
                 start = partial(StartedOnCluster, cluster_file=options.cluster)
-            status = run_study(study, start=start, say=_say, on_end=lambda: _write(study, axis))
+                python = _training_python(options.cluster)
+            status = run_study(
+                study, start=start, say=_say, on_end=lambda: _write(study, axis), python=python
+            )
             _table(study, axis)
             return status
     except (ConfigError, RuntimeError) as error:
@@ -49,19 +53,26 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         return 1
 
 
+def _training_python(cluster_file: str) -> str:
+    """The launcher's own has no torch."""
+    from megatron_rl.launch.cluster import load_cluster
+    from megatron_rl.launch.plan import default_python
+
+    return load_cluster(cluster_file).python or default_python()
+
+
 def _say(text: str) -> None:
     print(text, flush=True)
 
 
 def _write(study: Any, axis: str) -> str:
-    from megatron_rl.runs.directory import write_atomically
-    from megatron_rl.study.results import write_results
+    from megatron_rl.study.results import write_results, write_summary
     from megatron_rl.study.summary import find_outcome, summarise
 
     outcomes = [found for state in write_results(study) if (found := find_outcome(state))]
     text = summarise(outcomes, axis)
     if study.folder.is_dir():
-        write_atomically(study.folder / "summary.md", text)
+        write_summary(study, text)
     return text
 
 

@@ -52,6 +52,13 @@ def write_results(study: Study) -> list[RunState]:
     return states
 
 
+def write_summary(study: Study, text: str) -> None:
+    """Replace `summary.md`; nothing is imported that a launcher's environment lacks."""
+    partial = study.folder / ".summary.md.partial"
+    partial.write_text(text)
+    os.replace(partial, study.folder / "summary.md")
+
+
 def _rows(state: RunState) -> list[dict[str, Any]]:
     run, updates, rows = state.run, 0, []
     described = {

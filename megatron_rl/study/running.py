@@ -104,12 +104,18 @@ class StartedOnCluster:
             file = str(config_file(study, run))
             self._record = start(plan_launch(file, cluster, overrides=[], name=run.name))
         self.log_file = Path(self._record.folder) / "logs"
+        self._next = 0.0
 
     def status(self) -> int | None:
-        """Its exit status; None while it waits or runs."""
-        from megatron_rl.launch.following import final_status, is_active
+        """Its exit status; None while it waits or runs, or was asked for a moment ago."""
+        from megatron_rl.launch.following import POLL_SECONDS, final_status, is_active
 
-        return None if is_active(self._record) else final_status(self._record)
+        if time.monotonic() < self._next:
+            return None
+        if not is_active(self._record):
+            return final_status(self._record)
+        self._next = time.monotonic() + POLL_SECONDS
+        return None
 
     def end(self) -> bool:
         """The job goes on; the next start of the study follows it."""
@@ -155,8 +161,11 @@ def config_file(study: Study, run: PlannedRun) -> Path:
     return study.folder / "configs" / f"{run.name}.yaml"
 
 
-def make_tasks(study: Study, run: PlannedRun, say: Callable[[str], None]) -> bool:
-    """Make what the run reads and the study file tells how to make; False where that fails."""
+def make_tasks(study: Study, run: PlannedRun, python: str, say: Callable[[str], None]) -> bool:
+    """Make what the run reads and the study file tells how to make; False where that fails.
+
+    python: an interpreter with torch.
+    """
     paths = [run.config.model.path, *(path for path, _ in run.config.prompt_files.values())]
     for folder, settings in study.file.tasks.items():
         asked = any(Path(path).absolute().is_relative_to(Path(folder).absolute()) for path in paths)
@@ -164,7 +173,7 @@ def make_tasks(study: Study, run: PlannedRun, say: Callable[[str], None]) -> boo
             continue
         say(f"making {folder}")
         options = {f"--{key.replace('_', '-')}": str(value) for key, value in settings.items()}
-        command = [sys.executable, "-m", "megatron_rl.cli", "task", options.pop("--task", "")]
+        command = [python, "-m", "megatron_rl.cli", "task", options.pop("--task", "")]
         command += [word for option in options.items() for word in option]
         # A process of its own: its kernels are chosen before torch is loaded.
         if subprocess.run([*command, "--output", folder], check=False).returncode:
@@ -195,6 +204,7 @@ def run_study(
     start: Start,
     say: Callable[[str], None],
     on_end: Callable[[], object],
+    python: str = sys.executable,
 ) -> int:
     """Run what is not done; returns the exit status.
 
@@ -217,7 +227,7 @@ def run_study(
         for run in [] if asked.is_set() else list(waiting):
             if len(active) >= study.file.side_by_side:
                 break
-            if not make_tasks(study, run, say):
+            if not make_tasks(study, run, python, say):
                 waiting.remove(run)
                 progress.failed.append(run.name)
             elif (started := start(study, run)) is not None:

@@ -245,6 +245,28 @@ def test_what_slurm_would_refuse_is_refused_before(slurm, launcher):
     assert set(after.split()) <= set(before.split())
 
 
+def test_the_runs_of_a_study_are_jobs(slurm, launcher):
+    """Side by side, each on one node; the login node tables them, and starts none again."""
+    base = json.loads((launcher.folder / "tiny.yaml").read_text())
+    base["parallel"], base["trainer"]["steps"] = {}, 2
+    del base["run"]
+    objectives = {name: {"objective": {"name": name}} for name in ("pnpo", "gspo")}
+    (launcher.folder / "study.yaml").write_text(json.dumps({
+        "name": "jobs", "base": base, "axes": {"objective": objectives}, "seeds": [1],
+        "side_by_side": 2,
+    }))  # fmt: skip
+    values = json.loads((launcher.folder / "slurm.yaml").read_text())
+    launcher.write_cluster("one_node", values | {"nodes": 1})
+    for _ in range(2):
+        said = launcher("study", "study.yaml", "--cluster", "one_node.yaml")
+        assert "jobs: 2 of 2 done" in said and "failed" not in said, said
+    for name in objectives:
+        run = launcher.run_folder(f"jobs/runs/{name}-seed1")
+        assert steps_of(run) == 2 and (run / "launch" / "001" / "exits").exists()
+        assert not (run / "launch" / "002").exists()
+    assert (launcher.run_folder("jobs") / "results.parquet").exists()
+
+
 def test_on_one_machine_a_rehearsed_preemption_changes_nothing(launcher):
     """NeMo-Run's local executor; the weights are compared with those of two nodes."""
     launcher.start("here", "--rehearse-preemption", "2", cluster="local")
