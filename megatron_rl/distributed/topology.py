@@ -55,11 +55,6 @@ class Topology:
         return cls(device=torch.device(device))
 
     @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank holds the embedding."""
-        return self.pp_rank == 0
-
-    @property
     def is_last_stage(self) -> bool:
         """Whether this rank holds the output layer and computes the loss."""
         return self.pp_rank == self.pp_size - 1

@@ -1,6 +1,7 @@
 """The shape of the code base: which way imports go, who may import what, and how big things get."""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "megatron_rl"
@@ -90,6 +91,14 @@ def test_imports_go_one_way():
             if target in LAYERS and target != part and target not in LAYERS.get(part, set()):
                 wrong.append(f"{file.relative_to(PACKAGE)} imports {name}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_file_imports_itself_in_a_circle():
+    files = {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts): file
+             for file in FILES}  # fmt: skip
+    graph = {name: {one for one in imports_of(file) if one in files and one != name}
+             for name, file in files.items()}  # fmt: skip
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 def test_single_importers():
