@@ -8,6 +8,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_rl.actor.loss_contract import assert_sum_semantics, finalize_gradients
+from megatron_rl.actor.memory import optimizer_parts
 from megatron_rl.actor.model import PolicyModel
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.actor.transformer_config import build_transformer_config
@@ -87,7 +88,7 @@ def build_optimizer(
     )
     optimizer = get_megatron_optimizer(config, wrapped)
     wrapped[0].config.grad_scale_func = optimizer.scale_loss
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in optimizer_parts(optimizer):
         _allocate_moments(part.optimizer)
     return optimizer
 
@@ -98,7 +99,7 @@ def step_optimizer(optimizer: MegatronOptimizer, wrapped: list[DistributedDataPa
     With experts Megatron chains two optimizers over the same chunks; those of Megatron-core 0.16
     gather every parameter each, so all of them twice.
     """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in optimizer_parts(optimizer):
         super(DistributedOptimizer, part).step_with_ready_grads()
     for chunk in wrapped:
         chunk.start_param_sync()

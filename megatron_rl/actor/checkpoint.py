@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_rl.actor.checkpoint_contents import COMPLETE, FOLDER, STATE, is_checkpoint, read_state
+from megatron_rl.actor.memory import optimizer_parts
 from megatron_rl.actor.model import PolicyModel
 from megatron_rl.actor.optimizer_slices import sliced_optimizers
 from megatron_rl.actor.weights import load_weights, named_parameters
@@ -119,7 +120,7 @@ def load_checkpoint(
     if stored is not None:
         with sliced_optimizers():
             stored.load_state_dict(loaded["optimizer"])
-        for part in getattr(stored, "chained_optimizers", [stored]):
+        for part in optimizer_parts(stored):
             _as_own_kind(part.optimizer)
     elif optimizer is not None:
         optimizer.reload_model_params()

@@ -8,6 +8,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_rl.actor.memory import main_parameters, optimizer_parts
 from megatron_rl.distributed.topology import Topology
 
 BLOCK = 1 << 22  # elements at a time: their 64-bit copies are 32 MiB
@@ -34,9 +35,8 @@ def digest_tensors(tensors: Iterable[Tensor]) -> str:
 def training_state(parameters: Iterable[Tensor], optimizer: MegatronOptimizer) -> Iterator[Tensor]:
     """This rank's parameters, then the main weights and moments of its share of the optimizer."""
     yield from parameters
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        for group in getattr(part, "shard_fp32_from_float16_groups", []):
-            yield from (main for main in group if main is not None)
+    for part in optimizer_parts(optimizer):
+        yield from main_parameters(part)
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
                 state = part.optimizer.state.get(parameter, {})

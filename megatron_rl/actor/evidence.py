@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 
+from megatron_rl.actor.memory import optimizer_parts
 from megatron_rl.actor.model import PolicyModel
 from megatron_rl.objectives.statistics import Statistics
 
@@ -38,7 +39,7 @@ def head_gradient_energy(
             continue
         tied = chunk.share_embeddings_and_output_weights
         head = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
-        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for part in optimizer_parts(optimizer):
             owned = _owned_range(part, head)
             if owned is not None:
                 energy += head.main_grad.view(-1)[owned].double().square().sum()

@@ -19,20 +19,21 @@ _ALIGNMENT = 512
 _SLACKS = (0.0, 1 / 16, 1.0)  # the one that needs the least memory is taken
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """Those that Megatron chains where a model has experts; else the one."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def main_parameters(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
     """Float32 copies of low-precision parameters; a float32 model has none."""
-    for part in _parts(optimizer):
+    for part in optimizer_parts(optimizer):
         for group in getattr(part, "shard_fp32_from_float16_groups", []):
             yield from (parameter for parameter in group if parameter is not None)
 
 
 def _moments(optimizer: MegatronOptimizer) -> Iterator[tuple[dict[str, Any], str]]:
     """Where the optimizer keeps each tensor; torch's Adam counts its steps on the host."""
-    for part in _parts(optimizer):
+    for part in optimizer_parts(optimizer):
         for state in part.optimizer.state.values():
             keys = [key for key, value in state.items() if isinstance(value, Tensor)]
             yield from ((state, key) for key in keys if key != "step")

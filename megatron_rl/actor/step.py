@@ -11,6 +11,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megatron_rl.actor.build import step_optimizer
 from megatron_rl.actor.evidence import Evidence, Rule
+from megatron_rl.actor.memory import optimizer_parts
 from megatron_rl.objectives.statistics import Statistics
 
 
@@ -55,7 +56,7 @@ def take_step(
         return replace(result, skipped=f"the gradient's norm is {grad_norm}")
     if rule is not None and (reason := rule(evidence)) is not None:
         return replace(result, stopped=reason)
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in optimizer_parts(optimizer):
         parameters = part.get_parameters()
         if clip_grad > 0 and parameters:
             clip_grad_by_total_norm_fp32(parameters, clip_grad, grad_norm)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_rl.actor.actor import MegatronActor, UpdateResult
 from megatron_rl.actor.digest import digest_tensors
-from megatron_rl.actor.memory import main_parameters
+from megatron_rl.actor.memory import main_parameters, optimizer_parts
 from megatron_rl.objectives.objective import PolicyObjective
 from megatron_rl.types import Minibatch
 
@@ -44,7 +44,7 @@ def _digest_weights(actor: MegatronActor) -> str:
 @contextmanager
 def _kept_moments(optimizer: MegatronOptimizer) -> Iterator[None]:
     """Put back what the block changes of the optimizer's moments and counts of steps."""
-    parts = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+    parts = [part.optimizer for part in optimizer_parts(optimizer)]
     kept = [
         {parameter: {key: _copy(value) for key, value in state.items()}
          for parameter, state in part.state.items()}
