@@ -1,12 +1,28 @@
-"""The actor's settings as a config states them."""
+"""The actor's process groups and settings as a config states them."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from megatron_rl.actor import groups
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.config import Config
 from megatron_rl.distributed.topology import Topology
+
+
+def make_groups(config: Config, **further: Any) -> Topology:
+    """The process groups of the config's layout, as `groups.initialise`. Collective."""
+    parallel = config.parallel
+    return groups.initialise(
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        context=parallel.context,
+        expert=parallel.expert,
+        virtual_stages=parallel.virtual_stages,
+        **further,
+    )
 
 
 def build_actor_settings(config: Config, topology: Topology) -> ActorSettings:

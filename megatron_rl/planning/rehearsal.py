@@ -14,14 +14,13 @@ from functools import partial
 import numpy as np
 import torch
 
-from megatron_rl.actor import groups
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.rehearsal import Stage, group_names
 from megatron_rl.config import Config
 from megatron_rl.data.packing import padded_length, plan_minibatches
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import build_objective
-from megatron_rl.planning.actor_settings import build_actor_settings
+from megatron_rl.planning.actor_settings import build_actor_settings, make_groups
 from megatron_rl.planning.meter import Meter, PhaseCount
 from megatron_rl.planning.pretended_device import CPU, CUDA, pretended
 from megatron_rl.types import Minibatch, Prompt, Response, Rollout, Verdict
@@ -92,18 +91,6 @@ def rehearse(
                 updates=updates,
                 before_packs=stage.hidden.extend,
             )
-
-
-def make_groups(config: Config) -> Topology:
-    """The process groups of the config's layout. Collective."""
-    parallel = config.parallel
-    return groups.initialise(
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        context=parallel.context,
-        expert=parallel.expert,
-        virtual_stages=parallel.virtual_stages,
-    )
 
 
 def _with_local_layers(config: Config) -> Config:

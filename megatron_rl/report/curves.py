@@ -102,6 +102,12 @@ def _label(axis: Any, point: tuple[float, float], color: str, *, side: str) -> N
     )
 
 
+def _dress(axis: Any, title: str) -> None:
+    axis.locator_params(axis="x", integer=True)
+    axis.margins(y=0.12)
+    dress(axis, title)
+
+
 def _draw_seconds(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
     steps = [row["step"] for row in rows if row.get("time/step") is not None]
     bottom = [0.0] * len(steps)
@@ -117,10 +123,10 @@ def _draw_seconds(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
     _dress(axis, "Seconds per step, by phase")
 
 
-def _dress(axis: Any, title: str) -> None:
+def dress(axis: Any, title: str, below: str = "", *, grid: str = "y") -> None:
+    """Title, label and grid, without a frame above and beside."""
     axis.set_title(title, fontsize=10, loc="left")
-    axis.locator_params(axis="x", integer=True)
-    axis.margins(y=0.12)
-    axis.grid(axis="y", color="#e6e8eb", linewidth=0.8)
+    axis.set_xlabel(below)
+    axis.grid(axis=grid, color="#e6e8eb", linewidth=0.8)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)

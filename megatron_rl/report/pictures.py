@@ -5,11 +5,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from megatron_rl.report.curves import SECONDS, dress
+
 Data = Mapping[str, Any]
 COLORS = ("#2f6db3", "#d9822b", "#2e9268", "#b3477d", "#7457b0", "#7a838f", "#b29500", "#2b9db0",
           "#9a5b3f", "#5b6770")  # fmt: skip  # as on the page
-PHASES = ("#2f6db3", "#7fb069", "#e3c567", "#b0a8d8", "#8c6d5a", "#d9822b", "#c8553d", "#8a8f98",
-          "#5b6770", "#c9ccd1")  # fmt: skip
 SPENT = {"hours": "wall time (h)", "batches": "rollout batches", "tokens": "generated tokens",
          "updates": "optimizer updates"}  # fmt: skip
 SCALES = {"local": r"local $\ell_t$", "cumulative": r"cumulative $S_t$",
@@ -37,8 +37,8 @@ def _draw_learning(figure: Any, data: Data) -> bool:
         _band(axes[0], runs, _macro, color=color, label=label, marker="o")
         _band(axes[1], runs, lambda run: run["reward"], color=color, alpha=0.25, fill=False)
         _band(axes[1], runs, lambda run: run["smooth"], color=color, label=label)
-    _dress(axes[0], "Held-out score, mean of the sets (%)", "rollout batches")
-    _dress(axes[1], "Mean rollout reward, centered mean of 11 steps over raw", "rollout batches")
+    dress(axes[0], "Held-out score, mean of the sets (%)", "rollout batches")
+    dress(axes[1], "Mean rollout reward, centered mean of 11 steps over raw", "rollout batches")
     _legend(axes[1], data)
     return True
 
@@ -84,7 +84,7 @@ def _draw_time(figure: Any, data: Data) -> bool:
                 axis.plot(spent, [place] * len(spent), "o", color="#16202c", markersize=3)
             axis.text(0, place, f" {len(spent)}/{len(passages)}", va="center", fontsize=8)
         axis.set_yticks(range(len(data["groups"])), [group["label"] for group in data["groups"]])
-        _dress(axis, title.replace("(h)", "(min)") if minutes else title, "", grid="x")
+        dress(axis, title.replace("(h)", "(min)") if minutes else title, "", grid="x")
         axis.set_ylim(len(data["groups"]) - 0.5, -0.5)
     return True
 
@@ -102,7 +102,7 @@ def _draw_ratios(figure: Any, data: Data) -> bool:
             axis.plot(x, last["median"], color=color, label=data["groups"][place]["label"])
             for sign in (1, -1):
                 axis.plot(x, [sign * v for v in last["std"]], color=color, ls="--", lw=0.9)
-        _dress(axis, title, "position t")
+        dress(axis, title, "position t")
     _legend(axis, data)
     return True
 
@@ -123,8 +123,8 @@ def _draw_gate(figure: Any, data: Data) -> bool:
                     alpha=0.3 + 0.7 * (epoch + 1) / len(tables[name]),
                     lw=2 if last else 1, label=data["groups"][place]["label"] if last else None,
                 )  # fmt: skip
-    _dress(axes[0], "Accepted tokens (fraction), epochs from pale to full", "t / L")
-    _dress(axes[1], "std of log w, epochs from pale to full", "t / L")
+    dress(axes[0], "Accepted tokens (fraction), epochs from pale to full", "t / L")
+    dress(axes[1], "std of log w, epochs from pale to full", "t / L")
     _legend(axes[1], data)
     return True
 
@@ -134,13 +134,13 @@ def _draw_seconds(figure: Any, data: Data) -> bool:
     for place, group in enumerate(data["groups"]):
         runs, left = [data["runs"][index] for index in group["runs"]], 0.0
         steps = max(sum(run["steps"] for run in runs), 1)
-        for phase, color in zip(data["phases"], PHASES, strict=True):
+        for phase, color in zip(data["phases"], SECONDS, strict=True):
             value = sum(run["seconds"][phase] for run in runs) / steps
             label = phase if place == 0 else None
             axis.barh(place, value, left=left, color=color, label=label)
             left += value
     axis.set_yticks(range(len(data["groups"])), [group["label"] for group in data["groups"]])
-    _dress(axis, "Seconds a rollout batch, by phase", "s", grid="x")
+    dress(axis, "Seconds a rollout batch, by phase", "s", grid="x")
     axis.set_ylim(len(data["groups"]) - 0.5, -0.5)
     figure.legend(loc="outside lower center", ncols=len(data["phases"]), frameon=False, fontsize=8)
     return True
@@ -158,11 +158,3 @@ _PICTURES: dict[str, tuple[tuple[float, float], Callable[[Any, Data], bool]]] = 
 def _legend(axis: Any, data: Data) -> None:
     if len(data["groups"]) > 1:
         axis.legend(fontsize=8, frameon=False)
-
-
-def _dress(axis: Any, title: str, below: str, *, grid: str = "y") -> None:
-    axis.set_title(title, fontsize=10, loc="left")
-    axis.set_xlabel(below)
-    axis.grid(axis=grid, color="#e6e8eb", linewidth=0.8)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)

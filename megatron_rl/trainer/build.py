@@ -7,7 +7,6 @@ from typing import cast
 
 import torch.distributed as dist
 
-from megatron_rl.actor import groups
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.reference import ReferencePolicy
 from megatron_rl.actor.weights import check_weights
@@ -20,7 +19,11 @@ from megatron_rl.lag.buffer import GroupBuffer
 from megatron_rl.lag.build import build_schedule
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives import PolicyObjective, build_objective
-from megatron_rl.planning.actor_settings import build_actor_settings, compute_dtype
+from megatron_rl.planning.actor_settings import (
+    build_actor_settings,
+    compute_dtype,
+    make_groups,
+)
 from megatron_rl.preflight.settings import check_settings
 from megatron_rl.resharding.push import ReshardSettings
 from megatron_rl.rewards.pool import VerifierPool
@@ -65,15 +68,7 @@ def run_training(
     if rank == 0:
         directory.lock()
     # The ranks meet here, so none still checks the directory when rank 0 writes to it.
-    topology = groups.initialise(
-        tensor=config.parallel.tensor,
-        pipeline=config.parallel.pipeline,
-        context=config.parallel.context,
-        expert=config.parallel.expert,
-        virtual_stages=config.parallel.virtual_stages,
-        seed=config.seed,
-        timeout=collective_timeout(config),
-    )
+    topology = make_groups(config, seed=config.seed, timeout=collective_timeout(config))
     console = Console(speaks=rank == 0, log_file=directory.log_file)
     progress = watch(config, directory, console, rank=rank)
     console.say(_describe(config, world_size))
@@ -81,15 +76,7 @@ def run_training(
         console.say(warning)
     prompts = share_prompt_sets(config, shape, say=console.say)
     start.ended("checks")
-    with VerifierPool(
-        workers=config.reward.workers or cores_of_rank(topology),
-        time_limit=config.reward.time_limit_seconds,
-        verifier=config.reward.verifier,
-        batch_size=config.reward.batch_size,
-        on_error=config.reward.on_error,
-        environment=config.reward.environment,
-        say=Console(speaks=True, log_file=directory.log_file).log,  # of every rank
-    ) as pool:
+    with build_verifiers(config, topology, directory) as pool:
         trainer = _build_trainer(
             config,
             objective=objective,
@@ -234,6 +221,19 @@ def _start_verifiers(pool: VerifierPool, prompt: Prompt) -> None:
     run_on_rank_0(start_and_try, doing="trying the verifier")
     with raised_together(doing="starting the verifiers"):
         pool.start()
+
+
+def build_verifiers(config: Config, topology: Topology, directory: RunDirectory) -> VerifierPool:
+    """This rank's verifiers; what they print goes to the log of the run."""
+    return VerifierPool(
+        workers=config.reward.workers or cores_of_rank(topology),
+        time_limit=config.reward.time_limit_seconds,
+        verifier=config.reward.verifier,
+        batch_size=config.reward.batch_size,
+        on_error=config.reward.on_error,
+        environment=config.reward.environment,
+        say=Console(speaks=True, log_file=directory.log_file).log,
+    )
 
 
 def build_engine(config: Config, topology: Topology) -> VllmEngine:

@@ -14,10 +14,9 @@ from megatron_rl.console import Console
 from megatron_rl.evaluation.scores import Interval, SetScores, intervals
 from megatron_rl.models.shape import tensor_shapes
 from megatron_rl.preflight.settings import check_evaluation
-from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.runs.directory import RunDirectory, write_atomically
-from megatron_rl.trainer.build import build_engine, collective_timeout, cores_of_rank
+from megatron_rl.trainer.build import build_engine, build_verifiers, collective_timeout
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.metrics import PhaseClock
@@ -39,21 +38,10 @@ def run_evaluation(config: Config, *, rank: int, world_size: int) -> None:
     directory = RunDirectory.of(config)
     if rank == 0:
         directory.evaluations.mkdir(parents=True)
-    topology = groups.initialise(
-        tensor=1, pipeline=1, context=1, expert=1, virtual_stages=1, seed=config.seed,
-        timeout=collective_timeout(config),
-    )  # fmt: skip
+    topology = groups.initialise(seed=config.seed, timeout=collective_timeout(config))
     console = Console(speaks=rank == 0, log_file=directory.log_file)
     sets = share_evaluation_sets(config, shape, say=console.say)
-    with VerifierPool(
-        workers=config.reward.workers or cores_of_rank(topology),
-        time_limit=config.reward.time_limit_seconds,
-        verifier=config.reward.verifier,
-        batch_size=config.reward.batch_size,
-        on_error=config.reward.on_error,
-        environment=config.reward.environment,
-        say=Console(speaks=True, log_file=directory.log_file).log,
-    ) as pool:
+    with build_verifiers(config, topology, directory) as pool:
         with console.progress("starting vLLM"):
             engine = build_engine(config, topology)
         engine.receive(_read_weights(reader, engine), version=0)

@@ -53,8 +53,9 @@ def run_for_real(rank, world_size, folder):
     from megatron.core import parallel_state
 
     from megatron_rl.distributed.context_attention import _triangle
+    from megatron_rl.planning.actor_settings import make_groups
     from megatron_rl.planning.meter import Meter
-    from megatron_rl.planning.rehearsal import make_groups, measure
+    from megatron_rl.planning.rehearsal import measure
 
     results = {}
     for name in CASES:
