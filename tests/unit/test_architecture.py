@@ -1,6 +1,7 @@
 """The shape of the code base: which way imports go, who may import what, and how big things get."""
 
 import ast
+from functools import lru_cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -65,6 +66,7 @@ def part_of(file: Path) -> str:
     return relative.parts[0].removesuffix(".py")
 
 
+@lru_cache
 def imports_of(file: Path) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):

@@ -9,7 +9,7 @@ from megatron_rl.resharding.push import SyncStats
 from megatron_rl.runs.rows import PHASES, read_metrics
 from megatron_rl.trainer.metrics import OVERVIEW, tensorboard_tag
 from tests.unit.resharding.test_push import PHASES as SYNC_PHASES
-from tests.unit.trainer.test_loop import run_loop
+from tests.unit.trainer.scripted import run_loop
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 PLACES = {

@@ -17,7 +17,7 @@ import torch
 
 from tests.functional.test_actor_layouts import make_model
 from tests.ranks import run_ranks
-from tests.unit.trainer.test_loop import make_config
+from tests.unit.trainer.scripted import make_config
 
 RANKS = 2
 OPERATIONS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")

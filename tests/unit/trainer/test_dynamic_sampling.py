@@ -9,8 +9,8 @@ from megatron_rl.runs.rows import read_metrics, read_rows
 from megatron_rl.seeds import derive_seed
 from megatron_rl.trainer.dynamic_sampling import Answers, DynamicSampling
 from megatron_rl.types import Prompt, Response, Rollout, Slot, Verdict
+from tests.unit.trainer.scripted import ScriptedEngine, run_loop
 from tests.unit.trainer.test_lag import Saver, learned
-from tests.unit.trainer.test_loop import ScriptedEngine, run_loop
 
 
 def group(name, *rewards):

@@ -15,7 +15,7 @@ from megatron_rl.runs.rows import read_metrics, read_rows
 from megatron_rl.trainer.collector import Collector
 from megatron_rl.trainer.loop import Trainer
 from tests.unit.runs.test_group_file import plain
-from tests.unit.trainer.test_loop import NoCheckpoints, run_loop
+from tests.unit.trainer.scripted import NoCheckpoints, run_loop
 
 TIMED = ("time/", "memory/", "rollout/tokens_per_second", "rollout/engine_imbalance")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.ranks import run_ranks
-from tests.unit.trainer.test_loop import make_config
+from tests.unit.trainer.scripted import make_config
 
 
 def fail_to_write(rank, world_size, folder):

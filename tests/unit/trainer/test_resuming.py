@@ -15,8 +15,8 @@ from megatron_rl.interruption import SIGNALS, Interruption
 from megatron_rl.rollout.engine import GenerationStopped
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.rows import read_metrics, read_rows
+from tests.unit.trainer.scripted import run_loop
 from tests.unit.trainer.test_lag import learned
-from tests.unit.trainer.test_loop import run_loop
 
 TRAINER = {"steps": 3, "epochs": 2, "minibatches": 2, "checkpoint_every": 2}
 UPDATES = 12

@@ -7,7 +7,7 @@ import pytest
 from megatron_rl.config.ppo_sections import ReuseUntilSection
 from megatron_rl.runs.rows import read_metrics
 from megatron_rl.trainer.reuse import ReuseGuard
-from tests.unit.trainer.test_loop import make_config, run_loop
+from tests.unit.trainer.scripted import make_config, run_loop
 
 
 @dataclass

@@ -7,7 +7,7 @@ import pytest
 from megatron_rl.console import Console
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.trainer.saving import CheckpointKeeper
-from tests.unit.trainer.test_loop import make_config
+from tests.unit.trainer.scripted import make_config
 
 
 @pytest.mark.parametrize(

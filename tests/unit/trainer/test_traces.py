@@ -5,8 +5,8 @@ import pyarrow.parquet as pq
 
 from megatron_rl.config import parse_config
 from megatron_rl.trainer.traces import choose_traced
+from tests.unit.trainer.scripted import run_loop
 from tests.unit.trainer.test_learning_check import make_batch, make_config
-from tests.unit.trainer.test_loop import run_loop
 
 
 def test_whole_groups_are_traced_and_the_lot_belongs_to_the_prompt():

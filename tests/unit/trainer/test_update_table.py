@@ -13,7 +13,7 @@ from megatron_rl.objectives import TokenInputs, build_objective
 from megatron_rl.trainer.update_metrics import UpdateMetrics
 from megatron_rl.trainer.update_table import build_update_table
 from megatron_rl.types import Denominators
-from tests.unit.trainer.test_loop import run_loop
+from tests.unit.trainer.scripted import run_loop
 
 LENGTHS, STARTS = (8, 24), ((2, 6), (10, 31))  # padded; of the tokens of each response
 LAGS, BOUND = (0, 2), 0.02

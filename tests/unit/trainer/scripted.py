@@ -1,0 +1,277 @@
+"""A loop around fakes that write down what is asked of them, in order."""
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_rl.config import parse_config
+from megatron_rl.console import Console
+from megatron_rl.data.prompts import PromptOrder
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.interruption import RunInterrupted
+from megatron_rl.lag.buffer import GroupBuffer
+from megatron_rl.lag.build import build_schedule
+from megatron_rl.objectives import TokenInputs, build_objective
+from megatron_rl.runs.directory import RunDirectory
+from megatron_rl.trainer.background import BackgroundWriter
+from megatron_rl.trainer.collector import Collector
+from megatron_rl.trainer.evaluation import Evaluator
+from megatron_rl.trainer.faults import Faults
+from megatron_rl.trainer.judge import Judge
+from megatron_rl.trainer.loop import Trainer
+from megatron_rl.trainer.metrics import LoggingSection, MetricLog, PhaseClock
+from megatron_rl.trainer.recorder import Recorder
+from megatron_rl.trainer.reuse import ReuseGuard
+from megatron_rl.trainer.saving import CheckpointKeeper
+from megatron_rl.types import Prompt, Response, Verdict
+
+PROMPTS = [Prompt(i, ({"role": "user", "content": "?"},), (5, 6), "1", "toy") for i in range(8)]
+
+
+@dataclass
+class ScriptedActor:
+    """Counts updates; its log-probs are the number of updates so far, negated."""
+
+    events: list
+    topology: Topology = field(default_factory=Topology.single)
+    updates: int = 0
+
+    unusable: tuple = ()  # updates, from 1, that have no gradient
+    energies: tuple = ()  # of each update, what its output layer's gradient is
+    calls: int = 0
+
+    layout: str = "one"
+
+    def check_weights(self): ...
+
+    def sleep(self):
+        self.events.append(("actor sleeps",))
+
+    def save(self, folder):
+        folder.mkdir(parents=True)
+        (folder / "updates").write_text(str(self.updates))
+
+    def load(self, folder):
+        self.updates = int((folder / "updates").read_text())
+
+    def digest(self):
+        return {"layout": self.layout, "sum": str(self.updates)}
+
+    def compute_logprobs(self, micro_batches):
+        self.events.append(("behavior", self.updates))
+        return [-float(self.updates) * batch.response_mask for batch in micro_batches]
+
+    def compute_logprobs_and_entropies(self, micro_batches):
+        """Each token's entropy is half the number of updates so far."""
+        logprobs = self.compute_logprobs(micro_batches)
+        return [(values, -0.5 * values) for values in logprobs]
+
+    def update(self, minibatch, objective, *, rule=None):
+        from megatron_rl.actor.evidence import Evidence
+        from megatron_rl.actor.step import UpdateResult
+        from megatron_rl.distributed.sequence_layout import SequenceLayout
+
+        frozen = {float(b.behavior_logprobs.min()) for b in minibatch.micro_batches}
+        self.events.append(("update", frozen))
+        for batch in minibatch.micro_batches:
+            if batch.traced_logprobs is not None:
+                batch.traced_logprobs.append(-float(self.updates) * batch.response_mask)
+        batch = minibatch.micro_batches[0]
+        layout = SequenceLayout(batch.lengths, batch.response_mask)
+        result = objective(
+            TokenInputs(
+                policy_logprobs=batch.behavior_logprobs,
+                behavior_logprobs=batch.behavior_logprobs,
+                advantages=batch.advantages_per_token(),
+                rollout_logprobs=batch.rollout_logprobs,
+                reference_logprobs=batch.reference_logprobs,
+                entropy=0.5 * batch.response_mask if "entropy" in objective.needs else None,
+            ),
+            layout=layout,
+            denominators=minibatch.denominators,
+        )
+        if minibatch.classes:
+            result.statistics.classes = result.by_class(
+                classes=batch.classes, count=minibatch.classes
+            )
+        self.calls += 1
+        if self.calls in self.unusable:
+            return UpdateResult(result.statistics, math.nan, 1e-3, "the gradient's norm is nan")
+        evidence = Evidence(result.statistics, lambda: self.energies[self.calls - 1])
+        if rule is not None and (reason := rule(evidence)) is not None:
+            return UpdateResult(result.statistics, 1.0, 1e-3, stopped=reason)
+        self.updates += 1
+        return UpdateResult(result.statistics, 1.0, 1e-3)
+
+
+@dataclass
+class ScriptedReference:
+    """A frozen policy half as likely as the untrained one."""
+
+    events: list
+
+    def compute_logprobs(self, micro_batches):
+        self.events.append(("reference",))
+        return [-math.log(2) * batch.response_mask for batch in micro_batches]
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers "1" and "0" in turn, with the version that was pushed last."""
+
+    events: list
+    order: Callable = iter  # in which responses end
+    weight_version: int = -1
+    engine_seconds: tuple = (1.0, 3.0)
+    solved: tuple = ()  # prompts that every response solves
+
+    def text(self, prompt, sample):
+        return str(int(prompt.index in self.solved or sample % 2))
+
+    def generate(self, prompts, *, samples, sampling, on_progress=None, on_response=None):
+        self.events.append(("generate", self.weight_version, sampling.seed))
+        tokens, logprobs = np.array([7, 2], np.int32), np.array([-0.1, -0.1], np.float32)
+        responses = [
+            Response(p.index, s, tokens, logprobs, self.text(p, s), "stop", self.weight_version)
+            for p in prompts
+            for s in range(samples)
+        ]
+        for place in self.order(range(len(responses))):
+            on_response(place, responses[place])
+        return responses
+
+    def sleep(self):
+        self.events.append(("engine sleeps",))
+
+    def push_weights(self, actor, *, version):
+        self.events.append(("push", version, actor.updates))
+        self.weight_version = version
+
+        class Stats:
+            def to_metrics(self):
+                return {"sync/seconds": 0.0, "sync/bytes_sent": 0.0}
+
+        return Stats()
+
+
+class ScriptedPool:
+    """Judges by the text; the first judgements of all get these reasons for no reward."""
+
+    time_limit = 5.0
+    judged = 0
+
+    def __init__(self, *reasons):
+        self.reasons = list(reasons)
+
+    def verify_all(self, items, *, more):
+        items = [*items, *more()]
+        return [
+            Verdict(0.0, self.reasons.pop(0), None)
+            if self.reasons
+            else Verdict(float(i.text == i.ground_truth), "equal", i.text)
+            for i in items
+        ]
+
+
+class NoCheckpoints:
+    """Saves nothing; asked to end after step `last`."""
+
+    under_way = None
+
+    def __init__(self, last):
+        self.saved, self.last, self.done = [], last, None
+
+    def begin(self, new):
+        self.done = None
+        return new
+
+    def finish(self, step):
+        self.done = step
+
+    def save_if_due(self, actor, step):
+        self.saved.append(step)
+
+    def end_if_interrupted(self, actor):
+        if self.done is not None and self.done == self.last:
+            raise RunInterrupted
+
+
+def make_config(*, sections=None, **trainer):
+    return parse_config(
+        {
+            **(sections or {}),
+            "model": {"path": "m"}, "data": {"train": "t"}, "run": {"name": "r"},
+            "rollout": {"prompts": 4, "responses_per_prompt": 4},
+            "trainer": {"steps": 2, "epochs": 3, "minibatches": 2} | trainer,
+            "eval": {"sets": {"held": "h"}, "every": 2, "samples": 2},
+            "logging": {"tensorboard": False},
+        }
+    )  # fmt: skip
+
+
+def run_loop(
+    tmp_path, *, done=0, last=None, reasons=(), trainer=None, order=iter, unusable=(),
+    sections=None, checkpoints=None, updates=0, held=(), events=None, keep=None,
+    layout="one", writer=None, energies=(), solved=(), engine=ScriptedEngine, **overrides
+):  # fmt: skip
+    """keep: an Interruption; checkpoints are then real, and the run goes on from what is there."""
+    config = make_config(sections=sections, **(trainer or {}))
+    events = [] if events is None else events
+    actor = ScriptedActor(
+        events, updates=updates, unusable=unusable, layout=layout, energies=energies
+    )
+    engine = engine(events, order, solved=solved)
+    buffer = GroupBuffer(build_schedule(config), {group.slot: group for group in held})
+    checkpoints = checkpoints or NoCheckpoints(last)
+    checkpoints.buffer = buffer
+    directory = RunDirectory(tmp_path)
+    directory.create(config)
+    console = Console(speaks=False)
+    judge = Judge(ScriptedPool(*reasons), actor.topology)
+    log = MetricLog(tmp_path, LoggingSection(tensorboard=False), config={})
+    clock = PhaseClock()
+    recorder = Recorder(config, directory, log, console, clock, writer or BackgroundWriter())
+    faults = Faults(directory, console, config.trainer.skipped_updates)
+    if keep is not None:
+        checkpoints = CheckpointKeeper(
+            config, directory, console, 0, recorder.wait, keep, buffer, faults=faults
+        )
+        done = checkpoints.restore(actor)
+    objective = build_objective("pnpo", **overrides)
+    collector = Collector(
+        config=config,
+        actor=actor,
+        reference=ScriptedReference(events) if "kl" in overrides else None,
+        engine=engine,
+        objective=objective,
+        judge=judge,
+        prompts=PROMPTS,
+        order=PromptOrder(len(PROMPTS), seed=0),
+        buffer=buffer,
+        in_flight=None,
+        console=console,
+        clock=clock,
+    )
+    trainer = Trainer(
+        config=config,
+        actor=actor,
+        engine=engine,
+        objective=objective,
+        collector=collector,
+        evaluator=Evaluator(config, engine, judge, {"held": PROMPTS[:2]}, recorder, console),
+        checkpoints=checkpoints,
+        done=done,
+        recorder=recorder,
+        console=console,
+        clock=clock,
+        faults=faults,
+        reuse=ReuseGuard.of(config),
+    )
+    trainer.check_engine = lambda: None  # the scripts compute nothing that could agree
+    with contextlib.suppress(RunInterrupted):
+        trainer.train()
+    recorder.wait()
+    return events, trainer
