@@ -20,11 +20,11 @@ from megatron_rl.actor.cpu_adaptation import megatron_runtime
 from megatron_rl.actor.digest import describe_layout, digest_tensors, training_state
 from megatron_rl.actor.evidence import Evidence, Rule, head_gradient_energy
 from megatron_rl.actor.fitting import fit_objective
+from megatron_rl.actor.learning_rate import learning_rate_at
 from megatron_rl.actor.loss_contract import as_megatron_loss
+from megatron_rl.actor.loss_report import LossReport, report_loss
 from megatron_rl.actor.memory import TrainingState
 from megatron_rl.actor.packs import LocalPack, PackCache, check_pack
-from megatron_rl.actor.report import LossReport, report_loss
-from megatron_rl.actor.schedule import learning_rate_at
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.actor.step import UpdateResult, take_step
 from megatron_rl.actor.weights import export_weights, named_parameters

@@ -13,8 +13,8 @@ from megatron_rl.actor.layers import PackContext
 from megatron_rl.actor.model import ModelInput
 from megatron_rl.actor.rotary import build_rotation
 from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.distributed.to_device import to_device
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.distributed.transfer import to_device
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.types import TokenBatch
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import INDEX, SequenceLayout
-from megatron_rl.distributed.transfer import to_device
+from megatron_rl.distributed.to_device import to_device
 
 # A segment's shortest sequence is at least this fraction of its longest: padding is bounded.
 SIMILAR = 0.75

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.distributed.collectives import Group, all_gather, group_size
-from megatron_rl.distributed.transfer import to_device
+from megatron_rl.distributed.to_device import to_device
 
 INDEX = torch.int32  # of tables by token, of which a rollout batch holds many; half of torch's own
 

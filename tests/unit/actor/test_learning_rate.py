@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_rl.actor.schedule import learning_rate_at
+from megatron_rl.actor.learning_rate import learning_rate_at
 from megatron_rl.actor.settings import ActorSettings
 
 
