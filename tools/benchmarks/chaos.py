@@ -12,12 +12,14 @@ kills     SIGKILL of one rank or of both, at moments drawn from --seed
 signals   SIGTERM to the launcher, once, twice or thrice, seconds apart, as each phase begins
 damage    between two starts the newest checkpoint is truncated, loses a file, has one bit flipped,
           holds another's files, is half deleted, or is another run's
-goodput   a SIGKILL every --every seconds
+goodput   a SIGKILL every --every seconds of a start
 
 After each part metrics, rollouts and the exported weights are compared with the undisturbed run's
 bit for bit (but for what a clock decides), every prompt must have been trained once in each pass,
 and no process may be left. What was lost is counted: updates and rollout batches that were made
-again, and seconds. --minutes ends the parts; what was done by then counts.
+again, and seconds. --minutes ends the parts; what was done by then counts. Goodput is said twice:
+against the undisturbed run's seconds, and as the share of its own seconds that went into the steps
+that are recorded in the end, which a machine whose load changes distorts less.
 """
 
 import argparse
@@ -105,6 +107,10 @@ class Run:
     def recorded(self) -> int:
         """The step that was recorded last."""
         return max((int(row["step"]) for row in read_metrics(self.folder)), default=0)
+
+    def kept_seconds(self) -> float:
+        """Spent in the steps that its metrics hold; what was made again counts once."""
+        return sum(row.get("time/step", 0.0) for row in read_metrics(self.folder))
 
     def made(self, what: str) -> int:
         """Updates or rollout batches that all starts have made."""
@@ -371,8 +377,12 @@ def main() -> None:
             kill_at(run, moments, seed=args.seed, deadline=until)
         lines.append(report(part, run, whole))
         if part == "goodput" and run.ended:
-            print(f"\ngoodput with a SIGKILL every {args.every:g} s of a start: "
-                  f"{whole.seconds / run.seconds:.0%}")  # fmt: skip
+            kept = [one.kept_seconds() / one.seconds for one in (run, whole)]
+            print(
+                f"\ngoodput with a SIGKILL every {args.every:g} s of a start: "
+                f"{whole.seconds / run.seconds:.0%} of the undisturbed run's; of its own seconds "
+                f"{kept[0]:.0%} went into recorded steps (undisturbed: {kept[1]:.0%})"
+            )
         elif part == "kills" and run.ended and run.faults:
             lost = (run.seconds - whole.seconds) / sum(run.faults.values())
             print(f"\n{lost:.1f} s lost by each SIGKILL, start-up and all: one a minute leaves "

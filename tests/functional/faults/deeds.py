@@ -124,6 +124,69 @@ def fill_the_disk(*, is_mine):
         MegatronActor.save = spoiled_save
 
 
+def _after(owner, name, deed) -> None:
+    """Do something after each of a function's calls in this process: deed(self, number, ...)."""
+    function, calls = getattr(owner, name), []
+
+    def wrapped(self, *arguments, **settings):
+        result = function(self, *arguments, **settings)
+        calls.append(1)
+        deed(self, len(calls), *arguments, **settings)
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def break_first_ratio(*, is_mine):
+    """From step 2 on behavior log-probs are not those of the weights that generated."""
+    from megatron_rl.trainer.rollout_batch import RolloutBatch
+
+    def shift(batch, call, *_):
+        if call >= 2:
+            for pack in batch.packs:
+                pack.behavior_logprobs[pack.response_mask] += 1e-3
+
+    if is_mine:
+        _after(RolloutBatch, "freeze_behavior_logprobs", shift)
+
+
+def break_zero_rate_weights(*, is_mine):
+    """An optimizer that moves one weight in its last bit at learning rate 0."""
+    from megatron_rl.actor.actor import MegatronActor
+
+    def move(actor, *_, **__):
+        if actor.settings.learning_rate == 0.0:
+            weight = next(iter(actor.named_parameters_local().values())).data.view(-1)[:1]
+            weight.copy_(torch.nextafter(weight, weight + 1))
+
+    if is_mine:
+        _after(MegatronActor, "update", move)
+
+
+def break_zero_rate_ratios(*, is_mine):
+    """Something that the weights do not show changes in each update at learning rate 0."""
+    from megatron_rl.actor.actor import MegatronActor
+
+    def drift(actor, _, minibatch, *__, **___):
+        if actor.settings.learning_rate == 0.0:
+            minibatch.micro_batches[0].behavior_logprobs *= 1.01
+
+    if is_mine:
+        _after(MegatronActor, "update", drift)
+
+
+def break_engine_weights(*, is_mine):
+    """After the push of step 2 this rank's engine has another last norm."""
+    from megatron_rl.rollout.vllm_engine import VllmEngine
+
+    def scale(engine, *_, version):
+        if version == 2:
+            engine._llm.apply_model(lambda model: model.model.norm.weight.data.mul_(1.5))
+
+    if is_mine:
+        _after(VllmEngine, "push_weights", scale)
+
+
 def compute_nonsense(*, is_mine):
     """NaN in update 2, an infinite gradient in update 4, NaN in a weight after step 2."""
     from megatron_rl.actor import actor

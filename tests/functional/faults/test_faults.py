@@ -1,7 +1,7 @@
 """What goes wrong in a real run of two ranks ends it or not, as it should; nothing is left behind.
 
 Every run here starts from one process that has imported everything; the deeds are in `deeds`.
-MEGATRON_RL_ALL_FAULTS=1 also has a disk and a verifier hang, which takes two runs more.
+MEGATRON_RL_ALL_FAULTS=1 also has a disk and a verifier hang and self-tests fail: six runs more.
 """
 
 import json
@@ -26,7 +26,7 @@ RUNS = [
     {"fault": "hold_the_lock", "rank": 1},
     {"fault": "kill_the_engine", "rank": 1},
     {"fault": "fill_the_disk", "rank": 1, "name": "stop_in_an_update",
-     "more": ["run.resume=auto", "trainer.steps=4"]},
+     "more": ["run.resume=auto", "trainer.steps=4", "trainer.self_test_every=1"]},
     {"fault": "compute_nonsense", "rank": 1},
 ]  # fmt: skip
 FURTHER_RUNS = [
@@ -35,6 +35,8 @@ FURTHER_RUNS = [
      "more": ["reward.verifier=tests.functional.faults.verifiers:hang", "trainer.steps=1",
               "reward.time_limit_seconds=0.2", "rollout.responses_per_prompt=2",
               "rollout.prompts=4"]},
+    *({"fault": f"break_{name}", "rank": 1, "more": ["trainer.self_test_every=2"]}
+      for name in ("first_ratio", "zero_rate_weights", "zero_rate_ratios", "engine_weights")),
 ]  # fmt: skip
 
 
@@ -49,7 +51,7 @@ def run_all(folder, wanted):
         asked.append({"fault": each["fault"], "rank": each["rank"], "arguments": arguments})
     answer = folder / "answer.json"
     process = start_process(runs.run_all, asked, str(answer))
-    process.join(timeout=600)
+    process.join(timeout=120 * len(wanted))
     assert process.exitcode == 0
     return dict(zip(names, json.loads(answer.read_text()), strict=True))
 
@@ -101,6 +103,7 @@ def test_after_a_hang_it_goes_on_and_a_full_disk_costs_checkpoints_and_no_more(f
     assert run["status"] == 0 and run["left"] == [], run["said"]
     assert "continuing stop_in_an_update after step 1" in run["said"]
     assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3, 4]
+    assert all(f"step {step}: self-tests passed" in run["said"] for step in (2, 3, 4)), run["said"]
     for step in (2, 3):  # while Megatron writes, and after it
         assert f"step {step} is not saved: " in run["said"], run["said"]
     end = "No space left on device; training goes on, and step 1 is what is saved"
@@ -126,3 +129,21 @@ def test_a_verifier_that_always_hangs_ends_the_run_and_its_workers(ended):
     run = ended["hanging_verifier"]
     assert run["status"] == 1 and run["left"] == [], run["said"]
     assert "none of 8 judgements ended within reward.time_limit_seconds=0.2" in run["said"]
+
+
+@only_in_all
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("first_ratio", "a ratio deviates from 1 by 0.001"),
+        ("zero_rate_weights", "weights of 1 ranks changed"),
+        ("zero_rate_ratios", "the ratios deviated from 1 by 0 and then by "),
+        ("engine_weights", "after the weight push the log-probs of engine 1 differ"),
+    ],
+)
+def test_a_self_test_ends_the_run_by_its_name(folder, ended, name, what):
+    """Where one rank breaks its contract, in the first step that tries it."""
+    run = ended[f"break_{name}"]
+    assert run["status"] == 1 and run["left"] == [], run["said"]
+    assert f"self-test {name} failed in step 2: {what}" in run["said"], run["said"]
+    assert [row["step"] for row in read_metrics(folder / f"break_{name}")] == [0, 1]

@@ -3,6 +3,7 @@ may happen to it."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -186,6 +187,30 @@ def test_a_chain_goes_on_where_a_rehearsed_preemption_ended(slurm, launcher):
     assert steps_of(launcher.run_folder("chained")) == STEPS
     whole = launcher.weights("whole")
     assert all(tensor.equal(whole[name]) for name, tensor in launcher.weights("chained").items())
+
+
+@pytest.mark.skipif(
+    not os.environ.get("MEGATRON_RL_ALL_FAULTS"), reason="MEGATRON_RL_ALL_FAULTS=1 runs it: minutes"
+)
+def test_a_job_that_hangs_is_queued_again_and_ends_as_the_undisturbed_one(slurm, launcher):
+    """One of two nodes' ranks is stopped: the watchers end both, and nobody starts it by hand."""
+    launcher.start("hung", "trainer.stall_seconds=45", "trainer.checkpoint_every=2")
+    run = launcher.run_folder("hung")
+    launcher.wait_until("at step 3", lambda: steps_of(run) >= 3, "hung")
+    (rank,) = slurm.processes("n2", of="megatron_rl.cli\0train")
+    os.kill(rank, signal.SIGSTOP)
+    launcher.wait_until("ended by its watchers", lambda: launcher.exits("hung") == ["75"], "hung")
+    reports = [file.read_text().splitlines()[0] for file in (run / "stalls").iterdir()]
+    assert any("rank 1 is stopped" in report for report in reports), reports
+    if not launcher.run_folder("whole").exists():
+        launcher.start("whole")
+    for name in ("hung", "whole"):
+        assert "job" in launcher("logs", "-f", name)
+    assert launcher.exits("hung") == ["75", "0"]
+    assert steps_of(run) == steps_of(launcher.run_folder("whole")) == STEPS
+    whole = launcher.weights("whole")
+    assert all(tensor.equal(whole[name]) for name, tensor in launcher.weights("hung").items())
+    print(*reports, launcher("logs", "hung"), sep="\n")
 
 
 def test_a_cancelled_job_is_not_queued_again(slurm, launcher):

@@ -5,8 +5,10 @@ The nodes are two slurmd of one machine, told apart by name and port. Partition 
 therefore begins elsewhere in every test.
 """
 
+import contextlib
 import getpass
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -63,14 +65,21 @@ class ThrowawaySlurm:
         """End a node as a lost power supply does: its daemon and every process of its jobs."""
         self.nodes[node].kill()
         self.nodes.pop(node).wait()
+        for process in self.processes(node):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    def processes(self, node: str, *, of: str = "") -> list[int]:
+        """What runs of jobs on a node; of: what the command has to contain."""
+        found = []
         for process in Path("/proc").glob("[0-9]*"):
-            try:
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
                 environment = (process / "environ").read_bytes().split(b"\0")
                 is_ours = f"SLURM_CONF={self.folder}/slurm.conf".encode() in environment
-                if is_ours and f"SLURMD_NODENAME={node}".encode() in environment:
-                    os.kill(int(process.name), 9)
-            except (OSError, ProcessLookupError):
-                continue  # it has ended, or is another user's
+                is_there = f"SLURMD_NODENAME={node}".encode() in environment
+                if is_ours and is_there and of.encode() in (process / "cmdline").read_bytes():
+                    found.append(int(process.name))
+        return found
 
     def ask(self, command: str) -> str:
         """What one of SLURM's commands prints."""

@@ -115,8 +115,19 @@ def _try_self_tests(actor, objective):
         tests.before_updates(4, batch)
     batch.is_exact = False  # a group is older than the policy: the ratios may be anything
     tests.before_updates(4, batch)
-    minibatch.micro_batches[0].behavior_logprobs = right
+    batch.is_exact = True
+    minibatch.micro_batches[0].behavior_logprobs = right.clone()
     update = type(actor).update
+
+    def drift(minibatch, *arguments):
+        result = update(actor, minibatch, *arguments)
+        minibatch.micro_batches[0].behavior_logprobs *= 1.01
+        return result
+
+    actor.update = drift
+    with pytest.raises(SelfTestError, match=r"zero_rate_ratios failed in step 4: .* 0 and then by"):
+        tests.before_updates(4, batch)
+    minibatch.micro_batches[0].behavior_logprobs = right
 
     def spoil(*arguments):
         result = update(actor, *arguments)

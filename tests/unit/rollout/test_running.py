@@ -60,3 +60,14 @@ def test_a_request_to_stop_is_followed_at_the_next_look(monkeypatch):
         )  # fmt: skip
     assert taken == list(range(running.STEPS_BETWEEN_LOOKS))
     assert len(core.aborted) == 20 - running.STEPS_BETWEEN_LOOKS
+
+
+def test_an_engine_that_finishes_nothing_for_long_is_an_error_and_idle_again(monkeypatch):
+    monkeypatch.setattr(running, "any_rank_of_engine", lambda *reasons: reasons)
+    core, requests = ScriptedCore(), [SequenceRequest(i, (1,), None) for i in range(20)]
+    core.step = list
+    with pytest.raises(
+        TimeoutError, match=r"0 of 20 responses .* none in the last 0 s: the engine"
+    ):
+        running.run_requests(core, requests, time_limit=60.0, stall_limit=0.0, on_finished=print)
+    assert len(core.aborted) == 20
