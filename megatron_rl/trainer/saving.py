@@ -214,7 +214,7 @@ class CheckpointKeeper:
         """
         try:
             self.save(actor)
-        except (OSError, RuntimeError, CheckpointException) as error:
+        except (OSError, RuntimeError, FloatingPointError, CheckpointException) as error:
             # Only what every rank raises can be followed by a collective.
             if isinstance(error, RankTimeoutError) or (
                 self._is_writing and not isinstance(error, CheckpointException)
@@ -281,11 +281,16 @@ class CheckpointKeeper:
         return self.config.lag.in_flight is None or not self.config.lag.keeps_cache
 
     def save(self, actor: MegatronActor) -> None:
-        """Write to a hidden folder, then rename it: a kill in between leaves no half checkpoint."""
+        """Write to a hidden folder, then rename it: a kill in between leaves no half checkpoint.
+
+        Raises FloatingPointError where weights are not finite, RuntimeError on the other ranks.
+        """
         folders, (step, updates) = self.directory.checkpoints, self._position
         doing = f"saving the checkpoint of step {step}"
         state = None if self.under_way is None else self.under_way.gather()
         self._is_writing = False
+        with raised_together(doing=doing):
+            actor.check_weights()  # inside of a step, and where none was pushed, nobody has looked
         with raised_together(doing=doing):
             if self.rank == 0:
                 folders.begin(step)

@@ -119,7 +119,12 @@ def save_and_restore(rank, world_size, root):
         found.append((copy, done, actor.digest() in digests.get(done, []), hidden))
     again.done = 4  # and what was restored last can be saved and pruned as ever
     again.save(actor)
-    return found, again.directory.checkpoints.sound_steps()
+    if rank == 1:
+        next(iter(actor.named_parameters_local().values())).data.view(-1)[0] = float("nan")
+    again.done = again.config.trainer.checkpoint_every  # inside of a run, where a full disk is none
+    with pytest.raises((FloatingPointError, RuntimeError)) as raised:
+        again.save_if_due(actor, again.done)
+    return found, again.directory.checkpoints.steps(), repr(raised.value)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +136,7 @@ def answers(tmp_path_factory):
 
 def test_a_kill_at_any_file_operation_of_a_save_leaves_a_whole_checkpoint(answers):
     """The one before or the new one, every bit of it on both ranks, and nothing hidden beside."""
-    for found, _ in answers:
+    for found, *_ in answers:
         assert all(is_that and hidden == [] for _, _, is_that, hidden in found), found
         steps = [done for _, done, _, _ in found]
         assert set(steps) == {2, 3}
@@ -139,8 +144,18 @@ def test_a_kill_at_any_file_operation_of_a_save_leaves_a_whole_checkpoint(answer
         assert len(found) > 30
         events = {name.split("-")[1] for name, *_ in found}
         assert {"open", "os.mkdir", "os.rename"} <= events
-    assert answers[0] == answers[1]
+    assert answers[0][0] == answers[1][0]
 
 
 def test_what_was_restored_is_saved_again(answers):
-    assert all(steps[-1] == 4 for _, steps in answers)
+    assert all(steps[-1] == 4 for _, steps, _ in answers)
+
+
+def test_a_weight_that_is_not_finite_on_one_rank_is_not_saved(answers):
+    told, own = (error for _, _, error in answers)
+    said = "saving the checkpoint of step {}: {}1 parameters are not finite"
+    step = make_config().trainer.checkpoint_every
+    assert own.startswith(f"FloatingPointError('{said.format(step, '')}"), own
+    assert told.startswith(f"RuntimeError('{said.format(step, 'rank 1: FloatingPointError: ')}"), (
+        told
+    )
