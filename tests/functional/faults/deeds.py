@@ -144,7 +144,7 @@ def break_first_ratio(*, is_mine):
     def shift(batch, call, *_):
         if call >= 2:
             for pack in batch.packs:
-                pack.behavior_logprobs[pack.response_mask] += 1e-3
+                pack.behavior_logprobs[pack.response_mask] -= 1e-3
 
     if is_mine:
         _after(RolloutBatch, "freeze_behavior_logprobs", shift)

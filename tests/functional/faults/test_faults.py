@@ -135,7 +135,7 @@ def test_a_verifier_that_always_hangs_ends_the_run_and_its_workers(ended):
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("first_ratio", "a ratio deviates from 1 by 0.001"),
+        ("first_ratio", "a ratio deviates from 1 by 0.00"),
         ("zero_rate_weights", "weights of 1 ranks changed"),
         ("zero_rate_ratios", "the ratios deviated from 1 by 0 and then by "),
         ("engine_weights", "after the weight push the log-probs of engine 1 differ"),
