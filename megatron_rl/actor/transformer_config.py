@@ -22,7 +22,7 @@ def build_transformer_config(
         **_model(shape),
         **_layout(topology, settings),
         **_numerics(topology, settings),
-        **_recompute(settings),
+        **_recompute(shape, settings),
         **_experts(shape, topology, grouped=on_te),
         transformer_impl="transformer_engine" if on_te else "local",
         **SUM_SEMANTICS,
@@ -83,17 +83,17 @@ def _numerics(topology: Topology, settings: ActorSettings) -> dict[str, Any]:
     }
 
 
-def _recompute(settings: ActorSettings) -> dict[str, Any]:
+def _recompute(shape: ModelShape, settings: ActorSettings) -> dict[str, Any]:
     if settings.recompute == "full":  # keep only each layer's input
         return {
             "recompute_granularity": "full",
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }
-    if (
-        settings.recompute == "selective"
-    ):  # our attention is linear in memory: the MLP is what costs
-        return {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    if settings.recompute == "selective":
+        # Our attention is linear in memory: what costs is the MLP, or router and experts.
+        modules = ["mlp" if shape.experts is None else "moe"]
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
     return {}
 
 

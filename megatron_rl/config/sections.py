@@ -251,7 +251,8 @@ class TrainerSection(Section):
     zero_advantage: Literal["skip", "compute"] = "skip"
     """whether responses of advantage 0 are computed where no loss or gradient needs them"""
     recompute: Literal["none", "selective", "full"] = "none"
-    """activations computed again in the backward instead of kept"""
+    """activations computed again in the backward instead of kept; `selective`: those of MLPs or of
+    router and experts"""
     checkpoint_every: Count = 10
     """steps; the last step is always kept"""
     keep_checkpoints: Count = 2

@@ -90,7 +90,7 @@ def activation_bytes(
     kept, again = depth * layer, 0.0
     if parts.recompute == "full":
         kept, again = depth * entry, layer
-    elif parts.recompute == "selective" and shape.experts is None:
+    elif parts.recompute == "selective":
         kept, again = depth * (layer - mlp), mlp + entry
     last = stage == parts.pipeline - 1
     working = again + _layer_working(shape, parts)

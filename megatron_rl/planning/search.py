@@ -161,7 +161,7 @@ def _engine_misfit(shape: ModelShape, tensor: int, devices: int) -> str:
 
 def _variants(shape: ModelShape, workload: Workload, parts: Parts, fixed: Fixed) -> Iterator[Parts]:
     """What may be computed again, and packs of one, two or four of the longest sequences."""
-    kinds: list[Recompute] = ["none", "full"] if shape.experts else ["none", "selective", "full"]
+    kinds: list[Recompute] = ["none", "selective", "full"]
     if "recompute" in fixed:
         kinds = [fixed["recompute"]]  # type: ignore[list-item]
     longest = math.ceil(workload.longest / parts.alignment) * parts.alignment

@@ -130,14 +130,14 @@ def _response(response: Response, objective: Objective | None, pieces: Pieces) -
     }
     if response.policy is None or not response.behavior.size:
         return shown
-    texts = pieces.of(row["token_ids"])
+    texts, engine = pieces.of(row["token_ids"]), response.engine
     if texts is not None:
         shown["text"] = None  # the tokens say it
     shown["trace"] = {
         "pieces": texts,
         "ids": row["token_ids"],
         "behavior": _packed(response.behavior),
-        "engine": _packed(np.array(row["rollout_logprobs"], np.float32)),
+        "engine": _packed(np.full_like(response.behavior, np.nan) if engine is None else engine),
         "policy": [_packed(line) for line in response.policy],
     }
     if objective is not None:

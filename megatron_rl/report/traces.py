@@ -29,6 +29,12 @@ class Response:
         return np.array(self.row["behavior_logprobs"], np.float32)
 
     @property
+    def engine(self) -> np.ndarray | None:
+        """Those that the engine reported; None where no engine did (offline data)."""
+        values = self.row["rollout_logprobs"]
+        return None if values is None else np.array(values, np.float32)
+
+    @property
     def log_ratio(self) -> np.ndarray:
         """Policy minus behavior at each update; [updates, L] float64."""
         assert self.policy is not None, "only of what was traced"
@@ -83,7 +89,8 @@ def spread_out(steps: Sequence[int], *, most: int) -> list[int]:
 def objective_of(run: Run) -> Objective | None:
     """What the run was trained with; None where it is unknown here, or one response tells nothing.
 
-    So it is where there is no weight per token, or a constraint that whole minibatches decide.
+    So it is where there is no weight per token, or a constraint that whole minibatches decide, and
+    where ratios are to a policy that nothing has kept (a decoupled objective).
     """
     choices = dict(run.config.get("objective") or {})
     name = choices.pop("name", None)
@@ -91,7 +98,8 @@ def objective_of(run: Run) -> Objective | None:
         objective = build_objective(str(name), **choices)
     except ValueError:  # of another release
         return None
-    return objective if can_be_judged(objective) else None
+    is_decoupled = run.config.get("behavior") == "engine" and "rollout_logprobs" in objective.needs
+    return objective if can_be_judged(objective) and not is_decoupled else None
 
 
 def can_be_judged(objective: PolicyObjective) -> TypeGuard[Objective]:
@@ -108,14 +116,14 @@ def judge(response: Response, objective: Objective) -> tuple[np.ndarray, np.ndar
     assert response.policy is not None, "only of what was traced"
     row, length = response.row, response.behavior.size
     layout = SequenceLayout([length], torch.ones(length, dtype=torch.bool))
-    behavior = torch.from_numpy(response.behavior)
+    behavior, engine = torch.from_numpy(response.behavior), response.engine
     weights, kept = [], []
     for policy in torch.from_numpy(response.policy):
         x = TokenInputs(
             policy_logprobs=policy,
             behavior_logprobs=behavior,
             advantages=torch.full((length,), row["advantage"]),
-            rollout_logprobs=torch.tensor(row["rollout_logprobs"], dtype=torch.float32),
+            rollout_logprobs=None if engine is None else torch.from_numpy(engine),
         )
         weighed = objective.weigh(x, layout)
         weights.append(weighed.log_weight.numpy())

@@ -80,7 +80,7 @@ def _score(rank, world_size, root, layout):
         settings = ActorSettings(
             learning_rate=1e-3,
             warmup_updates=0,
-            recompute="full",
+            recompute="selective" if layout == {"expert": 2} else "full",
             overlap_reduction=world_size > 1,  # as on CUDA
         )
         actor = MegatronActor(Path(root) / name, topology=topology, settings=settings)

@@ -24,9 +24,12 @@ EXPERTS = "Qwen3-30B-A3B"
         (DENSE, Parts(tensor=2, context=2, data=2, tokens=16384)),
         (DENSE, Parts(pipeline=2, context=2, data=2, tokens=16384)),
         (SMALL, Parts(data=2, recompute="full", tokens=16384)),
-        (EXPERTS, Parts(tensor=2, context=2, data=1, expert=2, tokens=16384)),
+        (
+            EXPERTS,
+            Parts(tensor=2, context=2, data=1, expert=2, tokens=16384, recompute="selective"),
+        ),
     ],
-    ids=["tensor and context", "pipeline", "recomputed", "experts"],
+    ids=["tensor and context", "pipeline", "recomputed", "experts recomputed"],
 )
 def test_memory_is_that_of_a_rehearsal(name, parts, tmp_path):
     row = compare(name, parts, write_model(shape_of(name), tmp_path / "model"))

@@ -3,6 +3,8 @@
 import base64
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from megatron_rl.report.traces import (
     Response,
     can_be_judged,
     judge,
+    objective_of,
     read_traced_groups,
     spread_out,
 )
@@ -82,6 +85,29 @@ def test_every_bit_of_a_log_prob_reaches_the_page(tmp_path):
         assert trace["pieces"] == [WORDS[token] for token in trace["ids"]]
         assert one["text"] is None and shown[2]["text"]
     assert life["objective"]["bounds"]["scale"] == "sqrt(L/t)"
+
+
+def test_what_no_engine_said_is_nan_on_the_page_and_judged_without(tmp_path):
+    """The rollouts of a run on offline data may lack the engine's log-probs."""
+    make_run(tmp_path / "run", steps=1, traced=1)
+    file = tmp_path / "run" / "rollouts" / "step_000001.parquet"
+    table = pq.read_table(file)
+    place = table.column_names.index("rollout_logprobs")
+    nothing = pa.nulls(table.num_rows, pa.list_(pa.float32()))
+    pq.write_table(table.set_column(place, "rollout_logprobs", nothing), file)
+    [life] = build_life(find_runs([tmp_path]), megabytes=4)
+    trace = life["groups"][0]["responses"][0]["trace"]
+    engine = np.frombuffer(base64.b64decode(trace["engine"]), "<f4")
+    assert engine.size == len(trace["ids"]) and np.isnan(engine).all() and trace["kept"]
+
+
+def test_ratios_to_a_policy_that_nothing_kept_are_not_judged(tmp_path):
+    make_run(tmp_path / "run", steps=1)
+    run = find_runs([tmp_path])[0]
+    run.config["objective"] = {"name": "icepop", "constraint": {"low": 0.2, "high": 0.28}}
+    assert objective_of(run) is not None
+    run.config["behavior"] = "engine"
+    assert objective_of(run) is None
 
 
 def test_steps_are_chosen_by_the_room_there_is(tmp_path):
