@@ -30,27 +30,23 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     from megatron_rl.study.plan import load_study
     from megatron_rl.study.running import Start, StartedOnCluster, opened, run_study, start_here
 
-    try:
-        study = load_study(options.file, options.overrides)
-        axis = options.compare or list(study.file.axes)[-1]
-        if axis not in study.file.axes:
-            raise ConfigError(f"--compare {axis}: the study has {', '.join(study.file.axes)}")
-        if options.status:
-            return _table(study, axis)
-        with opened(study):
-            start: Start = start_here
-            python = sys.executable
-            if options.cluster:
-                start = partial(StartedOnCluster, cluster_file=options.cluster)
-                python = _training_python(options.cluster)
-            status = run_study(
-                study, start=start, say=_say, on_end=lambda: _write(study, axis), python=python
-            )
-            _table(study, axis)
-            return status
-    except (ConfigError, RuntimeError) as error:
-        print(f"megatron-rl: error: {error}", file=sys.stderr)
-        return 1
+    study = load_study(options.file, options.overrides)
+    axis = options.compare or list(study.file.axes)[-1]
+    if axis not in study.file.axes:
+        raise ConfigError(f"--compare {axis}: the study has {', '.join(study.file.axes)}")
+    if options.status:
+        return _table(study, axis)
+    with opened(study):
+        start: Start = start_here
+        python = sys.executable
+        if options.cluster:
+            start = partial(StartedOnCluster, cluster_file=options.cluster)
+            python = _training_python(options.cluster)
+        status = run_study(
+            study, start=start, say=_say, on_end=lambda: _write(study, axis), python=python
+        )
+        _table(study, axis)
+        return status
 
 
 def _training_python(cluster_file: str) -> str:
