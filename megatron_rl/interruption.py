@@ -1,5 +1,6 @@
 """Being asked to end: by SLURM before it takes the nodes back, by Ctrl-C, by a lost terminal."""
 
+import ctypes
 import math
 import os
 import signal
@@ -15,6 +16,16 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # SLURM signals a launcher and its ranks alike, and a launcher passes on what it gets: what comes
 # within this time is the same request.
 ECHO_SECONDS = 3.0
+
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with_parent(parent: int, request: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent ends, even by SIGKILL."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, request)
+    if os.getppid() != parent:  # it has ended already
+        os._exit(128 + request)
 
 
 class RunInterrupted(Exception):  # noqa: N818 - no error

@@ -21,12 +21,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from megatron_rl.interruption import INTERRUPTED, Interruption, heard_signals
+from megatron_rl.interruption import (
+    INTERRUPTED,
+    Interruption,
+    end_with_parent,
+    heard_signals,
+)
 
 LAUNCHER = "MEGATRON_RL_LAUNCHER"  # in a rank's environment: the process that started it
 POLL_SECONDS = 0.1
 CLEAN_UP_SECONDS = 3.0
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ def join_processes() -> ProcessPlace | None:
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if LAUNCHER in os.environ:
-            _end_with(int(os.environ[LAUNCHER]))
+            end_with_parent(int(os.environ[LAUNCHER]))
         _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         return _place()
     world_size = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
@@ -150,13 +154,6 @@ def _share_cores(ranks: int) -> None:
     """
     cores = 1 if has_cuda() else len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
-
-
-def _end_with(launcher: int) -> None:
-    """Ask the kernel to end this process when its launcher ends, even by SIGKILL."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it has ended already
-        os._exit(128 + signal.SIGKILL)
 
 
 def _place() -> ProcessPlace:

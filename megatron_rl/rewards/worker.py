@@ -7,7 +7,6 @@ will release. Says how it wants to be called once the verifier is loaded, or why
 
 import argparse
 import contextlib
-import ctypes
 import io
 import json
 import os
@@ -18,10 +17,9 @@ import traceback
 from io import RawIOBase
 from typing import BinaryIO
 
+from megatron_rl.interruption import end_with_parent
 from megatron_rl.rewards.calling import Call
 from megatron_rl.rewards.verifier import Item, load_verifier
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
@@ -34,9 +32,7 @@ def main() -> None:
     arguments = parser.parse_args()
     # The kernel ends this process with its parent, also inside C code; its input ends too, but only
     # when every process that the parent has forked is gone.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != arguments.parent:
-        return
+    end_with_parent(arguments.parent)
     # Ctrl-C and SLURM's signals reach every process of a job, while the trainer means to finish
     # its step: a worker ends when its parent does, not before.
     for request in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):

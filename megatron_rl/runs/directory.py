@@ -18,8 +18,6 @@ runs/NAME/config.yaml        the resolved config
           log.txt curves.png tensorboard/
 """
 
-import errno
-import fcntl
 import json
 import math
 import os
@@ -38,6 +36,7 @@ from megatron_rl.config import Config, ConfigError, dump_config, load_config, wi
 from megatron_rl.models.fingerprint import model_fingerprint
 from megatron_rl.runs.checkpoints import CheckpointFolders
 from megatron_rl.runs.generated import GeneratedGroups
+from megatron_rl.runs.lock import LOCK, take_lock
 from megatron_rl.runs.rows import read_metrics, read_rows
 from megatron_rl.types import Rollout
 
@@ -147,24 +146,18 @@ class RunDirectory:
     def lock(self) -> None:
         """Hold the directory, made where it is missing, for as long as this process lives.
 
-        The kernel lets go of it however the process ends, an NFS server too. Raises ConfigError
-        that names the process holding it. File systems without locks are left unlocked.
+        Raises ConfigError that names the process holding it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        file = (self.path / ".lock").open("a+")
-        try:
-            # A record lock: what this process forks does not inherit it.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                return
+        file = (self.path / LOCK).open("a+")
+        if not take_lock(file):
             file.seek(0)
             holder = file.read().strip()
             file.close()
             raise ConfigError(
                 f"{self.path} is in use by {holder}; wait until it has ended or end it, or choose "
                 "another run.name"
-            ) from None
+            )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()

@@ -1,6 +1,5 @@
 """What a run directory holds, and what of it is sound; nothing is changed."""
 
-import fcntl
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ import pyarrow.parquet as pq
 
 from megatron_rl.config import ConfigError, load_config
 from megatron_rl.runs.directory import RunDirectory
+from megatron_rl.runs.lock import LOCK, take_lock
 from megatron_rl.runs.rows import evaluation_scores, read_metrics
 
 
@@ -48,7 +48,7 @@ def _settings(run: RunDirectory) -> Iterator[Part]:
     count = len(changes.read_text().splitlines()) if changes.is_file() else 0
     changed = f", {count} changed since the start" if count else ""
     yield Part("settings", f"{config.objective.name}, {config.trainer.steps} steps{changed}")
-    if (holder := _holder(run.path / ".lock")) is not None:
+    if (holder := _holder(run.path / LOCK)) is not None:
         yield Part("in use", f"by {holder}: what follows may change")
 
 
@@ -57,9 +57,7 @@ def _holder(lock: Path) -> str | None:
     if not lock.is_file():
         return None
     with lock.open("a+") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not take_lock(file):
             file.seek(0)
             return file.read().strip()
     return None

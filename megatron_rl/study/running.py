@@ -1,8 +1,7 @@
 """Running what a study has not done yet: here, or on SLURM."""
 
-import ctypes
-import fcntl
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -11,19 +10,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 from megatron_rl.config import ConfigError, dump_config
-from megatron_rl.interruption import INTERRUPTED
+from megatron_rl.interruption import INTERRUPTED, end_with_parent
+from megatron_rl.runs.lock import LOCK, take_lock
 from megatron_rl.runs.rows import read_metrics
 from megatron_rl.study.plan import PlannedRun, Study
 from megatron_rl.study.state import read_state
 
-LOCK = ".lock"
 POLL_SECONDS = 0.5
 SAY_SECONDS = 60.0
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Started(Protocol):
@@ -52,15 +51,6 @@ def start_here(study: Study, run: PlannedRun) -> "StartedHere | None":
     return StartedHere(study, run)
 
 
-def take_lock(file: IO[str]) -> bool:
-    """Whether no other process holds the file; it is held until it is closed."""
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    return True
-
-
 class StartedHere:
     """A run in processes of this machine."""
 
@@ -72,7 +62,7 @@ class StartedHere:
             self._process = subprocess.Popen(
                 [*command, str(config_file(study, run))],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                preexec_fn=ask_to_end_with_parent,  # noqa: PLW1509 - there is one thread
+                preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),  # noqa: PLW1509 - there is one thread
             )  # fmt: skip
 
     def status(self) -> int | None:
@@ -120,11 +110,6 @@ class StartedOnCluster:
     def end(self) -> bool:
         """The job goes on; the next start of the study follows it."""
         return False
-
-
-def ask_to_end_with_parent() -> None:
-    """In a new process: SIGTERM when the one that started it ends, even by SIGKILL."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @dataclass

@@ -25,7 +25,7 @@ LAYERS = {
     "objectives": {"types", "distributed"},
     "advantages": {"types"},
     "data": {"types", "seeds", "distributed"},
-    "rewards": {"types"},
+    "rewards": {"types", "interruption"},
     "models": set(),
     "evaluation": {"types"},
     "resharding": {"types", "distributed", "models"},

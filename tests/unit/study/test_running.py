@@ -16,9 +16,10 @@ import pytest
 
 from megatron_rl.config import ConfigError, dump_config
 from megatron_rl.interruption import INTERRUPTED
+from megatron_rl.runs.lock import take_lock
 from megatron_rl.study.plan import StudyFile, plan_study
 from megatron_rl.study.results import build_results, write_results
-from megatron_rl.study.running import opened, run_study, start_here, take_lock
+from megatron_rl.study.running import opened, run_study, start_here
 from megatron_rl.study.state import RunState, read_state
 
 RUN = """
