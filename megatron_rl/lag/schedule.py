@@ -17,35 +17,10 @@ first `lag` steps the realised lag grows from 0.
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from megatron_rl.lag.policies import LagPolicy
 from megatron_rl.seeds import derive_seed
-from megatron_rl.types import Slot
-
-
-class Held(Protocol):
-    """What the schedule asks of a group that is held."""
-
-    @property
-    def generated(self) -> int:
-        """The step whose weights generated it."""
-        ...
-
-    @property
-    def longest(self) -> int:
-        """Tokens of its longest response."""
-        ...
-
-    @property
-    def first_trained(self) -> int:
-        """The step that trained it first; 0 before."""
-        ...
-
-    @property
-    def trained(self) -> int:
-        """Steps that have trained it."""
-        ...
+from megatron_rl.types import Group, Slot
 
 
 @dataclass(frozen=True)
@@ -102,7 +77,7 @@ class Schedule:
             if self.generation(slot) <= step + ahead
         ]
 
-    def select(self, step: int, held: Mapping[Slot, Held]) -> list[Slot]:
+    def select(self, step: int, held: Mapping[Slot, Group]) -> list[Slot]:
         """What a step trains, in order: whole groups, those that are new and those drawn again."""
         waiting = [slot for slot in held if not held[slot].trained]
         waiting.sort(

@@ -1,11 +1,10 @@
 """The seam between training and generation."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.push import SyncStats, WeightHolder
@@ -34,7 +33,10 @@ class GenerationStopped(Exception):  # noqa: N818 - no error
 
 
 class RolloutEngine(Protocol):
-    """Generates responses with the weights that were pushed last. Every call is collective."""
+    """What training asks of an engine: it answers with the weights that were pushed last.
+
+    Every call is collective. What a push asks of it is `resharding.push.WeightReceiver`.
+    """
 
     layout: EngineLayout
     dtype: torch.dtype
@@ -75,25 +77,6 @@ class RolloutEngine(Protocol):
 
     def forget(self) -> None:
         """Let go of the keys and values of all that is under way; it can still go on."""
-        ...
-
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Log-probs of each sequence's tokens from the second on, [length - 1] float32."""
-        ...
-
-    def check_idle(self) -> None:
-        """RuntimeError while requests are running: weights must not change under them."""
-        ...
-
-    def receive(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> float:
-        """Replace every parameter by HF tensors, then forget all cached prefixes.
-
-        Returns the seconds that forgetting took.
-        """
-        ...
-
-    def invalidate(self) -> None:
-        """Refuse to generate until other weights are received."""
         ...
 
     def push_weights(self, actor: WeightHolder, *, version: int) -> SyncStats:
