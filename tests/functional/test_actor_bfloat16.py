@@ -51,10 +51,10 @@ def _prepare(actor, topology):
 
 def _state(actor):
     """This rank's float32 main weights with their moments, and its parameters."""
-    from megatron_rl.actor.memory import _parts, main_parameters
+    from megatron_rl.actor.memory import main_parameters, optimizer_parts
 
     values = [parameter.detach().clone() for parameter in main_parameters(actor.optimizer)]
-    for part in _parts(actor.optimizer):
+    for part in optimizer_parts(actor.optimizer):
         for state in part.optimizer.state.values():
             values += [state[key].clone() for key in ("exp_avg", "exp_avg_sq")]
     return values + [value.clone() for value in actor.named_parameters_local().values()]

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rl.actor import packs, rotary
 from megatron_rl.actor.packs import PackCache
 from megatron_rl.data.packing import build_pack
-from megatron_rl.distributed import sequence_layout, transfer
+from megatron_rl.distributed import sequence_layout, to_device
 from megatron_rl.distributed.topology import Topology
 from tests.functional.test_actor_layouts import make_rollouts
 from tests.unit.resharding.shapes import small_shape
@@ -28,9 +28,9 @@ class Copies(TorchDispatchMode):
         self.inside = False
 
     def to_device(self, values, device):
-        """`transfer.to_device`, told apart from other copies."""
+        """`to_device`, told apart from other copies."""
         self.inside = True
-        moved = transfer.to_device(values, device)
+        moved = to_device.to_device(values, device)
         self.inside = False
         return moved
 
