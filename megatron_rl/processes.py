@@ -31,6 +31,8 @@ from megatron_rl.interruption import (
 LAUNCHER = "MEGATRON_RL_LAUNCHER"  # in a rank's environment: the process that started it
 POLL_SECONDS = 0.1
 CLEAN_UP_SECONDS = 3.0
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_KEPT_BYTES = 1 << 30  # of freed memory, and of a block that may lie in it
 
 
 @dataclass(frozen=True)
@@ -91,12 +93,25 @@ def prepare_environment() -> None:
     }
     if not has_cuda():
         defaults |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        _keep_freed_memory()
     if not os.access(os.path.expanduser("~"), os.W_OK):  # vLLM and Triton keep caches there
         folder = os.path.join(tempfile.gettempdir(), f"megatron_rl-{os.getuid()}")
         names = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "TRITON_HOME")
         defaults |= dict.fromkeys(names, folder)
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+
+
+def _keep_freed_memory() -> None:
+    """Let the allocator keep what tensors free instead of giving it back to the system.
+
+    A tensor of some MiB would otherwise be new memory each time, whose pages the kernel fills with
+    zeros, one fault each.
+    """
+    with contextlib.suppress(AttributeError):  # another C library than glibc has other ways
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
 
 
 def quiet_libraries() -> None:

@@ -11,7 +11,7 @@ Shapes: t local tokens, H heads, d their size.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,24 +20,48 @@ from megatron_rl.distributed.to_device import to_device
 from megatron_rl.models.shape import ModelShape
 
 
-@dataclass(frozen=True)
-class Rotation:
+class Rotation(Protocol):
     """Cosines and sines of every local token; computed once per pack, shared by all layers."""
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Rotate queries or keys; [t, H, d] -> [t, H, d]."""
+        ...
+
+
+@dataclass(frozen=True)
+class RotationByHalves(Rotation):
+    """The formula as it stands, in tables of half a head."""
 
     cosine: Tensor  # [t, 1, d / 2] in the model's dtype
     sine: Tensor  # [t, 1, d / 2]
 
     def apply(self, x: Tensor) -> Tensor:
-        """Rotate queries or keys; [t, H, d] -> [t, H, d]."""
-        return _Rotate.apply(x, self.cosine, self.sine)
+        return _RotateHalves.apply(x, self.cosine, self.sine)
+
+
+@dataclass(frozen=True)
+class RotationByHead(Rotation):
+    """The same bits for the CPU, where rows of half a head are too short to be fast.
+
+    Heads are rotated one after the other, whole: x cos + (x with its halves swapped) sin. The
+    result is [t, H, d] in shape and [H, t, d] in memory, as attention there takes it.
+    """
+
+    cosine: Tensor  # [t, d] in the model's dtype, both halves alike
+    sine: Tensor  # [t, d], of the first half negative
+
+    def apply(self, x: Tensor) -> Tensor:
+        return _RotateHeads.apply(x, self.cosine, self.sine)
 
 
 def build_rotation(position_ids: Tensor, shape: ModelShape, *, dtype: torch.dtype) -> Rotation:
     """The rotation of tokens at these positions [t]; angles are float32, rounded at the end."""
     frequencies, factor = rotary_frequencies(shape)
     angles = position_ids[:, None].float() * to_device(frequencies, position_ids.device)
-    cosine, sine = angles.cos() * factor, angles.sin() * factor
-    return Rotation(cosine[:, None].to(dtype), sine[:, None].to(dtype))
+    cosine, sine = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+    if position_ids.device.type == "cuda":
+        return RotationByHalves(cosine[:, None], sine[:, None])
+    return RotationByHead(torch.cat((cosine, cosine), dim=1), torch.cat((-sine, sine), dim=1))
 
 
 @lru_cache
@@ -63,7 +87,7 @@ def rotary_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
     return ROPE_INIT_FUNCTIONS[scaling.kind](config)
 
 
-def _rotate(x: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
+def _rotate_halves(x: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     (first, second), (head, tail) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
     torch.mul(first, cosine, out=head)
@@ -73,15 +97,35 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
     return out
 
 
-class _Rotate(torch.autograd.Function):
+def _rotate_heads(x: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
+    x = x.transpose(0, 1).contiguous()  # [H, t, d]: tables then lie beside it without a gap
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)
+    return (x * cosine).addcmul_(swapped, sine, value=sign).transpose(0, 1)
+
+
+class _RotateHalves(torch.autograd.Function):
     """A rotation; its gradient is the opposite rotation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         ctx.save_for_backward(cosine, sine)
-        return _rotate(x, cosine, sine, 1.0)
+        return _rotate_halves(x, cosine, sine, 1.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cosine, sine = ctx.saved_tensors
-        return _rotate(grad, cosine, sine, -1.0), None, None
+        return _rotate_halves(grad, cosine, sine, -1.0), None, None
+
+
+class _RotateHeads(torch.autograd.Function):
+    """The same, head by head."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return _rotate_heads(x, cosine, sine, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cosine, sine = ctx.saved_tensors
+        return _rotate_heads(grad, cosine, sine, -1.0), None, None

@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.distributed import context_attention as module
+from megatron_rl.distributed import cpu_attention
 from megatron_rl.distributed.attention_plan import BATCH_PAIRS, RUN, build_attention_plan
 from megatron_rl.distributed.context_attention import context_attention
 from megatron_rl.distributed.sequence_layout import SequenceLayout
@@ -203,7 +204,7 @@ class _Sizes(TorchDispatchMode):
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_memory_is_linear_in_the_tokens(tokens, cp_size):
     """The largest is a mask of RUN rows, as wide as a power of two; all scores are 10 times it."""
-    module._triangle.cache_clear()
+    cpu_attention._triangle.cache_clear()
     layout = SequenceLayout((tokens,), torch.ones(tokens, dtype=torch.bool), cp_size=cp_size)
     plan = build_attention_plan(layout)
     query, key, value, grad = (x.requires_grad_() for x in _inputs((tokens,)))
@@ -211,6 +212,6 @@ def test_memory_is_linear_in_the_tokens(tokens, cp_size):
         for block in plan.blocks:  # one rank's part, without the collectives
             q, g = (module._rows(x[: layout.local_tokens], block) for x in (query, grad))
             k, v = (x[: block.visible].transpose(0, 1)[None] for x in (key, value))
-            out, log_sum = module._attend_runs(q, k, v)
-            module._attend_runs_backward(g, q, k, v, out, log_sum)
+            out, log_sum = cpu_attention._attend_runs(q, k, v)
+            cpu_attention._attend_runs_backward(g, q, k, v, out, log_sum)
     assert sizes.largest <= RUN * 2 * tokens

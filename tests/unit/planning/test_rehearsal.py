@@ -52,7 +52,7 @@ def run_for_real(rank, world_size, folder):
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as the command does on a CPU
     from megatron.core import parallel_state
 
-    from megatron_rl.distributed.context_attention import _triangle
+    from megatron_rl.distributed.cpu_attention import _triangle
     from megatron_rl.planning.actor_settings import make_groups
     from megatron_rl.planning.meter import Meter
     from megatron_rl.planning.rehearsal import measure
@@ -83,7 +83,7 @@ def real(folder):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_rehearsed_rank_is_like_the_real_one(folder, real, name):
-    from megatron_rl.distributed.context_attention import _triangle
+    from megatron_rl.distributed.cpu_attention import _triangle
 
     for rank in (0, RANKS - 1):  # of the first stage, and of the last
         _triangle.cache_clear()
