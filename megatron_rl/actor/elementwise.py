@@ -41,8 +41,8 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     return _RmsNorm.apply(x, weight, eps)
 
 
-# Rows of a SwiGLU that are worked on at once: what lies between its passes stays in the cache.
-SWIGLU_ROWS = 128
+# Of a SwiGLU's input, in rows that are worked on at once: what lies between passes stays in cache.
+SWIGLU_ELEMENTS = 1 << 18
 
 
 class _Swiglu(torch.autograd.Function):
@@ -59,7 +59,8 @@ class _Swiglu(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         x = x.detach()
-        for rows, grad_rows in zip(x.split(SWIGLU_ROWS), grad.split(SWIGLU_ROWS), strict=True):
+        count = max(1, SWIGLU_ELEMENTS * len(x) // max(1, x.numel()))
+        for rows, grad_rows in zip(x.split(count), grad.split(count), strict=True):
             gate, up = rows.chunk(2, dim=-1)
             grad_silu = grad_rows * up
             torch.mul(F.silu(gate), grad_rows, out=up)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_rl.actor import elementwise
 from megatron_rl.actor.elementwise import rms_norm, swiglu
 
 
@@ -37,12 +38,13 @@ def test_rms_norm():
     torch.testing.assert_close(norm, torch.tensor([0.848528, 2.262742]))
 
 
-def test_swiglu():
+def test_swiglu(monkeypatch):
     def plain(x):
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    # 300 rows: whole blocks and a rest. The gradient takes the place of the product with 1.
+    # 300 rows: whole blocks of 128 and a rest. The gradient takes the place of the product with 1.
+    monkeypatch.setattr(elementwise, "SWIGLU_ELEMENTS", 1280)
     _compare(lambda x: swiglu(x * 1), plain, _draw(300, 1, 10))
 
 
