@@ -33,7 +33,8 @@ class TransformerEngineAttention(TEDotProductAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         """[t, H, d], [t, K, d], [t, K, d] -> [t, H * d]."""
         pack = kwargs.pop("packed_seq_params")
-        query, key = pack.rotation.apply(query), pack.rotation.apply(key)
+        # On CUDA they are so laid out already.
+        query, key = (pack.rotation.apply(x).contiguous() for x in (query, key))
         return super().forward(
             query, key, value, *args, packed_seq_params=pack.boundaries, **kwargs
         )
