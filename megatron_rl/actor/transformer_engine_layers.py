@@ -33,8 +33,8 @@ class TransformerEngineAttention(TEDotProductAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         """[t, H, d], [t, K, d], [t, K, d] -> [t, H * d]."""
         pack = kwargs.pop("packed_seq_params")
-        # On CUDA they are so laid out already.
-        query, key = (pack.rotation.apply(x).contiguous() for x in (query, key))
+        # It compares strides, also of a single head; on CUDA these are views.
+        query, key = (pack.rotation.apply(x).flatten(1).view(x.shape) for x in (query, key))
         return super().forward(
             query, key, value, *args, packed_seq_params=pack.boundaries, **kwargs
         )
