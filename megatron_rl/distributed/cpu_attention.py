@@ -157,8 +157,8 @@ class PackedAttention(torch.autograd.Function):
             if block.rows.start == 0:  # the first run of its sequences
                 grad_keys[:, :, block.keys] = 0
             o = _queries(out.transpose(0, 1), block)
-            sequences = [x.transpose(0, 1) for x in (g, q, k, v, o)]
-            found = _attend_runs_backward(*sequences, log_sum=ctx.kept[index])
+            g, q, k, v, o = (x.transpose(0, 1) for x in (g, q, k, v, o))
+            found = _attend_runs_backward(g, q, k, v, o, ctx.kept[index])
             dq.copy_(found[0].transpose(0, 1))
             dk += found[1].transpose(0, 1)
             dv += found[2].transpose(0, 1)
