@@ -37,6 +37,7 @@ DEVELOPMENT = [
     "mypy==2.4.1",
     "pre-commit>=4",
     "pytest>=8",
+    "pytest-xdist>=3.7",
     "ruff==0.17.5",
     "types-PyYAML",
 ]

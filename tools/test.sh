@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# Set up, then check everything: style, types, documentation, unit tests, functional tests; a summary
-# at the end.
+# Set up, then check everything: style, types, documentation, all tests; a summary at the end.
 #
-#   bash tools/test.sh                 everything, about half an hour on two cores
+#   bash tools/test.sh                 everything
 #   bash tools/test.sh unit            without the functional tests
 #   bash tools/test.sh fast            under a minute: style, types and the unit tests that tell most
 #
@@ -14,7 +13,7 @@ VENV=${MEGATRON_RL_VENV:-$ROOT/.venv}
 cd "$ROOT"
 
 case ${1:-all} in
-    all) parts=(format lint types docs unit functional) ;;
+    all) parts=(format lint types docs tests) ;;
     unit) parts=(format lint types docs unit) ;;
     fast) parts=(format lint types fast) ;;
     *) echo "usage: bash tools/test.sh [all|unit|fast]" >&2; exit 2 ;;
@@ -28,6 +27,9 @@ FAST=(tests/unit/{objectives,data,preflight,trainer} tests/unit/test_{advantages
 # For the inner loop what was set up before will do.
 [[ ${1:-all} == fast && -x $VENV/bin/pytest ]] || bash tools/setup_env.sh || exit 1
 
+# Two files of tests at a time: many tests wait for something, or use one core. What takes longest
+# comes first.
+SIDE_BY_SIDE=(-n 2 --dist loadfile --no-loadscope-reorder)
 # Several processes share the cores in these tests; threads of their own would only fight.
 export OMP_NUM_THREADS=1
 # Nothing is looked up or reported anywhere.
@@ -40,9 +42,10 @@ run_part() {
         types) "$VENV/bin/mypy" ;;
         docs) MEGATRON_RL_VENV=$VENV bash tools/docs.sh ;;
         # The same examples each time; without the seed hypothesis looks for new ones.
-        unit) "$VENV/bin/python" -m pytest tests/unit --hypothesis-seed=0 ;;
+        unit) "$VENV/bin/python" -m pytest tests/unit "${SIDE_BY_SIDE[@]}" --hypothesis-seed=0 ;;
         fast) "$VENV/bin/python" -m pytest -q "${FAST[@]}" --hypothesis-seed=0 ;;
-        functional) "$VENV/bin/python" -m pytest tests/functional ;;
+        tests) "$VENV/bin/python" -m pytest tests/functional tests/unit "${SIDE_BY_SIDE[@]}" \
+            --hypothesis-seed=0 ;;
     esac
 }
 

@@ -146,6 +146,39 @@ def test_traces_and_what_the_report_makes_of_them_are_what_the_updates_counted(w
         assert 4 * values.size == row["tokens"]
 
 
+def test_what_was_updated_is_the_objective_of_the_rewards_and_it_went_up(whole):
+    """In float64 from rewards and traces alone: what each step minimised, and where it led to.
+
+    A sign, an advantage or a gate that is not as defined gives another loss; an optimizer that
+    goes the wrong way, or by other advantages, makes what was rewarded less likely.
+    """
+    [run] = find_runs([whole])
+    low, high = run.config["objective"]["constraint"].values()
+    for row in run.steps:
+        loss, advantages, moves, rejected = 0.0, [], [], 0
+        for group in read_traced_groups(run, row["step"]):
+            rewards = np.array([response.row["reward"] for response in group])
+            if rewards.min() == rewards.max():
+                continue
+            relative = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+            for advantage, response in zip(relative, group, strict=True):
+                length = response.behavior.size
+                position = np.arange(1, length + 1)
+                weight = np.exp(response.log_ratio.cumsum(axis=1) / position)  # [updates, L]
+                width = np.sqrt(length / position)
+                kept = (1 - low * width <= weight) & (weight <= 1 + high * width)
+                terms = np.where(kept, weight * advantage * response.policy, 0)
+                loss -= terms.mean(axis=1).sum()
+                rejected += (~kept).sum()
+                advantages.append(advantage)
+                moves.append(response.log_ratio[-1].mean())
+        # Means over 16 updates of sums over a minibatch's 32 responses, divided by their number.
+        assert loss / 16 / 32 == pytest.approx(row["loss/policy"], rel=1e-3)
+        assert rejected > 10  # the comparison would notice a gate that does nothing
+        # Shuffled within groups they would be uncorrelated, of opposite sign anticorrelated.
+        assert np.corrcoef(advantages, moves)[0, 1] > 0.3
+
+
 def test_a_killed_run_continues_as_if_nothing_had_happened(tmp_path, whole):
     arguments = (f"run.dir={tmp_path}", "run.name=killed", "trainer.steps=3", "run.resume=auto")
     process = start_and_wait((*arguments, *SHORT), tmp_path / "killed", rows=3)

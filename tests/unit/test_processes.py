@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl import processes
+from megatron_rl import interruption, processes
 from megatron_rl.interruption import ECHO_SECONDS, Interruption
 from megatron_rl.processes import (
     INTERRUPTED,
@@ -201,14 +201,13 @@ def test_a_rank_that_fails_gives_its_exit_status(ranks, capfd):
     assert capfd.readouterr().err == ""  # it has said itself what was wrong
 
 
-def send_when(*files, times=1, number=signal.SIGINT):
-    """A signal to this process once these files are there, and again when it is no echo."""
+def send_when(*files, again=(), number=signal.SIGINT):
+    """A signal to this process once these files are there, and again once the next ones are."""
 
     def send():
-        while not all(file.exists() for file in files):
-            time.sleep(0.02)
-        for again in range(times):
-            time.sleep(again * (ECHO_SECONDS + 0.2))
+        for awaited in filter(None, (files, again)):
+            while not all(file.exists() for file in awaited):
+                time.sleep(0.02)
             os.kill(os.getpid(), number)
 
     threading.Thread(target=send).start()
@@ -234,9 +233,11 @@ def test_a_request_before_the_ranks_listen_is_no_failure(ranks, tmp_path, capfd)
     assert "a second one ends it at once" in said and "was ended by" not in said
 
 
-def test_a_second_request_ends_at_once(ranks, tmp_path):
-    ranks(f"trap '' TERM; touch {tmp_path}/$RANK; for _ in $(seq 600); do sleep 0.1; done")
-    send_when(tmp_path / "0", tmp_path / "1", times=2)
+def test_a_second_request_ends_at_once(ranks, tmp_path, monkeypatch):
+    monkeypatch.setattr(interruption, "ECHO_SECONDS", 0.0)
+    hear = f"trap 'touch {tmp_path}/asked$RANK' TERM"
+    ranks(f"{hear}; touch {tmp_path}/$RANK; for _ in $(seq 600); do sleep 0.1; done")
+    send_when(tmp_path / "0", tmp_path / "1", again=[tmp_path / "asked0", tmp_path / "asked1"])
     assert start_processes([], world_size=2) == 128 + signal.SIGTERM
 
 

@@ -8,6 +8,7 @@ import ctypes
 import errno
 import os
 import signal
+import time
 
 import torch
 
@@ -79,13 +80,22 @@ def kill_the_engine(*, is_mine):
     """An engine that never comes back from a step, as when its device has died."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    from megatron_rl.distributed.unequal_work import UnequalWork
+
+    begun = []
+
     def wait_for_a_dead_device(*_):
+        (work,) = {one for one in begun if one.name == "generating"}
+        while work._store.get("rank 0").decode() != f"{work._rounds} done":
+            time.sleep(0.01)  # until the other rank waits for this one
         _hurry()
         while True:  # a signal ends a sleep
             ctypes.CDLL(None).sleep(3600)
 
     if is_mine:
         _remember_progress()
+        begin = UnequalWork.begin
+        UnequalWork.begin = lambda work: (begun.append(work), begin(work))[1]
         _before(LLMEngine, "step", wait_for_a_dead_device, call=60)
 
 
