@@ -96,13 +96,16 @@ def _complete(config: Config, *, name: str) -> Config:
     return parse_config(values)
 
 
-def _offline_paths(config: Config) -> dict[str, str]:
-    """What a run without an engine reads, by the keys that name it."""
-    if config.offline.rollouts is None:
-        return {}
-    named = {"offline.rollouts": config.offline.rollouts}
-    behavior = config.offline.behavior
-    return named if behavior == "file" else named | {"offline.behavior": behavior}
+def _further_paths(config: Config) -> dict[str, str]:
+    """What a run reads besides model and prompts, by the keys that name it."""
+    named = {}
+    if isinstance(lags := config.lag.batches, dict) and "trace" in lags:
+        named["lag.batches.trace"] = str(lags["trace"])
+    if config.offline.rollouts is not None:
+        named["offline.rollouts"] = config.offline.rollouts
+        if config.offline.behavior != "file":
+            named["offline.behavior"] = config.offline.behavior
+    return named
 
 
 def _next_folder(parent: Path) -> Path:
@@ -158,7 +161,7 @@ def _container_problems(cluster: SlurmCluster) -> list[str]:
 
 def _file_problems(launch: Launch) -> list[str]:
     config, cluster = launch.config, launch.cluster
-    named = {"model.path": config.model.path} | _offline_paths(config)
+    named = {"model.path": config.model.path} | _further_paths(config)
     if config.model.reference is not None:
         named["model.reference"] = config.model.reference
     named |= {

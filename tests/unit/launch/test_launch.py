@@ -103,6 +103,7 @@ def test_processes_that_do_not_divide(overrides, processes, said):
     ("change", "overrides", "options", "said"),
     [
         ({}, ["model.path=nowhere"], {}, "nowhere does not exist; correct it"),
+        ({}, ["lag.batches={trace: nowhere}"], {}, "lag.batches.trace: nowhere does not exist"),
         ({}, ["eval.sets.x=nowhere.parquet"], {}, "eval.sets.x: "),
         ({"python": "/nowhere/it"}, [], {}, "python: /nowhere/it does not exist; run tools"),
         ({}, ["rollout.tensor=3"], {}, "nodes=2 x processes_per_node=4: rollout.tensor=3: vLLM"),
