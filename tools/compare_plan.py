@@ -49,7 +49,18 @@ def layouts() -> Iterator[tuple[str, Parts]]:
         spread = context * data
         experts = [1] if shape.experts is None else sorted({2, spread})
         for expert in experts:
-            yield name, Parts(tensor, pipeline, context, expert, data, 1, recompute, tokens)
+            yield (
+                name,
+                Parts(
+                    tensor,
+                    pipeline,
+                    context,
+                    data,
+                    expert=expert,
+                    recompute=recompute,
+                    tokens=tokens,
+                ),
+            )
 
 
 def shape_of(name: str) -> ModelShape:
@@ -118,8 +129,8 @@ def compare(name: str, parts: Parts, model: Path) -> dict[str, Any]:
     for stage in sorted({0, parts.pipeline - 1}):
         found = rehearse(
             config_for(parts, model),
-            processes=parts.devices,
-            rank=stage * parts.devices // parts.pipeline,
+            processes=parts.world_size,
+            rank=stage * parts.world_size // parts.pipeline,
         )
         awake, _ = state_bytes(shape, parts, stage=stage)
         kept = activation_bytes(

@@ -9,31 +9,22 @@ from typing import Literal
 
 from megatron_rl.models.shape import ModelShape, weight_shapes
 from megatron_rl.models.weights import Weight
+from megatron_rl.resharding.layouts import ActorLayout
 from megatron_rl.resharding.pieces import padded_vocabulary
 
 Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
-class Parts:
+class Parts(ActorLayout):
     """The actor's layout, what it computes again, and the engines' tensor parallel size.
 
     tokens: of a pack, over all its context-parallel shards.
     """
 
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    expert: int = 1
-    data: int = 1
     rollout_tensor: int = 1
     recompute: Recompute = "none"
     tokens: int = 16384
-
-    @property
-    def devices(self) -> int:
-        """Of all replicas."""
-        return self.tensor * self.pipeline * self.context * self.data
 
     @property
     def replicas(self) -> int:

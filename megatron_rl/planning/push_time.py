@@ -48,8 +48,8 @@ def push_bytes(shape: ModelShape, parts: Parts, per_node: int) -> PushBytes:
     smaller one of the same nodes.
     """
     unit = math.lcm(parts.tensor * parts.pipeline * parts.expert, parts.rollout_tensor)
-    wanted = min(parts.devices, parts.pipeline * per_node)
-    ranks = min(parts.devices, -(-wanted // unit) * unit)
+    wanted = min(parts.world_size, parts.pipeline * per_node)
+    ranks = min(parts.world_size, -(-wanted // unit) * unit)
     return _push_bytes(
         shape, parts.tensor, parts.pipeline, parts.expert, parts.rollout_tensor, ranks, per_node
     )

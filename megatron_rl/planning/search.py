@@ -125,7 +125,7 @@ def layouts(shape: ModelShape, devices: int, fixed: Fixed) -> Iterator[Parts]:
             count = shape.experts.num_experts
             experts = [n for n in range(1, count + 1) if count % n == 0 and spread % n == 0]
         for expert in choose("expert", experts):
-            yield Parts(tensor, pipeline, context, expert, data, rollout)
+            yield Parts(tensor, pipeline, context, data, expert=expert, rollout_tensor=rollout)
 
 
 def _misfit(
@@ -219,7 +219,7 @@ def _seconds(
         shape, replace(parts, rollout_tensor=1), device, workload
     )
     return {
-        "rollout": _rollout_seconds(engine, workload, parts.devices // parts.rollout_tensor),
+        "rollout": _rollout_seconds(engine, workload, parts.world_size // parts.rollout_tensor),
         "behavior": behavior,
         "train": workload.epochs * workload.minibatches * update,
         "push": 0.0,

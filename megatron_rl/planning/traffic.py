@@ -51,7 +51,7 @@ class Traffic:
         parts = self.parts
         if parts.pipeline == 1:
             return 0.0
-        inside = parts.devices <= self.device.per_node
+        inside = parts.world_size <= self.device.per_node
         rate = self.device.link_gb_s if inside else self.device.network_gb_s
         return size / (rate * 1e9 * LINK_EFFICIENCY) + LATENCY
 

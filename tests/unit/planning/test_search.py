@@ -41,7 +41,7 @@ def test_what_fits_is_the_fastest_first_and_fits(found):
     assert times == sorted(times)
     for option in found.options:
         assert max(option.memory.values()) <= 1.0
-        assert option.parts.devices == 8
+        assert option.parts.world_size == 8
         assert all(seconds > 0 for seconds in option.seconds.values())
 
 
@@ -113,7 +113,7 @@ def test_the_report_has_a_row_for_each_and_the_reasons(found):
     assert len(describe(found, top=3, show_rejected=True).splitlines()) > len(found.rejected)
 
 
-@pytest.mark.parametrize("parts", [Parts(2, 2, 1, 1, 2, 4), Parts(1, 2, 2, 1, 2, 1)])
+@pytest.mark.parametrize("parts", [Parts(2, 2, 1, 2, rollout_tensor=4), Parts(1, 2, 2, 2)])
 def test_bytes_of_a_push_are_those_of_the_plan(parts):
     # As many layers as stages, so that nothing is scaled: the plan's own count, at 2 bytes.
     shape = replace(SMALL, num_layers=2)
