@@ -88,9 +88,9 @@ def _tell(
 
 def table(found: dict[str, dict[str, Interval]], problems: dict[str, int]) -> str:
     """Scores in percent with 95% intervals, a line for each set and one for macro."""
-    lines = [f"{'set':<16}{'problems':>9}" + "".join(f"{name:>20}" for name in found)]
+    lines = [f"{'set':<16}{'problems':>9}" + "".join(f"{name:>22}" for name in found)]
     for one in next(iter(found.values())):
         cells = (f"{100 * i.score:.1f} [{100 * i.low:.1f}, {100 * i.high:.1f}]"
                  for i in (by_set[one] for by_set in found.values()))  # fmt: skip
-        lines.append(f"{one:<16}{problems.get(one, ''):>9}" + "".join(f"{c:>20}" for c in cells))
+        lines.append(f"{one:<16}{problems.get(one, ''):>9}" + "".join(f"{c:>22}" for c in cells))
     return "\n".join(lines)
