@@ -1,5 +1,6 @@
 """The whole system on the tiny task: it learns, survives a kill, and exports what it trained."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -9,6 +10,7 @@ import time
 from collections import defaultdict
 
 import numpy as np
+import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -182,7 +184,10 @@ def test_what_was_updated_is_the_objective_of_the_rewards_and_it_went_up(whole):
 def test_a_killed_run_continues_as_if_nothing_had_happened(tmp_path, whole):
     arguments = (f"run.dir={tmp_path}", "run.name=killed", "trainer.steps=3", "run.resume=auto")
     process = start_and_wait((*arguments, *SHORT), tmp_path / "killed", rows=3)
-    os.killpg(process.pid, signal.SIGKILL)
+    ranks = psutil.Process(process.pid).children()
+    for group in (process.pid, *(rank.pid for rank in ranks)):  # all, as when a node is lost
+        with contextlib.suppress(ProcessLookupError):  # a rank ends with its launcher
+            os.killpg(group, signal.SIGKILL)
     process.wait()
     train(*arguments, *SHORT)
     assert_same_run(tmp_path / "killed", whole)
