@@ -7,6 +7,7 @@ beside its final name and renamed when complete: a killed save leaves nothing th
 from __future__ import annotations
 
 import json
+import queue
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
 )
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -35,6 +37,10 @@ from megatron_rl.models.shape import ModelShape
 
 # Handed out as copies: Megatron-core writes its process groups into what it is given.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+# Where Megatron-core's writers leave their results. Its own queue is a process, for saves that go
+# on in another; it takes seconds to start, and outlives a rank that is killed. Here a rank waits.
+filesystem_async._results_queue = queue.Queue()
 
 
 def _sharded_state(

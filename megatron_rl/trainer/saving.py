@@ -239,7 +239,9 @@ class CheckpointKeeper:
         spared = {step for step in steps if settings.milestones and step % settings.milestones == 0}
         if settings.keep_best:
             scores = evaluation_scores(self.directory.path)
-            spared |= set(sorted(scores.keys() & set(steps), key=lambda step: scores[step])[-1:])
+            spared |= set(
+                sorted(scores.keys() & set(steps), key=lambda step: (scores[step], step))[-1:]
+            )
         return spared
 
     def end_if_interrupted(self, actor: MegatronActor) -> None:
