@@ -193,7 +193,8 @@ class Config(Section):
         unit = parallel.model_size * (parallel.data or 1)
         if processes % unit or (parallel.data and processes != unit):
             problems.append(
-                f"{processes} processes cannot hold tensor {parallel.tensor} * pipeline "
+                f"{processes} process{'es' if processes > 1 else ''} cannot hold "
+                f"tensor {parallel.tensor} * pipeline "
                 f"{parallel.pipeline} * context {parallel.context} * data {parallel.data or '?'}; "
                 "their product must equal the number of processes: change one of parallel.*, or "
                 f"start {unit} processes"

@@ -263,7 +263,7 @@ def test_what_slurm_would_refuse_is_refused_before(slurm, launcher):
         ({"partition": "medium"}, "partition: this cluster has no medium; it has high, low"),
         ({"nodes": 4}, "SLURM would refuse this job: "),
         ({"container": {"image": "docker://x", "mounts": ["/:/"]}}, "has no --container-image"),
-        ({"nodes": 1}, "nodes=1 x processes_per_node=1 = 1 processes do not divide"),
+        ({"nodes": 1}, "nodes=1 x processes_per_node=1: 1 process cannot hold tensor 1"),
     ):
         launcher.write_cluster("other", values | change)
         said = launcher("launch", "tiny.yaml", "--cluster", "other.yaml", "run.name=o", status=1)
