@@ -47,7 +47,7 @@ class Response:
     prompt_index: int
     sample_index: int
     token_ids: np.ndarray  # [L] int32
-    rollout_logprobs: np.ndarray  # [L] float32, of the sampled token; nan: not known
+    rollout_logprobs: np.ndarray  # [L] float32, of the sampled token; nan of another run: not known
     text: str
     finish_reason: FinishReason
     weight_version: int  # of the weights that generated the first token; -1: of another run
@@ -57,6 +57,13 @@ class Response:
     def versions(self) -> tuple[tuple[int, int], ...]:
         """(first token, version) of each range of tokens that one version generated."""
         return ((0, self.weight_version), *self.later_versions)
+
+    @property
+    def has_engine_logprobs(self) -> bool:
+        """Whether an engine reported some, sound or not; what another run left may lack them."""
+        import numpy as np  # which a launcher lacks
+
+        return self.weight_version >= 0 or not np.isnan(self.rollout_logprobs).any()
 
 
 @dataclass(frozen=True)

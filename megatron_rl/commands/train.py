@@ -1,7 +1,6 @@
 """`megatron-rl train`: start the processes of this node, or join those that were started."""
 
 import argparse
-import gc
 import os
 import sys
 import time
@@ -24,6 +23,7 @@ from megatron_rl.processes import (
     join_processes,
     quiet_libraries,
     start_processes,
+    without_garbage_collection,
 )
 
 
@@ -58,10 +58,9 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         quiet_libraries()
         if place.rank == 0 and LAUNCHER not in os.environ:  # else whoever started it has asked
             _check_memory(config, place.world_size)
-        gc.disable()  # imports make no garbage; looking for it takes a fifth of their time
-        from megatron_rl.trainer.build import run_training
+        with without_garbage_collection():
+            from megatron_rl.trainer.build import run_training
 
-        gc.enable()
         run_training(
             config, rank=place.rank, world_size=place.world_size, interruption=interruption
         )

@@ -167,6 +167,7 @@ def build_pack(
     tokens, labels = np.zeros((2, sum(lengths)), np.int64)
     mask = np.zeros(sum(lengths), bool)
     logprobs = np.zeros(sum(lengths), np.float32)
+    known = all(rollouts[index].response.has_engine_logprobs for index in indices)
     start = 0
     for index, length in zip(indices, lengths, strict=False):  # a filler has no index
         prompt, response = rollouts[index].prompt.token_ids, rollouts[index].response
@@ -184,7 +185,7 @@ def build_pack(
         lengths=tuple(lengths),
         rollout_indices=tuple(indices) or (FILLER,),
         advantages=advantages[list(indices)].float() if indices else torch.zeros(1),
-        rollout_logprobs=None if np.isnan(logprobs).any() else torch.from_numpy(logprobs),
+        rollout_logprobs=torch.from_numpy(logprobs) if known else None,
     )
 
 

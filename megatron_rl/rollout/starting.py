@@ -1,12 +1,12 @@
 """Starting vLLM in the trainer's process, which is otherwise left as it was."""
 
-import gc
 import secrets
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.processes import without_garbage_collection
 from megatron_rl.rollout.process_state import hosted_start
 
 # An LLM that is garbage-collected tears down the default process group of the whole process
@@ -44,12 +44,11 @@ def start_vllm(topology: Topology, arguments: dict[str, Any]) -> Any:
     """vLLM's LLM in this process, which is otherwise left as it was; collective."""
     local_rank = topology.device.index or 0 if topology.device.type == "cuda" else topology.rank
     with hosted_start(rank=topology.rank, world_size=topology.world_size, local_rank=local_rank):
-        gc.disable()  # imports make no garbage; looking for it takes a fifth of their time
-        from vllm import LLM
+        with without_garbage_collection():
+            from vllm import LLM
 
-        from megatron_rl.rollout import inproc
+            from megatron_rl.rollout import inproc
 
-        gc.enable()
         inproc.register()
         with inproc.own_shared_memory(_shared_token()):
             llm = LLM(weight_transfer_config={"backend": inproc.BACKEND}, **arguments)

@@ -329,8 +329,8 @@ def _version_ranges(rollout: Rollout) -> list[dict[str, int]]:
 
 
 def _engine_logprobs(rollout: Rollout) -> np.ndarray | None:
-    values = rollout.response.rollout_logprobs
-    return None if np.isnan(values).any() else values
+    response = rollout.response
+    return response.rollout_logprobs if response.has_engine_logprobs else None
 
 
 def _flatten(values: dict, prefix: str = "") -> dict[str, object]:

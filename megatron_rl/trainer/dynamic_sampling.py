@@ -110,7 +110,7 @@ class DynamicSampling:
 
     def _drop(self, groups: Sequence[Sequence[Rollout]]) -> None:
         """Count what was generated and will not be trained."""
-        rollouts = [rollout for group in groups for rollout in group]
+        rollouts = _flat(groups)
         self._add("tokens_dropped", sum(len(one.response.token_ids) for one in rollouts))
         self._add("responses_dropped", len(rollouts))
 

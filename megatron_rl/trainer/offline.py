@@ -124,7 +124,7 @@ def _check_engine_logprobs(rollouts: Sequence[Rollout], config: Config) -> None:
         "behavior=engine": config.behavior == "engine",
         f"objective.name={config.objective.name}": "rollout_logprobs" in objective.needs,
     }
-    lacking = sum(np.isnan(one.response.rollout_logprobs).any() for one in rollouts)
+    lacking = sum(not one.response.has_engine_logprobs for one in rollouts)
     for what in (name for name, needs in asks.items() if needs and lacking):
         raise ConfigError(
             f"{what} needs the engine's log-probs, and {lacking} responses of offline.rollouts "

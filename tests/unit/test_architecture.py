@@ -30,7 +30,7 @@ LAYERS = {
     "evaluation": {"types"},
     "resharding": {"types", "distributed", "models"},
     "actor": {"types", "distributed", "objectives", "models", "resharding", "data"},
-    "rollout": {"types", "seeds", "distributed", "models", "resharding", "watching"},
+    "rollout": {"types", "seeds", "processes", "distributed", "models", "resharding", "watching"},
     "runs": {"types", "config", "models"},
     "lag": {"types", "seeds", "config"},
     "report": {"types", "runs", "objectives", "distributed"},

@@ -1,5 +1,8 @@
 """Packs: every response token once, aligned, balanced, in order, with global sizes."""
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -59,6 +62,18 @@ def _plan(
         gemm_tokens=gemm_tokens,
         computed=computed,
     )
+
+
+def test_what_an_engine_got_wrong_is_not_taken_for_what_nobody_said():
+    """nan of an engine reaches the objective, which names it; nan of another run is not known."""
+    wrong = _rollout(0, 0, (1, 2), (7, math.nan))
+    wrong = replace(wrong, response=replace(wrong.response, token_ids=(7, 8)))
+    elsewhere = replace(wrong, response=replace(wrong.response, weight_version=-1))
+    kept, unknown = (
+        _plan([one] * 2, minibatches=1)[0].micro_batches[0].rollout_logprobs
+        for one in (wrong, elsewhere)
+    )
+    assert kept.isnan().any() and unknown is None
 
 
 def test_one_sequence_by_hand():
