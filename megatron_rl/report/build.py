@@ -18,7 +18,7 @@ from megatron_rl.report.series import (
     score_keys,
 )
 from megatron_rl.report.tokens import build_life, describe_objective
-from megatron_rl.report.traces import objective_of, spread_out
+from megatron_rl.report.traces import objective_of, spread_out, why_unjudged
 from megatron_rl.runs.rows import PHASES
 
 REPORT = "report.html"
@@ -109,12 +109,19 @@ def collect(
     }
 
 
-def _bounds(group: Group) -> dict[str, Any] | None:
-    """Those of the objective's log-weight, with what it is the weight of."""
+def _bounds(group: Group) -> dict[str, Any]:
+    """Those of log w_t where they depend on t / L alone; else `missing` says why there are none."""
     objective = describe_objective(objective_of(group.runs[0]))
-    if objective is None or objective["bounds"] is None:
-        return None
-    return objective["bounds"] | {"weight": objective["weight"]}
+    if objective is None:
+        return {"missing": why_unjudged(group.runs[0])}
+    bounds = objective["bounds"]
+    if bounds is None or bounds["low"] is None and bounds["high"] is None:
+        return {"missing": "its constraint bounds no weight"}
+    if objective["weight"] != "prefix_mean":
+        return {"missing": f"its bounds are of another weight, {objective['weight']}"}
+    if bounds["scale"] == "t^p":
+        return {"missing": "its bounds depend on t, not on t / L"}
+    return bounds
 
 
 def _title(runs: Sequence[Run]) -> str:

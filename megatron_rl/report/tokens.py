@@ -18,6 +18,7 @@ from megatron_rl.report.traces import (
     read_traced_groups,
     spread_out,
     traced_steps,
+    why_unjudged,
 )
 
 BYTES_PER_TOKEN = 24  # of the page, beside those of each update
@@ -85,6 +86,7 @@ def _life(run: Run, steps: Sequence[int], *, of: int) -> dict[str, Any]:
     ]
     return {
         "objective": describe_objective(objective),
+        "unjudged": why_unjudged(run),
         "has_pieces": pieces.of([]) is not None,
         "steps": len(steps),
         "steps_traced": of,

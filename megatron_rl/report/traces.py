@@ -87,19 +87,32 @@ def spread_out(steps: Sequence[int], *, most: int) -> list[int]:
 
 
 def objective_of(run: Run) -> Objective | None:
-    """What the run was trained with; None where it is unknown here, or one response tells nothing.
+    """What the run was trained with; None where `why_unjudged` says why that tells nothing."""
+    objective = _build(run)
+    is_judged = isinstance(objective, Objective) and why_unjudged(run) is None
+    return objective if is_judged else None
 
-    So it is where there is no weight per token, or a constraint that whole minibatches decide, and
-    where ratios are to a policy that nothing has kept (a decoupled objective).
-    """
+
+def why_unjudged(run: Run) -> str | None:
+    """Why decisions do not follow from the log-probs of one response; None where they do."""
+    objective = _build(run)
+    if objective is None:
+        return "this release does not know its objective"
+    if not isinstance(objective, Objective):
+        return "its loss has no weight of a token"
+    if not can_be_judged(objective):
+        return "every update sets its bound anew, by a whole minibatch"
+    if run.config.get("behavior") == "engine" and "rollout_logprobs" in objective.needs:
+        return "its ratios are to a policy of which nothing is kept"
+    return None
+
+
+def _build(run: Run) -> PolicyObjective | None:
     choices = dict(run.config.get("objective") or {})
-    name = choices.pop("name", None)
     try:
-        objective = build_objective(str(name), **choices)
+        return build_objective(str(choices.pop("name", None)), **choices)
     except ValueError:  # of another release
         return None
-    is_decoupled = run.config.get("behavior") == "engine" and "rollout_logprobs" in objective.needs
-    return objective if can_be_judged(objective) and not is_decoupled else None
 
 
 def can_be_judged(objective: PolicyObjective) -> TypeGuard[Objective]:

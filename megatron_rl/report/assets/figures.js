@@ -137,13 +137,15 @@ function gateByPosition() {
     const at = (group, name) => pick(group)[name][epoch - 1];
     const lines = groups.filter((group) => group.gate.epochs >= epoch);
     const fans = lines.filter((group) => finite(at(group, "prefix_mean_log_median")).length);
+    const bounded = fans.some((group) => !group.bounds.missing) ? "; dashed: the bounds" : "";
+    const without = fans.filter((group) => group.bounds.missing).map((group) => h("p", { class: "nothing" }, `No bounds of ${group.label}: ${group.bounds.missing}.`));
     fan.replaceChildren(...[
-      fans.length && lineChart({ title: `log wₜ in epoch ${epoch}: median, band from the 5% to the 95% quantile; dashed: the bounds`, xLabel: "t / L", format: (v) => show(v, 2), xFormat: (x) => show(x, 2),
+      fans.length && lineChart({ title: `log wₜ in epoch ${epoch}: median, band from the 5% to the 95% quantile${bounded}`, xLabel: "t / L", format: (v) => show(v, 2), xFormat: (x) => show(x, 2),
         marks: [{ y: 0, color: "#aab2bd" }],
         lines: fans.flatMap((group) => [{ label: group.label, color: colorOf(group.index), x: tenths, y: at(group, "prefix_mean_log_median"),
           low: at(group, "prefix_mean_log_q05"), high: at(group, "prefix_mean_log_q95") }, ...boundLines(group, tenths)]) }),
       lines.length && lineChart({ title: `Accepted tokens in epoch ${epoch} (fraction)`, xLabel: "t / L", format: (v) => show(v, 3), xFormat: (x) => show(x, 2),
-        lines: lines.map((group) => ({ label: group.label, color: colorOf(group.index), x: tenths, y: at(group, "acceptance"), points: true })) }),
+        lines: lines.map((group) => ({ label: group.label, color: colorOf(group.index), x: tenths, y: at(group, "acceptance"), points: true })) }), ...without,
     ].filter(Boolean));
   };
   STATE.listeners.push(draw);
@@ -155,10 +157,9 @@ function gateByPosition() {
   h("div", { class: "controls" }, slider("epoch of reuse", { id: "gate-epoch", min: 1, max: epochs, value: epochs }, (value) => { epoch = value; draw(); })), fan];
 }
 
-/** The gate's own bounds of log w, where they depend on t / L alone. */
+/** The gate's own bounds of log w, where it has such. */
 function boundLines(group, tenths) {
   const bounds = group.bounds;
-  if (!bounds || bounds.weight !== "prefix_mean" || bounds.scale === "t^p") return [];
   return ["low", "high"].filter((side) => bounds[side] != null).map((side) => ({ color: colorOf(group.index), dash: [6, 4], width: 1.2, x: tenths,
     y: tenths.map((x) => {
       const reach = bounds[side] * (bounds.scale === "constant" ? 1 : Math.sqrt(1 / x)), sign = side === "low" ? -1 : 1;

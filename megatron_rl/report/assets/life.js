@@ -142,7 +142,7 @@ class Life {
       span.className = `token${dark ? " dark" : ""}${now.kept(t) ? "" : " rejected"}`;
     });
     this.parts.legend.replaceChildren(h("span", {}, signed(-this.colors, 2)), h("span", { class: "ramp" }), h("span", {}, signed(this.colors, 2)),
-      this.table.judged ? h("span", { class: "key" }, h("span", { class: "token rejected" }, "token"), " rejected by the constraint") : null);
+      this.table.judged ? h("span", { class: "key" }, h("span", { class: "token rejected" }, "token"), " rejected by the constraint") : h("span", { class: "key" }, `what is rejected is not shown: ${this.life.unjudged}`));
     this.paintStrips(read);
     this.paintChart(values);
     this.paintWorst(values);

@@ -64,6 +64,23 @@ def test_runs_that_differ_in_their_seed_alone_are_one_group(data):
     assert data["groups"][1]["differs"]["objective.constraint.low"] == "0.02"
 
 
+def test_a_line_without_bounds_says_why(tmp_path):
+    for name in ("pnpo", "m2po", "gspo", "tepo_prefix", "ctpo_geomean", "cppo", "oapl"):
+        make_run(tmp_path / name, objective=name, steps=1, traced=0)
+    groups = collect(group_runs(find_runs([tmp_path])), threshold=None, megabytes=4)["groups"]
+    found = {group["label"]: group["bounds"] for group in groups}
+    assert found["pnpo"]["scale"] == "sqrt(L/t)" and found["tepo_prefix"]["high"] == 0.28
+    assert {name: bounds.get("missing") for name, bounds in found.items()} == {
+        "pnpo": None,
+        "tepo_prefix": None,
+        "m2po": "every update sets its bound anew, by a whole minibatch",
+        "gspo": "its bounds are of another weight, sequence_mean",
+        "ctpo_geomean": "its bounds depend on t, not on t / L",
+        "cppo": "its constraint bounds no weight",
+        "oapl": "its loss has no weight of a token",
+    }
+
+
 def test_a_study_s_axes_name_its_lines(tmp_path):
     rows = []
     for place, (sides, epochs) in enumerate([("one-sided", 4), ("both", 4), ("both", 1)]):
