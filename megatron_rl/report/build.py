@@ -115,7 +115,7 @@ def _bounds(group: Group) -> dict[str, Any]:
     if objective is None:
         return {"missing": why_unjudged(group.runs[0])}
     bounds = objective["bounds"]
-    if bounds is None or bounds["low"] is None and bounds["high"] is None:
+    if bounds is None or (bounds["low"] is None and bounds["high"] is None):
         return {"missing": "its constraint bounds no weight"}
     if objective["weight"] != "prefix_mean":
         return {"missing": f"its bounds are of another weight, {objective['weight']}"}
