@@ -89,8 +89,9 @@ def spread_out(steps: Sequence[int], *, most: int) -> list[int]:
 def objective_of(run: Run) -> Objective | None:
     """What the run was trained with; None where `why_unjudged` says why that tells nothing."""
     objective = _build(run)
-    is_judged = isinstance(objective, Objective) and why_unjudged(run) is None
-    return objective if is_judged else None
+    if isinstance(objective, Objective) and why_unjudged(run) is None:
+        return objective
+    return None
 
 
 def why_unjudged(run: Run) -> str | None:
