@@ -20,8 +20,17 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("patient")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--no-processes", action="store_true", help="skip each test that would start one"
+    )
+
+
 @pytest.fixture(scope="session", autouse=True)
-def process_to_fork_from():
+def process_to_fork_from(request):
     """While the first tests run, it imports what later ones need; what it says is captured."""
     if ranks := sys.modules.get("tests.ranks"):  # a test that was collected wants it
-        ranks.fork_from("tests.imported")
+        if request.config.getoption("--no-processes"):
+            ranks.refuse()
+        else:
+            ranks.fork_from("tests.imported")

@@ -13,9 +13,12 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import pytest
+
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal a process gets when its parent ends
 _SPAWN = multiprocessing.get_context("spawn")
 _context: BaseContext = _SPAWN
+_refused = False
 
 
 def fork_from(module: str) -> None:
@@ -29,6 +32,12 @@ def fork_from(module: str) -> None:
     multiprocessing.forkserver.ensure_running()
 
 
+def refuse() -> None:
+    """From now on a test that would start a process is skipped."""
+    global _refused
+    _refused = True
+
+
 def find_free_port() -> int:
     """A TCP port of the loopback interface that was free a moment ago."""
     with socket.socket() as probe:
@@ -40,6 +49,8 @@ def start_process(
     function: Callable, *args: Any, context: BaseContext | None = None
 ) -> BaseProcess:
     """`function(*args)` in a process with this one's environment; it does not outlive this one."""
+    if _refused:
+        pytest.skip("starts a process")
     process = (context or _context).Process(target=_begin, args=(function, dict(os.environ), args))
     process.start()
     return process

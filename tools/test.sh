@@ -19,7 +19,8 @@ case ${1:-all} in
     *) echo "usage: bash tools/test.sh [all|unit|fast]" >&2; exit 2 ;;
 esac
 
-# The mathematics, the plans of layouts and weights, the loop around fakes: no process is started.
+# The mathematics, the plans of layouts and weights, the loop around fakes. Tests there that start
+# ranks or go through every case of something (marked slow) are left to the other parts.
 FAST=(tests/unit/{objectives,data,preflight,trainer} tests/unit/test_{advantages,architecture,config}.py
     tests/unit/distributed/test_sequence_{layout,statistics}.py
     tests/unit/resharding/test_{plan,pieces}.py tests/unit/rewards/test_math_answer.py)
@@ -43,7 +44,8 @@ run_part() {
         docs) MEGATRON_RL_VENV=$VENV bash tools/docs.sh ;;
         # The same examples each time; without the seed hypothesis looks for new ones.
         unit) "$VENV/bin/python" -m pytest tests/unit "${SIDE_BY_SIDE[@]}" --hypothesis-seed=0 ;;
-        fast) "$VENV/bin/python" -m pytest -q "${FAST[@]}" --hypothesis-seed=0 ;;
+        fast) "$VENV/bin/python" -m pytest -q "${FAST[@]}" -m "not slow" --no-processes \
+            --hypothesis-seed=0 ;;
         tests) "$VENV/bin/python" -m pytest tests/functional tests/unit "${SIDE_BY_SIDE[@]}" \
             --hypothesis-seed=0 ;;
     esac

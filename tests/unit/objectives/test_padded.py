@@ -112,4 +112,4 @@ def test_only_torch_is_needed():
         "    advantages=torch.ones(1), response_mask=torch.ones(1, 2).bool())\n"
         "assert abs(loss.item() - 1.0) < 1e-6\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)

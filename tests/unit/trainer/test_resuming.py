@@ -90,6 +90,7 @@ def count(kind, *lives):
     return sum(event[0] == kind for life in lives for event in life)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sections", WAYS, ids=str)
 def test_asked_to_end_at_any_event_nothing_is_made_twice(tmp_path, sections):
     """No update, nor a rollout batch but for the one out of which the run ends."""
@@ -114,6 +115,7 @@ def test_asked_to_end_at_any_event_nothing_is_made_twice(tmp_path, sections):
         assert not list((folder / "generated").glob("*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sections", "late"), [(WAYS[0], False), (WAYS[0], True), (WAYS[1], True), (WAYS[2], True)]
 )
