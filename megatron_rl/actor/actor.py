@@ -22,7 +22,6 @@ from megatron_rl.actor.evidence import Evidence, Rule, head_gradient_energy
 from megatron_rl.actor.fitting import fit_objective
 from megatron_rl.actor.learning_rate import learning_rate_at
 from megatron_rl.actor.loss_contract import as_megatron_loss
-from megatron_rl.actor.loss_report import LossReport, report_loss
 from megatron_rl.actor.memory import TrainingState
 from megatron_rl.actor.packs import LocalPack, PackCache, check_pack
 from megatron_rl.actor.settings import ActorSettings
@@ -31,7 +30,7 @@ from megatron_rl.actor.weights import export_weights, named_parameters
 from megatron_rl.data.packing import build_pack
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import read_model_shape
-from megatron_rl.objectives.inputs import TokenInputs
+from megatron_rl.objectives.inputs import TokenClasses, TokenInputs
 from megatron_rl.objectives.objective import PolicyObjective
 from megatron_rl.objectives.statistics import Statistics
 from megatron_rl.types import Minibatch, TokenBatch
@@ -112,8 +111,8 @@ class MegatronActor:
                 forward_only=False,
                 entropy="entropy" in objective.needs,
             )
-            statistics = self._reduce(reports, classes=minibatch.classes)
-            self._trace(batches, [report.logprobs for report in reports])
+            statistics = self._reduce([told for told, _ in reports], classes=minibatch.classes)
+            self._trace(batches, [logprobs for _, logprobs in reports])
             if power := self.settings.effective_samples_power:
                 rate *= statistics.everything().effective_sample_fraction() ** power
             for group in self.optimizer.param_groups:
@@ -258,10 +257,14 @@ class MegatronActor:
         batch: TokenBatch,
         pack: LocalPack,
         output: Tensor,
-    ) -> tuple[Tensor, LossReport]:
+    ) -> tuple[Tensor, tuple[Statistics, Tensor]]:
+        """The loss of one micro-batch; its statistics and the policy's log-probs, [1, t]."""
         assert batch.behavior_logprobs is not None, "behavior log-probs come before the update"
         logprobs, *entropy = output  # [1|2, t]
         rollout, reference = batch.rollout_logprobs, batch.reference_logprobs
+        classes = None
+        if minibatch.classes and batch.classes is not None:
+            classes = TokenClasses(pack.shard(batch.classes), minibatch.classes)
         result = objective(
             TokenInputs(
                 policy_logprobs=logprobs,
@@ -273,9 +276,9 @@ class MegatronActor:
             ),
             layout=pack.layout,
             denominators=minibatch.denominators,
+            classes=classes,
         )
-        classes = minibatch.classes
-        return result.loss, report_loss(result, output[:1], batch=batch, pack=pack, classes=classes)
+        return result.loss, (result.statistics, output[:1].detach())
 
     def _trace(self, micro_batches: Sequence[TokenBatch], local: list[Tensor]) -> None:
         """Keep the policy's log-probs at this update where a batch asks for it; local [1, t]."""
@@ -308,11 +311,11 @@ class MegatronActor:
             dist.broadcast(flat, group=self.topology.pp_group, group_src=self.topology.pp_size - 1)
         return flat
 
-    def _reduce(self, reports: list[LossReport], *, classes: int) -> Statistics:
+    def _reduce(self, reports: list[Statistics], *, classes: int) -> Statistics:
         """Statistics of the whole minibatch on every rank; the last stage has computed them."""
         total = Statistics.empty(self.topology.device, classes=classes)
         if self.topology.is_last_stage:
-            total = reduce(Statistics.merge, (report.statistics for report in reports), total)
+            total = reduce(Statistics.merge, reports, total)
             total = total.all_reduce(self.topology.dp_cp_group)
         if self.topology.pp_size > 1:
             last = self.topology.pp_size - 1

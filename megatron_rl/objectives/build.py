@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, get_args, get_type_hints
 
 from megatron_rl.objectives.named import NAMED
-from megatron_rl.objectives.objective import Objective, PolicyObjective
-from megatron_rl.objectives.regression import OaplObjective
+from megatron_rl.objectives.objective import OaplObjective, Objective, PolicyObjective
 from megatron_rl.objectives.spec import CONSTRAINTS, ObjectiveSpec
 
 OBJECTIVES: dict[str, ObjectiveSpec | OaplObjective] = {**NAMED, "oapl": OaplObjective()}
@@ -38,12 +37,14 @@ def _replace(default: Any, values: Mapping[str, Any], where: str) -> Any:
         key: _read(value, types[key], getattr(default, key, None), where, key)
         for key, value in values.items()
     }
-    if cls is not default:
-        return dataclasses.replace(default, **read)
-    for field in dataclasses.fields(cls):
-        if field.default is dataclasses.MISSING and field.name not in read:
-            raise ValueError(f"{where} needs {field.name!r}")
-    return cls(**read)
+    if cls is default:
+        for field in dataclasses.fields(cls):
+            if field.default is dataclasses.MISSING and field.name not in read:
+                raise ValueError(f"{where} needs {field.name!r}")
+    try:
+        return cls(**read) if cls is default else dataclasses.replace(default, **read)
+    except ValueError as wrong:
+        raise ValueError(f"{where}: {wrong}") from None
 
 
 def _read(value: Any, declared: Any, current: Any, where: str, key: str) -> Any:

@@ -5,12 +5,13 @@ lost in float32 after an exponential but not before, and an extreme log-ratio ne
 Shapes: t tokens on this rank.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.objectives.inputs import TokenInputs
 from megatron_rl.objectives.spec import (
     Bounds,
     Constraint,
@@ -21,16 +22,34 @@ from megatron_rl.objectives.spec import (
     Taper,
     Truncate,
     TvFilter,
+    Unconstrained,
 )
-from megatron_rl.objectives.weights import LogRatios, budget_weights
+from megatron_rl.objectives.weights import LogRatios, budget_spent, budget_weights
 
 
-class Constrained(NamedTuple):
+@dataclass(frozen=True)
+class Constrained:
     """A weight r after its constraint."""
 
     value: Tensor  # [t] of the term per unit of A, e.g. clip(r): differentiated through
     coefficient: Tensor  # [t] of A grad log pi, 0 where the value is constant: when detached
     inside: Tensor  # [t] bool, False where the constraint changed something
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """What an objective makes of its tokens before anything is added up."""
+
+    ratios: LogRatios
+    log_weight: Tensor  # [t] before the constraint
+    constrained: Constrained
+    factor: Tensor | None = None  # [t] of a rollout correction
+
+    @property
+    def kept(self) -> Tensor:
+        """Where neither the constraint nor a correction changed or dropped the weight; [t] bool."""
+        inside = self.constrained.inside
+        return inside if self.factor is None else inside & (self.factor != 0)
 
 
 def position_scale(bounds: Bounds, layout: SequenceLayout, dtype: torch.dtype) -> Tensor:
@@ -75,9 +94,8 @@ def ppo_clip(
         dual = log_bounds(_dual_bounds(clip), layout, log_weight.dtype)[1]
     lower = torch.where(advantages < 0, lower, -torch.inf)
     upper = torch.where(advantages > 0, upper, torch.where(advantages < 0, dual, torch.inf))
-    inside = (lower <= log_weight) & (log_weight <= upper)
-    weight = torch.exp(log_weight.clamp(lower, upper))
-    return Constrained(weight, torch.where(inside, weight, 0), inside)
+    clipped = _clipped(log_weight, lower, upper)
+    return replace(clipped, coefficient=torch.where(clipped.inside, clipped.value, 0))
 
 
 def _dual_bounds(clip: PpoClip) -> Bounds:
@@ -100,10 +118,7 @@ def hard_gate(
 
 def truncate(bounds: Truncate, log_weight: Tensor, layout: SequenceLayout) -> Constrained:
     """clip(r); detached, every token keeps its gradient."""
-    lower, upper = log_bounds(bounds, layout, log_weight.dtype)
-    inside = (lower <= log_weight) & (log_weight <= upper)
-    weight = torch.exp(log_weight.clamp(lower, upper))
-    return Constrained(weight, weight, inside)
+    return _clipped(log_weight, *log_bounds(bounds, layout, log_weight.dtype))
 
 
 def tv_filter(
@@ -123,22 +138,26 @@ def taper(tapered: Taper, log_weight: Tensor, advantages: Tensor) -> Constrained
     ]
     bounds = torch.tensor(ratios, dtype=log_weight.dtype, device=log_weight.device).log()
     lower, upper = torch.where(advantages < 0, bounds[:, 1:], bounds[:, :1])
-    inside = (lower <= log_weight) & (log_weight <= upper)
-    weight = torch.exp(log_weight.clamp(lower, upper))
-    return Constrained(weight, weight, inside)
+    return _clipped(log_weight, lower, upper)
 
 
 def prefix_budget(
-    budget: PrefixBudget, log_weight: Tensor, advantages: Tensor, ratios: LogRatios
+    budget: PrefixBudget, log_weight: Tensor, x: TokenInputs, ratios: LogRatios
 ) -> Constrained:
     """Zero where A (rho - 1) > 0 and the token or its prefix has moved further than allowed."""
-    weight, before = budget_weights(budget, ratios.layout, log_weight.dtype)
-    assert ratios.probability_change is not None, "scanned with the ratios"
-    token = weight * ratios.probability_change
-    within = (token <= budget.threshold) & (
+    _, before = budget_weights(budget, ratios.layout, log_weight.dtype)
+    spent = budget_spent(budget, x, ratios.token.detach(), ratios.layout)
+    within = (spent <= budget.threshold) & (
         ratios.running("budget") <= budget.threshold + budget.average * before
     )
-    return _kept(log_weight, within | (advantages * ratios.token.detach() <= 0))
+    return _kept(log_weight, within | (x.advantages * ratios.token.detach() <= 0))
+
+
+def _clipped(log_weight: Tensor, lower: Tensor, upper: Tensor) -> Constrained:
+    """r moved to the nearer bound."""
+    inside = (lower <= log_weight) & (log_weight <= upper)
+    weight = torch.exp(log_weight.clamp(lower, upper))
+    return Constrained(weight, weight, inside)
 
 
 def _kept(log_weight: Tensor, inside: Tensor) -> Constrained:
@@ -148,9 +167,10 @@ def _kept(log_weight: Tensor, inside: Tensor) -> Constrained:
 
 
 def apply_constraint(
-    constraint: Constraint, log_weight: Tensor, *, advantages: Tensor, ratios: LogRatios
+    constraint: Constraint, log_weight: Tensor, *, x: TokenInputs, ratios: LogRatios
 ) -> Constrained:
     """Apply the chosen constraint to a log-weight; differentiable in it."""
+    advantages = x.advantages
     match constraint:
         case PpoClip():
             return ppo_clip(constraint, log_weight, advantages, ratios.layout)
@@ -163,10 +183,32 @@ def apply_constraint(
         case Taper():
             return taper(constraint, log_weight, advantages)
         case PrefixBudget():
-            return prefix_budget(constraint, log_weight, advantages, ratios)
+            return prefix_budget(constraint, log_weight, x, ratios)
         case SecondMoment():
             raise ValueError(
                 "constraint second_moment is of a whole minibatch: give this objective's fit() the "
                 "minibatch's log-ratios and advantages, and call what it returns"
             )
     return _kept(log_weight, torch.ones_like(log_weight, dtype=torch.bool))
+
+
+def second_moment_gate(
+    constraint: SecondMoment, log_ratios: Tensor, advantages: Tensor
+) -> HardGate | Unconstrained:
+    """M2PO's constraint for one minibatch of N tokens, as a gate on their ratios; [N] each.
+
+    Masking the largest masks all above some size: the gate [exp(-b), exp(b)], by the sign of A. b
+    lies halfway between the largest log-ratio that stays and the smallest that goes, so that
+    rounding moves neither across. Equally large ones go together. Log-ratios that are not finite
+    are left to those who report them.
+    """
+    trust = (log_ratios * advantages > 0) & torch.isfinite(log_ratios)
+    sizes = log_ratios[trust].double().abs().sort().values
+    means = sizes.square().cumsum(0) / torch.arange(1, len(sizes) + 1, device=sizes.device)
+    staying = int((means <= constraint.threshold).sum())  # the means of sorted squares never fall
+    if staying == len(sizes):
+        return Unconstrained()
+    smallest_gone = sizes[staying]
+    kept = sizes[sizes < smallest_gone]
+    bound = (float(smallest_gone) + (float(kept[-1]) if len(kept) else 0.0)) / 2
+    return HardGate(low=bound, high=bound, space="log", sided="advantage")

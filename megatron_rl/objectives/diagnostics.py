@@ -13,10 +13,9 @@ from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import statistics as names
-from megatron_rl.objectives.constraints import Constrained
-from megatron_rl.objectives.inputs import TokenInputs
+from megatron_rl.objectives.constraints import Constrained, Weighed
+from megatron_rl.objectives.inputs import TokenClasses, TokenInputs
 from megatron_rl.objectives.statistics import Statistics
-from megatron_rl.objectives.weights import LogRatios
 
 CPU_BLOCK = 2**14  # tokens: a column of float64 is 128 KiB
 # Rounding of a float32 log-softmax can lift a probability of 1 slightly above 0.
@@ -27,11 +26,9 @@ PAIRS = names.DECILES * names.OCTAVES
 
 
 @dataclass(frozen=True)
-class TokenTerms:
-    """What an objective made of its inputs; [t] each, None where a term is off."""
+class Terms:
+    """What an objective's loss is the sum of; [t] each, None where a term is off."""
 
-    log_weight: Tensor  # of the objective's own weight
-    constrained: Constrained
     policy: Tensor
     kl: Tensor | None = None
     entropy: Tensor | None = None
@@ -54,52 +51,68 @@ class Tokens:
     position: Tensor
     length: Tensor
     pair: Tensor  # of bands, PAIRS off the mask
+    row: Tensor | None  # of a class and its tenth of t/L
     log_ratio: Tensor
     prefix_sum: Tensor
+    log_weight: Tensor
+    constrained: Constrained
     loss: Tensor
     given: TokenInputs
-    terms: TokenTerms
+    terms: Terms
 
 
 def _block(x: Any, start: int, end: int) -> Any:
     """Tokens `start` to `end` of every tensor in a nest of dataclasses."""
     if x is None or isinstance(x, Tensor):
         return None if x is None else x[start:end]
-    if isinstance(x, Constrained):
-        return Constrained(*(part[start:end] for part in x))
     return type(x)(**{name: _block(part, start, end) for name, part in vars(x).items()})
 
 
 @torch.no_grad()
-def compute_statistics(given: TokenInputs, ratios: LogRatios, terms: TokenTerms) -> Statistics:
+def compute_statistics(
+    given: TokenInputs, weighed: Weighed, terms: Terms, classes: TokenClasses | None
+) -> Statistics:
     """The statistics of one micro-batch's tokens on this rank."""
-    layout = ratios.layout
+    layout = weighed.ratios.layout
+    pair = layout.once(band_pairs)
     tokens = Tokens(
         mask=layout.mask,
         position=layout.position,
         length=layout.length,
-        pair=layout.once(band_pairs),
-        log_ratio=ratios.token,
-        prefix_sum=ratios.prefix_sum,
+        pair=pair,
+        row=None if classes is None else _class_rows(classes, pair),
+        log_ratio=weighed.ratios.token,
+        prefix_sum=weighed.ratios.prefix_sum,
+        log_weight=weighed.log_weight,
+        constrained=weighed.constrained,
         loss=terms.loss,
         given=given,
         terms=terms,
     )
-    table = BandTable.empty(layout.device)
+    bands = RowSums(PAIRS, layout.device)
+    apart = RowSums(classes.count * names.DECILES if classes else 0, layout.device)
+    histogram = torch.zeros(PAIRS + 1, names.BINS, dtype=torch.float64, device=layout.device)
     scalars, maxima, suspects = [], [], []
     size = CPU_BLOCK if layout.device.type == "cpu" else layout.local_tokens
     for start in range(0, layout.local_tokens, size):
         block = _block(tokens, start, start + size)
-        table.add(block)
+        outcome, columns = _outcome(block), _columns(block)
+        bands.add(block.pair, outcome, columns)
+        if block.row is not None:
+            apart.add(block.row, outcome, columns)
+        bins = block.pair * names.BINS + histogram_bin(columns["log_w"])
+        histogram.view(-1).scatter_add_(0, bins, torch.ones_like(columns["log_w"]))
         scalars.append(_scalar_sums(block))
         maxima.append(_maxima(block))
         suspects.append(start + _suspects(block))
     suspect = torch.cat(suspects)
     address = layout.sequence_ids[suspect].long() * names.SEQUENCE + layout.position[suspect]
     faults = torch.where(_faults(tokens, suspect), -address.double(), -torch.inf).amax(dim=1)
+    margins = _margins(bands.table()), _margins(histogram[:-1])
     return Statistics(
-        torch.cat((torch.stack(scalars).sum(dim=0), table.margins())),
+        torch.cat((torch.stack(scalars).sum(dim=0), *margins)),
         torch.cat((torch.stack(maxima).amax(dim=0), faults)),
+        apart.table().view(classes.count, names.DECILES, -1) if classes else None,
     )
 
 
@@ -112,52 +125,70 @@ def band_pairs(layout: SequenceLayout) -> Tensor:
     return torch.where(layout.mask, pair, PAIRS).long()  # as scattering asks
 
 
-@dataclass(frozen=True)
-class BandTable:
-    """One row per pair of bands, and a last one for what the mask excludes; all float64."""
-
-    counts: Tensor  # [PAIRS + 1, COUNTS]
-    sums: Tensor  # [BAND_SUMS - COUNTS, PAIRS + 1]
-    histogram: Tensor  # [PAIRS + 1, BINS]
-
-    @classmethod
-    def empty(cls, device: torch.device) -> "BandTable":
-        """The table of no tokens."""
-        rows, counts = PAIRS + 1, len(names.COUNTS)
-        sizes = (rows, counts), (len(names.BAND_SUMS) - counts, rows), (rows, names.BINS)
-        return cls(*(torch.zeros(s, dtype=torch.float64, device=device) for s in sizes))
-
-    def add(self, x: Tokens) -> None:
-        """Add a block of tokens."""
-        row, advantages, kept = x.pair, x.given.advantages, x.terms.constrained
-        one = torch.ones((), dtype=torch.float64, device=row.device).expand(row.shape)
-        cell = row * len(names.COUNTS) + _outcome(kept.inside, x.terms.log_weight, advantages)
-        self.counts.view(-1).scatter_add_(0, cell, one)
-        log_w = x.prefix_sum.double() / x.position.clamp(min=1)
-        cell = row * names.BINS + histogram_bin(log_w)
-        self.histogram.view(-1).scatter_add_(0, cell, one)
-        # Only what can move the policy, and its square must be finite.
-        weight = torch.where(advantages == 0, 0, kept.coefficient).double().clamp(max=1e100)
-        deviation = torch.expm1(x.log_ratio.double().clamp(max=300))  # its square is finite
-        columns = [log_w, log_w.square(), weight, weight.square(), deviation.square()]
-        if (gap := x.given.log_gap) is not None:
-            columns += [gap.double(), gap.double().square(), one]
-        for total, column in zip(self.sums, columns, strict=False):
-            total.scatter_add_(0, row, column)
-
-    def margins(self) -> Tensor:
-        """[BANDS, BAND_SUMS] and [BANDS, BINS], flat."""
-        parts = []
-        for rows in (torch.cat((self.counts, self.sums.T), dim=1), self.histogram):
-            table = rows[:PAIRS].view(names.DECILES, names.OCTAVES, -1)
-            parts.append(torch.cat((table.sum(dim=1), table.sum(dim=0))).reshape(-1))
-        return torch.cat(parts)
+def _class_rows(classes: TokenClasses, pair: Tensor) -> Tensor:
+    """The row of each token's class and tenth, the last one off the mask; [t] int64."""
+    row = classes.of * names.DECILES + pair // names.OCTAVES
+    return torch.where(pair < PAIRS, row, classes.count * names.DECILES)
 
 
-def _outcome(inside: Tensor, log_weight: Tensor, advantages: Tensor) -> Tensor:
+class RowSums:
+    """BAND_SUMS of each row's tokens, in float64; one more row takes what the mask excludes."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        sizes = (rows + 1, len(names.COUNTS)), (len(names.BAND_SUMS) - len(names.COUNTS), rows + 1)
+        self.counts, self.sums = (
+            torch.zeros(size, dtype=torch.float64, device=device) for size in sizes
+        )
+
+    def add(self, row: Tensor, outcome: Tensor, columns: dict[str, Tensor]) -> None:
+        """Add a block of tokens; [b] each."""
+        cell = row * len(names.COUNTS) + outcome
+        self.counts.view(-1).scatter_add_(0, cell, torch.ones_like(columns["log_w"]))
+        for total, name in zip(self.sums, names.BAND_SUMS[len(names.COUNTS) :], strict=True):
+            if name in columns:
+                total.scatter_add_(0, row, columns[name])
+
+    def table(self) -> Tensor:
+        """[rows, BAND_SUMS]."""
+        return torch.cat((self.counts, self.sums.T), dim=1)[:-1]
+
+
+def _margins(table: Tensor) -> Tensor:
+    """What pairs [PAIRS, n] of bands add up to in each band; [BANDS * n]."""
+    pairs = table.view(names.DECILES, names.OCTAVES, -1)
+    return torch.cat((pairs.sum(dim=1), pairs.sum(dim=0))).reshape(-1)
+
+
+def _columns(x: Tokens) -> dict[str, Tensor]:
+    """What is summed of each token, beside its outcome, as far as it is known; [b] float64 each."""
+    log_w = x.prefix_sum.double() / x.position.clamp(min=1)
+    # Only what can move the policy, and its square must be finite.
+    weight = torch.where(x.given.advantages == 0, 0, x.constrained.coefficient)
+    weight = weight.double().clamp(max=1e100)
+    columns = {
+        "log_w": log_w,
+        "log_w_squared": log_w.square(),
+        "weight": weight,
+        "weight_squared": weight.square(),
+        "deviation_squared": torch.expm1(x.log_ratio.double().clamp(max=300)).square(),
+    }
+    if (gap := x.given.log_gap) is not None:
+        gap = gap.double()
+        columns |= {
+            "rollout_gap": gap,
+            "rollout_gap_squared": gap.square(),
+            "rollout_tokens": torch.ones_like(gap),
+        }
+    return columns
+
+
+def _outcome(x: Tokens) -> Tensor:
     """The index in COUNTS: what the constraint did and the advantage's sign; [b]."""
+    advantages = x.given.advantages
     sign = (advantages <= 0).byte() + (advantages < 0)  # positive 0, zero 1, negative 2
-    side = (~inside).byte() * (1 + (log_weight <= 0).byte())  # inside 0, above 1, below 2
+    side = (~x.constrained.inside).byte() * (
+        1 + (x.log_weight <= 0).byte()
+    )  # inside 0, above 1, below 2
     return len(names.SIGNS) * side + sign
 
 
@@ -195,7 +226,7 @@ def _scalar_sums(x: Tokens) -> Tensor:
 def _maxima(x: Tokens) -> Tensor:
     """One number for each of MAXIMA; log-ratio and gap are 0 off the mask."""
     least, most = torch.aminmax(x.log_ratio)
-    gap, log_weight = x.given.log_gap, x.terms.log_weight
+    gap, log_weight = x.given.log_gap, x.log_weight
     numbers = {
         "log_ratio": most,
         "minus_log_ratio": -least,

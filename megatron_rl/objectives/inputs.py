@@ -13,7 +13,13 @@ from torch import Tensor
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.types import Denominators
 
-HALF = (torch.bfloat16, torch.float16)
+
+@dataclass(frozen=True)
+class TokenClasses:
+    """Which tokens are to be reported apart, by their lag for instance."""
+
+    of: Tensor  # [t] int64, 0 to count - 1
+    count: int
 
 
 @dataclass(frozen=True)
@@ -35,11 +41,7 @@ class TokenInputs:
         return self.behavior_logprobs - self.rollout_logprobs
 
     def prepared(
-        self,
-        layout: SequenceLayout,
-        denominators: Denominators,
-        *,
-        needs: Mapping[str, object] | None = None,
+        self, layout: SequenceLayout, denominators: Denominators, *, needs: Mapping[str, object]
     ) -> "TokenInputs":
         """The same in one dtype, zero off the mask, without gradients of what is constant.
 
@@ -50,7 +52,7 @@ class TokenInputs:
         """
         self._check(layout)
         check_denominators(denominators)
-        for name, option in (needs or {}).items():
+        for name, option in needs.items():
             if getattr(self, name) is None:
                 raise ValueError(
                     f"the objective's options need {name}, which were not given: {option}"
@@ -74,7 +76,7 @@ class TokenInputs:
                     f"{name} has shape {tuple(x.shape)}, but this rank's layout holds "
                     f"{layout.local_tokens} tokens: give one value per token"
                 )
-            if name.endswith("logprobs") and x.dtype in HALF:
+            if name.endswith("logprobs") and x.dtype in (torch.bfloat16, torch.float16):
                 raise ValueError(
                     f"{name} are {x.dtype}: half precision cannot tell a ratio of 1 from 1.0007. "
                     "Compute them in float32, from the logits on: `logits.float().log_softmax(-1)`"

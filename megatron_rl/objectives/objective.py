@@ -6,23 +6,32 @@ Shapes: t tokens on this rank, in the order of its SequenceLayout.
 """
 
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.objectives.by_class import sum_by_class
-from megatron_rl.objectives.constraints import Constrained, apply_constraint
-from megatron_rl.objectives.diagnostics import TokenTerms, compute_statistics
-from megatron_rl.objectives.inputs import TokenInputs
-from megatron_rl.objectives.second_moment import second_moment_gate
-from megatron_rl.objectives.spec import KlPenalty, ObjectiveSpec, RolloutCorrection, SecondMoment
+from megatron_rl.objectives.constraints import (
+    Constrained,
+    Weighed,
+    apply_constraint,
+    second_moment_gate,
+)
+from megatron_rl.objectives.diagnostics import Terms, compute_statistics
+from megatron_rl.objectives.inputs import TokenClasses, TokenInputs
+from megatron_rl.objectives.spec import (
+    Checked,
+    KlPenalty,
+    ObjectiveSpec,
+    Positive,
+    RolloutCorrection,
+    SecondMoment,
+)
 from megatron_rl.objectives.statistics import Statistics
-from megatron_rl.objectives.weights import LogRatios, compute_log_weight
+from megatron_rl.objectives.weights import LogRatios, build_scans, compute_log_weight
 from megatron_rl.types import Denominators
 
 
@@ -32,64 +41,65 @@ class ObjectiveResult:
 
     loss: Tensor  # [t] zero off the mask
     statistics: Statistics
-    by_class: Callable[..., Tensor]  # `sum_by_class` of this micro-batch
 
 
-@dataclass(frozen=True)
-class Weighed:
-    """What an objective makes of its tokens before anything is added up."""
-
-    ratios: LogRatios
-    log_weight: Tensor  # [t]
-    constrained: Constrained
-    factor: Tensor | None  # [t] of a rollout correction
-
-    @property
-    def kept(self) -> Tensor:
-        """Where neither the constraint nor a correction changed or dropped the weight; [t] bool."""
-        inside = self.constrained.inside
-        return inside if self.factor is None else inside & (self.factor != 0)
-
-
-class PolicyObjective(Protocol):
+class PolicyObjective(ABC):
     """What the actor asks of an objective; never sees a rank."""
 
     @property
-    def needs(self) -> frozenset[str]:
-        """The optional inputs that it cannot do without."""
-        ...
+    def needs(self) -> Mapping[str, object]:
+        """The optional inputs that it cannot do without, each with the option that asks for it."""
+        return {}
 
     @property
     def uses_zero_advantage(self) -> bool:
         """Whether a response of advantage 0 adds to loss or gradient; if not, it needs no pass."""
-        ...
+        return True
 
     @property
     def is_fitted(self) -> bool:
         """Whether it can be called; if not, `fit` comes first, once per minibatch."""
-        ...
+        return True
 
     def fit(self, log_ratios: Tensor, advantages: Tensor) -> "PolicyObjective":
         """Itself, or what it is for a minibatch whose tokens, of all ranks, have these; [N]."""
-        ...
+        return self
+
+    @abstractmethod
+    def evaluate(
+        self, x: TokenInputs, *, layout: SequenceLayout, denominators: Denominators
+    ) -> tuple[Weighed, Terms]:
+        """Weights, and terms that are already divided, from prepared inputs."""
 
     def __call__(
-        self, inputs: TokenInputs, *, layout: SequenceLayout, denominators: Denominators
+        self,
+        inputs: TokenInputs,
+        *,
+        layout: SequenceLayout,
+        denominators: Denominators,
+        classes: TokenClasses | None = None,
     ) -> ObjectiveResult:
-        """Per-token loss of one micro-batch, differentiable in the policy's log-probs; [t]."""
-        ...
+        """Per-token loss of one micro-batch, differentiable in the policy's log-probs; [t].
+
+        Values off the response mask are ignored, whatever they are. Unusable values on it make
+        `statistics.to_metrics()` raise: on every rank alike, and without a wait here. Raises
+        ValueError at once for what `TokenInputs.prepared` refuses.
+        """
+        x = inputs.prepared(layout, denominators, needs=self.needs)
+        weighed, terms = self.evaluate(x, layout=layout, denominators=denominators)
+        return ObjectiveResult(terms.loss, compute_statistics(x, weighed, terms, classes))
 
 
 @dataclass(frozen=True)
-class Objective:
-    """A policy objective as a function of log-probabilities."""
+class Objective(PolicyObjective):
+    """A choice on the axes as a function of log-probabilities."""
 
     spec: ObjectiveSpec
 
     @property
-    def needs(self) -> frozenset[str]:
-        """The optional inputs that its terms cannot do without."""
-        return frozenset(self.spec.needs)
+    def needs(self) -> Mapping[str, object]:
+        """Those of its terms."""
+        return self.spec.needs
 
     @property
     def uses_zero_advantage(self) -> bool:
@@ -102,23 +112,17 @@ class Objective:
         return not isinstance(self.spec.constraint, SecondMoment)
 
     def fit(self, log_ratios: Tensor, advantages: Tensor) -> "Objective":
-        """Itself, or with the gate that its constraint is for this minibatch's tokens; [N] each."""
+        """Itself, or with the gate that its constraint is for this minibatch's tokens."""
         if not isinstance(self.spec.constraint, SecondMoment):
             return self
         gate = second_moment_gate(self.spec.constraint, log_ratios, advantages)
         return Objective(replace(self.spec, constraint=gate))
 
-    def __call__(
-        self, inputs: TokenInputs, *, layout: SequenceLayout, denominators: Denominators
-    ) -> ObjectiveResult:
-        """Per-token loss of one micro-batch, differentiable in the policy's log-probs; [t].
-
-        Values off the response mask are ignored, whatever they are. Unusable values on it make
-        `statistics.to_metrics()` raise: on every rank alike, and without a wait here. Raises
-        ValueError at once for what `TokenInputs.prepared` refuses.
-        """
+    def evaluate(
+        self, x: TokenInputs, *, layout: SequenceLayout, denominators: Denominators
+    ) -> tuple[Weighed, Terms]:
+        """-J by token: score or weight, times advantage, over the denominator; plus the terms."""
         spec = self.spec
-        x = inputs.prepared(layout, denominators, needs=spec.needs)
         weighed = self.weigh(x, layout)
         constrained, factor = weighed.constrained, weighed.factor
         if spec.gradient == "detached":  # sg[weight * A] * log pi
@@ -138,12 +142,7 @@ class Objective:
             assert x.entropy is not None, "checked with the inputs"
             entropy = -spec.entropy_coefficient * x.entropy / denominator
         policy_term = -torch.where(layout.mask, term / denominator, 0)
-        terms = TokenTerms(weighed.log_weight, constrained, policy_term, kl, entropy)
-        return ObjectiveResult(
-            terms.loss,
-            compute_statistics(x, weighed.ratios, terms),
-            by_class=partial(sum_by_class, x, weighed.ratios, constrained),
-        )
+        return weighed, Terms(policy_term, kl, entropy)
 
     def weigh(self, x: TokenInputs, layout: SequenceLayout) -> Weighed:
         """Weight and constraint of each token, from prepared inputs."""
@@ -151,13 +150,8 @@ class Objective:
         # Detached, weight, gate and advantage are constants: no backward scan.
         detached = spec.gradient == "detached"
         policy = x.policy_logprobs.detach() if detached else x.policy_logprobs
-        ratios = LogRatios.of(
-            policy - x.behavior_logprobs,
-            layout,
-            spec=spec,
-            log_gap=x.log_gap,
-            behavior_logprobs=x.behavior_logprobs,
-        )
+        log_ratio = policy - x.behavior_logprobs
+        ratios = LogRatios.of(log_ratio, layout, **build_scans(spec, x, log_ratio, layout))
         log_weight = compute_log_weight(spec.weight, ratios)
         factor = None
         if spec.rollout_correction is not None:
@@ -165,10 +159,35 @@ class Objective:
         constrained = apply_constraint(
             spec.constraint,
             finite_where_dropped(log_weight, x.advantages, factor),
-            advantages=x.advantages,
+            x=x,
             ratios=ratios,
         )
         return Weighed(ratios, log_weight, constrained, factor)
+
+
+@dataclass(frozen=True)
+class OaplObjective(Checked, PolicyObjective):
+    """1/N sum_i (beta S_L - A_i)^2 with S_L = log pi_theta(y|x) - log pi_beta(y|x).
+
+    Regresses a response's log-ratio on its advantage instead of weighting a score, so it has none
+    of the axes. arXiv 2602.19362, as re-implemented in public code: A_i = R_i - V*(x) with
+    V* = beta_1 log mean exp(R / beta_1) over the group (`optimal_value_advantages`). Not checked
+    against the original.
+    """
+
+    beta: Positive = 1.0
+
+    def evaluate(
+        self, x: TokenInputs, *, layout: SequenceLayout, denominators: Denominators
+    ) -> tuple[Weighed, Terms]:
+        """Each of a response's L tokens carries 1/L of its square; [t]."""
+        ratios = LogRatios.of(x.policy_logprobs - x.behavior_logprobs, layout)
+        sequence_sum = ratios.total("log_ratio")
+        square = (self.beta * sequence_sum - x.advantages).square()
+        loss = square / (layout.length.clamp(min=1) * denominators.responses)
+        one = torch.ones_like(ratios.token)
+        weighed = Weighed(ratios, sequence_sum, Constrained(one, one, one.bool()))
+        return weighed, Terms(torch.where(layout.mask, loss, 0))
 
 
 def token_denominator(

@@ -12,7 +12,7 @@ from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives.build import build_objective
 from megatron_rl.objectives.inputs import TokenInputs
 from megatron_rl.objectives.objective import PolicyObjective
-from megatron_rl.objectives.spec import check_choice
+from megatron_rl.objectives.spec import check
 from megatron_rl.types import Denominators
 
 # What `metrics="summary"` keeps, where it is there.
@@ -57,7 +57,7 @@ def policy_loss(
     "summary" a dozen. Raises ValueError for log-probabilities in half precision, and naming row
     and position for values that cannot be used; in these messages a sequence is a row.
     """
-    check_choice("metrics", metrics, Literal["all", "summary"])
+    check("metrics", metrics, Literal["all", "summary"])
     objective = name_or_objective
     if isinstance(objective, str):
         objective = build_objective(objective)

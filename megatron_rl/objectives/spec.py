@@ -6,59 +6,71 @@ counts valid decisions of a response from 1, L is how many there are.
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 Weight = Literal[
-    "token",
-    "prefix_mean",
-    "prefix_product",
-    "prefix_min",
-    "sequence_mean",
-    "sequence_product",
-    "one",
-]
+    "token", "prefix_mean", "prefix_product", "prefix_min",
+    "sequence_mean", "sequence_product", "one",
+]  # fmt: skip
 Gradient = Literal["through_weight", "detached"]
 Aggregation = Literal["response_mean", "token_mean", "response_sum", "token_sum"]
 Scale = Literal["constant", "sqrt(L/t)", "t^p"]
 Space = Literal["ratio", "log"]
 
 
-def check_choice(name: str, value: object, allowed: object) -> None:
-    """Raise ValueError unless `value` is one of a Literal's strings."""
-    choices = get_args(allowed)
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}: choose one of {', '.join(choices)}")
+# Numbers and what they must be.
+Positive = Annotated[float, ">", 0]
+NotNegative = Annotated[float, ">=", 0]
 
 
-def check_number(name: str, value: float | None, *, minimum: float, strict: bool = False) -> None:
-    """Raise ValueError unless `value` is None or a finite number above the minimum."""
-    if value is None:
+class Checked:
+    """A dataclass whose fields hold what they declare: one of the words, a number, a part."""
+
+    def __post_init__(self) -> None:
+        for name, declared in get_type_hints(type(self), include_extras=True).items():
+            check(name, getattr(self, name), declared)
+
+
+def check(name: str, value: object, declared: Any) -> None:
+    """Raise ValueError unless a field's value is one of those that its type declares."""
+    kinds = get_args(declared) if type(None) in get_args(declared) else (declared,)
+    if value is None and type(None) in kinds:
         return
+    kind = kinds[0]
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            choices = ", ".join(get_args(kind))
+            raise ValueError(f"{name} is {value!r}: choose one of {choices}")
+    elif kind is float or get_origin(kind) is Annotated:
+        check_number(name, value, *getattr(kind, "__metadata__", (">=", -math.inf)))
+    elif not isinstance(value, kinds):
+        raise ValueError(f"{name} is {value!r}: it must be of type {declared}")
+
+
+def check_number(name: str, value: object, relation: str, minimum: float) -> None:
+    """Raise ValueError unless `value` is a finite number above, or not below, the minimum."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{name} is {value!r}: it must be a finite number")
-    if value < minimum or (strict and value == minimum):
-        raise ValueError(f"{name} is {value}: it must be {'>' if strict else '>='} {minimum}")
+    if value < minimum or (relation == ">" and value == minimum):
+        raise ValueError(f"{name} is {value}: it must be {relation} {minimum}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bounds:
+class Bounds(Checked):
     """The interval in which a weight is left alone, at every position.
 
     In ratio space [1 - low * h, 1 + high * h], in log space [exp(-low * h), exp(high * h)], both
     ends inclusive, with h = 1, sqrt(L/t) or t^p. None leaves a side unbounded.
     """
 
-    low: float | None
-    high: float | None
+    low: NotNegative | None
+    high: NotNegative | None
     space: Space = "ratio"
     scale: Scale = "constant"
     power: float | None = None  # p of t^p
 
     def __post_init__(self) -> None:
-        check_choice("space", self.space, Space)
-        check_choice("scale", self.scale, Scale)
-        check_number("low", self.low, minimum=0)
-        check_number("high", self.high, minimum=0)
+        super().__post_init__()
         if self.space == "ratio" and self.scale != "t^p" and (self.low or 0) > 1:
             raise ValueError(
                 f"low is {self.low}: a ratio is never below 0, so 1 - low must not be either; "
@@ -74,7 +86,6 @@ class Bounds:
                 f"power is {self.power} with scale {self.scale!r}: give a power with scale 't^p', "
                 "and only then"
             )
-        check_number("power", self.power, minimum=-math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +99,8 @@ class PpoClip(Bounds):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("dual", self.dual, minimum=1 if self.space == "ratio" else 0, strict=True)
+        if self.dual is not None:
+            check_number("dual", self.dual, ">", 1 if self.space == "ratio" else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,10 +113,6 @@ class HardGate(Bounds):
 
     sided: Literal["both", "advantage"] = "both"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("sided", self.sided, Literal["both", "advantage"])
-
 
 @dataclass(frozen=True, kw_only=True)
 class Truncate(Bounds):
@@ -112,21 +120,18 @@ class Truncate(Bounds):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TvFilter:
+class TvFilter(Checked):
     """Where a response's total variation exceeds `threshold`, reject what would increase it.
 
     TV_i = 1 / (2 L) * sum_t |rho_t - 1|; in a response above the threshold the tokens with
     A (rho_t - 1) > 0 are rejected, the others keep their weight.
     """
 
-    threshold: float
-
-    def __post_init__(self) -> None:
-        check_number("threshold", self.threshold, minimum=0)
+    threshold: NotNegative
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taper:
+class Taper(Checked):
     """The weight moved into an interval of ratios that depends on the sign of the advantage.
 
     TOPR, arXiv 2503.14286, equation 7: [a+, b+] where A >= 0 and [a-, b-] where A < 0. The defaults
@@ -134,22 +139,21 @@ class Taper:
     be made less likely their ratio, at most 1.
     """
 
-    positive_low: float = 1.0
-    positive_high: float = 1.0
-    negative_low: float = 0.0
-    negative_high: float = 1.0
+    positive_low: NotNegative = 1.0
+    positive_high: Positive = 1.0
+    negative_low: NotNegative = 0.0
+    negative_high: Positive = 1.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for sign in ("positive", "negative"):
             low, high = getattr(self, f"{sign}_low"), getattr(self, f"{sign}_high")
-            check_number(f"{sign}_low", low, minimum=0)
-            check_number(f"{sign}_high", high, minimum=0, strict=True)
             if low > high:
                 raise ValueError(f"{sign}_low {low} is above {sign}_high {high}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefixBudget:
+class PrefixBudget(Checked):
     """Reject what moves a token further away where it, or its prefix, has moved enough.
 
     CPPO, arXiv 2606.10968, equations 8 to 10. With D_t = |pi(y_t) - pi_beta(y_t)|, weights w_t that
@@ -158,30 +162,25 @@ class PrefixBudget:
     S_t <= threshold + average W_{t-1}.
     """
 
-    threshold: float  # delta
-    average: float  # delta_b
-    floor: float = 1.0  # w_min
+    threshold: Positive  # delta
+    average: NotNegative  # delta_b
+    floor: Positive = 1.0  # w_min
 
     def __post_init__(self) -> None:
-        check_number("threshold", self.threshold, minimum=0, strict=True)
-        check_number("average", self.average, minimum=0)
-        check_number("floor", self.floor, minimum=0, strict=True)
+        super().__post_init__()
         if self.floor > 1:
             raise ValueError(f"floor is {self.floor}: weights fall from 1 to it, so it is <= 1")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SecondMoment:
+class SecondMoment(Checked):
     """Reject the largest log-ratios until the others' mean square is at most `threshold`.
 
     M2PO, arXiv 2510.01161, algorithm 1: over the tokens of a whole minibatch that PPO's clip could
-    touch, A > 0 with rho > 1 and A < 0 with rho < 1. `second_moment.py` makes it a gate.
+    touch, A > 0 with rho > 1 and A < 0 with rho < 1. `Objective.fit` makes it a gate.
     """
 
-    threshold: float
-
-    def __post_init__(self) -> None:
-        check_number("threshold", self.threshold, minimum=0, strict=True)
+    threshold: Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +204,7 @@ CONSTRAINTS: dict[str, type[Constraint]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class KlPenalty:
+class KlPenalty(Checked):
     """coefficient * rho_t * k_t added to the loss, differentiated through both factors.
 
     With q = pi_ref / pi_theta of the sampled token: k1 = -log q, k2 = (log q)^2 / 2,
@@ -213,16 +212,12 @@ class KlPenalty:
     over the policy's own action, so that k1 and k3 have the gradient of KL(pi_theta || pi_ref).
     """
 
-    coefficient: float
+    coefficient: Positive
     estimator: Literal["k1", "k2", "k3"] = "k3"
-
-    def __post_init__(self) -> None:
-        check_number("kl coefficient", self.coefficient, minimum=0, strict=True)
-        check_choice("kl estimator", self.estimator, Literal["k1", "k2", "k3"])
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutCorrection:
+class RolloutCorrection(Checked):
     """A constant factor for the gap between recomputed and engine log-probabilities.
 
     c = exp(behavior - rollout) of the token, of the whole response (its product) or of the
@@ -232,21 +227,17 @@ class RolloutCorrection:
 
     level: Literal["token", "sequence", "sequence_mean"] = "token"
     mode: Literal["truncate", "mask"] = "truncate"
-    low: float | None = None
-    high: float = 2.0
+    low: Positive | None = None
+    high: Positive = 2.0
 
     def __post_init__(self) -> None:
-        levels = Literal["token", "sequence", "sequence_mean"]
-        check_choice("rollout_correction level", self.level, levels)
-        check_choice("rollout_correction mode", self.mode, Literal["truncate", "mask"])
-        check_number("rollout_correction low", self.low, minimum=0, strict=True)
-        check_number("rollout_correction high", self.high, minimum=0, strict=True)
+        super().__post_init__()
         if self.low is not None and self.low >= self.high:
-            raise ValueError(f"rollout_correction: low {self.low} is not below high {self.high}")
+            raise ValueError(f"low {self.low} is not below high {self.high}")
 
 
 @dataclass(frozen=True)
-class ObjectiveSpec:
+class ObjectiveSpec(Checked):
     """A policy objective: weight, constraint, gradient, aggregation, optional terms.
 
     `gradient` "detached" takes weight and gate as constants, sg[weight A] log pi; with
@@ -259,38 +250,14 @@ class ObjectiveSpec:
     constraint: Constraint
     gradient: Gradient
     aggregation: Aggregation
-    constant: float = 1.0
+    constant: Positive = 1.0
     kl: KlPenalty | None = None
-    entropy_coefficient: float = 0.0
+    entropy_coefficient: NotNegative = 0.0
     rollout_correction: RolloutCorrection | None = None
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        check_choice("weight", self.weight, Weight)
-        check_choice("gradient", self.gradient, Gradient)
-        check_choice("aggregation", self.aggregation, Aggregation)
-        check_number("constant", self.constant, minimum=0, strict=True)
-        check_number("entropy_coefficient", self.entropy_coefficient, minimum=0)
-        for name, value, allowed in (
-            ("constraint", self.constraint, Constraint),
-            ("kl", self.kl, KlPenalty | None),
-            ("rollout_correction", self.rollout_correction, RolloutCorrection | None),
-        ):
-            if not isinstance(value, allowed):
-                raise ValueError(f"{name} is {value!r}: it must be of type {allowed}")
-        self._check_meaning()
-
-    @property
-    def needs(self) -> dict[str, object]:
-        """The optional inputs that an option needs, each with that option."""
-        options = {
-            "reference_logprobs": self.kl,
-            "entropy": self.entropy_coefficient,
-            "rollout_logprobs": self.rollout_correction,
-        }
-        return {name: option for name, option in options.items() if option}
-
-    def _check_meaning(self) -> None:
+        super().__post_init__()
         bounds = self.constraint if isinstance(self.constraint, Bounds) else None
         if bounds and self.weight.startswith("sequence_") and bounds.scale != "constant":
             raise ValueError(
@@ -321,3 +288,13 @@ class ObjectiveSpec:
                 f"constant {self.constant} divides sums, but aggregation is {self.aggregation!r}: "
                 "use response_sum or token_sum"
             )
+
+    @property
+    def needs(self) -> dict[str, object]:
+        """The optional inputs that an option needs, each with that option."""
+        options = {
+            "reference_logprobs": self.kl,
+            "entropy": self.entropy_coefficient,
+            "rollout_logprobs": self.rollout_correction,
+        }
+        return {name: option for name, option in options.items() if option}

@@ -11,6 +11,7 @@ first two bits of its mantissa, so quantiles are exact up to a factor of 1.25.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,17 +44,6 @@ BAND_SUMS = (
     "rollout_gap",  # behavior minus rollout
     "rollout_gap_squared",
     "rollout_tokens",  # tokens that came with the engine's log-probability
-)
-# Of the tokens of a class, in each tenth of the response; the last ones as in BAND_SUMS.
-CLASS_SUMS = (
-    "tokens",
-    "movable",  # with an advantage other than 0
-    "inside",  # of those: the constraint left the weight alone
-    "weight",
-    "weight_squared",
-    "log_w",
-    "log_w_squared",
-    "deviation_squared",
 )
 MAXIMA = ("log_ratio", "minus_log_ratio", "log_weight", "minus_log_weight", "rollout_gap")
 # Each fault's entry is -(sequence * SEQUENCE + position), so the first one wins.
@@ -90,14 +80,14 @@ class Statistics:
 
     sums: Tensor  # [sum of SIZES] float64: SUMS, [BANDS, BAND_SUMS], [BANDS, BINS]
     maxima: Tensor  # [MAXIMA + FAULTS] float64
-    classes: Tensor | None = None  # [C, tenths, CLASS_SUMS] float64 (`by_class.py`), where asked
+    classes: Tensor | None = None  # [C, tenths of t/L, BAND_SUMS] float64, where asked
 
     @classmethod
     def empty(cls, device: torch.device | str = "cpu", *, classes: int = 0) -> "Statistics":
         """The statistics of no tokens: what merging starts from."""
         table = None
         if classes:
-            shape = (classes, DECILES, len(CLASS_SUMS))
+            shape = (classes, DECILES, len(BAND_SUMS))
             table = torch.zeros(shape, dtype=torch.float64, device=device)
         sums = torch.zeros(sum(SIZES), dtype=torch.float64, device=device)
         return cls(sums, sums.new_full((len(MAXIMA) + len(FAULTS),), -torch.inf), table)
@@ -126,79 +116,75 @@ class Statistics:
 
     def raise_on_faults(self) -> None:
         """Raise ValueError naming sequence and position if an input was unusable; copies once."""
-        _raise_on_faults(self.maxima.cpu())
+        entries = self.maxima[len(MAXIMA) :].tolist()
+        for (name, problem), entry in zip(FAULTS.items(), entries, strict=True):
+            if entry > -math.inf:
+                sequence, position = divmod(int(-entry), SEQUENCE)
+                field = name.removesuffix("_positive")
+                raise ValueError(
+                    f"{field} at sequence {sequence} of its pack, position {position} (valid "
+                    f"decisions counted from 1) {problem}"
+                )
+
+    def bands(self) -> tuple[Tensor, Tensor]:
+        """[BANDS, BAND_SUMS] and [BANDS, BINS]."""
+        _, rows, histograms = self.sums.split(SIZES)
+        return rows.view(len(BANDS), -1), histograms.view(len(BANDS), -1)
 
     def everything(self) -> "Band":
-        """All tokens as one band; waits for the device."""
-        _, rows, histograms = self.sums.cpu().split(SIZES)
-        rows, histograms = rows.view(len(BANDS), -1), histograms.view(len(BANDS), -1)
-        return Band.of(rows[:DECILES].sum(0), histograms[:DECILES].sum(0))
+        """All tokens as one band, as the bands of t/L together are; waits for the device."""
+        return Band(*(table[:DECILES].sum(0).cpu() for table in self.bands()))
 
-    def to_metrics(self, prefix: str = "") -> dict[str, float]:
-        """Named numbers for logging; waits for the device.
+    def to_metrics(self) -> dict[str, float]:
+        """Named numbers for logging, without empty bands; waits for the device.
 
         Raises ValueError naming sequence and position if an input was unusable.
         """
-        everything = torch.cat((self.sums, self.maxima)).cpu()
-        sums, maxima = everything.split((sum(SIZES), len(MAXIMA) + len(FAULTS)))
-        _raise_on_faults(maxima)
-        return {prefix + name: value for name, value in _compute_metrics(sums, maxima).items()}
+        copied = torch.cat((self.sums, self.maxima)).cpu()
+        host = Statistics(*copied.split((sum(SIZES), len(MAXIMA) + len(FAULTS))))
+        host.raise_on_faults()
+        metrics = host._whole_batch()
+        for name, row, histogram in zip(BANDS, *host.bands(), strict=True):
+            band = Band(row, histogram)
+            if band.tokens:
+                metrics |= {f"{name}/{key}": value for key, value in band.metrics().items()}
+        return metrics
 
-
-def _raise_on_faults(maxima: Tensor) -> None:
-    for (name, problem), entry in zip(FAULTS.items(), maxima[len(MAXIMA) :].tolist(), strict=True):
-        if entry > -math.inf:
-            sequence, position = divmod(int(-entry), SEQUENCE)
-            field = name.removesuffix("_positive")
-            raise ValueError(
-                f"{field} at sequence {sequence} of its pack, position {position} (valid "
-                f"decisions counted from 1) {problem}"
-            )
-
-
-def _compute_metrics(sums: Tensor, maxima: Tensor) -> dict[str, float]:
-    """All metrics of one merged Statistics; empty bands are left out."""
-    scalars, rows, histograms = sums.split(SIZES)
-    total = dict(zip(SUMS, scalars.tolist(), strict=True))
-    largest = dict(zip(MAXIMA, maxima.tolist(), strict=False))
-    rows, histograms = rows.view(len(BANDS), -1), histograms.view(len(BANDS), -1)
-    # The bands of t/L together are all tokens.
-    everything = Band.of(rows[:DECILES].sum(0), histograms[:DECILES].sum(0))
-    tokens = max(everything.tokens, 1.0)
-    metrics = {
-        "tokens": everything.tokens,
-        "tokens_with_advantage": everything.movable,
-        "responses": total["responses"],
-        "loss/policy": total["loss_policy"],
-        "gate/acceptance": everything.acceptance(),
-        "ratio/log_mean": total["log_ratio"] / tokens,
-        "ratio/kl_to_behavior": total["kl_to_behavior"] / tokens,
-        "ratio/chi_square": everything["deviation_squared"] / tokens,
-        "ratio/max_deviation": max(
-            _deviation(largest["log_ratio"]), _deviation(-largest["minus_log_ratio"])
-        ),
-        "weight/effective_sample_fraction": everything.effective_sample_fraction(),
-        **{f"gate/{name}": value for name, value in everything.rejections().items()},
-        **{f"ratio/prefix_mean_{name}": value for name, value in everything.log_w().items()},
-    }
-    if everything.tokens:
-        metrics["weight/log_max"] = largest["log_weight"]
-        metrics["weight/log_min"] = -largest["minus_log_weight"]
-    if everything["rollout_tokens"]:
-        absolute = total["rollout_gap_absolute"] / everything["rollout_tokens"]
-        metrics["rollout_gap/absolute_mean"] = absolute
-        metrics["rollout_gap/max"] = largest["rollout_gap"]
-        metrics |= {f"rollout_gap/{name}": value for name, value in everything.gap().items()}
-    if total["loss_kl"]:
-        metrics["loss/kl"] = total["loss_kl"]
-    if total["entropy_tokens"]:
-        metrics["loss/entropy"] = total["loss_entropy"]
-        metrics["entropy"] = total["entropy"] / total["entropy_tokens"]
-    for name, row, histogram in zip(BANDS, rows, histograms, strict=True):
-        band = Band.of(row, histogram)
-        if band.tokens:
-            metrics |= {f"{name}/{key}": value for key, value in band.metrics().items()}
-    return metrics
+    def _whole_batch(self) -> dict[str, float]:
+        total = dict(zip(SUMS, self.sums.tolist(), strict=False))
+        largest = dict(zip(MAXIMA, self.maxima.tolist(), strict=False))
+        everything = self.everything()
+        tokens = max(everything.tokens, 1.0)
+        metrics = {
+            "tokens": everything.tokens,
+            "tokens_with_advantage": everything.movable,
+            "responses": total["responses"],
+            "loss/policy": total["loss_policy"],
+            "gate/acceptance": everything.acceptance(),
+            "ratio/log_mean": total["log_ratio"] / tokens,
+            "ratio/kl_to_behavior": total["kl_to_behavior"] / tokens,
+            "ratio/chi_square": everything["deviation_squared"] / tokens,
+            "ratio/max_deviation": max(
+                _deviation(largest["log_ratio"]), _deviation(-largest["minus_log_ratio"])
+            ),
+            "weight/effective_sample_fraction": everything.effective_sample_fraction(),
+            **{f"gate/{name}": value for name, value in everything.rejections().items()},
+            **{f"ratio/prefix_mean_{name}": value for name, value in everything.log_w().items()},
+        }
+        if everything.tokens:
+            metrics["weight/log_max"] = largest["log_weight"]
+            metrics["weight/log_min"] = -largest["minus_log_weight"]
+        if everything["rollout_tokens"]:
+            absolute = total["rollout_gap_absolute"] / everything["rollout_tokens"]
+            metrics["rollout_gap/absolute_mean"] = absolute
+            metrics["rollout_gap/max"] = largest["rollout_gap"]
+            metrics |= {f"rollout_gap/{name}": value for name, value in everything.gap().items()}
+        if total["loss_kl"]:
+            metrics["loss/kl"] = total["loss_kl"]
+        if total["entropy_tokens"]:
+            metrics["loss/entropy"] = total["loss_entropy"]
+            metrics["entropy"] = total["entropy"] / total["entropy_tokens"]
+        return metrics
 
 
 def _deviation(log_ratio: float) -> float:
@@ -206,17 +192,12 @@ def _deviation(log_ratio: float) -> float:
     return abs(math.expm1(min(log_ratio, 700.0))) if math.isfinite(log_ratio) else 0.0
 
 
-@dataclass(frozen=True)
 class Band:
-    """The sums and the histogram of log w_t of some tokens."""
+    """The sums [BAND_SUMS] and the histogram [BINS] of log w_t of some tokens, on the host."""
 
-    sums: dict[str, float]
-    histogram: Tensor  # [BINS]
-
-    @classmethod
-    def of(cls, row: Tensor, histogram: Tensor) -> "Band":
-        """From one row [BAND_SUMS] and histogram [BINS]."""
-        return cls(dict(zip(BAND_SUMS, row.tolist(), strict=True)), histogram)
+    def __init__(self, row: Tensor, histogram: Tensor) -> None:
+        self.sums = dict(zip(BAND_SUMS, row.tolist(), strict=True))
+        self.histogram = histogram
 
     def __getitem__(self, name: str) -> float:
         return self.sums[name]
@@ -302,3 +283,50 @@ def _bin_edge(step: int) -> float:
     """Where the bin that is `step` + 1 from the middle begins."""
     octave, quarter = divmod(step, BINS_PER_OCTAVE)
     return 2.0 ** (SMALLEST_EXPONENT + octave) * (1 + quarter / BINS_PER_OCTAVE)
+
+
+def class_rows(updates: Sequence[Statistics]) -> Tensor:
+    """[updates, C, tenths of t/L, BAND_SUMS] on the host; copies once.
+
+    Where tokens are not reported apart they are one class, whose rows are the bands'.
+    """
+    rows = [
+        one.bands()[0][None, :DECILES] if one.classes is None else one.classes for one in updates
+    ]
+    return torch.stack(rows).cpu()
+
+
+def class_sums(rows: Tensor) -> dict[str, Tensor]:
+    """What the metrics of some tokens follow from, by rows [..., BAND_SUMS]; [...] each."""
+    x = dict(zip(BAND_SUMS, rows.unbind(dim=-1), strict=True))
+    counts = rows[..., : len(COUNTS)].unflatten(-1, (len(SIDES), len(SIGNS)))
+    with_advantage = counts[..., [0, 2]]  # the sign is not zero
+    return {
+        "tokens": counts.sum(dim=(-2, -1)),
+        "tokens_with_advantage": with_advantage.sum(dim=(-2, -1)),
+        "accepted": with_advantage[..., 0, :].sum(dim=-1),
+        "weight_sum": x["weight"],
+        "weight_squared_sum": x["weight_squared"],
+        "prefix_mean_log_sum": x["log_w"],
+        "prefix_mean_log_squared_sum": x["log_w_squared"],
+        "deviation_squared_sum": x["deviation_squared"],
+    }
+
+
+def class_metrics(rows: Tensor) -> dict[str, Tensor]:
+    """What rows [..., BAND_SUMS] of some tokens say; [...] each, nan where it is over none."""
+    x = class_sums(rows)
+    mean = x["prefix_mean_log_sum"] / x["tokens"]
+    variance = x["prefix_mean_log_squared_sum"] / x["tokens"] - mean.square()
+    nothing = torch.where(x["tokens_with_advantage"] > 0, 0.0, torch.nan)
+    squares = x["tokens_with_advantage"] * x["weight_squared_sum"]
+    return {
+        "tokens": x["tokens"],
+        "prefix_mean_log_std": variance.clamp(min=0).sqrt(),
+        "chi_square": x["deviation_squared_sum"] / x["tokens"],
+        "acceptance": x["accepted"] / x["tokens_with_advantage"],
+        # 0 where all of them were rejected.
+        "effective_sample_fraction": torch.where(
+            squares > 0, x["weight_sum"].square() / squares, nothing
+        ),
+    }

@@ -4,13 +4,14 @@ With l_t the log-ratio of the t-th valid decision, S_t = l_1 + ... + l_t, L deci
 Shapes: t tokens on this rank.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.sequence_statistics import Scan, Scanned, scan_together
+from megatron_rl.objectives.inputs import TokenInputs
 from megatron_rl.objectives.spec import ObjectiveSpec, PrefixBudget, TvFilter, Weight
 
 
@@ -19,75 +20,28 @@ class LogRatios:
     """Log-ratios of one micro-batch and everything that is scanned along its sequences."""
 
     token: Tensor  # [t] l_t
-    prefix_sum: Tensor  # [t] S_t
     layout: SequenceLayout
-    scanned: dict[str, Scanned] = field(repr=False)
-    probability_change: Tensor | None = None  # [t] |pi(y_t) - pi_beta(y_t)|, where it is needed
+    scanned: dict[str, Scanned]
 
     @classmethod
-    def of(
-        cls,
-        log_ratio: Tensor,
-        layout: SequenceLayout,
-        *,
-        spec: ObjectiveSpec | None = None,
-        log_gap: Tensor | None = None,
-        behavior_logprobs: Tensor | None = None,
-    ) -> "LogRatios":
-        """Scan what the objective needs, all with one all-gather; tensors are [t].
+    def of(cls, log_ratio: Tensor, layout: SequenceLayout, **others: Scan) -> "LogRatios":
+        """Scan them and what else is given, all with one all-gather; [t]."""
+        scans = {"log_ratio": Scan(log_ratio), **others}
+        scanned = scan_together(layout, *scans.values())
+        return cls(log_ratio, layout, dict(zip(scans, scanned, strict=True)))
 
-        `log_gap` is behavior minus rollout log-probability, for a rollout correction;
-        `behavior_logprobs` are for a budget of probability.
-        """
-        change = None
-        scans = {"log_ratio": Scan(log_ratio)}
-        if spec is not None:
-            if spec.weight == "prefix_min":
-                scans["minimum_before"] = Scan(log_ratio.detach(), "min")
-            if isinstance(spec.constraint, TvFilter):
-                # Far beyond any threshold; keeps one extreme ratio from becoming infinite.
-                clamped = log_ratio.detach().clamp(max=60)
-                scans["deviation"] = Scan(torch.expm1(clamped).abs())
-            if isinstance(spec.constraint, PrefixBudget):
-                assert behavior_logprobs is not None
-                policy = behavior_logprobs + log_ratio.detach()
-                change = (torch.exp(policy) - torch.exp(behavior_logprobs)).abs()
-                weight, _ = budget_weights(spec.constraint, layout, change.dtype)
-                scans["budget"] = Scan(weight * change)
-            if spec.rollout_correction is not None and spec.rollout_correction.level != "token":
-                assert log_gap is not None, "checked with the inputs"
-                scans["log_gap"] = Scan(log_gap)
-        scanned = dict(zip(scans, scan_together(layout, *scans.values()), strict=True))
-        return cls(log_ratio, scanned["log_ratio"].running, layout, scanned, change)
+    @property
+    def prefix_sum(self) -> Tensor:
+        """S_t; [t]."""
+        return self.running("log_ratio")
 
     def running(self, name: str) -> Tensor:
-        """The sum up to and including each token of "log_ratio" or "budget"; [t]."""
+        """What a scan has come to at each token; [t]."""
         return self.scanned[name].running
 
     def total(self, name: str) -> Tensor:
-        """The whole sequence's sum of "log_ratio", "deviation" or "log_gap" at its tokens; [t]."""
+        """A scan of the whole sequence, at each of its tokens; [t]."""
         return self.layout.spread(self.scanned[name].total).to(self.token.dtype)
-
-    @property
-    def sequence_sum(self) -> Tensor:
-        """S_L; [t]."""
-        return self.total("log_ratio")
-
-    @property
-    def prefix_mean(self) -> Tensor:
-        """S_t / t; [t]."""
-        return self.prefix_sum / self.layout.position.clamp(min=1)
-
-    @property
-    def sequence_mean(self) -> Tensor:
-        """S_L / L; [t]."""
-        return self.sequence_sum / self.layout.length.clamp(min=1)
-
-    @property
-    def prefix_min(self) -> Tensor:
-        """l_t + min_{k<t} l_k, the minimum 0 at t = 1; [t]."""
-        smallest = self.scanned["minimum_before"].running
-        return self.token + torch.where(smallest < torch.inf, smallest, 0)
 
 
 def compute_log_weight(weight: Weight, ratios: LogRatios) -> Tensor:
@@ -96,18 +50,46 @@ def compute_log_weight(weight: Weight, ratios: LogRatios) -> Tensor:
         case "token":  # rho_t
             return ratios.token
         case "prefix_mean":  # w_t = (rho_1 ... rho_t)^(1/t)
-            return ratios.prefix_mean
+            return ratios.prefix_sum / ratios.layout.position.clamp(min=1)
         case "prefix_product":  # C_t = rho_1 ... rho_t
             return ratios.prefix_sum
         case "prefix_min":  # rho_t * min_{k<t} rho_k, the minimum 1 at t = 1
-            return ratios.prefix_min
+            smallest = ratios.running("minimum_before")
+            return ratios.token + torch.where(smallest < torch.inf, smallest, 0)
         case "sequence_mean":  # s = (rho_1 ... rho_L)^(1/L)
-            return ratios.sequence_mean
+            return ratios.total("log_ratio") / ratios.layout.length.clamp(min=1)
         case "sequence_product":  # C_L
-            return ratios.sequence_sum
+            return ratios.total("log_ratio")
         case "one":
             return torch.zeros_like(ratios.token)
     raise AssertionError(f"unknown weight {weight}")
+
+
+def build_scans(
+    spec: ObjectiveSpec, x: TokenInputs, log_ratio: Tensor, layout: SequenceLayout
+) -> dict[str, Scan]:
+    """What an objective needs along the sequences beside its log-ratios [t]."""
+    scans, ratio = {}, log_ratio.detach()
+    if spec.weight == "prefix_min":
+        scans["minimum_before"] = Scan(ratio, "min")
+    if isinstance(spec.constraint, TvFilter):
+        # Far beyond any threshold; keeps one extreme ratio from becoming infinite.
+        scans["deviation"] = Scan(torch.expm1(ratio.clamp(max=60)).abs())
+    if isinstance(spec.constraint, PrefixBudget):
+        scans["budget"] = Scan(budget_spent(spec.constraint, x, ratio, layout))
+    if spec.rollout_correction is not None and spec.rollout_correction.level != "token":
+        assert x.log_gap is not None, "checked with the inputs"
+        scans["log_gap"] = Scan(x.log_gap)
+    return scans
+
+
+def budget_spent(
+    budget: PrefixBudget, x: TokenInputs, log_ratio: Tensor, layout: SequenceLayout
+) -> Tensor:
+    """w_t |pi(y_t) - pi_beta(y_t)|; [t]."""
+    before = torch.exp(x.behavior_logprobs)
+    change = (torch.exp(x.behavior_logprobs + log_ratio) - before).abs()
+    return budget_weights(budget, layout, change.dtype)[0] * change
 
 
 def budget_weights(

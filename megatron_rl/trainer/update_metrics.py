@@ -9,8 +9,7 @@ import torch
 
 from megatron_rl.actor.step import UpdateResult
 from megatron_rl.objectives import Statistics
-from megatron_rl.objectives.by_class import class_metrics, class_sums
-from megatron_rl.objectives.statistics import DECILES
+from megatron_rl.objectives.statistics import DECILES, class_metrics, class_rows
 
 # What is kept for each epoch of reuse: of the whole rollout batch, and in every tenth of t/L.
 BY_EPOCH = ("gate/", "ratio/", "weight/effective_sample_fraction", "rollout_gap/")
@@ -83,7 +82,7 @@ class UpdateMetrics:
         """One epoch's tokens by how old they are: all together, and in every tenth of t/L."""
         if not results or results[0].statistics.classes is None:
             return {}
-        table = class_sums([result.statistics for result in results]).sum(dim=0)
+        table = class_rows([result.statistics for result in results]).sum(dim=0)
         table = torch.cat(
             (table.sum(dim=1, keepdim=True), table), dim=1
         )  # [C, all and tenths, ...]

@@ -8,19 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.objectives.by_class import class_metrics, class_sums
-from megatron_rl.objectives.statistics import CLASS_SUMS, DECILES
+from megatron_rl.objectives.statistics import DECILES, class_metrics, class_rows, class_sums
 from megatron_rl.trainer.update_metrics import UpdateMetrics
-
-# What its rows add up by, in the order of CLASS_SUMS.
-SUMS = dict(
-    zip(
-        CLASS_SUMS,
-        ("tokens", "tokens_with_advantage", "accepted", "weight_sum", "weight_squared_sum",
-         "prefix_mean_log_sum", "prefix_mean_log_squared_sum", "deviation_squared_sum"),
-        strict=True,
-    )
-)  # fmt: skip
 
 
 def build_update_table(
@@ -39,7 +28,7 @@ def build_update_table(
     if not kept:
         return {}
     results = [updates.results[place] for place in kept]
-    table = class_sums([one.statistics for one in results])
+    rows = class_rows([one.statistics for one in results])
     lags: list[int | None] = [*updates.lags] or [None]
     before = np.cumsum([0, *(one.done for one in updates.results)])
     at = [None if lag is None else first_updates.get(schedule["step"] - lag) for lag in lags]
@@ -69,11 +58,8 @@ def build_update_table(
         "lag_updates": np.repeat(np.array(ages, object), DECILES),
         "tenth": np.tile(np.arange(1, DECILES + 1), len(kept) * len(lags)),
     }
-    columns |= {
-        name: sums.flatten().numpy()
-        for name, sums in zip(SUMS.values(), table.unbind(dim=-1), strict=True)
-    }
-    columns |= {name: values.flatten().numpy() for name, values in class_metrics(table).items()}
+    said = class_sums(rows) | class_metrics(rows)
+    columns |= {name: values.flatten().numpy() for name, values in said.items()}
     some = columns["tokens"] > 0
     return {name: values[some] for name, values in columns.items()}
 

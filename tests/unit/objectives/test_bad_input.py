@@ -109,7 +109,7 @@ def test_a_weight_that_overflows_is_an_error_not_infinity():
         ("pnpo", {"weight": "prefix"}, "weight is 'prefix': choose one of token, prefix_mean"),
         ("pnpo", {"constraint": {"kind": "hard_gates"}}, "did you mean 'hard_gate'"),
         ("pnpo", {"constraint": {"kind": "hard_gate", "low": 1e-3}}, "needs 'high'"),
-        ("pnpo", {"kl": {"coefficient": 0.0}}, "kl coefficient is 0.0: it must be > 0"),
+        ("pnpo", {"kl": {"coefficient": 0.0}}, "kl: coefficient is 0.0: it must be > 0"),
         ("pnpo", {"kl": {"estimator": "k3"}}, "kl needs 'coefficient'"),
         ("pnpo", {"kl": 0.1}, "kl is 0.1: it must be of type"),
         ("pnpo", {"entropy_coefficient": -1.0}, "entropy_coefficient is -1.0"),

@@ -1,14 +1,14 @@
 """Sums by class against loops in float64, one token at a time."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.objectives import TokenInputs, build_objective
-from megatron_rl.objectives.by_class import class_metrics, class_sums
-from megatron_rl.objectives.statistics import CLASS_SUMS
+from megatron_rl.objectives import TokenClasses, TokenInputs, build_objective
+from megatron_rl.objectives.statistics import BAND_SUMS, class_metrics, class_rows, class_sums
 from megatron_rl.types import Denominators
 
 
@@ -28,8 +28,9 @@ def test_each_class_is_summed_apart_and_nothing_is_lost():
         TokenInputs(policy, behavior, advantages),
         layout=SequenceLayout(lengths, mask),
         denominators=Denominators(2.0, 16.0),
+        classes=TokenClasses(classes, 2),
     )
-    table = result.by_class(classes=classes, count=2)
+    table = torch.stack(tuple(class_sums(result.statistics.classes).values()), dim=-1)
 
     expected = torch.zeros_like(table)
     for start, end in ((2, 6), (10, 22)):
@@ -53,8 +54,13 @@ def test_each_class_is_summed_apart_and_nothing_is_lost():
 
 def test_what_the_sums_say():
     """Four tokens, three of them movable, two inside with weights 1 and 3."""
-    sums = dict(zip(CLASS_SUMS, (4, 3, 2, 4, 10, 2.0, 1.5, 0.8), strict=True))
-    metrics = class_metrics(torch.tensor(list(sums.values()), dtype=torch.float64))
+    sums = {
+        "inside_positive": 1, "inside_negative": 1, "above_positive": 1, "inside_zero": 1,
+        "weight": 4, "weight_squared": 10, "log_w": 2.0, "log_w_squared": 1.5,
+        "deviation_squared": 0.8,
+    }  # fmt: skip
+    row = [sums.get(name, 0) for name in BAND_SUMS]
+    metrics = class_metrics(torch.tensor(row, dtype=torch.float64))
     assert metrics == pytest.approx(
         {
             "tokens": 4,
@@ -64,7 +70,7 @@ def test_what_the_sums_say():
             "effective_sample_fraction": 16 / 30,
         }
     )
-    nothing = class_metrics(torch.zeros(len(CLASS_SUMS)))
+    nothing = class_metrics(torch.zeros(len(BAND_SUMS)))
     assert nothing.pop("tokens") == 0 and all(value.isnan() for value in nothing.values())
 
 
@@ -72,7 +78,7 @@ def test_the_sums_of_bands_are_those_of_a_single_class():
     generator = torch.Generator().manual_seed(1)
     mask = torch.rand(400, generator=generator) < 0.8
     behavior = -torch.rand(400, generator=generator)
-    result = build_objective("pnpo", constraint={"low": 0.01, "high": 0.01})(
+    statistics = build_objective("pnpo", constraint={"low": 0.01, "high": 0.01})(
         TokenInputs(
             behavior + 0.03 * torch.randn(400, generator=generator),
             behavior,
@@ -80,7 +86,7 @@ def test_the_sums_of_bands_are_those_of_a_single_class():
         ),
         layout=SequenceLayout((100, 300), mask),
         denominators=Denominators(2.0, float(mask.sum())),
-    )
-    (of_bands,) = class_sums([result.statistics])
-    apart = result.by_class(classes=torch.zeros(400, dtype=torch.long), count=1)
-    torch.testing.assert_close(of_bands, apart, rtol=1e-12, atol=1e-12)
+        classes=TokenClasses(torch.zeros(400, dtype=torch.long), 1),
+    ).statistics
+    (of_bands,) = class_rows([replace(statistics, classes=None)])
+    torch.testing.assert_close(of_bands, statistics.classes, rtol=1e-12, atol=1e-12)

@@ -17,7 +17,6 @@ from megatron_rl.objectives import (
     build_objective,
     constraints,
     objective,
-    second_moment,
     weights,
 )
 from megatron_rl.types import Denominators
@@ -44,7 +43,7 @@ CHECKED = (
 
 MUTATIONS = {
     "t starts at 0": (
-        weights.LogRatios.prefix_mean.fget,
+        weights.compute_log_weight,
         "position.clamp(min=1)",
         "position.sub(1).clamp(min=1)",
     ),
@@ -110,16 +109,16 @@ MUTATIONS = {
     ),
     "the budget also holds what moves back": (
         constraints.prefix_budget,
-        "within | (advantages * ratios.token.detach() <= 0)",
+        "within | (x.advantages * ratios.token.detach() <= 0)",
         "within",
     ),
     "the second moment is of all tokens": (
-        second_moment.second_moment_gate,
+        constraints.second_moment_gate,
         "(log_ratios * advantages > 0) &",
         "",
     ),
     "the second moment is that of the log-ratios' sizes": (
-        second_moment.second_moment_gate,
+        constraints.second_moment_gate,
         "sizes.square().cumsum(0)",
         "sizes.cumsum(0)",
     ),
@@ -129,7 +128,7 @@ MUTATIONS = {
         "torch.where(advantages < 0, upper, torch.where(advantages > 0, dual, torch.inf))",
     ),
     "denominators by accepted count": (
-        objective.Objective.__call__,
+        objective.Objective.evaluate,
         "policy_term = -torch.where(layout.mask, term / denominator, 0)",
         "kept = layout.sequence_ids.bincount((term != 0).double()).clamp(min=1)\n"
         "    kept = layout.length / kept[layout.sequence_ids]\n"

@@ -253,8 +253,6 @@ def test_merging_with_nothing_changes_nothing():
         denominators=Denominators(1.0, 50.0),
     ).statistics
     assert Statistics.empty().merge(statistics).to_metrics() == statistics.to_metrics()
-    prefixed = statistics.to_metrics(prefix="epoch_2/")
-    assert prefixed["epoch_2/gate/acceptance"] == statistics.to_metrics()["gate/acceptance"]
 
 
 def test_a_micro_batch_without_decisions_adds_nothing():

@@ -14,7 +14,7 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.interruption import RunInterrupted
 from megatron_rl.lag.buffer import GroupBuffer
 from megatron_rl.lag.build import build_schedule
-from megatron_rl.objectives import TokenInputs, build_objective
+from megatron_rl.objectives import TokenClasses, TokenInputs, build_objective
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.trainer.background import BackgroundWriter
 from megatron_rl.trainer.collector import Collector
@@ -92,11 +92,8 @@ class ScriptedActor:
             ),
             layout=layout,
             denominators=minibatch.denominators,
+            classes=TokenClasses(batch.classes, minibatch.classes) if minibatch.classes else None,
         )
-        if minibatch.classes:
-            result.statistics.classes = result.by_class(
-                classes=batch.classes, count=minibatch.classes
-            )
         self.calls += 1
         if self.calls in self.unusable:
             return UpdateResult(result.statistics, math.nan, 1e-3, "the gradient's norm is nan")

@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.actor.step import UpdateResult
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.objectives import TokenInputs, build_objective
+from megatron_rl.objectives import TokenClasses, TokenInputs, build_objective
 from megatron_rl.trainer.update_metrics import UpdateMetrics
 from megatron_rl.trainer.update_table import build_update_table
 from megatron_rl.types import Denominators
@@ -37,9 +37,8 @@ def update(seed, *, apart):
         TokenInputs(policy, behavior, advantages),
         layout=SequenceLayout(LENGTHS, mask),
         denominators=Denominators(2.0, 25.0),
+        classes=TokenClasses(classes, 2) if apart else None,
     )
-    if apart:
-        result.statistics.classes = result.by_class(classes=classes, count=2)
     return UpdateResult(result.statistics, 1.5, 1e-3)
 
 
