@@ -1,9 +1,9 @@
 """Which runs of a pack's queries are attended in one kernel call, and with which keys.
 
 On CUDA, where few large kernels are fastest, sequences of similar lengths form a segment and are
-attended as one padded batch. On the CPU sequences of one length are attended together, in batches
-that stay in the cache, and nothing is padded; a pack whose equals are neighbours is attended where
-it lies.
+attended as one padded batch. On the CPU sequences of one length are attended together, short ones
+in batches that stay in the cache, and nothing is padded; a pack whose equals are neighbours is
+attended where it lies.
 
 Shapes: T tokens in the pack, t = T / cp on this rank; in a segment s sequences, q query slots and
 k key slots each.
@@ -24,7 +24,7 @@ SIMILAR = 0.75
 # On the CPU the scores of sequences up to this length are made whole, by a few operations on all
 # of a batch; a fused kernel works on one sequence at a time and pays for it from there on.
 SHORT = 96
-# Pairs of a query and a key, per head, that a batch of sequences on the CPU has at most.
+# Pairs of a query and a key, per head, that a batch of such sequences has at most.
 BATCH_PAIRS = 1 << 17
 # Queries of one kernel call on the CPU. Its causal form skips hidden keys in steps of 512 only, so
 # it is left to whole sequences that are long; else a mask hides what is left of shorter runs.
@@ -79,11 +79,16 @@ def build_attention_plan(
         segments = [
             batch
             for equals in _similar(lengths, least=1.0)
-            for batch in equals.split(max(1, BATCH_PAIRS // int(lengths[equals[0]]) ** 2))
+            for batch in equals.split(_batch(int(lengths[equals[0]])))
         ]
     for sequences in segments:
         builder.add_segment(sequences)
     return builder.finish()
+
+
+def _batch(length: int) -> int:
+    """Sequences of one length that the CPU attends at once: the fused kernel takes any number."""
+    return max(1, BATCH_PAIRS // length**2) if length <= SHORT else 1 << 30
 
 
 def _similar(lengths: Tensor, *, least: float) -> list[Tensor]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_rl.distributed.collectives import Group, gather_stacked
 
 # Logits that exist at once: as many as stay in a CPU's cache, or keep a GPU busy.
-TILE_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
+TILE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 MAX_TILE_TOKENS = 2048
 # Rows of a low-precision weight gradient that are made at once before they join the float32 one.
 WEIGHT_ROWS = 1 << 14

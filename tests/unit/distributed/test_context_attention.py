@@ -160,15 +160,15 @@ def test_a_neighbour_in_the_pack_changes_nothing():
 def test_on_the_cpu_equals_are_attended_together_and_runs_are_short():
     """500 = 192 + 192 + 116 queries, each run with the keys before it; in a pack with the longest
     first and equals beside each other slots are the tokens: nothing is copied."""
-    layout = SequenceLayout((500, 40, 40, 38), torch.ones(618, dtype=torch.bool))
+    layout = SequenceLayout((500, 500, 40, 40, 38), torch.ones(1118, dtype=torch.bool))
     plan = build_attention_plan(layout)
     assert plan.query_rows is None and plan.key_rows is None
     assert [(b.queries, b.rows, b.visible, b.hidden is None) for b in plan.blocks] == [
-        (slice(0, 500), slice(0, 192), 192, True),
-        (slice(0, 500), slice(192, 384), 384, True),
-        (slice(0, 500), slice(384, 500), 500, True),
-        (slice(500, 580), slice(0, 40), 40, False),
-        (slice(580, 618), slice(0, 38), 38, False),
+        (slice(0, 1000), slice(0, 192), 192, True),
+        (slice(0, 1000), slice(192, 384), 384, True),
+        (slice(0, 1000), slice(384, 500), 500, True),
+        (slice(1000, 1080), slice(0, 40), 40, False),
+        (slice(1080, 1118), slice(0, 38), 38, False),
     ]
 
 

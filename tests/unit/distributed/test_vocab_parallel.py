@@ -116,9 +116,9 @@ def test_no_gradient_mode_gives_the_same_bits():
 
 
 def test_a_tile_is_bounded_whatever_the_tokens():
-    # 2^22 = 4,194,304 logits at once on a CPU: 256 tokens see 16,384 rows, 2048 tokens 2048 rows.
-    assert tile_shape(256, rows=151_936, device="cpu") == (256, 16_384)
-    assert tile_shape(1 << 20, rows=151_936, device="cpu") == (2048, 2048)
+    # 2^20 = 1,048,576 logits at once on a CPU: 256 tokens see 4,096 rows, 2048 tokens 512 rows.
+    assert tile_shape(256, rows=151_936, device="cpu") == (256, 4096)
+    assert tile_shape(1 << 20, rows=151_936, device="cpu") == (2048, 512)
     assert tile_shape(3000, rows=64, device="cpu") == (2048, 64)
 
 
