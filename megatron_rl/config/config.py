@@ -76,7 +76,8 @@ class Config(Section):
             problems.append(
                 "optimizer.min_learning_rate is above optimizer.learning_rate; lower it"
             )
-        problems += self._unread() + self._lag_problems() + self._ppo_problems()
+        problems += self._unread() + self._objective_problems()
+        problems += self._lag_problems() + self._ppo_problems()
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -100,6 +101,29 @@ class Config(Section):
             problems.append(
                 f"optimizer.min_learning_rate={optimizer.min_learning_rate}: a constant rate never "
                 "comes down to it; unset it, or set optimizer.decay"
+            )
+        return problems
+
+    def _objective_problems(self) -> list[str]:
+        problems, name = [], self.objective.name
+        if name == "oapl" and self.advantage.estimator != "optimal_value":
+            problems.append(
+                f"objective.name=oapl regresses on R - V*, and advantage.estimator="
+                f"{self.advantage.estimator} is none; set advantage.estimator=optimal_value"
+            )
+        if name == "asymre" and not self.advantage.shift:
+            problems.append(
+                "objective.name=asymre has a baseline below the mean reward, and advantage.shift "
+                "is 0; set advantage.shift=-0.1 and advantage.std=none"
+            )
+        if name == "sao" and self.behavior == "actor":
+            problems.append(
+                "objective.name=sao takes its ratio to the engine's log-probs, and behavior=actor "
+                "means the actor's; set behavior=engine"
+            )
+        if self.model.reference and "reference_logprobs" not in self.objective.choice.needs:
+            problems.append(
+                "model.reference is set, but the objective has no KL term: set objective.kl too"
             )
         return problems
 

@@ -6,7 +6,10 @@ one. `docs/configuration.md` is made from this file by `tools/configuration_page
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from megatron_rl.objectives.choice import choose_objective
+from megatron_rl.objectives.spec import OaplSpec, ObjectiveSpec
 
 
 def _refuse_bool(value: Any) -> Any:
@@ -204,6 +207,16 @@ class ObjectiveSection(Section):
 
     name: str = "pnpo"
     """which objective"""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ObjectiveSection":
+        choose_objective(self.name, self.overrides)  # or ValueError
+        return self
+
+    @property
+    def choice(self) -> ObjectiveSpec | OaplSpec:
+        """What is computed."""
+        return choose_objective(self.name, self.overrides)
 
     @property
     def overrides(self) -> dict[str, Any]:

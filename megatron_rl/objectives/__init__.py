@@ -1,18 +1,34 @@
-"""Policy objectives: weight, constraint, gradient and aggregation, and the named choices."""
+"""Policy objectives: weight, constraint, gradient and aggregation, and the named choices.
 
-from megatron_rl.objectives.build import OBJECTIVE_NAMES, build_objective
-from megatron_rl.objectives.inputs import TokenClasses, TokenInputs
+What computes is imported when it is first asked for: a config chooses where there is no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.objectives.choice import OBJECTIVE_NAMES, choose_objective
 from megatron_rl.objectives.named import NAMED
-from megatron_rl.objectives.objective import (
-    OaplObjective,
-    Objective,
-    ObjectiveResult,
-    PolicyObjective,
-)
-from megatron_rl.objectives.padded import policy_loss
-from megatron_rl.objectives.pnpo import pnpo_loss
 from megatron_rl.objectives.spec import ObjectiveSpec
-from megatron_rl.objectives.statistics import Statistics
+
+if TYPE_CHECKING:
+    from megatron_rl.objectives.build import build_objective
+    from megatron_rl.objectives.inputs import TokenClasses, TokenInputs
+    from megatron_rl.objectives.objective import (
+        OaplObjective,
+        Objective,
+        ObjectiveResult,
+        PolicyObjective,
+    )
+    from megatron_rl.objectives.padded import policy_loss
+    from megatron_rl.objectives.pnpo import pnpo_loss
+    from megatron_rl.objectives.statistics import Statistics
+
+_COMPUTES = {
+    "build_objective": "build", "TokenClasses": "inputs", "TokenInputs": "inputs",
+    "Objective": "objective", "OaplObjective": "objective", "ObjectiveResult": "objective",
+    "PolicyObjective": "objective", "policy_loss": "padded", "pnpo_loss": "pnpo",
+    "Statistics": "statistics",
+}  # fmt: skip
 
 __all__ = [
     "NAMED",
@@ -26,6 +42,13 @@ __all__ = [
     "TokenClasses",
     "TokenInputs",
     "build_objective",
+    "choose_objective",
     "pnpo_loss",
     "policy_loss",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _COMPUTES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_COMPUTES[name]}"), name)

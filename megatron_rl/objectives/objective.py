@@ -23,10 +23,9 @@ from megatron_rl.objectives.constraints import (
 from megatron_rl.objectives.diagnostics import Terms, compute_statistics
 from megatron_rl.objectives.inputs import TokenClasses, TokenInputs
 from megatron_rl.objectives.spec import (
-    Checked,
     KlPenalty,
+    OaplSpec,
     ObjectiveSpec,
-    Positive,
     RolloutCorrection,
     SecondMoment,
 )
@@ -166,7 +165,7 @@ class Objective(PolicyObjective):
 
 
 @dataclass(frozen=True)
-class OaplObjective(Checked, PolicyObjective):
+class OaplObjective(OaplSpec, PolicyObjective):
     """1/N sum_i (beta S_L - A_i)^2 with S_L = log pi_theta(y|x) - log pi_beta(y|x).
 
     Regresses a response's log-ratio on its advantage instead of weighting a score, so it has none
@@ -174,8 +173,6 @@ class OaplObjective(Checked, PolicyObjective):
     V* = beta_1 log mean exp(R / beta_1) over the group (`optimal_value_advantages`). Not checked
     against the original.
     """
-
-    beta: Positive = 1.0
 
     def evaluate(
         self, x: TokenInputs, *, layout: SequenceLayout, denominators: Denominators

@@ -298,3 +298,15 @@ class ObjectiveSpec(Checked):
             "rollout_logprobs": self.rollout_correction,
         }
         return {name: option for name, option in options.items() if option}
+
+
+@dataclass(frozen=True)
+class OaplSpec(Checked):
+    """The one choice of OAPL: beta of its log-ratio."""
+
+    beta: Positive = 1.0
+
+    @property
+    def needs(self) -> dict[str, object]:
+        """No optional inputs."""
+        return {}

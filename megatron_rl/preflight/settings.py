@@ -15,7 +15,6 @@ from megatron_rl.data.prompts import find_tokenizer
 from megatron_rl.data.rows import Columns, check_prompt_file
 from megatron_rl.lag.build import build_schedule
 from megatron_rl.models.shape import ModelShape, read_model_shape
-from megatron_rl.objectives import build_objective
 from megatron_rl.preflight.disk import check_disk
 from megatron_rl.preflight.layout import layout_problems, length_problems, product_sizes
 from megatron_rl.rollout.engine_arguments import engine_argument_problems
@@ -37,7 +36,7 @@ def check_settings(config: Config, *, world_size: int) -> ModelShape:
         *engine_argument_problems(config.rollout.engine),
     ]
     shape = _read_model(config.model.path, problems)
-    problems += _objective_problems(config, shape) + _schedule_problems(config)
+    problems += _further_model_problems(config, shape) + _schedule_problems(config)
     if shape is not None:
         problems += layout_problems(config, shape, world_size)
         problems += length_problems(config, shape)
@@ -99,38 +98,13 @@ def _how_to_get(path: str) -> str:
     return "give a local Hugging Face model folder (config.json, *.safetensors, tokenizer files)"
 
 
-def _objective_problems(config: Config, shape: ModelShape | None) -> list[str]:
-    problems, name, reference = [], config.objective.name, config.model.reference
-    try:
-        needs = build_objective(name, **config.objective.overrides).needs
-    except ValueError as error:
-        return [f"objective: {error}"]
-    if name == "oapl" and config.advantage.estimator != "optimal_value":
-        problems.append(
-            f"objective.name=oapl regresses on R - V*, and advantage.estimator="
-            f"{config.advantage.estimator} is none; set advantage.estimator=optimal_value"
-        )
-    if name == "asymre" and not config.advantage.shift:
-        problems.append(
-            "objective.name=asymre has a baseline below the mean reward, and advantage.shift is 0; "
-            "set advantage.shift=-0.1 and advantage.std=none"
-        )
-    behavior = config.offline.behavior
-    if behavior != "file":
+def _further_model_problems(config: Config, shape: ModelShape | None) -> list[str]:
+    problems = []
+    if (behavior := config.offline.behavior) != "file":
         problems += _same_shape(behavior, "offline.behavior", "it", config, shape)
-    if name == "sao" and config.behavior == "actor":
-        problems.append(
-            "objective.name=sao takes its ratio to the engine's log-probs, and behavior=actor "
-            "means the actor's; set behavior=engine"
-        )
-    if reference is None:
-        return problems
-    if "reference_logprobs" not in needs:
-        return [
-            *problems,
-            "model.reference is set, but the objective has no KL term: set objective.kl too",
-        ]
-    return problems + _same_shape(reference, "model.reference", "a reference", config, shape)
+    if (reference := config.model.reference) is not None:
+        problems += _same_shape(reference, "model.reference", "a reference", config, shape)
+    return problems
 
 
 def _same_shape(

@@ -56,6 +56,7 @@ def absolute():
         (["model.path=/nowhere"], "/nowhere is not a folder"),
         (["data.train=/nowhere.parquet"], "/nowhere.parquet does not exist"),
         (["objective.name=pnpoo"], "did you mean 'pnpo'"),
+        (["objective.nam=gspo"], "objective 'pnpo' has no option 'nam'; did you mean 'name'?"),
         (["objective.constraint={lo: 1}"], "no option 'lo'; did you mean 'low'"),
         (["objective={name: oapl}"], "set advantage.estimator=optimal_value"),
         (["objective={name: sao}"], "sao takes its ratio to the engine's log-probs"),
@@ -95,15 +96,21 @@ def test_all_problems_come_at_once(capsys, tmp_path):
     (tmp_path / "prompts").mkdir()
     said = refusal(
         capsys, f"run.dir={CONFIG}", f"model.path={tmp_path}/prompts", "data.train=/nowhere",
-        "objective.name=pnpoo", "logging.wandb={project: p}",
+        "logging.wandb={project: p}",
     )  # fmt: skip
     for problem in (
         "model.path:", "config.json does not exist", "no tokenizer", "data.train: /nowhere",
-        "did you mean 'pnpo'", "wandb is not installed",
+        "wandb is not installed",
     ):  # fmt: skip
         assert problem in said
-    said = refusal(capsys, f"run.dir={CONFIG}", "parallel.tensor=4", "model.reference=/nowhere")
-    for problem in ("2 attention heads", "no KL term", "is not a folder that can be written"):
+    said = refusal(capsys, "parallel.tensr=4", "model.reference=/nowhere", "objective.name=pnpoo")
+    for problem in ("did you mean parallel.tensor", "did you mean 'pnpo'"):
+        assert problem in said
+    said = refusal(
+        capsys, f"run.dir={CONFIG}", "parallel.tensor=4", "model.reference=/nowhere",
+        "objective.kl={coefficient: 0.1}",
+    )  # fmt: skip
+    for problem in ("2 attention heads", "/nowhere/config", "is not a folder that can be written"):
         assert problem in said
 
 

@@ -20,7 +20,7 @@ LAYERS = {
     "console": set(),
     "watching": set(),
     "versions": set(),
-    "config": set(),
+    "config": {"objectives"},
     "distributed": {"types"},
     "objectives": {"types", "distributed"},
     "advantages": {"types"},

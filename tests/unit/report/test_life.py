@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import TokenInputs, build_objective
-from megatron_rl.objectives.build import OBJECTIVE_NAMES
+from megatron_rl.objectives.choice import OBJECTIVE_NAMES
 from megatron_rl.report.runs import find_runs
 from megatron_rl.report.tokens import Pieces, build_life
 from megatron_rl.report.traces import (
