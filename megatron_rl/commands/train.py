@@ -65,7 +65,6 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
             config, rank=place.rank, world_size=place.world_size, interruption=interruption
         )
     except RunInterrupted:
-        interruption.settle()
         return leave(INTERRUPTED)
     except Exception as error:  # noqa: BLE001 - said, logged, and the process ends
         return fail(error, place, config)

@@ -2,16 +2,32 @@
 
 import shlex
 
+from megatron_rl.launch.cluster import SlurmCluster
 from megatron_rl.launch.plan import Launch
 
 # Ended because it was asked to: 75 after saving; 128 + SIGTERM or SIGUSR1 before it listened.
 ASKED_TO_END = (75, 143, 138)
 EXITS = "exits"  # a line for each end of a job: its id, how often it was restarted, its status
+FIRST = ".first-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"  # status of the rank that failed first
 
 
 def rank_script(launch: Launch) -> str:
-    """What srun starts once for each process; on one machine it starts them itself."""
+    """What srun starts once for each process; on one machine it starts them itself.
+
+    On SLURM the first rank that does not end well leaves its status. srun then asks the others to
+    end, of whom one that has not begun says 75, and reports the highest: a run that one rank alone
+    refuses would be queued again and again.
+    """
     source = shlex.quote(str(launch.folder / "source"))
+    run = [f"exec {shlex.join(command(launch))}"]
+    if isinstance(launch.cluster, SlurmCluster):
+        run = [
+            "trap : TERM USR1 INT HUP  # the command takes them",
+            shlex.join(command(launch)),
+            "status=$?",
+            f'[ "$status" -eq 0 ] || (set -C; echo "$status" >{_first(launch)}) 2>/dev/null',
+            'exit "$status"',
+        ]
     lines = [
         "#!/usr/bin/env bash",
         f"# Each rank of {launch.name}; written by megatron-rl launch.",
@@ -21,7 +37,7 @@ def rank_script(launch: Launch) -> str:
             f"export {name}={shlex.quote(value)}"
             for name, value in launch.cluster.environment.items()
         ),
-        f"exec {shlex.join(command(launch))}",
+        *run,
     ]
     return "\n".join(lines) + "\n"
 
@@ -30,6 +46,10 @@ def command(launch: Launch) -> list[str]:
     """The training command of a rank."""
     config = str(launch.folder / "config.yaml")
     return [launch.python, "-m", "megatron_rl.cli", "train", "--config", config]
+
+
+def _first(launch: Launch) -> str:
+    return f"{shlex.quote(str(launch.folder))}/{FIRST}"
 
 
 def local_script(launch: Launch) -> str:
@@ -74,6 +94,7 @@ def batch_lines(launch: Launch, *, requeue: int, link: int) -> str:
         "finish() {",
         "    status=$?",
         "    set +e",
+        f'    [ "$status" -ne 0 ] && status=$(cat {_first(launch)} 2>/dev/null || echo $status)',
         f'    [ "$status" -ne 0 ] && hung && status={ASKED_TO_END[0]}  # its watcher has ended it',
         '    kill $rehearsal 2>/dev/null',
         '    echo "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0} $status" >>"$exits"',

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -121,7 +122,7 @@ class CheckpointKeeper:
             groups, about = read_groups(file), read_about(file)
             if about["layout"] != actor.layout:
                 problem = "another layout computed its log-probs"
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             problem = str(error)
         if (reason := self._first(problem)) is not None:
             self.console.say(f"generating step {self.done + 1} again: {reason}")
@@ -144,27 +145,33 @@ class CheckpointKeeper:
         with raised_together(doing=f"reading the manifest of step {step}"):
             manifest = folders.manifest(step)
         actor.load(folders.folder(step) / "actor")
-        with raised_together(doing=f"reading the rollouts that are held after step {step}"):
-            held = folders.folder(step) / HELD
-            if self.buffer is not None:
-                self.buffer.restore(read_groups(held) if held.is_file() else [])
-            under_way = folders.folder(step) / UNDER_WAY
-            self.under_way = (
-                StepUnderWay.load(under_way, device=actor.topology.device)
-                if under_way.is_file()
-                else None
-            )
+        with raised_together(doing=f"reading what step {step} has under way"):
+            try:
+                self._load_under_way(folders.folder(step), device=actor.topology.device)
+            except (KeyError, TypeError, ValueError) as error:  # although the sums are right
+                raise ConfigError(
+                    f"{folders.folder(step)} is inside of a step, or holds rollouts, as another "
+                    f"release of megatron_rl writes them ({error!r}); go on by that release, or "
+                    "move the folder away to go on from the checkpoint before"
+                ) from error
             if self.faults is not None:  # a checkpoint of an earlier release does not say
                 self.faults.in_a_row = manifest.get("skipped_in_a_row", 0)
-            if self.reuse is not None:
-                state = folders.folder(step) / REUSE
-                self.reuse.restore(json.loads(state.read_text()) if state.is_file() else [])
         saved, mine = manifest["digests"], actor.digest()
         stated = saved[self.rank] if self.rank < len(saved) else {}
         # Under another layout, or another release of Megatron, each rank holds other tensors.
         is_same = stated.get("layout") != mine["layout"] or mine == stated
         wrong = f"what was loaded has the sum {mine['sum']}, what was saved {stated.get('sum')}"
         return self._first(None if is_same else wrong)
+
+    def _load_under_way(self, folder: Path, *, device: torch.device) -> None:
+        """What a checkpoint holds besides the actor."""
+        held, under_way, reuse = folder / HELD, folder / UNDER_WAY, folder / REUSE
+        if self.buffer is not None:
+            self.buffer.restore(read_groups(held) if held.is_file() else [])
+        is_inside = under_way.is_file()
+        self.under_way = StepUnderWay.load(under_way, device=device) if is_inside else None
+        if self.reuse is not None:
+            self.reuse.restore(json.loads(reuse.read_text()) if reuse.is_file() else [])
 
     def _first(self, problem: str | None) -> str | None:
         """The first rank's problem, with its rank; None if none has one."""
@@ -271,6 +278,7 @@ class CheckpointKeeper:
             f"asked to end: stopping {what}; go on by\n"
             f"  megatron-rl train --config {self.directory.config_file} run.resume=auto"
         )
+        self.interruption.settle()  # before any rank ends, for which the others are asked again
         raise RunInterrupted
 
     @property

@@ -1,7 +1,7 @@
 """A real SLURM for the time of a test: munge, a controller, two nodes on this host, one folder.
 
 The nodes are two slurmd of one machine, told apart by name and port. Partition `high` preempts
-`low`, which gives its jobs a minute to save. Ranks meet at a port made of the job's id, which
+`low`, which gives its jobs minutes to save. Ranks meet at a port made of the job's id, which
 therefore begins elsewhere in every test.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel")
 PACKAGES = ("slurm-wlm", "munge")
-DEADLINE = 60.0
+DEADLINE = 180.0
 
 
 class ThrowawaySlurm:
@@ -65,9 +65,18 @@ class ThrowawaySlurm:
         """End a node as a lost power supply does: its daemon and every process of its jobs."""
         self.nodes[node].kill()
         self.nodes.pop(node).wait()
-        for process in self.processes(node):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        while processes := self.processes(node):  # what one of them has just started, too
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            time.sleep(0.05)
+
+    def clear(self) -> None:
+        """Both nodes are up, and no job is left, whatever a test has left behind."""
+        for node in {"n1", "n2"} - set(self.nodes):
+            self.start_node(node)
+        self.ask(f"scancel --user={getpass.getuser()}")
+        self._until("empty queue", lambda: not self.ask("squeue -h"))
 
     def processes(self, node: str, *, of: str = "") -> list[int]:
         """What runs of jobs on a node; of: what the command has to contain."""
@@ -122,7 +131,7 @@ SelectTypeParameters=CR_CPU
 MailProg=/bin/true
 JobRequeue=1
 KillWait=20
-SlurmdTimeout=10
+SlurmdTimeout=20
 ReturnToService=2
 PropagateResourceLimits=NONE
 SchedulerParameters=sched_interval=5,bf_interval=5
@@ -130,7 +139,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmdParameters=config_overrides
 {nodes}
-PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime=60 MaxTime=INFINITE State=UP
+PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime=300 MaxTime=INFINITE State=UP
 PartitionName=high Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP
 """)
 

@@ -1,6 +1,9 @@
 """What a launch refuses before anything is submitted, what it packages, and the shell it writes."""
 
+import os
+import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ import yaml
 from megatron_rl.config import ConfigError, apply_override, parse_config
 from megatron_rl.launch import slurm
 from megatron_rl.launch.cluster import SlurmCluster, load_cluster
-from megatron_rl.launch.following import final_status, read_exits
+from megatron_rl.launch.following import final_status, is_active, read_exits
 from megatron_rl.launch.plan import plan_launch
 from megatron_rl.launch.record import Record, find_record
 from megatron_rl.launch.scripts import batch_lines, rank_script
@@ -105,6 +108,7 @@ def test_processes_that_do_not_divide(overrides, processes, said):
         ({}, ["model.path=nowhere"], {}, "nowhere does not exist; correct it"),
         ({}, ["lag.batches={trace: nowhere}"], {}, "lag.batches.trace: nowhere does not exist"),
         ({}, ["eval.sets.x=nowhere.parquet"], {}, "eval.sets.x: "),
+        ({}, ["objective.nam=gspo"], {}, "objective 'pnpo' has no option 'nam'; did you mean"),
         ({"python": "/nowhere/it"}, [], {}, "python: /nowhere/it does not exist; run tools"),
         ({}, ["rollout.tensor=3"], {}, "nodes=2 x processes_per_node=4: rollout.tensor=3: vLLM"),
         ({"requeue": 0}, [], {"rehearse_after": 2}, "nothing would continue the run"),
@@ -124,6 +128,11 @@ def test_launches_that_cannot_start(config, change, overrides, options, said):
         plan(config, SLURM | change, *overrides, **options)
     assert said in str(error.value)
     assert not (config.parent / "runs").exists()
+
+
+def test_a_launch_is_checked_where_there_is_no_torch():
+    code = "import sys; sys.modules['torch'] = None; import megatron_rl.launch.starting"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_local_executor_has_one_node_and_one_job(config):
@@ -163,6 +172,19 @@ def test_values_of_the_environment_reach_a_rank_as_they_are(config, tmp_path):
     assert variables["PYTHONPATH"].split(":")[0] == str(launch.folder / "source")
 
 
+def test_the_first_rank_that_fails_leaves_its_status(config, tmp_path):
+    """And a signal to all processes of a rank is its command's affair."""
+    (stub := tmp_path / "python").write_text('#!/bin/sh\nkill -TERM $PPID; exit "$STATUS"\n')
+    stub.chmod(0o755)
+    launch = plan(config, SLURM | {"python": str(stub)})
+    (launch.folder / "source").mkdir(parents=True)
+    for status in (0, 1, 75):
+        variables = {"STATUS": str(status), "SLURM_JOB_ID": "7", "PATH": "/usr/bin:/bin"}
+        done = subprocess.run(["bash", "-c", rank_script(launch)], env=variables, check=False)
+        assert done.returncode == status
+    assert (launch.folder / ".first-7-0").read_text() == "1\n"
+
+
 BATCH = """
 set -e
 {before}
@@ -177,26 +199,31 @@ if [ $exitcode -ne 0 ]; then exit $exitcode; fi
 
 
 @pytest.mark.parametrize(
-    ("status", "state", "restarts", "nodes", "requeued"),
+    ("status", "first", "state", "restarts", "nodes", "requeued"),
     [
-        (75, "RUNNING", 0, "answer", True),
-        (143, "RUNNING", 0, "answer", True),  # SIGTERM before the ranks listened
-        (75, "RUNNING", 3, "answer", False),  # as often as allowed
-        (75, "CANCELLED", 0, "answer", False),  # a user cancelled it
-        (75, "COMPLETING", 0, "answer", False),  # SLURM requeues it itself
-        (1, "RUNNING", 0, "answer", False),
-        (1, "RUNNING", 0, "lost", True),
-        (1, "RUNNING", 3, "lost", False),
-        (1, "CANCELLED", 0, "lost", False),
-        (137, "RUNNING", 0, "answer", False),  # out of memory: would happen again
-        (0, "RUNNING", 0, "answer", False),
+        (75, None, "RUNNING", 0, "answer", True),
+        (143, None, "RUNNING", 0, "answer", True),  # SIGTERM before the ranks listened
+        (75, None, "RUNNING", 3, "answer", False),  # as often as allowed
+        (75, None, "CANCELLED", 0, "answer", False),  # a user cancelled it
+        (75, None, "COMPLETING", 0, "answer", False),  # SLURM requeues it itself
+        (1, None, "RUNNING", 0, "answer", False),
+        (1, None, "RUNNING", 0, "lost", True),
+        (1, None, "RUNNING", 3, "lost", False),
+        (1, None, "CANCELLED", 0, "lost", False),
+        (137, None, "RUNNING", 0, "answer", False),  # out of memory: would happen again
+        (0, None, "RUNNING", 0, "answer", False),
+        (75, 1, "RUNNING", 0, "answer", False),  # one rank refused the run before others began it
+        (75, 1, "RUNNING", 0, "lost", True),
+        (143, 75, "RUNNING", 0, "answer", True),
     ],
 )
-def test_what_is_queued_again(config, tmp_path, status, state, restarts, nodes, requeued):
+def test_what_is_queued_again(config, tmp_path, status, first, state, restarts, nodes, requeued):
     """The batch lines in bash, around stand-ins for the three commands that need a SLURM."""
     launch = plan(config, SLURM)
     launch.folder.mkdir(parents=True)
     said = tmp_path / "said"
+    if first is not None:
+        (launch.folder / f".first-7-{restarts}").write_text(f"{first}\n")
     (tmp_path / "srun").write_text(f"#!/bin/sh\n[ {nodes} = answer ]\n")
     (tmp_path / "srun").chmod(0o755)
     before = (
@@ -210,7 +237,7 @@ def test_what_is_queued_again(config, tmp_path, status, state, restarts, nodes, 
     assert done.returncode == status
     assert (said.read_text() if said.exists() else "") == ("requeue 7\n" if requeued else "")
     (end,) = read_exits(str(launch.folder))
-    assert (end.job, end.restarts, end.status) == ("7", restarts, status)
+    assert (end.job, end.restarts, end.status) == ("7", restarts, first or status)
 
 
 @pytest.mark.parametrize("status", [0, 137])
@@ -316,3 +343,15 @@ def test_the_status_is_the_truth(monkeypatch, tmp_path, state, exits, status):
     (tmp_path / "exits").write_text(exits)
     record = Record("a", run="/r/a", folder=str(tmp_path), steps=3, jobs=["9"])
     assert final_status(record) == status
+
+
+def test_a_launch_whose_process_nobody_collects_has_ended(tmp_path):
+    """As an orphan in a container whose first process collects nobody."""
+    process = subprocess.Popen(["sleep", "600"])
+    record = Record("a", str(tmp_path), str(tmp_path), 1, [], process.pid, socket.gethostname())
+    assert is_active(record)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays as it is
+    assert not is_active(record)
+    process.wait()
+    assert not is_active(record)

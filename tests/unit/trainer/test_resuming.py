@@ -6,15 +6,18 @@ does is an event, and a run is disturbed at each of its events in turn.
 """
 
 import contextlib
+import dataclasses
 import shutil
 
 import pyarrow.parquet as pq
 import pytest
 
+from megatron_rl.config import ConfigError
 from megatron_rl.interruption import SIGNALS, Interruption
 from megatron_rl.rollout.engine import GenerationStopped
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.rows import read_metrics, read_rows
+from megatron_rl.trainer.step_under_way import StepUnderWay
 from tests.unit.trainer.scripted import run_loop
 from tests.unit.trainer.test_lag import learned
 
@@ -135,6 +138,30 @@ def test_killed_at_any_event_the_run_ends_as_the_undisturbed_one(tmp_path, secti
     # batch is whole, all that the first step generates.
     if not late:
         assert max(again) == 2
+
+
+@pytest.mark.parametrize("part", ["under_way", "held"])
+def test_what_another_release_has_under_way_is_refused_by_one_error(tmp_path, monkeypatch, part):
+    """Sound by its sums, but of another form: no traceback, and nothing is set aside or lost."""
+    interruption = Interruption()
+
+    def ask(event):
+        interruption.received = SIGNALS[0]
+
+    with monkeypatch.context() as other:
+        if part == "held":
+            kept = dataclasses.asdict
+            without = lambda one: {k: v for k, v in kept(one).items() if k != "reward"}  # noqa: E731
+            other.setattr("megatron_rl.runs.group_file.dataclasses.asdict", without)
+        else:
+            gather = StepUnderWay.gather
+            without = lambda one: {k: v for k, v in gather(one).items() if k != "traces"}  # noqa: E731
+            other.setattr(StepUnderWay, "gather", without)
+        run(tmp_path, keep=interruption, events=Events(3, ask), sections=WAYS[1])
+    (step,) = RunDirectory(tmp_path).checkpoints.sound_steps()
+    with pytest.raises(ConfigError, match=rf"step_{step:06d} is inside of a step, .* by that rele"):
+        run(tmp_path, sections=WAYS[1])
+    assert RunDirectory(tmp_path).checkpoints.sound_steps() == [step]
 
 
 def test_a_checkpoint_is_there_before_an_evaluation_that_fails(tmp_path):
