@@ -28,7 +28,7 @@ def runs(tmp_path_factory):
     make_task()
     folder = tmp_path_factory.mktemp("lag")
     process = start_process(lag_runs.main, folder)
-    process.join(timeout=600)
+    process.join(timeout=1800)
     assert process.exitcode == 0
     return folder
 

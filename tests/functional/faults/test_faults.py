@@ -51,7 +51,7 @@ def run_all(folder, wanted):
         asked.append({"fault": each["fault"], "rank": each["rank"], "arguments": arguments})
     answer = folder / "answer.json"
     process = start_process(runs.run_all, asked, str(answer))
-    process.join(timeout=120 * len(wanted))
+    process.join(timeout=300 * len(wanted))
     assert process.exitcode == 0
     return dict(zip(names, json.loads(answer.read_text()), strict=True))
 

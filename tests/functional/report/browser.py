@@ -55,7 +55,7 @@ class Browser:
 
     def until(self, script: str, wanted: Any) -> None:
         """Wait for a script to return what is wanted: some events come a moment later."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while (got := self.run(script)) != wanted:
             assert time.monotonic() < deadline, got
             time.sleep(0.05)
