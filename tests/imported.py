@@ -5,6 +5,8 @@
 
 import importlib
 
+import pyarrow
+
 from megatron_rl.processes import prepare_environment, quiet_libraries
 
 MODULES = (
@@ -17,3 +19,4 @@ prepare_environment()
 quiet_libraries()
 for module in MODULES:
     importlib.import_module(module)
+pyarrow.array([0])  # imports pandas where it is, which every run would do with its first row

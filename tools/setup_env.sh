@@ -124,6 +124,19 @@ install_package() {
     step "megatron_rl, editable" install --no-deps --no-build-isolation --editable "$ROOT"
 }
 
+# What may be missing: tests of it then say that they are skipped. Nothing that is there changes.
+install_optional() {
+    local start=$SECONDS wanted
+    mapfile -t wanted < <(requirements DATA; requirements REASONING_GYM)
+    printf 'setup: %s ...' "${wanted[*]}"
+    pip freeze --exclude-editable >"$VENV/installed.txt"
+    if install --constraint "$VENV/installed.txt" "${wanted[@]}" >>"$LOG" 2>&1; then
+        echo " $((SECONDS - start)) s"
+    else
+        echo " cannot be had here; setup.log says why, and all else works"
+    fi
+}
+
 install_launcher() {
     step "${NEMO_RUN[0]}" install "${NEMO_RUN[@]}" "pyarrow>=15" "pydantic>=2.7" pyyaml \
         "setuptools>=68" wheel
@@ -141,6 +154,7 @@ install_training() {
     "install_engines_$kind"
     step "$MEGATRON_CORE" install "$MEGATRON_CORE"
     install_package
+    install_optional
     step "a look at whether it all loads" "$VENV/bin/python" -c \
         "import torch, transformers, vllm, megatron.core, megatron_rl"
     [[ $kind == cpu ]] || say "optional, compiled for half an hour: $VENV/bin/$INSTALL_TRANSFORMER_ENGINE"

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,6 +21,11 @@ from tests.functional.tiny_runs import CONFIG, TASK, make_task, start_training_a
 @pytest.fixture(scope="module", autouse=True)
 def tiny_task():
     make_task()
+
+
+@pytest.fixture(autouse=True)
+def no_wandb(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as where it is not installed
 
 
 def refusal(capsys, *overrides):
