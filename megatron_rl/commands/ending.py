@@ -18,11 +18,17 @@ EXIT_SECONDS = 10.0
 
 
 def fail(error: Exception, place: ProcessPlace | None, config: Config | None = None) -> int:
-    """Say what went wrong; a rank of a run also leaves its traceback in the log, and ends."""
+    """Say what went wrong; a rank of a run also leaves its traceback in the log, and ends.
+
+    Raises the error again where no rank is, and it is not one that was meant to be said.
+    """
+    if place is None:
+        if not _is_told(error):
+            raise error
+        print(f"megatron-rl: error: {error}", file=sys.stderr, flush=True)
+        return 1
     if isinstance(error, ValueError):
         _say_error(error, place)
-    elif place is None:
-        raise error
     else:
         print(f"megatron-rl: rank {place.rank} failed", file=sys.stderr)
         traceback.print_exception(error)
@@ -32,8 +38,6 @@ def fail(error: Exception, place: ProcessPlace | None, config: Config | None = N
                 "it, and continue by the same run.name with run.resume=auto",
                 file=sys.stderr,
             )
-    if place is None:
-        return 1
     if config is not None and _is_training():  # before, the run directory may be another run's
         _log_failure(error, place, config)
     # What it waits for at the exit may have failed too.
@@ -72,16 +76,22 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _say_error(error: ValueError, place: ProcessPlace | None) -> None:
+def _say_error(error: ValueError, place: ProcessPlace) -> None:
     """Once on each node for what every rank finds before training, later by the rank that fails."""
-    if place is None or place.local_rank == 0:
-        told = place is None or isinstance(error, ConfigError)
-        detail = "" if told else _origin(error)
+    if place.local_rank == 0:
+        detail = "" if isinstance(error, ConfigError) else _origin(error)
         print(f"megatron-rl: error: {error}{detail}", file=sys.stderr, flush=True)
     elif _is_training() and not isinstance(error, ConfigError):
         print(f"megatron-rl: rank {place.rank}: {error}", file=sys.stderr, flush=True)
     else:
         time.sleep(10)  # whoever ends first ends all: the rank that speaks must come first
+
+
+def _is_told(error: Exception) -> bool:
+    """Whether a raise of ours tells the user; what Python or a library raises is our mistake."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    ours = "megatron_rl" in Path(last.filename).parts
+    return isinstance(error, ValueError) and ours and (last.line or "").startswith("raise ")
 
 
 def _is_training() -> bool:

@@ -50,15 +50,14 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
             options.output = str(Path("evaluations") / name)
             arguments = [*arguments, "--output", options.output]
         if place is None:
-            return _start(config, Path(options.output), arguments)
+            named = options.data is not None
+            return _start(config, Path(options.output), arguments, named=named)
         quiet_libraries()
         from megatron_rl.trainer.evaluate_model import run_evaluation
 
         run_evaluation(
             _into(config, Path(options.output)), rank=place.rank, world_size=place.world_size
         )
-    except ConfigError as error:
-        return fail(ConfigError(by_options(str(error), options.data)), place)
     except Exception as error:  # noqa: BLE001 - said, and the process ends
         return fail(error, place)
     return leave(0)
@@ -94,12 +93,6 @@ def evaluation_config(model: str, data: list[str] | None, overrides: list[str]) 
     return with_absolute_paths(parse_config(values))
 
 
-def by_options(text: str, data: list[str] | None) -> str:
-    """An error about a config that nobody wrote, in terms of the options it was made of."""
-    text = text.replace("set model.path=", "give --model ").replace("model.path", "--model")
-    return text.replace("eval.sets.", "--data ") if data else text
-
-
 def _named(argument: str) -> tuple[str, str]:
     name, equals, path = argument.partition("=")
     return (name, path) if equals and "/" not in name else (Path(argument).stem, argument)
@@ -111,13 +104,18 @@ def _into(config: Config, output: Path) -> Config:
     return parse_config(values)
 
 
-def _start(config: Config, output: Path, arguments: list[str]) -> int:
+def _start(config: Config, output: Path, arguments: list[str], *, named: bool) -> int:
+    """Start the processes; `named` files are called by their option, a run's by its settings."""
     from megatron_rl.preflight.settings import check_evaluation
 
     if output.exists():
         raise ConfigError(f"--output: {output} exists; name a new folder")
     config = _into(config, output)  # whether it can be named so
     world_size = config.parallel.data or max(cuda_devices(), config.rollout.tensor)
-    check_evaluation(config, world_size=world_size)
+    files = {
+        f"--data {key.removeprefix('eval.sets.')}" if named else key: file
+        for key, file in config.evaluation_files.items()
+    }
+    check_evaluation(config, world_size=world_size, model="--model", files=files)
     check_devices(world_size)
     return start_processes(arguments, world_size=world_size)

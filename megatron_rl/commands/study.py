@@ -62,13 +62,14 @@ def _say(text: str) -> None:
 
 
 def _write(study: Any, axis: str) -> str:
-    from megatron_rl.study.results import write_results, write_summary
+    from megatron_rl.runs.files import write_atomically
+    from megatron_rl.study.results import write_results
     from megatron_rl.study.summary import find_outcome, summarise
 
     outcomes = [found for state in write_results(study) if (found := find_outcome(state))]
     text = summarise(outcomes, axis)
     if study.folder.is_dir():
-        write_summary(study, text)
+        write_atomically(study.folder / "summary.md", text)
     return text
 
 

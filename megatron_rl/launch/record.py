@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_rl.config import ConfigError
+from megatron_rl.runs.files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,7 @@ class Record:
         """Keep it, in place of an earlier one of this name."""
         file = _file(self.name)
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f".{file.name}.partial")
-        partial.write_text(json.dumps(asdict(self), indent=1))
-        os.replace(partial, file)
+        write_atomically(file, json.dumps(asdict(self), indent=1))
 
 
 def find_record(name: str) -> Record:

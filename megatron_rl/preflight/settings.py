@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -54,14 +55,23 @@ def check_settings(config: Config, *, world_size: int) -> ModelShape:
     return shape
 
 
-def check_evaluation(config: Config, *, world_size: int) -> ModelShape:
-    """The checks of a config that is to evaluate and not to train; as `check_settings`."""
+def check_evaluation(
+    config: Config,
+    *,
+    world_size: int,
+    model: str = "model.path",
+    files: Mapping[str, tuple[str, ColumnsSection]] | None = None,
+) -> ModelShape:
+    """The checks of a config that is to evaluate and not to train; as `check_settings`.
+
+    model, files: what to call the model and each file where not by their settings.
+    """
     problems = [
-        *_file_problems(config, config.evaluation_files),
+        *_file_problems(config, config.evaluation_files if files is None else files),
         *_verifier_problems(config.reward.verifier),
         *engine_argument_problems(config.rollout.engine),
     ]
-    shape = _read_model(config.model.path, problems)
+    shape = _read_model(config.model.path, problems, key=model)
     if shape is not None:
         problems += layout_problems(config, shape, world_size)
         problems += length_problems(config, shape)
@@ -71,29 +81,29 @@ def check_evaluation(config: Config, *, world_size: int) -> ModelShape:
     return shape
 
 
-def _read_model(path: str, problems: list[str]) -> ModelShape | None:
+def _read_model(path: str, problems: list[str], *, key: str = "model.path") -> ModelShape | None:
     """The model's shape; None where a problem is added."""
     if not Path(path).is_dir():
-        problems.append(f"model.path: {path} is not a folder; {_how_to_get(path)}")
+        problems.append(f"{key}: {path} is not a folder; {_how_to_get(path, key)}")
         return None
     try:
         find_tokenizer(path)
     except ValueError as error:
-        problems.append(f"model.path: {error}")
+        problems.append(f"{key}: {error}")
     try:
         return read_model_shape(path)
     except ValueError as error:
-        problems.append(f"model.path: {error}")
+        problems.append(f"{key}: {error}")
         return None
 
 
-def _how_to_get(path: str) -> str:
+def _how_to_get(path: str, key: str) -> str:
     """The cure where a model's folder is missing."""
     if HUB_NAME.fullmatch(path):
         name = path.split("/")[1]
         return (
             f"if it is a model of the Hugging Face hub, download it first: hf download {path} "
-            f"--local-dir models/{name}, then set model.path=models/{name}"
+            f"--local-dir models/{name}, then give {key}=models/{name}"
         )
     return "give a local Hugging Face model folder (config.json, *.safetensors, tokenizer files)"
 
@@ -161,7 +171,7 @@ def _transformer_engine_problems(config: Config, shape: ModelShape) -> list[str]
     return problems
 
 
-def _file_problems(config: Config, files: dict[str, tuple[str, ColumnsSection]]) -> list[str]:
+def _file_problems(config: Config, files: Mapping[str, tuple[str, ColumnsSection]]) -> list[str]:
     """Why prompts cannot be read: columns and first rows, before any rank imports anything."""
     problems = []
     for key, (path, columns) in files.items():

@@ -35,6 +35,7 @@ import pyarrow.parquet as pq
 from megatron_rl.config import Config, ConfigError, dump_config, load_config, with_absolute_paths
 from megatron_rl.models.fingerprint import model_fingerprint
 from megatron_rl.runs.checkpoints import CheckpointFolders
+from megatron_rl.runs.files import write_atomically, written_whole
 from megatron_rl.runs.generated import GeneratedGroups
 from megatron_rl.runs.lock import LOCK, take_lock
 from megatron_rl.runs.rows import read_metrics, read_rows
@@ -281,18 +282,10 @@ class RunDirectory:
         _write_table(_rollout_table(rollouts), self.evaluations / f"{name}_{step:06d}.parquet")
 
 
-def write_atomically(file: Path, text: str) -> None:
-    """Replace a file's text so that a kill leaves the old or the new one, never a part."""
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(text)
-    os.replace(partial, file)
-
-
 def _write_table(table: pa.Table, file: Path) -> None:
     file.parent.mkdir(exist_ok=True)
-    partial = file.with_name(f".{file.name}.partial")
-    pq.write_table(table, partial, compression="zstd")
-    os.replace(partial, file)
+    with written_whole(file) as partial:
+        pq.write_table(table, partial, compression="zstd")
 
 
 def _rollout_table(rollouts: Sequence[Rollout]) -> pa.Table:

@@ -1,10 +1,10 @@
 """What steps have generated since the last checkpoint, as training takes it: lost to no kill."""
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.runs.files import written_whole
 from megatron_rl.runs.group_file import write_groups
 from megatron_rl.types import Group
 
@@ -22,9 +22,8 @@ class GeneratedGroups:
     def write(self, step: int, groups: Iterable[Group], about: Mapping[str, Any]) -> None:
         """Keep what a step generated, and what is to be known about it."""
         self.path.mkdir(exist_ok=True)
-        partial = self.path / f".step_{step:06d}.partial"
-        write_groups(partial, groups, about)
-        os.replace(partial, self.file(step))
+        with written_whole(self.file(step)) as partial:
+            write_groups(partial, groups, about)
 
     def forget(self, step: int) -> None:
         """There is a checkpoint of `step`."""

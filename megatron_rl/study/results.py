@@ -18,7 +18,6 @@ nothing else: `pyarrow.parquet.read_table("results.parquet")`, or `polars.read_p
 """
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron_rl.runs.files import written_whole
 from megatron_rl.study.plan import Study
 from megatron_rl.study.state import RunState, read_state
 
@@ -46,17 +46,9 @@ def write_results(study: Study) -> list[RunState]:
     """Make `results.parquet` anew from the run directories; returns what they hold."""
     states = [read_state(run) for run in study.runs]
     if any(state.rows for state in states):
-        partial = study.folder / f".{RESULTS}.partial"
-        pq.write_table(build_results(states), partial, compression="zstd")
-        os.replace(partial, study.folder / RESULTS)
+        with written_whole(study.folder / RESULTS) as partial:
+            pq.write_table(build_results(states), partial, compression="zstd")
     return states
-
-
-def write_summary(study: Study, text: str) -> None:
-    """Replace `summary.md`; nothing is imported that a launcher's environment lacks."""
-    partial = study.folder / ".summary.md.partial"
-    partial.write_text(text)
-    os.replace(partial, study.folder / "summary.md")
 
 
 def _rows(state: RunState) -> list[dict[str, Any]]:

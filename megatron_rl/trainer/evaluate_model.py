@@ -15,7 +15,8 @@ from megatron_rl.evaluation.scores import Interval, SetScores, intervals
 from megatron_rl.models.shape import tensor_shapes
 from megatron_rl.preflight.settings import check_evaluation
 from megatron_rl.rollout.vllm_engine import VllmEngine
-from megatron_rl.runs.directory import RunDirectory, write_atomically
+from megatron_rl.runs.directory import RunDirectory
+from megatron_rl.runs.files import write_atomically
 from megatron_rl.trainer.build import build_engine, build_verifiers, collective_timeout
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.judge import Judge

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from megatron_rl.cli import main
-from megatron_rl.commands.evaluate import by_options, evaluation_config
+from megatron_rl.commands.evaluate import evaluation_config
 from megatron_rl.config import ConfigError, dump_config, parse_config
 from megatron_rl.evaluation.scores import Interval
 from megatron_rl.trainer.evaluate_model import table
@@ -69,11 +69,6 @@ def test_errors_name_the_options_that_were_given(tmp_path, monkeypatch, capsys):
     assert ended.value.code == 1
     assert "  --data amc: nowhere.jsonl does not exist" in said
     assert (
-        "  --model: Org/Model is not a folder" in said and "then give --model models/Model" in said
+        "  --model: Org/Model is not a folder" in said and "then give --model=models/Model" in said
     )
     assert not re.search(r"data\.train|eval\.sets|model\.path", said)
-
-
-def test_a_run_s_own_sets_keep_the_name_that_its_config_gives_them(tmp_path):
-    assert by_options("eval.sets.held: gone", None) == "eval.sets.held: gone"
-    assert by_options("eval.sets.held: gone", ["x.jsonl"]) == "--data held: gone"
