@@ -7,7 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.functional.test_actor_layouts import VOCAB, make_rollouts, transformers_logprobs
+from tests.functional.test_actor_layouts import (
+    VOCAB,
+    freeze_behavior,
+    make_rollouts,
+    plan,
+    randomise,
+    transformers_logprobs,
+)
 from tests.ranks import run_ranks
 
 SIZES = {
@@ -56,12 +63,7 @@ def _make_model(folder, config_class, extra):
     torch.manual_seed(7)
     config = getattr(transformers, config_class)(**SIZES, **extra)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.2)
-            else:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
+    randomise(model)
     model.save_pretrained(folder)
 
 
@@ -70,7 +72,7 @@ def _score(rank, world_size, root, layout):
     from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
-    from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
+    from megatron_rl.data.packing import gather_by_rollout
     from megatron_rl.objectives import build_objective
 
     topology = groups.initialise(**layout)
@@ -84,22 +86,12 @@ def _score(rank, world_size, root, layout):
             overlap_reduction=world_size > 1,  # as on CUDA
         )
         actor = MegatronActor(Path(root) / name, topology=topology, settings=settings)
-        minibatch = plan_minibatches(
-            rollouts,
-            advantages,
-            minibatches=1,
-            tokens_per_micro_batch=160,
-            topology=topology,
-            sequence_parallel=actor.sequence_parallel,
-        )[0]
-        logprobs = actor.compute_logprobs(minibatch.micro_batches)
-        rows = gather_by_rollout(
-            minibatch.micro_batches, logprobs, count=len(rollouts), topology=topology
-        )
+        (minibatch,) = plan(actor, rollouts, advantages, minibatches=1)
+        packs = freeze_behavior(actor, [minibatch])
+        logprobs = [pack.behavior_logprobs for pack in packs]
+        rows = gather_by_rollout(packs, logprobs, count=len(rollouts), topology=topology)
         report[name] = [row.tolist() for row in rows]
         actor.export_hf(Path(root) / f"{name}-exported-{world_size}")
-        for pack, behavior in zip(minibatch.micro_batches, logprobs, strict=True):
-            pack.behavior_logprobs = behavior
         result = actor.update(minibatch, build_objective("grpo"))
         report[f"{name}/deviation"] = result.statistics.to_metrics()["ratio/max_deviation"]
         report[f"{name}/grad_norm"] = result.grad_norm

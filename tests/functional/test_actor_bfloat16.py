@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.functional.test_actor_layouts import (
+    freeze_behavior,
     make_model,
     make_rollouts,
+    plan,
     transformers_logprobs,
 )
 from tests.ranks import run_ranks
@@ -30,21 +32,12 @@ def _actor(root, topology, dtype):
 
 def _prepare(actor, topology):
     """The minibatch with its frozen behavior log-probs, and these by rollout."""
-    from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
+    from megatron_rl.data.packing import gather_by_rollout
 
     rollouts, advantages = make_rollouts()
-    minibatch = plan_minibatches(
-        rollouts,
-        advantages,
-        minibatches=1,
-        tokens_per_micro_batch=160,
-        topology=topology,
-        sequence_parallel=actor.sequence_parallel,
-    )[0]
-    packs = minibatch.micro_batches
-    logprobs = actor.compute_logprobs(packs)
-    for pack, behavior in zip(packs, logprobs, strict=True):
-        pack.behavior_logprobs = behavior
+    (minibatch,) = plan(actor, rollouts, advantages, minibatches=1)
+    packs = freeze_behavior(actor, [minibatch])
+    logprobs = [pack.behavior_logprobs for pack in packs]
     rows = gather_by_rollout(packs, logprobs, count=len(rollouts), topology=topology)
     return minibatch, rows
 

@@ -38,13 +38,18 @@ def make_model(folder: Path, *, tied: bool, seed: int = 3) -> None:
         tie_word_embeddings=tied,
     )
     model = Qwen2ForCausalLM(config)
+    randomise(model)
+    model.save_pretrained(folder)
+
+
+def randomise(model):
+    """Weights and biases that matter."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.2)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-    model.save_pretrained(folder)
 
 
 def make_rollouts():
@@ -83,20 +88,23 @@ def _settings():
     )
 
 
-def _plan(actor, rollouts, advantages):
+def plan(actor, rollouts, advantages, *, minibatches, computed=None):
+    """Minibatches of small packs in the actor's layout."""
     from megatron_rl.data.packing import plan_minibatches
 
     return plan_minibatches(
         rollouts,
         advantages,
-        minibatches=2,
+        minibatches=minibatches,
         tokens_per_micro_batch=160,
         topology=actor.topology,
         sequence_parallel=actor.sequence_parallel,
+        computed=computed,
     )
 
 
-def _freeze_behavior(actor, minibatches):
+def freeze_behavior(actor, minibatches):
+    """Let the actor as it is be what has generated; all packs."""
     packs = [pack for minibatch in minibatches for pack in minibatch.micro_batches]
     for pack, logprobs in zip(packs, actor.compute_logprobs(packs), strict=True):
         pack.behavior_logprobs = logprobs
@@ -125,8 +133,8 @@ def _train(name, actor, folder, checkpoint):
     from megatron_rl.trainer.traces import gather_traces, mark_traced
 
     objective = build_objective(name, **WIDE)
-    minibatches = _plan(actor, *make_rollouts())
-    _freeze_behavior(actor, minibatches)
+    minibatches = plan(actor, *make_rollouts(), minibatches=2)
+    freeze_behavior(actor, minibatches)
     packs = minibatches[0].micro_batches
     mark_traced(packs, TRACED)
     reports = [_report(actor.update(minibatches[0], objective))]
@@ -168,21 +176,12 @@ def _train_without(actor, computed):
     each objective has the same weights whatever is computed; the minibatch of the second group has
     nothing to compute, and steps all the same.
     """
-    from megatron_rl.data.packing import plan_minibatches
     from megatron_rl.objectives import build_objective
 
     rollouts, advantages = make_rollouts()
     advantages[4:8] = advantages[9] = 0
-    minibatches = plan_minibatches(
-        rollouts,
-        advantages,
-        minibatches=4,
-        tokens_per_micro_batch=160,
-        topology=actor.topology,
-        sequence_parallel=actor.sequence_parallel,
-        computed=computed,
-    )
-    packs = _freeze_behavior(actor, minibatches)
+    minibatches = plan(actor, rollouts, advantages, minibatches=4, computed=computed)
+    packs = freeze_behavior(actor, minibatches)
     for pack in packs:
         pack.rollout_logprobs = 1.01 * pack.behavior_logprobs
     reports = []
@@ -226,8 +225,8 @@ def run_layout(rank, world_size, root, layout, checkpoint):
     rollouts, advantages = make_rollouts()
     for model in ("tied", "untied"):
         actor = MegatronActor(root / model, topology=topology, settings=_settings())
-        minibatches = _plan(actor, rollouts, advantages)
-        packs = _freeze_behavior(actor, minibatches)
+        minibatches = plan(actor, rollouts, advantages, minibatches=2)
+        packs = freeze_behavior(actor, minibatches)
         values = [pack.behavior_logprobs for pack in packs]
         rows = gather_by_rollout(packs, values, count=len(rollouts), topology=topology)
         report[model] = [row.tolist() for row in rows]

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.functional.test_actor_layouts import make_model, make_rollouts
+from tests.functional.test_actor_layouts import freeze_behavior, make_model, make_rollouts, plan
 from tests.ranks import run_ranks
 
 
@@ -32,7 +32,6 @@ def _train(rank, world_size, folder):
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.memory import training_state_bytes
     from megatron_rl.actor.settings import ActorSettings
-    from megatron_rl.data.packing import plan_minibatches
     from megatron_rl.objectives import build_objective
 
     topology = groups.initialise(context=world_size)
@@ -45,16 +44,8 @@ def _train(rank, world_size, folder):
     ):
         settings = ActorSettings(learning_rate=1e-2, warmup_updates=0, recompute=recompute)
         actor = MegatronActor(Path(folder), topology=topology, settings=settings)
-        minibatch = plan_minibatches(
-            *make_rollouts(),
-            minibatches=1,
-            tokens_per_micro_batch=160,
-            topology=topology,
-            sequence_parallel=False,
-        )[0]
-        packs = minibatch.micro_batches
-        for pack, logprobs in zip(packs, actor.compute_logprobs(packs), strict=True):
-            pack.behavior_logprobs = logprobs
+        (minibatch,) = plan(actor, *make_rollouts(), minibatches=1)
+        packs = freeze_behavior(actor, [minibatch])
         numbers = []
         for _ in range(3):
             result = actor.update(minibatch, build_objective("grpo"))

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.functional.forked_runs import ForkedCommand
 from tests.functional.test_actor_architectures import MODELS, _make_model
-from tests.functional.test_actor_layouts import make_model, make_rollouts
+from tests.functional.test_actor_layouts import freeze_behavior, make_model, make_rollouts, plan
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +63,6 @@ def _train(rank, world_size, root):
     from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
-    from megatron_rl.data.packing import plan_minibatches
     from megatron_rl.objectives import build_objective
 
     root = Path(root)
@@ -77,16 +76,8 @@ def _train(rank, world_size, root):
         strict=True,
     )
     same = [torch.equal(one, other) for one, other in pairs]
-    minibatch = plan_minibatches(
-        *make_rollouts(),
-        minibatches=1,
-        tokens_per_micro_batch=160,
-        topology=topology,
-        sequence_parallel=True,
-    )[0]
-    packs = minibatch.micro_batches
-    for pack, logprobs in zip(packs, actor.compute_logprobs(packs), strict=True):
-        pack.behavior_logprobs = logprobs
+    (minibatch,) = plan(actor, *make_rollouts(), minibatches=1)
+    freeze_behavior(actor, [minibatch])
     actor.update(minibatch, build_objective("grpo"))
     actor.save(root / "run" / "checkpoints" / "step_000001" / "actor")
     actor.export_hf(root / "exported")

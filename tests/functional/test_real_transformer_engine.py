@@ -17,7 +17,12 @@ from safetensors.torch import load_file
 from megatron_rl.versions import SETS
 from tests.functional.real_transformer_engine.install import OutOfReachError, installed
 from tests.functional.test_actor_architectures import EXPERTS, YARN, _make_model
-from tests.functional.test_actor_layouts import make_rollouts, transformers_logprobs
+from tests.functional.test_actor_layouts import (
+    freeze_behavior,
+    make_rollouts,
+    plan,
+    transformers_logprobs,
+)
 from tests.ranks import run_ranks
 
 MODELS = {
@@ -42,23 +47,14 @@ WITH_BIASES_OR_EXPERTS = ("qwen2", "qwen3_moe")
 
 def _train(actor, folder, others):
     """Log-probs, updates around checkpoints, and what the actor tells of its parameters."""
-    from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
+    from megatron_rl.data.packing import gather_by_rollout
     from megatron_rl.objectives import build_objective
 
     rollouts, advantages = make_rollouts()
-    (minibatch,) = plan_minibatches(
-        rollouts,
-        advantages,
-        minibatches=1,
-        tokens_per_micro_batch=160,
-        topology=actor.topology,
-        sequence_parallel=actor.sequence_parallel,
-    )
-    packs = minibatch.micro_batches
-    logprobs = actor.compute_logprobs(packs)
+    (minibatch,) = plan(actor, rollouts, advantages, minibatches=1)
+    packs = freeze_behavior(actor, [minibatch])
+    logprobs = [pack.behavior_logprobs for pack in packs]
     rows = gather_by_rollout(packs, logprobs, count=len(rollouts), topology=actor.topology)
-    for pack, behavior in zip(packs, logprobs, strict=True):
-        pack.behavior_logprobs = behavior
     actor.sleep()
     actor.save(folder / "fresh")
     actor.export_hf(folder / "exported")
