@@ -20,16 +20,10 @@ class Console:
     on_advance: called, also where it is silent, whenever what `progress` shows gets further.
     """
 
-    def __init__(
-        self,
-        *,
-        speaks: bool,
-        log_file: Path | None = None,
-        on_advance: Callable[[], object] = lambda: None,
-    ) -> None:
+    def __init__(self, *, speaks: bool, log_file: Path | None = None) -> None:
         self.speaks = speaks
-        self.on_advance = on_advance
         self.log_file = log_file
+        self.on_advance: Callable[[], object] = lambda: None
         self._rich = RichConsole(file=sys.stdout, highlight=False, soft_wrap=True)
 
     def say(self, text: str = "") -> None:

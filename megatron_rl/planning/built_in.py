@@ -10,8 +10,7 @@ from megatron_rl.models.shape import ExpertShape, ModelShape, read_model_shape
 
 def _dense(
     architecture: str, layers: int, hidden: int, heads: int, groups: int, ffn: int, vocabulary: int,
-    *, head_dim: int | None = None, tied: bool = False, positions: int = 131072,
-    experts: ExpertShape | None = None,
+    *, head_dim: int | None = None, tied: bool = False, experts: ExpertShape | None = None,
 ) -> ModelShape:  # fmt: skip
     return ModelShape(
         architecture=architecture,
@@ -22,7 +21,7 @@ def _dense(
         head_dim=head_dim or hidden // heads,
         ffn_hidden_size=ffn,
         vocab_size=vocabulary,
-        max_position_embeddings=positions,
+        max_position_embeddings=131072,
         rotary_base=1e6,
         norm_epsilon=1e-6,
         tied_embeddings=tied,

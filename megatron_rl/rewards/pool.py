@@ -36,7 +36,7 @@ OnError = Literal["end", "zero", "retry"]
 class VerifierPool:
     """Worker processes that judge responses; started at once, kept from step to step.
 
-    time_limit: seconds one call may take. memory_limit: bytes of address space of a worker.
+    time_limit: seconds one call may take.
     batch_size: responses that a worker is given at once, where the verifier takes many.
     on_error: what becomes of a response that the verifier fails on. `end`: VerifierError; `zero`:
     no reward, with the reason `FAILED`; `retry`: new attempts after 1, 2, 4, 8 and 16 s, then
@@ -50,7 +50,6 @@ class VerifierPool:
         *,
         workers: int = 1,
         time_limit: float = 5.0,
-        memory_limit: int = 4 << 30,
         verifier: str = MATH_ANSWER,
         batch_size: int = 32,
         on_error: OnError = "end",
@@ -63,8 +62,7 @@ class VerifierPool:
         self._batch_size, self._on_error, self._say = batch_size, on_error, say
         self._command = [
             *(sys.executable, "-m", "megatron_rl.rewards.worker", "--verifier", verifier),
-            *("--time-limit", str(time_limit), "--memory-limit", str(memory_limit)),
-            *("--parent", str(os.getpid())),
+            *("--time-limit", str(time_limit), "--parent", str(os.getpid())),
         ]
         self._environment = worker_environment(environment)
         # A worker ends with the thread that has started it (the kernel counts threads as parents),

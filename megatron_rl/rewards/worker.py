@@ -21,13 +21,14 @@ from megatron_rl.interruption import end_with_parent
 from megatron_rl.rewards.calling import Call
 from megatron_rl.rewards.verifier import Item, load_verifier
 
+ADDRESS_SPACE = 4 << 30  # bytes that a worker may have
+
 
 def main() -> None:
     """Serve judgements until standard input ends; the kernel ends it when the parent is gone."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--verifier", required=True)
     parser.add_argument("--time-limit", type=float, required=True)
-    parser.add_argument("--memory-limit", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     arguments = parser.parse_args()
     # The kernel ends this process with its parent, also inside C code; its input ends too, but only
@@ -53,7 +54,7 @@ def main() -> None:
             _send(output, {"error": traceback.format_exc()})
             return
         call = Call(verifier, name=arguments.verifier, time_limit=arguments.time_limit)
-        _limit_memory(arguments.memory_limit)
+        _limit_memory()
         _send(output, {"takes_many": call.takes_many, "wants_row": call.wants_row})
         _serve(call, sys.stdin.buffer, output)
 
@@ -66,9 +67,9 @@ def _serve(call: Call, source: BinaryIO, output: RawIOBase) -> None:
         _send(output, answers)
 
 
-def _limit_memory(limit: int) -> None:
+def _limit_memory() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    soft = ADDRESS_SPACE if hard == resource.RLIM_INFINITY else min(ADDRESS_SPACE, hard)
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 

@@ -195,7 +195,7 @@ def test_a_worker_whose_parent_is_gone_says_nothing():
     command = [sys.executable, "-m", "megatron_rl.rewards.worker", "--verifier", MISBEHAVING,
                "--parent", str(os.getpid())]  # fmt: skip
     worker = subprocess.Popen(
-        [*command, "--time-limit", "9", "--memory-limit", str(4 << 30)],
+        [*command, "--time-limit", "9"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert worker.stdin is not None and worker.stdout is not None
