@@ -9,6 +9,7 @@ from megatron_rl.commands.ending import fail, leave
 from megatron_rl.commands.train import check_devices
 from megatron_rl.config import Config, ConfigError, load_config, parse_config, with_absolute_paths
 from megatron_rl.config.loading import apply_override
+from megatron_rl.config.sections import ColumnsSection
 from megatron_rl.processes import cuda_devices, join_processes, quiet_libraries, start_processes
 
 
@@ -49,15 +50,17 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
             name = f"{Path(options.model).resolve().name}-{time.strftime('%Y%m%d-%H%M%S')}"
             options.output = str(Path("evaluations") / name)
             arguments = [*arguments, "--output", options.output]
+        files = {
+            f"--data {key.removeprefix('eval.sets.')}" if options.data else key: file
+            for key, file in config.evaluation_files.items()
+        }
         if place is None:
-            named = options.data is not None
-            return _start(config, Path(options.output), arguments, named=named)
+            return _start(config, files, Path(options.output), arguments)
         quiet_libraries()
         from megatron_rl.trainer.evaluate_model import run_evaluation
 
-        run_evaluation(
-            _into(config, Path(options.output)), rank=place.rank, world_size=place.world_size
-        )
+        config = _into(config, Path(options.output))
+        run_evaluation(config, files, rank=place.rank, world_size=place.world_size)
     except Exception as error:  # noqa: BLE001 - said, and the process ends
         return fail(error, place)
     return leave(0)
@@ -104,18 +107,18 @@ def _into(config: Config, output: Path) -> Config:
     return parse_config(values)
 
 
-def _start(config: Config, output: Path, arguments: list[str], *, named: bool) -> int:
-    """Start the processes; `named` files are called by their option, a run's by its settings."""
+def _start(
+    config: Config,
+    files: dict[str, tuple[str, ColumnsSection]],
+    output: Path,
+    arguments: list[str],
+) -> int:
     from megatron_rl.preflight.settings import check_evaluation
 
     if output.exists():
         raise ConfigError(f"--output: {output} exists; name a new folder")
     config = _into(config, output)  # whether it can be named so
     world_size = config.parallel.data or max(cuda_devices(), config.rollout.tensor)
-    files = {
-        f"--data {key.removeprefix('eval.sets.')}" if named else key: file
-        for key, file in config.evaluation_files.items()
-    }
-    check_evaluation(config, world_size=world_size, model="--model", files=files)
+    check_evaluation(config, files, world_size=world_size)
     check_devices(world_size)
     return start_processes(arguments, world_size=world_size)

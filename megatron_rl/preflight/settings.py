@@ -56,22 +56,18 @@ def check_settings(config: Config, *, world_size: int) -> ModelShape:
 
 
 def check_evaluation(
-    config: Config,
-    *,
-    world_size: int,
-    model: str = "model.path",
-    files: Mapping[str, tuple[str, ColumnsSection]] | None = None,
+    config: Config, files: Mapping[str, tuple[str, ColumnsSection]], *, world_size: int
 ) -> ModelShape:
     """The checks of a config that is to evaluate and not to train; as `check_settings`.
 
-    model, files: what to call the model and each file where not by their settings.
+    files: its sets, by what the user calls them.
     """
     problems = [
-        *_file_problems(config, config.evaluation_files if files is None else files),
+        *_file_problems(config, files),
         *_verifier_problems(config.reward.verifier),
         *engine_argument_problems(config.rollout.engine),
     ]
-    shape = _read_model(config.model.path, problems, key=model)
+    shape = _read_model(config.model.path, problems, key="--model")
     if shape is not None:
         problems += layout_problems(config, shape, world_size)
         problems += length_problems(config, shape)

@@ -1,7 +1,7 @@
 """Evaluating a model that is not being trained: the engine, judges and scores of training."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_rl.actor import groups
 from megatron_rl.actor.weights import HfReader
 from megatron_rl.config import Config
+from megatron_rl.config.sections import ColumnsSection
 from megatron_rl.console import Console
 from megatron_rl.evaluation.scores import Interval, SetScores, intervals
 from megatron_rl.models.shape import tensor_shapes
@@ -27,13 +28,20 @@ from megatron_rl.trainer.recorder import Recorder
 SCORES = "scores.json"
 
 
-def run_evaluation(config: Config, *, rank: int, world_size: int) -> None:
+def run_evaluation(
+    config: Config,
+    files: Mapping[str, tuple[str, ColumnsSection]],
+    *,
+    rank: int,
+    world_size: int,
+) -> None:
     """Evaluate `config.model.path` on `config.eval.sets`, as this rank of `world_size`.
 
+    files: the sets, by what the user calls them.
     The folder `run.dir/run.name` receives `eval/`, every response of each set, and `scores.json`.
     Raises ValueError for bad input before any long work.
     """
-    shape = check_evaluation(config, world_size=world_size)
+    shape = check_evaluation(config, files, world_size=world_size)
     reader = HfReader(config.model.path)
     reader.check(shape)
     directory = RunDirectory.of(config)
