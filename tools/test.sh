@@ -44,8 +44,8 @@ run_part() {
         docs) MEGATRON_RL_VENV=$VENV bash tools/docs.sh ;;
         # The same examples each time; without the seed hypothesis looks for new ones.
         unit) "$VENV/bin/python" -m pytest tests/unit "${SIDE_BY_SIDE[@]}" --hypothesis-seed=0 ;;
-        fast) "$VENV/bin/python" -m pytest -q "${FAST[@]}" -m "not slow" --no-processes \
-            --hypothesis-seed=0 ;;
+        fast) "$VENV/bin/python" -m pytest -q "${FAST[@]}" "${SIDE_BY_SIDE[@]}" -m "not slow" \
+            --no-processes --hypothesis-seed=0 ;;
         tests) "$VENV/bin/python" -m pytest tests/functional tests/unit "${SIDE_BY_SIDE[@]}" \
             --hypothesis-seed=0 ;;
     esac
