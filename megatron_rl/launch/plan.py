@@ -168,14 +168,19 @@ def _file_problems(launch: Launch) -> list[str]:
         key: path for key, (path, _) in config.prompt_files.items() if not path.startswith(ON_HUB)
     }
     container = cluster.container if isinstance(cluster, SlurmCluster) else None
+    problems = []
     if container is None:
         named["python"] = launch.python
-        return [
+        problems = [
             f"{key}: {path} does not exist" + _cure(key)
             for key, path in named.items()
             if not Path(path).exists()
         ]
-    problems = []
+        if Path(launch.python).exists() and (
+            Path(launch.python).is_dir() or not os.access(launch.python, os.X_OK)
+        ):
+            problems.append(f"python: {launch.python} is no program{_cure('python')}")
+        return problems
     for key, path in named.items():
         outside = _on_the_host(path, container.mounts)
         if outside is None:

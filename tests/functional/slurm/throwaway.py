@@ -28,6 +28,14 @@ class ThrowawaySlurm:
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> "ThrowawaySlurm":
+        try:
+            self._begin()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _begin(self) -> None:
         (self.folder / "state").mkdir(parents=True)
         self.folder.chmod(0o755)  # munge wants a socket that everyone can reach
         self._write_config()
@@ -42,7 +50,6 @@ class ThrowawaySlurm:
         for node in ("n1", "n2"):
             self.start_node(node)
         self._until("two idle nodes", lambda: self.ask("sinfo -hN -p low -o %T") == "idle\nidle")
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.ask(f"scancel --full --signal=KILL --user={getpass.getuser()}")

@@ -110,6 +110,7 @@ def test_processes_that_do_not_divide(overrides, processes, said):
         ({}, ["eval.sets.x=nowhere.parquet"], {}, "eval.sets.x: "),
         ({}, ["objective.nam=gspo"], {}, "objective 'pnpo' has no option 'nam'; did you mean"),
         ({"python": "/nowhere/it"}, [], {}, "python: /nowhere/it does not exist; run tools"),
+        ({"python": "/usr"}, [], {}, "python: /usr is no program; run tools/setup_env.sh, or set"),
         ({}, ["rollout.tensor=3"], {}, "nodes=2 x processes_per_node=4: rollout.tensor=3: vLLM"),
         ({"requeue": 0}, [], {"rehearse_after": 2}, "nothing would continue the run"),
         ({}, ["trainer.steps=2"], {"rehearse_after": 2}, "the run has 2 steps; choose fewer"),
@@ -133,6 +134,14 @@ def test_launches_that_cannot_start(config, change, overrides, options, said):
 def test_a_launch_is_checked_where_there_is_no_torch():
     code = "import sys; sys.modules['torch'] = None; import megatron_rl.launch.starting"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_training_where_there_is_no_torch_is_refused_by_one_error(config):
+    code = "import sys; sys.modules['torch'] = None; from megatron_rl.cli import main; main()"
+    command = [sys.executable, "-c", code, "train", "--config", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = f"megatron-rl: error: {sys.prefix} has no torch: it is an environment for launching"
+    assert done.returncode == 1 and done.stderr.startswith(said) and done.stderr.count("\n") == 1
 
 
 def test_the_local_executor_has_one_node_and_one_job(config):
