@@ -1,51 +1,162 @@
-"""Draw learning.png from reuse.parquet: mean reward over updates, a panel for each rate and reuse.
+"""Draw learning.png, lag.png and differences.png from reuse.parquet.
 
 python docs/study/draw.py
 """
 
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import pyarrow.parquet as pq
 
+from megatron_rl.study.summary import has_run_away, macro_score, paired_interval
+
 FOLDER = Path(__file__).parent
 COLORS = {"pnpo": "#2f6db3", "pnpo_one_sided": "#2b9db0", "gspo": "#d9822b", "grpo": "#b3477d"}
-PANELS = (("0.0004", "4"), ("0.0008", "4"), ("0.0004", "1"), ("0.0004", "8"))
+OTHERS = "#64748b"
+PANELS = (("0.0002", "4"), ("0.0004", "4"), ("0.0008", "4"), ("0.0004", "1"), ("0.0004", "8"))
+LENGTH = "38"  # of learning.png and lag.png
+RATE = "0.0004"
+
+Point = tuple[str, str, str, str]  # length, rate, epochs, objective
+
+
+class Run:
+    """One run that is done: its rows, and what is compared."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
+        self.rows = [row for row in rows if row["reward/mean"] is not None]
+        scores = [score for row in rows if (score := macro_score(row)) is not None]
+        self.score = 100 * scores[-1]
+        self.reward = 100 * statistics.fmean(row["reward/mean"] for row in self.rows)
+        self.ran_away = has_run_away(self.rows)
 
 
 def main() -> None:
-    """Lines are means over seeds, bands reach from the lowest to the highest."""
-    rows = pq.read_table(FOLDER / "reuse.parquet").to_pylist()
-    rows = [row for row in rows if row["state"] == "done" and row["reward/mean"] is not None]
-    panels = [one for one in PANELS if any(_is_of(row, one) for row in rows)]
-    figure, every = plt.subplots(1, len(panels), figsize=(3.3 * len(panels), 2.9), sharey=True)
-    for axis, panel in zip(every, panels, strict=True):
+    """All three."""
+    runs = read_runs()
+    draw_learning(runs)
+    draw_lag(runs)
+    draw_differences(runs)
+
+
+def read_runs() -> dict[Point, dict[int, Run]]:
+    """Every run that is done, by its point and its seed."""
+    rows: dict[tuple[Point, int], list[dict[str, Any]]] = {}
+    for row in pq.read_table(FOLDER / "reuse.parquet").to_pylist():
+        if row["state"] == "done":
+            axes = (row["axis/length"], row["axis/rate"], row["axis/epochs"], row["axis/objective"])
+            rows.setdefault((axes, row["seed"]), []).append(row)
+    runs: dict[Point, dict[int, Run]] = {}
+    for (point, seed), some in rows.items():
+        runs.setdefault(point, {})[seed] = Run(some)
+    return runs
+
+
+def draw_learning(runs: dict[Point, dict[int, Run]]) -> None:
+    """Mean reward over updates. Lines are means over seeds, bands from the lowest to the highest."""
+    figure, every = plt.subplots(1, len(PANELS), figsize=(2.9 * len(PANELS), 2.9), sharey=True)
+    for axis, (rate, epochs) in zip(every, PANELS, strict=True):
         for objective, color in COLORS.items():
             found: dict[int, list[float]] = {}
-            for row in rows:
-                if _is_of(row, panel) and row["axis/objective"] == objective:
+            for run in runs.get((LENGTH, rate, epochs, objective), {}).values():
+                for row in run.rows:
                     # A rollout batch was generated before its own updates.
                     before = row["updates"] - row["updates"] // row["step"]
                     found.setdefault(before, []).append(row["reward/mean"])
             if not found:
                 continue
             updates, values = zip(*sorted(found.items()), strict=True)
-            means = [sum(one) / len(one) for one in values]
-            axis.plot(updates, means, color=color, label=objective)
-            axis.fill_between(updates, [min(v) for v in values], [max(v) for v in values],
+            axis.plot(updates, list(map(statistics.fmean, values)), color=color, label=objective)
+            axis.fill_between(updates, list(map(min, values)), list(map(max, values)),
                               color=color, alpha=0.15, linewidth=0)  # fmt: skip
-        rate, epochs = panel
         axis.set_title(f"lr {float(rate):g}, {epochs} epoch{'s' * (epochs != '1')}", fontsize=9)
         axis.set_xlabel("updates before the batch")
         axis.grid(alpha=0.3)
     every[0].set_ylabel("mean reward of a rollout batch")
-    every[0].legend(fontsize=7)
+    every[1].legend(fontsize=7)
+    _save(figure, "learning.png")
+
+
+def draw_lag(runs: dict[Point, dict[int, Run]]) -> None:
+    """Score, its difference to pnpo and runaways, against reuse and against reuse x rate."""
+    figure, every = plt.subplots(3, 2, figsize=(9, 8), sharex="col")
+    for place, (objective, color) in enumerate(COLORS.items()):
+        own = {(rate, epochs): found for (length, rate, epochs, name), found in runs.items()
+               if length == LENGTH and name == objective}  # fmt: skip
+        for column in (0, 1):
+            points = []
+            for (rate, epochs), found in own.items():
+                if column or rate == RATE:
+                    x = float(epochs) * (float(rate) * 1e4 if column else 1)
+                    points.append((x, found, runs.get((LENGTH, rate, epochs, "pnpo"), {})))
+            points.sort(key=lambda one: one[0])
+            apart = 1.025 ** (place - 1.5)
+            for x, found, pnpo in points:
+                _mark(every[0, column], x * apart, [run.score for run in found.values()], color)
+                pairs = [found[seed].score - pnpo[seed].score for seed in found.keys() & pnpo]
+                if objective != "pnpo":
+                    _mark(every[1, column], x * apart, pairs, color)
+                share = statistics.fmean(run.ran_away for run in found.values())
+                every[2, column].plot(x * apart, share, "o", color=color, markersize=5)
+            every[0, column].plot([], [], "o", color=color, label=objective)
+    for row, label in enumerate(("score (%)", "score, against pnpo", "share that ran away")):
+        every[row, 0].set_ylabel(label)
+        for axis in every[row]:
+            axis.grid(alpha=0.3)
+            axis.set_xscale("log", base=2)
+            axis.xaxis.set_major_formatter("{x:g}")
+    for axis in every[1]:
+        axis.axhline(0, color="black", linewidth=0.8)
+        axis.set_ylim(-25, 60)
+    for axis in every[2]:
+        axis.set_ylim(-0.05, 1.05)
+    every[2, 0].set_xlabel(f"epochs of reuse, at lr {float(RATE):g}")
+    every[2, 1].set_xlabel("epochs of reuse x lr / 1e-4")
+    every[0, 0].legend(fontsize=8)
+    _save(figure, "lag.png")
+
+
+def draw_differences(runs: dict[Point, dict[int, Run]]) -> None:
+    """Every paired difference to pnpo, of score and reward, with its interval."""
+    lines = [(point, found) for point, found in runs.items()
+             if point[3] != "pnpo" and len(found.keys() & runs.get((*point[:3], "pnpo"), {})) > 1]  # fmt: skip
+    figure, every = plt.subplots(1, 2, figsize=(11, 1.2 + 0.21 * len(lines)), sharey=True)
+    names = []
+    for place, (point, found) in enumerate(lines):
+        length, rate, epochs, objective = point
+        pnpo = runs[(*point[:3], "pnpo")]
+        seeds = found.keys() & pnpo.keys()
+        names.append(f"{objective}: {length} tokens, lr {float(rate):g}, x{epochs} ({len(seeds)})")
+        for axis, key in zip(every, ("score", "reward"), strict=True):
+            pairs = [getattr(found[seed], key) - getattr(pnpo[seed], key) for seed in seeds]
+            _mark(axis, place, pairs, COLORS.get(objective, OTHERS), across=True)
+    for axis, key in zip(every, ("score", "reward"), strict=True):
+        axis.axvline(0, color="black", linewidth=0.8)
+        axis.set_xlim(-30, 30)
+        axis.set_xlabel(f"{key}, against pnpo")
+        axis.grid(alpha=0.3)
+    every[0].set_yticks(range(len(lines)), names, fontsize=8)
+    every[0].invert_yaxis()
+    _save(figure, "differences.png")
+
+
+def _mark(axis: Any, x: float, values: Sequence[float], color: str, *, across: bool = False) -> None:
+    """A mean with its 95% interval (Student's t), where there are two values or more."""
+    if not values:
+        return
+    found = paired_interval(values)
+    error = None if len(values) < 2 else found.half_width
+    at = (found.mean, x) if across else (x, found.mean)
+    axis.errorbar(*at, **{"xerr" if across else "yerr": error}, fmt="o", color=color, markersize=4,
+                  capsize=2, linewidth=1.2)  # fmt: skip
+
+
+def _save(figure: Any, name: str) -> None:
     figure.tight_layout()
-    figure.savefig(FOLDER / "learning.png", dpi=90)
-
-
-def _is_of(row: dict, panel: tuple[str, str]) -> bool:
-    return (row["axis/rate"], row["axis/epochs"]) == panel
+    figure.savefig(FOLDER / name, dpi=90)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class TaskSettings:
     hidden: int = 64
     layers: int = 2
     heads: int = 2
-    batch: int = 64  # traces per update of the warm-up; fewer where they are long
+    batch: int = 16  # traces per update of the warm-up; at least 8 where they are long
     learning_rate: float = 3e-3
     longest_warm_up: int = 3000  # updates on right traces
 
