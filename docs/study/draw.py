@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 from megatron_rl.study.summary import has_run_away, macro_score, paired_interval
 
 FOLDER = Path(__file__).parent
-COLORS = {"pnpo": "#2f6db3", "pnpo_one_sided": "#2b9db0", "gspo": "#d9822b", "grpo": "#b3477d"}
+COLORS = {"pnpo": "#2f6db3", "pnpo_one_sided": "#2b9db0", "gspo": "#d9822b", "grpo": "#b3477d",
+          "lopsided": "#4d7c0f"}  # fmt: skip
 OTHERS = "#64748b"
 PANELS = (("0.0002", "4"), ("0.0004", "4"), ("0.0008", "4"), ("0.0004", "1"), ("0.0004", "8"))
 LENGTH = "38"  # of learning.png and lag.png
@@ -93,7 +94,7 @@ def draw_lag(runs: dict[Point, dict[int, Run]]) -> None:
                     x = float(epochs) * (float(rate) * 1e4 if column else 1)
                     points.append((x, found, runs.get((LENGTH, rate, epochs, "pnpo"), {})))
             points.sort(key=lambda one: one[0])
-            apart = 1.025 ** (place - 1.5)
+            apart = 1.025 ** (place - 2)
             for x, found, pnpo in points:
                 _mark(every[0, column], x * apart, [run.score for run in found.values()], color)
                 pairs = [found[seed].score - pnpo[seed].score for seed in found.keys() & pnpo]
@@ -108,6 +109,7 @@ def draw_lag(runs: dict[Point, dict[int, Run]]) -> None:
             axis.grid(alpha=0.3)
             axis.set_xscale("log", base=2)
             axis.xaxis.set_major_formatter("{x:g}")
+    every[0, 1].set_ylim(0, 100)
     for axis in every[1]:
         axis.axhline(0, color="black", linewidth=0.8)
         axis.set_ylim(-25, 60)
