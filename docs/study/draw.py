@@ -20,6 +20,9 @@ OTHERS = "#64748b"
 PANELS = (("0.0002", "4"), ("0.0004", "4"), ("0.0008", "4"), ("0.0004", "1"), ("0.0004", "8"))
 LENGTH = "38"  # of learning.png and lag.png
 RATE = "0.0004"
+MARKERS = {"1": "^", "4": "o", "8": "s"}  # by epochs
+APART = {"1": 1.0, "4": 0.93, "8": 1.07}  # so that the same reuse x rate is not on one spot
+FEWEST = 3  # pairs of an interval that is drawn
 
 Point = tuple[str, str, str, str]  # length, rate, epochs, objective
 
@@ -57,7 +60,7 @@ def read_runs() -> dict[Point, dict[int, Run]]:
 
 
 def draw_learning(runs: dict[Point, dict[int, Run]]) -> None:
-    """Mean reward over updates. Lines are means over seeds, bands from the lowest to the highest."""
+    """Mean reward over updates: means over seeds, with bands from the lowest to the highest."""
     figure, every = plt.subplots(1, len(PANELS), figsize=(2.9 * len(PANELS), 2.9), sharey=True)
     for axis, (rate, epochs) in zip(every, PANELS, strict=True):
         for objective, color in COLORS.items():
@@ -92,16 +95,19 @@ def draw_lag(runs: dict[Point, dict[int, Run]]) -> None:
             for (rate, epochs), found in own.items():
                 if column or rate == RATE:
                     x = float(epochs) * (float(rate) * 1e4 if column else 1)
-                    points.append((x, found, runs.get((LENGTH, rate, epochs, "pnpo"), {})))
+                    pnpo = runs.get((LENGTH, rate, epochs, "pnpo"), {})
+                    x *= APART[epochs] if column else 1
+                    points.append((x, MARKERS[epochs], found, pnpo))
             points.sort(key=lambda one: one[0])
-            apart = 1.025 ** (place - 2)
-            for x, found, pnpo in points:
-                _mark(every[0, column], x * apart, [run.score for run in found.values()], color)
+            for x, marker, found, pnpo in points:
+                at = x * 1.02 ** (place - 2)
+                scores = [run.score for run in found.values()]
+                _mark(every[0, column], at, scores, color, marker=marker)
                 pairs = [found[seed].score - pnpo[seed].score for seed in found.keys() & pnpo]
                 if objective != "pnpo":
-                    _mark(every[1, column], x * apart, pairs, color)
+                    _mark(every[1, column], at, pairs, color, marker=marker)
                 share = statistics.fmean(run.ran_away for run in found.values())
-                every[2, column].plot(x * apart, share, "o", color=color, markersize=5)
+                every[2, column].plot(at, share, marker, color=color, markersize=5)
             every[0, column].plot([], [], "o", color=color, label=objective)
     for row, label in enumerate(("score (%)", "score, against pnpo", "share that ran away")):
         every[row, 0].set_ylabel(label)
@@ -112,32 +118,33 @@ def draw_lag(runs: dict[Point, dict[int, Run]]) -> None:
     every[0, 1].set_ylim(0, 100)
     for axis in every[1]:
         axis.axhline(0, color="black", linewidth=0.8)
-        axis.set_ylim(-25, 60)
+        axis.set_ylim(-50, 75)
     for axis in every[2]:
         axis.set_ylim(-0.05, 1.05)
     every[2, 0].set_xlabel(f"epochs of reuse, at lr {float(RATE):g}")
-    every[2, 1].set_xlabel("epochs of reuse x lr / 1e-4")
+    every[2, 1].set_xlabel("epochs x lr / 1e-4 (triangle 1, circle 4, square 8)")
     every[0, 0].legend(fontsize=8)
     _save(figure, "lag.png")
 
 
 def draw_differences(runs: dict[Point, dict[int, Run]]) -> None:
     """Every paired difference to pnpo, of score and reward, with its interval."""
-    lines = [(point, found) for point, found in runs.items()
-             if point[3] != "pnpo" and len(found.keys() & runs.get((*point[:3], "pnpo"), {})) > 1]  # fmt: skip
+    pairs_of = {point: found.keys() & runs.get((*point[:3], "pnpo"), {}).keys()
+                for point, found in runs.items() if point[3] != "pnpo"}  # fmt: skip
+    lines = [(p, runs[p]) for p, seeds in pairs_of.items() if len(seeds) >= FEWEST]
     figure, every = plt.subplots(1, 2, figsize=(11, 1.2 + 0.21 * len(lines)), sharey=True)
     names = []
     for place, (point, found) in enumerate(lines):
         length, rate, epochs, objective = point
         pnpo = runs[(*point[:3], "pnpo")]
-        seeds = found.keys() & pnpo.keys()
+        seeds = pairs_of[point]
         names.append(f"{objective}: {length} tokens, lr {float(rate):g}, x{epochs} ({len(seeds)})")
         for axis, key in zip(every, ("score", "reward"), strict=True):
             pairs = [getattr(found[seed], key) - getattr(pnpo[seed], key) for seed in seeds]
             _mark(axis, place, pairs, COLORS.get(objective, OTHERS), across=True)
     for axis, key in zip(every, ("score", "reward"), strict=True):
         axis.axvline(0, color="black", linewidth=0.8)
-        axis.set_xlim(-30, 30)
+        axis.set_xlim(-50, 50)
         axis.set_xlabel(f"{key}, against pnpo")
         axis.grid(alpha=0.3)
     every[0].set_yticks(range(len(lines)), names, fontsize=8)
@@ -145,15 +152,18 @@ def draw_differences(runs: dict[Point, dict[int, Run]]) -> None:
     _save(figure, "differences.png")
 
 
-def _mark(axis: Any, x: float, values: Sequence[float], color: str, *, across: bool = False) -> None:
-    """A mean with its 95% interval (Student's t), where there are two values or more."""
+def _mark(
+    axis: Any, x: float, values: Sequence[float], color: str, *, marker: str = "o",
+    across: bool = False,
+) -> None:  # fmt: skip
+    """A mean with its 95% interval (Student's t), where there are enough values for one."""
     if not values:
         return
     found = paired_interval(values)
-    error = None if len(values) < 2 else found.half_width
+    error = None if len(values) < FEWEST else found.half_width
     at = (found.mean, x) if across else (x, found.mean)
-    axis.errorbar(*at, **{"xerr" if across else "yerr": error}, fmt="o", color=color, markersize=4,
-                  capsize=2, linewidth=1.2)  # fmt: skip
+    axis.errorbar(*at, **{"xerr" if across else "yerr": error}, fmt=marker, color=color,
+                  markersize=4, capsize=2, linewidth=1.2)  # fmt: skip
 
 
 def _save(figure: Any, name: str) -> None:
