@@ -22,15 +22,17 @@ def fail(error: Exception, place: ProcessPlace | None, config: Config | None = N
 
     Raises the error again where no rank is, and it is not one that was meant to be said.
     """
-    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-        error = ConfigError(
-            f"{sys.prefix} has no torch: it is an environment for launching alone; call "
-            ".venv/bin/megatron-rl, in the one that tools/setup_env.sh makes"
-        )
     if place is None:
-        if not _is_told(error):
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            said = (
+                f"{sys.prefix} has no torch: it is an environment for launching alone; call "
+                ".venv/bin/megatron-rl, in the one that tools/setup_env.sh makes"
+            )
+        elif _is_told(error):
+            said = str(error)
+        else:
             raise error
-        print(f"megatron-rl: error: {error}", file=sys.stderr, flush=True)
+        print(f"megatron-rl: error: {said}", file=sys.stderr, flush=True)
         return 1
     if isinstance(error, ValueError):
         _say_error(error, place)
