@@ -1,7 +1,6 @@
 """`megatron-rl convert`: what is asked, whether it can be done, and the table of names."""
 
 import math
-import os
 import shutil
 import time
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from megatron_rl.config import (
 from megatron_rl.console import Console
 from megatron_rl.conversion.name_table import build_name_table, describe_shares, format_table
 from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes
+from megatron_rl.preflight.disk import find_writable
 from megatron_rl.preflight.layout import cut_problems
 from megatron_rl.resharding.layouts import ActorLayout
 from megatron_rl.runs.directory import RunDirectory
@@ -186,11 +186,7 @@ def check_layout(parallel: ParallelSection, shape: ModelShape) -> ActorLayout:
 
 
 def _check_disk(conversion: Conversion) -> None:
-    folder = conversion.target.absolute().parent
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"--to: {folder} is not a folder that can be written; choose another")
+    folder = find_writable(conversion.target, key="--to")
     needed, free = _mebibytes(conversion), shutil.disk_usage(folder).free / 2**20
     if needed > free:
         raise ConfigError(

@@ -24,11 +24,7 @@ def check_disk(config: Config, run: RunDirectory, shape: ModelShape) -> None:
     Checkpoints that the run has already take no more space: the oldest goes when a new one is
     complete.
     """
-    folder = run.path
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"run.dir: {folder} is not a folder that can be written; choose another")
+    folder = find_writable(run.path, key="run.dir")
     parameters = sum(math.prod(size) for size in tensor_shapes(shape).values())
     # one more than kept: the newest is complete before the oldest goes
     checkpoints = parameters * CHECKPOINT_BYTES_PER_PARAMETER
@@ -49,6 +45,16 @@ def check_disk(config: Config, run: RunDirectory, shape: ModelShape) -> None:
             f"model, about {describe_size(rollouts)} for rollouts to come; free some, lower "
             "trainer.keep_checkpoints, or set run.dir to another disk"
         )
+
+
+def find_writable(path: Path, *, key: str) -> Path:
+    """The folder, there already, in which `path` would be made; ConfigError if it cannot be."""
+    folder = path.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"{key}: {folder} is not a folder that can be written; choose another")
+    return folder
 
 
 def describe_size(size: float) -> str:

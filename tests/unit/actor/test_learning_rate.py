@@ -22,10 +22,3 @@ def test_decays_reach_the_minimum_at_the_last_update():
     cosine = _rates(8, warmup_updates=4, decay="cosine")
     assert cosine[5] == pytest.approx(0.5)  # half-way: cos(pi / 2) = 0
     assert cosine[7] == pytest.approx(0.0)
-
-
-def test_settings_are_checked():
-    with pytest.raises(ValueError, match="temperature is 0"):
-        ActorSettings(temperature=0)
-    with pytest.raises(ValueError, match="above learning_rate"):
-        ActorSettings(learning_rate=1e-6, min_learning_rate=1e-5)

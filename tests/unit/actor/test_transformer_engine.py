@@ -90,7 +90,6 @@ def test_fp8_goes_to_megatron_only_when_asked_for(monkeypatch):
 
 def test_impossible_settings_of_fp8():
     for wrong in (
-        {"fp8": "delayed", "dtype": LOW},
         {"fp8": "tensorwise", "dtype": torch.float32},
         {"fp8": "tensorwise", "dtype": LOW, "transformer_engine": False},
     ):
