@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -22,6 +21,7 @@ from megatron_rl.processes import (
     start_processes,
 )
 from megatron_rl.seeds import derive_seed
+from tests.running import assert_end
 
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -148,14 +148,6 @@ def ranks(tmp_path, monkeypatch):
     return write
 
 
-def is_running(pid):
-    """Whether there is such a process; a zombie that nobody has waited for is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_ranks_know_their_places_and_end_well(ranks, tmp_path):
     ranks(f'echo "$RANK $LOCAL_RANK $WORLD_SIZE $*" > {tmp_path}/told$RANK')
     assert start_processes(["train", "seed=1"], world_size=2) == 0
@@ -175,10 +167,7 @@ def test_a_rank_that_is_killed_is_named_and_the_others_are_ended(
     assert said == (
         "megatron-rl: rank 1 was ended by signal 9, SIGKILL (often the out-of-memory killer)\n"
     )
-    deadline = time.monotonic() + 30
-    while is_running(int(pid.read_text())):  # the kernel takes a moment
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    assert_end([int(pid.read_text())])
 
 
 def test_what_ranks_have_started_takes_leave_and_what_has_ended_is_not_waited_for(

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -15,6 +14,7 @@ from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.process import WorkerProcess
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, Item, VerifierError
 from megatron_rl.types import Verdict
+from tests.running import assert_end
 
 HANGING = ("spin", "sleep 60", r"\boxed{1000", r"\boxed{9^")
 MISBEHAVING = "tests.unit.rewards.misbehaving_verifiers:verify_as_told"
@@ -217,13 +217,6 @@ def test_wrong_settings_and_a_closed_pool_are_refused():
         pool.verify_all(as_items("a"))
 
 
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_workers_do_not_outlive_a_parent_that_is_killed():
     # One worker has nothing to do, the other one is inside C code that never returns.
     program = f"""
@@ -245,10 +238,7 @@ pool.verify_all([Item("spin", "", "")])
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     assert len(pids) == 2
-    deadline = time.monotonic() + 15
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(is_running, pids))
+    assert_end(pids)
     parent.stdout.close()
 
 

@@ -4,13 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
 from megatron_rl.watching.board import SLOT_BYTES, Progress, make_board, map_board, read_slot
 from megatron_rl.watching.stacks import Look, find_culprits, split_stacks
+from tests.running import assert_end
 
 # `wait` looks to the watcher like a rank inside a collective; `spin` holds the interpreter's lock.
 RANK = """
@@ -44,13 +43,6 @@ elif deed == "stop":
 elif deed == "spin":
     do_nothing_for_ever()
 """
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def watch(tmp_path, *deeds):
@@ -101,10 +93,7 @@ def test_a_rank_that_hangs_is_named_and_nothing_is_left(tmp_path, deed, sign, fr
     odd = text.split("ranks 5:")[1].split("ranks 4:")[0]
     assert frame in odd and "all_reduce" not in odd, text
     assert "all_reduce" in text.split("ranks 4:")[1]
-    deadline = time.monotonic() + 30
-    while any(is_running(child) for child in children):  # the kernel takes a moment
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    assert_end(children)
 
 
 def test_ranks_that_work_are_left_alone(tmp_path):
