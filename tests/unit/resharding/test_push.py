@@ -261,8 +261,10 @@ def _hang(rank, world_size, folder, dies):
     shape = small_shape(num_attention_heads=6, num_query_groups=3)
     shards = cut_shards(_values(shape, 0), shape=shape, layout=ActorLayout(tensor=3), rank=rank)
     receiver = Slices(shape, EngineLayout(1, 3), rank)
-    resharder = Resharder(receiver, ReshardSettings(time_limit=60.0 if dies else 1.0))
+    resharder = Resharder(receiver, ReshardSettings(time_limit=60.0))
     resharder.push(shards, version=0)
+    if not dies:  # not before: a slow machine may need longer for a push that succeeds
+        resharder.settings = ReshardSettings(time_limit=2.0)
     module.Transfer, _Stuck.folder, _Stuck.dies = _Stuck, folder, dies
     start = time.monotonic()
     try:
@@ -284,7 +286,7 @@ def test_a_rank_that_hangs_or_dies_is_an_error_on_the_others(dies, tmp_path):
         assert "model.layers.0.self_attn.q_proj.weight" in message
         assert f"from ranks {[other for other in range(3) if other != rank]})" in message
         assert (
-            f"on rank {rank} within {60 if dies else 1} s of its beginning, or another" in message
+            f"on rank {rank} within {60 if dies else 2} s of its beginning, or another" in message
         )
         assert version == -1, "a half-updated engine must not go on"
         assert seconds < 50, "a death is noticed at once"
