@@ -119,7 +119,7 @@ def run_ours(name: str, task: Path, batches: int, layout: str) -> dict:
     """This system's phases of each rollout batch, and its peak memory."""
     size = SIZES[name]
     run = f"{name}-{layout.replace(' ', '')}-{time.time_ns()}"
-    # The 64 MiB for keys and values of the quickstart hold half of what these generate at once.
+    # The quickstart's 64 MiB for keys and values are less than these generate at once.
     own = ("reward.verifier=tools.benchmarks.against_trl:score", "rollout.kv_cache_mib=256")
     command = [
         sys.executable, "-m", "megatron_rl.cli", "train",
