@@ -140,6 +140,17 @@ def test_killed_at_any_event_the_run_ends_as_the_undisturbed_one(tmp_path, secti
         assert max(again) == 2
 
 
+def test_once_all_is_saved_a_further_request_changes_nothing(tmp_path):
+    """As when srun ends the other ranks because the first one has ended: seconds later, perhaps."""
+    interruption = Interruption()
+
+    def ask(event):
+        interruption.received = SIGNALS[0]
+
+    run(tmp_path, keep=interruption, events=Events(3, ask))
+    interruption.take(SIGNALS[0], at_second=lambda: pytest.fail("ends at once, with its status"))
+
+
 @pytest.mark.parametrize("part", ["under_way", "held"])
 def test_what_another_release_has_under_way_is_refused_by_one_error(tmp_path, monkeypatch, part):
     """Sound by its sums, but of another form: no traceback, and nothing is set aside or lost."""
