@@ -1,4 +1,4 @@
-"""Draw learning.png, lag.png and differences.png from reuse.parquet.
+"""Draw learning.png, lag.png, where.png and differences.png from reuse.parquet.
 
 python docs/study/draw.py
 """
@@ -23,6 +23,7 @@ RATE = "0.0004"
 MARKERS = {"1": "^", "4": "o", "8": "s"}  # by epochs
 APART = {"1": 1.0, "4": 0.93, "8": 1.07}  # so that the same reuse x rate is not on one spot
 FEWEST = 3  # pairs of an interval that is drawn
+PLACES = {"62_early": "slips early", "62": "slips anywhere", "62_late": "slips late"}
 
 Point = tuple[str, str, str, str]  # length, rate, epochs, objective
 
@@ -39,10 +40,11 @@ class Run:
 
 
 def main() -> None:
-    """All three."""
+    """All four."""
     runs = read_runs()
     draw_learning(runs)
     draw_lag(runs)
+    draw_where(runs)
     draw_differences(runs)
 
 
@@ -64,18 +66,8 @@ def draw_learning(runs: dict[Point, dict[int, Run]]) -> None:
     figure, every = plt.subplots(1, len(PANELS), figsize=(2.9 * len(PANELS), 2.9), sharey=True)
     for axis, (rate, epochs) in zip(every, PANELS, strict=True):
         for objective, color in COLORS.items():
-            found: dict[int, list[float]] = {}
-            for run in runs.get((LENGTH, rate, epochs, objective), {}).values():
-                for row in run.rows:
-                    # A rollout batch was generated before its own updates.
-                    before = row["updates"] - row["updates"] // row["step"]
-                    found.setdefault(before, []).append(row["reward/mean"])
-            if not found:
-                continue
-            updates, values = zip(*sorted(found.items()), strict=True)
-            axis.plot(updates, list(map(statistics.fmean, values)), color=color, label=objective)
-            axis.fill_between(updates, list(map(min, values)), list(map(max, values)),
-                              color=color, alpha=0.15, linewidth=0)  # fmt: skip
+            found = runs.get((LENGTH, rate, epochs, objective), {})
+            _band(axis, _rewards(found), color, objective)
         axis.set_title(f"lr {float(rate):g}, {epochs} epoch{'s' * (epochs != '1')}", fontsize=9)
         axis.set_xlabel("updates before the batch")
         axis.grid(alpha=0.3)
@@ -127,6 +119,26 @@ def draw_lag(runs: dict[Point, dict[int, Run]]) -> None:
     _save(figure, "lag.png")
 
 
+def draw_where(runs: dict[Point, dict[int, Run]]) -> None:
+    """Where in a response the ratios spread, and the reward, by the place of the model's slips."""
+    figure, every = plt.subplots(2, len(PLACES), figsize=(9, 5.4), sharey="row", sharex="row")
+    for column, (length, title) in enumerate(PLACES.items()):
+        for objective, color in COLORS.items():
+            found = runs.get((length, RATE, "4", objective), {})
+            _band(every[0, column], _spread_by_tenth(found), color, objective)
+            _band(every[1, column], _rewards(found), color, objective)
+        every[0, column].set_title(title, fontsize=9)
+        every[0, column].set_xlabel("tenth of the response")
+        every[1, column].set_xlabel("updates before the batch")
+    every[0, 0].set_ylabel("spread of log w_t, first batch")
+    every[0, 0].set_yscale("log")
+    every[1, 0].set_ylabel("mean reward of a rollout batch")
+    every[1, 0].legend(fontsize=7)
+    for axis in every.flat:
+        axis.grid(alpha=0.3)
+    _save(figure, "where.png")
+
+
 def draw_differences(runs: dict[Point, dict[int, Run]]) -> None:
     """Every paired difference to pnpo, of score and reward, with its interval."""
     pairs_of = {point: found.keys() & runs.get((*point[:3], "pnpo"), {}).keys()
@@ -138,7 +150,8 @@ def draw_differences(runs: dict[Point, dict[int, Run]]) -> None:
         length, rate, epochs, objective = point
         pnpo = runs[(*point[:3], "pnpo")]
         seeds = pairs_of[point]
-        names.append(f"{objective}: {length} tokens, lr {float(rate):g}, x{epochs} ({len(seeds)})")
+        where = f"{length.replace('_', ' ')} tokens, lr {float(rate):g}, x{epochs}"
+        names.append(f"{objective}: {where} ({len(seeds)})")
         for axis, key in zip(every, ("score", "reward"), strict=True):
             pairs = [getattr(found[seed], key) - getattr(pnpo[seed], key) for seed in seeds]
             _mark(axis, place, pairs, COLORS.get(objective, OTHERS), across=True)
@@ -150,6 +163,35 @@ def draw_differences(runs: dict[Point, dict[int, Run]]) -> None:
     every[0].set_yticks(range(len(lines)), names, fontsize=8)
     every[0].invert_yaxis()
     _save(figure, "differences.png")
+
+
+def _rewards(found: dict[int, Run]) -> dict[int, list[float]]:
+    """By the updates before it: the mean rewards that a rollout batch had, one of each run."""
+    rewards: dict[int, list[float]] = {}
+    for run in found.values():
+        for row in run.rows:
+            # A rollout batch was generated before its own updates.
+            before = row["updates"] - row["updates"] // row["step"]
+            rewards.setdefault(before, []).append(row["reward/mean"])
+    return rewards
+
+
+def _spread_by_tenth(found: dict[int, Run]) -> dict[int, list[float]]:
+    """By tenth of a response: the spread of log w_t in the first rollout batch, one of each run."""
+    runs = list(found.values())
+    return {
+        tenth: [run.rows[0][f"by_fraction/{tenth / 10}/prefix_mean_log_std"] for run in runs]
+        for tenth in (range(1, 11) if runs else ())
+    }
+
+
+def _band(axis: Any, found: dict[int, list[float]], color: str, label: str) -> None:
+    """Means, in a band from the lowest value to the highest."""
+    if found:
+        places, values = zip(*sorted(found.items()), strict=True)
+        axis.plot(places, list(map(statistics.fmean, values)), color=color, label=label)
+        axis.fill_between(places, list(map(min, values)), list(map(max, values)),
+                          color=color, alpha=0.15, linewidth=0)  # fmt: skip
 
 
 def _mark(
