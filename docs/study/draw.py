@@ -133,7 +133,7 @@ def draw_where(runs: dict[Point, dict[int, Run]]) -> None:
     every[0, 0].set_ylabel("spread of log w_t, first batch")
     every[0, 0].set_yscale("log")
     every[1, 0].set_ylabel("mean reward of a rollout batch")
-    every[1, 0].legend(fontsize=7)
+    every[1, 1].legend(fontsize=7)
     for axis in every.flat:
         axis.grid(alpha=0.3)
     _save(figure, "where.png")
