@@ -107,7 +107,8 @@ def draw_lag(runs: dict[Point, dict[int, Run]]) -> None:
             axis.grid(alpha=0.3)
             axis.set_xscale("log", base=2)
             axis.xaxis.set_major_formatter("{x:g}")
-    every[0, 1].set_ylim(0, 100)
+    for axis in every[0]:
+        axis.set_ylim(0, 100)
     for axis in every[1]:
         axis.axhline(0, color="black", linewidth=0.8)
         axis.set_ylim(-50, 75)
