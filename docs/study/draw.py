@@ -116,7 +116,7 @@ def draw_lag(runs: dict[Point, dict[int, Run]]) -> None:
         axis.set_ylim(-0.05, 1.05)
     every[2, 0].set_xlabel(f"epochs of reuse, at lr {float(RATE):g}")
     every[2, 1].set_xlabel("epochs x lr / 1e-4 (triangle 1, circle 4, square 8)")
-    every[0, 0].legend(fontsize=8)
+    every[0, 0].legend(fontsize=8, loc="lower center")
     _save(figure, "lag.png")
 
 
