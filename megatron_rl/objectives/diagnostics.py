@@ -186,9 +186,8 @@ def _outcome(x: Tokens) -> Tensor:
     """The index in COUNTS: what the constraint did and the advantage's sign; [b]."""
     advantages = x.given.advantages
     sign = (advantages <= 0).byte() + (advantages < 0)  # positive 0, zero 1, negative 2
-    side = (~x.constrained.inside).byte() * (
-        1 + (x.log_weight <= 0).byte()
-    )  # inside 0, above 1, below 2
+    is_below = (x.log_weight <= 0).byte()
+    side = (~x.constrained.inside).byte() * (1 + is_below)  # inside 0, above 1, below 2
     return len(names.SIGNS) * side + sign
 
 
