@@ -4,4 +4,5 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python="${MEGATRON_RL_VENV:-.venv}/bin/python"
 [ -x "$python" ] || python=python3
-PYTHONPATH=. exec "$python" -m tools.gpu_check "$@"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} # a container may keep Megatron there
+exec "$python" -m tools.gpu_check "$@"

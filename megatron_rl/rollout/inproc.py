@@ -103,6 +103,11 @@ class InprocTransferEngine(WeightTransferEngine[InprocInitInfo, InprocUpdateInfo
     def shutdown(self) -> None:
         """There is nothing to release."""
 
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
+        """Releases up to 0.27 want it; nothing is sent where the trainer lives here too."""
+        raise NotImplementedError("weights are handed over in this process: VllmEngine.receive")
+
 
 def _forget_expert_kernels(model: torch.nn.Module) -> None:
     """Let vLLM set up its kernels for experts anew, which on CPU is what repacks the weights.

@@ -53,8 +53,9 @@ def start_vllm(topology: Topology, arguments: dict[str, Any]) -> Any:
         with inproc.own_shared_memory(_shared_token()):
             llm = LLM(weight_transfer_config={"backend": inproc.BACKEND}, **arguments)
     _STARTED.append(llm)
-    # vLLM would tear down its groups as the interpreter exits, after the trainer's are gone.
-    llm.llm_engine.engine_core._finalizer.detach()
+    # Later releases would tear down their groups as the interpreter exits, after the trainer's are gone.
+    if finalizer := getattr(llm.llm_engine.engine_core, "_finalizer", None):
+        finalizer.detach()
     return llm
 
 

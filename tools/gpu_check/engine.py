@@ -108,7 +108,8 @@ def _free():
 def check_quickstart(row):
     """The tiny task, made and trained from the command line on one device."""
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": "0"}
+    paths = os.pathsep.join([str(root), *(path for path in sys.path if path)])
+    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "0"}
     runs = Path(tempfile.mkdtemp())
 
     def call(*arguments):
