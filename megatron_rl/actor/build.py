@@ -90,6 +90,7 @@ def build_optimizer(
     wrapped[0].config.grad_scale_func = optimizer.scale_loss
     for part in optimizer_parts(optimizer):
         _allocate_moments(part.optimizer)
+        step_in_one_kernel(part.optimizer)
     return optimizer
 
 
@@ -103,6 +104,22 @@ def step_optimizer(optimizer: MegatronOptimizer, wrapped: list[DistributedDataPa
         super(DistributedOptimizer, part).step_with_ready_grads()
     for chunk in wrapped:
         chunk.start_param_sync()
+
+
+def step_in_one_kernel(optimizer: torch.optim.Optimizer) -> None:
+    """Let torch's Adam, where Transformer Engine's is absent, update CUDA parameters in one pass.
+
+    Its default makes several, and a temporary as large as the parameters. Its one kernel counts
+    steps on the device.
+    """
+    if not isinstance(optimizer, torch.optim.Adam):
+        return
+    for group in optimizer.param_groups:
+        group["fused"] = all(parameter.is_cuda for parameter in group["params"])
+        if group["fused"]:
+            for parameter in group["params"]:
+                state = optimizer.state[parameter]
+                state["step"] = state["step"].to(parameter.device)
 
 
 def _allocate_moments(optimizer: torch.optim.Optimizer) -> None:

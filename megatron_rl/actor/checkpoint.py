@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 from megatron.core.optimizer import MegatronOptimizer
 
+from megatron_rl.actor.build import step_in_one_kernel
 from megatron_rl.actor.checkpoint_contents import COMPLETE, FOLDER, STATE, is_checkpoint, read_state
 from megatron_rl.actor.memory import optimizer_parts
 from megatron_rl.actor.model import PolicyModel
@@ -128,6 +129,7 @@ def load_checkpoint(
             stored.load_state_dict(loaded["optimizer"])
         for part in optimizer_parts(stored):
             _as_own_kind(part.optimizer)
+            step_in_one_kernel(part.optimizer)
     elif optimizer is not None:
         optimizer.reload_model_params()
     return int(state["updates"])

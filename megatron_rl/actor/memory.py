@@ -32,7 +32,7 @@ def main_parameters(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 
 def _moments(optimizer: MegatronOptimizer) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where the optimizer keeps each tensor; torch's Adam counts its steps on the host."""
+    """Where the optimizer keeps each tensor but counts of steps, which stay where they are."""
     for part in optimizer_parts(optimizer):
         for state in part.optimizer.state.values():
             keys = [key for key, value in state.items() if isinstance(value, Tensor)]
