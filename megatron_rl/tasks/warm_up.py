@@ -29,6 +29,7 @@ IGNORED = -100  # label of a position that is not trained on, as in torch's cros
 LEARNED = 0.93  # probability that a right trace has where the first part of the warm-up ends
 ROUNDS = 12  # of noisy updates, at most
 NOISY_UPDATES = 60  # in a round
+HALVED = 500  # updates on longer traces in which the rate falls to a half: else slips remain
 MEASURED = 2048  # sampled answers
 AT_ONCE = 512  # of them
 COMPUTED_AT_ONCE = 32  # right traces
@@ -138,7 +139,8 @@ def _learn_right(
 ) -> int:
     average = 1000.0  # of a trace's negative log-prob
     for step in range(1, settings.longest_warm_up + 1):
-        optimizer.param_groups[0]["lr"] = settings.learning_rate * min(1, step / 50)
+        decay = 1.0 if size <= settings.kind.easy else 0.5 ** (step / HALVED)
+        optimizer.param_groups[0]["lr"] = settings.learning_rate * min(1, step / 50) * decay
         found = update(model, optimizer, *_batch(tokenizer, settings, size, generator, Noise(0.0)))
         average = min(average + 0.1 * (found - average), 2 * found)
         if step % 50 == 0:
