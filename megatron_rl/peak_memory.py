@@ -17,9 +17,11 @@ class PeakMemory:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         self._known = True
+        self._past, self._given_back = 0.0, 0
 
     def reset(self) -> None:
         """Forget the peak so far."""
+        self._past = 0.0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
@@ -28,16 +30,23 @@ class PeakMemory:
         except OSError:
             self._known = False
 
+    def count_without(self, given_back: int) -> None:
+        """Leave out so many bytes from now on: a sleeping engine's, which torch still counts."""
+        peak = self.peak()
+        self.reset()
+        self._past, self._given_back = peak, given_back
+
     def now(self) -> int:
         """Bytes held at this moment."""
         if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device)
+            return torch.cuda.memory_allocated(self.device) - self._given_back
         return _resident("VmRSS")
 
     def peak(self) -> float:
         """The most bytes held at once since the last `reset`."""
         if self.device.type == "cuda":
-            return float(torch.cuda.max_memory_allocated(self.device))
+            most = torch.cuda.max_memory_allocated(self.device) - self._given_back
+            return max(self._past, float(most))
         return float(_resident("VmHWM")) if self._known else math.nan
 
 

@@ -186,7 +186,7 @@ class MegatronActor:
     def digest(self) -> dict[str, str]:
         """What this rank holds, as a number, and in which layout: where that differs, so may it."""
         state = training_state(self.named_parameters_local().values(), self.optimizer)
-        return {"layout": self.layout, "sum": digest_tensors(state)}
+        return {"layout": self.layout, "sum": digest_tensors(state, device=self.topology.device)}
 
     def export_hf(self, folder: str | Path) -> None:
         """Write the policy as a Hugging Face folder that transformers and vLLM load. Collective."""

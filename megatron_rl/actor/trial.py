@@ -38,7 +38,8 @@ def update_at_rate_0(
 
 def _digest_weights(actor: MegatronActor) -> str:
     parameters = actor.named_parameters_local().values()
-    return digest_tensors([*parameters, *main_parameters(actor.optimizer)])
+    held = [*parameters, *main_parameters(actor.optimizer)]
+    return digest_tensors(held, device=actor.topology.device)
 
 
 @contextmanager

@@ -74,3 +74,10 @@ def hosted_start(*, rank: int, world_size: int, local_rank: int) -> Iterator[Non
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
         torch.set_default_dtype(dtype)
+
+
+def sleeping_bytes() -> int:
+    """What vLLM's engine of this process gives back while it sleeps."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    return int(CuMemAllocator.get_instance().get_current_usage())

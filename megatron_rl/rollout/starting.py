@@ -53,7 +53,7 @@ def start_vllm(topology: Topology, arguments: dict[str, Any]) -> Any:
         with inproc.own_shared_memory(_shared_token()):
             llm = LLM(weight_transfer_config={"backend": inproc.BACKEND}, **arguments)
     _STARTED.append(llm)
-    # Later releases would tear down their groups as the interpreter exits, after the trainer's are gone.
+    # Later releases would tear down groups as the interpreter exits, after the trainer's.
     if finalizer := getattr(llm.llm_engine.engine_core, "_finalizer", None):
         finalizer.detach()
     return llm

@@ -23,7 +23,7 @@ from megatron_rl.rollout.engine import Ended, GenerationStopped, Part, Progress
 from megatron_rl.rollout.finished import FinishedResponses, load_tokenizer
 from megatron_rl.rollout.in_flight import InFlight, as_generated, asked_of_engine, extended
 from megatron_rl.rollout.incoming import Mismatch, check_tensors, round_tensors
-from megatron_rl.rollout.process_state import preserved_generators
+from megatron_rl.rollout.process_state import preserved_generators, sleeping_bytes
 from megatron_rl.rollout.requests import (
     SequenceRequest,
     check_prompts,
@@ -87,12 +87,12 @@ class VllmEngine:
         on_cuda = topology.device.type == "cuda"
         check_expert_parallel(expert_parallel, on_cuda=on_cuda)
         self.dtype, self.topology, self.max_model_len = dtype, topology, max_model_len
-        self.time_limit, self.stall_limit = time_limit, stall_limit
+        self.time_limit, self.stall_limit, self.mismatch = time_limit, stall_limit, mismatch
         self.should_stop: Callable[[], bool] = lambda: False  # the run is to end
-        self.mismatch: Mismatch = mismatch
         self._version, self._asleep = -1, False
         self._engine_seconds = [0.0] * topology.world_size  # by rank
         self.on_step: Callable[[], object] = lambda: None  # and while waiting for other engines
+        self.on_given_back: Callable[[int], object] = lambda _: None  # bytes, while it sleeps
         self._work = UnequalWork("generating", patience=stall_limit + 2 * GRACE)
         self._resharder = Resharder(self, resharding or ReshardSettings())
         self._tokenizer = load_tokenizer(model_folder)
@@ -150,14 +150,13 @@ class VllmEngine:
         RankTimeoutError when a rank hangs or dies.
         """
         self._check_prompts(prompts, sampling)
-        engines = self.topology.world_size // self.layout.tensor
-        engine = self.topology.rank // self.layout.tensor
-        mine = list(enumerate(prompts))[engine::engines]
+        engines, tensor = self.topology.world_size // self.layout.tensor, self.layout.tensor
+        mine = list(enumerate(prompts))[self.topology.rank // tensor :: engines]
         kept = FinishedResponses(
             prompts,
             samples,
             expected=len(mine) * samples,
-            share=(self.topology.rank % self.layout.tensor, self.layout.tensor),
+            share=(self.topology.rank % tensor, tensor),
             tokenizer=self._tokenizer,
             weight_version=self._version,
             on_progress=self._work.telling(on_progress),
@@ -287,6 +286,7 @@ class VllmEngine:
         self._version = -1
         with preserved_generators(), torch.no_grad():
             if self._asleep:
+                self.on_given_back(0)
                 self._llm.wake_up(tags=["weights"])
             write()
             if self._asleep:
@@ -325,10 +325,10 @@ class VllmEngine:
 
     def sleep(self) -> None:
         """Free the device memory of weights and cache; the next push brings the weights back."""
-        if self._in_flight.paused:
-            return  # their keys and values lie in that memory
-        if self.topology.device.type == "cuda" and not self._asleep:
+        # What is paused has its keys and values in that memory.
+        if self.topology.device.type == "cuda" and not (self._asleep or self._in_flight.paused):
             self._llm.sleep(level=2)
+            self.on_given_back(sleeping_bytes())
             self._asleep = True
             self._version = -1
 

@@ -151,7 +151,7 @@ def _build_trainer(
         _start_verifiers(judge.pool, prompts.training[0])
     start.ended("verifiers")
     actor.sleep()  # so that vLLM, which looks at the free memory, sees what it will have
-    engine = _start_engine(config, topology, console, progress, interruption)
+    engine = _start_engine(config, topology, console, clock, progress, interruption)
     start.ended("vllm")
     collector = Collector(
         config=config, actor=actor, reference=reference, engine=engine, objective=objective,
@@ -181,6 +181,7 @@ def _start_engine(
     config: Config,
     topology: Topology,
     console: Console,
+    clock: PhaseClock,
     progress: Progress,
     interruption: Interruption,
 ) -> RolloutEngine:
@@ -189,6 +190,7 @@ def _start_engine(
     with console.progress("starting vLLM"):
         engine = build_engine(config, topology)
     engine.on_step = progress.count
+    engine.on_given_back = clock.memory.count_without
     engine.should_stop = lambda: interruption.received is not None
     console.say(engine.describe_stop())
     return engine

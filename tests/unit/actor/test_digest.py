@@ -21,7 +21,7 @@ def test_one_bit_and_one_exchange_change_it():
 def test_blocks_do_not_matter(monkeypatch):
     values = torch.arange(1000, dtype=torch.float32)
     whole = digest_tensors([values])
-    monkeypatch.setattr(digest, "BLOCK", 7)
+    monkeypatch.setitem(digest.BLOCK, "cpu", 7)
     assert digest_tensors([values]) == whole
     # By hand: the bits of 1.0 are 127 * 2^23, at places 1 and 2 times 3 and 5.
     assert digest_tensors([torch.ones(2)]) == f"{127 * 2**23 * 8:016x}"
