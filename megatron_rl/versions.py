@@ -72,9 +72,9 @@ SETS = (
         transformer_engine=">=2.11,<2.21",
         transformer_engine_install="2.20.2",
         cuda="13.0",
-        ran="set-up under 3.12 (torch 2.13.0, vLLM 0.32.0, megatron-core 0.19.2) up to the first "
-        "use of a device; the actor on the Python of Transformer Engine 2.11.0 and 2.20.2, on a "
-        "CPU",
+        ran="the GPU check on one H100: 3.12, torch 2.11.0, vLLM 0.26.0, megatron-core 0.19.2, "
+        "Transformer Engine 2.20.2; set-up (torch 2.13.0, vLLM 0.32.0) up to the first use of a "
+        "device; the actor on the Python of Transformer Engine 2.11.0, on a CPU",
     ),
 )
 

@@ -31,8 +31,8 @@ def test_the_table_in_the_docs_is_the_table():
 
 
 def test_a_shell_reads_a_set():
-    command = [sys.executable, versions.__file__, "cuda", "3.11"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, "-m", "megatron_rl.versions", "cuda", "3.11"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     values = dict(line.split("=", 1) for line in shlex.split(said, posix=True))
     assert values["MEGATRON_CORE"] == "megatron-core==0.16.1"
     assert values["INSTALL_TRANSFORMER_ENGINE"] == (
@@ -43,8 +43,8 @@ def test_a_shell_reads_a_set():
 def test_what_no_set_has_is_named():
     with pytest.raises(ValueError, match=r"for cpu and Python 3\.10; use Python 3\.11, 3\.12"):
         versions.release_set("cpu", "3.10")
-    command = [sys.executable, versions.__file__, "tpu", "3.11"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "megatron_rl.versions", "tpu", "3.11"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr.split(":")[0]) == (1, "ERROR")
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from megatron_rl.data.prompts import load_prompts, load_tokenizer
 from megatron_rl.tasks.making import compute_digest, draw_different, make_once
@@ -47,6 +48,29 @@ def test_a_warm_up_that_does_not_learn_leaves_nothing(tmp_path):
     with pytest.raises(ValueError, match="not learned after 2 updates"):
         make_once(tmp_path / "task", settings, silent)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_rate_falls_on_longer_traces_alone(monkeypatch):
+    from megatron_rl.tasks import warm_up
+
+    rates = []
+
+    def update(model, optimizer, tokens, labels):
+        rates.append(optimizer.param_groups[0]["lr"])
+        return 1.0
+
+    monkeypatch.setattr(warm_up, "update", update)
+    monkeypatch.setattr(warm_up, "HALVED", 60)
+    monkeypatch.setattr(warm_up, "_batch", lambda *arguments: (None, None))
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    settings = TaskSettings("running_sum", 20, longest_warm_up=120, **SMALL)
+    for size in (settings.kind.easy, settings.size):
+        with pytest.raises(ValueError, match="not learned after 120"):
+            warm_up._learn_right(None, None, settings, size, optimizer, None, lambda text: None)
+    most = settings.learning_rate
+    assert rates[49] == rates[119] == most
+    assert rates[179] == pytest.approx(most / 2)
+    assert rates[239] == pytest.approx(most / 4)
 
 
 def test_what_is_there_is_found_and_what_is_foreign_kept(tmp_path):
