@@ -135,8 +135,8 @@ def quiet_libraries() -> None:
         warnings.filterwarnings("ignore", module=module, append=False)
     # On a CPU it says that Triton lacks a CPU backend, before vLLM's own log level applies.
     logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
-    # Optimizer state that is gathered on one rank is in no other rank's state, as it should be.
-    logging.getLogger("megatron.core.dist_checkpointing.validation").setLevel(logging.ERROR)
+    # Megatron warns of itself: classes that will go, state that is on one rank as it should be.
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
     # Megatron reads `.grad` of tensors whose gradient it keeps elsewhere.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
 

@@ -18,6 +18,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from megatron_rl.processes import quiet_libraries
 from tools.gpu_check import actors, engine, machine, numerics, rehearsal, speed
 from tools.gpu_check.row import DEVICE, Row, run_row
 
@@ -47,7 +48,7 @@ FAMILIES = (
     ),
     ("rehearsal", 240, (rehearsal.check_rehearsal,)),
     ("speed", 240, (speed.check_update_16k, speed.check_update_32k)),
-    ("engine", 240, (engine.check_engine,)),
+    ("engine", 360, (engine.check_engine,)),  # a first start compiles for minutes
     ("quickstart", 360, (engine.check_quickstart,)),
 )
 
@@ -90,6 +91,7 @@ def main():
 
 
 def _run_here(names, answers):
+    quiet_libraries()
     checks = {_name(check): check for _, _, checks in FAMILIES for check in checks}
     for name in names:
         row = run_row(name, checks[name])
