@@ -18,6 +18,9 @@ from megatron_rl.planning.parts import active_parameters, engine_parameters
 from megatron_rl.planning.workload import Workload
 
 STEP_SECONDS = 3e-3  # of the host for one step: scheduling, sampling, launching a captured graph
+# Of the host for a running sequence and step: scheduling its token, its log-prob and its output.
+# vLLM prepares one step while the device computes another, so the longer of both counts.
+SEQUENCE_SECONDS = 30e-6
 LAYER_SECONDS = 12e-6  # kernels of one layer that move little
 REDUCE_SECONDS = 12e-6  # latency of one all-reduce within an engine; two in a layer
 GRAPHS = 2 * GIB  # captured graphs, and what one step works with
@@ -54,6 +57,7 @@ class Engine:
         work = max(
             read / (device.memory_gb_s * 1e9 * MEMORY_PART),
             computed / (device.tflops * 1e12 * COMPUTE_PART),
+            SEQUENCE_SECONDS * running,
         )
         fixed = STEP_SECONDS + self.shape.num_layers * LAYER_SECONDS
         if self.tensor > 1:

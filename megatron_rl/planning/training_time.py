@@ -28,7 +28,7 @@ class Efficiency:
     """Parts of a device's rates that are reached, and the host's cost of a kernel."""
 
     matmul: float = 0.70  # of bfloat16 products of these sizes
-    attention: float = 0.40  # of the same peak, by fused attention forward and backward
+    attention: float = 0.54  # of the same peak, by fused attention forward and backward
     memory: float = 0.80
     layer_launch: float = 250e-6  # seconds: some 40 kernels of one layer's forward pass
 
