@@ -1,5 +1,6 @@
 """One row of the table: what was measured, against which bound, and the verdict."""
 
+import gc
 import time
 import traceback
 from collections.abc import Callable
@@ -65,6 +66,7 @@ def _say(measure: dict[str, Any]) -> str:
 def run_row(name: str, check: Callable[[Row], None]) -> Row:
     """Run one check; whatever it raises is its verdict."""
     row = Row(name)
+    gc.collect()  # an actor refers to itself in circles: the row before may still hold one
     if DEVICE == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
