@@ -272,7 +272,7 @@ def test_a_process_that_dies_or_hangs_costs_its_rows_alone(monkeypatch, tmp_path
     }  # fmt: skip
     details = {one["name"]: one["detail"] for one in report["rows"]}
     assert details["head"] == "its process ended with status -11"
-    assert details["engine"] == "no answer in 240 s"
+    assert details["engine"] == "no answer in 360 s"
     assert report["versions"]["torch"] == torch.__version__
     assert "FAILED" in capsys.readouterr().out
 
