@@ -73,8 +73,9 @@ SETS = (
         transformer_engine_install="2.20.2",
         cuda="13.0",
         ran="the GPU check on one H100: 3.12, torch 2.11.0, vLLM 0.26.0, megatron-core 0.19.2, "
-        "Transformer Engine 2.20.2; set-up (torch 2.13.0, vLLM 0.32.0) up to the first use of a "
-        "device; the actor on the Python of Transformer Engine 2.11.0, on a CPU",
+        "Transformer Engine 2.20.2 (and on a CPU the tests of push, lag and rollout with these); "
+        "set-up (torch 2.13.0, vLLM 0.32.0) up to the first use of a device; the actor on the "
+        "Python of Transformer Engine 2.11.0, on a CPU",
     ),
 )
 
