@@ -1,4 +1,4 @@
-"""Draw learning.png, lag.png, where.png and differences.png from reuse.parquet.
+"""Draw learning.png, lag.png, length.png, where.png and differences.png from reuse.parquet.
 
 python docs/study/draw.py
 """
@@ -23,6 +23,7 @@ RATE = "0.0004"
 MARKERS = {"1": "^", "4": "o", "8": "s"}  # by epochs
 APART = {"1": 1.0, "4": 0.93, "8": 1.07}  # so that the same reuse x rate is not on one spot
 FEWEST = 3  # pairs of an interval that is drawn
+LENGTHS = ("38", "62", "254")  # with slips anywhere
 PLACES = {"62_early": "slips early", "62": "slips anywhere", "62_late": "slips late"}
 
 Point = tuple[str, str, str, str]  # length, rate, epochs, objective
@@ -36,14 +37,16 @@ class Run:
         scores = [score for row in rows if (score := macro_score(row)) is not None]
         self.score = 100 * scores[-1]
         self.reward = 100 * statistics.fmean(row["reward/mean"] for row in self.rows)
+        self.spread = max(row["ratio/prefix_mean_log_std"] for row in self.rows)
         self.ran_away = has_run_away(self.rows)
 
 
 def main() -> None:
-    """All four."""
+    """All five."""
     runs = read_runs()
     draw_learning(runs)
     draw_lag(runs)
+    draw_length(runs)
     draw_where(runs)
     draw_differences(runs)
 
@@ -118,6 +121,39 @@ def draw_lag(runs: dict[Point, dict[int, Run]]) -> None:
     every[2, 1].set_xlabel("epochs x lr / 1e-4 (triangle 1, circle 4, square 8)")
     every[0, 0].legend(fontsize=8, loc="lower center")
     _save(figure, "lag.png")
+
+
+def draw_length(runs: dict[Point, dict[int, Run]]) -> None:
+    """Differences to pnpo and the largest spread of each run, against the length of a response."""
+    figure, every = plt.subplots(1, 3, figsize=(11, 3.4))
+    for place, (objective, color) in enumerate(COLORS.items()):
+        for length in LENGTHS:
+            found = runs.get((length, RATE, "4", objective), {})
+            pnpo = runs.get((length, RATE, "4", "pnpo"), {})
+            at = int(length) * 1.06 ** (place - 2)
+            for axis, key in zip(every, ("score", "reward"), strict=False):
+                pairs = [getattr(run, key) - getattr(pnpo[seed], key)
+                         for seed, run in found.items() if seed in pnpo]  # fmt: skip
+                if objective != "pnpo":
+                    _mark(axis, at, pairs, color)
+            every[2].plot([at] * len(found), [run.spread for run in found.values()], "o",
+                          color=color, markersize=4)  # fmt: skip
+        every[2].plot([], [], "o", color=color, label=objective)
+    for axis, label in zip(
+        every, ("score, against pnpo", "reward, against pnpo", "largest spread of log w_t"),
+        strict=True,
+    ):  # fmt: skip
+        axis.set_ylabel(label)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([int(length) for length in LENGTHS], LENGTHS)
+        axis.set_xlabel(f"tokens of a response (4 epochs, lr {float(RATE):g})")
+        axis.grid(alpha=0.3)
+    for axis in every[:2]:
+        axis.axhline(0, color="black", linewidth=0.8)
+    every[2].axhline(0.2, color="black", linewidth=0.8, linestyle="--")
+    every[2].set_yscale("log")
+    every[2].legend(fontsize=7)
+    _save(figure, "length.png")
 
 
 def draw_where(runs: dict[Point, dict[int, Run]]) -> None:
