@@ -131,6 +131,7 @@ def plan_study(file: StudyFile, overrides: list[str]) -> Study:
         for settings in [*(axes[axis][value] for axis, value in point.items()),
                          *_applying(file, axes, point)]:  # fmt: skip
             for key, value in settings.items():
+                _check_nothing_is_lost(values, key, value, run=name)
                 put(values, key, copy.deepcopy(value))
         for override in overrides:
             apply_override(values, override)
@@ -142,6 +143,18 @@ def plan_study(file: StudyFile, overrides: list[str]) -> Study:
             raise ConfigError(f"run {name}: {error}") from None
         runs.setdefault(name, PlannedRun(name, point, seed, config, config_digest(config)))
     return Study(file, list(runs.values()))
+
+
+def _check_nothing_is_lost(values: dict[str, Any], key: str, value: Any, *, run: str) -> None:
+    """ConfigError where a section that is set as a whole would drop what is set in it already."""
+    present: Any = values
+    for part in key.split("."):
+        present = present.get(part) if isinstance(present, dict) else None
+    if isinstance(present, dict) and isinstance(value, dict) and (lost := present.keys() - value):
+        raise ConfigError(
+            f"run {run}: {key} is given as a whole, without {', '.join(sorted(lost))}, set before; "
+            f"give single settings ({key}.{min(value, default='...')}: ...), or all of them"
+        )
 
 
 def config_digest(config: Config) -> str:
