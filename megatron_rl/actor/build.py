@@ -90,7 +90,7 @@ def build_optimizer(
     wrapped[0].config.grad_scale_func = optimizer.scale_loss
     for part in optimizer_parts(optimizer):
         _allocate_moments(part.optimizer)
-        step_in_one_kernel(part.optimizer)
+        step_in_one_kernel(part.optimizer, next(wrapped[0].parameters()).device)
     return optimizer
 
 
@@ -106,16 +106,17 @@ def step_optimizer(optimizer: MegatronOptimizer, wrapped: list[DistributedDataPa
         chunk.start_param_sync()
 
 
-def step_in_one_kernel(optimizer: torch.optim.Optimizer) -> None:
+def step_in_one_kernel(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Let torch's Adam, where Transformer Engine's is absent, update CUDA parameters in one pass.
 
     Its default makes several, and a temporary as large as the parameters. Its one kernel counts
-    steps on the device.
+    steps on the device. By the device, not by a group's parameters: a rank may have none of them,
+    and a checkpoint keeps one set of options for all ranks.
     """
     if not isinstance(optimizer, torch.optim.Adam):
         return
     for group in optimizer.param_groups:
-        group["fused"] = all(parameter.is_cuda for parameter in group["params"])
+        group["fused"] = device.type == "cuda"
         if group["fused"]:
             for parameter in group["params"]:
                 state = optimizer.state[parameter]

@@ -129,7 +129,7 @@ def load_checkpoint(
             stored.load_state_dict(loaded["optimizer"])
         for part in optimizer_parts(stored):
             _as_own_kind(part.optimizer)
-            step_in_one_kernel(part.optimizer)
+            step_in_one_kernel(part.optimizer, topology.device)
     elif optimizer is not None:
         optimizer.reload_model_params()
     return int(state["updates"])
