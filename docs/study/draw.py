@@ -4,16 +4,20 @@ python docs/study/draw.py
 """
 
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-import pyarrow.parquet as pq
 
-from megatron_rl.study.summary import has_run_away, macro_score, paired_interval
+from megatron_rl.study.summary import paired_interval
 
 FOLDER = Path(__file__).parent
+sys.path.insert(0, str(FOLDER))
+
+from runs import Point, Run, read_reuse  # noqa: E402  a script beside this one
+
 COLORS = {"pnpo": "#2f6db3", "pnpo_one_sided": "#2b9db0", "gspo": "#d9822b", "grpo": "#b3477d",
           "lopsided": "#4d7c0f"}  # fmt: skip
 OTHERS = "#64748b"
@@ -26,42 +30,15 @@ FEWEST = 3  # pairs of an interval that is drawn
 LENGTHS = ("38", "62", "254")  # with slips anywhere
 PLACES = {"62_early": "slips early", "62": "slips anywhere", "62_late": "slips late"}
 
-Point = tuple[str, str, str, str]  # length, rate, epochs, objective
-
-
-class Run:
-    """One run that is done: its rows, and what is compared."""
-
-    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
-        self.rows = [row for row in rows if row["reward/mean"] is not None]
-        scores = [score for row in rows if (score := macro_score(row)) is not None]
-        self.score = 100 * scores[-1]
-        self.reward = 100 * statistics.fmean(row["reward/mean"] for row in self.rows)
-        self.spread = max(row["ratio/prefix_mean_log_std"] for row in self.rows)
-        self.ran_away = has_run_away(self.rows)
-
 
 def main() -> None:
     """All five."""
-    runs = read_runs()
+    runs = read_reuse()
     draw_learning(runs)
     draw_lag(runs)
     draw_length(runs)
     draw_where(runs)
     draw_differences(runs)
-
-
-def read_runs() -> dict[Point, dict[int, Run]]:
-    """Every run that is done, by its point and its seed."""
-    rows: dict[tuple[Point, int], list[dict[str, Any]]] = {}
-    for row in pq.read_table(FOLDER / "reuse.parquet").to_pylist():
-        if row["state"] == "done":
-            axes = (row["axis/length"], row["axis/rate"], row["axis/epochs"], row["axis/objective"])
-            rows.setdefault((axes, row["seed"]), []).append(row)
-    runs: dict[Point, dict[int, Run]] = {}
-    for (point, seed), some in rows.items():
-        runs.setdefault(point, {})[seed] = Run(some)
-    return runs
 
 
 def draw_learning(runs: dict[Point, dict[int, Run]]) -> None:
