@@ -43,7 +43,7 @@ def make_run(
     if traced:
         _write_tokenizer(folder / "model")
         for step in range(1, steps + 1):
-            _write_step(directory, np.random.default_rng([seed, step]), step, traced)
+            _write_step(directory, np.random.default_rng([seed, step]), step, traced, seed)
     return folder
 
 
@@ -82,14 +82,16 @@ def _write_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def _write_step(directory: RunDirectory, draw: np.random.Generator, step: int, traced: int) -> None:
+def _write_step(
+    directory: RunDirectory, draw: np.random.Generator, step: int, traced: int, seed: int
+) -> None:
     """Two groups; of the second as many responses as are traced have log-probs at every epoch."""
     directory.rollouts.mkdir(exist_ok=True)
     rollouts, behavior, traces = [], [], {}
     for index in (2 * step, 2 * step + 1):
         prompt = Prompt(
             index,
-            ({"role": "user", "content": f"What? {HOSTILE[0]} {HOSTILE[3]}"},),
+            ({"role": "user", "content": f"What {seed}? {HOSTILE[0]} {HOSTILE[3]}"},),
             (1,),
             "7",
             "toy",

@@ -23,7 +23,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     report.add_argument(
         "--threshold", type=float, metavar="REWARD",
         help="the mean reward whose time is told; by default the highest multiple of 0.05 that "
-        "every run reaches",
+        "nine runs of ten reach",
     )  # fmt: skip
     report.add_argument(
         "--megabytes", type=float, default=4.0, metavar="N",

@@ -8,7 +8,15 @@ from typing import Any
 from megatron_rl.report.page import render_page
 from megatron_rl.report.pictures import draw_pictures
 from megatron_rl.report.positions import gate_by_position, ratios_by_position
-from megatron_rl.report.runs import Group, Run, find_runs, group_runs
+from megatron_rl.report.runs import (
+    Group,
+    Run,
+    find_runs,
+    first_shown,
+    group_runs,
+    show_value,
+    title_of,
+)
 from megatron_rl.report.series import (
     best_scores,
     centered_mean,
@@ -18,7 +26,7 @@ from megatron_rl.report.series import (
     score_keys,
 )
 from megatron_rl.report.tokens import build_life, describe_objective
-from megatron_rl.report.traces import objective_of, spread_out, why_unjudged
+from megatron_rl.report.traces import objective_of, spread_out, traced_steps, why_unjudged
 from megatron_rl.runs.rows import PHASES
 
 REPORT = "report.html"
@@ -82,14 +90,15 @@ def collect(
     runs = [run for group in groups for run in group.runs]
     scores = score_keys(runs)
     each = max(2, min(MOST_STEPS, NUMBERS // (200 * len(groups))))
-    bins = 64 if len(groups) <= 6 else 24
+    bins = 64 if len(groups) <= 6 else 24 if len(groups) <= 20 else 12
+    first = first_shown(groups)
     threshold = default_threshold(runs) if threshold is None else threshold
     return {
         "title": _title(runs),
         "groups": [
             {
                 "label": group.label,
-                "differs": group.differs,
+                "named": [*group.named.values()],
                 "runs": [runs.index(run) for run in group.runs],
                 "best": {k: v and vars(v) for k, v in best_scores(group, scores).items()},
                 "ratios": ratios_by_position(
@@ -100,13 +109,38 @@ def collect(
             }
             for group in groups
         ],
+        "naming": [title_of(key) for key in groups[0].named],
+        "first": first,
+        "differs": groups[0].differs,
+        "settings": _settings(runs),
         "scores": scores,
         "curves": CURVES,
         "phases": list(PHASES),
         "threshold": threshold,
         "runs": [_run(run, scores, threshold, of=len(runs)) for run in runs],
-        "life": build_life(runs, megabytes=megabytes),
+        "life": build_life(runs, megabytes=megabytes, order=_one_of_each(groups, runs, first)),
+        "traced": sum(bool(traced_steps(run)) for run in runs),
     }
+
+
+def _one_of_each(groups: Sequence[Group], runs: Sequence[Run], first: Sequence[int]) -> list[int]:
+    """Places of the runs, one of each group before the second of any, those shown first first."""
+    order = sorted(range(len(groups)), key=lambda place: (place not in first, place))
+    rank = {id(run): at for group in groups for at, run in enumerate(group.runs)}
+    members = [run for place in order for run in groups[place].runs]
+    return [runs.index(run) for run in sorted(members, key=lambda run: rank[id(run)])]
+
+
+def _settings(runs: Sequence[Run]) -> dict[str, dict[str, list[Any]]]:
+    """Each setting's values, and which of them each run has; `of` is empty where all have one."""
+    every = [run.axes | {key: show_value(v) for key, v in run.settings.items()} for run in runs]
+    table: dict[str, dict[str, list[Any]]] = {}
+    for key in dict.fromkeys(key for settings in every for key in settings):
+        column = [settings.get(key) for settings in every]
+        values = list(dict.fromkeys(column))
+        of = [values.index(value) for value in column] if len(values) > 1 else []
+        table[key] = {"values": values, "of": of}
+    return table
 
 
 def _bounds(group: Group) -> dict[str, Any]:
@@ -142,7 +176,6 @@ def _run(run: Run, scores: Sequence[str], threshold: float | None, *, of: int) -
     return {
         "name": run.name,
         "seed": run.config.get("seed"),
-        "settings": {key: str(value) for key, value in run.settings.items()},
         "thinned": len(kept) < len(run.rows),
         "spent": {name: [column[place] for place in kept] for name, column in spent.items()},
         "reward": [row.get("reward/mean") for row in rows],

@@ -1,6 +1,7 @@
 """One HTML file that needs nothing else: data, style and scripts inline, everything escaped."""
 
 import base64
+import gzip
 import hashlib
 import html
 import json
@@ -16,9 +17,10 @@ def render_page(data: Mapping[str, Any]) -> str:
     """The page that shows `data`, which may hold any text.
 
     A content security policy lets only these scripts run, by their hashes, and nothing be fetched;
-    the data is JSON without a `<`, which the scripts put into text nodes.
+    the data is letters and digits until the scripts unpack it and put it into text nodes.
     """
-    script = "\n".join(_asset(name) for name in SCRIPTS)
+    library, *own = map(_asset, SCRIPTS)
+    script = "\n".join((library, "(async () => {", *own, "})();"))
     style = "\n".join(_asset(name) for name in STYLES)
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
@@ -37,7 +39,7 @@ def render_page(data: Mapping[str, Any]) -> str:
             "</head>",
             "<body>",
             "<noscript>This report is drawn by the scripts inside it; allow them.</noscript>",
-            f'<script type="application/json" id="data">{as_json(data)}</script>',
+            f'<script type="text/plain" id="data">{pack(data)}</script>',
             f"<script>{script}</script>",
             "</body>",
             "</html>",
@@ -46,10 +48,10 @@ def render_page(data: Mapping[str, Any]) -> str:
     )
 
 
-def as_json(data: Mapping[str, Any]) -> str:
-    """JSON in which nothing can end the element that holds it; floats to five digits."""
+def pack(data: Mapping[str, Any]) -> str:
+    """JSON with floats to five digits, gzipped, in base 64: a fifth of its size, and no markup."""
     text = json.dumps(_rounded(data), separators=(",", ":"), allow_nan=False)
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def _rounded(value: Any) -> Any:

@@ -8,8 +8,9 @@ from typing import Any
 from megatron_rl.report.curves import SECONDS, dress
 
 Data = Mapping[str, Any]
+# As on the page.
 COLORS = ("#2f6db3", "#d9822b", "#2e9268", "#b3477d", "#7457b0", "#7a838f", "#b29500", "#2b9db0",
-          "#9a5b3f", "#5b6770")  # fmt: skip  # as on the page
+          "#9a5b3f", "#5b6770", "#d1495b", "#4d7c0f", "#17365d", "#d67ab1")  # fmt: skip
 SPENT = {"hours": "wall time (h)", "batches": "rollout batches", "tokens": "generated tokens",
          "updates": "optimizer updates"}  # fmt: skip
 SCALES = {"local": r"local $\ell_t$", "cumulative": r"cumulative $S_t$",
@@ -17,16 +18,39 @@ SCALES = {"local": r"local $\ell_t$", "cumulative": r"cumulative $S_t$",
 
 
 def draw_pictures(data: Data, folder: Path) -> list[Path]:
-    """Draw what there is data for; the files, in the order of the page."""
+    """Draw what there is data for; the files, in the order of the page.
+
+    Of many lines those that the page shows first, named by what tells these apart.
+    """
     from matplotlib.figure import Figure  # seconds to import
 
+    shown, alike = _first_lines(data)
     drawn = []
-    for name, (size, draw) in _PICTURES.items():
-        figure = Figure(figsize=size, layout="constrained")
-        if draw(figure, data):
+    for name, ((width, height, each), draw) in _PICTURES.items():
+        more = max(0, len(shown["groups"]) - 4)
+        figure = Figure(figsize=(width, height + each * more), layout="constrained")
+        if draw(figure, shown):
+            if alike:
+                figure.supxlabel(alike, fontsize=8, color="#5f6b7a", x=0.01, ha="left")
             drawn.append(folder / f"{name}.png")
             figure.savefig(drawn[-1], dpi=130)
     return drawn
+
+
+def _first_lines(data: Data) -> tuple[Data, str]:
+    """The data of the lines that are shown first, and what is to be said of them."""
+    groups = [data["groups"][place] for place in data["first"]]
+    if len(groups) == len(data["groups"]):
+        return data, ""
+    parts = [[part for _, part in group["named"]] for group in groups]
+    apart = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
+    named = [" · ".join(p for p, one in zip(row, apart, strict=True) if one) for row in parts]
+    labelled = [group | {"label": name} for group, name in zip(groups, named, strict=True)]
+    alike = [part for part, one in zip(parts[0], apart, strict=True) if not one]
+    left = len(data["groups"]) - len(groups)
+    return dict(data) | {"groups": labelled}, " · ".join(
+        [*alike, f"{left} more settings are on the page"]
+    )
 
 
 def _draw_learning(figure: Any, data: Data) -> bool:
@@ -146,15 +170,23 @@ def _draw_seconds(figure: Any, data: Data) -> bool:
     return True
 
 
-_PICTURES: dict[str, tuple[tuple[float, float], Callable[[Any, Data], bool]]] = {
-    "learning": ((11, 4), _draw_learning),
-    "time_to_reward": ((12, 2.8), _draw_time),
-    "log_ratios": ((14, 3.6), _draw_ratios),
-    "gate": ((11, 3.8), _draw_gate),
-    "seconds": ((11, 2.8), _draw_seconds),
+# Width, height, and what every line after the fourth adds to it.
+_PICTURES: dict[str, tuple[tuple[float, float, float], Callable[[Any, Data], bool]]] = {
+    "learning": ((11, 4, 0), _draw_learning),
+    "time_to_reward": ((12, 2.8, 0.25), _draw_time),
+    "log_ratios": ((14, 3.6, 0), _draw_ratios),
+    "gate": ((11, 3.8, 0), _draw_gate),
+    "seconds": ((11, 2.8, 0.25), _draw_seconds),
 }
 
 
 def _legend(axis: Any, data: Data) -> None:
-    if len(data["groups"]) > 1:
+    """In a chart; of more lines than leave room there, beside it."""
+    if len(data["groups"]) > 6:
+        lines, names = axis.get_legend_handles_labels()
+        columns = -(-len(names) // 18)
+        axis.figure.legend(
+            lines, names, loc="outside right upper", ncols=columns, fontsize=8, frameon=False
+        )
+    elif len(data["groups"]) > 1:
         axis.legend(fontsize=8, frameon=False)

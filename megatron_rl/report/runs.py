@@ -1,5 +1,6 @@
 """The runs that a report is about, and which of them differ by chance alone."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +50,8 @@ class Group:
 
     label: str
     runs: tuple[Run, ...]
-    differs: dict[str, str]  # key: value, of the settings in which groups differ
+    named: dict[str, tuple[str, str]]  # what the label says: setting: (value, part of the label)
+    differs: tuple[str, ...]  # the settings in which groups differ
 
 
 def find_runs(paths: Iterable[str | Path]) -> list[Run]:
@@ -58,18 +60,19 @@ def find_runs(paths: Iterable[str | Path]) -> list[Run]:
     Runs that have recorded nothing are left out. Raises ValueError for a folder without any.
     """
     folders: dict[Path, None] = {}
-    axes: dict[Path, dict[str, str]] = {}
     for path in map(Path, paths):
         inside = [path] if (path / "metrics.jsonl").is_file() else []
         for depth in ("*", "*/*", "*/*/*"):
-            inside = inside or sorted(file.parent for file in path.glob(f"{depth}/metrics.jsonl"))
+            found = (file.parent for file in path.glob(f"{depth}/metrics.jsonl"))
+            inside = inside or sorted(found, key=_by_numbers)
         if not inside:
             raise ValueError(
                 f"{path} holds no run: there is no metrics.jsonl in it or below it; give run "
                 "directories, or folders that hold them"
             )
         folders |= dict.fromkeys(folder.resolve() for folder in inside)
-        axes |= _axes(path)
+    studies = {folder.parents[1] for folder in folders if folder.parent.name == "runs"}
+    axes = {folder: place for study in studies for folder, place in _axes(study, folders).items()}
     names = [folder.name for folder in folders]
     runs = []
     for folder in folders:
@@ -84,31 +87,49 @@ def find_runs(paths: Iterable[str | Path]) -> list[Run]:
     return recorded
 
 
-def _axes(study: Path) -> dict[Path, dict[str, str]]:
-    """Where in a study's grid its runs are, from its results.parquet; none without one."""
+def _by_numbers(folder: Path) -> list[str | float]:
+    """To sort 62 before 254."""
+    parts = re.split(r"(\d+(?:\.\d+)?)", str(folder))
+    return [float(part) if place % 2 else part for place, part in enumerate(parts)]
+
+
+def _axes(study: Path, folders: Iterable[Path]) -> dict[Path, dict[str, str]]:
+    """Where in a study's grid its runs are, from its results.parquet; none without one.
+
+    A run that began after that was written says it by its name, <value>-...-seed<seed>.
+    """
     file = study / "results.parquet"
     if not file.is_file():
         return {}
     names = [name for name in pq.read_schema(file).names if name.startswith("axis/")]
+    axes = {}
+    for folder in folders:
+        *values, seed = folder.name.split("-")
+        if folder.parents[1] == study and len(values) == len(names) and seed.startswith("seed"):
+            axes[folder] = dict(zip(names, values, strict=True))
     rows = pq.read_table(file, columns=["run", *names]).to_pylist()
-    return {(study / "runs" / row.pop("run")).resolve(): row for row in rows}
+    return axes | {(study / "runs" / row.pop("run")).resolve(): row for row in rows}
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
     """The runs by settings, in the order in which they come; each group named by what differs."""
     kinds: dict[tuple, list[Run]] = {}
     for run in runs:
-        own = {k: _show(v) for k, v in run.settings.items() if not k.startswith(BY_CHANCE)}
+        own = {k: show_value(v) for k, v in run.settings.items() if not k.startswith(BY_CHANCE)}
         kinds.setdefault(tuple(sorted((own | run.axes).items())), []).append(run)
     tables = [dict(kind) for kind in kinds]
-    keys = sorted({key for table in tables for key in table}, key=_rank)
-    differ = [key for key in keys if len({table.get(key) for table in tables}) > 1]
+    axes = [axis for run in runs for axis in run.axes]
+    every = dict.fromkeys([*axes, *(key for table in tables for key in sorted(table))])
+    differ = [key for key in sorted(every, key=_rank)
+              if len({table.get(key) for table in tables}) > 1]  # fmt: skip
     naming = _distinguishing(tables, differ)
     groups = []
     for table, members in zip(tables, kinds.values(), strict=True):
-        name = " · ".join(_part(key, table.get(key, "-")) for key in naming)
+        values = {key: table.get(key, "-") for key in naming}
+        named = {key: (value, _part(key, value)) for key, value in values.items()}
+        name = " · ".join(part for _, part in named.values())
         label = name or table.get("objective.name") or members[0].name
-        groups.append(Group(label, tuple(members), {key: table.get(key, "-") for key in differ}))
+        groups.append(Group(label, tuple(members), named, tuple(differ)))
     return groups
 
 
@@ -124,18 +145,39 @@ def _distinguishing(tables: Sequence[dict[str, str]], keys: Sequence[str]) -> li
 
 
 def _rank(key: str) -> tuple[bool, bool, str]:
-    """What names a line first: a study's axes, then what is usually compared."""
-    return not key.startswith("axis/"), key not in SHORT, key
+    """What names a line first: a study's axes in their order, then what is usually compared."""
+    is_axis = key.startswith("axis/")
+    return not is_axis, key not in SHORT, "" if is_axis else key
 
 
 def _part(key: str, value: str) -> str:
     if key in SHORT:
         return SHORT[key].format(value)
-    word = key.removeprefix("axis/").rpartition(".")[2].replace("_", " ")
-    return f"{word} {Path(value).name if '/' in value else value}"
+    return f"{title_of(key)} {Path(value).name if '/' in value else value}"
 
 
-def _show(value: Any) -> str:
+def title_of(key: str) -> str:
+    """A setting or an axis in a word or two."""
+    return key.removeprefix("axis/").removesuffix(".name").rpartition(".")[2].replace("_", " ")
+
+
+def first_shown(groups: Sequence[Group], *, most: int = 10) -> list[int]:
+    """Places of the lines that are shown first: all, or of many those that can be read together.
+
+    They differ in what labels say first alone, as a study's objectives do, and have the most runs.
+    """
+    every = list(range(len(groups)))
+    if len(groups) <= most:
+        return every
+    alike: dict[tuple, list[int]] = {}
+    for place, group in enumerate(groups):
+        alike.setdefault(tuple(group.named.values())[1:], []).append(place)
+    best = max(alike.values(), key=lambda places: sum(len(groups[p].runs) for p in places))
+    return best if len(best) > 1 else every[:most]
+
+
+def show_value(value: Any) -> str:
+    """A setting as it is read."""
     if isinstance(value, float):
         return f"{value:g}"
     return "-" if value is None else str(value)

@@ -18,11 +18,16 @@ COSTS = {
 
 
 def centered_mean(values: Sequence[float | None], *, window: int = WINDOW) -> list[float | None]:
-    """The mean of the window around each value, of what there is of it towards the ends."""
-    half, smooth = window // 2, []
-    for place, value in enumerate(values):
-        near = [v for v in values[max(place - half, 0) : place + half + 1] if v is not None]
-        smooth.append(None if value is None else statistics.fmean(near))
+    """The mean of the window around each value; towards the ends of the longest that is centered.
+
+    None is no value: it is left out, and stays.
+    """
+    there = [place for place, value in enumerate(values) if value is not None]
+    known = [value for value in values if value is not None]
+    smooth: list[float | None] = [None] * len(values)
+    for at, place in enumerate(there):
+        half = min(window // 2, at, len(known) - 1 - at)
+        smooth[place] = statistics.fmean(known[at - half : at + half + 1])
     return smooth
 
 
@@ -49,12 +54,18 @@ def first_passage(run: Run, threshold: float) -> dict[str, float] | None:
 
 
 def default_threshold(runs: Sequence[Run]) -> float | None:
-    """The highest multiple of 0.05 that every run's smoothed reward reaches; None without one."""
+    """The highest multiple of 0.05 that the smoothed reward reaches in nine runs of ten.
+
+    Of fewer than ten in each. Runs without a step do not count. None where there is none.
+    """
     tops = []
     for run in runs:
-        smooth = [v for v in centered_mean([row["reward/mean"] for row in run.steps]) if v]
-        tops.append(max(smooth, default=0.0))
-    threshold = int(min(tops) / 0.05 + 1e-9) * 0.05
+        smooth = centered_mean([row["reward/mean"] for row in run.steps])
+        if run.steps:
+            tops.append(max((value for value in smooth if value is not None), default=0.0))
+    if not tops:
+        return None
+    threshold = int(sorted(tops)[len(tops) // 10] / 0.05 + 1e-9) * 0.05
     return round(threshold, 2) if threshold > 0 else None
 
 

@@ -50,18 +50,29 @@ class Pieces:
         return [stream.step(self._tokenizer, token) or "" for token in token_ids]
 
 
-def build_life(runs: Sequence[Run], *, megabytes: float) -> list[dict[str, Any]]:
+def build_life(
+    runs: Sequence[Run], *, megabytes: float, order: Sequence[int] | None = None
+) -> list[dict[str, Any]]:
     """The traced responses of each run that has any, as many steps as fit into the page.
 
-    The steps are spread evenly over the run; every run has an equal share.
+    The steps are spread evenly over the run; every run has an equal share of the room. Where that
+    is not enough for one step of each, as many runs are there as fit, by `order` (of places).
     """
-    traced = [run for run in runs if traced_steps(run)]
+    room = megabytes * 1e6
+    costs: dict[int, int] = {}
+    for place in range(len(runs)) if order is None else order:
+        steps = traced_steps(runs[place])
+        if steps and room > 0:
+            cost = _bytes(read_traced_groups(runs[place], steps[-1])) or 1
+            if costs and cost > room:
+                break
+            costs[place] = cost
+            room -= cost
     lives = []
-    for run in traced if megabytes > 0 else ():
-        steps, share = traced_steps(run), megabytes * 1e6 / len(traced)
-        cost = _bytes(read_traced_groups(run, steps[-1])) or 1
-        chosen = spread_out(steps, most=max(1, int(share // cost)))
-        lives.append(_life(run, chosen, of=len(steps)) | {"run": list(runs).index(run)})
+    for place, cost in sorted(costs.items()):
+        steps = traced_steps(runs[place])
+        chosen = spread_out(steps, most=1 + max(0, int(room / len(costs) // cost)))
+        lives.append(_life(runs[place], chosen, of=len(steps)) | {"run": place})
     return lives
 
 

@@ -118,7 +118,7 @@ function overRuns(group, read, { points = false, faint } = {}) {
   }
   const rows = [...table].sort((a, b) => a[0] - b[0]).map((entry) => entry[1]);
   if (!rows.length) return null;
-  const line = { label: group.label, color: colorOf(group.index), points, dash: group.index < COLORS.length ? undefined : [7, 3],
+  const line = { label: group.label, color: group.color, points, dash: group.dash,
     x: rows.map((row) => mean(row.x)), y: rows.map((row) => mean(row.y)) };
   if (group.runs.length > 1) {
     line.low = rows.map((row) => Math.min(...row.y));

@@ -1,10 +1,10 @@
 // Elements and numbers. Text from runs only ever becomes a text node.
 "use strict";
 
-const DATA = JSON.parse(document.getElementById("data").textContent);
+const packed = Uint8Array.from(atob(document.getElementById("data").textContent), (one) => one.charCodeAt(0));
+const DATA = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
 const COLORS = ["#2f6db3", "#d9822b", "#2e9268", "#b3477d", "#7457b0", "#7a838f", "#b29500", "#2b9db0",
-  "#9a5b3f", "#5b6770"];
-const colorOf = (group) => COLORS[group % COLORS.length];
+  "#9a5b3f", "#5b6770", "#d1495b", "#4d7c0f", "#17365d", "#d67ab1"];
 
 /** An element: properties by name (`on` a table of listeners, `style` of styles), then children. */
 function h(tag, properties = {}, ...children) {
@@ -51,11 +51,22 @@ const finite = (values) => values.filter((value) => value != null && Number.isFi
 const largest = (values) => values.reduce((most, value) => Math.max(most, value), -Infinity);
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 
-/** What every figure depends on, and who is to be told when it changes. */
-const STATE = { hidden: new Set(), axis: "batches", listeners: [] };
+/** What every figure depends on, and who is to be told when it changes. `kept`: of many groups those whose values are chosen. */
+const STATE = { kept: DATA.first, hidden: new Set(), axis: "batches", listeners: [] };
 const changed = () => STATE.listeners.forEach((listener) => listener());
-const shownGroups = () => DATA.groups.map((group, index) => ({ ...group, index }))
-  .filter((group) => !STATE.hidden.has(group.index));
+
+/** The kept groups, each with its color, and of many with a label of what tells these apart. */
+function keptGroups() {
+  const kept = STATE.kept.map((index, place) => ({ ...DATA.groups[index], index,
+    color: COLORS[place % COLORS.length], dash: place < COLORS.length ? undefined : [7, 3] }));
+  if (kept.length < DATA.groups.length) {
+    const apart = DATA.naming.map((_, key) => new Set(kept.map((group) => group.named[key][0])).size > 1);
+    const said = apart.includes(true) ? apart : apart.map((_, key) => key === 0);
+    for (const group of kept) group.label = group.named.filter((_, key) => said[key]).map(([, part]) => part).join(" · ");
+  }
+  return kept;
+}
+const shownGroups = () => keptGroups().filter((group) => !STATE.hidden.has(group.index));
 
 /** A part of the page, drawn now and whenever what is shown changes. */
 function live(draw) {

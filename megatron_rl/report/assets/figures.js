@@ -2,7 +2,7 @@
 "use strict";
 
 const setName = (key) => key.replace(/^eval\//, "");
-const chip = (group) => h("span", { class: "name" }, h("i", { style: { background: colorOf(group.index) } }), group.label);
+const chip = (group) => h("span", { class: "name" }, h("i", { style: { background: group.color } }), group.label);
 
 function scoreTable() {
   if (!DATA.scores.length) return h("p", { class: "nothing" }, "No held-out set was evaluated.");
@@ -77,7 +77,7 @@ function timeToReward() {
         units.map((unit, column) => {
           if (!reached.length) return h("td", {}, "never");
           const values = reached.map((passage) => passage[unit]), format = UNITS[unit].format;
-          return h("td", {}, h("div", { class: "bar", style: { width: `${96 * mean(values) / most[column]}%`, background: faded(colorOf(group.index), 0.22) } }),
+          return h("td", {}, h("div", { class: "bar", style: { width: `${96 * mean(values) / most[column]}%`, background: faded(group.color, 0.22) } }),
             h("span", {}, format(mean(values)), Math.min(...values) < Math.max(...values) && h("small", {}, ` ${format(Math.min(...values))}–${format(Math.max(...values))}`)));
         }))))));
   };
@@ -89,14 +89,18 @@ function timeToReward() {
 
 const SCALES = { local: ["Local", "ℓₜ, the token alone"], cumulative: ["Cumulative", "Sₜ = ℓ₁ + … + ℓₜ"], sequence: ["Sequence", "log s, the mean of ℓ over the whole response"], prefix: ["Prefix", "log wₜ = Sₜ / t"] };
 
+/** The last epoch of what is shown first. */
+const lastEpoch = (part, otherwise) => Math.max(...shownGroups().map((group) => group[part]?.epochs ?? 0)) || otherwise;
+
 function logRatios() {
   const has = DATA.groups.filter((group) => group.ratios);
   if (!has.length) return h("p", { class: "nothing" }, "No response was traced (logging.traced_responses).");
   const epochs = Math.max(...has.map((group) => group.ratios.epochs));
-  let epoch = epochs - 1, same = false;
+  let epoch = lastEpoch("ratios", epochs) - 1, same = false;
   const host = h("div", { class: "grid four" });
   const draw = () => {
     const groups = shownGroups().filter((group) => group.ratios && group.ratios.epochs > epoch);
+    if (!groups.length) return host.replaceChildren(h("p", { class: "nothing" }, `None of these has an epoch ${epoch + 1}.`));
     const all = groups.flatMap((group) => Object.values(group.ratios.scales).flatMap((scale) => [...scale.q05[epoch], ...scale.q95[epoch]]));
     const reach = Math.max(...all.map(Math.abs), 1e-9);
     host.replaceChildren(...Object.entries(SCALES).map(([name, [title, formula]]) => lineChart({
@@ -104,7 +108,7 @@ function logRatios() {
       yRange: same ? [-1.05 * reach, 1.05 * reach] : undefined, format: (value) => show(value, 2),
       marks: [{ y: 0, color: "#aab2bd" }],
       lines: groups.flatMap((group) => {
-        const { positions, scales } = group.ratios, color = colorOf(group.index), scale = scales[name];
+        const { positions, scales } = group.ratios, color = group.color, scale = scales[name];
         return [
           { label: group.label, color, x: positions, y: scale.median[epoch], low: scale.q05[epoch], high: scale.q95[epoch] },
           ...[1, -1].map((sign) => ({ label: sign > 0 ? "± std" : "", color, dash: [3, 3], width: 1, x: positions, y: scale.std[epoch].map((v) => sign * v) })),
@@ -115,7 +119,7 @@ function logRatios() {
   STATE.listeners.push(draw);
   draw();
   return [h("div", { class: "controls" },
-    slider("epoch of reuse", { id: "ratio-epoch", min: 1, max: epochs, value: epochs }, (value) => { epoch = value - 1; draw(); }),
+    slider("epoch of reuse", { id: "ratio-epoch", min: 1, max: epochs, value: epoch + 1 }, (value) => { epoch = value - 1; draw(); }),
     choice("scale", [[false, "of each panel"], [true, "the same"]], same, (value) => { same = value; draw(); })), host];
 }
 
@@ -126,7 +130,7 @@ function gateByPosition() {
   if (!has.length) return h("p", { class: "nothing" }, "These runs have no metrics by position.");
   const steps = [...new Set(has.flatMap((group) => group.gate.steps))].sort((a, b) => a - b);
   const epochs = Math.max(...has.map((group) => group.gate.epochs));
-  let what = "acceptance", step = 0, epoch = epochs;
+  let what = "acceptance", step = 0, epoch = lastEpoch("gate", epochs);
   const tables = h("div", { class: "heats" }), fan = h("div", { class: "grid two" });
   const pick = (group) => (step === 0 ? group.gate.all : group.gate.each[group.gate.steps.indexOf(steps[step - 1])]);
   const draw = () => {
@@ -142,10 +146,10 @@ function gateByPosition() {
     fan.replaceChildren(...[
       fans.length && lineChart({ title: `log wₜ in epoch ${epoch}: median, band from the 5% to the 95% quantile${bounded}`, xLabel: "t / L", format: (v) => show(v, 2), xFormat: (x) => show(x, 2),
         marks: [{ y: 0, color: "#aab2bd" }],
-        lines: fans.flatMap((group) => [{ label: group.label, color: colorOf(group.index), x: tenths, y: at(group, "prefix_mean_log_median"),
+        lines: fans.flatMap((group) => [{ label: group.label, color: group.color, x: tenths, y: at(group, "prefix_mean_log_median"),
           low: at(group, "prefix_mean_log_q05"), high: at(group, "prefix_mean_log_q95") }, ...boundLines(group, tenths)]) }),
       lines.length && lineChart({ title: `Accepted tokens in epoch ${epoch} (fraction)`, xLabel: "t / L", format: (v) => show(v, 3), xFormat: (x) => show(x, 2),
-        lines: lines.map((group) => ({ label: group.label, color: colorOf(group.index), x: tenths, y: at(group, "acceptance"), points: true })) }), ...without,
+        lines: lines.map((group) => ({ label: group.label, color: group.color, x: tenths, y: at(group, "acceptance"), points: true })) }), ...without,
     ].filter(Boolean));
   };
   STATE.listeners.push(draw);
@@ -154,13 +158,13 @@ function gateByPosition() {
     choice("show", Object.entries(GATE), what, (value) => { what = value; draw(); }),
     slider("step", { id: "gate-step", min: 0, max: steps.length, value: 0, text: (at) => (at === 0 ? "mean of all" : String(steps[at - 1])) }, (value) => { step = value; draw(); })),
   tables,
-  h("div", { class: "controls" }, slider("epoch of reuse", { id: "gate-epoch", min: 1, max: epochs, value: epochs }, (value) => { epoch = value; draw(); })), fan];
+  h("div", { class: "controls" }, slider("epoch of reuse", { id: "gate-epoch", min: 1, max: epochs, value: epoch }, (value) => { epoch = value; draw(); })), fan];
 }
 
 /** The gate's own bounds of log w, where it has such. */
 function boundLines(group, tenths) {
   const bounds = group.bounds;
-  return ["low", "high"].filter((side) => bounds[side] != null).map((side) => ({ color: colorOf(group.index), dash: [6, 4], width: 1.2, x: tenths,
+  return ["low", "high"].filter((side) => bounds[side] != null).map((side) => ({ color: group.color, dash: [6, 4], width: 1.2, x: tenths,
     y: tenths.map((x) => {
       const reach = bounds[side] * (bounds.scale === "constant" ? 1 : Math.sqrt(1 / x)), sign = side === "low" ? -1 : 1;
       return bounds.space === "log" ? sign * reach : Math.log1p(sign * reach);
@@ -206,15 +210,23 @@ function whereTimeWent() {
 }
 
 function settingsTable() {
-  const keys = Object.keys(DATA.groups[0].differs);
-  const all = Object.keys(DATA.runs[0]?.settings ?? {});
+  const value = (key, run) => DATA.settings[key].values[DATA.settings[key].of[run] ?? 0] ?? "–";
+  const table = (corner, heads, keys, cells) => h("div", { class: "scroll" }, h("table", { class: "numbers left" },
+    h("thead", {}, h("tr", {}, h("th", {}, corner), heads.map((head) => h("th", {}, head)))),
+    h("tbody", {}, keys.map((key) => h("tr", {}, h("th", {}, h("code", {}, key)), cells(key).map((cell) => h("td", {}, cell)))))));
+  const folded = (title, draw) => h("details", {}, h("summary", {}, title), draw());
+  const keys = Object.keys(DATA.settings), of = (key) => DATA.settings[key].of.length;
+  const common = keys.filter((key) => !of(key)), apart = keys.filter(of);
   return [
-    keys.length ? live(() => h("div", { class: "scroll" }, h("table", { class: "numbers left" },
-      h("thead", {}, h("tr", {}, h("th", {}, "What differs"), shownGroups().map((group) => h("th", {}, chip(group))))),
-      h("tbody", {}, keys.map((key) => h("tr", {}, h("th", {}, h("code", {}, key)), shownGroups().map((group) => h("td", {}, group.differs[key])))))))) : null,
-    h("details", {}, h("summary", {}, `All settings of every run`),
-      h("div", { class: "scroll" }, h("table", { class: "numbers left" },
-        h("thead", {}, h("tr", {}, h("th", {}, "Setting"), DATA.runs.map((run) => h("th", {}, run.name)))),
-        h("tbody", {}, all.map((key) => h("tr", {}, h("th", {}, h("code", {}, key)), DATA.runs.map((run) => h("td", {}, run.settings[key] ?? "–")))))))),
+    live(() => {
+      const groups = shownGroups();
+      const differ = DATA.differs.filter((key) => new Set(groups.map((group) => value(key, group.runs[0]))).size > 1);
+      return differ.length ? table("What differs", groups.map(chip), differ, (key) => groups.map((group) => value(key, group.runs[0]))) : null;
+    }),
+    folded(several ? "The same in every run" : "All settings", () => table("Setting", ["Value"], common, (key) => [value(key, 0)])),
+    apart.length ? folded("What differs between the runs shown, seeds and folders too", () => live(() => {
+      const runs = shownGroups().flatMap((group) => group.runs);
+      return table("Setting", runs.map((run) => DATA.runs[run].name), apart, (key) => runs.map((run) => value(key, run)));
+    })) : null,
   ];
 }

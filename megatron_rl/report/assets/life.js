@@ -117,7 +117,7 @@ class Life {
   /** Links to the same prompt at the same step of other runs: those of one seed trace the same. */
   elsewhere() {
     const { step, prompt_index: prompt } = this.group;
-    const links = DATA.life.filter((life) => life !== this.life && life.groups.some((group) => group.step === step && group.prompt_index === prompt))
+    const links = DATA.life.filter((life) => life !== this.life && life.groups.some((group) => group.step === step && group.prompt_index === prompt && group.prompt === this.group.prompt))
       .map((life) => h("a", { href: this.link(this.response, DATA.runs[life.run]) }, DATA.runs[life.run].name));
     return links.length ? h("span", { class: "elsewhere" }, "The same prompt in ", links) : null;
   }
@@ -304,10 +304,12 @@ function paintStrip(canvas, values, now, longest, reach) {
 function lifeOfAToken() {
   if (!DATA.life.length) return h("p", { class: "nothing" }, "No traced response is in this page: logging.traced_responses was 0, traces/ or rollouts/ is gone, or --megabytes 0 was asked for.");
   const life = new Life();
-  const shown = DATA.life.map(({ steps, steps_traced: of }) => (steps < of ? `${steps} of ${of}` : null)).filter(Boolean);
+  const shown = [...new Set(DATA.life.map(({ steps, steps_traced: of }) => (steps < of ? `${steps} of ${of}` : null)).filter(Boolean))];
+  const runs = DATA.life.length < DATA.traced ? `Of ${DATA.traced} runs with traces ${DATA.life.length} are here. ` : "";
   window.addEventListener("hashchange", () => follow(life));
   queueMicrotask(() => follow(life));
-  return [shown.length ? h("p", { class: "nothing" }, `Steps shown of those traced: ${shown.join(", ")}; --megabytes makes room for more.`) : null, life.host];
+  const steps = shown.length ? `Steps shown of those traced: ${shown.join(", ")}. ` : "";
+  return [runs || steps ? h("p", { class: "nothing" }, `${runs}${steps}--megabytes makes room for more.`) : null, life.host];
 }
 
 function follow(life) {

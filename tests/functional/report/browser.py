@@ -45,9 +45,10 @@ class Browser:
         self._driver.wait(timeout=20)
 
     def open(self, page: Path, fragment: str = "") -> None:
-        """Load a file, from the beginning also where only the fragment differs."""
+        """Load a report, from the beginning also where only the fragment differs."""
         self._ask("POST", "/url", {"url": "about:blank"})
         self._ask("POST", "/url", {"url": page.resolve().as_uri() + fragment})
+        self.until("return document.body.dataset.drawn", "true")
 
     def run(self, script: str, *arguments: Any) -> Any:
         """The value that a script in the page returns."""

@@ -6,7 +6,8 @@ import sys
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_rl.report.build import write_report
+from megatron_rl.report.build import collect, write_report
+from megatron_rl.report.page import render_page
 from megatron_rl.report.runs import find_runs, group_runs
 from megatron_rl.report.series import first_passage
 from tests.functional.debian import missing
@@ -182,8 +183,9 @@ def test_a_link_opens_at_one_response(page, folder):
 
 
 def test_the_same_prompt_of_another_run_is_one_click_away(page):
-    """Runs trace the same prompts where they can."""
+    """Runs trace the same prompts where they can; an index may mean another one elsewhere."""
     opened = text_of(page, "#opened")
+    assert page.run('return document.querySelectorAll(".elsewhere a").length') == 1
     other = text_of(page, ".elsewhere a")
     page.run('document.querySelector(".elsewhere a").click()')
     run = 'return document.querySelector(".life select").selectedOptions[0].textContent'
@@ -207,6 +209,40 @@ def test_a_page_without_traces_says_so(browser, tmp_path):
     assert browser.said() == []
     assert "traced_responses" in text_of(browser, "#life")
     assert page.stat().st_size < 200_000
+
+
+def test_many_settings_are_chosen_by_what_names_them(browser, tmp_path):
+    """12 settings, of which the page shows 4 first; what is shown has a color of its own."""
+    for rate in (0.001, 0.002, 0.01):
+        for name in ("pnpo", "gspo", "grpo", "dapo"):
+            make_run(
+                tmp_path / f"{rate}-{name}", objective=name, traced=0, steps=2,
+                optimizer={"learning_rate": rate},
+            )  # fmt: skip
+    data = collect(group_runs(find_runs([tmp_path])), threshold=None, megabytes=0)
+    (tmp_path / "report.html").write_text(render_page(data), encoding="utf-8")
+    browser.open(tmp_path / "report.html")
+    lines = (
+        "return [...document.querySelectorAll('#scores tbody th')].map((one) => one.textContent)"
+    )
+    assert browser.run(lines) == ["dapo", "grpo", "gspo", "pnpo"]
+    colors = "return [...document.querySelectorAll('nav .chip i')].map((i) => i.style.background)"
+    assert len(set(browser.run(colors))) == 4
+    click = """
+    const [facet, value, kind] = arguments, chips = document.querySelectorAll(".facet")[facet];
+    [...chips.querySelectorAll("button")].find((one) => one.textContent === value)
+        .dispatchEvent(new MouseEvent(kind));
+    """
+    browser.run(click, 0, "gspo", "dblclick")
+    browser.run(click, 1, "all", "click")
+    assert browser.run(lines) == ["lr 0.001", "lr 0.002", "lr 0.01"]
+    browser.run(click, 1, "0.002", "dblclick")
+    assert browser.run(lines) == ["gspo"]
+    browser.run(click, 1, "0.002", "click")  # the last one stays
+    assert browser.run(lines) == ["gspo"]
+    browser.run(click, 0, "pnpo", "click")
+    assert browser.run(lines) == ["gspo", "pnpo"]
+    assert browser.said() == []
 
 
 def test_a_run_that_has_hardly_begun_has_a_page(browser, tmp_path):

@@ -1,19 +1,30 @@
 """One file that needs nothing else, however hostile what it shows."""
 
+import base64
+import gzip
 import json
 import re
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
 from megatron_rl.report.build import collect
-from megatron_rl.report.page import as_json, render_page
+from megatron_rl.report.page import pack, render_page
+from megatron_rl.report.pictures import draw_pictures
 from megatron_rl.report.runs import find_runs, group_runs
 from tests.made_runs import HOSTILE, make_run
 
 
+def unpacked(text):
+    return json.loads(gzip.decompress(base64.b64decode(text)))
+
+
 def test_no_text_leaves_its_place():
     data = {"title": HOSTILE[0], "texts": list(HOSTILE)}
-    text = as_json(data)
-    assert not set("<>&") & set(text)
-    assert json.loads(text) == data
+    text = pack(data)
+    assert re.fullmatch(r"[A-Za-z0-9+/=]+", text)
+    assert unpacked(text) == data
     page = render_page(data)
     assert page.count("<script") == page.count("</script>") == 2  # the data, the code
     assert "<title>&lt;/script&gt;" in page
@@ -29,15 +40,13 @@ def test_a_page_asks_no_network_and_runs_no_other_script():
 
 
 def test_numbers_that_are_none_become_null():
-    assert (
-        as_json({"a": [float("nan"), float("inf"), 1.23456789, 0.0]})
-        == '{"a":[null,null,1.2346,0.0]}'
-    )
+    numbers = {"a": [float("nan"), float("inf"), 1.23456789, 0.0]}
+    assert unpacked(pack(numbers)) == {"a": [None, None, 1.2346, 0.0]}
 
 
 def test_a_study_of_many_runs_stays_well_under_a_megabyte(tmp_path):
     for objective in ("pnpo", "gspo", "grpo", "dapo", "cispo"):
-        for seed in range(4):
+        for seed in range(2):
             make_run(
                 tmp_path / f"{objective}-{seed}",
                 objective=objective,
@@ -48,4 +57,49 @@ def test_a_study_of_many_runs_stays_well_under_a_megabyte(tmp_path):
     groups = group_runs(find_runs([tmp_path]))
     assert len(groups) == 5
     page = render_page(collect(groups, threshold=None, megabytes=4))
-    assert len(page.encode()) < 900_000
+    assert len(page.encode()) < 400_000
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory):
+    """A study of 12 settings, 13 runs; the last one has begun after its table was written."""
+    study, rows = tmp_path_factory.mktemp("grid"), []
+    rates = {f"{rate}": rate for rate in (1e-3, 2e-3, 1e-2)}
+    points = [(r, o, 1) for r in rates for o in ("pnpo", "gspo", "grpo", "dapo")]
+    for rate, objective, seed in [*points, ("0.01", "pnpo", 2)]:
+        name = f"{rate}-{objective}-seed{seed}"
+        make_run(
+            study / "runs" / name, objective=objective, seed=seed, steps=2,
+            traced=2 if rate == "0.01" else 0, optimizer={"learning_rate": rates[rate]},
+        )  # fmt: skip
+        rows.append({"run": name, "axis/rate": rate, "axis/objective": objective, "seed": seed})
+    pq.write_table(pa.Table.from_pylist(rows[:-1]), study / "results.parquet")
+    return study
+
+
+def test_of_many_settings_those_that_can_be_read_together_come_first(grid, tmp_path):
+    groups = group_runs(find_runs([grid]))
+    names = [f"{name} · rate 0.01" for name in ("dapo", "grpo", "gspo", "pnpo")]
+    assert [group.label for group in groups][-4:] == names
+    assert [run.name for run in groups[-1].runs] == ["0.01-pnpo-seed1", "0.01-pnpo-seed2"]
+    data = collect(groups, threshold=None, megabytes=4)
+    assert data["naming"] == ["objective", "rate"]
+    assert data["first"] == [8, 9, 10, 11]  # where most runs are
+    rate = data["settings"]["optimizer.learning_rate"]
+    assert rate["values"] == ["0.001", "0.002", "0.01"]
+    assert rate["of"] == 4 * [0] + 4 * [1] + 5 * [2]
+    assert data["settings"]["trainer.epochs"] == {"values": ["4"], "of": []}
+    drawn = draw_pictures(data, tmp_path)  # a warning of matplotlib would be an error
+    assert len(drawn) == 5
+
+
+def test_traces_take_the_room_that_they_are_given(grid):
+    groups = group_runs(find_runs([grid]))
+    sizes = {}
+    for megabytes in (0.0, 0.001, 0.03, 4.0):
+        data = collect(groups, threshold=None, megabytes=megabytes)
+        assert data["traced"] == 5
+        sizes[megabytes] = [data["runs"][life["run"]]["name"] for life in data["life"]]
+    assert sizes[0.0] == [] and len(sizes[0.001]) == 1 and len(sizes[4.0]) == 5
+    assert 1 < len(sizes[0.03]) < 5
+    assert "0.01-pnpo-seed2" not in sizes[0.03]  # one of each setting before the second of any
