@@ -91,9 +91,11 @@ def main() -> None:
             print(f"{name}: {count} problems in {output}")
         except ValueError as error:
             failed = True
+            print(f"{name}: {error}", file=sys.stderr)
+            if file:
+                continue
             folder = source.repository.split("/")[1]
             advice = [
-                f"{name}: {error}",
                 "  where there is a network: "
                 f"hf download {source.repository} --repo-type dataset --local-dir {folder}",
                 f"  then here, with its .parquet or .jsonl file of the split {source.split}: "

@@ -82,7 +82,12 @@ def evaluation_config(model: str, data: list[str] | None, overrides: list[str]) 
     values |= {"parallel": {}, "trainer": {"dtype": values.get("trainer", {}).get("dtype", "auto")}}
     values.setdefault("model", {})["path"] = str(folder)
     if data:
-        values.setdefault("eval", {})["sets"] = dict(map(_named, data))
+        named = list(map(_named, data))
+        if twice := sorted({name for name, _ in named if [n for n, _ in named].count(name) > 1}):
+            raise ConfigError(
+                f"--data: two sets are called {twice[0]}; tell them apart, as --data NAME=FILE"
+            )
+        values.setdefault("eval", {})["sets"] = dict(named)
     if not (sets := values.get("eval", {}).get("sets")):
         raise ConfigError("--data: missing; name one or more files of problems")
     values.setdefault("data", {})["mix"] = {}

@@ -76,7 +76,7 @@ class Config(Section):
             problems.append(
                 "optimizer.min_learning_rate is above optimizer.learning_rate; lower it"
             )
-        problems += self._unread() + self._objective_problems()
+        problems += self._unread() + self._objective_problems() + self._best_problems()
         problems += self._lag_problems() + self._ppo_problems()
         if problems:
             raise ValueError("\n".join(problems))
@@ -103,6 +103,23 @@ class Config(Section):
                 "comes down to it; unset it, or set optimizer.decay"
             )
         return problems
+
+    def _best_problems(self) -> list[str]:
+        metric = self.trainer.keep_best
+        if isinstance(metric, bool):
+            return []
+        n = 1 if self.eval.temperature == 0 else self.eval.samples
+        several = [f"pass@{k}" for k in range(2, n + 1) if k == n or k & (k - 1) == 0]
+        scores = [f"avg@{n}", *several, *([f"maj@{n}"] if n > 1 else [])]
+        places = ["eval_macro", *(f"eval/{name}" for name in self.eval.sets)]
+        if self.eval.sets and metric in [
+            f"{place}/{score}" for place in places for score in scores
+        ]:
+            return []
+        return [
+            f"trainer.keep_best={metric}: no score of this run's evaluations; give true, or "
+            f"{' or '.join(places)} with /{', /'.join(scores)}"
+        ]
 
     def _objective_problems(self) -> list[str]:
         problems, name = [], self.objective.name

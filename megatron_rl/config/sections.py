@@ -270,8 +270,9 @@ class TrainerSection(Section):
     """steps; the last step is always kept"""
     keep_checkpoints: Count = 2
     """how many, the newest"""
-    keep_best: bool = False
-    """keep the one with the best evaluation too; it has to be of a step that is saved"""
+    keep_best: bool | str = False
+    """keep the one with the best evaluation too, by the mean of avg@k over the sets or by a score
+    that is named, as `eval_macro/maj@32` or `eval/aime24/pass@8`; of the steps that are saved"""
     milestones: Count | None = None
     """steps; checkpoints of their multiples are kept for ever"""
     skipped_updates: Count = 3

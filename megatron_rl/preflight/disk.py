@@ -30,7 +30,7 @@ def check_disk(config: Config, run: RunDirectory, shape: ModelShape) -> None:
     checkpoints = parameters * CHECKPOINT_BYTES_PER_PARAMETER
     trainer = config.trainer
     milestones = trainer.steps // trainer.milestones if trainer.milestones else 0
-    kept = trainer.keep_checkpoints + trainer.keep_best + milestones
+    kept = trainer.keep_checkpoints + bool(trainer.keep_best) + milestones
     checkpoints *= kept + 1
     there = _size_of(run.checkpoints.path)
     export = parameters * EXPORT_BYTES_PER_PARAMETER

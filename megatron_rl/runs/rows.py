@@ -29,11 +29,16 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def evaluation_scores(folder: Path) -> dict[int, float]:
-    """The score of each evaluated step of a run directory: the mean over its sets, in [0, 1]."""
+def evaluation_scores(folder: Path, *, metric: str | None = None) -> dict[int, float]:
+    """The score of each evaluated step of a run directory, in [0, 1].
+
+    metric: the one that counts, by default the mean of avg@k over the sets.
+    """
     scores = {}
     for row in read_metrics(folder):
-        found = [value for key, value in row.items() if key.startswith("eval/") and "/avg@" in key]
-        if found and None not in found:
-            scores[row["step"]] = sum(found) / len(found)
+        average = [key for key in row if key.startswith("eval/") and "/avg@" in key]
+        found = [row.get(key) for key in (average if metric is None else [metric])]
+        known = [value for value in found if value is not None]
+        if known and len(known) == len(found):
+            scores[row["step"]] = sum(known) / len(known)
     return scores

@@ -245,7 +245,8 @@ class CheckpointKeeper:
         settings = self.config.trainer
         spared = {step for step in steps if settings.milestones and step % settings.milestones == 0}
         if settings.keep_best:
-            scores = evaluation_scores(self.directory.path)
+            metric = None if settings.keep_best is True else settings.keep_best
+            scores = evaluation_scores(self.directory.path, metric=metric)
             spared |= set(
                 sorted(scores.keys() & set(steps), key=lambda step: (scores[step], step))[-1:]
             )

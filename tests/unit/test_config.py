@@ -74,6 +74,12 @@ def test_every_error_comes_at_once_with_the_nearest_key(tmp_path):
             ["advantage.estimator=leave_one_out", "advantage.std=none"],
             "advantage.std=none: advantage.estimator=leave_one_out divides by none",
         ),
+        (
+            MINIMAL,
+            ["eval={samples: 6, sets: {a: a.parquet}}", "trainer.keep_best=eval/a/pass@3"],
+            "no score of this run's evaluations; give true, or eval_macro or eval/a with "
+            "/avg@6, /pass@2, /pass@4, /pass@6, /maj@6",
+        ),
         (MINIMAL, ["advantage.beta=0.5"], "group_relative has no beta"),
         (MINIMAL, ["optimizer.min_learning_rate=1e-7"], "constant rate never comes down to it"),
         (MINIMAL, ["eval.sets={math/x: a.parquet}"], "eval.sets.math/x"),

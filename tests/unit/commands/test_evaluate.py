@@ -72,3 +72,10 @@ def test_errors_name_the_options_that_were_given(tmp_path, monkeypatch, capsys):
         "  --model: Org/Model is not a folder" in said and "then give --model=models/Model" in said
     )
     assert not re.search(r"data\.train|eval\.sets|model\.path", said)
+
+
+def test_two_sets_of_one_name_are_refused():
+    """The first one would not be evaluated, and nobody would know."""
+    for data in (["a=x.parquet", "a=y.parquet"], ["x/set.parquet", "y/set.parquet"]):
+        with pytest.raises(ConfigError, match=r"two sets are called (a|set); .*--data NAME=FILE"):
+            evaluation_config("m", data, [])

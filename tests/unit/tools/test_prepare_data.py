@@ -1,6 +1,7 @@
 """Prompt files of published sets, from files as they are published."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,11 @@ ROOT = Path(__file__).parents[3]
 
 
 def prepare(tmp_path, *sets):
+    """The command, without a network."""
     return subprocess.run(
         [sys.executable, "tools/prepare_data.py", "--output", str(tmp_path / "data"), *sets],
         cwd=ROOT, capture_output=True, text=True, check=False,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
     )  # fmt: skip
 
 
@@ -41,8 +44,9 @@ def test_files_become_prompts_with_distinct_problems(tmp_path):
 
 
 def test_what_cannot_be_made_is_said_with_the_way_to_it(tmp_path):
-    done = prepare(tmp_path, f"amc23={tmp_path}/none.jsonl")
+    done = prepare(tmp_path, f"amc23={tmp_path}/none.jsonl", "aime24")
     assert done.returncode == 1
-    assert "hf download math-ai/amc23 --repo-type dataset" in done.stderr
-    assert "amc23=FILE" in done.stderr
+    assert "none.jsonl does not exist" in done.stderr
+    assert "hf download HuggingFaceH4/aime_2024 --repo-type dataset" in done.stderr
+    assert "aime24=FILE" in done.stderr and "amc23=FILE" not in done.stderr
     assert "there are dapo, amc23" in prepare(tmp_path, "amc24").stderr

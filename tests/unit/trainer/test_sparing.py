@@ -15,6 +15,8 @@ from tests.unit.trainer.scripted import make_config
     [
         ({}, [7, 8]),
         ({"keep_best": True}, [4, 7, 8]),  # step 3 scored more and was not saved
+        ({"keep_best": "eval/held/avg@2"}, [6, 7, 8]),
+        ({"keep_best": "eval_macro/maj@2"}, [1, 7, 8]),
         ({"milestones": 3}, [6, 7, 8]),
         ({"milestones": 2, "keep_best": True}, [2, 4, 6, 7, 8]),
     ],
@@ -25,7 +27,8 @@ def test_milestones_and_the_best_are_spared(tmp_path, settings, kept):
     scores = {1: (0.1, 0.1), 3: (0.9, 0.9), 4: (0.9, 0.5), 6: (0.2, 0.8), 7: (0.6, None)}
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for step, (a, b) in scores.items():
-            row = {"step": step, "eval/a/avg@4": a, "eval/b/avg@4": b, "eval/a/response_length": 9}
+            row = {"step": step, "eval/a/avg@2": a, "eval/held/avg@2": b}
+            row |= {"eval/a/response_length": 9, "eval_macro/maj@2": 1 / step}
             file.write(json.dumps(row) + "\n")
     for step in (1, 2, 4, 6, 7, 8):
         directory.checkpoints.begin(step)
