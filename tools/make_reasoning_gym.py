@@ -26,6 +26,8 @@ def main() -> None:
     parser.add_argument("--settings", default="{}", help="of the task, as '{\"max_terms\": 4}'")
     parser.add_argument("--output", type=Path, required=True, help="a .parquet file")
     options = parser.parse_args()
+    if options.output.suffix != ".parquet":
+        sys.exit(f"make_reasoning_gym: --output {options.output}: its name must end in .parquet")
     try:
         dataset = open_task(
             options.task, seed=options.seed, size=options.count, settings=options.settings

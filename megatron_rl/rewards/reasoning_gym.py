@@ -48,19 +48,20 @@ def open_task(name: str, *, seed: int, size: int, settings: str = "{}") -> Any:
 def evaluating_calls(dataset: type) -> list[str]:
     """What a task's checker calls that evaluates text, in it or in what it calls of its package."""
     package = dataset.__module__.partition(".")[0]
-    waiting = ["score_answer"]
-    seen: set[str] = set()
+    waiting = [getattr(dataset, "score_answer", None)]
+    seen: set[Any] = set()
     found: set[str] = set()
     while waiting:
-        name = waiting.pop()
-        function = getattr(dataset, name, None) or getattr(inspect.getmodule(dataset), name, None)
-        if name in seen or not inspect.isfunction(function):
+        function = waiting.pop()
+        if function in seen or not inspect.isfunction(function):
             continue
-        seen.add(name)
+        seen.add(function)
         if function.__module__.partition(".")[0] == package:
             calls = set(_calls(ast.parse(textwrap.dedent(inspect.getsource(function)))))
             found |= calls & EVALUATING
-            waiting += calls
+            # A method of the task, or a function that is known where this one is written.
+            waiting += [getattr(dataset, name, None) for name in calls]
+            waiting += [function.__globals__.get(name) for name in calls]
     return sorted(found)
 
 
@@ -81,7 +82,7 @@ def verify(
     task = row["task"]
     dataset = _opened(task["name"], task["seed"], task["size"], task["settings"])
     entry = _entry(dataset, task["index"])
-    if entry["answer"] != ground_truth:
+    if str(entry["answer"]) != ground_truth:  # None where many answers are right
         raise ValueError(
             f"{data_source}, entry {task['index']}: this version of reasoning-gym makes another "
             "problem of the same seed; make the file again"

@@ -62,3 +62,12 @@ def break_in_a_run(text, ground_truth, data_source):
 def return_a_pair(text, ground_truth, data_source):
     """A mistake that its trial meets."""
     return 0.0, "wrong"
+
+
+def read_far_away(answer):
+    """By a function that only this module knows."""
+    return _evaluated(answer)
+
+
+def _evaluated(answer):
+    return eval(answer)

@@ -1,5 +1,6 @@
 """reasoning-gym's tasks: rewards of 0 or 1, the same problems again, no checker that evaluates."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl.rewards.reasoning_gym import evaluating_calls, open_task, verify
+from tests.unit.rewards.misbehaving_verifiers import read_far_away
 
 
 class Honest:
@@ -29,6 +31,11 @@ class Reckless:
         return _read(answer)
 
 
+class RecklessElsewhere:
+    def score_answer(self, answer, entry):
+        return read_far_away(answer)
+
+
 def _read(answer):
     return eval(answer)
 
@@ -40,6 +47,7 @@ def _helper(answer):
 def test_only_what_the_checker_reaches_counts():
     assert evaluating_calls(Honest) == []
     assert evaluating_calls(Reckless) == ["eval"]
+    assert evaluating_calls(RecklessElsewhere) == ["eval"]
 
 
 @pytest.mark.parametrize("name", ["binary_matrix", "spiral_matrix", "string_insertion", "n_queens"])
@@ -70,6 +78,16 @@ def test_a_made_file_is_judged_by_the_task_s_own_checker(tmp_path):
         assert judge(f"it is {truth}") == 0.0
         with pytest.raises(ValueError, match="make the file again"):
             verify("", truth + "0", row["data_source"], row)
+
+
+def test_a_task_of_which_many_answers_are_right_names_none():
+    pytest.importorskip("reasoning_gym")
+    coloring = open_task("graph_color", seed=1, size=2)[1]["metadata"]["possible_answer"]
+    row = {"task": {"name": "graph_color", "seed": 1, "size": 2, "settings": "{}", "index": 1}}
+    right = json.dumps({str(vertex): color for vertex, color in coloring.items()})
+    assert verify(f"<answer>{right}</answer>", "None", "reasoning_gym", row)[0] == 1.0
+    assert verify("<answer>{}</answer>", "None", "reasoning_gym", row)[0] == 0.0
+    assert verify("None", "None", "reasoning_gym", row)[0] == 0.0  # as a run tries it
 
 
 def test_bad_names_and_settings_are_said():
