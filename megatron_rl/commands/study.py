@@ -19,7 +19,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     study.add_argument("file", metavar="FILE", help="YAML, as examples/pnpo/study_reuse.yaml")
     study.add_argument("--cluster", metavar="FILE", help="launch the runs there, by NeMo-Run")
-    study.add_argument("--status", action="store_true", help="only table what there is")
+    study.add_argument("--status", action="store_true", help="only tell and table what there is")
     study.add_argument("--compare", metavar="AXIS", help="of the summary; default: the last axis")
     study.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every run")
     study.set_defaults(run=run)
@@ -35,7 +35,14 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     if axis not in study.file.axes:
         raise ConfigError(f"--compare {axis}: the study has {', '.join(study.file.axes)}")
     if options.status:
-        return _table(study, axis)
+        text, states = _write(study, axis)
+        begun = [f"{one.run.name} (step {one.step})" for one in states if one.state == "begun"]
+        done = sum(one.state == "done" for one in states)
+        _say(
+            f"{study.file.name}: {done} of {len(states)} done; begun: {', '.join(begun) or 'none'}"
+        )
+        print(text, end="")
+        return 0
     with opened(study):
         start: Start = start_here
         python = sys.executable
@@ -45,7 +52,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         status = run_study(
             study, start=start, say=_say, on_end=lambda: _write(study, axis), python=python
         )
-        _table(study, axis)
+        print(_write(study, axis)[0], end="")
         return status
 
 
@@ -61,18 +68,14 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def _write(study: Any, axis: str) -> str:
+def _write(study: Any, axis: str) -> tuple[str, list[Any]]:
     from megatron_rl.runs.files import write_atomically
     from megatron_rl.study.results import write_results
     from megatron_rl.study.summary import find_outcome, summarise
 
-    outcomes = [found for state in write_results(study) if (found := find_outcome(state))]
-    text = summarise(outcomes, axis)
+    states = write_results(study)
+    outcomes = [found for state in states if (found := find_outcome(state))]
+    text = summarise(outcomes, axis, first=str(next(iter(study.file.axes[axis]))))
     if study.folder.is_dir():
         write_atomically(study.folder / "summary.md", text)
-    return text
-
-
-def _table(study: Any, axis: str) -> int:
-    print(_write(study, axis), end="")
-    return 0
+    return text, states

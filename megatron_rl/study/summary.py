@@ -97,13 +97,13 @@ def paired_interval(differences: Sequence[float]) -> Interval:
     return Interval(mean, _student_t(count - 1) * error, count)
 
 
-def summarise(outcomes: Sequence[Outcome], axis: str) -> str:
-    """A markdown table: each value of `axis` at each other point, against the axis's first value.
+def summarise(outcomes: Sequence[Outcome], axis: str, *, first: str) -> str:
+    """A markdown table: each value of `axis` at each other point, against its value `first`.
 
     Differences are paired: only seeds that both have count.
     """
     lines = [
-        f"| point | {axis} | runs | score | difference (pairs) | reward | difference (pairs) "
+        f"| point | {axis} | runs | score | to {first} (pairs) | reward | to {first} (pairs) "
         "| spread | ran away |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -113,10 +113,10 @@ def summarise(outcomes: Sequence[Outcome], axis: str) -> str:
         values = points.setdefault(others, {})
         values.setdefault(outcome.point[axis], {})[outcome.seed] = outcome
     for others, values in points.items():
-        first = next(iter(values.values()))
+        base = values.get(first, {})
         for value, runs in values.items():
-            pairs = [] if runs is first else [
-                (runs[seed], first[seed]) for seed in sorted(first.keys() & runs.keys())
+            pairs = [] if value == first else [
+                (runs[seed], base[seed]) for seed in sorted(base.keys() & runs.keys())
             ]  # fmt: skip
             lines.append(
                 f"| {', '.join(others)} | {value} | {len(runs)} "

@@ -13,7 +13,9 @@ from typing import ClassVar
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
+from megatron_rl.cli import main
 from megatron_rl.config import ConfigError, dump_config
 from megatron_rl.interruption import INTERRUPTED
 from megatron_rl.runs.lock import take_lock
@@ -172,6 +174,21 @@ def test_results_hold_every_row_with_its_point_seed_and_digest(tmp_path):
     }  # fmt: skip
     assert rows[6]["model"] == "abc" and rows[6]["state"] == "begun"
     assert rows[3]["reward/mean"] is None  # step 0
+
+
+def test_the_status_tells_how_far_a_study_is(tmp_path, capsys):
+    study = plan(tmp_path)
+    for run in study.runs[:3]:
+        Pretended(study, run)._process.wait()
+    (study.runs[0].folder / "model").rmdir()
+    file = tmp_path / "study.yaml"
+    file.write_text(yaml.safe_dump(study.file.model_dump()))
+    with pytest.raises(SystemExit) as ended:
+        main(["study", str(file), "--status"])
+    told, head, *_ = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 0
+    assert told == "s: 2 of 4 done; begun: pnpo-seed1 (step 2)"
+    assert head.startswith("| point | objective |")
 
 
 def test_updates_are_those_that_were_made(tmp_path):

@@ -59,6 +59,7 @@ def outcome(objective, seed, score, **point):
 
 def test_the_summary_pairs_seeds_and_keeps_points_apart():
     found = [
+        outcome("gspo", 3, 0.7, length="62"),  # which is done first is not what counts
         outcome("pnpo", 1, 0.5, length="62"),
         outcome("pnpo", 2, 0.75, length="62"),
         outcome("pnpo", 3, 0.9, length="62"),
@@ -67,9 +68,11 @@ def test_the_summary_pairs_seeds_and_keeps_points_apart():
         outcome("gspo", 9, 0.0, length="62"),  # no partner
         outcome("gspo", 1, 0.5, length="254"),
     ]
-    lines = summarise(found, "objective").splitlines()[2:]
+    head, _, *lines = summarise(found, "objective", first="pnpo").splitlines()
+    assert "to pnpo (pairs)" in head
+    # 25, 25 and -20 points: 10, and 4.303 * sqrt(675) / sqrt(3) = 64.5
     assert lines == [
+        "| length 62 | gspo | 4 | 61.3 | +10.0 ± 64.5 (3) | 30.6 | +5.0 ± 32.3 (3) | 0.100 | 1 |",
         "| length 62 | pnpo | 3 | 71.7 |  | 35.8 |  | 0.100 | 1 |",
-        "| length 62 | gspo | 3 | 58.3 | +25.0 ± 0.0 (2) | 29.2 | +12.5 ± 0.0 (2) | 0.100 | 1 |",
         "| length 254 | gspo | 1 | 50.0 |  | 25.0 |  | 0.100 | 0 |",
     ]
