@@ -39,6 +39,12 @@ def test_steps_follow_from_the_seed_alone_and_are_mixed():
     assert sides != sorted(sides) and sides != sorted(sides, reverse=True)
 
 
+def test_the_recorded_order():
+    """From the first version: a change would silently alter every resumed run."""
+    mix = PromptMix((4, 4), (1, 1), seed=0)
+    assert [mix.indices(step, 4) for step in range(2)] == [[3, 1, 6, 7], [2, 4, 0, 5]]
+
+
 def test_a_set_that_is_too_small_is_refused():
     with pytest.raises(ValueError, match="a step of 6 prompts cannot be drawn from a set of 5"):
         PromptMix((5, 10), (3, 1), seed=1).indices(0, 8)

@@ -224,6 +224,8 @@ def test_the_order_depends_on_seed_and_step_alone():
     assert PromptOrder(50, seed=2).indices(17, 8) != expected
     # Recorded from the first version: a change would silently alter every resumed run.
     assert PromptOrder(6, seed=0).indices(0, 6) == [5, 4, 1, 3, 2, 0]
+    steps = [PromptOrder(6, seed=0).indices(step, 2) for step in range(3)]
+    assert steps == [[5, 4], [1, 3], [2, 0]]
 
 
 @pytest.mark.parametrize("count", [0, 11])
