@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -18,18 +18,19 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Make a generated task whose answers are traces, and a small model warmed up "
         "until it solves a wished share of it. What is there already is not made again.",
     )
+    by_kind = {
+        "size": ", ".join(f"{name} {kind.usual} {kind.size}" for name, kind in KINDS.items()),
+        "layers": ", ".join(f"{name} {kind.layers}" for name, kind in KINDS.items()),
+    }
     task.add_argument("task", choices=list(KINDS))
     task.add_argument("--output", type=Path, help="default: .cache/tasks/TASK-SIZE")
     for field in fields(TaskSettings)[1:]:
-        choices = get_args(field.type) if get_origin(field.type) is Literal else None
-        required = field.default is MISSING
         task.add_argument(
             "--" + field.name.replace("_", "-"),
-            type=int if required else type(field.default),
-            default=None if required else field.default,
-            required=required,
-            choices=choices,
-            help=f"default: {field.default}" if not required else "terms, items, digits, ...",
+            type=type(field.default),
+            default=field.default,
+            choices=get_args(field.type) if get_origin(field.type) is Literal else None,
+            help=f"default: {by_kind.get(field.name, field.default)}",
         )
     task.set_defaults(run=run)
 

@@ -2,14 +2,14 @@
 
 The folder holds `train.parquet` and `heldout.parquet` in the schema of DAPO-Math-17k (the ground
 truth is the whole trace), `model/` in Hugging Face format, and `made.json`: the settings, what the
-warm-up took and what it reached. A second call with the same settings finds it and does nothing.
+warm-up took and what it reached. A second call with the same settings finds it and does nothing; a
+warm-up that came to an end before goes on.
 """
 
 import hashlib
 import inspect
 import json
 import random
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -24,6 +24,7 @@ from megatron_rl.tasks.tokens import build_tokenizer
 from megatron_rl.tasks.trace import Problem, right_trace
 
 STAMP = "made.json"
+STATE = "warm_up.pt"  # of one that has not ended
 TRIES = 100  # for one more problem that is not there yet
 # One way to round for every x86-64 processor with AVX2, so that the same settings make the same
 # model; libraries read these when they are loaded.
@@ -40,38 +41,60 @@ def make_once(
 ) -> dict[str, Any]:
     """Make the task in `output` unless it is there; returns the content of made.json.
 
-    The folder appears under its name when it is complete. Raises ValueError if `output` holds
-    something else, or a task of other settings.
+    The folder appears under its name when it is complete; until then it is a hidden one, from which
+    the next call goes on. What an earlier version made with the
+    same settings is taken as it is. Raises ValueError if `output` holds something else, or a task
+    of other settings.
     """
     digest = compute_digest(settings)
     stamp = output / STAMP
     if stamp.is_file():
-        made = json.loads(stamp.read_text())
-        if made["digest"] == digest:
-            return made
-        raise ValueError(
-            f"{output} holds a task of other settings, or of another version; remove it, or name "
-            "another folder"
-        )
+        made: dict[str, Any] = json.loads(stamp.read_text())
+        _check_same(output, made["settings"], settings)
+        if made["digest"] != digest:
+            report(
+                f"{output} was made by another version, which may have had other problems and "
+                "another warm-up, and is taken as it is; to make it anew, remove it"
+            )
+        return made
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"{output} is not empty and holds no task; name another folder")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".making-", dir=output.parent) as parent:
-        folder = Path(parent) / "task"
-        folder.mkdir()
-        made = {"digest": digest, "settings": asdict(settings)} | _make(folder, settings, report)
-        (folder / STAMP).write_text(json.dumps(made, indent=2) + "\n")
-        if output.exists():
-            output.rmdir()
-        folder.rename(output)
+    begun = output.parent / f".{output.name}-{digest[:12]}"
+    begun.mkdir(parents=True, exist_ok=True)
+    made = {"digest": digest, "settings": asdict(settings)} | _make(begun, settings, report)
+    (begun / STAMP).write_text(json.dumps(made, indent=2) + "\n")
+    (begun / STATE).unlink(missing_ok=True)
+    if output.exists():
+        output.rmdir()
+    begun.rename(output)
     return made
+
+
+def _check_same(output: Path, present: dict[str, Any], settings: TaskSettings) -> None:
+    wanted = _deciding(settings)
+    other = [
+        f"{name}={present.get(name)}, not {value}"
+        for name, value in wanted.items()
+        if present.get(name) != value
+    ]
+    if other:
+        raise ValueError(
+            f"{output} holds a task of other settings ({', '.join(other)}); remove it, or name "
+            "another folder"
+        )
+
+
+def _deciding(settings: TaskSettings) -> dict[str, Any]:
+    """Settings without the bound on the warm-up: whoever reaches it has the same model."""
+    return {name: value for name, value in asdict(settings).items() if name != "longest_warm_up"}
 
 
 def compute_digest(settings: TaskSettings) -> str:
     """What decides the output: the settings, and the code that follows them."""
-    code = [Path(__file__).with_name(f"{n}.py") for n in ("making", "tokens", "trace", "warm_up")]
+    names = ("making", "settings", "tokens", "trace", "warm_up")
+    code = [Path(__file__).with_name(f"{name}.py") for name in names]
     code.append(Path(inspect.getfile(settings.kind.draw)))
-    parts = [json.dumps(asdict(settings), sort_keys=True).encode()]
+    parts = [json.dumps(_deciding(settings), sort_keys=True).encode()]
     return hashlib.sha256(b"".join(parts + [file.read_bytes() for file in code])).hexdigest()
 
 
@@ -95,7 +118,7 @@ def _make(folder: Path, settings: TaskSettings, report: Callable[[str], None]) -
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from megatron_rl.tasks.warm_up import build_model, warm_up
+    from megatron_rl.tasks.warm_up import WarmUp, build_model
 
     disable_progress_bar()  # of saving one small file
     torch.set_num_threads(1)
@@ -109,7 +132,23 @@ def _make(folder: Path, settings: TaskSettings, report: Callable[[str], None]) -
     trace = 1 + max(len(right_trace(problem)) for problem in problems)
     tokenizer = build_tokenizer(prompt + 2 * trace)
     model = build_model(settings, tokenizer, prompt + 2 * trace)
-    measured = warm_up(model, tokenizer, settings, heldout, report)
+    seconds = 0.0  # of earlier calls
+
+    def spent() -> float:
+        return round(seconds + time.monotonic() - start, 1)
+
+    def keep(state: dict[str, Any]) -> None:
+        partial = folder / f"{STATE}.partial"
+        torch.save({"seconds": spent(), **state}, partial)
+        partial.replace(folder / STATE)
+
+    warm_up = WarmUp(model, tokenizer, settings, heldout, report=report, keep=keep)
+    if (folder / STATE).is_file():
+        state = torch.load(folder / STATE)
+        seconds = state.pop("seconds")
+        warm_up.load(state)
+        report(f"going on after {warm_up.progress.updates} updates ({folder})")
+    measured = warm_up.run()
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     return {
@@ -117,7 +156,7 @@ def _make(folder: Path, settings: TaskSettings, report: Callable[[str], None]) -
         "trace_tokens": trace,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         **measured,
-        "seconds": round(time.monotonic() - start, 1),
+        "seconds": spent(),
     }
 
 

@@ -2,8 +2,10 @@
 
 `a0b2c7d1>ea+3;fb-1;gb?e;hc+a;` gives each register its value, then the program: label, register and
 what is added to it (a digit or another register), or `gb?e`: if b is not 0, go on at e. The trace
-holds a line for each instruction that is carried out: label, register, its new value; a jump is its
-label and where it leads, `.` for the end of the program. How long it is depends on the counters.
+holds a line for each instruction that is carried out, such as `hc7+a6c3`: label, what is read, the
+register's new value; a jump is `gb1?e` with where it leads, `.` for the end of the program. Every
+value stands behind its register, so that what a register holds is found where its name came last.
+How long a trace is depends on the counters.
 """
 
 import random
@@ -45,18 +47,28 @@ class Machine:
             register, sign, operand = self.program[labels.index(label)]
             following = labels[labels.index(label) + 1]
             if sign == JUMP:
-                pen.write(label)
+                pen.write(f"{label}{register}{values[register]}{sign}")
                 label = pen.decide(operand if values[register] else following, among=labels)
             else:
                 amount = values[operand] if operand in values else int(operand)
                 wanted = (values[register] + (amount if sign == "+" else -amount)) % 10
-                pen.write(label + register)
+                read = f"{operand}{amount}" if operand in values else operand
+                pen.write(f"{label}{register}{values[register]}{sign}{read}{register}")
                 values[register] = int(pen.decide(str(wanted), among=DIGITS))
                 label = following
 
 
 def draw(generator: random.Random, size: int) -> Machine:
     """A program of `size` instructions: loops with bodies of one or two, and single ones."""
+    return _draw(generator, size, ease=0.0)
+
+
+def draw_easy(generator: random.Random, size: int) -> Machine:
+    """Some operands are 1 and some signs `+` beyond chance: none of them, or all, or any share."""
+    return _draw(generator, size, ease=generator.random())
+
+
+def _draw(generator: random.Random, size: int, *, ease: float) -> Machine:
     program: list[tuple[str, str, str]] = []
     values = [generator.randrange(10) for _ in REGISTERS]
     free = list(REGISTERS)
@@ -69,13 +81,16 @@ def draw(generator: random.Random, size: int) -> Machine:
             values[REGISTERS.index(counter)] = generator.randrange(1, 6)
             begin = LABELS[len(program)]
             for _ in range(min(generator.randint(1, 2), room - 2)):
-                program.append(_add(generator, free))
+                program.append(_add(generator, free, ease=ease))
             program += [(counter, "-", "1"), (counter, JUMP, begin)]
         else:
-            program.append(_add(generator, free))
+            program.append(_add(generator, free, ease=ease))
     return Machine(tuple(values), tuple(program))
 
 
-def _add(generator: random.Random, registers: list[str]) -> tuple[str, str, str]:
-    operand = generator.choice([*registers, *"123456789"])
-    return generator.choice(registers), generator.choice("+-"), operand
+def _add(generator: random.Random, registers: list[str], *, ease: float) -> tuple[str, str, str]:
+    return (
+        generator.choice(registers),
+        "+" if generator.random() < ease else generator.choice("+-"),
+        "1" if generator.random() < ease else generator.choice([*registers, *"123456789"]),
+    )

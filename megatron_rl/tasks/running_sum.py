@@ -37,3 +37,21 @@ def draw(generator: random.Random, size: int) -> RunningSum:
     """A random sum of `size` terms; its trace has 4 * size - 2 tokens with the end."""
     rest = tuple((generator.choice("+-"), generator.randrange(10)) for _ in range(size - 1))
     return RunningSum(generator.randrange(10), rest)
+
+
+def draw_easy(generator: random.Random, size: int) -> RunningSum:
+    """Some terms are 0 and some signs `+` beyond chance: none of them, or all, or any share.
+
+    Of uniform terms each alone tells nothing of the sum, so that a model has nothing to begin with;
+    zeros show it where the last sum is, and then few subtractions how to add. That sparse sums are
+    good first lessons is from Saxena et al., arXiv 2410.03569.
+    """
+    ease = generator.random()
+    rest = tuple(
+        (
+            "+" if generator.random() < ease else generator.choice("+-"),
+            0 if generator.random() < ease else generator.randrange(10),
+        )
+        for _ in range(size - 1)
+    )
+    return RunningSum(generator.randrange(10), rest)

@@ -8,22 +8,29 @@ from typing import Literal, NamedTuple
 from megatron_rl.tasks import insertion_sort, multiplication, register_machine, running_sum
 from megatron_rl.tasks.trace import Problem
 
+Draw = Callable[[random.Random, int], Problem]
+
 
 class Kind(NamedTuple):
     """A kind of problem; `size` is what it counts."""
 
-    draw: Callable[[random.Random, int], Problem]
+    draw: Draw
+    draw_easy: Draw  # what a model is begun with
     smallest: int
-    easy: int  # a size that a model learns soon; larger ones are begun with it
+    easy: int  # the size that it is begun with
+    usual: int
     largest: int
     size: str
+    layers: int  # that a model needs
 
 
 KINDS = {
-    "running_sum": Kind(running_sum.draw, 4, 16, 256, "terms"),
-    "insertion_sort": Kind(insertion_sort.draw, 3, 8, 36, "symbols"),
-    "multiplication": Kind(multiplication.draw, 1, 2, 10, "digits"),
-    "register_machine": Kind(register_machine.draw, 3, 5, 20, "instructions"),
+    "running_sum": Kind(running_sum.draw, running_sum.draw_easy, 4, 16, 16, 256, "terms", 2),
+    "insertion_sort": Kind(insertion_sort.draw, insertion_sort.draw, 3, 4, 8, 36, "symbols", 2),
+    "multiplication": Kind(multiplication.draw, multiplication.draw, 1, 1, 2, 10, "digits", 2),
+    "register_machine": Kind(
+        register_machine.draw, register_machine.draw_easy, 3, 3, 4, 20, "instructions", 3
+    ),
 }
 
 
@@ -32,7 +39,7 @@ class TaskSettings:
     """Every field is an option of `megatron-rl task`."""
 
     task: str
-    size: int
+    size: int = 0  # 0: the usual one of the kind
     noise: Literal["early", "late", "even"] = "even"
     corrected: float = 0.0  # share of slips that the warm-up shows corrected
     success: float = 0.3  # wished of the warmed-up model, at temperature 1
@@ -41,16 +48,18 @@ class TaskSettings:
     train: int = 4096  # prompts
     heldout: int = 256  # prompts, none of them in the training set
     hidden: int = 64
-    layers: int = 2
+    layers: int = 0  # 0: as many as the kind needs
     heads: int = 2
-    batch: int = 16  # traces per update of the warm-up; at least 8 where they are long
+    batch: int = 16  # traces per update of the warm-up; fewer where they are long
     learning_rate: float = 3e-3
-    longest_warm_up: int = 3000  # updates on right traces
+    longest_warm_up: int = 3000  # updates of a stage on right traces, in one call
 
     def __post_init__(self) -> None:
         if self.task not in KINDS:
             raise ValueError(f"task {self.task!r} is unknown; there are {', '.join(KINDS)}")
         kind = KINDS[self.task]
+        object.__setattr__(self, "size", self.size or kind.usual)
+        object.__setattr__(self, "layers", self.layers or kind.layers)
         if not kind.smallest <= self.size <= kind.largest:
             raise ValueError(
                 f"size={self.size}: {self.task} takes {kind.smallest} to {kind.largest} {kind.size}"

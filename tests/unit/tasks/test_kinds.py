@@ -34,7 +34,8 @@ def test_a_machine_by_hand():
         (0, 2, 7, 1), (("a", "+", "3"), ("b", "-", "1"), ("b", "?", "e"), ("c", "+", "a"))
     )
     assert machine.question == "a0b2c7d1>ea+3;fb-1;gb?e;hc+a;"
-    assert right_trace(machine) == "ea3fb1geea6fb0ghhc3"
+    trace = "ea0+3a3fb2-1b1gb1?eea3+3a6fb1-1b0gb0?hhc7+a6c3"
+    assert right_trace(machine) == trace
 
 
 def test_sorts_and_products_are_right():
@@ -97,3 +98,23 @@ def test_every_kind_is_written_in_tokens_and_noise_makes_it_wrong(name):
             corrected = noisy_trace(problem, Noise(0.5, corrected=1.0), generator)
             if len(corrected) <= 2 * len(trace):  # otherwise it was cut
                 assert verify_trace(corrected, trace, "")[0] == 1.0
+
+
+def test_easy_problems_are_problems_of_their_kind_and_some_of_them_easy():
+    generator = random.Random(4)
+    for name, kind in KINDS.items():
+        problem = kind.draw_easy(generator, kind.easy)
+        assert type(problem) is type(kind.draw(generator, kind.easy)), name
+        assert len(problem.question) > 0
+    # Any share of the terms beyond chance is 0: about (1 + 1/10) / 2 of all, and all in some sums.
+    sums = [KINDS["running_sum"].draw_easy(generator, 16) for _ in range(400)]
+    zeros = [sum(term == 0 for _, term in problem.rest) for problem in sums]
+    assert 0.5 < sum(zeros) / (400 * 15) < 0.6
+    assert {0, 15} <= set(zeros)
+    plus = sum(sign == "+" for problem in sums for sign, _ in problem.rest)
+    assert 0.7 < plus / (400 * 15) < 0.8
+    machines = [KINDS["register_machine"].draw_easy(generator, 8) for _ in range(400)]
+    counted = [one for machine in machines for one in machine.program if one[1] == "+"]
+    assert 0.5 < sum(operand == "1" for _, _, operand in counted) / len(counted) < 0.75
+    problem = KINDS["multiplication"].draw_easy(generator, 1)
+    assert re.fullmatch(r"\d\*\d.*", right_trace(problem))

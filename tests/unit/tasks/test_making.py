@@ -1,7 +1,8 @@
 """Made tasks: files that the trainer reads, made once; a warm-up that fails says so."""
 
+import copy
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 import pyarrow.parquet as pq
 import pytest
@@ -12,7 +13,7 @@ from megatron_rl.tasks.making import compute_digest, draw_different, make_once
 from megatron_rl.tasks.settings import TaskSettings
 from megatron_rl.tasks.tokens import build_tokenizer
 from megatron_rl.tasks.trace import right_trace, verify_trace
-from megatron_rl.tasks.warm_up import build_model
+from megatron_rl.tasks.warm_up import WarmUp, build_model
 
 SMALL = {"train": 20, "heldout": 10, "batch": 8}
 
@@ -43,47 +44,108 @@ def test_the_tokenizer_is_read_back_and_knows_every_trace(tmp_path):
         assert loaded.decode(ids + [loaded.eos_token_id], skip_special_tokens=True) == trace
 
 
-def test_a_warm_up_that_does_not_learn_leaves_nothing(tmp_path):
-    settings = TaskSettings("running_sum", 4, longest_warm_up=2, **SMALL)
-    with pytest.raises(ValueError, match="not learned after 2 updates"):
-        make_once(tmp_path / "task", settings, silent)
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("stage", [0, 1, 2])  # easy problems, right traces, slips
+def test_a_warm_up_goes_on_as_if_it_had_not_ended(stage, monkeypatch):
+    from megatron_rl.tasks import warm_up
+
+    monkeypatch.setattr(warm_up, "NOISY_UPDATES", 2)
+    monkeypatch.setattr(warm_up, "compute_success", lambda *arguments: 0.9)
+    tokenizer = build_tokenizer(40)
+    small = TaskSettings("running_sum", 6, hidden=32, heads=1, layers=1, **SMALL)
+
+    def train(updates, state):
+        """More updates of that stage, after those that led to a state."""
+        monkeypatch.setattr(warm_up, "ROUNDS", updates // 2)
+        torch.manual_seed(0)
+        settings = replace(small, longest_warm_up=updates)
+        model, kept = build_model(settings, tokenizer, 40), []
+        problems = draw_different(settings)[:4]
+        one = WarmUp(model, tokenizer, settings, problems, report=silent, keep=kept.append)
+        one.progress.stage = stage
+        if state is not None:
+            one.load(state)
+        with pytest.raises(ValueError, match="the same command goes on from it"):
+            one.run()
+        return copy.deepcopy(kept[-1])
+
+    whole, parts = train(6, None), train(2, train(4, None))
+    assert parts["progress"] == whole["progress"] and whole["progress"]["updates"] == 6
+    assert parts["generator"] == whole["generator"]
+    for name, weights in whole["model"].items():
+        assert torch.equal(parts["model"][name], weights), name
+    assert not torch.equal(train(4, None)["model"][name], weights)
 
 
-def test_the_rate_falls_on_longer_traces_alone(monkeypatch):
+def test_what_a_warm_up_has_learned_is_kept_for_the_next_call(tmp_path, monkeypatch):
+    from megatron_rl.tasks import warm_up
+
+    settings = TaskSettings("running_sum", 4, hidden=32, heads=1, layers=1, **SMALL)
+    task = tmp_path / "task"
+    with pytest.raises(ValueError, match="size 4 are not learned after 2 updates"):
+        make_once(task, replace(settings, longest_warm_up=2), silent)
+    assert not task.exists() and [file.name[:6] for file in tmp_path.iterdir()] == [".task-"]
+    said = []
+    with pytest.raises(ValueError, match="size 4 are not learned after 5 updates"):
+        make_once(task, replace(settings, longest_warm_up=3), said.append)
+    assert "going on after 2 updates" in said[0]
+    # Another model does not begin with this one.
+    with pytest.raises(ValueError, match="size 4 are not learned after 2 updates"):
+        make_once(task, replace(settings, longest_warm_up=2, seed=2), silent)
+    # Whatever it has learned is enough: the task is made, and only the other one's start left.
+    for name, value in (("BEGUN", 1e-99), ("LEARNED", 1e-99), ("NOISY_UPDATES", 1)):
+        monkeypatch.setattr(warm_up, name, value)
+    monkeypatch.setattr(warm_up, "compute_success", lambda *arguments: 0.3)
+    assert make_once(task, settings, silent)["updates"] == 5 + 2 + 1
+    assert len(list(tmp_path.iterdir())) == 2 and not (task / "warm_up.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("stage", "average", "share"),
+    [(0, 1000.0, 1.0), (0, 1.5, 0.5), (0, 0.1, 0.05), (1, 1000.0, 0.5 ** (50 / 400))],
+)
+def test_the_rate_falls_with_what_is_left_to_learn(stage, average, share, monkeypatch):
     from megatron_rl.tasks import warm_up
 
     rates = []
 
     def update(model, optimizer, tokens, labels):
         rates.append(optimizer.param_groups[0]["lr"])
-        return 1.0
+        return average
 
     monkeypatch.setattr(warm_up, "update", update)
-    monkeypatch.setattr(warm_up, "HALVED", 60)
-    monkeypatch.setattr(warm_up, "_batch", lambda *arguments: (None, None))
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    settings = TaskSettings("running_sum", 20, longest_warm_up=120, **SMALL)
-    for size in (settings.kind.easy, settings.size):
-        with pytest.raises(ValueError, match="not learned after 120"):
-            warm_up._learn_right(None, None, settings, size, optimizer, None, lambda text: None)
-    most = settings.learning_rate
-    assert rates[49] == rates[119] == most
-    assert rates[179] == pytest.approx(most / 2)
-    assert rates[239] == pytest.approx(most / 4)
+    settings = TaskSettings("running_sum", 4, longest_warm_up=51, **SMALL)
+    tokenizer = build_tokenizer(40)
+    model = build_model(settings, tokenizer, 40)
+    one = WarmUp(model, tokenizer, settings, [], report=silent, keep=lambda state: None)
+    one.progress.average, one.progress.stage = average, stage
+    with pytest.raises(ValueError, match="not learned after 51"):
+        one._learn_right(settings.kind.draw, 4, 0.99)
+    assert rates[50] == pytest.approx(settings.learning_rate * share)
+    assert rates[0] <= settings.learning_rate / 50  # it rises first
 
 
 def test_what_is_there_is_found_and_what_is_foreign_kept(tmp_path):
     settings = TaskSettings("running_sum", 4, **SMALL)
-    made = {"digest": compute_digest(settings), "success": 0.3}
+    made = {"digest": compute_digest(settings), "settings": asdict(settings), "success": 0.3}
     (tmp_path / "made.json").write_text(json.dumps(made))
     assert make_once(tmp_path, settings, silent) == made
-    with pytest.raises(ValueError, match="task of other settings"):
+    # How long the warm-up might have taken does not matter.
+    assert make_once(tmp_path, replace(settings, longest_warm_up=9), silent) == made
+    with pytest.raises(ValueError, match=r"other settings \(size=4, not 5\)"):
         make_once(tmp_path, TaskSettings("running_sum", 5, **SMALL), silent)
     (tmp_path / "made.json").rename(tmp_path / "thesis.tex")
     with pytest.raises(ValueError, match="holds no task"):
         make_once(tmp_path, settings, silent)
     assert (tmp_path / "thesis.tex").exists()
+
+
+def test_what_an_earlier_version_made_is_taken_and_said(tmp_path):
+    settings = TaskSettings("running_sum", 4, **SMALL)
+    made = {"digest": "of other code", "settings": asdict(settings), "success": 0.3}
+    (tmp_path / "made.json").write_text(json.dumps(made))
+    said = []
+    assert make_once(tmp_path, settings, said.append) == made
+    assert len(said) == 1 and "made by another version" in said[0]
 
 
 def test_the_computed_success_is_the_sampled_one():
@@ -121,7 +183,8 @@ def test_a_made_task_is_what_a_run_reads(tmp_path, monkeypatch):
     from megatron_rl.tasks import warm_up
 
     # Whatever it has learned by then is taken: this is about files.
-    monkeypatch.setattr(warm_up, "LEARNED", 1e-30)
+    for name in ("BEGUN", "LEARNED"):
+        monkeypatch.setattr(warm_up, name, 1e-30)
     settings = TaskSettings(
         "running_sum", 4, success=0.49, tolerance=0.48, hidden=32, heads=1, layers=1, **SMALL
     )
@@ -146,6 +209,7 @@ def test_a_made_task_is_what_a_run_reads(tmp_path, monkeypatch):
     [
         ({"task": "sum"}, "there are running_sum"),
         ({"size": 3}, "4 to 256 terms"),
+        ({"size": -1}, "4 to 256 terms"),
         ({"success": 0.0}, "must lie between"),
         ({"tolerance": 0.4}, "must lie between"),
         ({"corrected": 1.0}, "below 1"),
