@@ -28,12 +28,12 @@ from megatron_rl.tasks.trace import (
 
 IGNORED = -100  # label of a position that is not trained on, as in torch's cross entropy
 BEGUN = 0.5  # probability that a right trace has where easy problems end
-LEARNED = 0.93  # and where right traces end
+LEARNED = 0.9  # and where right traces end
 UNKNOWN = 1000.0  # negative log-prob of a trace, before the first update
 RISING = 50  # updates in which the rate rises
 HALVED = 400  # updates in which the rate falls to a half, once easy problems are learned
-FALLING = 3.0  # negative log-prob of a trace below which the rate falls with it too
-LOWEST = 0.05  # of the rate
+FALLING = 3.0  # negative log-prob of a trace below which the rate falls with its root too
+LOWEST = 0.1  # of the rate
 LONG = 128  # tokens of question and trace from which an update has fewer than `batch` traces
 FEWEST = 2  # of them
 ROUNDS = 12  # of noisy updates, at most
@@ -184,7 +184,7 @@ class WarmUp:
             # Constant while the model guesses, since nobody knows for how long; low where single
             # slips remain.
             fallen = 0.5 ** (now.step / HALVED) if now.stage else 1.0
-            left = max(fallen * min(now.average / FALLING, 1.0), LOWEST)
+            left = max(fallen * min((now.average / FALLING) ** 0.5, 1.0), LOWEST)
             self._set_rate(min((now.step + 1) / RISING, 1.0) * left)
             found = self._update(draw, size, Noise(0.0))
             now.step += 1

@@ -101,7 +101,7 @@ def test_what_a_warm_up_has_learned_is_kept_for_the_next_call(tmp_path, monkeypa
 
 @pytest.mark.parametrize(
     ("stage", "average", "share"),
-    [(0, 1000.0, 1.0), (0, 1.5, 0.5), (0, 0.1, 0.05), (1, 1000.0, 0.5 ** (50 / 400))],
+    [(0, 1000.0, 1.0), (0, 0.75, 0.5), (0, 0.02, 0.1), (1, 1000.0, 0.5 ** (50 / 400))],
 )
 def test_the_rate_falls_with_what_is_left_to_learn(stage, average, share, monkeypatch):
     from megatron_rl.tasks import warm_up
