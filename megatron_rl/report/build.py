@@ -63,8 +63,15 @@ def write_report(
     runs = find_runs(paths)
     groups = group_runs(runs)
     folder = _output(paths, output)
+    if megabytes < 0:
+        raise ValueError(f"--megabytes {megabytes:g}: give 0, for no traced responses, or more")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--output {folder} cannot be made: {error}; name a folder that can be written"
+        ) from error
     data = collect(groups, threshold=threshold, megabytes=megabytes)
-    folder.mkdir(parents=True, exist_ok=True)
     page = folder / REPORT
     page.write_text(render_page(data), encoding="utf-8")
     written = [page, *draw_pictures(data, folder)]

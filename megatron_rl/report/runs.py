@@ -78,13 +78,20 @@ def find_runs(paths: Iterable[str | Path]) -> list[Run]:
     for folder in folders:
         shared = names.count(folder.name) > 1
         name = f"{folder.parent.name}/{folder.name}" if shared else folder.name
-        file = folder / "config.yaml"
-        config = yaml.safe_load(file.read_text()) if file.is_file() else None
-        runs.append(Run(folder, name, config or {}, read_metrics(folder), axes.get(folder, {})))
+        config = _read_config(folder / "config.yaml")
+        runs.append(Run(folder, name, config, read_metrics(folder), axes.get(folder, {})))
     recorded = [run for run in runs if run.rows]
     if not recorded:
         raise ValueError(f"{', '.join(names)}: nothing is recorded in metrics.jsonl yet")
     return recorded
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(file.read_text()) if file.is_file() else None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{file} is damaged: {error}; repair it") from error
+    return config or {}
 
 
 def _by_numbers(folder: Path) -> list[str | float]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
@@ -56,12 +57,12 @@ def read_traced_groups(run: Run, step: int) -> list[list[Response]]:
     rollouts = run.folder / "rollouts" / name
     if not rollouts.is_file():  # somebody cleaned up
         return []
-    traced = pq.read_table(_folder(run) / name).to_pydict()
+    traced = _read(_folder(run) / name).to_pydict()
     policy = {
         place: np.array(rows, np.float32)
         for place, rows in zip(traced["rollout"], traced["policy_logprobs"], strict=True)
     }
-    table = pq.read_table(rollouts)
+    table = _read(rollouts)
     prompts = table.column("prompt_index").to_pylist()
     samples = table.column("sample_index").to_pylist()
     starts = [
@@ -75,6 +76,15 @@ def read_traced_groups(run: Run, step: int) -> list[list[Response]]:
             rows = table.slice(start, end - start).to_pylist()
             groups.append([Response(row, policy.get(start + i)) for i, row in enumerate(rows)])
     return groups
+
+
+def _read(file: Path) -> pa.Table:
+    try:
+        return pq.read_table(file)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{file} is damaged: {error}; remove it, and the report does without this step"
+        ) from error
 
 
 def spread_out(steps: Sequence[int], *, most: int) -> list[int]:

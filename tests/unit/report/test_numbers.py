@@ -245,6 +245,22 @@ def test_files_go_where_they_are_asked_for(study, tmp_path):
         write_report([tmp_path])
 
 
+def test_what_is_wrong_is_named_with_its_cure(tmp_path):
+    make_run(tmp_path / "run", steps=2)
+    (tmp_path / "file").write_text("")
+    for options, said in (
+        ({"output": tmp_path / "file"}, "--output .*file cannot be made"),
+        ({"megabytes": -1}, "--megabytes -1: give 0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            write_report([tmp_path / "run"], **options)
+    for name in ("traces/step_000002.parquet", "rollouts/step_000001.parquet", "config.yaml"):
+        (tmp_path / "run" / name).write_text("a: [")
+        with pytest.raises(ValueError, match=rf"(?s){name} is damaged: .*(remove|repair) it"):
+            write_report([tmp_path / "run"])
+        (tmp_path / "run" / name).unlink()
+
+
 def test_a_run_with_hardly_anything_is_reported_all_the_same(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/a/avg@1": 0.5}\n')
     assert [path.name for path in write_report([tmp_path])] == [
