@@ -24,7 +24,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from megatron_rl.config import (
     with_absolute_paths,
 )
 from megatron_rl.config.sections import Count, Name
+from megatron_rl.tasks.settings import TaskSettings
 
 PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._]*\Z")
 NOT_THE_EXPERIMENT = ("run", "logging")  # sections that change nothing of what is found
@@ -123,6 +124,7 @@ def plan_study(file: StudyFile, overrides: list[str]) -> Study:
                     f"axes.{axis}.{value}: a value becomes a part of a folder's name; use letters, "
                     "digits, . and _"
                 )
+    _check_tasks(file)
     folder = Path(file.dir).absolute() / file.name
     runs: dict[str, PlannedRun] = {}
     for point, seed in _points(file, axes):
@@ -143,6 +145,17 @@ def plan_study(file: StudyFile, overrides: list[str]) -> Study:
             raise ConfigError(f"run {name}: {error}") from None
         runs.setdefault(name, PlannedRun(name, point, seed, config, config_digest(config)))
     return Study(file, list(runs.values()))
+
+
+def _check_tasks(file: StudyFile) -> None:
+    for folder, settings in file.tasks.items():
+        try:
+            TaskSettings(**settings)
+        except (TypeError, ValueError) as error:
+            known = ", ".join(field.name for field in fields(TaskSettings))
+            raise ConfigError(
+                f"tasks.{folder}: {error}; the settings of a task are {known}"
+            ) from None
 
 
 def _check_nothing_is_lost(values: dict[str, Any], key: str, value: Any, *, run: str) -> None:

@@ -232,7 +232,8 @@ def run_study(
         time.sleep(POLL_SECONDS)
     say(progress.line([]))
     for name in progress.failed:
-        say(f"  failed: {name}; {study.folder}/logs/{name}.log says why")
+        log = study.folder / "logs" / f"{name}.log"  # none where a task could not be made
+        say(f"  failed: {name}{f'; {log} says why' if log.is_file() else ''}")
     return INTERRUPTED if asked.is_set() else bool(progress.failed)
 
 

@@ -48,7 +48,7 @@ LAYERS = {
     },
     "launch": {"config", "runs"},
     "tasks": set(),
-    "study": {"config", "interruption", "launch", "runs"},
+    "study": {"config", "interruption", "launch", "runs", "tasks"},
     "commands": {
         "config", "console", "interruption", "processes", "trainer", "conversion", "preflight",
         "runs", "launch", "study", "tasks", "versions", "models", "planning", "rollout",

@@ -92,6 +92,11 @@ def test_a_config_that_was_written_down_has_the_same_digest(tmp_path):
         ({"when": [{"epochs": 1}]}, r"when\[0\]: needs `set`"),
         ({"axes": {"a": {"x-y": {}}}}, r"axes.a.x-y: a value becomes a part"),
         ({"axes": {"a": {"x": {"trainer.stepps": 1}}}}, "run x-seed1: wrong config:\n .*steps?"),
+        ({"tasks": {"t": {"task": "sums"}}}, r"tasks.t: task 'sums' is unknown; there are run"),
+        (
+            {"tasks": {"t": {"task": "running_sum", "sizes": 4}}},
+            r"tasks.t: .*'sizes'; the set.*size",
+        ),
         (
             {"axes": {"prompts": {"many": {"rollout": {"tensor": 1}}}}},
             r"run many-seed1: rollout is given as a whole, without prompts, set before; give "
