@@ -1,5 +1,6 @@
 """Running what a study has not done yet: here, or on SLURM."""
 
+import json
 import math
 import os
 import signal
@@ -154,7 +155,18 @@ def make_tasks(study: Study, run: PlannedRun, python: str, say: Callable[[str], 
     paths = [run.config.model.path, *(path for path, _ in run.config.prompt_files.values())]
     for folder, settings in study.file.tasks.items():
         asked = any(Path(path).absolute().is_relative_to(Path(folder).absolute()) for path in paths)
-        if not asked or (Path(folder) / "made.json").is_file():
+        if not asked:
+            continue
+        if (stamp := Path(folder) / "made.json").is_file():
+            there = json.loads(stamp.read_text()).get("settings", {})
+            other = [f"{key}={there[key]}, not {value}" for key, value in settings.items()
+                     if key != "longest_warm_up" and there.get(key, value) != value]  # fmt: skip
+            if other:
+                say(
+                    f"{run.name} failed: tasks.{folder} was made with {'; '.join(other)}: remove "
+                    "it, or name another folder"
+                )
+                return False
             continue
         say(f"making {folder}")
         options = {f"--{key.replace('_', '-')}": str(value) for key, value in settings.items()}

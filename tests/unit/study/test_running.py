@@ -5,6 +5,7 @@ The runs are processes that write what a run writes; `tests/functional/test_stud
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from megatron_rl.interruption import INTERRUPTED
 from megatron_rl.runs.lock import take_lock
 from megatron_rl.study.plan import StudyFile, plan_study
 from megatron_rl.study.results import build_results, write_results
-from megatron_rl.study.running import opened, run_study, start_here
+from megatron_rl.study.running import make_tasks, opened, run_study, start_here
 from megatron_rl.study.state import RunState, read_state
 
 RUN = """
@@ -174,6 +175,22 @@ def test_results_hold_every_row_with_its_point_seed_and_digest(tmp_path):
     }  # fmt: skip
     assert rows[6]["model"] == "abc" and rows[6]["state"] == "begun"
     assert rows[3]["reward/mean"] is None  # step 0
+
+
+def test_a_task_that_was_made_with_other_settings_is_not_taken(tmp_path):
+    made = {"task": "running_sum", "size": 16, "noise": "even", "longest_warm_up": 3000}
+    (tmp_path / "sum").mkdir()
+    (tmp_path / "sum" / "made.json").write_text(json.dumps({"settings": made}))
+    base = {"model": {"path": f"{tmp_path}/sum/model"}, "data": {"train": "t"}}
+    for wanted, said in (
+        ({"size": 16, "longest_warm_up": 6000, "hidden": 64}, []),
+        ({"noise": "late"}, ["pnpo-seed1 failed: .*/sum was made with noise=even, not late: rem"]),
+    ):
+        tasks = {f"{tmp_path}/sum": {"task": "running_sum"} | wanted}
+        study, told = plan(tmp_path, base=base, tasks=tasks), []
+        assert make_tasks(study, study.runs[0], sys.executable, told.append) is (not said)
+        assert len(told) == len(said)
+        assert all(re.match(pattern, text) for pattern, text in zip(said, told, strict=True))
 
 
 def test_the_status_tells_how_far_a_study_is(tmp_path, capsys):
