@@ -29,7 +29,7 @@ KINDS = {
     "insertion_sort": Kind(insertion_sort.draw, insertion_sort.draw, 3, 4, 8, 36, "symbols", 2),
     "multiplication": Kind(multiplication.draw, multiplication.draw, 1, 1, 2, 10, "digits", 2),
     "register_machine": Kind(
-        register_machine.draw, register_machine.draw_easy, 3, 3, 4, 20, "instructions", 3
+        register_machine.draw, register_machine.draw_easy, 3, 3, 3, 20, "instructions", 3
     ),
 }
 
