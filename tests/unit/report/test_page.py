@@ -66,7 +66,7 @@ def grid(tmp_path_factory):
     study, rows = tmp_path_factory.mktemp("grid"), []
     rates = {f"{rate}": rate for rate in (1e-3, 2e-3, 1e-2)}
     points = [(r, o, 1) for r in rates for o in ("pnpo", "gspo", "grpo", "dapo")]
-    for rate, objective, seed in [*points, ("0.01", "pnpo", 2)]:
+    for rate, objective, seed in [*points, ("0.01", "dapo", 2)]:
         name = f"{rate}-{objective}-seed{seed}"
         make_run(
             study / "runs" / name, objective=objective, seed=seed, steps=2,
@@ -81,7 +81,7 @@ def test_of_many_settings_those_that_can_be_read_together_come_first(grid, tmp_p
     groups = group_runs(find_runs([grid]))
     names = [f"{name} · rate 0.01" for name in ("dapo", "grpo", "gspo", "pnpo")]
     assert [group.label for group in groups][-4:] == names
-    assert [run.name for run in groups[-1].runs] == ["0.01-pnpo-seed1", "0.01-pnpo-seed2"]
+    assert [run.name for run in groups[-4].runs] == ["0.01-dapo-seed1", "0.01-dapo-seed2"]
     data = collect(groups, threshold=None, megabytes=4)
     assert data["naming"] == ["objective", "rate"]
     assert data["first"] == [8, 9, 10, 11]  # where most runs are
@@ -102,4 +102,4 @@ def test_traces_take_the_room_that_they_are_given(grid):
         sizes[megabytes] = [data["runs"][life["run"]]["name"] for life in data["life"]]
     assert sizes[0.0] == [] and len(sizes[0.001]) == 1 and len(sizes[4.0]) == 5
     assert 1 < len(sizes[0.03]) < 5
-    assert "0.01-pnpo-seed2" not in sizes[0.03]  # one of each setting before the second of any
+    assert "0.01-dapo-seed2" not in sizes[0.03]  # one of each setting before the second of any
