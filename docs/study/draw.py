@@ -1,4 +1,4 @@
-"""Draw learning.png, lag.png, length.png, where.png and differences.png from reuse.parquet.
+"""Draw the figures of ../results.md, which lie beside this file, from reuse.parquet.
 
 python docs/study/draw.py
 """
@@ -19,23 +19,24 @@ sys.path.insert(0, str(FOLDER))
 from runs import Point, Run, read_reuse  # noqa: E402  a script beside this one
 
 COLORS = {"pnpo": "#2f6db3", "pnpo_one_sided": "#2b9db0", "gspo": "#d9822b", "grpo": "#b3477d",
-          "lopsided": "#4d7c0f"}  # fmt: skip
+          "gspo_lopsided": "#4d7c0f"}  # fmt: skip
 OTHERS = "#64748b"
 PANELS = (("0.0002", "4"), ("0.0004", "4"), ("0.0008", "4"), ("0.0004", "1"), ("0.0004", "8"))
-LENGTH = "38"  # of learning.png and lag.png
+LENGTH = "38"  # of learning.png
 RATE = "0.0004"
 MARKERS = {"1": "^", "4": "o", "8": "s"}  # by epochs
 APART = {"1": 1.0, "4": 0.93, "8": 1.07}  # so that the same reuse x rate is not on one spot
 FEWEST = 3  # pairs of an interval that is drawn
-LENGTHS = ("38", "62", "254")  # with slips anywhere
+LENGTHS = ("38", "62", "254", "510")  # with slips anywhere
 PLACES = {"62_early": "slips early", "62": "slips anywhere", "62_late": "slips late"}
 
 
 def main() -> None:
-    """All five."""
+    """All six."""
     runs = read_reuse()
     draw_learning(runs)
-    draw_lag(runs)
+    draw_lag(runs, "38", "lag.png")
+    draw_lag(runs, "62", "lag_62.png")
     draw_length(runs)
     draw_where(runs)
     draw_differences(runs)
@@ -56,18 +57,18 @@ def draw_learning(runs: dict[Point, dict[int, Run]]) -> None:
     _save(figure, "learning.png")
 
 
-def draw_lag(runs: dict[Point, dict[int, Run]]) -> None:
+def draw_lag(runs: dict[Point, dict[int, Run]], at_length: str, picture: str) -> None:
     """Score, its difference to pnpo and runaways, against reuse and against reuse x rate."""
     figure, every = plt.subplots(3, 2, figsize=(9, 8), sharex="col")
     for place, (objective, color) in enumerate(COLORS.items()):
         own = {(rate, epochs): found for (length, rate, epochs, name), found in runs.items()
-               if length == LENGTH and name == objective}  # fmt: skip
+               if length == at_length and name == objective}  # fmt: skip
         for column in (0, 1):
             points = []
             for (rate, epochs), found in own.items():
                 if column or rate == RATE:
                     x = float(epochs) * (float(rate) * 1e4 if column else 1)
-                    pnpo = runs.get((LENGTH, rate, epochs, "pnpo"), {})
+                    pnpo = runs.get((at_length, rate, epochs, "pnpo"), {})
                     x *= APART[epochs] if column else 1
                     points.append((x, MARKERS[epochs], found, pnpo))
             points.sort(key=lambda one: one[0])
@@ -97,7 +98,7 @@ def draw_lag(runs: dict[Point, dict[int, Run]]) -> None:
     every[2, 0].set_xlabel(f"epochs of reuse, at lr {float(RATE):g}")
     every[2, 1].set_xlabel("epochs x lr / 1e-4 (triangle 1, circle 4, square 8)")
     every[0, 0].legend(fontsize=8, loc="lower center")
-    _save(figure, "lag.png")
+    _save(figure, picture)
 
 
 def draw_length(runs: dict[Point, dict[int, Run]]) -> None:
@@ -129,7 +130,7 @@ def draw_length(runs: dict[Point, dict[int, Run]]) -> None:
         axis.axhline(0, color="black", linewidth=0.8)
     every[2].axhline(0.2, color="black", linewidth=0.8, linestyle="--")
     every[2].set_yscale("log")
-    every[2].legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.61, 0.02))
+    every[2].legend(fontsize=7, loc="lower left")
     _save(figure, "length.png")
 
 
