@@ -130,7 +130,7 @@ def draw_length(runs: dict[Point, dict[int, Run]]) -> None:
         axis.axhline(0, color="black", linewidth=0.8)
     every[2].axhline(0.2, color="black", linewidth=0.8, linestyle="--")
     every[2].set_yscale("log")
-    every[2].legend(fontsize=7, loc="lower left")
+    every[2].legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 0.0), labelspacing=0.3)
     _save(figure, "length.png")
 
 
