@@ -171,7 +171,6 @@ class WarmUp:
             self._learn_slips()
             if abs(now.success - settings.success) < settings.tolerance / 2:
                 return {"updates": now.updates, "slips": rate, "success": now.success}
-        now.turn = 0  # another call has rounds at the full rate again
         self.keep(self.state)
         raise ValueError(
             f"success {now.success:.3f} after {now.updates} updates, not {settings.success} +- "
