@@ -8,8 +8,8 @@ from typing import Any
 from megatron_rl.commands.ending import fail, leave
 from megatron_rl.commands.train import check_devices
 from megatron_rl.config import Config, ConfigError, load_config, parse_config, with_absolute_paths
+from megatron_rl.config.data_sections import ColumnsSection
 from megatron_rl.config.loading import apply_override
-from megatron_rl.config.sections import ColumnsSection
 from megatron_rl.processes import cuda_devices, join_processes, quiet_libraries, start_processes
 
 
@@ -88,12 +88,10 @@ def evaluation_config(model: str, data: list[str] | None, overrides: list[str]) 
                 f"--data: two sets are called {twice[0]}; tell them apart, as --data NAME=FILE"
             )
         values.setdefault("eval", {})["sets"] = dict(named)
-    if not (sets := values.get("eval", {}).get("sets")):
+    if not values.get("eval", {}).get("sets"):
         raise ConfigError("--data: missing; name one or more files of problems")
     values.setdefault("data", {})["mix"] = {}
-    values["data"]["train"] = next(iter(sets.values()))  # nothing else reads it
-    if values.get("eval", {}).get("columns") is not None:
-        values["data"]["columns"] = values["eval"]["columns"]
+    values["data"]["train"] = "not read"
     values.setdefault("rollout", {})["prompts"] = 1
     values["trainer"]["minibatches"] = 1
     for override in overrides:

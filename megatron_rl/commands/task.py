@@ -51,4 +51,6 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         f"tokens, traces of {made['trace_tokens']}, a model of {made['parameters']:,} parameters "
         f"right in {made['success']:.1%} ({made['seconds']:.0f} s)"
     )
+    if thirds := made.get("slips_by_third"):  # not of what an earlier version made
+        print("slips by thirds of a trace: " + ", ".join(f"{third:.0%}" for third in thirds))
     return 0

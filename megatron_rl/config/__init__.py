@@ -5,6 +5,7 @@ nearest valid key; all errors come at once.
 """
 
 from megatron_rl.config.config import Config
+from megatron_rl.config.data_sections import EvalSection
 from megatron_rl.config.loading import (
     ConfigError,
     apply_override,
@@ -19,7 +20,6 @@ from megatron_rl.config.loading import (
 )
 from megatron_rl.config.sections import (
     AdvantageSection,
-    EvalSection,
     LoggingSection,
     ParallelSection,
     Section,

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from megatron_rl.config.data_sections import ColumnsSection, DataSection, EvalSection
 from megatron_rl.config.lag_sections import LagSection, ReplaySection
 from megatron_rl.config.ppo_sections import (
     DynamicSamplingSection,
@@ -13,9 +14,6 @@ from megatron_rl.config.ppo_sections import (
 )
 from megatron_rl.config.sections import (
     AdvantageSection,
-    ColumnsSection,
-    DataSection,
-    EvalSection,
     LoggingSection,
     ModelSection,
     ObjectiveSection,
@@ -274,7 +272,10 @@ class Config(Section):
     def evaluation_files(self) -> dict[str, tuple[str, ColumnsSection]]:
         """Those of held-out evaluation."""
         columns = self.eval.columns or self.data.columns
-        return {f"eval.sets.{name}": (path, columns) for name, path in self.eval.sets.items()}
+        return {
+            f"eval.sets.{name}": (one.path, one.columns or columns)
+            for name, one in self.eval.sets.items()
+        }
 
     @property
     def training(self) -> dict[str, tuple[str, ColumnsSection, float]]:

@@ -67,7 +67,9 @@ def with_absolute_paths(config: Config) -> Config:
         one["path"] = absolute(one["path"])
     if isinstance(lags := values["lag"]["batches"], dict) and "trace" in lags:
         lags["trace"] = absolute(str(lags["trace"]))
-    values["eval"]["sets"] = {name: absolute(path) for name, path in config.eval.sets.items()}
+    values["eval"]["sets"] = {
+        name: dict(one) | {"path": absolute(one.path)} for name, one in config.eval.sets.items()
+    }
     return parse_config(values)
 
 

@@ -62,50 +62,6 @@ class ModelSection(Section):
     """of the layers' matrix products, by Transformer Engine"""
 
 
-class ColumnsSection(Section):
-    """Which columns of a file of prompts hold what; a dot reaches into a struct."""
-
-    prompt: str = "prompt"
-    """a text, the user's message, or a list of chat messages"""
-    answer: str = "reward_model.ground_truth"
-    """the ground truth, a text or a number"""
-    source: str | None = None
-    """where a row comes from; null: the column `data_source` where there is one, else the file's
-    name"""
-
-
-class MixedSetSection(Section):
-    """One of several sets of training prompts."""
-
-    path: str
-    """as `data.train`"""
-    weight: Positive = 1.0
-    """its part of every rollout batch, in proportion to the others'"""
-    columns: ColumnsSection | None = None
-    """null: those of `data.columns`"""
-
-
-class DataSection(Section):
-    """Training prompts."""
-
-    train: str = ""
-    """a file of prompts, .parquet or .jsonl, a data set as `hf:OWNER/NAME`, or a folder that
-    `datasets` saved (`docs/prompts.md`); this or `data.mix` must be given"""
-    mix: dict[Name, MixedSetSection] = Field(default_factory=dict)
-    """name: `{path, weight, columns}` of several sets, instead of `data.train`"""
-    columns: ColumnsSection = ColumnsSection()
-    """of `data.train`, and of `eval.sets` where `eval.columns` is null; by default the schema of
-    DAPO-Math-17k"""
-    max_prompt_tokens: Count = 1024
-    """the longest prompt, in tokens"""
-    too_long: Literal["error", "skip"] = "error"
-    """a prompt that is longer: refuse the file, or leave the prompt out and say how many were"""
-    bad_rows: Literal["error", "skip"] = "error"
-    """a malformed row: refuse the file, or leave the row out and say how many were"""
-    template_arguments: dict[str, Any] = Field(default_factory=dict)
-    """of the chat template, as `{enable_thinking: false}`"""
-
-
 class ParallelSection(Section):
     """The actor's layout; tensor * pipeline * context * data = number of processes."""
 
@@ -284,23 +240,6 @@ class TrainerSection(Section):
     checkpoints and the export); null: nobody looks (`docs/reliability.md`)"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """of weights and activations; `auto`: bfloat16 on CUDA, float32 on a CPU"""
-
-
-class EvalSection(Section):
-    """Held-out evaluation: Avg@samples, before, during and after training."""
-
-    sets: dict[Name, str] = Field(default_factory=dict)
-    """name: file of prompts, as `data.train`"""
-    columns: ColumnsSection | None = None
-    """of these files; null: those of `data.columns`"""
-    every: Count = 10
-    """steps"""
-    samples: Count = 32
-    """responses to each prompt"""
-    temperature: NonNegative = 0.7
-    """of sampling; 0: the likeliest token, one response to each prompt"""
-    top_p: Fraction = 0.9
-    """of sampling"""
 
 
 class WandbSection(Section):

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.config.sections import ColumnsSection
+from megatron_rl.config.data_sections import ColumnsSection
 from megatron_rl.data.hub import is_on_hub
 from megatron_rl.data.prompts import find_tokenizer
 from megatron_rl.data.rows import Columns, check_prompt_file

@@ -1,13 +1,15 @@
 """Supervised warm-up of a small model to a wished success.
 
-Right traces until they are learned, of easy problems first; then noisy ones, whose rate of slips is
-set by what the model was measured to solve, until the success is as wished: the model is left
-knowing how to do it, and slipping where the noise was placed.
+Right traces until they are learned, of easy problems first; then noisy ones, until the model solves
+less than is wished. The model that is left lies on the line between the weights before and after
+the last round, where the success is as wished: it knows how to do it, and slips where the noise was
+placed.
 """
 
+import copy
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
@@ -36,8 +38,10 @@ FALLING = 3.0  # negative log-prob of a trace below which the rate falls with it
 LOWEST = 0.1  # of the rate
 LONG = 128  # tokens of question and trace from which an update has fewer than `batch` traces
 FEWEST = 2  # of them
-ROUNDS = 12  # of noisy updates, at most
-NOISY_UPDATES = 60  # in a round
+NOISY = 0.3  # share of the rate where noisy updates begin; it falls to the lowest
+NOISY_UPDATES = 240  # in a round
+ROUNDS = 8  # at most, in one call
+HALVINGS = 20  # of the line between two models
 KEPT = 200  # updates after which what has been learned is kept again
 MEASURED = 2048  # sampled answers
 AT_ONCE = 512  # of them
@@ -80,12 +84,25 @@ def encode(tokenizer: Any, problems: list[Problem], traces: list[str]) -> tuple[
     return tokens, labels
 
 
-def update(model: Any, optimizer: torch.optim.Optimizer, tokens: Tensor, labels: Tensor) -> float:
-    """One step of the optimizer; the mean over the batch of a trace's log-prob, negative."""
-    # Padding stands on the right of causal attention, so no mask is needed.
-    hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]
+def update(
+    model: Any, optimizer: torch.optim.Optimizer, tokens: Tensor, labels: Tensor, gap: int = 0
+) -> float:
+    """One step of the optimizer; the mean over the batch of a trace's log-prob, negative.
+
+    `gap` positions are left free between question and trace.
+    """
+    in_trace = (labels != IGNORED).cumsum(1) > 0
+    positions = torch.arange(tokens.shape[1]) + gap * in_trace
+    # Padding stands on the right of causal attention, so the mask hides nothing; without one,
+    # transformers takes a jump of the positions for the start of another sequence.
+    output = model.model(
+        input_ids=tokens,
+        attention_mask=torch.ones_like(tokens),
+        position_ids=positions,
+        use_cache=False,
+    )
     trained = labels[:, 1:] != IGNORED
-    logits = model.lm_head(hidden[trained])
+    logits = model.lm_head(output.last_hidden_state[:, :-1][trained])
     loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:][trained])
     optimizer.zero_grad()
     loss.backward()
@@ -102,9 +119,6 @@ class Progress:
     stage: int = 0
     step: int = 0  # updates of this stage
     average: float = UNKNOWN  # running mean of a right trace's negative log-prob
-    turn: int = 0  # rounds of noisy updates done
-    rate: float = 0.0  # of slips, in the next round
-    success: float = 0.0  # measured after the last round
 
 
 class WarmUp:
@@ -151,8 +165,8 @@ class WarmUp:
         self.generator.setstate(state["generator"])
         self.progress = Progress(**state["progress"])
 
-    def run(self) -> dict[str, float]:
-        """Train to the wished success; returns updates, the rate of slips and the success.
+    def run(self) -> dict[str, Any]:
+        """Train to the wished success; returns it, the updates, and the slips by thirds of a trace.
 
         Raises ValueError if right traces are not learned in time, or the success not reached; what
         has been learned is kept.
@@ -163,20 +177,12 @@ class WarmUp:
         while now.stage < len(stages):
             self._learn_right(*stages[now.stage])
             now.stage, now.step, now.average = now.stage + 1, 0, UNKNOWN
-        if not now.rate:
-            decisions = sum(map(count_decisions, self.heldout)) / len(self.heldout)
-            now.rate = -math.log(settings.success) / decisions / (1 - settings.corrected)
-        for _ in range(ROUNDS):
-            rate = now.rate
-            self._learn_slips()
-            if abs(now.success - settings.success) < settings.tolerance / 2:
-                return {"updates": now.updates, "slips": rate, "success": now.success}
-        self.keep(self.state)
-        raise ValueError(
-            f"success {now.success:.3f} after {now.updates} updates, not {settings.success} +- "
-            f"{settings.tolerance}. What has been learned is kept: the same command goes on from "
-            "it; or try another seed or a larger model"
-        )
+            self.keep(self.state)
+        decisions = sum(map(count_decisions, self.heldout)) / len(self.heldout)
+        rate = -math.log(settings.success) / decisions / (1 - settings.corrected)
+        success = self._learn_slips(rate)
+        thirds = place_slips(self.model, self.tokenizer, self.heldout)
+        return {"updates": now.updates, "success": success, "slips_by_third": thirds}
 
     def _learn_right(self, draw: Draw, size: int, wished: float) -> None:
         now, settings = self.progress, self.settings
@@ -206,55 +212,111 @@ class WarmUp:
             "another seed, a smaller size or a larger model (--layers, --hidden)"
         )
 
-    def _learn_slips(self) -> None:
-        now, settings = self.progress, self.settings
-        noise = Noise(now.rate, settings.noise, settings.corrected)
-        for step in range(NOISY_UPDATES):
-            self._set_rate((1 - 0.9 * step / NOISY_UPDATES) / (1 + now.turn))
-            self._update(settings.kind.draw, settings.size, noise)
-        now.turn += 1
-        if settings.corrected:
-            now.success = sample_success(self.model, self.tokenizer, self.heldout, settings.seed)
+    def _learn_slips(self, rate: float) -> float:
+        """Rounds of updates until the wished success is passed; returns that of the model left."""
+        wished = self.settings.success
+        success = self._measure("right traces")
+        for _ in range(ROUNDS):
+            if self._is_wished(success):
+                break
+            before, above = copy.deepcopy(self.model.state_dict()), success > wished
+            slips = rate if above else 0.0
+            noise = Noise(slips, self.settings.noise, self.settings.corrected)
+            for step in range(NOISY_UPDATES):
+                self._set_rate(NOISY + (LOWEST - NOISY) * step / NOISY_UPDATES)
+                self._update(self.settings.kind.draw, self.settings.size, noise)
+            success = self._measure(f"slips {slips:.4f}")
+            if above != (success > wished) and not self._is_wished(success):
+                success = self._go_between(before, above)
+            else:
+                self.keep(self.state)
+        if not self._is_wished(success):
+            raise ValueError(
+                f"success {success:.3f} after {self.progress.updates} updates, not {wished} +- "
+                f"{self.settings.tolerance}. What has been learned is kept: the same command goes "
+                "on from it; or try another seed or a larger model"
+            )
+        return success
+
+    def _go_between(self, before: dict[str, Tensor], above: bool) -> float:
+        """Halve the line between two models, of which `before` alone is `above` or alone is not."""
+        after, low, high = copy.deepcopy(self.model.state_dict()), 0.0, 1.0
+        for _ in range(HALVINGS):
+            share = (low + high) / 2
+            between = {name: before[name].lerp(after[name], share) for name in before}
+            self.model.load_state_dict(between)
+            success = self._measure(f"{share:.3f} of the last round")
+            if self._is_wished(success):
+                return success
+            if above == (success > self.settings.success):
+                low = share
+            else:
+                high = share
+        raise ValueError(
+            f"tolerance={self.settings.tolerance} is finer than success can be set; the nearest "
+            f"was {success:.4f}, wished {self.settings.success}: take a larger one"
+        )
+
+    def _measure(self, said: str) -> float:
+        if self.settings.corrected:
+            success = sample_success(self.model, self.tokenizer, self.heldout, self.settings.seed)
         else:
-            now.success = compute_success(self.model, self.tokenizer, self.heldout)
-        self.report(f"{now.updates} updates, slips {now.rate:.4f}, right {now.success:.3f}")
-        # Success falls with the rate as exp(-decisions * rate) does.
-        success = min(max(now.success, 0.01), 0.99)
-        now.rate *= (math.log(settings.success) / math.log(success)) ** 0.7
-        self.keep(self.state)
+            success = compute_success(self.model, self.tokenizer, self.heldout)
+        self.report(f"{self.progress.updates} updates, {said}: right {success:.3f}")
+        return success
+
+    def _is_wished(self, success: float) -> bool:
+        return abs(success - self.settings.success) < self.settings.tolerance / 2
 
     def _set_rate(self, share: float) -> None:
         self.optimizer.param_groups[0]["lr"] = self.settings.learning_rate * share
 
     def _update(self, draw: Draw, size: int, noise: Noise) -> float:
-        count = min(self.settings.batch, int(self.settings.batch * LONG / _length(draw, size)))
+        question, trace = _lengths(draw, size)
+        count = min(self.settings.batch, int(self.settings.batch * LONG / (question + trace)))
         problems = [draw(self.generator, size) for _ in range(max(count, FEWEST))]
         traces = [noisy_trace(problem, noise, self.generator) for problem in problems]
         self.progress.updates += 1
-        return update(self.model, self.optimizer, *encode(self.tokenizer, problems, traces))
+        # Where a trace looks back by always the same distance, it is learned once for all sizes.
+        gap = round(_lengths(self.settings.kind.draw, self.settings.size)[0] - question)
+        return update(self.model, self.optimizer, *encode(self.tokenizer, problems, traces), gap)
 
 
 @lru_cache
-def _length(draw: Draw, size: int) -> float:
-    """Mean tokens of a question with its trace."""
+def _lengths(draw: Draw, size: int) -> tuple[float, float]:
+    """Mean tokens of a question and of its trace."""
     generator = random.Random(0)
     problems = [draw(generator, size) for _ in range(50)]
-    return sum(len(problem.question) + len(right_trace(problem)) for problem in problems) / 50
+    questions, traces = zip(*((p.question, right_trace(p)) for p in problems), strict=True)
+    return sum(map(len, questions)) / 50, sum(map(len, traces)) / 50
 
 
 @torch.no_grad()
-def compute_success(model: Any, tokenizer: Any, problems: list[Problem]) -> float:
-    """The mean chance of the right trace at temperature 1, uncorrected."""
-    chances = []
+def compute_logprobs(model: Any, tokenizer: Any, problems: list[Problem]) -> Iterator[Tensor]:
+    """Log-prob of each token of a problem's right trace, [tokens of it], one after another."""
     for start in range(0, len(problems), COMPUTED_AT_ONCE):
         some = problems[start : start + COMPUTED_AT_ONCE]
         tokens, labels = encode(tokenizer, some, [right_trace(problem) for problem in some])
         logprobs = model(input_ids=tokens, use_cache=False).logits[:, :-1].log_softmax(-1)
-        trained = labels[:, 1:] != IGNORED
-        chosen = labels[:, 1:].where(trained, 0)[..., None]
-        own = logprobs.gather(-1, chosen)[..., 0].where(trained, 0.0)
-        chances += own.sum(-1).exp().tolist()
-    return sum(chances) / len(chances)
+        for row, label in zip(logprobs, labels[:, 1:], strict=True):
+            trained = label != IGNORED
+            yield row[trained].gather(-1, label[trained][:, None])[:, 0]
+
+
+def compute_success(model: Any, tokenizer: Any, problems: list[Problem]) -> float:
+    """The mean chance of the right trace at temperature 1, uncorrected."""
+    logprobs = compute_logprobs(model, tokenizer, problems)
+    return sum(own.sum().exp().item() for own in logprobs) / len(problems)
+
+
+def place_slips(model: Any, tokenizer: Any, problems: list[Problem]) -> list[float]:
+    """Shares of a right trace's log-prob that are lost in each third of its tokens."""
+    lost = [
+        [third.sum() for third in logprobs.tensor_split(3)]
+        for logprobs in compute_logprobs(model, tokenizer, problems)
+    ]
+    by_third = torch.tensor(lost).sum(0)
+    return (by_third / by_third.sum()).tolist()
 
 
 @torch.no_grad()

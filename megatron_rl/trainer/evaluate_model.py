@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_rl.actor import groups
 from megatron_rl.actor.weights import HfReader
 from megatron_rl.config import Config
-from megatron_rl.config.sections import ColumnsSection
+from megatron_rl.config.data_sections import ColumnsSection
 from megatron_rl.console import Console
 from megatron_rl.evaluation.scores import Interval, SetScores, intervals
 from megatron_rl.models.shape import tensor_shapes
@@ -85,7 +85,7 @@ def _tell(
         "temperature": config.eval.temperature,
         "top_p": config.eval.top_p,
         "max_response_tokens": config.rollout.max_response_tokens,
-        "sets": {name: str(Path(path).absolute()) for name, path in config.eval.sets.items()},
+        "sets": {name: str(Path(one.path).absolute()) for name, one in config.eval.sets.items()},
         "scores": {
             name: {one: vars(interval) for one, interval in by_set.items()}
             for name, by_set in found.items()

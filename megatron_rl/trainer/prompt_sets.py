@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.config.sections import ColumnsSection
+from megatron_rl.config.data_sections import ColumnsSection
 from megatron_rl.data.mixing import PromptMix, join_sets
 from megatron_rl.data.prompts import PromptOrder, load_prompts, load_tokenizer
 from megatron_rl.data.rows import Columns

@@ -83,6 +83,12 @@ def test_every_error_comes_at_once_with_the_nearest_key(tmp_path):
         (MINIMAL, ["advantage.beta=0.5"], "group_relative has no beta"),
         (MINIMAL, ["optimizer.min_learning_rate=1e-7"], "constant rate never comes down to it"),
         (MINIMAL, ["eval.sets={math/x: a.parquet}"], "eval.sets.math/x"),
+        (MINIMAL, ["eval.sets={a: 3}"], "eval.sets.a=3: must be a path, or a mapping of path and"),
+        (
+            MINIMAL,
+            ["data.template_arguments={tokenize: true}"],
+            "tokenize: not of the template, the run sets it; remove it",
+        ),
         (MINIMAL, ["optimizer.beta1=1.0"], "optimizer.beta1=1.0: input should be less than 1"),
         (MINIMAL, ["rollout.memory_fraction=0"], "rollout.memory_fraction=0: input should be gre"),
         (MINIMAL, ["rollout.responses_per_prompt=1"], "rollout.responses_per_prompt=1"),
@@ -128,6 +134,19 @@ def test_the_printed_config_reads_back_to_the_same_config(tmp_path):
     assert again == config
 
 
+def test_a_set_is_a_path_or_a_path_with_columns(tmp_path):
+    """What is written is the shorter form; columns fall back to those of all sets."""
+    own = {"path": "b", "columns": {"prompt": "q", "answer": "a", "source": None}}
+    given = [
+        "eval.sets={a: a.parquet, b: {path: b, columns: {prompt: q, answer: a}}, c: {path: c}}"
+    ]
+    config = load_config(write(tmp_path, MINIMAL), given)
+    assert config.model_dump()["eval"]["sets"] == {"a": "a.parquet", "b": own, "c": "c"}
+    prompts = {key: columns.prompt for key, (_, columns) in config.evaluation_files.items()}
+    assert prompts == {"eval.sets.a": "prompt", "eval.sets.b": "q", "eval.sets.c": "prompt"}
+    assert with_absolute_paths(config).eval == config.eval
+
+
 def test_the_stable_keys_exist():
     stable = {
         "parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.data",
@@ -148,7 +167,7 @@ def test_paths_hold_in_every_folder_from_the_start(tmp_path, monkeypatch):
         "model.path=Qwen/Qwen3-8B",
     ]
     config = with_absolute_paths(load_config(write(tmp_path, MINIMAL), overrides))
-    assert config.data.train == config.eval.sets["a"] == str(tmp_path / "t.parquet")
+    assert config.data.train == config.eval.sets["a"].path == str(tmp_path / "t.parquet")
     assert config.run.dir == str(tmp_path / "here" / "runs")
     assert config.model.path == "Qwen/Qwen3-8B"  # a message names it as it was given
     monkeypatch.chdir(tmp_path)

@@ -11,11 +11,15 @@ from megatron_rl.evaluation.scores import Interval
 from megatron_rl.trainer.evaluate_model import table
 
 
+def paths(config):
+    return {name: one.path for name, one in config.eval.sets.items()}
+
+
 def test_a_folder_takes_the_paper_s_sampling_and_the_files_it_is_given(tmp_path):
     config = evaluation_config(
         str(tmp_path), ["a/amc.parquet", "aime=b/x.jsonl"], ["eval.samples=4"]
     )
-    assert config.eval.sets == {"amc": "a/amc.parquet", "aime": "b/x.jsonl"}
+    assert paths(config) == {"amc": "a/amc.parquet", "aime": "b/x.jsonl"}
     assert (config.eval.temperature, config.eval.top_p, config.eval.samples) == (0.7, 0.9, 4)
     assert config.model.path == str(tmp_path)
     with pytest.raises(ConfigError, match="--data: missing"):
@@ -27,8 +31,9 @@ def build_run(folder):
         "seed": 7, "model": {"path": "base"}, "data": {"mix": {"x": {"path": "train.jsonl"}}},
         "parallel": {"tensor": 4, "pipeline": 2}, "rollout": {"tensor": 2},
         "trainer": {"dtype": "float32", "minibatches": 8, "steps": 3},
-        "eval": {"sets": {"held": "held.jsonl"}, "samples": 2,
-                 "columns": {"prompt": "q", "answer": "a"}},
+        "eval": {"sets": {"held": "held.jsonl",
+                          "other": {"path": "other.parquet", "columns": {"prompt": "problem"}}},
+                 "samples": 2, "columns": {"prompt": "q", "answer": "a"}},
     })  # fmt: skip
     (folder / "config.yaml").write_text(dump_config(config))
     (folder / "metrics.jsonl").touch()
@@ -44,10 +49,15 @@ def test_a_run_keeps_its_settings_but_not_its_layout(tmp_path):
     assert (config.seed, config.eval.samples, config.rollout.tensor) == (7, 2, 2)
     assert (config.parallel.model_size, config.parallel.data) == (1, 4)
     assert config.trainer.dtype == "float32"
-    files = {key: (path, columns.prompt) for key, (path, columns) in config.prompt_files.items()}
-    assert files == {"data.train": ("held.jsonl", "q"), "eval.sets.held": ("held.jsonl", "q")}
+    files = {
+        key: (path, columns.prompt) for key, (path, columns) in config.evaluation_files.items()
+    }
+    assert files == {
+        "eval.sets.held": ("held.jsonl", "q"),
+        "eval.sets.other": ("other.parquet", "problem"),
+    }
     other = evaluation_config(str(tmp_path), ["new.jsonl"], [])
-    assert other.eval.sets == {"new": "new.jsonl"}
+    assert paths(other) == {"new": "new.jsonl"}
 
 
 def test_the_table_has_a_line_for_each_set_and_macro():

@@ -12,8 +12,8 @@ from megatron_rl.data.prompts import load_prompts, load_tokenizer
 from megatron_rl.tasks.making import compute_digest, draw_different, make_once
 from megatron_rl.tasks.settings import TaskSettings
 from megatron_rl.tasks.tokens import build_tokenizer
-from megatron_rl.tasks.trace import right_trace, verify_trace
-from megatron_rl.tasks.warm_up import WarmUp, build_model
+from megatron_rl.tasks.trace import Noise, right_trace, verify_trace
+from megatron_rl.tasks.warm_up import WarmUp, build_model, update
 
 SMALL = {"train": 20, "heldout": 10, "batch": 8}
 
@@ -92,11 +92,108 @@ def test_what_a_warm_up_has_learned_is_kept_for_the_next_call(tmp_path, monkeypa
     with pytest.raises(ValueError, match="size 4 are not learned after 2 updates"):
         make_once(task, replace(settings, longest_warm_up=2, seed=2), silent)
     # Whatever it has learned is enough: the task is made, and only the other one's start left.
-    for name, value in (("BEGUN", 1e-99), ("LEARNED", 1e-99), ("NOISY_UPDATES", 1)):
+    for name, value in (("BEGUN", 1e-99), ("LEARNED", 1e-99)):
         monkeypatch.setattr(warm_up, name, value)
     monkeypatch.setattr(warm_up, "compute_success", lambda *arguments: 0.3)
-    assert make_once(task, settings, silent)["updates"] == 5 + 2 + 1
+    assert make_once(task, settings, silent)["updates"] == 5 + 2
     assert len(list(tmp_path.iterdir())) == 2 and not (task / "warm_up.pt").exists()
+
+
+@pytest.mark.parametrize("before", [0.9, 0.1])
+def test_the_success_is_met_between_two_rounds(before, monkeypatch):
+    """Slips where too many are right, none where too few; the model left lies on the line."""
+    from megatron_rl.tasks import warm_up
+
+    settings = TaskSettings("running_sum", 4, tolerance=0.001, **SMALL)
+    tokenizer = build_tokenizer(40)
+    model, kept, rates = build_model(settings, tokenizer, 40), [], []
+    one = WarmUp(model, tokenizer, settings, [], report=silent, keep=kept.append)
+
+    def update(draw, size, noise):
+        """Each round moves the success by 0.4 and every weight by 1."""
+        rates.append(noise.rate)
+        for weights in model.state_dict().values():
+            weights.add_(1.0)
+
+    start = copy.deepcopy(model.state_dict())
+    some = "model.norm.weight"
+
+    def success(*arguments):
+        moved = (model.state_dict()[some] - start[some]).mean().item()
+        return before + (-0.4 if before > 0.5 else 0.15) * moved
+
+    monkeypatch.setattr(one, "_update", update)
+    monkeypatch.setattr(warm_up, "NOISY_UPDATES", 1)
+    monkeypatch.setattr(warm_up, "compute_success", success)
+    assert one._learn_slips(0.2) == pytest.approx(0.3, abs=0.0005)
+    assert rates == ([0.2, 0.2] if before > 0.5 else [0.0, 0.0]) and len(kept) == 1
+    moved = 1.5 if before > 0.5 else 4 / 3
+    for name, weights in model.state_dict().items():
+        torch.testing.assert_close(
+            weights - start[name], torch.full_like(weights, moved), rtol=0, atol=0.01
+        )
+    # Where no model between has it, that is said.
+    monkeypatch.setattr(warm_up, "compute_success", lambda *arguments: float(success() > 0.45))
+    model.load_state_dict(start)
+    with pytest.raises(ValueError, match=r"tolerance=0\.001 is finer than success can be set"):
+        one._learn_slips(0.2)
+
+
+def test_a_gap_moves_a_trace_away_from_its_question():
+    """The same as so many tokens between them that nothing looks at; the question is still seen."""
+    from megatron_rl.tasks import warm_up
+
+    settings = TaskSettings("running_sum", 4, **SMALL)
+    tokenizer = build_tokenizer(40)
+    torch.manual_seed(0)
+    model = build_model(settings, tokenizer, 40)
+    still = torch.optim.SGD(model.parameters(), lr=0.0)
+    problems = draw_different(settings)[:2]
+    tokens, labels = warm_up.encode(tokenizer, problems, [right_trace(p) for p in problems])
+    begin = int((labels[0] != warm_up.IGNORED).int().argmax())
+
+    def by_hand(tokens, gap):
+        filled = torch.cat([tokens[:, :begin], tokens[:, :1].repeat(1, gap), tokens[:, begin:]], 1)
+        seen = torch.ones_like(filled)
+        seen[:, begin : begin + gap] = 0
+        with torch.no_grad():
+            logits = model(input_ids=filled, attention_mask=seen).logits
+        logits = torch.cat([logits[:, begin - 1 : begin], logits[:, begin + gap : -1]], 1)
+        return torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels[:, begin:].flatten(), reduction="sum"
+        ).item() / len(tokens)
+
+    other = tokens.clone()
+    other[:, 0] = tokens[:, 0].flip(0) if tokens[0, 0] != tokens[1, 0] else tokens[:, 1]
+    found = {
+        (gap, which): update(model, still, given, labels, gap)
+        for gap in (0, 7)
+        for which, given in enumerate((tokens, other))
+    }
+    for (gap, which), loss in found.items():
+        assert loss == pytest.approx(by_hand((tokens, other)[which], gap), rel=1e-5)
+    assert len(set(found.values())) == 4
+
+
+def test_small_problems_stand_as_far_from_their_question_as_large_ones(monkeypatch):
+    from megatron_rl.tasks import warm_up
+
+    settings, gaps = TaskSettings("running_sum", 20, **SMALL), []
+    monkeypatch.setattr(warm_up, "update", lambda *arguments: gaps.append(arguments[-1]))
+    tokenizer = build_tokenizer(200)
+    model = build_model(settings, tokenizer, 200)
+    one = WarmUp(model, tokenizer, settings, [], report=silent, keep=lambda state: None)
+    for size in (16, 20):
+        one._update(settings.kind.draw_easy, size, Noise(0.0))
+    assert gaps == [4 * (20 - 16), 0]  # of `+3=?`
+
+
+def test_a_real_warm_up_slips_where_it_was_shown_to(tmp_path):
+    settings = TaskSettings("running_sum", 4, noise="late", heldout=64)
+    made = make_once(tmp_path / "task", settings, silent)
+    assert abs(made["success"] - 0.3) < 0.015
+    thirds = made["slips_by_third"]
+    assert sum(thirds) == pytest.approx(1) and thirds[2] > 0.6, thirds
 
 
 @pytest.mark.parametrize(
@@ -108,7 +205,7 @@ def test_the_rate_falls_with_what_is_left_to_learn(stage, average, share, monkey
 
     rates = []
 
-    def update(model, optimizer, tokens, labels):
+    def update(model, optimizer, tokens, labels, gap):
         rates.append(optimizer.param_groups[0]["lr"])
         return average
 
@@ -189,7 +286,6 @@ def test_a_made_task_is_what_a_run_reads(tmp_path, monkeypatch):
         "running_sum", 4, success=0.49, tolerance=0.48, hidden=32, heads=1, layers=1, **SMALL
     )
     monkeypatch.setattr(warm_up, "compute_success", lambda *arguments: 0.49)
-    monkeypatch.setattr(warm_up, "NOISY_UPDATES", 1)
     folder = tmp_path / "task"
     made = make_once(folder, settings, silent)
     assert (made["prompt_tokens"], made["trace_tokens"]) == (14, 14)
