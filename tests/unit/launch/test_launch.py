@@ -161,7 +161,7 @@ def test_a_launch_is_complete_wherever_it_is_started(config):
     launch = plan(config, SLURM, "run.name=mine", "eval.sets.x=train.parquet")
     here = config.parent
     assert launch.config.model.path == str(here / "model")
-    assert launch.config.eval.sets == {"x": str(here / "train.parquet")}
+    assert launch.config.eval.sets["x"].path == str(here / "train.parquet")
     assert launch.config.run.resume == "auto"
     assert launch.folder == here / "runs" / "mine" / "launch" / "001"
     launch.folder.mkdir(parents=True)
