@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron_rl.runs.lock import LOCK, take_lock
 from megatron_rl.tasks.settings import TaskSettings
 from megatron_rl.tasks.tokens import build_tokenizer
 from megatron_rl.tasks.trace import Problem, right_trace
@@ -42,9 +43,9 @@ def make_once(
     """Make the task in `output` unless it is there; returns the content of made.json.
 
     The folder appears under its name when it is complete; until then it is a hidden one, from which
-    the next call goes on. What an earlier version made with the
-    same settings is taken as it is. Raises ValueError if `output` holds something else, or a task
-    of other settings.
+    the next call goes on. What an earlier version made with the same
+    settings is taken as it is. Raises ValueError if `output` holds something else, or a task of
+    other settings, or if another process is making it.
     """
     digest = compute_digest(settings)
     stamp = output / STAMP
@@ -61,12 +62,16 @@ def make_once(
         raise ValueError(f"{output} is not empty and holds no task; name another folder")
     begun = output.parent / f".{output.name}-{digest[:12]}"
     begun.mkdir(parents=True, exist_ok=True)
-    made = {"digest": digest, "settings": asdict(settings)} | _make(begun, settings, report)
-    (begun / STAMP).write_text(json.dumps(made, indent=2) + "\n")
-    (begun / STATE).unlink(missing_ok=True)
-    if output.exists():
-        output.rmdir()
-    begun.rename(output)
+    with (begun / LOCK).open("a") as lock:
+        if not take_lock(lock):
+            raise ValueError(f"{output} is being made by another `megatron-rl task`; wait for it")
+        made = {"digest": digest, "settings": asdict(settings)} | _make(begun, settings, report)
+        (begun / STAMP).write_text(json.dumps(made, indent=2) + "\n")
+        for name in (STATE, LOCK):
+            (begun / name).unlink(missing_ok=True)
+        if output.exists():
+            output.rmdir()
+        begun.rename(output)
     return made
 
 

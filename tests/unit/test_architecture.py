@@ -47,7 +47,7 @@ LAYERS = {
         "evaluation", "runs", "report", "preflight", "planning", "lag", "watching",
     },
     "launch": {"config", "runs"},
-    "tasks": set(),
+    "tasks": {"runs"},
     "study": {"config", "interruption", "launch", "runs", "tasks"},
     "commands": {
         "config", "console", "interruption", "processes", "trainer", "conversion", "preflight",

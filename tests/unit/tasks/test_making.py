@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 from dataclasses import asdict, dataclass, replace
 
 import pyarrow.parquet as pq
@@ -97,6 +99,31 @@ def test_what_a_warm_up_has_learned_is_kept_for_the_next_call(tmp_path, monkeypa
     monkeypatch.setattr(warm_up, "compute_success", lambda *arguments: 0.3)
     assert make_once(task, settings, silent)["updates"] == 5 + 2
     assert len(list(tmp_path.iterdir())) == 2 and not (task / "warm_up.pt").exists()
+
+
+def test_a_folder_is_made_by_one_process_at_a_time(tmp_path, monkeypatch):
+    """The other one would overwrite what this one has kept."""
+    from megatron_rl.tasks import warm_up
+
+    other = subprocess.Popen(
+        [sys.executable, "-m", "megatron_rl.cli", "task", "running_sum", "--size=4", "--batch=8",
+         "--train=20", "--heldout=10", "--output", str(tmp_path / "task")], stdout=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert other.stdout is not None and other.stdout.readline()  # it has begun
+        with pytest.raises(ValueError, match="is being made by another `megatron-rl task`"):
+            make_once(tmp_path / "task", TaskSettings("running_sum", 4, **SMALL), silent)
+    finally:
+        other.kill()
+        other.communicate()
+    for name in ("BEGUN", "LEARNED"):
+        monkeypatch.setattr(warm_up, name, 1e-99)
+    monkeypatch.setattr(warm_up, "compute_success", lambda *arguments: 0.3)
+    make_once(tmp_path / "task", TaskSettings("running_sum", 4, **SMALL), silent)
+    assert [file.name for file in tmp_path.iterdir()] == ["task"]
+    assert {file.name for file in (tmp_path / "task").iterdir()} == {
+        "heldout.parquet", "made.json", "model", "train.parquet"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("before", [0.9, 0.1])
