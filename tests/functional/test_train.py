@@ -225,8 +225,10 @@ def score_with_transformers(model, tokenizer, row):
     return table.gather(1, labels)[:, 0], -(table.exp() * table).sum(-1)
 
 
-def test_the_exported_model_is_the_trained_one(tmp_path):
+def test_the_exported_model_is_the_trained_one(tmp_path, whole):
     """Under another layout: step 2 starts from the model that a run of one step exported.
+
+    Its prompts are those of a run that never changed its layout.
 
     With KL and entropy terms, whose reference stays the initial model over the resume. A step is
     one update, so its terms are those of the frozen rollout batch, which transformers computes
@@ -244,8 +246,14 @@ def test_the_exported_model_is_the_trained_one(tmp_path):
         for folder in (tmp_path / "a", TASK)
     )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a" / "model")
-    # Continued with the model cut into two pipeline stages: the checkpoint does not mind.
-    metrics = train(*arguments, "trainer.steps=2", "parallel.context=1", "parallel.pipeline=2")[-1]
+    # Continued with two whole copies: neither the checkpoint nor the order of data minds.
+    metrics = train(*arguments, "trainer.steps=2", "parallel.context=1", "parallel.data=2")[-1]
+    for step in ("step_000001.parquet", "step_000002.parquet"):
+        asked = [
+            pq.read_table(run / "rollouts" / step, columns=["prompt_index", "prompt"])
+            for run in (tmp_path / "a", whole)
+        ]
+        assert asked[0].equals(asked[1])
     rows = pq.read_table(tmp_path / "a" / "rollouts" / "step_000002.parquet").to_pylist()
     assert len(rows) == 16 * 8
     moved, kl, entropies = 0.0, [], []
