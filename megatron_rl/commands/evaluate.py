@@ -88,14 +88,14 @@ def evaluation_config(model: str, data: list[str] | None, overrides: list[str]) 
                 f"--data: two sets are called {twice[0]}; tell them apart, as --data NAME=FILE"
             )
         values.setdefault("eval", {})["sets"] = dict(named)
-    if not values.get("eval", {}).get("sets"):
-        raise ConfigError("--data: missing; name one or more files of problems")
     values.setdefault("data", {})["mix"] = {}
     values["data"]["train"] = "not read"
     values.setdefault("rollout", {})["prompts"] = 1
     values["trainer"]["minibatches"] = 1
     for override in overrides:
         apply_override(values, override)
+    if not values.get("eval", {}).get("sets"):
+        raise ConfigError("--data: missing; name one or more files of problems")
     return with_absolute_paths(parse_config(values))
 
 

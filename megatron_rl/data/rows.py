@@ -152,8 +152,8 @@ def _check_columns(names: list[str], columns: Columns, path: Path) -> None:
     if missing:
         raise ValueError(
             f"{path} has no column {', '.join(missing)}; it has {', '.join(names)}: say which hold "
-            "what, as data.columns={prompt: question, answer: answer} (or eval.columns, where the "
-            "evaluation's files have others)"
+            "what, as data.columns={prompt: question, answer: answer}, or eval.columns, or columns "
+            "of one set (docs/prompts.md)"
         )
 
 

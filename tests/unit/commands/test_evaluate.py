@@ -24,6 +24,9 @@ def test_a_folder_takes_the_paper_s_sampling_and_the_files_it_is_given(tmp_path)
     assert config.model.path == str(tmp_path)
     with pytest.raises(ConfigError, match="--data: missing"):
         evaluation_config(str(tmp_path), None, [])
+    given = ["eval.sets={mine: {path: mine.jsonl, columns: {prompt: question, answer: label}}}"]
+    ((path, columns),) = evaluation_config(str(tmp_path), None, given).evaluation_files.values()
+    assert (path, columns.prompt, columns.answer) == ("mine.jsonl", "question", "label")
 
 
 def build_run(folder):
