@@ -20,9 +20,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_rl.runs.lock import LOCK, take_lock
-from megatron_rl.tasks.settings import TaskSettings
+from megatron_rl.tasks.settings import KINDS, TaskSettings
 from megatron_rl.tasks.tokens import build_tokenizer
-from megatron_rl.tasks.trace import Problem, right_trace
+from megatron_rl.tasks.trace import Problem, right_answer, right_trace
 
 STAMP = "made.json"
 STATE = "warm_up.pt"  # of one that has not ended
@@ -98,7 +98,7 @@ def compute_digest(settings: TaskSettings) -> str:
     """What decides the output: the settings, and the code that follows them."""
     names = ("making", "settings", "tokens", "trace", "warm_up")
     code = [Path(__file__).with_name(f"{name}.py") for name in names]
-    code.append(Path(inspect.getfile(settings.kind.draw)))
+    code.append(Path(inspect.getfile(KINDS[settings.task].draw)))
     parts = [json.dumps(_deciding(settings), sort_keys=True).encode()]
     return hashlib.sha256(b"".join(parts + [file.read_bytes() for file in code])).hexdigest()
 
@@ -171,7 +171,7 @@ def _write_parquet(path: Path, problems: list[Problem], settings: TaskSettings) 
             "data_source": settings.task,
             "prompt": [{"content": problem.question, "role": "user"}],
             "ability": "TRACE",
-            "reward_model": {"ground_truth": right_trace(problem), "style": "rule"},
+            "reward_model": {"ground_truth": right_answer(problem), "style": "rule"},
             "extra_info": {"index": str(index)},
         }
         for index, problem in enumerate(problems)

@@ -1,14 +1,10 @@
 """What decides a made task: its problems, its noise, its model."""
 
-import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from megatron_rl.tasks import insertion_sort, multiplication, register_machine, running_sum
-from megatron_rl.tasks.trace import Problem
-
-Draw = Callable[[random.Random, int], Problem]
+from megatron_rl.tasks.trace import Draw, draw_twice
 
 
 class Kind(NamedTuple):
@@ -22,12 +18,16 @@ class Kind(NamedTuple):
     largest: int
     size: str
     layers: int  # that a model needs
+    blank: str = ""  # in a question, where a decision goes
+    fixed_distance: bool = False  # from a question to what is read of it in the trace
 
 
 KINDS = {
-    "running_sum": Kind(running_sum.draw, running_sum.draw_easy, 4, 16, 16, 256, "terms", 2),
+    "running_sum": Kind(
+        running_sum.draw, running_sum.draw_easy, 4, 16, 16, 256, "terms", 2, "?", True
+    ),
     "insertion_sort": Kind(insertion_sort.draw, insertion_sort.draw, 3, 4, 8, 36, "symbols", 2),
-    "multiplication": Kind(multiplication.draw, multiplication.draw, 1, 1, 2, 10, "digits", 2),
+    "multiplication": Kind(multiplication.draw, multiplication.draw, 1, 1, 2, 10, "digits", 2, "?"),
     "register_machine": Kind(
         register_machine.draw, register_machine.draw_easy, 3, 3, 3, 20, "instructions", 3
     ),
@@ -79,4 +79,9 @@ class TaskSettings:
     @property
     def kind(self) -> Kind:
         """What is drawn."""
-        return KINDS[self.task]
+        kind = KINDS[self.task]
+        if not self.corrected:
+            return kind
+        return kind._replace(
+            draw=draw_twice(kind.draw, kind.blank), draw_easy=draw_twice(kind.draw_easy, kind.blank)
+        )

@@ -2,14 +2,19 @@
 
 A trace is worked out by a problem with a `Pen`: what is only copied is written, what takes thought
 is decided. A noisy pen slips in some decisions. A slip that is not corrected stays, and the rest
-follows from it, so that noisy traces are consistent in themselves and wrong at the end. A slip
-that is corrected is followed by `~` and the right symbol: `8+4=3~2` says 2.
+follows from it, so that noisy traces are consistent in themselves and wrong at the end.
+
+Where slips may be corrected a decision is written twice, as a first thought and as what stands:
+`8+4=3~2` says 2, and so does `8+4=2~2`. A correction then takes no more room than none, and
+whatever looks back by a fixed distance still finds its place.
 """
 
 import contextlib
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal, Protocol
 
 CORRECTION = "~"
@@ -28,13 +33,43 @@ class Problem(Protocol):
         """Write the trace, going on from whatever the pen has decided."""
 
 
+Draw = Callable[[random.Random, int], Problem]
+
+
+@dataclass(frozen=True)
+class Twice:
+    """A problem whose decisions are written twice."""
+
+    problem: Problem
+    blank: str  # of the question, where a decision goes
+
+    @property
+    def question(self) -> str:
+        """With room for both."""
+        once = self.problem.question
+        return (
+            once.replace(self.blank, self.blank + CORRECTION + self.blank) if self.blank else once
+        )
+
+    def solve(self, pen: "Pen") -> None:
+        """As the problem is solved."""
+        pen.twice = True
+        self.problem.solve(pen)
+
+
+@lru_cache
+def draw_twice(draw: Draw, blank: str) -> Draw:
+    """The same problems, their decisions written twice."""
+    return lambda generator, size: Twice(draw(generator, size), blank)
+
+
 @dataclass(frozen=True)
 class Noise:
     """Which decisions a noisy pen gets wrong."""
 
     rate: float  # slips per decision, over the whole trace
     place: Literal["early", "late", "even"] = "even"  # all in the first third, the last, anywhere
-    corrected: float = 0.0  # share of the slips that are corrected at once
+    corrected: float = 0.0  # share of the slips that are corrected, where decisions are twice
 
     def rate_at(self, progress: float) -> float:
         """The rate where this share of the decisions has been made, 0 <= progress < 1."""
@@ -54,6 +89,7 @@ class Pen:
 
     text: str = ""
     decisions: int = 0
+    twice: bool = False  # decisions are written
 
     def write(self, text: str) -> None:
         """Write what takes no thought."""
@@ -62,8 +98,12 @@ class Pen:
     def decide(self, symbol: str, among: str) -> str:
         """Write the symbol that is right here, one of `among`; returns what now counts as such."""
         self.decisions += 1
-        self.text += symbol
+        self.put(symbol, symbol)
         return symbol
+
+    def put(self, first: str, stands: str) -> None:
+        """Write a first thought and what stands."""
+        self.text += f"{first}{CORRECTION}{stands}" if self.twice else stands
 
 
 @dataclass
@@ -82,14 +122,13 @@ class NoisyPen(Pen):
         progress = min(self.decisions / self.expected, 1 - 1e-9)
         self.decisions += 1
         if self.generator.random() >= self.noise.rate_at(progress):
-            self.text += symbol
+            self.put(symbol, symbol)
             return symbol
         slip = self.generator.choice([other for other in among if other != symbol])
-        if self.generator.random() < self.noise.corrected:
-            self.text += slip + CORRECTION + symbol
-            return symbol
-        self.text += slip
-        return slip
+        corrected = self.generator.random() < self.noise.corrected and self.twice
+        stands = symbol if corrected else slip
+        self.put(slip, stands)
+        return stands
 
 
 def right_trace(problem: Problem) -> str:
@@ -97,6 +136,11 @@ def right_trace(problem: Problem) -> str:
     pen = Pen()
     problem.solve(pen)
     return pen.text
+
+
+def right_answer(problem: Problem) -> str:
+    """Of the right trace what stands."""
+    return _CORRECTED.sub("", right_trace(problem))
 
 
 def count_decisions(problem: Problem) -> int:

@@ -17,13 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.tasks.settings import Draw, TaskSettings
+from megatron_rl.tasks.settings import TaskSettings
 from megatron_rl.tasks.tokens import ANSWER, END
 from megatron_rl.tasks.trace import (
+    Draw,
     Noise,
     Problem,
     count_decisions,
     noisy_trace,
+    right_answer,
     right_trace,
     verify_trace,
 )
@@ -41,6 +43,7 @@ FEWEST = 2  # of them
 NOISY = 0.3  # share of the rate where noisy updates begin; it falls to the lowest
 NOISY_UPDATES = 240  # in a round
 ROUNDS = 8  # at most, in one call
+CORRECTED = 0.7  # share of right answers where slips are all corrected
 HALVINGS = 20  # of the line between two models
 KEPT = 200  # updates after which what has been learned is kept again
 MEASURED = 2048  # sampled answers
@@ -180,6 +183,10 @@ class WarmUp:
             self.keep(self.state)
         decisions = sum(map(count_decisions, self.heldout)) / len(self.heldout)
         rate = -math.log(settings.success) / decisions / (1 - settings.corrected)
+        if settings.corrected and now.stage == len(stages):
+            self._learn_corrections(rate)
+            now.stage += 1
+            self.keep(self.state)
         success = self._learn_slips(rate)
         thirds = place_slips(self.model, self.tokenizer, self.heldout)
         return {"updates": now.updates, "success": success, "slips_by_third": thirds}
@@ -212,6 +219,20 @@ class WarmUp:
             "another seed, a smaller size or a larger model (--layers, --hidden)"
         )
 
+    def _learn_corrections(self, rate: float) -> None:
+        """Rounds with slips that are all corrected, until most answers are right all the same."""
+        for _ in range(ROUNDS):
+            self._learn_round(Noise(rate, self.settings.noise, corrected=1.0))
+            success = self._measure(f"slips {rate:.4f}, all corrected")
+            if success > CORRECTED:
+                return
+            self.keep(self.state)
+        raise ValueError(
+            f"corrections are not learned after {self.progress.updates} updates ({success:.3f} "
+            f"right, not above {CORRECTED}). What has been learned is kept: the same command goes "
+            "on from it; or try another seed or a larger model"
+        )
+
     def _learn_slips(self, rate: float) -> float:
         """Rounds of updates until the wished success is passed; returns that of the model left."""
         wished = self.settings.success
@@ -222,9 +243,7 @@ class WarmUp:
             before, above = copy.deepcopy(self.model.state_dict()), success > wished
             slips = rate if above else 0.0
             noise = Noise(slips, self.settings.noise, self.settings.corrected)
-            for step in range(NOISY_UPDATES):
-                self._set_rate(NOISY + (LOWEST - NOISY) * step / NOISY_UPDATES)
-                self._update(self.settings.kind.draw, self.settings.size, noise)
+            self._learn_round(noise)
             success = self._measure(f"slips {slips:.4f}")
             if above != (success > wished) and not self._is_wished(success):
                 success = self._go_between(before, above)
@@ -237,6 +256,11 @@ class WarmUp:
                 "on from it; or try another seed or a larger model"
             )
         return success
+
+    def _learn_round(self, noise: Noise) -> None:
+        for step in range(NOISY_UPDATES):
+            self._set_rate(NOISY + (LOWEST - NOISY) * step / NOISY_UPDATES)
+            self._update(self.settings.kind.draw, self.settings.size, noise)
 
     def _go_between(self, before: dict[str, Tensor], above: bool) -> float:
         """Halve the line between two models, of which `before` alone is `above` or alone is not."""
@@ -277,8 +301,9 @@ class WarmUp:
         problems = [draw(self.generator, size) for _ in range(max(count, FEWEST))]
         traces = [noisy_trace(problem, noise, self.generator) for problem in problems]
         self.progress.updates += 1
-        # Where a trace looks back by always the same distance, it is learned once for all sizes.
-        gap = round(_lengths(self.settings.kind.draw, self.settings.size)[0] - question)
+        gap = 0
+        if self.settings.kind.fixed_distance:  # which is learned once for all sizes
+            gap = round(_lengths(self.settings.kind.draw, self.settings.size)[0] - question)
         return update(self.model, self.optimizer, *encode(self.tokenizer, problems, traces), gap)
 
 
@@ -328,11 +353,10 @@ def sample_success(model: Any, tokenizer: Any, problems: list[Problem], seed: in
     right = 0.0
     for start in range(0, MEASURED, AT_ONCE):
         some = asked[start : start + AT_ONCE]
-        truths = [right_trace(problem) for problem in some]
+        truths = [right_answer(problem) for problem in some]
         given = tokenizer([p.question + ANSWER for p in some], padding=True, return_tensors="pt")
-        output = model.generate(
-            **given, do_sample=True, top_k=0, max_new_tokens=2 * max(map(len, truths))
-        )
+        longest = 2 * max(len(right_trace(problem)) for problem in some)
+        output = model.generate(**given, do_sample=True, top_k=0, max_new_tokens=longest)
         answers = output[:, given["input_ids"].shape[1] :]
         texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
         verdicts = [

@@ -11,7 +11,15 @@ from megatron_rl.tasks.multiplication import Multiplication
 from megatron_rl.tasks.register_machine import Machine
 from megatron_rl.tasks.settings import KINDS
 from megatron_rl.tasks.tokens import PIECES
-from megatron_rl.tasks.trace import Noise, count_decisions, noisy_trace, right_trace, verify_trace
+from megatron_rl.tasks.trace import (
+    Noise,
+    Twice,
+    count_decisions,
+    noisy_trace,
+    right_answer,
+    right_trace,
+    verify_trace,
+)
 
 
 def test_insertion_sort_by_hand():
@@ -95,9 +103,13 @@ def test_every_kind_is_written_in_tokens_and_noise_makes_it_wrong(name):
             noisy = noisy_trace(problem, Noise(1.0), generator)
             assert verify_trace(noisy, trace, "")[0] == 0.0
             assert len(noisy) <= 2 * len(trace) + 8
-            corrected = noisy_trace(problem, Noise(0.5, corrected=1.0), generator)
-            if len(corrected) <= 2 * len(trace):  # otherwise it was cut
-                assert verify_trace(corrected, trace, "")[0] == 1.0
+            twice = Twice(problem, kind.blank)
+            corrected = noisy_trace(twice, Noise(0.5, corrected=1.0), generator)
+            longer = 2 * corrected.count("~")
+            assert len(corrected) == len(right_trace(twice)) == len(trace) + longer
+            assert verify_trace(corrected, trace, "")[0] == 1.0 and right_answer(twice) == trace
+            added = len(twice.question) - len(problem.question)
+            assert added == (longer if kind.blank else 0)
 
 
 def test_easy_problems_are_problems_of_their_kind_and_some_of_them_easy():

@@ -166,6 +166,28 @@ def test_the_success_is_met_between_two_rounds(before, monkeypatch):
         one._learn_slips(0.2)
 
 
+def test_corrections_are_learned_before_slips_that_stay(monkeypatch):
+    """A model that has never seen one would take the first thought for what stands."""
+    from megatron_rl.tasks import warm_up
+
+    settings, shares = TaskSettings("running_sum", 4, corrected=0.5, **SMALL), []
+    tokenizer, kept = build_tokenizer(100), []
+    model = build_model(settings, tokenizer, 100)
+    problems = draw_different(settings)[:4]
+    one = WarmUp(model, tokenizer, settings, problems, report=silent, keep=kept.append)
+    one.progress.stage = 2
+    monkeypatch.setattr(one, "_update", lambda draw, size, noise: shares.append(noise.corrected))
+    monkeypatch.setattr(warm_up, "NOISY_UPDATES", 1)
+    found = iter([0.0, 0.8, 0.8, 0.3])
+    monkeypatch.setattr(warm_up, "sample_success", lambda *arguments: next(found))
+    assert one.run()["success"] == 0.3
+    assert shares == [1.0, 1.0, 0.5] and [state["progress"]["stage"] for state in kept] == [2, 3, 3]
+    monkeypatch.setattr(warm_up, "sample_success", lambda *arguments: 0.3)
+    one.progress.stage = 2
+    with pytest.raises(ValueError, match="corrections are not learned"):
+        one.run()
+
+
 def test_a_gap_moves_a_trace_away_from_its_question():
     """The same as so many tokens between them that nothing looks at; the question is still seen."""
     from megatron_rl.tasks import warm_up

@@ -7,8 +7,10 @@ import pytest
 from megatron_rl.tasks.running_sum import RunningSum, draw
 from megatron_rl.tasks.trace import (
     Noise,
+    Twice,
     count_decisions,
     noisy_trace,
+    right_answer,
     right_trace,
     verify_trace,
 )
@@ -55,11 +57,11 @@ def slips(place, corrected, count=3000):
     generator = random.Random(0)
     thirds, right = [0, 0, 0], 0
     for _ in range(count):
-        problem = draw(generator, 31)
+        problem = draw(generator, 31) if not corrected else Twice(draw(generator, 31), "?")
         text = noisy_trace(problem, Noise(0.05, place, corrected), generator)
-        truth = right_trace(problem)
+        truth = right_answer(problem)
         right += verify_trace(text, truth, "")[0] > 0
-        if "~" not in text:
+        if not corrected:
             first = next((i for i, (a, b) in enumerate(zip(text, truth, strict=True)) if a != b), 0)
             if first:
                 thirds[min(3 * ((first - 4) // 4) // 30, 2)] += 1
@@ -78,6 +80,18 @@ def test_corrected_slips_leave_the_trace_right():
     _, right = slips("even", 0.5)
     assert abs(right - 0.975**30) < 0.04  # only every other slip stays: 0.468
     assert slips("even", 1.0)[1] == 1.0
+
+
+def test_a_correction_takes_no_more_room_than_none():
+    twice = Twice(PROBLEM, "?")
+    assert twice.question == "4+8=?~?-3=?~?-9=?~?"
+    assert right_trace(twice) == "4+8=2~2-3=9~9-9=0~0" and right_answer(twice) == RIGHT
+    corrected, not_corrected = (
+        noisy_trace(twice, Noise(1.0, corrected=share), random.Random(3)) for share in (1.0, 0.0)
+    )
+    for text in (corrected, not_corrected):
+        assert len(text) == len(twice.question) and "2~" not in text[:6]
+    assert [text[6] for text in (corrected, not_corrected)] == ["2", not_corrected[4]]
 
 
 def test_what_follows_a_slip_follows_from_it():
