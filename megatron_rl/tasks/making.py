@@ -96,7 +96,7 @@ def _deciding(settings: TaskSettings) -> dict[str, Any]:
 
 def compute_digest(settings: TaskSettings) -> str:
     """What decides the output: the settings, and the code that follows them."""
-    names = ("making", "settings", "tokens", "trace", "warm_up")
+    names = ("making", "measuring", "settings", "tokens", "trace", "warm_up")
     code = [Path(__file__).with_name(f"{name}.py") for name in names]
     code.append(Path(inspect.getfile(KINDS[settings.task].draw)))
     parts = [json.dumps(_deciding(settings), sort_keys=True).encode()]

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from megatron_rl.data.prompts import load_prompts, load_tokenizer
+from megatron_rl.tasks import warm_up
 from megatron_rl.tasks.making import compute_digest, draw_different, make_once
+from megatron_rl.tasks.measuring import IGNORED, compute_success, encode, sample_success
 from megatron_rl.tasks.settings import TaskSettings
 from megatron_rl.tasks.tokens import build_tokenizer
 from megatron_rl.tasks.trace import Noise, right_trace, verify_trace
@@ -48,8 +50,6 @@ def test_the_tokenizer_is_read_back_and_knows_every_trace(tmp_path):
 
 @pytest.mark.parametrize("stage", [0, 1, 2])  # easy problems, right traces, slips
 def test_a_warm_up_goes_on_as_if_it_had_not_ended(stage, monkeypatch):
-    from megatron_rl.tasks import warm_up
-
     monkeypatch.setattr(warm_up, "NOISY_UPDATES", 2)
     monkeypatch.setattr(warm_up, "compute_success", lambda *arguments: 0.9)
     tokenizer = build_tokenizer(40)
@@ -79,8 +79,6 @@ def test_a_warm_up_goes_on_as_if_it_had_not_ended(stage, monkeypatch):
 
 
 def test_what_a_warm_up_has_learned_is_kept_for_the_next_call(tmp_path, monkeypatch):
-    from megatron_rl.tasks import warm_up
-
     settings = TaskSettings("running_sum", 4, hidden=32, heads=1, layers=1, **SMALL)
     task = tmp_path / "task"
     with pytest.raises(ValueError, match="size 4 are not learned after 2 updates"):
@@ -103,8 +101,6 @@ def test_what_a_warm_up_has_learned_is_kept_for_the_next_call(tmp_path, monkeypa
 
 def test_a_folder_is_made_by_one_process_at_a_time(tmp_path, monkeypatch):
     """The other one would overwrite what this one has kept."""
-    from megatron_rl.tasks import warm_up
-
     other = subprocess.Popen(
         [sys.executable, "-m", "megatron_rl.cli", "task", "running_sum", "--size=4", "--batch=8",
          "--train=20", "--heldout=10", "--output", str(tmp_path / "task")], stdout=subprocess.PIPE,
@@ -129,8 +125,6 @@ def test_a_folder_is_made_by_one_process_at_a_time(tmp_path, monkeypatch):
 @pytest.mark.parametrize("before", [0.9, 0.1])
 def test_the_success_is_met_between_two_rounds(before, monkeypatch):
     """Slips where too many are right, none where too few; the model left lies on the line."""
-    from megatron_rl.tasks import warm_up
-
     settings = TaskSettings("running_sum", 4, tolerance=0.001, **SMALL)
     tokenizer = build_tokenizer(40)
     model, kept, rates = build_model(settings, tokenizer, 40), [], []
@@ -168,8 +162,6 @@ def test_the_success_is_met_between_two_rounds(before, monkeypatch):
 
 def test_corrections_are_learned_before_slips_that_stay(monkeypatch):
     """A model that has never seen one would take the first thought for what stands."""
-    from megatron_rl.tasks import warm_up
-
     settings, shares = TaskSettings("running_sum", 4, corrected=0.5, **SMALL), []
     tokenizer, kept = build_tokenizer(100), []
     model = build_model(settings, tokenizer, 100)
@@ -190,16 +182,14 @@ def test_corrections_are_learned_before_slips_that_stay(monkeypatch):
 
 def test_a_gap_moves_a_trace_away_from_its_question():
     """The same as so many tokens between them that nothing looks at; the question is still seen."""
-    from megatron_rl.tasks import warm_up
-
     settings = TaskSettings("running_sum", 4, **SMALL)
     tokenizer = build_tokenizer(40)
     torch.manual_seed(0)
     model = build_model(settings, tokenizer, 40)
     still = torch.optim.SGD(model.parameters(), lr=0.0)
     problems = draw_different(settings)[:2]
-    tokens, labels = warm_up.encode(tokenizer, problems, [right_trace(p) for p in problems])
-    begin = int((labels[0] != warm_up.IGNORED).int().argmax())
+    tokens, labels = encode(tokenizer, problems, [right_trace(p) for p in problems])
+    begin = int((labels[0] != IGNORED).int().argmax())
 
     def by_hand(tokens, gap):
         filled = torch.cat([tokens[:, :begin], tokens[:, :1].repeat(1, gap), tokens[:, begin:]], 1)
@@ -225,8 +215,6 @@ def test_a_gap_moves_a_trace_away_from_its_question():
 
 
 def test_small_problems_stand_as_far_from_their_question_as_large_ones(monkeypatch):
-    from megatron_rl.tasks import warm_up
-
     settings, gaps = TaskSettings("running_sum", 20, **SMALL), []
     monkeypatch.setattr(warm_up, "update", lambda *arguments: gaps.append(arguments[-1]))
     tokenizer = build_tokenizer(200)
@@ -250,8 +238,6 @@ def test_a_real_warm_up_slips_where_it_was_shown_to(tmp_path):
     [(0, 1000.0, 1.0), (0, 0.75, 0.5), (0, 0.02, 0.1), (1, 1000.0, 0.5 ** (50 / 400))],
 )
 def test_the_rate_falls_with_what_is_left_to_learn(stage, average, share, monkeypatch):
-    from megatron_rl.tasks import warm_up
-
     rates = []
 
     def update(model, optimizer, tokens, labels, gap):
@@ -296,9 +282,6 @@ def test_what_an_earlier_version_made_is_taken_and_said(tmp_path):
 
 def test_the_computed_success_is_the_sampled_one():
     """Of a model that has seen each question with two answers, as often one as the other."""
-    import torch
-
-    from megatron_rl.tasks.warm_up import compute_success, encode, sample_success, update
 
     @dataclass(frozen=True)
     class Said:
@@ -326,8 +309,6 @@ def test_the_computed_success_is_the_sampled_one():
 
 def test_a_made_task_is_what_a_run_reads(tmp_path, monkeypatch):
     """The smallest of all: four terms, learned by a warm-up of a few seconds."""
-    from megatron_rl.tasks import warm_up
-
     # Whatever it has learned by then is taken: this is about files.
     for name in ("BEGUN", "LEARNED"):
         monkeypatch.setattr(warm_up, name, 1e-30)
