@@ -5,8 +5,20 @@ import pickle
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, save
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from megatron_rl.actor.safe_pickle import check_pickle
+
+
+class ByName:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle a member of an enum; others read it too."""
+
+    def __init__(self, of, name):
+        self.arguments = of, name
+
+    def __reduce__(self):
+        return getattr, self.arguments
 
 
 class Runs:
@@ -27,6 +39,17 @@ def test_code_is_refused_and_does_not_run(tmp_path, capsys):
     with pytest.raises(ValueError, match=r"builtins\.print; it is not read"):
         check_pickle(file)
     assert "ran" not in capsys.readouterr().out
+
+
+def test_a_member_of_an_enum_may_be_named_and_nothing_else_be_looked_up(tmp_path):
+    file = tmp_path / ".metadata"
+    for of, name in ((WriteItemType, "TENSOR"), (_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")):
+        file.write_bytes(pickle.dumps({"type": ByName(of, name)}))
+        check_pickle(file)
+    for of, name in ((WriteItemType, "mro"), (torch.Size, "numel")):
+        file.write_bytes(pickle.dumps({"type": ByName(of, name)}))
+        with pytest.raises(ValueError, match=f"it names {name} of"):
+            check_pickle(file)
 
 
 def test_something_else_is_refused(tmp_path):
