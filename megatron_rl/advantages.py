@@ -18,17 +18,17 @@ def group_relative_advantages(
     std: Literal["sample", "population", "none"] = "sample",
     shift: float = 0.0,
 ) -> Tensor:
-    """A_i = (R_i - mean of the group - shift) / (std of the group + 1e-6); [N, G] -> [N, G].
+    """Compute A_i = (R_i - mean of the group - shift) / (std of the group + 1e-6); [N, G].
 
-    GRPO, arXiv 2402.03300; "none" leaves out the division (Dr. GRPO, arXiv 2503.20783). A group
-    whose rewards are all equal has advantage exactly 0, without a shift. "sample" divides squares
-    by G - 1. `shift` is delta V of AsymRE (arXiv 2506.20520), where `std` is "none".
+    GRPO, arXiv 2402.03300; std "none" skips the division (Dr. GRPO, arXiv 2503.20783), "sample"
+    divides squares by G - 1. Without a shift, a group of equal rewards has advantages of exactly 0.
+    `shift` is delta V of AsymRE (arXiv 2506.20520) and needs std "none".
     """
     _check(rewards)
     if std not in ("sample", "population", "none"):
         raise ValueError(f"std is {std!r}: choose one of sample, population, none")
     centered = rewards - rewards.mean(dim=1, keepdim=True)
-    # A mean of equal numbers can be off by a rounding; divided by 1e-6 that would be a signal.
+    # The mean of equal numbers can have a rounding error, which dividing by 1e-6 would amplify.
     equal = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)
     centered = torch.where(equal, 0, centered)
     if std == "none":
@@ -43,7 +43,7 @@ def group_relative_advantages(
 
 
 def leave_one_out_advantages(rewards: Tensor) -> Tensor:
-    """A_i = R_i - mean of the other responses' rewards; [N, G] -> [N, G], G >= 2.
+    """Compute A_i = R_i - mean of the other responses' rewards; [N, G] -> [N, G], G >= 2.
 
     RLOO, arXiv 2402.14740. Equals G / (G - 1) times the deviation from the group's mean.
     """
@@ -57,18 +57,18 @@ def leave_one_out_advantages(rewards: Tensor) -> Tensor:
 def batch_baseline_advantages(
     rewards: Tensor, *, std: Literal["sample", "population", "none"] = "sample"
 ) -> Tensor:
-    """A_i = (R_i - mean of the batch) / (std of the batch + 1e-6); [N, G] -> [N, G].
+    """Compute A_i = (R_i - mean of the batch) / (std of the batch + 1e-6); [N, G] -> [N, G].
 
     REINFORCE with the batch as its baseline (REINFORCE++, arXiv 2501.03262, without its KL
     reward); `std` as of `group_relative_advantages`. `rewards` must be those of the whole rollout
-    batch, not one rank's.
+    batch, not one rank's or one call's.
     """
     _check(rewards)
     return group_relative_advantages(rewards.reshape(1, -1), std=std).reshape(rewards.shape)
 
 
 def optimal_value_advantages(rewards: Tensor, *, beta: float) -> Tensor:
-    """A_i = R_i - beta log mean_j exp(R_j / beta); [N, G] -> [N, G].
+    """Compute A_i = R_i - beta log mean_j exp(R_j / beta); [N, G] -> [N, G].
 
     The advantage that OAPL regresses on (arXiv 2602.19362): the soft optimal value of the group,
     between its mean (large beta) and its best reward (small beta). `beta` is in units of reward.
@@ -81,7 +81,7 @@ def optimal_value_advantages(rewards: Tensor, *, beta: float) -> Tensor:
 
 
 def raw_advantages(rewards: Tensor, *, shift: float) -> Tensor:
-    """A_i = R_i - shift; [N, G] -> [N, G]. REINFORCE with a constant baseline."""
+    """Compute A_i = R_i - shift; [N, G] -> [N, G]. REINFORCE with a constant baseline."""
     _check(rewards)
     return rewards - shift
 

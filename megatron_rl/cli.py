@@ -9,17 +9,17 @@ from collections.abc import Iterator
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point; exits non-zero with one clear message when something is wrong."""
+    """Run the subcommand named by the arguments, and exit with its status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    with _ended_by_ctrl_c():
+    with _exit_on_ctrl_c():
         options = _parse(arguments)
-        if getattr(options, "sets_environment", True):  # or it would reach a launched job
-            from megatron_rl.processes import prepare_environment
+        if getattr(options, "sets_environment", True):  # launched jobs would inherit it
+            from megatron_rl.runtime.processes import prepare_environment
 
             prepare_environment()
         try:
             status = options.run(options, arguments)
-        except Exception as error:  # noqa: BLE001 - said, or raised again
+        except Exception as error:  # noqa: BLE001 - reported, or raised again
             from megatron_rl.commands.ending import fail
 
             status = fail(error, None)
@@ -27,33 +27,35 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 @contextlib.contextmanager
-def _ended_by_ctrl_c() -> Iterator[None]:
-    """Until a command listens itself, Ctrl-C ends it without a traceback: nothing has begun."""
+def _exit_on_ctrl_c() -> Iterator[None]:
+    """Exit without a traceback on Ctrl-C, until the subcommand installs its own handler."""
 
-    def end(number: int, frame: object) -> None:
-        os.write(2, b"megatron-rl: ended before anything began\n")
+    def interrupt(number: int, frame: object) -> None:
+        os.write(2, b"megatron-rl: interrupted before the command started\n")
         os._exit(128 + number)
 
-    earlier = signal.getsignal(signal.SIGINT)
-    if earlier is signal.default_int_handler:  # not where it is ignored, as under nohup
-        signal.signal(signal.SIGINT, end)
+    previous = signal.getsignal(signal.SIGINT)
+    if previous is signal.default_int_handler:  # SIGINT may be ignored, as under nohup
+        signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, earlier)
+        if signal.getsignal(signal.SIGINT) is interrupt:
+            signal.signal(signal.SIGINT, previous)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    # Here, since they take a moment that Ctrl-C may fall into.
+    # Imported here, so that Ctrl-C during these imports is handled too.
     from megatron_rl import __version__
     from megatron_rl.commands import (
         convert,
         doctor,
+        dry_run,
         evaluate,
         launch,
         plan,
-        rehearse,
         report,
+        rollouts,
         study,
         task,
         train,
@@ -67,32 +69,33 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         evaluate,
         launch,
         plan,
-        rehearse,
+        dry_run,
         study,
         task,
         convert,
         report,
+        rollouts,
         doctor,
     ):
         command.add_parser(commands)
     options, rest = parser.parse_known_args(arguments)
-    for word in rest:  # overrides may stand before and after options
+    for word in rest:  # overrides may come before and after options
         if word.startswith("-") or "=" not in word or "overrides" not in options:
-            # Not by `error`, which would show the usage of all commands.
-            parser.exit(2, f"megatron-rl: error: unknown argument {word!r}{_meant(word)}\n")
+            # `parser.error` would also print the usage of all commands.
+            parser.exit(2, f"megatron-rl: error: unknown argument {word!r}{_suggestion(word)}\n")
         options.overrides.append(word)
     return options
 
 
-def _meant(word: str) -> str:
-    """The setting that an option of this name would be."""
+def _suggestion(word: str) -> str:
+    """Return a hint that names the setting which the user probably meant."""
     from megatron_rl.config import valid_keys
 
     name, _, value = word.lstrip("-").partition("=")
     for key in valid_keys():
         if name in (key, key.rpartition(".")[2]):
             return f"; settings are given as {key}={value or 'VALUE'}"
-    return "; settings are given as key=value, as trainer.steps=5"
+    return "; settings are given as key=value, for example trainer.steps=5"
 
 
 if __name__ == "__main__":

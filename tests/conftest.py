@@ -1,4 +1,4 @@
-"""What all tests start from."""
+"""Setup shared by all tests."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ def pytest_addoption(parser):
 
 @pytest.fixture(scope="session", autouse=True)
 def process_to_fork_from(request):
-    """While the first tests run, it imports what later ones need; what it says is captured."""
+    """Start the fork server, which imports modules while the first tests run."""
     if ranks := sys.modules.get("tests.ranks"):  # a test that was collected wants it
         if request.config.getoption("--no-processes"):
             ranks.refuse()

@@ -13,7 +13,7 @@ from megatron_rl.resharding.pieces import padded_vocabulary, parameter_shapes
 
 @dataclass
 class CutShards:
-    """A WeightHolder with the shards that a Megatron rank would hold."""
+    """A WeightSource with the shards of a Megatron rank."""
 
     shape: ModelShape
     topology: Topology
@@ -24,7 +24,7 @@ class CutShards:
 
 
 def topology_of(layout: ActorLayout, *, rank: int) -> Topology:
-    """This rank's sizes in `layout`, without process groups."""
+    """Return this rank's topology in `layout`, without process groups."""
     return Topology(
         world_size=layout.world_size,
         rank=rank,
@@ -40,7 +40,7 @@ def topology_of(layout: ActorLayout, *, rank: int) -> Topology:
 def cut_shards(
     tensors: dict[str, Tensor], *, shape: ModelShape, layout: ActorLayout, rank: int
 ) -> CutShards:
-    """What `rank` of `layout` holds of the HF `tensors`; vocabulary padding is NaN."""
+    """Return the shards of `rank` of `layout` from HF `tensors`; vocabulary padding is NaN."""
     pieces = layout.pieces(shape, rank=rank)
     sizes = parameter_shapes(pieces)
     padded = padded_vocabulary(shape.vocab_size, tp_size=layout.tensor) // layout.tensor

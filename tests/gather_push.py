@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.distributed.agreement import raise_together
+from megatron_rl.distributed.agreement import raise_across_ranks
 from megatron_rl.models.shape import ModelShape, tensor_shapes
 from megatron_rl.resharding.layouts import ActorLayout, has_fused_names, layout_of
 from megatron_rl.resharding.pieces import Piece
-from megatron_rl.resharding.push import SyncStats, WeightHolder, WeightReceiver, check_ends
+from megatron_rl.resharding.push import SyncStats, WeightReceiver, WeightSource, check_ends
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A local parameter of one rank that no lower rank holds too."""
+    """A local parameter of the lowest rank that has it."""
 
     owner: int
     parameter: str
@@ -38,7 +38,7 @@ class Shard:
 
 
 def distinct_shards(shape: ModelShape, *, layout: ActorLayout, fused: bool) -> list[Shard]:
-    """Shards that together hold every element of the model once, in the order of the model."""
+    """List shards that contain every element of the model exactly once, in model order."""
     held: dict[str, set[tuple[int, int, int, int]]] = {}
     shards: list[Shard] = []
     for rank in range(layout.world_size):
@@ -97,29 +97,29 @@ def gather_tensors(
 
 
 def gathered_bytes(shards: list[Shard], *, world_size: int, dtype: torch.dtype) -> int:
-    """Bytes that `gather_tensors` sends between processes, over all ranks."""
+    """Return the bytes that `gather_tensors` sends between processes, over all ranks."""
     elements = sum(shard.rows * shard.width for shard in shards)
     return elements * dtype.itemsize * (world_size - 1)
 
 
-def gather_push(holder: WeightHolder, receiver: WeightReceiver, *, version: int) -> SyncStats:
+def gather_push(source: WeightSource, receiver: WeightReceiver, *, version: int) -> SyncStats:
     """Gather every parameter in full on every rank and load it; collective over all processes.
 
     Raises on every rank, naming parameters and both layouts, when a parameter is missing, extra or
     of the wrong shape on any of them.
     """
     start = time.perf_counter()
-    layout = layout_of(holder.topology)
-    doing = f"weight push {version}, {layout} to {receiver.layout}"
-    parameters = check_ends(holder, receiver, doing=doing)
-    shards = distinct_shards(holder.shape, layout=layout, fused=has_fused_names(parameters))
+    layout = layout_of(source.topology)
+    doing = f"weight sync {version}, {layout} to {receiver.layout}"
+    parameters = check_ends(source, receiver, doing=doing)
+    shards = distinct_shards(source.shape, layout=layout, fused=has_fused_names(parameters))
     seconds: dict[str, float] = {}
     tensors = gather_tensors(
         parameters,
-        shape=holder.shape,
+        shape=source.shape,
         shards=shards,
         dtype=receiver.dtype,
-        device=holder.topology.device,
+        device=source.topology.device,
         seconds=seconds,
     )
     error: Exception | None = None
@@ -129,7 +129,7 @@ def gather_push(holder: WeightHolder, receiver: WeightReceiver, *, version: int)
         error = found
         for _ in tensors:  # the other ranks still wait for this one's broadcasts
             pass
-    raise_together(error, doing=doing)
+    raise_across_ranks(error, doing=doing)
     return SyncStats(
         seconds=time.perf_counter() - start,
         bytes_sent=gathered_bytes(shards, world_size=layout.world_size, dtype=receiver.dtype),

@@ -1,4 +1,4 @@
-"""What tests fork ranks and runs from: a process that has imported what the command imports.
+"""Imports of the process that tests fork ranks and runs from: all that the command imports.
 
 `tests.ranks.fork_from` names this module to that process; no test imports it.
 """
@@ -7,7 +7,7 @@ import importlib
 
 import pyarrow
 
-from megatron_rl.processes import prepare_environment, quiet_libraries
+from megatron_rl.runtime.processes import prepare_environment, quiet_libraries
 
 MODULES = (
     "torch", "transformers", "megatron_rl.trainer.build", "vllm", "vllm.v1.engine.llm_engine",

@@ -1,4 +1,4 @@
-"""Run directories without a training: drawn numbers, in the files that a run leaves."""
+"""Run directories without training: random numbers in the files that a run writes."""
 
 import json
 import math
@@ -10,7 +10,7 @@ import yaml
 
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.rows import PHASES
-from megatron_rl.types import Prompt, Response, Rollout, Verdict
+from megatron_rl.types import GradeResult, Prompt, Response, Rollout
 
 EPOCHS, LENGTH, GROUP = 4, 40, 4
 HOSTILE = (
@@ -22,9 +22,9 @@ WORDS = [*HOSTILE, *(f" w{n}" for n in range(30))]
 
 def make_run(
     folder: Path, *, objective: str = "pnpo", seed: int = 1, steps: int = 14, traced: int = 4,
-    sets: tuple[str, ...] = ("heldout",), **settings,
+    sets: tuple[str, ...] = ("heldout",), best: float = 1.0, **settings,
 ) -> Path:  # fmt: skip
-    """A run of drawn numbers; `settings` are sections of its config."""
+    """Write a run of random numbers; `best` is its highest reward, `settings` config sections."""
     draw = random.Random(f"{folder.name} {seed}")
     folder.mkdir(parents=True)
     wide = {"name": objective} | (
@@ -36,14 +36,19 @@ def make_run(
     } | settings  # fmt: skip
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     rows = [{"step": 0} | {f"eval/{name}/avg@8": draw.uniform(0.2, 0.4) for name in sets}]
+    fractions = {"truncated": 0.125, "time_limit": 0.01, "failed": 0.0}  # of each evaluation
     for step in range(1, steps + 1):
         rows.append(_row(draw, step, sets if step % 2 == 0 else ()))
+        rows[-1]["reward/mean"] *= best
+    for row in rows:
+        evaluated = [key.rpartition("/")[0] for key in row if key.startswith("eval/")]
+        row |= {f"{one}/{kind}_fraction": x for one in evaluated for kind, x in fractions.items()}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     directory = RunDirectory(folder)
     if traced:
         _write_tokenizer(folder / "model")
         for step in range(1, steps + 1):
-            _write_step(directory, np.random.default_rng([seed, step]), step, traced, seed)
+            _write_step(directory, np.random.default_rng([seed, step]), step, traced, seed, best)
     return folder
 
 
@@ -83,7 +88,12 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def _write_step(
-    directory: RunDirectory, draw: np.random.Generator, step: int, traced: int, seed: int
+    directory: RunDirectory,
+    draw: np.random.Generator,
+    step: int,
+    traced: int,
+    seed: int,
+    best: float,
 ) -> None:
     """Two groups; of the second as many responses as are traced have log-probs at every epoch."""
     directory.rollouts.mkdir(exist_ok=True)
@@ -100,7 +110,7 @@ def _write_step(
             length = int(draw.integers(LENGTH // 2, LENGTH + 1))
             ids = draw.integers(0, len(WORDS), length)
             before = -draw.exponential(0.5, length).astype(np.float32)
-            reward = float(sample % 2)
+            reward = best * (sample % 2)
             text = "".join(WORDS[token] for token in ids)
             response = Response(
                 index,
@@ -111,7 +121,7 @@ def _write_step(
                 "stop",
                 step - 1,
             )
-            rollouts.append(Rollout(prompt, response, Verdict(reward, "equal", HOSTILE[1])))
+            rollouts.append(Rollout(prompt, response, GradeResult(reward, "equal", HOSTILE[1])))
             behavior.append(before)
             if index % 2 and sample < traced:
                 moved = 0.05 * np.arange(EPOCHS)[:, None] * draw.standard_normal((EPOCHS, length))
@@ -119,7 +129,8 @@ def _write_step(
     directory.write_rollouts(
         step,
         rollouts,
-        advantages=[r.verdict.reward - 0.5 for r in rollouts],
+        advantages=[r.grade_result.reward - 0.5 for r in rollouts],
         behavior_logprobs=behavior,
+        sampled=[place >= GROUP for place in range(len(rollouts))],
     )
     directory.write_traces(step, traces)

@@ -22,7 +22,7 @@ _refused = False
 
 
 def fork_from(module: str) -> None:
-    """Fork all later processes from one that has imported a module; it begins to import now.
+    """Fork all later processes from a server that imports a module, starting now.
 
     So imports are paid for once. Its working folder is the present one.
     """
@@ -33,13 +33,13 @@ def fork_from(module: str) -> None:
 
 
 def refuse() -> None:
-    """From now on a test that would start a process is skipped."""
+    """Skip every later test that would start a process."""
     global _refused
     _refused = True
 
 
 def find_free_port() -> int:
-    """A TCP port of the loopback interface that was free a moment ago."""
+    """Return a TCP port of the loopback interface that is currently free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -48,7 +48,7 @@ def find_free_port() -> int:
 def start_process(
     function: Callable, *args: Any, context: BaseContext | None = None
 ) -> BaseProcess:
-    """`function(*args)` in a process with this one's environment; it does not outlive this one."""
+    """Run `function(*args)` in a process with this environment, which ends with this process."""
     if _refused:
         pytest.skip("starts a process")
     process = (context or _context).Process(target=_begin, args=(function, dict(os.environ), args))

@@ -1,4 +1,4 @@
-"""Whether a process runs, and waiting for its end."""
+"""Checks that processes are running, and waiting for their exit."""
 
 import time
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ def is_running(pid: int) -> bool:
 
 
 def assert_end(pids: Iterable[int], *, within: float = 60) -> None:
-    """Wait until none of the processes runs: the kernel takes a moment."""
+    """Wait until none of the processes is running."""
     pids, deadline = list(pids), time.monotonic() + within
     while left := [pid for pid in pids if is_running(pid)]:
         assert time.monotonic() < deadline, f"{left} still run after {within} s"

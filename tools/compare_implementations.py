@@ -1,13 +1,14 @@
-"""Compare our objectives with other people's code on the same random batches.
+"""Compare our objectives with other implementations on the same random batches.
 
-TRL is imported if it is installed (anywhere on PYTHONPATH); verl's and CTPO's loss functions are
-read out of a local copy of `verl/trainer/ppo/core_algos.py`, whose imports need a whole verl:
+TRL is imported if it is installed (anywhere on PYTHONPATH). The loss functions of verl, CTPO and
+prime-rl are extracted from local copies of `verl/trainer/ppo/core_algos.py` and
+`prime_rl/trainer/rl/loss.py`, whose imports would need a full verl or prime-rl:
 
-    PYTHONPATH=. python tools/compare_implementations.py --verl core_algos.py
+    PYTHONPATH=. python tools/compare_implementations.py --verl core_algos.py --prime-rl loss.py
 
-Prints, for each pair, the largest relative difference of the gradients and, where both define the
-same number, of the losses; exits with 1 if one is larger than 1e-6. Differences that are
-explained in docs/objectives.md are compared after the named adjustment.
+Prints, for each pair, the largest relative difference of the gradients and, if both define the same
+loss, of the losses; exits with 1 if one is larger than 1e-6. Differences that docs/objectives.md
+explains are adjusted before the comparison.
 """
 
 import argparse
@@ -28,7 +29,7 @@ BATCHES = 5
 
 
 def make_batch(seed: int, scale: float) -> dict[str, Tensor]:
-    """Eight responses of 1 to 50 tokens with holes, in float64."""
+    """Draw eight responses of 1 to 50 tokens with masked tokens, in float64."""
     generator = torch.Generator().manual_seed(seed)
     shape = (8, 50)
     behavior = -1 - torch.rand(shape, dtype=torch.float64, generator=generator)
@@ -47,14 +48,14 @@ def make_batch(seed: int, scale: float) -> dict[str, Tensor]:
 
 
 def ours(batch: dict[str, Tensor], name: str, **overrides: Any) -> tuple[float, Tensor]:
-    """Loss and gradient of our objective."""
+    """Compute loss and gradient of our objective."""
     policy = batch["policy_logprobs"].clone().requires_grad_()
     loss, _ = policy_loss(build_objective(name, **overrides), **batch | {"policy_logprobs": policy})
     return loss.item(), torch.autograd.grad(loss, policy)[0]
 
 
 def trl_loss(batch: dict[str, Tensor], **settings: Any) -> tuple[float, Tensor]:
-    """Loss and gradient of TRL's `GRPOTrainer._compute_loss` for given log-probabilities."""
+    """Compute loss and gradient of TRL's `GRPOTrainer._compute_loss` for given log-probs."""
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     policy = batch["policy_logprobs"].clone().requires_grad_()
@@ -64,6 +65,7 @@ def trl_loss(batch: dict[str, Tensor], **settings: Any) -> tuple[float, Tensor]:
     options = {
         "loss_type": "grpo", "importance_sampling_level": "token", "epsilon_low": 0.2,
         "epsilon_high": 0.28, "beta": 0.0, "delta": None, "use_bias_correction_kl": False,
+        "off_policy_mask_threshold": None,
     } | settings  # fmt: skip
     trainer = SimpleNamespace(
         **{k: v for k, v in options.items() if k not in ("delta", "use_bias_correction_kl")},
@@ -71,14 +73,22 @@ def trl_loss(batch: dict[str, Tensor], **settings: Any) -> tuple[float, Tensor]:
             delta=options["delta"],
             use_bias_correction_kl=options["use_bias_correction_kl"],
             steps_per_generation=1,
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
+            vespo_k_pos=2.0,
+            vespo_lambda_pos=3.0,
+            vespo_k_neg=3.0,
+            vespo_lambda_neg=2.0,
         ),
+        get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
         accelerator=SimpleNamespace(
             num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x
         ),
         model=SimpleNamespace(training=True),
         _metrics={"train": defaultdict(list)},
         _get_per_token_logps_and_entropies=lambda *_, **__: (policy, entropy, None),
-        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
+        aux_loss_enabled=False, top_entropy_quantile=1.0,
         use_vllm=False, vllm_importance_sampling_correction=False, _entropy_bonus_enabled=False,
         current_gradient_accumulation_steps=1, max_completion_length=columns,
     )  # fmt: skip
@@ -96,17 +106,17 @@ def trl_loss(batch: dict[str, Tensor], **settings: Any) -> tuple[float, Tensor]:
 
 
 class ActorConfig(SimpleNamespace):
-    """Stands for verl's type of that name in the functions read from its source."""
+    """Replacement for verl's type of the same name in the extracted functions."""
 
     global_batch_info: dict[str, Any] = {}  # noqa: RUF012 - verl passes it on by keyword
 
     def get(self, name: str, default: Any) -> Any:
-        """An attribute or the default."""
+        """Return an attribute or the default."""
         return getattr(self, name, default)
 
 
 def verl_functions(source: Path) -> dict[str, Any]:
-    """The loss functions of a `core_algos.py`, without its imports and decorators."""
+    """Extract the loss functions of a `core_algos.py`, without its imports and decorators."""
     tree = ast.parse(source.read_text())
     wanted = [
         node
@@ -130,7 +140,7 @@ def verl_functions(source: Path) -> dict[str, Any]:
 def verl_loss(
     batch: dict[str, Tensor], function: Any, *, aggregation: str, **settings: Any
 ) -> tuple[float, Tensor]:
-    """Loss and gradient of one of verl's loss functions."""
+    """Compute loss and gradient of one of verl's loss functions."""
     policy = batch["policy_logprobs"].clone().requires_grad_()
     config = ActorConfig(
         **{"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28} | settings
@@ -147,7 +157,7 @@ def verl_loss(
 
 
 def trl_pairs() -> list[tuple[str, Any, Any, bool]]:
-    """(what, ours, theirs, whether the losses are the same number)."""
+    """Yield (name, ours, theirs, whether the losses are the same number) for TRL."""
     no_dual = {"dual": None}
     mean = {"aggregation": "response_mean"}
     kl = {"coefficient": 0.04, "estimator": "k3"}
@@ -190,11 +200,19 @@ def trl_pairs() -> list[tuple[str, Any, Any, bool]]:
             lambda b: trl_loss(b, beta=0.04, use_bias_correction_kl=True),
             True,
         ),
+        ("TRL sapo", lambda b: ours(b, "sapo"), lambda b: trl_loss(b, loss_type="sapo"), True),
+        ("TRL vespo", lambda b: ours(b, "vespo"), lambda b: trl_loss(b, loss_type="vespo"), True),
+        (
+            "TRL grpo with off_policy_mask_threshold",
+            lambda b: ours(b, "opsm"),
+            lambda b: trl_loss(b, off_policy_mask_threshold=1e-4, epsilon_high=0.2),
+            True,
+        ),
     ]
 
 
 def verl_pairs(functions: dict[str, Any]) -> list[tuple[str, Any, Any, bool]]:
-    """The same for verl's functions and for CTPO's, where the file has them."""
+    """Yield the same for the functions of verl, and of CTPO if the file contains them."""
     pairs = [
         (
             "verl vanilla, dual clip 10",
@@ -232,6 +250,36 @@ def verl_pairs(functions: dict[str, Any]) -> list[tuple[str, Any, Any, bool]]:
             True,
         ),
     ]
+    for name, function, bound in (("dppo_tv", "dppo_tv", 0.15), ("dppo_kl", "dppo_kl", 0.05)):
+        pairs.append(
+            (
+                f"verl {function}, gradient only",
+                lambda b, name=name: ours(b, name),
+                lambda b, function=function, bound=bound: verl_loss(
+                    b,
+                    functions[f"compute_policy_loss_{function}"],
+                    aggregation="token-mean",
+                    clip_ratio_low=bound,
+                    clip_ratio_high=bound,
+                    clip_ratio_c=1e4,
+                ),
+                False,
+            )
+        )
+    pairs.append(
+        (
+            "verl sapo",
+            lambda b: ours(b, "sapo"),
+            lambda b: verl_loss(
+                b,
+                functions["compute_policy_loss_sapo"],
+                aggregation="seq-mean-token-mean",
+                tau_pos=1.0,
+                tau_neg=1.05,
+            ),
+            True,
+        )
+    )
     for name, function, power in (
         ("ctpo", "compute_policy_loss_cum_token_cumprod_la", 0.5),
         ("ctpo_geomean", "compute_policy_loss_cum_token_geomean_la", -0.5),
@@ -253,6 +301,35 @@ def verl_pairs(functions: dict[str, Any]) -> list[tuple[str, Any, Any, bool]]:
     return pairs
 
 
+def prime_rl_pair(source: Path) -> tuple[str, Any, Any, bool]:
+    """Extract prime-rl's default loss from its `loss.py`, without the squared log-ratio."""
+    names = ("compute_importance_ratio_and_mismatch_kl", "default_loss_fn", "_safe_mean")
+    wanted = [
+        node
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name in names
+    ]
+    namespace: dict[str, Any] = {"torch": torch, "LossOutputs": SimpleNamespace}
+    module = ast.Module([ast.parse("from __future__ import annotations").body[0], *wanted], [])
+    exec(compile(module, str(source), "exec"), namespace)
+
+    def theirs(batch: dict[str, Tensor]) -> tuple[float, Tensor]:
+        policy = batch["policy_logprobs"].clone().requires_grad_()
+        inputs = SimpleNamespace(
+            trainer_logprobs=policy,
+            inference_logprobs=batch["behavior_logprobs"],
+            advantages=batch["advantages"][:, None].expand(policy.shape),
+            loss_mask=batch["response_mask"],
+            loss_weights=None,
+        )
+        config = SimpleNamespace(dppo_mask_low=0.2, dppo_mask_high=0.2, adv_tau=1.0, kl_tau=0.0)
+        loss = namespace["default_loss_fn"](inputs, config).loss / batch["response_mask"].sum()
+        return loss.item(), torch.autograd.grad(loss, policy)[0]
+
+    bounds = {"constraint": {"low": 0.2, "high": 0.2}}
+    return "prime-rl default loss", lambda b: ours(b, "dppo_tv", **bounds), theirs, True
+
+
 def compare(what: str, left: Any, right: Any, same_loss: bool) -> float:
     """Print and return the largest relative difference over several batches."""
     worst_gradient = worst_loss = 0.0
@@ -270,7 +347,8 @@ def compare(what: str, left: Any, right: Any, same_loss: bool) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--verl", type=Path, help="a copy of verl/trainer/ppo/core_algos.py")
+    parser.add_argument("--verl", type=Path, help="A copy of verl/trainer/ppo/core_algos.py.")
+    parser.add_argument("--prime-rl", type=Path, help="A copy of prime_rl/trainer/rl/loss.py.")
     arguments = parser.parse_args()
     pairs = []
     try:
@@ -279,11 +357,13 @@ def main() -> None:
         print(f"TRL {trl.__version__}")
         pairs += trl_pairs()
     except ImportError as missing:
-        print(f"TRL cannot be imported ({missing}): left out")
+        print(f"TRL cannot be imported ({missing}): skipped")
     if arguments.verl:
         pairs += verl_pairs(verl_functions(arguments.verl))
+    if arguments.prime_rl:
+        pairs.append(prime_rl_pair(arguments.prime_rl))
     if not pairs:
-        sys.exit("nothing to compare with: install trl or give --verl")
+        sys.exit("nothing to compare with: install trl or give --verl or --prime-rl")
     worst = max(compare(*pair) for pair in pairs)
     sys.exit(worst > TOLERANCE)
 

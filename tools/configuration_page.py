@@ -28,9 +28,13 @@ Every setting of a run, with its default and rule, made from `megatron_rl/config
 megatron-rl train --config my.yaml trainer.steps=20 'eval.sets={aime24: data/aime24.parquet}'
 ```
 
-It is strict: an unknown key or a wrong value is refused by name, with the nearest valid key,
-before any work. `--print-config` shows the whole config of a command. Paths are relative to the
-folder that the command is started in; the run directory keeps them absolute.
+In the file a dotted key means what it means on the command line: `model.path: models/mine` is
+`model: {path: models/mine}`. `objective: gspo` is short for `objective: {name: gspo}`.
+
+It is strict: a key that is given twice is refused with both lines, and an unknown key or a wrong
+value by its name, with the nearest valid key, before any work. `--print-config` shows the whole
+config of a command. Paths are relative to the folder that the command is started in; the run
+directory keeps them absolute.
 """
 SIGNS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}
 WORDS = {Any: "any value", int: "integer", float: "number", bool: "`true` or `false`", str: "text"}
@@ -59,9 +63,9 @@ def _rows(prefix: str, section: type[Section]) -> list[str]:
         if inner is not None and not prefix:
             continue  # it has a table of its own
         assert field.description, f"{prefix}{name} has no docstring"
-        said = " ".join(field.description.split())
+        output = " ".join(field.description.split())
         rule = _rule(field.annotation, field.metadata)
-        rows.append(f"| `{prefix}{name}` | {_default(field)} | {rule} | {said} |")
+        rows.append(f"| `{prefix}{name}` | {_default(field)} | {rule} | {output} |")
         if inner is not None:
             rows += _rows(f"{prefix}{name}.", inner)
     return rows

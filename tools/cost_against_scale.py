@@ -1,10 +1,10 @@
-"""Draw what an optimizer update costs against scale, with and without rollout reuse.
+"""Draw the cost of an optimizer update against scale, with and without rollout reuse.
 
     python tools/cost_against_scale.py --out docs/assets/cost_against_scale.svg
 
 Five models from 1.5B to 235B, 8 to 1,024 H100, prompts and responses of 16k to 128k tokens, the
-batch of the paper (256 x 8, four minibatches). Every point is the fastest layout of a search. By
-formula, not measured (docs/planning.md).
+batch of the paper (256 x 8, four minibatches). Every point is the fastest layout of a search,
+estimated by formula, not measured (docs/planning.md).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.planning.built_in import MODELS
-from megatron_rl.planning.devices import DEVICES
-from megatron_rl.planning.search import Option, search
-from megatron_rl.planning.workload import MEAN_PART, Workload
+from megatron_rl.apps.planning.built_in import MODELS
+from megatron_rl.apps.planning.devices import DEVICES
+from megatron_rl.apps.planning.search import Option, search
+from megatron_rl.apps.planning.workload import MEAN_PART, Workload
 
 NAMES = (
     "DeepSeek-R1-Distill-Qwen-1.5B",
@@ -34,7 +34,7 @@ PROMPT = 1024
 
 @dataclass(frozen=True)
 class Point:
-    """The fastest layout for one epoch and for four."""
+    """The fastest layouts for one epoch and for four epochs."""
 
     model: str
     tokens: int
@@ -46,7 +46,7 @@ class Point:
 
     @property
     def ratio(self) -> float:
-        """Of an update's device time with four epochs to that with one: 16 updates, and 4."""
+        """Ratio of device time per update: four epochs (16 updates) over one (4 updates)."""
         return self.four / self.once / 4
 
     @property
@@ -70,7 +70,7 @@ def points(names: tuple[str, ...]) -> Iterator[Point]:
 
 
 def _with_epochs(option: Option, epochs: int) -> float:
-    """Seconds of a step that trains `epochs` times as long."""
+    """Return the seconds of a step with `epochs` times the training."""
     return option.step_seconds + (epochs - 1) * option.seconds["train"]
 
 
@@ -79,7 +79,7 @@ def _workload(tokens: int) -> Workload:
     return Workload(
         prompts=256, samples=8, minibatches=4, epochs=1, max_prompt=PROMPT,
         max_response=response, mean_prompt=160, mean_response=round(MEAN_PART * response),
-        max_sequences=256,
+        max_num_seqs=256,
     )  # fmt: skip
 
 
@@ -116,7 +116,11 @@ def plot(found: list[Point], out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("docs/assets/cost_against_scale.svg"))
-    parser.add_argument("--table", type=Path, help="CSV of the points; read instead if it exists")
+    parser.add_argument(
+        "--table",
+        type=Path,
+        help="CSV of the points; if it exists, it is read instead of running the search.",
+    )
     parser.add_argument("--models", nargs="+", default=NAMES, choices=NAMES)
     arguments = parser.parse_args()
     if arguments.table and arguments.table.exists():

@@ -1,10 +1,10 @@
-"""Write prompts of a reasoning-gym task, to be judged by megatron_rl.rewards.reasoning_gym:verify.
+"""Write prompts of a reasoning-gym task for the verifier megatron_rl.rewards.reasoning_gym:verify.
 
     python tools/make_reasoning_gym.py chain_sum --count 2000 --output chain_sum.parquet
     megatron-rl train --config my.yaml data.train=chain_sum.parquet \\
         reward.verifier=megatron_rl.rewards.reasoning_gym:verify
 
-Needs `pip install reasoning-gym`. The same task, seed, count and settings make the same file.
+Needs `pip install reasoning-gym`. The same task, seed, count and settings produce the same file.
 """
 
 import argparse
@@ -18,12 +18,14 @@ from megatron_rl.rewards.reasoning_gym import ASK, open_task
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("task", help="as reasoning-gym names it")
+    parser.add_argument("task", help="Name of the reasoning-gym task.")
     parser.add_argument("--count", type=int, default=1000, help="problems")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--settings", default="{}", help="of the task, as '{\"max_terms\": 4}'")
+    parser.add_argument(
+        "--settings", default="{}", help="Settings of the task, as '{\"max_terms\": 4}'"
+    )
     parser.add_argument("--output", type=Path, required=True, help="a .parquet file")
     options = parser.parse_args()
     if options.output.suffix != ".parquet":

@@ -1,20 +1,19 @@
-"""Make a task and a model small enough that reinforcement learning shows in minutes on two cores.
+"""Create a task and a model so small that RL improves it in minutes on two cores.
 
 The task is a running sum modulo 10, which needs written reasoning: `Work out 4+8-3 modulo 10.` is
 answered step by step, `4+8=2-3=9` and then `\\boxed{9}`. The model is a Qwen2 of about a hundred
-thousand parameters with a tokenizer of its own. It is warmed up by supervised training on worked
-solutions, the last of them with wrong steps mixed in, so that it knows the form, is right in about
-a third of its answers, and leaves room to learn.
+thousand parameters with its own tokenizer. It is fine-tuned on worked solutions, the last ones with
+wrong steps, so that its answers have the right form and about a third of them are correct.
 
-Everything follows from the seed. The model of the default settings lies beside this program
-(`tiny_model.safetensors`), so it is the same on every machine and takes no time; any other, and
-this one with `--warm-up`, is trained, on one core for two to three minutes. Rounding decides how
-many updates such a training takes, so it runs with one thread and with kernels that round alike
-on every x86-64 processor with AVX2 (`PORTABLE`).
+The seed determines everything. The model of the default settings is stored next to this program
+(`tiny_model.safetensors`), so it is the same on every machine; with other settings, or with
+`--warm-up`, a model is trained on one core in two to three minutes. Rounding affects the number of
+updates, so training uses one thread and kernels that round identically on every x86-64 processor
+with AVX2 (`PORTABLE`).
 
-The output folder holds `train.parquet` and `heldout.parquet` in the schema of DAPO-Math-17k,
-`model/` in Hugging Face format, and `made.json`, which says with which settings they were made: a
-second call with the same settings finds them and does nothing.
+The output folder contains `train.parquet` and `heldout.parquet` in the schema of DAPO-Math-17k,
+`model/` in Hugging Face format, and `made.json` with the settings: a second call with the same
+settings does nothing.
 
     python tools/make_tiny_task.py --output .cache/tiny_task
 """
@@ -31,10 +30,10 @@ import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from megatron_rl.tasks.making import PORTABLE
+from megatron_rl.apps.tasks.making import PORTABLE
 
 DIGITS = "0123456789"
-# Tokens are single characters, and a few words that stand where a question needs them.
+# Tokens are single characters, and a few words of questions.
 WORDS = ["<|im_start|>", "<|im_end|>", "user", "assistant", "system", "Work out ", " modulo 10."]
 SYMBOLS = ["\n", " ", "+", "-", "=", "\\boxed{", "}"]
 PADDING = "<|endoftext|>"
@@ -44,32 +43,32 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-LEARNED = 0.02  # mean loss per token of a solution that is nearly always right
+LEARNED = 0.02  # mean loss per token at which solutions are nearly always correct
 STORED = Path(__file__).with_name("tiny_model.safetensors")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the output; every field is an option of the command line."""
+    """Settings of the task; every field is a command line option."""
 
     seed: int = 1
     train: int = 4096  # prompts
-    heldout: int = 128  # prompts, none of them in the training set
+    heldout: int = 128  # prompts, disjoint from the training set
     shortest: int = 8  # operands in a problem
     longest: int = 10
     hidden: int = 64
     heads: int = 2
     layers: int = 2
-    batch: int = 64  # worked solutions per update of the warm-up
+    batch: int = 64  # worked solutions per update of fine-tuning
     learning_rate: float = 3e-3
-    longest_warm_up: int = 2000  # updates on right solutions; it ends when they are learned
-    noisy_updates: int = 100  # the last ones, on solutions with wrong steps
-    noise: float = 0.12  # how often a step of those is wrong
+    longest_warm_up: int = 2000  # maximum updates on correct solutions; ends when they are learned
+    noisy_updates: int = 100  # final updates, on solutions with wrong steps
+    noise: float = 0.12  # probability of a wrong step in them
 
     def __post_init__(self) -> None:
         if not 2 <= self.shortest <= self.longest:
             raise ValueError(f"need 2 <= shortest <= longest, got {self.shortest}, {self.longest}")
-        if self.hidden % (32 * self.heads):  # vLLM's attention on CPU takes no smaller head
+        if self.hidden % (32 * self.heads):  # minimum head size of vLLM's CPU attention
             raise ValueError(
                 f"hidden={self.hidden} must be a multiple of 32 * heads, with heads={self.heads}"
             )
@@ -83,7 +82,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Problem:
-    """One running sum: the first operand, then (sign, operand) in order."""
+    """Running sum: the first operand, then (sign, operand) in order."""
 
     first: int
     rest: tuple[tuple[str, int], ...]
@@ -100,7 +99,7 @@ class Problem:
         return (self.first + sum(int(sign + str(operand)) for sign, operand in self.rest)) % 10
 
     def solution(self, generator: random.Random, noise: float) -> str:
-        """The steps and the boxed result; each step is wrong with probability `noise`."""
+        """Write the steps and the boxed result; each step is wrong with probability `noise`."""
         total, text = self.first, str(self.first)
         for sign, operand in self.rest:
             total = (total + int(sign + str(operand))) % 10
@@ -111,14 +110,14 @@ class Problem:
 
 
 def draw_problem(generator: random.Random, settings: Settings) -> Problem:
-    """A random problem."""
+    """Draw a random problem."""
     count = generator.randint(settings.shortest, settings.longest)
     rest = tuple((generator.choice("+-"), generator.randrange(10)) for _ in range(count - 1))
     return Problem(generator.randrange(10), rest)
 
 
-def draw_different(generator: random.Random, settings: Settings, count: int) -> list[Problem]:
-    """`count` random problems, no two alike."""
+def draw_distinct(generator: random.Random, settings: Settings, count: int) -> list[Problem]:
+    """Draw `count` distinct problems."""
     problems: dict[Problem, None] = {}
     while len(problems) < count:
         problems[draw_problem(generator, settings)] = None
@@ -126,7 +125,7 @@ def draw_different(generator: random.Random, settings: Settings, count: int) -> 
 
 
 def write_parquet(path: Path, problems: list[Problem]) -> None:
-    """Problems as rows in the schema of DAPO-Math-17k."""
+    """Write problems as rows in the schema of DAPO-Math-17k."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -144,11 +143,11 @@ def write_parquet(path: Path, problems: list[Problem]) -> None:
 
 
 def build_tokenizer(max_length: int):
-    """A Qwen2 tokenizer with one token per digit, symbol and word, and a chat template.
+    """Build a Qwen2 tokenizer with one token per digit, symbol and word, and a chat template.
 
-    Transformers loads the tokenizer of every `qwen2` folder as byte-level BPE, whatever its files
-    say, so it is one: single characters are its bytes, without merges, and longer pieces are
-    added tokens, which are matched before anything else.
+    Transformers loads the tokenizer of every `qwen2` folder as byte-level BPE regardless of its
+    files, so this is a byte-level BPE without merges: single characters are bytes, and longer
+    pieces are added tokens, which are matched first.
     """
     from tokenizers import AddedToken
     from transformers import Qwen2Tokenizer
@@ -168,22 +167,22 @@ def build_tokenizer(max_length: int):
     longer = [piece for piece in [*WORDS, *SYMBOLS] if len(piece) > 1 and "<|" not in piece]
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in longer])
     tokenizer.chat_template = CHAT_TEMPLATE
-    assert len(tokenizer) == len(pieces), "an added token did not find its place"
+    assert len(tokenizer) == len(pieces), "an added token is missing from the vocabulary"
     return tokenizer
 
 
 def encode_prompts(tokenizer, problems: list[Problem]) -> list[list[int]]:
-    """Token ids of the questions with the chat template, ready for the answers."""
+    """Return token ids of the questions with the chat template and the generation prompt."""
     chats = [[{"role": "user", "content": problem.question}] for problem in problems]
     texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
 def draw_batch(generator: random.Random, settings: Settings, tokenizer, noise: float):
-    """Token ids and labels of worked solutions, padded on the right; two [batch, longest]."""
+    """Draw right-padded token ids and labels of worked solutions; [batch, longest] each."""
     import torch
 
-    from megatron_rl.tasks.warm_up import IGNORED
+    from megatron_rl.apps.tasks.fine_tuning import IGNORED
 
     problems = [draw_problem(generator, settings) for _ in range(settings.batch)]
     prompts = encode_prompts(tokenizer, problems)
@@ -200,35 +199,35 @@ def draw_batch(generator: random.Random, settings: Settings, tokenizer, noise: f
 
 
 def train_model(model, tokenizer, settings: Settings) -> int:
-    """Supervised warm-up; returns the number of updates.
+    """Fine-tune the model; return the number of updates.
 
-    Right solutions until they are learned, however long this seed takes, then solutions with wrong
-    steps: the model is left knowing how to do it, and doing it wrong at the rate of the noise.
-    Raises ValueError if the right ones are not learned in time.
+    Trains on correct solutions until they are learned, then on solutions with wrong steps, so that
+    the model makes errors at the rate of the noise. Raises ValueError if correct solutions are not
+    learned in time.
     """
     import torch
 
-    from megatron_rl.tasks.warm_up import IGNORED
-    from megatron_rl.tasks.warm_up import update as update_model
+    from megatron_rl.apps.tasks.fine_tuning import IGNORED
+    from megatron_rl.apps.tasks.fine_tuning import update as update_model
 
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.learning_rate, weight_decay=0.01, betas=(0.9, 0.98)
     )
     generator = random.Random(f"{settings.seed} warm-up")
-    average = 3.0  # of the loss, over about the last 20 updates
+    average = 3.0  # running mean of the loss over about 20 updates
     for update in range(settings.longest_warm_up):
         optimizer.param_groups[0]["lr"] = settings.learning_rate * min(1, (update + 1) / 50)
         tokens, labels = draw_batch(generator, settings, tokenizer, 0.0)
-        loss = update_model(model, optimizer, tokens, labels)  # of a solution
+        loss = update_model(model, optimizer, tokens, labels)  # per solution
         average += 0.05 * (loss * len(labels) / (labels != IGNORED).sum().item() - average)
         if update % 100 == 99:
-            print(f"warm-up: {update + 1} updates, loss {average:.3f}", flush=True)
+            print(f"fine-tuning: {update + 1} updates, loss {average:.3f}", flush=True)
         if average < LEARNED:
             break
     else:
         raise ValueError(
             f"the solutions are not learned after {update + 1} updates (loss {average:.3f}, "
-            f"not below {LEARNED}); try another seed, a larger model or a longer warm-up"
+            f"not below {LEARNED}); try another seed, a larger model or a larger longest_warm_up"
         )
     for noisy in range(settings.noisy_updates):
         decay = 1 - 0.9 * noisy / settings.noisy_updates
@@ -238,7 +237,7 @@ def train_model(model, tokenizer, settings: Settings) -> int:
 
 
 def measure_accuracy(model, tokenizer, problems: list[Problem], settings: Settings) -> float:
-    """The share of right answers among eight sampled at temperature 1 for each problem."""
+    """Return the fraction of correct answers among eight per problem, sampled at temperature 1."""
     import torch
 
     torch.manual_seed(settings.seed)
@@ -262,21 +261,21 @@ def measure_accuracy(model, tokenizer, problems: list[Problem], settings: Settin
 
 
 def make(folder: Path, settings: Settings, *, warm_up: bool) -> dict:
-    """Write data and model into `folder`; returns what was measured on the way."""
+    """Write data and model into `folder`; return the measurements."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from megatron_rl.tasks.warm_up import build_model
+    from megatron_rl.apps.tasks.fine_tuning import build_model
 
-    disable_progress_bar()  # of saving one small file
+    disable_progress_bar()  # for saving one small file
     torch.manual_seed(settings.seed)
     start = time.monotonic()
     generator = random.Random(f"{settings.seed} problems")
-    problems = draw_different(generator, settings, settings.heldout + settings.train)
+    problems = draw_distinct(generator, settings, settings.heldout + settings.train)
     heldout, train = problems[: settings.heldout], problems[settings.heldout :]
     write_parquet(folder / "train.parquet", train)
     write_parquet(folder / "heldout.parquet", heldout)
-    max_length = 8 * settings.longest + 48  # about as much for the answer as for the question
+    max_length = 8 * settings.longest + 48  # similar lengths of question and answer
     tokenizer = build_tokenizer(max_length)
     model = build_model(settings, tokenizer, max_length)
     if not warm_up and is_stored(settings):
@@ -295,7 +294,7 @@ def make(folder: Path, settings: Settings, *, warm_up: bool) -> dict:
 
 
 def is_stored(settings: Settings) -> bool:
-    """Whether the model of these settings lies beside this program."""
+    """Return whether the stored model has these settings."""
     from safetensors import safe_open
 
     with safe_open(STORED, "pt") as stored:
@@ -303,7 +302,7 @@ def is_stored(settings: Settings) -> bool:
 
 
 def load_stored(model) -> dict:
-    """Give `model` the stored weights; returns what was measured when they were made."""
+    """Load the stored weights into `model`; return their measurements."""
     from safetensors import safe_open
     from safetensors.torch import load_file
 
@@ -313,17 +312,17 @@ def load_stored(model) -> dict:
 
 
 def compute_fingerprint(settings: Settings, *, warm_up: bool = False) -> str:
-    """A hash of the settings, this program and the stored model: what decides the output."""
+    """Hash the settings, this program and the stored model, which determine the output."""
     text = json.dumps(asdict(settings), sort_keys=True) + ("warm-up" if warm_up else "")
     parts = [text.encode(), Path(__file__).read_bytes(), STORED.read_bytes()]
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def make_once(output: Path, settings: Settings, *, warm_up: bool = False) -> dict:
-    """Make the task in `output` unless it is there already; returns the content of made.json.
+    """Create the task in `output` unless it exists; return the content of made.json.
 
-    The folder appears under its name only when it is complete, so one that was interrupted is
-    never taken for a finished one. Raises ValueError if `output` holds something else.
+    The folder gets its name only when it is complete. Raises ValueError if `output` contains other
+    files.
     """
     stamp = output / "made.json"
     fingerprint = compute_fingerprint(settings, warm_up=warm_up)
@@ -332,7 +331,7 @@ def make_once(output: Path, settings: Settings, *, warm_up: bool = False) -> dic
             print(f"tiny task: already in {output}")
             return made
     elif output.exists() and any(output.iterdir()):
-        raise ValueError(f"{output} is not empty and holds no tiny task; name another folder")
+        raise ValueError(f"{output} is not empty and contains no tiny task; choose another folder")
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".making-", dir=output.parent) as parent:
         folder = Path(parent) / "task"
@@ -352,13 +351,15 @@ def make_once(output: Path, settings: Settings, *, warm_up: bool = False) -> dic
 
 
 def main() -> None:
-    """The command line: one option per setting, and where to write."""
+    """Run the command line: one option per setting, and the output folder."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path(".cache/tiny_task"))
     for field in fields(Settings):
         name = "--" + field.name.replace("_", "-")
         parser.add_argument(name, type=type(field.default), default=field.default)
-    parser.add_argument("--warm-up", action="store_true", help="train even the stored model anew")
+    parser.add_argument(
+        "--warm-up", action="store_true", help="Train the model even if it is stored."
+    )
     arguments = vars(parser.parse_args())
     output, warm_up = arguments.pop("output"), arguments.pop("warm_up")
     try:
@@ -366,7 +367,7 @@ def main() -> None:
         if (warm_up or not is_stored(settings)) and not PORTABLE.items() <= os.environ.items():
             # Libraries read these when they are loaded, and torch is not loaded yet.
             os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **PORTABLE})
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all is made here, nothing is looked up
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no network access
         make_once(output, settings, warm_up=warm_up)
     except ValueError as error:
         sys.exit(f"make_tiny_task: {error}")

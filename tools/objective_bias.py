@@ -1,4 +1,4 @@
-"""How far is an objective's expected gradient from grad J? By exact enumeration, no sampling.
+"""Bias of objectives' expected gradients relative to grad J, by exact enumeration.
 
 A vocabulary of 3 symbols and a horizon of 4 or 6 give 81 or 729 responses; behavior and policy
 are softmax tables over every prefix, rewards are random. Every response is enumerated with its
@@ -34,9 +34,9 @@ DRIFTS = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 
 @dataclass(frozen=True)
 class Task:
-    """Every response of a small tree, ended by symbol 0 if `ends`, with rewards."""
+    """All responses of a small tree, with rewards; symbol 0 ends a response if `ends`."""
 
-    tokens: Tensor  # [N, H] symbols; what follows an end is 0
+    tokens: Tensor  # [N, H] symbols; 0 after the end
     states: Tensor  # [N, H] row of the policy table for each position
     mask: Tensor  # [N, H] bool
     rewards: Tensor  # [N]
@@ -67,24 +67,24 @@ def make_task(*, vocabulary: int, horizon: int, ends: bool, seed: int) -> Task:
 
 
 def token_logprobs(task: Task, table: Tensor) -> Tensor:
-    """log pi(y_t | y_<t) of every response under a table of logits; [N, H], 0 after the end."""
+    """Compute log pi(y_t | y_<t) of every response from a logit table; [N, H], 0 after the end."""
     logprobs = torch.log_softmax(table, dim=-1)[task.states, task.tokens]
     return torch.where(task.mask, logprobs, 0)
 
 
 def expected_return(task: Task, table: Tensor) -> Tensor:
-    """J = sum over responses of pi(y) R(y); []."""
+    """Compute J, the sum over responses of pi(y) R(y); []."""
     return (token_logprobs(task, table).sum(dim=1).exp() * task.rewards).sum()
 
 
 def true_gradient(task: Task, table: Tensor) -> Tensor:
-    """grad J, by differentiating the finite sum; like `table`."""
+    """Compute grad J by differentiating the finite sum; like `table`."""
     table = table.detach().requires_grad_()
     return torch.autograd.grad(expected_return(task, table), table)[0]
 
 
 def position_advantages(task: Task, table: Tensor) -> Tensor:
-    """A_t(s_t, y_t) = Q - V under the table's policy, along every response; [N, H]."""
+    """Compute A_t(s_t, y_t) = Q - V of the table's policy for every response; [N, H]."""
     logprobs = token_logprobs(task, table)
     horizon = task.tokens.shape[1]
     values = [expected_return(task, table).expand(len(task.tokens))]  # V of the empty prefix
@@ -100,7 +100,7 @@ def position_advantages(task: Task, table: Tensor) -> Tensor:
 def expected_gradient(
     task: Task, objective: Objective, *, policy: Tensor, behavior: Tensor, advantages: Tensor
 ) -> Tensor:
-    """E over responses y ~ behavior of sum_t (the objective's ascent direction); like `policy`.
+    """Compute the objective's expected ascent direction over y ~ behavior; like `policy`.
 
     The objective sees all responses as one pack; each one's loss is then weighted by its
     probability. Aggregations divide by 1 response or 1 token, and for a mean over L tokens the
@@ -128,7 +128,7 @@ def expected_gradient(
 
 
 def weight_alone(weight: str) -> Objective:
-    """The weight without any constraint, summed over tokens."""
+    """Return an objective with this weight, no constraint, and a sum over tokens."""
     return Objective(
         ObjectiveSpec(
             weight=weight,
@@ -140,7 +140,7 @@ def weight_alone(weight: str) -> Objective:
 
 
 def relative_bias(task: Task, objective: Objective, policy: Tensor, behavior: Tensor) -> float:
-    """||E[g] - grad J|| / ||grad J|| with the outcome advantage R - E_behavior[R]."""
+    """Compute ||E[g] - grad J|| / ||grad J|| with the outcome advantage R - E_behavior[R]."""
     baseline = expected_return(task, behavior)
     advantages = (task.rewards - baseline)[:, None].expand(task.tokens.shape)
     gradient = expected_gradient(
@@ -151,10 +151,10 @@ def relative_bias(task: Task, objective: Objective, policy: Tensor, behavior: Te
 
 
 def measure(horizon: int, tasks: int) -> dict[str, list[float]]:
-    """Mean relative bias at every drift, per weight alone and per named objective."""
+    """Compute the mean relative bias at every drift, per weight and per named objective."""
     objectives = {f"weight {weight}": weight_alone(weight) for weight in WEIGHTS}
     objectives |= {name: build_objective(name) for name in NAMED}
-    # Tolerances belong to the lengths and steps of a run: PNPO's for 15k tokens are tight here.
+    # Bounds depend on the lengths and steps of a run: PNPO's for 15k tokens are tight here.
     wide = {"low": 7e-2, "high": 9.5e-2}
     objectives["pnpo, one-sided"] = build_objective("pnpo", constraint={"sided": "advantage"})
     objectives["pnpo, tolerances x 100"] = build_objective("pnpo", constraint=wide)
@@ -178,7 +178,7 @@ def measure(horizon: int, tasks: int) -> dict[str, list[float]]:
 
 
 def print_table(table: dict[str, list[float]], horizon: int) -> None:
-    """The table in Markdown."""
+    """Format the table in Markdown."""
     print(f"\n| horizon {horizon}, drift | " + " | ".join(f"{d:g}" for d in DRIFTS) + " |")
     print("|---|" + "---|" * len(DRIFTS))
     for name, biases in table.items():
@@ -186,7 +186,7 @@ def print_table(table: dict[str, list[float]], horizon: int) -> None:
 
 
 def plot(tables: dict[int, dict[str, list[float]]], out: Path) -> None:
-    """One panel per horizon, bias over drift on logarithmic axes."""
+    """Draw one panel per horizon, bias over drift on logarithmic axes."""
     import matplotlib
 
     matplotlib.use("svg")

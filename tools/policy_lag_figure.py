@@ -1,4 +1,4 @@
-"""Draw docs/assets/policy_lag.svg: when rollout batches are generated and trained, by the schedule.
+"""Draw docs/assets/policy_lag.svg: when the schedule generates and trains rollout batches.
 
 python tools/policy_lag_figure.py [FILE]
 """
@@ -17,49 +17,49 @@ matplotlib.rcParams |= {"svg.hashsalt": "policy lag", "svg.fonttype": "none"}
 import matplotlib.pyplot as plt  # noqa: E402
 
 from megatron_rl.config import parse_config  # noqa: E402
-from megatron_rl.lag.buffer import GroupBuffer  # noqa: E402
-from megatron_rl.lag.build import build_schedule  # noqa: E402
-from megatron_rl.types import Group, Slot  # noqa: E402
+from megatron_rl.rollouts.buffer import GroupBuffer  # noqa: E402
+from megatron_rl.rollouts.build_schedule import build_schedule  # noqa: E402
+from megatron_rl.types import PromptGroup, PromptSlot  # noqa: E402
 
 STEPS, GROUPS = 7, 4
 REGIMES = {
     "no lag": {},
     "lag.batches: 2": {"lag": {"batches": 2}},
     "lag.batches: {uniform: [0, 2]}": {"lag": {"batches": {"uniform": [0, 2]}}},
-    "lag.publish_every: 3": {"lag": {"publish_every": 3}},
+    "lag.sync_weights_every: 3": {"lag": {"sync_weights_every": 3}},
     "replay: {capacity: 3, fresh: 0.5}": {"replay": {"capacity": 3, "fresh": 0.5}},
-    "lag.in_flight, 3 windows": {"behavior": "engine", "lag": {"in_flight": 10}},
+    "lag.partial_rollouts, 3 windows": {"behavior": "engine", "lag": {"partial_rollouts": 10}},
 }
 
 
 def config_of(sections):
-    """A run of one group a colour."""
+    """Color of each run of one group."""
     return parse_config(
         {
             "model": {"path": "m"}, "data": {"train": "t"}, "seed": 5,
-            "rollout": {"prompts": GROUPS, "max_response_tokens": 30},
+            "rollout": {"prompts_per_step": GROUPS, "max_response_tokens": 30},
             "trainer": {"steps": STEPS, "minibatches": 1}, **sections,
         }
     )  # fmt: skip
 
 
 def walk(schedule):
-    """(step, generation, trained before) of every trained group, as a run walks through them."""
+    """Return (step, generation step, times trained) of every trained group, in run order."""
     buffer = GroupBuffer(schedule)
     for step in range(1, STEPS + 1):
         for slots in buffer.missing(step):
-            buffer.hold(_group(slot, step) for slot in slots)
+            buffer.insert(_group(slot, step) for slot in slots)
         for group in buffer.select(step):
-            yield step, group.generated, group.trained
-        buffer.release(step)
+            yield step, group.generated_at_step, group.times_trained
+        buffer.evict(step)
 
 
-def _group(slot: Slot, step: int) -> Group:
-    return Group(slot, (), (), (), 0.0, generated=step, updates=0)
+def _group(slot: PromptSlot, step: int) -> PromptGroup:
+    return PromptGroup(slot, (), (), (), 0.0, generated=step, updates=0)
 
 
 def draw(file: Path) -> None:
-    """One row per regime: arrows from generation to training, as thick as they have groups."""
+    """Draw one row per regime: arrows from generation to training, width by number of groups."""
     figure, axes = plt.subplots(len(REGIMES), 1, figsize=(8, 8.5), sharex=True)
     for axis, (name, sections) in zip(axes, REGIMES.items(), strict=True):
         config = config_of(sections)

@@ -1,13 +1,13 @@
-"""Make prompt files of DAPO-Math-17k, AMC 2023, AIME 2024 and 2025, in the schema of the first.
+"""Write prompt files of DAPO-Math-17k, AMC 2023, AIME 2024 and 2025 in DAPO-Math-17k's schema.
 
-Needs a network and `pip install datasets`. Where there is none, it says what to download elsewhere;
-then give the file:
+Needs a network and `pip install datasets`. Without a network it prints the files to download on
+another machine; then pass the file:
 
     python tools/prepare_data.py --output data                            # all four
-    python tools/prepare_data.py --output data amc23=amc/test.parquet     # one, of a file
+    python tools/prepare_data.py --output data amc23=amc/test.parquet     # one set, from a file
 
-Problems are distinct in the output (the published DAPO-Math-17k holds each about a hundred times).
-The three others are given the words that ask for a boxed answer. A set that is there is left alone.
+Problems are distinct in the output (the published DAPO-Math-17k repeats each about a hundred
+times). For the other sets, a request for a boxed answer is appended. Existing files are kept.
 """
 
 import argparse
@@ -20,13 +20,13 @@ ASK = "\n\nPlease reason step by step, and put your final answer within \\boxed{
 
 
 class Source(NamedTuple):
-    """Where a set is published, and which columns hold what."""
+    """Source of a published set, and its columns."""
 
     repository: str
     split: str
     prompt: str
     answer: str
-    file: str  # of the output
+    file: str  # output file name
 
 
 SOURCES = {
@@ -39,7 +39,7 @@ SOURCES = {
 
 
 def prepare(name: str, source: Path, output: Path) -> int:
-    """Write the set of this name to `output`; returns the number of problems."""
+    """Write the set with this name to `output`; return the number of problems."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -69,7 +69,7 @@ def prepare(name: str, source: Path, output: Path) -> int:
 
 
 def main() -> None:
-    """The command line; exits with 1 where a set could not be made."""
+    """Run the command line; exit with 1 if a set could not be written."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("data"))
     parser.add_argument("sets", nargs="*", metavar="NAME[=FILE]",
@@ -96,9 +96,9 @@ def main() -> None:
                 continue
             folder = source.repository.split("/")[1]
             advice = [
-                "  where there is a network: "
+                "  on a machine with a network: "
                 f"hf download {source.repository} --repo-type dataset --local-dir {folder}",
-                f"  then here, with its .parquet or .jsonl file of the split {source.split}: "
+                f"  then here, with the .parquet or .jsonl file of the split {source.split}: "
                 f"python tools/prepare_data.py --output {options.output} {name}=FILE",
             ]
             print("\n".join(advice), file=sys.stderr)

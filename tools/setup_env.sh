@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make the virtual environment of this project: torch, vLLM and Megatron-core for this machine,
+# Create the virtual environment of this project: torch, vLLM and Megatron-core for this machine,
 # the package itself in editable mode, and the tools of its tests.
 #
 #   bash tools/setup_env.sh            into .venv, or the folder in MEGATRON_RL_VENV
@@ -7,8 +7,8 @@
 #                                      the folder in MEGATRON_RL_LAUNCHER_VENV; no compiler needed
 #
 # Needs Python 3.11 or later and a C++ compiler. A machine with an NVIDIA GPU (nvidia-smi answers)
-# gets the CUDA builds, any other the CPU builds. A second run finds everything done and takes a
-# second; it starts over only where something that decides the outcome has changed.
+# gets the CUDA builds, any other the CPU builds. A second run takes a second if nothing has changed;
+# it starts over if the inputs of the environment have changed.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -21,7 +21,7 @@ LOG=$VENV/setup.log
 STAMP=$VENV/megatron_rl.stamp
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 
-# Newer leptonai lacks what this NeMo-Run imports; with vLLM it disagrees about starlette.
+# Newer leptonai lacks modules that this NeMo-Run imports; with vLLM it conflicts on starlette.
 NEMO_RUN=("nemo-run==0.11.1" "leptonai<0.47")
 
 say() { echo "setup: $*"; }
@@ -40,7 +40,7 @@ find_python() {
     return 1
 }
 
-# step NAME COMMAND...: run quietly, say what and for how long; on failure show the end of the log.
+# step NAME COMMAND...: run quietly, print name and duration; on failure show the end of the log.
 step() {
     local name=$1 start=$SECONDS
     shift
@@ -56,7 +56,7 @@ step() {
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
 install() { pip install --quiet --progress-bar off "$@"; }
 
-# Is there something at an address? Ten seconds at most.
+# Check that an address responds within ten seconds.
 can_reach() {
     "$VENV/bin/python" - "$1" >/dev/null 2>&1 <<'PYTHON'
 import sys
@@ -69,7 +69,7 @@ PYTHON
 install_torch_cpu() {
     local TORCH_CPU=${TORCH#torch==}
     # pip's own index, or a mirror or folder that pip is configured with, may have the CPU build.
-    # On an ordinary machine it has the CUDA build only, of several gigabytes.
+    # By default it has only the CUDA build, of several gigabytes.
     local version="$TORCH_CPU+cpu" versions
     versions=$(pip --timeout 10 --retries 0 index versions torch 2>>"$LOG" || true)
     if grep -qF "$version" <<<"$versions"; then
@@ -91,7 +91,7 @@ install_torch_cpu() {
 install_engines_cpu() {
     install_torch_cpu
     step "$VLLM for CPU" install "$VLLM" "$TORCH+cpu"
-    # vLLM's dependencies bring these built for CUDA, and transformers then fails to import them.
+    # vLLM's dependencies install CUDA builds of these, which transformers fails to import.
     step "removing CUDA builds of torchvision, torchaudio, torchcodec" \
         pip uninstall --quiet --yes torchvision torchaudio torchcodec
 }
@@ -102,7 +102,7 @@ install_engines_cuda() {
     step "vLLM for CUDA, with the torch it is built for" install "$VLLM" "$TORCH"
 }
 
-# The requirements of setup.py, one a line; $1: the name of its list.
+# The requirements of setup.py, one per line; $1: the name of its list.
 requirements() {
     "$VENV/bin/python" - "$ROOT/setup.py" "$1" <<'PYTHON'
 import ast
@@ -117,14 +117,14 @@ PYTHON
 
 install_package() {
     local wanted
-    # torch and Megatron-core are there already, in the versions chosen above.
+    # torch and Megatron-core are already installed, in the versions chosen above.
     mapfile -t wanted < <({ requirements REQUIREMENTS; requirements DEVELOPMENT; } |
         grep -vE '^(torch|megatron-core)\b')
     step "the other requirements and the test tools" install "${wanted[@]}" "setuptools>=68" wheel
     step "megatron_rl, editable" install --no-deps --no-build-isolation --editable "$ROOT"
 }
 
-# What may be missing: tests of it then say that they are skipped. Nothing that is there changes.
+# Optional packages: without them their tests are skipped. Installed packages are not changed.
 install_optional() {
     local start=$SECONDS wanted
     mapfile -t wanted < <(requirements DATA; requirements REASONING_GYM)
@@ -133,7 +133,7 @@ install_optional() {
     if install --constraint "$VENV/installed.txt" "${wanted[@]}" >>"$LOG" 2>&1; then
         echo " $((SECONDS - start)) s"
     else
-        echo " cannot be had here; setup.log says why, and all else works"
+        echo " not available here; see setup.log. Everything else works"
     fi
 }
 
@@ -143,13 +143,13 @@ install_launcher() {
     step "megatron_rl, editable, without its requirements" \
         install --no-deps --no-build-isolation --editable "$ROOT"
     step "a look at whether it all loads" "$VENV/bin/python" -c \
-        "import nemo_run, megatron_rl.launch.nemo"
+        "import nemo_run, megatron_rl.apps.launch.nemo"
 }
 
 install_training() {
     local version=$1 kind=$2 assignments
     # TORCH, VLLM, MEGATRON_CORE, INSTALL_TRANSFORMER_ENGINE: releases that belong together.
-    assignments=$(cd "$ROOT" && "$VENV/bin/python" -m megatron_rl.versions "$kind" "$version") || exit 1
+    assignments=$(cd "$ROOT" && "$VENV/bin/python" -m megatron_rl.runtime.versions "$kind" "$version") || exit 1
     eval "$assignments"
     "install_engines_$kind"
     step "$MEGATRON_CORE" install "$MEGATRON_CORE"
@@ -163,7 +163,7 @@ install_training() {
 main() {
     local start=$SECONDS python kind version fingerprint
     if [[ ${1:-} == --launcher ]]; then kind=launcher; elif command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then kind=cuda; else kind=cpu; fi
-    fingerprint=$(cat "${BASH_SOURCE[0]}" "$ROOT/setup.py" "$ROOT/megatron_rl/versions.py" <(echo "$kind $ROOT $VENV") |
+    fingerprint=$(cat "${BASH_SOURCE[0]}" "$ROOT/setup.py" "$ROOT/megatron_rl/runtime/versions.py" <(echo "$kind $ROOT $VENV") |
         sha256sum | cut -d' ' -f1)
     if [[ -x $VENV/bin/python && $(cat "$STAMP" 2>/dev/null) == "$fingerprint" ]]; then
         say "$VENV is ready"

@@ -3,7 +3,7 @@
 #
 #   bash tools/test.sh                 everything
 #   bash tools/test.sh unit            without the functional tests
-#   bash tools/test.sh fast            under a minute: style, types and the unit tests that tell most
+#   bash tools/test.sh fast            under a minute: style, types and the most informative unit tests
 #
 # Exit code 0 only if every part passed. Later parts run even if an earlier one failed.
 set -uo pipefail
@@ -19,30 +19,30 @@ case ${1:-all} in
     *) echo "usage: bash tools/test.sh [all|unit|fast]" >&2; exit 2 ;;
 esac
 
-# The mathematics, the plans of layouts and weights, the loop around fakes. Tests there that start
-# ranks or go through every case of something (marked slow) are left to the other parts.
+# Mathematics, layouts and weight plans, and the training loop with fakes. Tests there that start
+# ranks or enumerate all cases (marked slow) run in the other parts.
 FAST=(tests/unit/{objectives,data,preflight,trainer} tests/unit/test_{advantages,architecture,config}.py
     tests/unit/distributed/test_sequence_{layout,statistics}.py
     tests/unit/resharding/test_{plan,pieces}.py tests/unit/rewards/test_math_answer.py)
 
-# For the inner loop what was set up before will do.
+# The fast part uses the existing environment.
 [[ ${1:-all} == fast && -x $VENV/bin/pytest ]] || bash tools/setup_env.sh || exit 1
 
-# Two files of tests at a time: many tests wait for something, or use one core. What takes longest
-# comes first.
+# Run two test files at a time: many tests wait, or use one core. The longest files
+# come first.
 SIDE_BY_SIDE=(-n 2 --dist loadfile --no-loadscope-reorder)
-# Several processes share the cores in these tests; threads of their own would only fight.
+# Several processes share the cores in these tests, so each uses one thread.
 export OMP_NUM_THREADS=1
-# Nothing is looked up or reported anywhere.
+# No network requests or telemetry.
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
 
 run_part() {
     case $1 in
         format) "$VENV/bin/ruff" format --check . ;;
-        lint) "$VENV/bin/ruff" check . ;;
+        lint) "$VENV/bin/ruff" check . && "$VENV/bin/python" tools/plain_words.py | tail -n 1 ;;
         types) "$VENV/bin/mypy" ;;
         docs) MEGATRON_RL_VENV=$VENV bash tools/docs.sh ;;
-        # The same examples each time; without the seed hypothesis looks for new ones.
+        # A fixed seed makes hypothesis use the same examples each time.
         unit) "$VENV/bin/python" -m pytest tests/unit "${SIDE_BY_SIDE[@]}" --hypothesis-seed=0 ;;
         fast) "$VENV/bin/python" -m pytest -q "${FAST[@]}" "${SIDE_BY_SIDE[@]}" -m "not slow" \
             --no-processes --hypothesis-seed=0 ;;

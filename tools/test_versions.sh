@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Run the actor's tests under another Python and megatron-core, in an environment of their own.
+# Run the actor's tests with another Python and megatron-core, in a separate environment.
 #
 #   bash tools/test_versions.sh python3.12                          all of the actor's tests
 #   bash tools/test_versions.sh python3.12 0.17 tests/unit/actor    some of them, another release
 #
-# torch and megatron-core are those of megatron_rl/versions.py for this Python and a CPU, unless named.
-# The environment lies in .cache/versions (or MEGATRON_RL_VERSIONS) and is kept. Without a CPU build
-# of torch on pip's index it takes 5 GB; MEGATRON_RL_TORCH names another torch ("torch==2.13.0").
+# torch and megatron-core are those of megatron_rl/runtime/versions.py for this Python and a CPU, unless named.
+# The environment is in .cache/versions (or MEGATRON_RL_VERSIONS) and is kept. Without a CPU build
+# of torch on pip's index it takes 5 GB; MEGATRON_RL_TORCH selects another torch ("torch==2.13.0").
 # Not part of CI. vLLM is not needed: these tests generate nothing.
 set -euo pipefail
 
@@ -17,7 +17,7 @@ shift
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') ||
     { echo "test_versions: $python does not run; name a Python of 3.11 or later" >&2; exit 2; }
 # TORCH, MEGATRON_CORE and others
-assignments=$(cd "$ROOT" && "$python" -m megatron_rl.versions cpu "$version") || exit 1
+assignments=$(cd "$ROOT" && "$python" -m megatron_rl.runtime.versions cpu "$version") || exit 1
 eval "$assignments"
 if [[ ${1:-} =~ ^[0-9]+\.[0-9.]+$ ]]; then
     MEGATRON_CORE="megatron-core==$1.*"

@@ -1,10 +1,9 @@
-"""One training step at the true shape of Qwen2.5-0.5B on a CPU, with real Megatron-core and vLLM.
+"""One training step with the shape of Qwen2.5-0.5B on a CPU, with Megatron-core and vLLM.
 
     python tools/true_shape_step.py [--folder FOLDER]
 
-Random weights, a few short responses to the tiny task's prompts, one process. Prints the most
-memory that the process held in each phase. It wants 18 GiB of memory, and looks for them before it
-begins.
+Uses random weights, a few short responses to the tiny task's prompts, and one process. Prints the
+peak memory of each phase. Requires 18 GiB of available memory, which is checked first.
 """
 
 import argparse
@@ -26,8 +25,8 @@ SHAPE = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 SETTINGS = (
-    "parallel.context=1", "rollout.prompts=4", "rollout.responses_per_prompt=4",
-    "rollout.max_response_tokens=32", "rollout.max_sequences=16", "rollout.kv_cache_mib=64",
+    "parallel.context=1", "rollout.prompts_per_step=4", "rollout.responses_per_prompt=4",
+    "rollout.max_response_tokens=32", "rollout.max_num_seqs=16", "rollout.kv_cache_mib=64",
     "trainer.steps=1", "trainer.epochs=1", "trainer.minibatches=1", "eval.sets={}",
     "trainer.tokens_per_micro_batch=1024", "logging.tensorboard=false",
     "objective.entropy_coefficient=1.0e-2", "optimizer.warmup_steps=0",
@@ -36,7 +35,7 @@ NEEDS_GIB = 18
 
 
 def make_model(folder):
-    """The shape with random weights, and the tiny task's tokenizer."""
+    """Write a model with this shape, random weights and the tiny task's tokenizer."""
     import torch
     from safetensors.torch import save_file
 
@@ -56,20 +55,23 @@ def make_model(folder):
 
 
 def available_gib():
-    """Memory that could be had without swapping."""
+    """Return the memory that is available without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable"):
             return int(line.split()[1]) / 2**20
-    raise RuntimeError("/proc/meminfo does not say how much memory is available")
+    raise RuntimeError("/proc/meminfo does not contain the available memory")
 
 
 def main():
-    """Make the model, train one step, print the peaks."""
+    """Create the model, train one step and print the peaks."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--folder", type=Path, help="where model and run are kept")
+    parser.add_argument("--folder", type=Path, help="Folder for the model and the run.")
     folder = parser.parse_args().folder
     if (free := available_gib()) < NEEDS_GIB:
-        sys.exit(f"{free:.1f} GiB of memory are available; this needs {NEEDS_GIB} GiB: end others")
+        sys.exit(
+            f"{free:.1f} GiB of memory are available; this needs {NEEDS_GIB} GiB: stop other "
+            "processes"
+        )
     with tempfile.TemporaryDirectory() as scratch:
         folder = folder or Path(scratch)
         subprocess.run(
@@ -86,7 +88,9 @@ def main():
 
         step = read_metrics(folder / "true_shape")[-1]
         for name, value in step.items():
-            if name.startswith(("memory/", "time/", "ratio/first", "rollout/logprob_gap_mean")):
+            if name.startswith(
+                ("memory/", "time/", "ratio/first", "mismatch/logprob_abs_diff_mean")
+            ):
                 print(f"{name:<40} {value:.6g}")
 
 

@@ -1,4 +1,4 @@
-"""Train with the code of docs/use-in-your-trainer.md in the trainers that it is written for.
+"""Run the code of docs/use-in-your-trainer.md in TRL and verl.
 
     pip install --target OTHER --no-deps verl==0.9.1 ray==2.60.0 tensordict==0.10.0 \
         accelerate==1.15.0 datasets==5.2.0 peft==0.21.2 hydra-core==1.3.8 omegaconf==2.4.0 \
@@ -8,14 +8,14 @@
     pip install --target TRL --no-deps trl==1.16.0  # verl wants an older one or none
     PYTHONPATH=.:TRL:OTHER python tools/try_in_trainers.py trl
 
-The code is taken out of the page as it stands there. A tiny model takes updates by plain SGD on the
-CPU, from whole minibatches, from accumulated parts and, in verl, on two processes. The weights must
-be the same; in verl also those that PNPO's equation (`megatron_rl/objectives/pnpo.py`, in float64)
-gives on the same tokens. Exits with 1 where an update differs by more than 1e-4 of its length.
+The code is extracted from the page unchanged. A tiny model is updated with plain SGD on the CPU,
+from whole minibatches, from accumulated parts and, in verl, on two processes. The weights must be
+the same; in verl they must also match PNPO's equation (`megatron_rl/objectives/pnpo.py`, in
+float64) on the same tokens. Exits with 1 if an update differs by more than 1e-4 of its norm.
 
-verl's trainer is a process of Ray that tells workers what to do. What it tells them is told here;
-the workers (`TrainingWorker`, FSDP 2, `ppo_loss`) are verl's, on a CPU that its registry of
-platforms is taught.
+verl's trainer is a Ray process that sends commands to its workers. This script sends the same
+commands to verl's workers (`TrainingWorker`, FSDP 2, `ppo_loss`), on a CPU platform that it adds to
+verl's registry.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from torch import Tensor
 from megatron_rl.objectives import build_objective
 from megatron_rl.objectives.pnpo import pnpo_loss
 
-TOLERANCE = 1e-4  # float32 gradients summed in another order
+TOLERANCE = 1e-4  # float32 gradients are summed in a different order
 VERL_UPDATES = 2  # the first has a ratio of 1, the second a gate
 VERL_LEARNING_RATE = 0.1
 GATE = 0.05  # wider than published: float32 weights need larger steps
@@ -42,7 +42,7 @@ ROWS, PROMPT, RESPONSE = 8, 4, 12
 
 
 def code_of_page(marker: str) -> dict[str, Any]:
-    """What the page's code with that marker defines."""
+    """Return the definitions of the page's code block with this marker."""
     page = Path(__file__).parents[1] / "docs" / "use-in-your-trainer.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
     (code,) = (block for block in blocks if marker in block)
@@ -52,7 +52,7 @@ def code_of_page(marker: str) -> dict[str, Any]:
 
 
 def tiny_model() -> Any:
-    """A Qwen2 of one layer and 32 words, always the same."""
+    """Build a Qwen2 with one layer and 32 tokens, always with the same weights."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -69,7 +69,7 @@ def flat(model: Any) -> Tensor:
 
 def compare(what: str, update: Tensor, expected: Tensor) -> float:
     """Print and return the relative difference of two updates."""
-    assert expected.norm() > 0, "nothing was learned, so nothing is compared"
+    assert expected.norm() > 0, "the update is zero, so there is nothing to compare"
     difference = float((update.double() - expected.double()).norm() / expected.double().norm())
     print(f"{what}: {difference:.1e}", flush=True)
     return difference
@@ -79,7 +79,7 @@ def compare(what: str, update: Tensor, expected: Tensor) -> float:
 
 
 def trl_update(objective: str, accumulation: int) -> Tensor:
-    """The change of the weights in one update of TRL's trainer from 8 responses."""
+    """Return the change of the weights in one update of TRL's trainer on 8 responses."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -113,7 +113,7 @@ def trl_update(objective: str, accumulation: int) -> Tensor:
 
 
 def try_trl() -> float:
-    """The largest difference between whole and accumulated updates in TRL's trainer."""
+    """Return the largest difference between whole and accumulated updates in TRL's trainer."""
     import trl
 
     print(f"TRL {trl.__version__}")
@@ -130,7 +130,7 @@ def try_trl() -> float:
 
 
 def verl_batch() -> dict[str, Tensor]:
-    """Eight rows as verl's trainer holds them: prompts padded left, responses right, with holes."""
+    """Build eight rows in verl's format: prompts padded left, responses right, masked tokens."""
     generator = torch.Generator().manual_seed(3)
 
     def draw(low: int, high: int, columns: int) -> Tensor:
@@ -153,7 +153,7 @@ def verl_batch() -> dict[str, Tensor]:
 
 
 def verl_on_cpu() -> None:
-    """Teach verl a platform "cpu", by its own registry; its FSDP engine is chosen as on CUDA."""
+    """Register a "cpu" platform in verl, with the same FSDP engine as on CUDA."""
     from verl.plugin.platform import platform_manager
     from verl.plugin.platform.platform_cuda import PlatformCUDA
 
@@ -179,7 +179,7 @@ def verl_on_cpu() -> None:
 
 
 def verl_worker(model: str, rows: int) -> Any:
-    """verl's worker for an actor, with the page's loss, in float32."""
+    """Build verl's actor worker with the page's loss, in float32."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import (
         FSDPActorConfig,
@@ -223,9 +223,9 @@ def verl_worker(model: str, rows: int) -> Any:
 
 
 def verl_process(rank: int, processes: int, rows: int, folder: str) -> None:
-    """One of verl's workers: old log-probs, then updates, as `RayPPOTrainer` asks for them."""
+    """Run one of verl's workers: old log-probs, then updates, as in `RayPPOTrainer`."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "unused", "MASTER_PORT": "unused"}  # verl asks that they are set
+    os.environ |= {"MASTER_ADDR": "unused", "MASTER_PORT": "unused"}  # verl requires them
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=processes
     )
@@ -257,7 +257,7 @@ def verl_process(rank: int, processes: int, rows: int, folder: str) -> None:
 
 
 def equation_update() -> Tensor:
-    """The same updates by PNPO's equation, in float64, with plain transformers."""
+    """Compute the same updates from PNPO's equation, in float64, with plain transformers."""
     batch, model = verl_batch(), tiny_model().double()
     before, behavior = flat(model), None
     for _ in range(VERL_UPDATES):
@@ -279,7 +279,7 @@ def equation_update() -> Tensor:
 
 
 def try_verl() -> float:
-    """The largest difference between verl's updates and the equation's."""
+    """Return the largest difference between verl's updates and the equation's."""
     import verl
 
     print(f"verl {verl.__version__}")

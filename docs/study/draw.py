@@ -11,7 +11,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from megatron_rl.study.summary import paired_interval
+from megatron_rl.apps.study.summary import paired_interval
 
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER))
@@ -19,7 +19,7 @@ sys.path.insert(0, str(FOLDER))
 from runs import Point, Run, read_reuse  # noqa: E402  a script beside this one
 
 COLORS = {"pnpo": "#2f6db3", "pnpo_one_sided": "#2b9db0", "gspo": "#d9822b", "grpo": "#b3477d",
-          "gspo_lopsided": "#4d7c0f"}  # fmt: skip
+          "gspo_tight_low": "#4d7c0f"}  # fmt: skip
 OTHERS = "#64748b"
 PANELS = (("0.0002", "4"), ("0.0004", "4"), ("0.0008", "4"), ("0.0004", "1"), ("0.0004", "8"))
 LENGTH = "38"  # of learning.png

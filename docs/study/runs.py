@@ -7,9 +7,12 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from megatron_rl.study.summary import has_run_away, macro_score
+from megatron_rl.apps.study.summary import has_run_away, macro_score
 
 FOLDER = Path(__file__).parent
+
+# Names under which the runs were made and stored, and what they are called since.
+RENAMED = {"gspo_lopsided": "gspo_tight_low", "lopsided": "pnpo_tight_low"}
 
 Point = tuple[
     str, ...
@@ -33,7 +36,8 @@ def read_runs(study: str, axes: Sequence[str]) -> dict[Point, dict[int, Run]]:
     rows: dict[tuple[Point, int], list[dict[str, Any]]] = {}
     for row in pq.read_table(FOLDER / f"{study}.parquet").to_pylist():
         if row["state"] == "done":
-            point = tuple(row[f"axis/{axis}"] for axis in axes)
+            values = (row[f"axis/{axis}"] for axis in axes)
+            point = tuple(RENAMED.get(value, value) for value in values)
             rows.setdefault((point, row["seed"]), []).append(row)
     runs: dict[Point, dict[int, Run]] = {}
     for (point, seed), some in sorted(rows.items(), key=lambda one: one[0][1]):

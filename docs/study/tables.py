@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.study.plan import PlannedRun, load_study
-from megatron_rl.study.summary import paired_interval
+from megatron_rl.apps.study.study_plan import PlannedRun, load_study
+from megatron_rl.apps.study.summary import paired_interval
 
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER))
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def tolerance_table() -> str:
-    """A row for each run of the tuning; bold the bounds that the study took."""
+    """A row for each run of the tuning; bold what the study ran with, italic its `_tight` one."""
     study = load_study(EXAMPLES / "study_tolerances.yaml", [])
     bounds = {tuple(run.point.values()): _bounds(run) for run in study.runs}
     lines = [
@@ -45,7 +45,8 @@ def tolerance_table() -> str:
     for point in sorted(found, key=lambda p: (int(p[0]), order.index(p[1]), float(p[2]))):
         run, (length, objective, _) = found[point], point
         text = bounds[point]
-        mark = "**" * (taken.get((length, objective)) == text)
+        mark = "*" * (taken.get((length, f"{objective}_tight")) == text)
+        mark = "**" if taken.get((length, objective)) == text else mark
         accepted = min(row["gate/acceptance"] for row in run.rows)
         down = run.rows[0]["gate/rejected_below_negative"]
         lines.append(
@@ -97,12 +98,9 @@ def describe(pairs: Sequence[float]) -> str:
 
 
 def _taken_bounds() -> dict[tuple[str, str], str]:
-    """By length and objective; where there is a `_tight` one beside it, its own."""
+    """The bounds that each objective of the study ran with, by length and objective."""
     study = load_study(EXAMPLES / "study_reuse.yaml", [])
-    bounds = {(run.point["length"], run.point["objective"]): _bounds(run) for run in study.runs}
-    for (length, objective), text in list(bounds.items()):
-        bounds[length, objective.removesuffix("_tight")] = text
-    return bounds
+    return {(run.point["length"], run.point["objective"]): _bounds(run) for run in study.runs}
 
 
 def _bounds(run: PlannedRun) -> str:

@@ -1,4 +1,4 @@
-"""Build Megatron's training stack for one rank: model chunks, gradient buffers, optimizer."""
+"""Construction of Megatron's training stack for one rank: model chunks, buffers, optimizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_rl.models.shape import ModelShape
 def build_chunks(
     shape: ModelShape, *, settings: ActorSettings, topology: Topology
 ) -> list[PolicyModel]:
-    """This rank's model chunks, one per virtual stage, on its device; weights are not set yet."""
+    """Build this rank's model chunks, one per virtual stage, without loading weights."""
     config = build_transformer_config(shape, settings, topology)
     virtual = topology.virtual_stages
     stages: list[int | None] = [None] if virtual == 1 else list(range(virtual))
@@ -38,10 +38,10 @@ def build_chunks(
 def wrap_chunks(
     chunks: list[PolicyModel], settings: ActorSettings
 ) -> list[DistributedDataParallel]:
-    """Chunks with contiguous float32 gradient buffers, summed over data x context parallelism.
+    """Wrap chunks in DDP with float32 gradient buffers, summed over data x context parallelism.
 
-    Parameters are gathered where they are stepped, not in the next forward: who reads weights (a
-    push, a checkpoint) then never meets stale ones.
+    Parameters are gathered right after the optimizer step, not in the next forward pass, so that
+    weight synchronization and checkpoints never read stale weights.
     """
     config = chunks[0].config
     ddp_config = DistributedDataParallelConfig(
@@ -51,26 +51,26 @@ def wrap_chunks(
         average_in_collective=False,
         check_for_nan_in_grad=False,  # the optimizer step reports it through the gradient norm
     )
-    wrapped = [
+    ddp_chunks = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
     if settings.overlap_reduction:
-        waiting = [chunk.no_sync for chunk in wrapped]  # until the last micro-batch
-        config.no_sync_func = waiting if len(waiting) > 1 else waiting[0]
+        no_sync = [chunk.no_sync for chunk in ddp_chunks]  # until the last micro-batch
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         for chunk in chunks:
             chunk.announce_head_gradient()
     config.finalize_model_grads_func = finalize_gradients
-    assert_sum_semantics(wrapped, config=config)
-    return wrapped
+    assert_sum_semantics(ddp_chunks, config=config)
+    return ddp_chunks
 
 
 def build_optimizer(
-    wrapped: list[DistributedDataParallel], settings: ActorSettings
+    ddp_chunks: list[DistributedDataParallel], settings: ActorSettings
 ) -> MegatronOptimizer:
-    """AdamW whose float32 state is cut over data x context parallelism.
+    """Build AdamW with float32 state sharded over data x context parallelism.
 
-    As in Megatron, vectors (norms, biases) are not decayed.
+    As in Megatron, weight decay does not apply to vectors (norms, biases).
     """
     config = OptimizerConfig(
         optimizer="adam",
@@ -80,38 +80,38 @@ def build_optimizer(
         adam_beta1=settings.beta1,
         adam_beta2=settings.beta2,
         adam_eps=settings.epsilon,
-        clip_grad=settings.clip_grad,
+        clip_grad=settings.max_grad_norm,
         bf16=settings.dtype.is_floating_point and settings.dtype.itemsize == 2,
         params_dtype=settings.dtype,
         use_distributed_optimizer=True,
         log_num_zeros_in_grad=False,
     )
-    optimizer = get_megatron_optimizer(config, wrapped)
-    wrapped[0].config.grad_scale_func = optimizer.scale_loss
+    optimizer = get_megatron_optimizer(config, ddp_chunks)
+    ddp_chunks[0].config.grad_scale_func = optimizer.scale_loss
     for part in optimizer_parts(optimizer):
         _allocate_moments(part.optimizer)
-        step_in_one_kernel(part.optimizer, next(wrapped[0].parameters()).device)
+        step_in_one_kernel(part.optimizer, next(ddp_chunks[0].parameters()).device)
     return optimizer
 
 
-def step_optimizer(optimizer: MegatronOptimizer, wrapped: list[DistributedDataParallel]) -> None:
-    """Update this rank's share of the parameters, then gather all of them, once.
+def step_optimizer(optimizer: MegatronOptimizer, ddp_chunks: list[DistributedDataParallel]) -> None:
+    """Update this rank's shard of the parameters, then gather all parameters once.
 
-    With experts Megatron chains two optimizers over the same chunks; those of Megatron-core 0.16
-    gather every parameter each, so all of them twice.
+    With experts Megatron chains two optimizers over the same chunks; in Megatron-core 0.16 each of
+    them would gather every parameter.
     """
     for part in optimizer_parts(optimizer):
         super(DistributedOptimizer, part).step_with_ready_grads()
-    for chunk in wrapped:
+    for chunk in ddp_chunks:
         chunk.start_param_sync()
 
 
 def step_in_one_kernel(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Let torch's Adam, where Transformer Engine's is absent, update CUDA parameters in one pass.
+    """Use torch's fused Adam on CUDA if Transformer Engine's Adam is not installed.
 
-    Its default makes several, and a temporary as large as the parameters. Its one kernel counts
-    steps on the device. By the device, not by a group's parameters: a rank may have none of them,
-    and a checkpoint keeps one set of options for all ranks.
+    The default implementation makes several passes and a temporary as large as the parameters. The
+    fused kernel counts steps on the device. The choice depends on the device, not on a group's
+    parameters: a rank may have none, and a checkpoint stores one set of options for all ranks.
     """
     if not isinstance(optimizer, torch.optim.Adam):
         return
@@ -124,10 +124,10 @@ def step_in_one_kernel(optimizer: torch.optim.Optimizer, device: torch.device) -
 
 
 def _allocate_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Zero moments now instead of at the first update.
+    """Allocate zero moments now instead of at the first update.
 
-    Megatron-core can neither save nor load an optimizer that has no state yet. Torch's Adam counts
-    steps by parameter, Transformer Engine's and apex's by group.
+    Megatron-core can neither save nor load an optimizer without state. Torch's Adam counts steps
+    per parameter, Transformer Engine's and apex's per group.
     """
     counts_by_parameter = isinstance(optimizer, torch.optim.Adam)
     for group in optimizer.param_groups:

@@ -1,7 +1,7 @@
-"""Checkpoints of model and optimizer by Megatron-core's distributed checkpointing.
+"""Checkpoints of model and optimizer with Megatron-core's distributed checkpointing.
 
-Shards carry their place in the whole, so a checkpoint loads under another layout. It is written
-beside its final name and renamed when complete: a killed save leaves nothing that loads.
+Shards store their position in the global tensor, so a checkpoint loads under any layout. It is
+written under a temporary name and renamed when complete, so an interrupted save is never loaded.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import queue
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,13 @@ from megatron_rl.actor.optimizer_slices import sliced_optimizers
 from megatron_rl.actor.weights import load_weights, named_parameters
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.objectives.calibration import Calibration
 
-# Handed out as copies: Megatron-core writes its process groups into what it is given.
+# Passed as copies: Megatron-core adds its process groups to the dictionary.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
-# Where Megatron-core's writers leave their results. Its own queue is a process, for saves that go
-# on in another; it takes seconds to start, and outlives a rank that is killed. Here a rank waits.
+# Queue for the results of Megatron-core's writers. The default, for asynchronous saves, is a
+# process that takes seconds to start and survives a killed rank. Saves here are synchronous.
 filesystem_async._results_queue = queue.Queue()
 
 
@@ -69,13 +71,14 @@ def save_checkpoint(
     topology: Topology,
     optimizer: MegatronOptimizer | None = None,
     updates: int = 0,
+    calibration: Calibration | None = None,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> None:
-    """Write a complete checkpoint folder; collective, replaces a folder of the same name.
+    """Write a complete checkpoint folder, replacing one of the same name. Collective.
 
-    Every rank writes a share: its slice of the optimizer, and some of the weights that its
-    data-parallel group has in common. Without an optimizer it holds the weights alone.
-    dtypes: of the Hugging Face tensors that the weights came from, where nothing else keeps them.
+    Every rank writes its slice of the optimizer and a share of the weights of its data-parallel
+    group. Without an optimizer only weights are written.
+    dtypes: original dtypes of the Hugging Face tensors, stored for converted models.
     """
     folder = Path(folder)
     partial = folder.with_name(f".{folder.name}.partial")
@@ -91,10 +94,12 @@ def save_checkpoint(
     dist_checkpointing.save(state, str(partial), writer, content_metadata=dict(_METADATA))
     dist.barrier()
     if dist.get_rank() == 0:
-        about: dict[str, Any] = {"updates": updates, "optimizer": optimizer is not None}
+        metadata: dict[str, Any] = {"updates": updates, "optimizer": optimizer is not None}
+        if calibration is not None:
+            metadata["calibration"] = asdict(calibration)
         if dtypes is not None:
-            about["dtypes"] = {name: str(dtype)[6:] for name, dtype in dtypes.items()}
-        (partial / STATE).write_text(json.dumps(about))
+            metadata["dtypes"] = {name: str(dtype)[6:] for name, dtype in dtypes.items()}
+        (partial / STATE).write_text(json.dumps(metadata))
         (partial / COMPLETE).touch()
         if folder.exists():
             shutil.rmtree(folder)
@@ -109,26 +114,26 @@ def load_checkpoint(
     topology: Topology,
     optimizer: MegatronOptimizer | None = None,
 ) -> int:
-    """Load model and optimizer in place, under any layout; returns the updates done so far.
+    """Load model and optimizer in place, under any layout; return the number of updates done.
 
-    Each rank reads its slice of the optimizer, and a share of the weights for its data-parallel
-    group. An optimizer that the checkpoint lacks starts afresh from the weights. Collective. Raises
-    ValueError when the folder is missing or its save did not finish.
+    Each rank reads its slice of the optimizer and a share of the weights for its data-parallel
+    group. Without an optimizer in the checkpoint, a new one is initialized from the weights.
+    Collective. Raises ValueError if the folder is missing or its save did not finish.
     """
     state = read_state(folder)
     stored = optimizer if state["optimizer"] else None
-    wanted = _sharded_state(chunks, stored, is_loading=True)
+    sharded = _sharded_state(chunks, stored, is_loading=True)
     reader = FullyParallelLoadStrategyWrapper(
         get_default_load_sharded_strategy(str(folder)), topology.dp_cp_group
     )
-    loaded = dist_checkpointing.load(wanted, str(folder), reader)
+    loaded = dist_checkpointing.load(sharded, str(folder), reader)
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[f"model{index}" if len(chunks) > 1 else "model"])
     if stored is not None:
         with sliced_optimizers():
             stored.load_state_dict(loaded["optimizer"])
         for part in optimizer_parts(stored):
-            _as_own_kind(part.optimizer)
+            _normalize_optimizer_state(part.optimizer)
             step_in_one_kernel(part.optimizer, topology.device)
     elif optimizer is not None:
         optimizer.reload_model_params()
@@ -138,7 +143,7 @@ def load_checkpoint(
 def load_model(
     chunks: list[PolicyModel], *, shape: ModelShape, topology: Topology, folder: str | Path
 ) -> None:
-    """Fill this rank's chunks from a model folder: of safetensors, or made by `convert`."""
+    """Load this rank's chunks from a model folder with safetensors or a converted checkpoint."""
     stored = Path(folder) / FOLDER
     if is_checkpoint(stored):
         load_checkpoint(stored, chunks=chunks, topology=topology)
@@ -146,12 +151,12 @@ def load_model(
         load_weights(named_parameters(chunks), shape=shape, topology=topology, folder=folder)
 
 
-def _as_own_kind(optimizer: torch.optim.Optimizer) -> None:
-    """Make what was loaded this kind of optimizer's, whichever wrote it.
+def _normalize_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Adapt a loaded state to this kind of optimizer, whichever kind wrote it.
 
-    Options that the writer did not have come back (Transformer Engine's Adam needs more than
-    torch's), and every parameter gets a step count of its own: Megatron-core loads one tensor for
-    all of them, and torch's Adam then counts each update once per parameter.
+    Restores options that the writer did not have (Transformer Engine's Adam has more than torch's)
+    and gives every parameter its own step count: Megatron-core loads one shared tensor, which
+    torch's Adam would increment once per parameter.
     """
     for group in optimizer.param_groups:
         for name, value in optimizer.defaults.items():

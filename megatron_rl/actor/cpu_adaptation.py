@@ -1,11 +1,10 @@
-"""Megatron-core on a machine without CUDA.
+"""Adaptation of Megatron-core to machines without CUDA.
 
-Megatron-core is written for CUDA: it names the device "cuda", asks `torch.cuda` for the current
-device and forks CUDA generators. Where there is no CUDA device, `megatron_runtime()` translates
-these requests while Megatron's code runs, and only then; with CUDA it does nothing. It replaces
-what is asked (torch's factories, some methods and functions) and watches nothing, so operations
-cost what they cost elsewhere. One file serves megatron-core 0.16 to 0.19: `tools/test_versions.sh`
-runs the actor's tests under each.
+Megatron-core is written for CUDA: it names the device "cuda", queries `torch.cuda` for the current
+device and forks CUDA generators. Without a CUDA device, `megatron_runtime()` patches torch's
+factory functions and a few methods while Megatron's code runs, and only then; with CUDA it does
+nothing. It does not intercept operations, so they run at normal speed. This file supports
+megatron-core 0.16 to 0.19: `tools/test_versions.sh` runs the actor's tests under each.
 """
 
 from __future__ import annotations
@@ -26,38 +25,38 @@ from torch import Tensor
 from megatron_rl.actor import device
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    # Without Transformer Engine Megatron-core 0.16 leaves this name undefined, and then asks it.
+    # Without Transformer Engine, Megatron-core 0.16 reads this name but does not define it.
     moe_utils.te_general_gemm = None
 
 
-def _is_cuda(asked: Any) -> bool:
-    if isinstance(asked, str):
-        return asked.startswith("cuda")
-    return isinstance(asked, torch.device) and asked.type == "cuda"
+def _is_cuda(requested: Any) -> bool:
+    if isinstance(requested, str):
+        return requested.startswith("cuda")
+    return isinstance(requested, torch.device) and requested.type == "cuda"
 
 
-def _made_on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """One of torch's factories; a tensor that is asked for on CUDA is made in pageable memory."""
+def _on_cpu(create: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap a factory of torch: tensors requested on CUDA are created in pageable CPU memory."""
 
-    @wraps(make)
+    @wraps(create)
     def factory(*args: Any, **kwargs: Any) -> Tensor:
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = device.local_device()
         if "pin_memory" in kwargs:
             kwargs["pin_memory"] = False
-        return make(*args, **kwargs)
+        return create(*args, **kwargs)
 
     return factory
 
 
 def _cuda_type(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`Tensor.type`; asked for its name, a CPU tensor's is that of a CUDA tensor."""
-    found = _TENSOR_TYPE(tensor, *args, **kwargs)
-    return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+    """Replace `Tensor.type`: return the type name of a CUDA tensor for a CPU tensor."""
+    result = _TENSOR_TYPE(tensor, *args, **kwargs)
+    return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
 
 class _CpuStream:
-    """Stands in for a CUDA stream: work on the CPU is already in order."""
+    """Replacement for a CUDA stream; work on the CPU is already ordered."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -66,7 +65,7 @@ class _CpuStream:
     def wait_event(self, event: Any) -> None: ...
 
     def record_event(self, event: Any = None) -> Any:
-        """An event that has already happened."""
+        """Return an event that is already complete."""
         return self
 
     def synchronize(self) -> None: ...
@@ -80,21 +79,22 @@ def _current_device() -> torch.device:
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Split sizes of an all-to-all as the host reads them; here they are there already."""
+    """Return the split sizes of an all-to-all, which are already on the host."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _init_data(shard: ShardedTensor, asked: Any, *args: Any, **kwargs: Any) -> None:
-    """Memory for a shard that is to be loaded or exchanged."""
-    _INIT_DATA(shard, device.local_device() if _is_cuda(asked) else asked, *args, **kwargs)
+def _init_data(shard: ShardedTensor, requested: Any, *args: Any, **kwargs: Any) -> None:
+    """Allocate memory for a shard that will be loaded or exchanged."""
+    target = device.local_device() if _is_cuda(requested) else requested
+    _INIT_DATA(shard, target, *args, **kwargs)
 
 
 def _all_gather(outputs: list[Any], tensor: Any, group: Any = None, **options: Any) -> Any:
-    """All-gather of different numbers of rows, as NCCL has it: gloo's wants them equal."""
-    most = max(len(output) for output in outputs)
-    if all(len(output) == most for output in outputs):
+    """All-gather different numbers of rows, as NCCL supports; gloo requires equal sizes."""
+    longest = max(len(output) for output in outputs)
+    if all(len(output) == longest for output in outputs):
         return _EQUAL_ALL_GATHER(outputs, tensor, group=group, **options)
-    padded = tensor.new_zeros(most, *tensor.shape[1:])
+    padded = tensor.new_zeros(longest, *tensor.shape[1:])
     padded[: len(tensor)] = tensor
     gathered = [torch.empty_like(padded) for _ in outputs]
     _EQUAL_ALL_GATHER(gathered, padded, group=group)
@@ -104,7 +104,7 @@ def _all_gather(outputs: list[Any], tensor: Any, group: Any = None, **options: A
 
 
 def _reduce_scatter(output: Any, inputs: list[Any], group: Any = None, **_: Any) -> None:
-    """Reduce-scatter of different numbers of rows."""
+    """Reduce-scatter different numbers of rows."""
     total = torch.cat(list(inputs))
     dist.all_reduce(total, group=group)
     output.copy_(total.split([len(part) for part in inputs])[dist.get_rank(group)])
@@ -115,9 +115,9 @@ _INIT_DATA = ShardedTensor.init_data
 _TENSOR_TYPE = Tensor.type
 _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "zeros_like", "empty_like")
 
-# No dropout is ever active in policy training, so generators that Megatron forks are never read.
+# Policy training uses no dropout, so the generators that Megatron forks are never read.
 _CPU_PATCHES: tuple[tuple[Any, str, Any], ...] = (
-    *((torch, name, _made_on_cpu(getattr(torch, name))) for name in _FACTORIES),
+    *((torch, name, _on_cpu(getattr(torch, name))) for name in _FACTORIES),
     (Tensor, "type", _cuda_type),
     (Tensor, "cuda", lambda tensor, *_, **__: tensor),
     (torch.cuda, "current_device", _current_device),
@@ -139,7 +139,7 @@ _CPU_PATCHES: tuple[tuple[Any, str, Any], ...] = (
 
 @contextlib.contextmanager
 def megatron_runtime() -> Iterator[None]:
-    """Run Megatron-core's code on this machine's device; nothing outside the block is changed."""
+    """Run Megatron-core's code on this machine's device; patches apply only inside the block."""
     if device.has_cuda():
         yield
         return

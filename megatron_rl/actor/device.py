@@ -6,12 +6,12 @@ import torch
 
 
 def has_cuda() -> bool:
-    """Whether this process computes on a CUDA device."""
+    """Return True if this process computes on a CUDA device."""
     return torch.cuda.is_available()
 
 
 def local_device() -> torch.device:
-    """The device of this process: the CUDA device of its local rank, or the CPU."""
+    """Return the CUDA device of this process's local rank, or the CPU."""
     if not has_cuda():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())

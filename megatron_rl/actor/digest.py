@@ -1,4 +1,4 @@
-"""One number for what a rank holds of a policy: weights, main weights and Adam's moments."""
+"""Digest of a rank's part of a policy: weights, main weights and Adam's moments."""
 
 from collections.abc import Iterable, Iterator
 
@@ -11,21 +11,22 @@ from torch import Tensor
 from megatron_rl.actor.memory import main_parameters, optimizer_parts
 from megatron_rl.distributed.topology import Topology
 
-# Elements at a time: few enough for a CPU's cache, many enough for a GPU.
+# Elements per block: few enough for a CPU's cache, enough to keep a GPU busy.
 BLOCK = {"cpu": 1 << 15, "cuda": 1 << 22}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def digest_tensors(tensors: Iterable[Tensor], *, device: torch.device | None = None) -> str:
-    """Changes with any bit of any tensor, and with two elements that change places, in 16 digits.
+    """Hash the bits and order of all elements to 16 hexadecimal digits.
 
-    Sums of bit patterns times their position, modulo 2^64: the same on every device, and computed
-    on `device`, wherever the tensors lie (that of an offloaded optimizer's actor is far faster).
+    The hash is the sum of bit patterns times their positions modulo 2^64. It does not depend on the
+    device and is computed on `device`, wherever the tensors are (for an offloaded optimizer, the
+    actor's GPU is far faster than the CPU).
     """
     device = device or torch.device("cpu")
     step = BLOCK[device.type]
-    factors = 2 * torch.arange(1, step + 1, device=device) + 1  # odd ones lose no bit
+    factors = 2 * torch.arange(1, step + 1, device=device) + 1  # odd factors lose no bit
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
         bits = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
@@ -37,7 +38,7 @@ def digest_tensors(tensors: Iterable[Tensor], *, device: torch.device | None = N
 
 
 def training_state(parameters: Iterable[Tensor], optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """This rank's parameters, then the main weights and moments of its share of the optimizer."""
+    """Yield this rank's parameters, then its optimizer shard's main weights and moments."""
     yield from parameters
     for part in optimizer_parts(optimizer):
         yield from main_parameters(part)
@@ -48,7 +49,7 @@ def training_state(parameters: Iterable[Tensor], optimizer: MegatronOptimizer) -
 
 
 def describe_layout(sizes: Topology, config: TransformerConfig, dtype: torch.dtype) -> str:
-    """What decides which tensors a rank holds, and how their products are rounded."""
+    """Describe everything that determines the tensors of a rank and the rounding of products."""
     return (
         f"tp{sizes.tp_size} pp{sizes.pp_size}x{sizes.virtual_stages} cp{sizes.cp_size} "
         f"dp{sizes.dp_size} ep{sizes.ep_size} {config.transformer_impl} "

@@ -1,7 +1,7 @@
-"""Norm and activation with few passes over memory and little kept for the backward pass.
+"""Norm and activation with few passes over memory and few tensors saved for the backward pass.
 
-Off CUDA, where torch and Megatron-core have no fused kernels for them, these passes are what a
-small model's step consists of.
+Without CUDA, torch and Megatron-core have no fused kernels for them, and on a small model these
+passes dominate the step time.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Keeps x and 1 / sqrt(mean(x^2) + eps)."""
+    """RMS norm that saves x and 1 / sqrt(mean(x^2) + eps)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -24,7 +24,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        """With g' = g w and p = g x: dx = s g' - x s^3 mean(p w), dw = sum of s p over tokens."""
+        """Return dx = s g' - x s^3 mean(p w) and dw = sum_tokens s p; g' = g w, p = g x."""
         x, weight, scale = ctx.saved_tensors
         wide, grad, wide_weight = x.float(), grad.float(), weight.float()
         product = grad * wide
@@ -35,19 +35,21 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; [..., h], [h] -> [..., h]."""
+    """Compute x / sqrt(mean(x^2) + eps) * weight; [..., h], [h] -> [..., h]."""
     if x.is_cuda:
         return F.rms_norm(x, weight.shape, weight, eps)
     return _RmsNorm.apply(x, weight, eps)
 
 
-# Of a SwiGLU's input, in rows that are worked on at once: what lies between passes stays in cache.
+# Input elements per block of rows, so that intermediate results stay in the cache.
 SWIGLU_ELEMENTS = 1 << 18
 
 
 class _Swiglu(torch.autograd.Function):
-    """Keeps only its input, makes silu(gate) again in the backward pass, and leaves the gradient
-    in the input's place: nothing as wide as the input is allocated where memory is at its peak."""
+    """SwiGLU that saves only its input and recomputes silu(gate) in the backward pass.
+
+    The gradient overwrites the input, so that no tensor of that size is allocated at peak memory.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -69,9 +71,9 @@ class _Swiglu(torch.autograd.Function):
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up of x = [gate; up] in the last dimension; [t, ..., 2 f] -> [t, ..., f].
+    """Compute silu(gate) * up for x = [gate; up]; [t, ..., 2 f] -> [t, ..., f].
 
-    The backward pass overwrites x, so x must be what nobody else reads after it: a projection's
+    The backward pass overwrites x, so x must not be read afterwards: it must be a projection's
     output, not a leaf. A second backward pass through the same graph raises torch's RuntimeError.
     """
     return _Swiglu.apply(x)

@@ -1,4 +1,4 @@
-"""Megatron-core's process groups and random generators, and this process's place in them."""
+"""Initialization of Megatron-core's process groups and random generators."""
 
 import os
 import random
@@ -12,10 +12,11 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron_rl.actor import device
 from megatron_rl.actor.cpu_adaptation import megatron_runtime
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.errors import UserError
 
 
 def _init_process_group(timeout: timedelta) -> None:
-    """Join the process group that torchrun's environment describes, or make one of one process."""
+    """Join the process group described by torchrun's environment, or create one of size 1."""
     if device.has_cuda():
         torch.cuda.set_device(device.local_device())
     if dist.is_initialized():
@@ -38,15 +39,15 @@ def initialise(
     seed: int = 0,
     timeout: timedelta = timedelta(minutes=30),
 ) -> Topology:
-    """Make the process groups of one layout and seed every generator; data parallelism is the rest.
+    """Create the process groups of one layout and seed all generators. Collective.
 
-    Collective over all processes. Raises ValueError when the number of processes is not a multiple
-    of tensor * pipeline * context.
+    The data-parallel size is the number of processes / (tensor * pipeline * context); raises
+    ValueError if that is not an integer.
     """
     _init_process_group(timeout)
     world_size, model_size = dist.get_world_size(), tensor * pipeline * context
     if world_size % model_size:
-        raise ValueError(
+        raise UserError(
             f"tensor {tensor} * pipeline {pipeline} * context {context} = {model_size} does not "
             f"divide the {world_size} processes; start a multiple of {model_size} processes"
         )
@@ -75,7 +76,7 @@ def seed_everything(seed: int) -> None:
 
 
 def topology_now(virtual_stages: int = 1) -> Topology:
-    """This process's place in the process groups that exist."""
+    """Return this process's rank and groups in the initialized process groups."""
     state = parallel_state
     return Topology(
         world_size=dist.get_world_size(),

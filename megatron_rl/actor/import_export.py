@@ -1,6 +1,7 @@
-"""Models between Hugging Face folders and distributed checkpoints, each rank its own shards.
+"""Conversion of models between Hugging Face folders and distributed checkpoints.
 
-No rank holds more than its shards, one tensor, and on rank 0 one file of the export.
+Each rank converts its own shards; its memory is limited to these, one full tensor and, on rank 0,
+one file of the export.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megatron_rl.actor.cpu_adaptation import megatron_runtime
 from megatron_rl.actor.model import PolicyModel
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.actor.weights import (
-    Progress,
+    ProgressCallback,
     begin_folder,
     export_weights,
     load_weights,
@@ -29,11 +30,11 @@ from megatron_rl.models.shape import ModelShape, read_model_shape
 
 
 def convert_to_checkpoint(
-    source: str | Path, target: str | Path, *, topology: Topology, progress: Progress
+    source: str | Path, target: str | Path, *, topology: Topology, progress: ProgressCallback
 ) -> None:
-    """Write a model folder whose weights are a distributed checkpoint; collective.
+    """Write a model folder whose weights are a distributed checkpoint. Collective.
 
-    Config and tokenizer files are copied; the folder appears under its name when complete.
+    Copies config and tokenizer files; the folder appears under its final name when complete.
     """
     target = Path(target)
     partial = target.with_name(f".{target.name}.partial")
@@ -57,11 +58,11 @@ def convert_to_hugging_face(
     *,
     like: str | Path,
     topology: Topology,
-    progress: Progress,
+    progress: ProgressCallback,
 ) -> None:
-    """Write a checkpoint's weights as a Hugging Face folder; collective.
+    """Write a checkpoint's weights as a Hugging Face folder. Collective.
 
-    like: the model folder that gives config, tokenizer files and each tensor's dtype.
+    like: the model folder that provides config, tokenizer files and each tensor's dtype.
     """
     shape = read_model_shape(like)
     with megatron_runtime():
@@ -80,6 +81,6 @@ def convert_to_hugging_face(
 def _build(
     shape: ModelShape, dtypes: dict[str, torch.dtype], topology: Topology
 ) -> list[PolicyModel]:
-    """Chunks in the one dtype that holds every tensor exactly."""
+    """Build chunks in the dtype that represents every tensor exactly."""
     dtype = torch.bfloat16 if set(dtypes.values()) == {torch.bfloat16} else torch.float32
     return build_chunks(shape, settings=ActorSettings(dtype=dtype), topology=topology)

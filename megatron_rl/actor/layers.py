@@ -1,8 +1,8 @@
-"""What Megatron's layers are built of, and what their attention is told of a pack.
+"""Layers of the policy, and the description of a pack that their attention receives.
 
-Without Transformer Engine: Megatron's local layer spec with our norm and core attention in it.
-Megatron's torch norm refuses sequence parallelism and its dot-product attention refuses context
-parallelism and packed sequences; these two accept all three.
+Without Transformer Engine the layers follow Megatron's local spec with our norm and core attention.
+Megatron's torch norm does not support sequence parallelism, and its dot-product attention supports
+neither context parallelism nor packed sequences; ours support all three.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from megatron_rl.models.shape import ModelShape
 
 @dataclass
 class Boundaries(PackedSeqParams):
-    """What Transformer Engine's attention is told of a pack.
+    """Sequence boundaries of a pack for Transformer Engine's attention.
 
-    Left to see for itself whether padding lies between sequences, it may compare boundaries by
-    value, and wait for the device in every layer (all releases before 2.18).
+    Without an explicit `pad_between_seqs`, releases before 2.18 may compare the boundaries by value
+    and so wait for the device in every layer.
     """
 
     pad_between_seqs: bool = False
@@ -42,12 +42,12 @@ class Boundaries(PackedSeqParams):
 
 @dataclass
 class PackContext(PackedSeqParams):
-    """What attention needs to know of a pack; travels to every layer as Megatron's pack argument.
+    """Description of a pack for attention, passed to every layer as Megatron's pack argument.
 
-    "thd" makes Megatron hand over queries, keys and values as [t, heads, size]. Made at first use:
+    "thd" makes Megatron pass queries, keys and values as [t, heads, size]. Computed on first use:
     `plan` for our attention, `boundaries` for Transformer Engine's.
 
-    layout: on the device; host: the same, which planning reads without waiting for the device.
+    layout: on the device; host: the same layout on the host, read without a device sync.
     """
 
     qkv_format: str = "thd"
@@ -57,17 +57,17 @@ class PackContext(PackedSeqParams):
 
     @cached_property
     def plan(self) -> AttentionPlan:
-        """How this rank attends the pack."""
+        """Attention plan of this rank."""
         assert self.layout is not None and self.host is not None, "a pack without its layout"
         return build_attention_plan(self.host, device=self.layout.device)
 
     @cached_property
     def boundaries(self) -> Boundaries:
-        """Where the sequences of the whole pack begin and end, padding included.
+        """Boundaries of all sequences of the pack, padding included.
 
-        Padding comes after a sequence's tokens, where causal attention lets none of them see it:
-        it may count as tokens. One tensor stands for all four arguments: nothing lies between
-        sequences, which leaves Transformer Engine every kernel.
+        Padding follows a sequence's tokens, where causal attention hides it from them, so it can be
+        treated as tokens. All four arguments are the same tensor: without padding between
+        sequences, all of Transformer Engine's kernels are available.
         """
         assert self.layout is not None, "a pack without its layout"
         lengths = self.layout.lengths
@@ -85,10 +85,10 @@ class PackContext(PackedSeqParams):
 
 
 class RmsNorm(torch.nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension (arXiv 1910.07467).
+    """RMS norm: x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467).
 
-    Under sequence parallelism each tensor-parallel rank normalises other tokens: the mark on the
-    weight makes Megatron sum its gradient over them.
+    Under sequence parallelism each tensor-parallel rank normalises different tokens; the attribute
+    on the weight makes Megatron sum its gradient over the ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
@@ -106,7 +106,7 @@ class RmsNorm(torch.nn.Module):
 
 
 class GatedMlp(MLP):
-    """Megatron's dense MLP with silu(gate) * up in two passes; on CUDA Megatron's fused one."""
+    """Megatron's dense MLP with our SwiGLU; on CUDA with Megatron's fused kernel."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """[t, 1, h] -> ([t, 1, h], no bias)."""
@@ -117,7 +117,7 @@ class GatedMlp(MLP):
 
 
 class PackedCoreAttention(torch.nn.Module):
-    """Rotates queries and keys, then attends inside each sequence of the pack."""
+    """Core attention that rotates queries and keys, then attends within each sequence."""
 
     def __init__(self, config: TransformerConfig, pg_collection: Any = None, **_: Any):
         super().__init__()
@@ -136,7 +136,7 @@ class PackedCoreAttention(torch.nn.Module):
 
 
 def build_local_layer_spec(shape: ModelShape) -> ModuleSpec:
-    """Megatron's local layer with our norm and attention in it."""
+    """Build Megatron's local layer spec with our norm and attention."""
     spec = get_gpt_layer_local_spec(
         num_experts=shape.experts.num_experts if shape.experts else None,
         qk_layernorm=shape.qk_norm,

@@ -1,4 +1,4 @@
-"""The learning rate of each optimizer update, a pure function of its number."""
+"""Learning rate schedule: a pure function of the update number."""
 
 import math
 
@@ -6,10 +6,11 @@ from megatron_rl.actor.settings import ActorSettings
 
 
 def learning_rate_at(update: int, settings: ActorSettings) -> float:
-    """The rate of the `update`-th optimizer update, counted from 0.
+    """Return the learning rate of optimizer update number `update`, counted from 0.
 
-    Linear warm-up reaches the full rate at update `warmup_updates - 1` (the first update already
-    moves); then constant, or a linear or cosine decay that reaches the minimum at the last update.
+    Linear warm-up reaches the full rate at update `warmup_updates - 1` (the first update has a rate
+    above 0); then the rate is constant, or decays linearly or by a cosine to the minimum at the
+    last update.
     """
     done = update + 1
     if done <= settings.warmup_updates:

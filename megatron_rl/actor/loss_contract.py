@@ -1,9 +1,9 @@
-"""How our losses become Megatron's: everything is summed, nothing is averaged behind our back.
+"""Adapter from our losses to Megatron's: everything is summed, nothing is averaged.
 
 Objectives return per-token losses that are already divided by global denominators, so the loss of
-a minibatch is the plain sum over tokens, micro-batches and ranks. Megatron's schedules and its
-gradient reduction would divide by the number of micro-batches and average over data x context
-parallelism; they leave a loss alone when `calculate_per_token_loss` is set, the loss function
+a minibatch is the plain sum over tokens, micro-batches and ranks. By default Megatron's schedules
+and its gradient reduction divide by the number of micro-batches and average over data x context
+parallelism. They do not rescale if `calculate_per_token_loss` is set, the loss function
 returns three values, and `finalize_model_grads` is given no token count (megatron/core/pipeline_
 parallel/schedules.py, forward_step_calc_loss; distributed/distributed_data_parallel.py).
 """
@@ -26,11 +26,11 @@ MegatronLoss = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
 
 
 def as_megatron_loss(compute: Callable[[Tensor], tuple[Tensor, Any]]) -> MegatronLoss:
-    """Megatron's loss function from ours, which maps log-probs [t] to (loss [t], report)."""
+    """Convert our loss, log-probs [t] -> (loss [t], report), to Megatron's loss function."""
 
     def loss_function(logprobs: Tensor) -> tuple[Tensor, Tensor, Any]:
         loss, report = compute(logprobs)
-        # The middle value is a token count that `finalize_gradients` drops.
+        # The second value is a token count that `finalize_gradients` ignores.
         return loss.sum(), torch.ones((), dtype=torch.int, device=loss.device), report
 
     return loss_function
@@ -39,17 +39,17 @@ def as_megatron_loss(compute: Callable[[Tensor], tuple[Tensor, Any]]) -> Megatro
 def finalize_gradients(
     chunks: Sequence[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any
 ) -> None:
-    """Reduce gradients over all groups as Megatron does, and do not divide by `num_tokens`."""
+    """Reduce gradients over all groups as Megatron does, without dividing by `num_tokens`."""
     megatron_finalize_model_grads(list(chunks), None, **options)
 
 
 def assert_sum_semantics(
     chunks: Sequence[DistributedDataParallel], *, config: TransformerConfig
 ) -> None:
-    """Fail at start if this Megatron would rescale losses or gradients.
+    """Assert at startup that this Megatron release does not rescale losses or gradients.
 
-    A loss of 3 must come out of the schedule's last step as 3, whatever the number of
-    micro-batches and context-parallel ranks; gradient buffers must be summed unscaled.
+    The schedule must return a loss of 3 unchanged for any number of micro-batches and
+    context-parallel ranks, and gradient buffers must be summed without scaling.
     """
     probe, _ = forward_step_calc_loss(
         torch.nn.Identity(),

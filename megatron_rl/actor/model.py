@@ -1,8 +1,8 @@
-"""The policy: Megatron-core's GPTModel that ends in log-probs of the response tokens.
+"""The policy: Megatron-core's GPTModel with log-probs of the response tokens as output.
 
-GPTModel's own forward makes logits; ours stops at the hidden states and lets the vocabulary-
-parallel head turn those of response tokens into log-probs. Rotary positions are explicit, so
-Megatron's position embedding is switched off.
+GPTModel's own forward pass computes logits; ours stops at the hidden states, and the vocabulary-
+parallel head converts those of response tokens to log-probs. Rotary positions are explicit, so
+Megatron's position embedding is disabled.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from megatron_rl.actor.layers import PackContext
 from megatron_rl.actor.settings import GEMM_TOKENS
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.distributed.vocab_parallel import VocabShard, token_logprobs
+from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.pieces import padded_vocabulary
 
-_EXTRA_STATE = "_extra_state"  # in the name of a module's state that is no parameter
+_EXTRA_STATE = "_extra_state"  # in the names of module state other than parameters
 
 
 @dataclass
 class ModelInput:
-    """This rank's shard of one pack, as the model reads it."""
+    """This rank's shard of one pack, as model input."""
 
     tokens: Tensor  # [1, t]
     labels: Tensor  # [n] of response positions
-    response_positions: Tensor  # [n] local positions whose log-probs are wanted
+    response_positions: Tensor  # [n] local positions whose log-probs are computed
     context: PackContext
 
 
@@ -71,9 +72,9 @@ class PolicyModel(GPTModel):
         mark_tensor_parallel(self)
 
     def forward(self, inputs: ModelInput, *, entropy: bool = False) -> Tensor:
-        """Hidden states for the next stage; on the last stage log-probs [1, t], 0 off the mask.
+        """Return hidden states, or on the last stage log-probs [1, t], 0 off the mask.
 
-        With `entropy` [2, t]: log-probs, and the policy's entropies at the same positions.
+        With `entropy` the last stage returns log-probs and entropies, [2, t].
         """
         self._check_tokens(inputs.tokens.shape[1])
         hidden = self.embedding(inputs.tokens, None) if self.pre_process else None
@@ -83,7 +84,7 @@ class PolicyModel(GPTModel):
         return self._run_head(hidden, inputs, entropy) if self.post_process else hidden
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Parameters alone, the same of local layers and of Transformer Engine's.
+        """Return parameters only, with the same keys for local and Transformer Engine layers.
 
         "_extra_state" is the history of delayed fp8 scaling, which the actor does not use.
         """
@@ -91,12 +92,15 @@ class PolicyModel(GPTModel):
         return {key: value for key, value in state.items() if _EXTRA_STATE not in key}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load parameters as torch does; modules keep the extra state that they have."""
+        """Load parameters as torch does; modules keep their current extra state."""
         extra = {key: value for key, value in self.state_dict().items() if _EXTRA_STATE in key}
         return super().load_state_dict({**extra, **state_dict}, *args, **kwargs)
 
     def announce_head_gradient(self) -> None:
-        """Tell Megatron when the head has added its weight's gradient to the buffer itself."""
+        """Return a zero gradient for the head's weight, so that Megatron's hook runs.
+
+        The head adds the weight's gradient to the buffer itself.
+        """
         if self.post_process:
             weight: Any = self._head_weight()
             weight.returns_zero_gradient = True
@@ -107,23 +111,23 @@ class PolicyModel(GPTModel):
         return self.output_layer.weight
 
     def _check_tokens(self, tokens: int) -> None:
-        """Raise ValueError where products in fp8 could not take this rank's tokens of a pack."""
+        """Raise ValueError if fp8 products do not support this number of tokens per rank."""
         config = self.config
         if not config.fp8:
             return
-        least = GEMM_TOKENS[config.fp8_recipe]
-        multiple = least * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+        unit = GEMM_TOKENS[config.fp8_recipe]
+        multiple = unit * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
         if tokens % multiple:
-            raise ValueError(
+            raise UserError(
                 f"a rank has {tokens} tokens of a pack; with fp8={config.fp8_recipe} they must be "
-                f"a multiple of {multiple}: plan packs with gemm_tokens={least}"
+                f"a multiple of {multiple}: plan packs with gemm_tokens={unit}"
             )
 
     def _run_head(self, hidden: Tensor, inputs: ModelInput, entropy: bool) -> Tensor:
-        """What the response positions say of their labels, float32; [t / tp, 1, h] -> [1|2, t]."""
+        """Compute float32 log-probs (and entropies) of labels; [t / tp, 1, h] -> [1|2, t]."""
         group = self.vocab_shard.group
         if self.config.sequence_parallel:
-            # The head's gradient is one shard's part: the dual of this gather sums the parts.
+            # The head returns this rank's part of the gradient; the gather's dual sums the parts.
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=True, group=group
             )

@@ -1,12 +1,13 @@
-"""Every data-parallel rank writes and reads its own slice of the distributed optimizer.
+"""Checkpointing of the distributed optimizer slice by slice, without gathering it.
 
-Megatron's optimizer cuts flat buffers over data (times context) parallelism: of each parameter a
-rank owns some elements [start, stop) in row order, of most all or none. Such a range is a few boxes
-of the parameter, and a box has its place in the whole tensor under any layout.
+Megatron's optimizer splits flat buffers over data (times context) parallelism: of each parameter a
+rank owns elements [start, stop) in row order, mostly all or none. Such a range consists of a few
+boxes of the parameter, and a box has a position in the global tensor under any layout.
 
-Megatron-core's own way with these keys ("fully_reshardable") gathers 12 bytes per parameter on one
-rank of each group to save, and reads them on every rank to load. Here nothing is gathered: what a
-rank owns is written from where it lies, and read into it. Either way reads the other's files.
+Megatron-core's own implementation of this format ("fully_reshardable") gathers 12 bytes per
+parameter on one rank of each group to save, and reads them on every rank to load. Here each rank
+writes its slice directly and loads it in place. The two implementations can read each other's
+files.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-# Elements of a box: a reader under another layout reads whole boxes, one at a time.
+# Maximum elements per box: a reader under another layout reads whole boxes, one at a time.
 LARGEST_BOX = 1 << 24
 
 
 def cut_into_boxes(
     shape: Sequence[int], start: int, stop: int, *, largest: int = LARGEST_BOX
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offset, size) of the boxes that make up elements [start, stop) of a tensor, in row order.
+    """Yield (offset, size) of the boxes covering elements [start, stop) of a tensor in row order.
 
-    In two dimensions: the end of a row, whole rows, the beginning of a row.
+    In two dimensions these are the end of a row, whole rows and the beginning of a row.
     """
     row = math.prod(shape[1:])
     while start < stop:
@@ -52,23 +53,23 @@ def cut_into_boxes(
 def _boxes_of(
     whole: ShardedTensor, start: int, stop: int, values: Tensor, *, key: str
 ) -> Iterator[ShardedTensor]:
-    """Where elements [start, stop) of a rank's part of a tensor lie in the whole one.
+    """Yield elements [start, stop) of a rank's shard as boxes of the global tensor.
 
     values: these elements, flat; the boxes are views of it.
     """
     done = 0
     for offset, size in cut_into_boxes(whole.local_shape, start, stop):
         box = (1,) * whole.prepend_axis_num + size
-        place = (0,) * whole.prepend_axis_num + offset
+        position = (0,) * whole.prepend_axis_num + offset
         yield ShardedTensor(
             key=key,
             data=values[done : done + math.prod(size)].view(box),
             dtype=values.dtype,
             local_shape=box,
             global_shape=whole.global_shape,
-            global_offset=tuple(map(sum, zip(whole.global_offset, place, strict=True))),
+            global_offset=tuple(map(sum, zip(whole.global_offset, position, strict=True))),
             axis_fragmentations=None,  # boxes of any size
-            # Alone in its data-parallel group; other groups may hold the same parameter.
+            # Unique in its data-parallel group; other groups may have the same parameter.
             replica_id=(*whole.replica_id[:2], 0),
             allow_shape_mismatch=whole.allow_shape_mismatch,
         )
@@ -81,22 +82,22 @@ def _own_slices(
     is_loading: bool = False,
     metadata: Any = None,
 ) -> dict[int, ShardedTensor]:
-    """Main weights and moments that this rank owns, as views, under Megatron-core's keys."""
+    """Return this rank's main weights and moments, as views, under Megatron-core's keys."""
     stored, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
-    of_parameter = {one.data: one for one in nested_values(stored)}
+    of_parameter = {sharded.data: sharded for sharded in nested_values(stored)}
     state: list[ShardedTensor] = []
     buckets = (bucket for buffer in self.gbuf_ranges for kind in buffer.values() for bucket in kind)
     for parameter, ranges in (pair for bucket in buckets for pair in bucket["param_map"].items()):
         start, stop = ranges["param"].start, ranges["param"].end
         whole = of_parameter[parameter]
-        # A gated MLP's first matrix is two tensors in a checkpoint, each a run of its rows.
+        # A gated MLP's first matrix is two tensors in a checkpoint, each a range of its rows.
         parts = whole.build() if isinstance(whole, ShardedTensorFactory) else [whole]
         for part in parts:
-            assert part.data.is_contiguous(), f"{part.key} is no run of its parameter's rows"
+            assert part.data.is_contiguous(), f"{part.key} is not a contiguous range of rows"
             first = part.data.storage_offset() - parameter.storage_offset()
             begin, end = max(start, first), min(stop, first + part.data.numel())
             for name, tensor in self._get_main_param_and_optimizer_states(parameter).items():
-                if name == "step" or begin >= end:  # steps lie beside the tensors
+                if name == "step" or begin >= end:  # step counts are stored separately
                     continue
                 values = tensor.detach().view(-1)[begin - start : end - start]
                 key = f"optimizer.state.{name}.{part.key}"
@@ -104,16 +105,16 @@ def _own_slices(
     return dict(enumerate(state))
 
 
-def _are_in_place(self: DistributedOptimizer, state_dict: Any) -> None:
-    """Nothing to copy: files were read into the optimizer's own tensors."""
+def _skip_copy(self: DistributedOptimizer, state_dict: Any) -> None:
+    """Do nothing: the files were read directly into the optimizer's tensors."""
 
 
 @contextlib.contextmanager
 def sliced_optimizers() -> Iterator[None]:
-    """Let Megatron-core save and load distributed optimizers slice by slice."""
+    """Make Megatron-core save and load distributed optimizers slice by slice."""
     with mock.patch.multiple(
         DistributedOptimizer,
         sharded_param_state_fully_reshardable=_own_slices,
-        load_parameter_state_from_fully_reshardable=_are_in_place,
+        load_parameter_state_from_fully_reshardable=_skip_copy,
     ):
         yield

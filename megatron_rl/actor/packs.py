@@ -1,4 +1,4 @@
-"""One pack as this rank's model and objective see it: sharded, with its rotation."""
+"""This rank's shard of a pack, prepared once for model and objective."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from megatron_rl.actor.rotary import build_rotation
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.to_device import to_device
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.types import TokenBatch
 
 
 @dataclass
 class LocalPack:
-    """What stays the same each time a pack is run: its layout and the model's input."""
+    """The layout and model input of a pack, which are the same in every pass."""
 
     layout: SequenceLayout
     inputs: ModelInput
     _local: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     def shard(self, values: Tensor) -> Tensor:
-        """This rank's part of a per-token tensor of the whole pack; [T] -> [t]."""
+        """Return this rank's part of a per-token tensor of the whole pack; [T] -> [t]."""
         return self._once(values, self.layout.shard)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Each local token's value, that of its sequence; [S] -> [t]."""
+        """Expand one value per sequence to every local token; [S] -> [t]."""
         return self._once(values, self.layout.spread)
 
     def _once(self, values: Tensor, cut: Callable[[Tensor], Tensor]) -> Tensor:
-        """What `cut` makes of `values` on the device, kept while the caller keeps them unchanged.
+        """Return cut(values) on the device, cached while `values` is alive and unmodified.
 
-        A rollout batch is trained on many times: its log-probs and advantages are copied once.
+        A rollout batch is trained on many times, but its log-probs and advantages are copied once.
         """
         version, local = self._local.get(values, (None, None))
         if version != values._version:
@@ -48,27 +49,34 @@ class LocalPack:
 
 
 class PackCache:
-    """Prepares packs, and keeps them as long as the caller keeps the pack.
+    """Cache of prepared packs, each kept while the caller keeps the pack.
 
-    A rollout batch is walked many times; layout, attention plan and rotation are made once. The key
-    is the pack's response mask: its identity stands for the pack. Making one asks the device for
-    nothing: what depends on values is made on the host.
+    A rollout batch is used many times; layout, attention plan and rotation are computed once. The
+    key is the identity of the pack's response mask. Preparing a pack needs no device sync:
+    everything that depends on values is computed on the host. on_prepare: called on every use.
     """
 
-    def __init__(self, shape: ModelShape, topology: Topology, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        topology: Topology,
+        *,
+        dtype: torch.dtype,
+        on_prepare: Callable[[], object] = lambda: None,
+    ) -> None:
         self.shape, self.topology, self.dtype = shape, topology, dtype
+        self.on_prepare = on_prepare
         self._packs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self.on_prepare: Callable[[], object] = lambda: None  # as each micro-batch does
 
     def prepare(self, batch: TokenBatch) -> LocalPack:
-        """This rank's view of a pack."""
+        """Return this rank's view of a pack, from the cache if possible."""
         self.on_prepare()
         if batch.response_mask not in self._packs:
             self._packs[batch.response_mask] = self._build(batch)
         return self._packs[batch.response_mask]
 
     def clear(self) -> None:
-        """Give the device's memory back; packs that are asked for again are made again."""
+        """Free the device memory of all packs; they are prepared again on the next use."""
         self._packs.clear()
 
     def _build(self, batch: TokenBatch) -> LocalPack:
@@ -101,13 +109,13 @@ class PackCache:
 
 
 def check_pack(batch: TokenBatch, *, alignment: int, vocab_size: int) -> None:
-    """Raise ValueError where a pack does not fit the layout or the vocabulary."""
+    """Raise ValueError if a pack does not match the layout or the vocabulary."""
     for length in batch.lengths:
         if length % alignment:
-            raise ValueError(
+            raise UserError(
                 f"a sequence of the pack has padded length {length}; it must be a multiple of "
                 f"{alignment} (2 cp, times tp with sequence parallelism)"
             )
     highest = int(torch.maximum(batch.tokens.max(), batch.labels.max()))
     if highest >= vocab_size:
-        raise ValueError(f"token id {highest} is outside the model's vocabulary of {vocab_size}")
+        raise UserError(f"token id {highest} is outside the model's vocabulary of {vocab_size}")

@@ -1,4 +1,4 @@
-"""The reference policy of a KL term: frozen weights that rest on the host."""
+"""The reference policy of a KL term: frozen weights kept on the host."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron_rl.types import TokenBatch
 
 
 class ReferencePolicy:
-    """Weights of another model folder, cut as the actor's, that stand in for the actor's own.
+    """Weights of another model folder, sharded like the actor's and swapped in for scoring.
 
-    To score, they change places with the actor's parameters, one at a time: on the device no more
-    memory is needed than the largest parameter, and every layout, kernel and pack is the policy's.
+    Parameters are swapped with the actor's one at a time: this needs device memory for only one
+    additional parameter, and the reference uses the policy's layouts, kernels and packs.
 
     Raises ValueError naming the tensors that the folder lacks or has in another shape.
     """
@@ -26,17 +26,17 @@ class ReferencePolicy:
     def __init__(self, actor: MegatronActor, folder: str | Path) -> None:
         self.actor = actor
         named, on_cuda = self._parameters(), actor.topology.device.type == "cuda"
-        held = list(named.values())
-        copies = PinnedMemory().copies_of(held) if on_cuda else [each.clone() for each in held]
-        self.resting = dict(zip(named, copies, strict=True))
+        tensors = list(named.values())
+        copies = PinnedMemory().copies_of(tensors) if on_cuda else [t.clone() for t in tensors]
+        self.inactive = dict(zip(named, copies, strict=True))
         try:
             with megatron_runtime():
                 load_model(actor.chunks, shape=actor.shape, topology=actor.topology, folder=folder)
         finally:
-            self._exchange()  # the policy's own weights are back
+            self._exchange()  # restore the policy's weights
 
     def compute_logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
-        """Log-probs of the labels, [T] per pack, 0 off the mask; as the actor's own."""
+        """Compute log-probs of the labels, [T] per pack, 0 off the mask."""
         self._exchange()
         try:
             return self.actor.compute_logprobs(micro_batches)
@@ -46,7 +46,7 @@ class ReferencePolicy:
     def compute_logprobs_and_entropies(
         self, micro_batches: Sequence[TokenBatch]
     ) -> list[tuple[Tensor, Tensor]]:
-        """The same log-probs, each pack's with this policy's entropies (nats)."""
+        """Compute log-probs and this policy's entropies (nats) of each pack."""
         self._exchange()
         try:
             return self.actor.compute_logprobs_and_entropies(micro_batches)
@@ -60,5 +60,5 @@ class ReferencePolicy:
     def _exchange(self) -> None:
         for name, parameter in self._parameters().items():
             active = parameter.clone()
-            parameter.copy_(self.resting[name])
-            self.resting[name].copy_(active)
+            parameter.copy_(self.inactive[name])
+            self.inactive[name].copy_(active)

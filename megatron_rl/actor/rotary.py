@@ -1,12 +1,12 @@
-"""Rotary position embeddings from explicit positions, so that packs and zigzag shards need no care.
+"""Rotary position embeddings from explicit positions, independent of packing and sharding.
 
     x_i'         = x_i cos(p f_i) - x_{i + d/2} sin(p f_i)
     x_{i + d/2}' = x_{i + d/2} cos(p f_i) + x_i sin(p f_i),      f_i = base^(-2 i / d)
 
 Su et al., arXiv 2104.09864, in the half-split form of the models of Hugging Face transformers.
-Where the model's config stretches its context (linear, yarn, llama3) transformers' own functions
-give the frequencies, and the factor by which cosines and sines grow.
-Shapes: t local tokens, H heads, d their size.
+If the model's config extends its context (linear, yarn, llama3), transformers' own functions
+compute the frequencies and the factor that scales cosines and sines.
+Shapes: t local tokens, H heads of size d.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Rotation(Protocol):
 
 @dataclass(frozen=True)
 class RotationByHalves(Rotation):
-    """The formula as it stands, in tables of half a head."""
+    """Direct implementation of the formula, with tables of half a head."""
 
     cosine: Tensor  # [t, 1, d / 2] in the model's dtype
     sine: Tensor  # [t, 1, d / 2]
@@ -41,21 +41,21 @@ class RotationByHalves(Rotation):
 
 @dataclass(frozen=True)
 class RotationByHead(Rotation):
-    """The same bits for the CPU, where rows of half a head are too short to be fast.
+    """Bit-identical implementation for the CPU, where rows of half a head are too short to be fast.
 
-    Heads are rotated one after the other, whole: x cos + (x with its halves swapped) sin. The
-    result is [t, H, d] in shape and [H, t, d] in memory, as attention there takes it.
+    Each head is rotated as a whole: x cos + (x with its halves swapped) sin. The result has shape
+    [t, H, d] and memory order [H, t, d], as the CPU's attention expects.
     """
 
-    cosine: Tensor  # [t, d] in the model's dtype, both halves alike
-    sine: Tensor  # [t, d], of the first half negative
+    cosine: Tensor  # [t, d] in the model's dtype, identical halves
+    sine: Tensor  # [t, d], first half negated
 
     def apply(self, x: Tensor) -> Tensor:
         return _RotateHeads.apply(x, self.cosine, self.sine)
 
 
 def build_rotation(position_ids: Tensor, shape: ModelShape, *, dtype: torch.dtype) -> Rotation:
-    """The rotation of tokens at these positions [t]; angles are float32, rounded at the end."""
+    """Build the rotation for positions [t]; angles are float32, tables are rounded to dtype."""
     frequencies, factor = rotary_frequencies(shape)
     angles = position_ids[:, None].float() * to_device(frequencies, position_ids.device)
     cosine, sine = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
@@ -66,7 +66,7 @@ def build_rotation(position_ids: Tensor, shape: ModelShape, *, dtype: torch.dtyp
 
 @lru_cache
 def rotary_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
-    """Angle per position of each pair, [d / 2] on the host, and the factor of cosine and sine."""
+    """Return the frequencies [d / 2], on the host, and the factor of cosine and sine."""
     if shape.rotary_scaling is None:
         exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
         return 1.0 / shape.rotary_base**exponents, 1.0
@@ -75,7 +75,7 @@ def rotary_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
 
     scaling = shape.rotary_scaling
     parameters = dict(scaling.parameters)
-    config = LlamaConfig(  # any config would do: the functions read only these values
+    config = LlamaConfig(  # any config class works: the functions read only these values
         head_dim=shape.head_dim,
         max_position_embeddings=shape.max_position_embeddings,
         rope_parameters={
@@ -98,13 +98,13 @@ def _rotate_halves(x: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tens
 
 
 def _rotate_heads(x: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
-    x = x.transpose(0, 1).contiguous()  # [H, t, d]: tables then lie beside it without a gap
+    x = x.transpose(0, 1).contiguous()  # [H, t, d], so that the tables broadcast contiguously
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return (x * cosine).addcmul_(swapped, sine, value=sign).transpose(0, 1)
 
 
 class _RotateHalves(torch.autograd.Function):
-    """A rotation; its gradient is the opposite rotation."""
+    """Rotation by halves; its gradient is the inverse rotation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class _RotateHalves(torch.autograd.Function):
 
 
 class _RotateHeads(torch.autograd.Function):
-    """The same, head by head."""
+    """Rotation head by head; its gradient is the inverse rotation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

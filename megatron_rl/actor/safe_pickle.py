@@ -1,9 +1,9 @@
-"""Whether a pickled file holds plain data, before anything unpickles it.
+"""Safety check of pickled checkpoint metadata before it is unpickled.
 
-torch.distributed.checkpoint keeps the table of a checkpoint's tensors as a pickle, and unpickling
-runs whatever code a file names. A model folder may come from anywhere: what its table names must be
-the few classes that such a table is made of. Megatron-core's other file, common.pt, is read by
-`torch.load`, which refuses code by itself.
+torch.distributed.checkpoint stores the table of a checkpoint's tensors as a pickle, and unpickling
+can run arbitrary code. Model folders may come from untrusted sources, so the table may reference
+only the classes listed here. Megatron-core's other file, common.pt, is read by `torch.load`, which
+refuses code itself.
 """
 
 import enum
@@ -11,6 +11,8 @@ import io
 import pickle
 from pathlib import Path
 from typing import Any
+
+from megatron_rl.errors import UserError
 
 ALLOWED = {
     "torch": {"Size", "dtype", "float32", "bfloat16", "float16", "float64", "int64", "int32",
@@ -32,29 +34,29 @@ ALLOWED = {
 
 
 def _member(of: Any, name: str) -> Any:
-    """What stands for `getattr`, by which Python 3.11.0 to 3.11.3 name a member of an enum."""
+    """Replace `getattr`, with which Python 3.11.0 to 3.11.3 pickle a member of an enum."""
     if isinstance(of, enum.EnumMeta) and name in of.__members__:
         return of[name]
-    raise ValueError(f"it names {name} of {of}")
+    raise UserError(f"it references {name} of {of}")
 
 
 class _Plain(pickle.Unpickler):
-    """Makes only what a checkpoint's table is made of."""
+    """Unpickler restricted to the classes of a checkpoint's table."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _member
         if name not in ALLOWED.get(module, ()):
-            raise ValueError(f"it names {module}.{name}")
+            raise UserError(f"it references {module}.{name}")
         return super().find_class(module, name)
 
 
 def check_pickle(file: str | Path) -> None:
-    """Raise ValueError if unpickling a file would run code that a checkpoint's table has not."""
+    """Raise ValueError if a pickled file references anything but ALLOWED classes."""
     try:
         _Plain(io.BytesIO(Path(file).read_bytes())).load()
     except (ValueError, pickle.UnpicklingError, EOFError, OSError, AttributeError) as error:
-        raise ValueError(
-            f"{file} is not the table of a checkpoint that this project writes: {error}; it is not "
-            "read, since reading it could run code. Get the checkpoint from where you trust it"
+        raise UserError(
+            f"{file} is not the table of a checkpoint written by this project: {error}; it was not "
+            "read, because reading it could run code. Get the checkpoint from a trusted source"
         ) from error

@@ -1,4 +1,4 @@
-"""How the actor computes and learns: plain values, read from the config by the caller."""
+"""Settings of the actor as plain values, which the caller takes from the config."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -6,50 +6,53 @@ from typing import Literal
 import torch
 
 from megatron_rl.actor.device import has_cuda
+from megatron_rl.errors import UserError
 
-# Tokens of one rank's matrix products must be a multiple of this: in a weight's gradient they are
-# the inner dimension, 16 of which cuBLAS multiplies at a time and 128 of which share a scale.
+# The number of tokens in one rank's matrix products must be a multiple of this. In a weight's
+# gradient tokens are the inner dimension: cuBLAS requires a multiple of 16, and blocks of 128 share
+# a scale.
 GEMM_TOKENS = {None: 1, "tensorwise": 16, "blockwise": 128}
 
 
 @dataclass(frozen=True)
 class ActorSettings:
-    """Numerics, optimizer and memory choices of the actor; learning rates per optimizer update.
+    """Numerics, optimizer and memory settings of the actor; learning rates per optimizer update.
 
-    The config checks each of them; here only what a rehearsal, which asks no device, would miss.
+    The config validates each setting; the check here covers combinations that it cannot see.
     """
 
     learning_rate: float = 1e-6
     min_learning_rate: float = 0.0
     warmup_updates: int = 10
-    total_updates: int = 1  # of the whole run: where a decay ends
+    total_updates: int = 1  # in the whole run; the decay ends there
     decay: Literal["constant", "linear", "cosine"] = "constant"
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
-    clip_grad: float = 1.0  # 0: no clipping
-    effective_samples_power: float = 0.0  # of what multiplies an update's rate; 0: nothing does
-    dtype: torch.dtype = torch.float32  # of parameters; gradients and optimizer are float32
+    max_grad_norm: float = 1.0  # 0: no clipping
+    # Multiplies each update's rate by (effective sample fraction) ** power; 0 disables it.
+    effective_samples_power: float = 0.0
+    dtype: torch.dtype = torch.float32  # of parameters; gradients and optimizer state are float32
     sequence_parallel: bool = True  # wherever tp > 1
     recompute: Literal["none", "selective", "full"] = "none"
-    # Whether buckets of gradients are reduced while the last micro-batch's backward still runs.
+    # Reduce gradient buckets while the last micro-batch's backward pass is still running.
     overlap_reduction: bool = field(default_factory=has_cuda)
-    temperature: float = 1.0  # of the policy whose log-probs are computed
-    # None: in bfloat16 on CUDA, where Transformer Engine is installed; False: never
+    temperature: float = 1.0  # sampling temperature of the policy whose log-probs are computed
+    # None: use Transformer Engine in bfloat16 on CUDA if it is installed; False: never.
     transformer_engine: bool | None = None
-    # Scales of fp8 are those of the numbers at hand: with scales from earlier micro-batches the
-    # same weights would give another log-prob each time.
+    # fp8 uses current scaling: with delayed scaling (scales from earlier micro-batches) the same
+    # weights would give different log-probs each time.
     fp8: Literal["tensorwise", "blockwise"] | None = None
 
     @property
     def gemm_tokens(self) -> int:
-        """What the tokens of a pack on one rank must be a multiple of."""
+        """Required multiple of a pack's number of tokens on one rank."""
         return GEMM_TOKENS[self.fp8]
 
     def __post_init__(self) -> None:
         if self.fp8 and (self.transformer_engine is False or self.dtype != torch.bfloat16):
-            raise ValueError(
-                f"fp8={self.fp8} computes with Transformer Engine beside bfloat16, but "
-                f"transformer_engine is {self.transformer_engine} and dtype {self.dtype}"
+            raise UserError(
+                f"fp8={self.fp8} requires Transformer Engine and bfloat16, but "
+                f"transformer_engine is {self.transformer_engine} and dtype is {self.dtype}"
             )

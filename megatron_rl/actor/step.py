@@ -1,8 +1,9 @@
-"""The optimizer's step, and what may keep it from being made."""
+"""The optimizer step, and the checks that can skip it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megatron.core.distributed import DistributedDataParallel
@@ -10,55 +11,58 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megatron_rl.actor.build import step_optimizer
-from megatron_rl.actor.evidence import Evidence, Rule
 from megatron_rl.actor.memory import optimizer_parts
 from megatron_rl.objectives.statistics import Statistics
+
+# Returns the reason for not running the optimizer step, or None to run it. The statistics are those
+# of the whole minibatch.
+StopRule = Callable[[Statistics], str | None]
 
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What one optimizer update reports; the same on every rank."""
+    """Result of one optimizer update; identical on every rank."""
 
     statistics: Statistics
     grad_norm: float
     learning_rate: float
-    skipped: str | None = None  # why there was no step: an unusable value, or its gradient
-    stopped: str | None = None  # why a rule let there be none
+    skipped: str | None = None  # reason for a skipped step: a non-finite value or gradient
+    stopped: str | None = None  # reason that the stop rule returned
 
     @property
     def done(self) -> bool:
-        """Whether the weights have moved."""
+        """True if the weights were updated."""
         return self.skipped is None and self.stopped is None
 
 
 def take_step(
     optimizer: MegatronOptimizer,
-    wrapped: list[DistributedDataParallel],
-    evidence: Evidence,
+    ddp_chunks: list[DistributedDataParallel],
+    statistics: Statistics,
     *,
     rate: float,
-    clip_grad: float,
-    rule: Rule | None,
+    max_grad_norm: float,
+    rule: StopRule | None,
 ) -> UpdateResult:
-    """Let the optimizer step if all is well; with the gradient's norm before clipping. Collective.
+    """Run the optimizer step unless a check skips it; report the norm before clipping. Collective.
 
-    rate: the learning rate, which its parameter groups have already. The parts of Megatron's
-    `ChainedOptimizer.step`, with the checks between them.
+    rate: the learning rate, already set in the parameter groups. The code follows Megatron's
+    `ChainedOptimizer.step`, with checks added between its parts.
     """
     optimizer.prepare_grads()
-    grad_norm = float(optimizer.get_grad_norm())  # waits for the device: ask it all now
-    result = UpdateResult(evidence.statistics, grad_norm, rate)
+    grad_norm = float(optimizer.get_grad_norm())  # the only device sync of the step
+    result = UpdateResult(statistics, grad_norm, rate)
     try:
-        evidence.statistics.raise_on_faults()
+        statistics.raise_on_faults()
     except ValueError as fault:
         return replace(result, skipped=str(fault))
     if not math.isfinite(grad_norm):
-        return replace(result, skipped=f"the gradient's norm is {grad_norm}")
-    if rule is not None and (reason := rule(evidence)) is not None:
+        return replace(result, skipped=f"the gradient norm is {grad_norm}")
+    if rule is not None and (reason := rule(statistics)) is not None:
         return replace(result, stopped=reason)
     for part in optimizer_parts(optimizer):
         parameters = part.get_parameters()
-        if clip_grad > 0 and parameters:
-            clip_grad_by_total_norm_fp32(parameters, clip_grad, grad_norm)
-    step_optimizer(optimizer, wrapped)
+        if max_grad_norm > 0 and parameters:
+            clip_grad_by_total_norm_fp32(parameters, max_grad_norm, grad_norm)
+    step_optimizer(optimizer, ddp_chunks)
     return result

@@ -1,4 +1,4 @@
-"""Megatron's TransformerConfig of a model, its layout, its numerics and its machine."""
+"""Megatron's TransformerConfig for a model, layout, numerics and device."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from megatron_rl.models.shape import ModelShape
 def build_transformer_config(
     shape: ModelShape, settings: ActorSettings, topology: Topology
 ) -> TransformerConfig:
-    """The config that every Megatron module of the actor is built from."""
+    """Build the config of every Megatron module in the actor."""
     on_te = uses_transformer_engine(settings, device=topology.device)
     return TransformerConfig(
         **_model(shape),
@@ -57,12 +57,12 @@ def _layout(topology: Topology, settings: ActorSettings) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
         "context_parallel_size": topology.cp_size,
         "sequence_parallel": settings.sequence_parallel and topology.tp_size > 1,
-        # Interleaved stages send both ways between the same two ranks: only the overlapped form of
-        # Megatron's exchange keeps these apart.
+        # Interleaved stages send both ways between the same two ranks; only Megatron's overlapped
+        # communication keeps the two directions apart.
         "overlap_p2p_comm": virtual > 1,
         "batch_p2p_comm": virtual == 1,
         "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",  # the one that accepts variable lengths
+        "moe_token_dispatcher_type": "alltoall",  # the only one with variable sequence lengths
     }
 
 
@@ -91,7 +91,7 @@ def _recompute(shape: ModelShape, settings: ActorSettings) -> dict[str, Any]:
             "recompute_num_layers": 1,
         }
     if settings.recompute == "selective":
-        # Our attention is linear in memory: what costs is the MLP, or router and experts.
+        # Our attention's memory is linear; most memory is in the MLP, or router and experts.
         modules = ["mlp" if shape.experts is None else "moe"]
         return {"recompute_granularity": "selective", "recompute_modules": modules}
     return {}

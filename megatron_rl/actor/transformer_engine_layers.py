@@ -1,6 +1,6 @@
-"""Megatron's layers of Transformer Engine: fused norms, linears and THD attention, grouped experts.
+"""Transformer Engine layers: fused norms, linears and THD attention, grouped experts.
 
-Import it only where Transformer Engine is installed.
+Importing this module requires Transformer Engine.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["TransformerEngineAttention", "TENorm", "build_transformer_engine_spe
 
 
 class TransformerEngineAttention(TEDotProductAttention):
-    """Rotates queries and keys, then lets Transformer Engine attend inside each sequence.
+    """Attention that rotates queries and keys, then calls Transformer Engine's THD attention.
 
-    Under context parallelism it exchanges keys and values in a ring. It expects of every sequence
-    what `SequenceLayout` gives this rank: chunks r and 2 cp - 1 - r, one after the other
+    Under context parallelism Transformer Engine exchanges keys and values in a ring. It expects the
+    same sharding as `SequenceLayout`: of every sequence, chunk r followed by chunk 2 cp - 1 - r
     (`thd_partition_src_index` in its fused_attn/context_parallel.cu).
     """
 
@@ -33,7 +33,7 @@ class TransformerEngineAttention(TEDotProductAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         """[t, H, d], [t, K, d], [t, K, d] -> [t, H * d]."""
         pack = kwargs.pop("packed_seq_params")
-        # It compares strides, also of a single head; on CUDA these are views.
+        # Transformer Engine compares strides, even for a single head; on CUDA these are views.
         query, key = (pack.rotation.apply(x).flatten(1).view(x.shape) for x in (query, key))
         return super().forward(
             query, key, value, *args, packed_seq_params=pack.boundaries, **kwargs
@@ -41,7 +41,7 @@ class TransformerEngineAttention(TEDotProductAttention):
 
 
 def build_transformer_engine_spec(shape: ModelShape) -> ModuleSpec:
-    """Megatron's layer of Transformer Engine modules, with explicit rotary positions."""
+    """Build Megatron's Transformer Engine layer spec with explicit rotary positions."""
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=shape.experts.num_experts if shape.experts else None,
         moe_grouped_gemm=shape.experts is not None,
@@ -49,7 +49,7 @@ def build_transformer_engine_spec(shape: ModelShape) -> ModuleSpec:
     )
     layer = spec.submodules
     layer.self_attention.submodules.core_attention = TransformerEngineAttention
-    # Checkpoints call every tensor as those of local layers do, so that either loads the other's.
+    # Checkpoints use the tensor names of local layers, so that either kind can load them.
     local = build_local_layer_spec(shape).submodules
     layer.sharded_state_dict_keys_map = local.sharded_state_dict_keys_map
     return spec

@@ -1,4 +1,4 @@
-"""An update at learning rate 0, which must leave the weights; nothing of it stays."""
+"""Trial update at learning rate 0: must not change any weight, and its effects are undone."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from megatron_rl.types import Minibatch
 def update_at_rate_0(
     actor: MegatronActor, minibatch: Minibatch, objective: PolicyObjective
 ) -> tuple[UpdateResult, bool]:
-    """What such an update reports, and whether each bit of this rank's weights stayed. Collective.
+    """Run an update at rate 0; return its result and whether the weights are bit-identical.
 
-    The actor is awake afterwards. Its moments are kept on the host meanwhile.
+    Collective. The actor is awake afterwards. Its moments are saved on the host and restored. The
+    trial is not an epoch, so it adds no row to traced packs.
     """
     actor.wake_up()
     settings, updates = actor.settings, actor.updates
     before = _digest_weights(actor)
     actor.settings = replace(settings, learning_rate=0.0, min_learning_rate=0.0)
     try:
-        with _kept_moments(actor.optimizer):
-            result = actor.update(minibatch, objective)
+        untraced = [replace(pack, traced_logprobs=None) for pack in minibatch.micro_batches]
+        with _preserve_moments(actor.optimizer):
+            result = actor.update(replace(minibatch, micro_batches=untraced), objective)
     finally:
         actor.settings, actor.updates = settings, updates
     return result, _digest_weights(actor) == before
@@ -38,15 +40,15 @@ def update_at_rate_0(
 
 def _digest_weights(actor: MegatronActor) -> str:
     parameters = actor.named_parameters_local().values()
-    held = [*parameters, *main_parameters(actor.optimizer)]
-    return digest_tensors(held, device=actor.topology.device)
+    weights = [*parameters, *main_parameters(actor.optimizer)]
+    return digest_tensors(weights, device=actor.topology.device)
 
 
 @contextmanager
-def _kept_moments(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Put back what the block changes of the optimizer's moments and counts of steps."""
+def _preserve_moments(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Restore the optimizer's moments and step counts after the block."""
     parts = [part.optimizer for part in optimizer_parts(optimizer)]
-    kept = [
+    saved = [
         {parameter: {key: _copy(value) for key, value in state.items()}
          for parameter, state in part.state.items()}
         for part in parts
@@ -55,8 +57,8 @@ def _kept_moments(optimizer: MegatronOptimizer) -> Iterator[None]:
     try:
         yield
     finally:
-        for part, states, counts in zip(parts, kept, steps, strict=True):
-            for parameter in [one for one in part.state if one not in states]:
+        for part, states, counts in zip(parts, saved, steps, strict=True):
+            for parameter in [p for p in part.state if p not in states]:
                 del part.state[parameter]
             for parameter, state in states.items():
                 for key, value in state.items():

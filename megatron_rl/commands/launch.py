@@ -1,47 +1,74 @@
-"""`megatron-rl launch`, and `status`, `logs` and `cancel` of what was launched."""
+"""`megatron-rl launch`, and the commands `status`, `logs` and `cancel` for launched runs."""
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
-from megatron_rl.launch.following import cancel, describe, final_status, read_logs
-from megatron_rl.launch.record import Record, find_record
+from megatron_rl.apps.launch.following import cancel, describe, final_status, read_logs
+from megatron_rl.apps.launch.record import Record, find_record
+from megatron_rl.config import ConfigError
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """The options of all four."""
+    """Add the `launch`, `status`, `logs` and `cancel` subcommands."""
     launch = commands.add_parser(
         "launch",
-        help="train on a cluster, or here in the background, by NeMo-Run",
-        description="Check everything, then submit a run by NeMo-Run and leave it running. Needs "
-        "the environment that tools/setup_env.sh --launcher makes.",
+        help="Train on a cluster, or on this machine in the background, with NeMo-Run.",
+        description="Check the configuration and inputs, then submit the run with NeMo-Run and "
+        "return. Requires the environment that tools/setup_env.sh --launcher creates.",
     )
     options: list[tuple[str, str, dict]] = [
-        ("config", "YAML file of the run", {"metavar": "CONFIG"}),
-        ("--cluster", "YAML file of the cluster, as in examples/pnpo/clusters",
+        ("config", "YAML file of the run.", {"metavar": "CONFIG"}),
+        ("--cluster", "YAML file of the cluster; see examples/pnpo/clusters.",
          {"required": True, "metavar": "FILE"}),
-        ("--nodes", "instead of the cluster file's", {"type": _count, "metavar": "N"}),
-        ("--chain", "submit N jobs, each going on where the one before ended",
-         {"type": _count, "metavar": "N", "default": 1}),
-        ("--dry-run", "print scripts, environment, config and source; submit nothing", {}),
-        ("--committed", "refuse uncommitted changes of the source instead of packaging them", {}),
-        ("--rehearse-preemption", "ask the run to end after N steps, once, as a preemption does",
+        ("--nodes", "Number of nodes. Default: the cluster file's.",
          {"type": _count, "metavar": "N"}),
-        ("--wait", "print what the ranks say until the end; exit with the run's status", {}),
+        ("--chain", "Number of jobs to submit; each continues the run where the previous job ended."
+         " Default: %(default)s.",
+         {"type": _count, "metavar": "N", "default": 1}),
+        ("--dry-run", "Print scripts, environment, config and source without submitting.", {}),
+        ("--offline", "With --dry-run: require neither SLURM nor the cluster's files, for instance "
+         "on a laptop, and list what could not be checked.", {}),
+        ("--committed", "Reject uncommitted changes of the source instead of packaging them.", {}),
+        ("--simulate-preemption", "Interrupt the run once, after N steps, as a preemption would.",
+         {"type": _count, "metavar": "N"}),
+        ("--wait", "Print the output of the ranks until the run ends; exit with its status.", {}),
     ]  # fmt: skip
-    for name, what, more in options:
-        launch.add_argument(name, help=what, **(more or {"action": "store_true"}))
-    launch.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.steps=5")
+    for name, text, keywords in options:
+        launch.add_argument(name, help=text, **(keywords or {"action": "store_true"}))
+    launch.add_argument(
+        "overrides", nargs="*", metavar="key=value",
+        help="Settings that replace those of the config, for example trainer.steps=5.",
+    )  # fmt: skip
     launch.set_defaults(run=_launch, sets_environment=False)
-    status = commands.add_parser("status", help="of a launch: its jobs and its run directory")
+    status = commands.add_parser(
+        "status",
+        help="Show the progress of a run.",
+        description="Show the state, step and newest checkpoint of a run, its jobs if it was "
+        "launched, and its error if it failed. Exits with 0 unless the run has failed or "
+        "stopped early.",
+    )
     status.set_defaults(run=_status)
-    logs = commands.add_parser("logs", help="of a launch: what its ranks said")
-    logs.add_argument("-f", "--follow", action="store_true", help="until it ends")
+    logs = commands.add_parser(
+        "logs",
+        help="Print the output of a run.",
+        description="Print the output of a run's processes, or its log.txt if it was started by "
+        "megatron-rl train.",
+    )
+    logs.add_argument(
+        "-f", "--follow", action="store_true", help="Keep printing until the run ends."
+    )
     logs.set_defaults(run=_logs)
-    ending = commands.add_parser("cancel", help="end a launch")
-    ending.set_defaults(run=_cancel)
-    for one in (status, logs, ending):
-        one.add_argument("name", metavar="NAME", help="the run's name")
+    cancelling = commands.add_parser(
+        "cancel",
+        help="Stop a run.",
+        description="Stop a run. Pending jobs are cancelled immediately; a run on this machine "
+        "saves its step first, so that it can be resumed.",
+    )
+    cancelling.set_defaults(run=_cancel)
+    for parser in (status, logs, cancelling):
+        parser.add_argument("name", metavar="NAME", help="Name or folder of the run.")
 
 
 def _count(text: str) -> int:
@@ -51,33 +78,45 @@ def _count(text: str) -> int:
 
 
 def _launch(options: argparse.Namespace, arguments: list[str]) -> int:
-    from megatron_rl.launch.cluster import SlurmCluster, load_cluster
-    from megatron_rl.launch.plan import plan_launch
-    from megatron_rl.launch.source import require_committed
-    from megatron_rl.launch.starting import preview, start_here, start_on_slurm
+    from megatron_rl.apps.launch.cluster import SlurmCluster, load_cluster
+    from megatron_rl.apps.launch.inputs import check_inputs
+    from megatron_rl.apps.launch.launch_plan import plan_launch
+    from megatron_rl.apps.launch.source import require_committed
+    from megatron_rl.apps.launch.starting import preview, start_here, start_on_slurm
+    from megatron_rl.config import load_config, with_absolute_paths
+    from megatron_rl.preflight.hub_names import resolve_hub_names
 
+    if options.offline and not options.dry_run:
+        raise ConfigError("--offline: only valid with --dry-run; add it, or remove --offline")
     cluster = load_cluster(options.cluster)
+    given = with_absolute_paths(load_config(options.config, options.overrides))
+    _, resolved, problems = resolve_hub_names(given)
+    if problems and not options.offline:
+        raise ConfigError("this launch cannot start:\n  " + "\n  ".join(problems))
     launch = plan_launch(
         options.config,
         cluster,
-        overrides=options.overrides,
+        overrides=[*options.overrides, *resolved],
         name=f"{Path(options.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}",
         nodes=options.nodes,
         chain=options.chain,
-        rehearse_after=options.rehearse_preemption,
+        preempt_after=options.simulate_preemption,
+        offline=options.offline,
     )
     if options.committed:
         require_committed(launch.source)
+    if not options.offline and (warning := check_inputs(launch)) is not None:
+        print(f"megatron-rl: {warning}", file=sys.stderr, flush=True)
     if options.dry_run:
-        print(preview(launch), end="")
+        print(preview(launch, offline=options.offline), end="")
         return 0
     on_slurm = isinstance(cluster, SlurmCluster)
     record = start_on_slurm(launch) if on_slurm else start_here(launch)
-    what = f"job {', '.join(record.jobs)}" if on_slurm else f"process {record.process}"
+    started = f"job {', '.join(record.jobs)}" if on_slurm else f"process {record.process}"
     name = record.name
-    print(f"{name}: {what}; run directory {record.run}")
+    print(f"{name}: {started}; run directory {record.run}")
     if launch.source.uncommitted:
-        print(f"  with changes that are not committed: {record.folder}/uncommitted.diff")
+        print(f"  includes uncommitted changes: {record.folder}/uncommitted.diff")
     print(f"  megatron-rl status {name}; megatron-rl logs -f {name}; megatron-rl cancel {name}")
     return _follow(record) if options.wait else 0
 
@@ -102,12 +141,12 @@ def _follow(record: Record) -> int:
         for text in read_logs(record, follow=True):
             print(text, end="", flush=True)
     except KeyboardInterrupt:
-        print(f"\n{record.name} goes on; megatron-rl cancel {record.name} ends it")
+        print(f"\n{record.name} is still running; stop it with megatron-rl cancel {record.name}")
         return 0
     return final_status(record)
 
 
 def _cancel(options: argparse.Namespace, arguments: list[str]) -> int:
     cancel(find_record(options.name))
-    print(f"{options.name}: asked to end; megatron-rl status {options.name} says when it has")
+    print(f"{options.name}: stop requested; check it with megatron-rl status {options.name}")
     return 0

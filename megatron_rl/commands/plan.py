@@ -1,14 +1,14 @@
-"""`megatron-rl plan`: every layout of a model on some devices, its memory and its time."""
+"""`megatron-rl plan`: parallel layouts of a model, with their memory and time per step."""
 
 import argparse
 from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.commands.ending import leave
-from megatron_rl.config import Config, ConfigError, apply_override, parse_config, read_mapping
+from megatron_rl.config import Config, ConfigError, apply_override, parse_config, read_config_values
 
-# Keys of a config that decide a part of the layout, by the name of that part.
-DECIDE = {
+# Config keys that fix one dimension of the layout -> its name in the search.
+LAYOUT_KEYS = {
     "parallel.tensor": "tensor",
     "parallel.pipeline": "pipeline",
     "parallel.context": "context",
@@ -20,42 +20,63 @@ DECIDE = {
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Its options."""
+    """Add the `plan` subcommand."""
     plan = commands.add_parser(
         "plan",
-        help="which layouts of a model fit some devices, and how long a step takes",
-        description="List every layout of a model on a number of devices that fits, the fastest "
-        "first, with the memory and the seconds of every phase, by formula (docs/planning.md). "
-        "What a config says of lengths, batch and epochs is read; parallel.* and "
-        "rollout.tensor that are given as key=value are kept.",
+        help="List the layouts of a model that fit, and their time per step.",
+        description="List every layout of a model that fits a number of devices, fastest first, "
+        "with memory and seconds of each phase, computed by formula (docs/planning.md). Lengths, "
+        "batch sizes and epochs are taken from --config; parallel.* and rollout.tensor given as "
+        "key=value are kept fixed.",
     )
-    plan.add_argument("model", metavar="MODEL", help="a folder with a config.json, or a name")
-    plan.add_argument("--devices", type=int, required=True, metavar="N", help="in all")
-    plan.add_argument("--device", default="h100", metavar="KIND", help="by default h100")
-    plan.add_argument("--per-node", type=int, metavar="N", help="devices of a node")
-    plan.add_argument("--config", metavar="FILE", help="YAML file to begin with")
+    plan.add_argument("model", metavar="MODEL", help="Folder with a config.json, or a model name.")
+    plan.add_argument(
+        "--devices", type=int, required=True, metavar="N", help="Total number of devices."
+    )
+    plan.add_argument(
+        "--device", default="h100", metavar="KIND", help="Kind of device. Default: %(default)s."
+    )
+    plan.add_argument(
+        "--per-node", type=int, metavar="N", help="Devices per node. Default: that of the kind."
+    )
+    plan.add_argument("--config", metavar="FILE", help="YAML file of a run to start from.")
     plan.add_argument("--mean-response", type=int, metavar="TOKENS",
-                      help="by default 45%% of the longest allowed")  # fmt: skip
-    plan.add_argument("--mean-prompt", type=int, metavar="TOKENS", help="by default 160")
-    plan.add_argument("--top", type=int, default=10, metavar="N", help="rows; by default 10")
-    plan.add_argument("--rejected", action="store_true", help="list every rejected layout")
-    plan.add_argument("--write", metavar="FILE", help="write the config of a layout")
-    plan.add_argument("--choice", type=int, default=1, metavar="ROW", help="which; by default 1")
-    plan.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.epochs=4")
+                      help="Mean response length. Default: 45%% of the limit.")  # fmt: skip
+    plan.add_argument(
+        "--mean-prompt", type=int, metavar="TOKENS", help="Mean prompt length. Default: 160."
+    )
+    plan.add_argument(
+        "--top", type=int, default=10, metavar="N", help="Rows to print. Default: %(default)s."
+    )
+    plan.add_argument(
+        "--rejected", action="store_true", help="Also list every rejected layout and the reason."
+    )
+    plan.add_argument("--write", metavar="FILE", help="Write the config of the layout in --choice.")
+    plan.add_argument(
+        "--choice",
+        type=int,
+        default=1,
+        metavar="ROW",
+        help="Row of the table to describe and write. Default: %(default)s.",
+    )
+    plan.add_argument(
+        "overrides", nargs="*", metavar="key=value",
+        help="Settings that replace those of the config, for example trainer.epochs=4.",
+    )  # fmt: skip
     plan.set_defaults(run=run, sets_environment=False)
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Print the table; write a row's config."""
+    """Print the table, and write the config of the chosen row if asked."""
     print(_plan(options))
     return leave(0)
 
 
 def _plan(options: argparse.Namespace) -> str:
-    from megatron_rl.planning.built_in import find_shape
-    from megatron_rl.planning.devices import find_device
-    from megatron_rl.planning.layout_report import config_text, describe, plan
-    from megatron_rl.planning.workload import workload_of
+    from megatron_rl.apps.planning.built_in import find_shape
+    from megatron_rl.apps.planning.devices import find_device
+    from megatron_rl.apps.planning.layout_report import config_text, describe, plan
+    from megatron_rl.apps.planning.workload import workload_of
 
     config, fixed = _read(options)
     device = find_device(options.device)
@@ -69,28 +90,30 @@ def _plan(options: argparse.Namespace) -> str:
     workload = workload_of(
         config, mean_prompt=options.mean_prompt, mean_response=options.mean_response
     )
-    workload.response_lengths()  # an impossible mean is refused first
+    workload.response_lengths()  # rejects an impossible mean before the search
     if workload.longest > shape.max_position_embeddings:
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_response_tokens = {workload.longest} exceed the "
             f"model's {shape.max_position_embeddings} positions; lower one of them"
         )
-    found = plan(shape, device, options.devices, workload, fixed)
-    text = describe(found, top=options.top, show_rejected=options.rejected)
+    result = plan(shape, device, options.devices, workload, fixed)
+    if not 1 <= options.choice <= len(result.options):
+        raise ConfigError(f"--choice {options.choice}: give a row from 1 to {len(result.options)}")
+    text = describe(
+        result, config, top=options.top, show_rejected=options.rejected, choice=options.choice
+    )
     if options.write is None:
         return text
-    if not 1 <= options.choice <= len(found.options):
-        raise ConfigError(f"--choice {options.choice}: there are rows 1 to {len(found.options)}")
     file = Path(options.write)
     if file.exists():
-        raise ConfigError(f"--write {file}: it is there already; name another file")
-    file.write_text(config_text(found.options[options.choice - 1], config, found))
+        raise ConfigError(f"--write {file}: the file exists; name another one")
+    file.write_text(config_text(result.options[options.choice - 1], config, result))
     return f"{text}\nwrote row {options.choice} to {file}"
 
 
 def _read(options: argparse.Namespace) -> tuple[Config, dict[str, object]]:
-    """The config to begin with, and what the overrides decide of the layout."""
-    values = {} if options.config is None else read_mapping(options.config)
+    """Return the config to start from, and the layout dimensions that the overrides fix."""
+    values = {} if options.config is None else read_config_values(options.config)
     for override in options.overrides:
         apply_override(values, override)
     model = values.setdefault("model", {})
@@ -103,7 +126,7 @@ def _read(options: argparse.Namespace) -> tuple[Config, dict[str, object]]:
     fixed: dict[str, object] = {}
     for override in options.overrides:
         key = override.partition("=")[0]
-        if key in DECIDE:
+        if key in LAYOUT_KEYS:
             section, _, name = key.partition(".")
-            fixed[DECIDE[key]] = getattr(getattr(config, section), name)
+            fixed[LAYOUT_KEYS[key]] = getattr(getattr(config, section), name)
     return config, fixed

@@ -1,44 +1,47 @@
-"""`megatron-rl report`: a page about runs, to be read anywhere."""
+"""`megatron-rl report`: write a self-contained HTML page about runs."""
 
 import argparse
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Its options."""
+    """Add the `report` subcommand."""
     report = commands.add_parser(
         "report",
-        help="one page about runs, with pictures",
-        description="Write report.html, one file that needs no network, and PNGs: best scores, "
-        "curves over seeds, time to a reward, log-ratios by position, what the gate did, where the "
-        "time went, and the traced responses token by token.",
+        help="Write one HTML page about runs, with figures.",
+        description="Write report.html, one file that works without a network, and PNG figures: "
+        "best scores, curves over seeds, time to a reward, log-ratios by position, tokens rejected "
+        "by the gate, time per phase, and recorded responses token by token.",
     )
     report.add_argument(
-        "runs", nargs="+", metavar="RUN_OR_STUDY", help="run directories, or folders that hold some"
-    )
+        "runs", nargs="+", metavar="RUN_OR_STUDY",
+        help="Run directories, or folders that contain run directories.",
+    )  # fmt: skip
     report.add_argument(
         "--output",
         metavar="FOLDER",
-        help="where to write; by default into the folder that is given",
+        help="Folder to write. Default: the given folder; required if several are given.",
     )
     report.add_argument(
         "--threshold", type=float, metavar="REWARD",
-        help="the mean reward whose time is told; by default the highest multiple of 0.05 that "
-        "nine runs of ten reach",
+        help="Mean reward for the time-to-reward figure. Default: the highest multiple of 0.05 "
+        "(0.005 for smaller rewards, and so on) that nine of ten runs reach.",
     )  # fmt: skip
     report.add_argument(
         "--megabytes", type=float, default=4.0, metavar="N",
-        help="what traced responses may add to the page; 0: none of them (default: %(default)s)",
+        help="Maximum size in MB that recorded responses add to the page; 0 leaves them out. "
+        "Default: %(default)s.",
     )  # fmt: skip
     report.add_argument(
         "--bundle", action="store_true",
-        help="also report.zip: all of it, with the metrics and the config of every run",
+        help="Also write report.zip with the page, the figures, and every run's metrics and "
+        "config.",
     )  # fmt: skip
     report.set_defaults(run=run, sets_environment=False)
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Write the page, and say where."""
-    from megatron_rl.report.build import write_report
+    """Write the page, and print the paths of the written files."""
+    from megatron_rl.apps.report.build import write_report
 
     written = write_report(
         options.runs,

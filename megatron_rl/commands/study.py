@@ -1,4 +1,4 @@
-"""`megatron-rl study`: run a grid of runs, one after another or side by side, and table them."""
+"""`megatron-rl study`: run a grid of experiments, and tabulate their results."""
 
 import argparse
 import sys
@@ -9,26 +9,44 @@ from megatron_rl.config import ConfigError
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Its options."""
+    """Add the `study` subcommand."""
     study = commands.add_parser(
         "study",
-        help="run a grid of runs from one file; the same command goes on after a kill",
-        description="Run every run of a study that is not done, and keep results.parquet and "
-        "summary.md in its folder. Start it again after whatever ended it: what is done is "
-        "skipped, what had begun goes on from its last checkpoint.",
+        help="Run a grid of experiments from one file; the same command resumes it.",
+        description="Run every unfinished run of a study, and update results.parquet and "
+        "summary.md in its folder. If the command is interrupted, start it again: finished runs "
+        "are skipped, and started runs continue from their last checkpoint.",
     )
-    study.add_argument("file", metavar="FILE", help="YAML, as examples/pnpo/study_reuse.yaml")
-    study.add_argument("--cluster", metavar="FILE", help="launch the runs there, by NeMo-Run")
-    study.add_argument("--status", action="store_true", help="only tell and table what there is")
-    study.add_argument("--compare", metavar="AXIS", help="of the summary; default: the last axis")
-    study.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every run")
+    study.add_argument(
+        "file", metavar="FILE", help="YAML file of the study; see examples/pnpo/study_reuse.yaml."
+    )
+    study.add_argument(
+        "--cluster", metavar="FILE",
+        help="YAML file of a cluster on which to launch the runs with NeMo-Run. Default: run them "
+        "on this machine.",
+    )  # fmt: skip
+    study.add_argument(
+        "--status", action="store_true", help="Print the state and results without running."
+    )
+    study.add_argument(
+        "--compare", metavar="AXIS", help="Axis that the summary compares. Default: the last axis."
+    )
+    study.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="Settings that apply to every run."
+    )
     study.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Run or table the study; 75 where it was asked to end and can go on."""
-    from megatron_rl.study.plan import load_study
-    from megatron_rl.study.running import Start, StartedOnCluster, opened, run_study, start_here
+    """Run or summarize the study; returns 75 if it was interrupted and can be resumed."""
+    from megatron_rl.apps.study.running import (
+        Start,
+        StartedOnCluster,
+        opened,
+        run_study,
+        start_here,
+    )
+    from megatron_rl.apps.study.study_plan import load_study
 
     study = load_study(options.file, options.overrides)
     axis = options.compare or list(study.file.axes)[-1]
@@ -36,9 +54,9 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         raise ConfigError(f"--compare {axis}: the study has {', '.join(study.file.axes)}")
     if options.status:
         text, states = _write(study, axis)
-        begun = [f"{one.run.name} (step {one.step})" for one in states if one.state == "begun"]
-        done = sum(one.state == "done" for one in states)
-        _say(
+        begun = [f"{it.run.name} (step {it.step})" for it in states if it.state == "begun"]
+        done = sum(state.state == "done" for state in states)
+        _echo(
             f"{study.file.name}: {done} of {len(states)} done; begun: {', '.join(begun) or 'none'}"
         )
         print(text, end="")
@@ -50,31 +68,31 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
             start = partial(StartedOnCluster, cluster_file=options.cluster)
             python = _training_python(options.cluster)
         status = run_study(
-            study, start=start, say=_say, on_end=lambda: _write(study, axis), python=python
+            study, start=start, echo=_echo, on_end=lambda: _write(study, axis), python=python
         )
         print(_write(study, axis)[0], end="")
         return status
 
 
 def _training_python(cluster_file: str) -> str:
-    """The launcher's own has no torch."""
-    from megatron_rl.launch.cluster import load_cluster
-    from megatron_rl.launch.plan import default_python
+    """Return the cluster's Python; the launcher's environment has no torch."""
+    from megatron_rl.apps.launch.cluster import load_cluster
+    from megatron_rl.apps.launch.launch_plan import default_python
 
     return load_cluster(cluster_file).python or default_python()
 
 
-def _say(text: str) -> None:
+def _echo(text: str) -> None:
     print(text, flush=True)
 
 
 def _write(study: Any, axis: str) -> tuple[str, list[Any]]:
+    from megatron_rl.apps.study.results import write_results
+    from megatron_rl.apps.study.summary import find_outcome, summarise
     from megatron_rl.runs.files import write_atomically
-    from megatron_rl.study.results import write_results
-    from megatron_rl.study.summary import find_outcome, summarise
 
     states = write_results(study)
-    outcomes = [found for state in states if (found := find_outcome(state))]
+    outcomes = [outcome for state in states if (outcome := find_outcome(state))]
     text = summarise(outcomes, axis, first=str(next(iter(study.file.axes[axis]))))
     if study.folder.is_dir():
         write_atomically(study.folder / "summary.md", text)

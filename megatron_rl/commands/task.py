@@ -1,4 +1,4 @@
-"""`megatron-rl task`: make a small generated task and a model that solves a wished share of it."""
+"""`megatron-rl task`: generate a small task and a model with a target accuracy on it."""
 
 import argparse
 import os
@@ -7,40 +7,59 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
+HELP = {
+    "size": "Size of a problem.",
+    "noise": "Position of the errors in the solutions the model learns from.",
+    "corrected": "Fraction of errors that are corrected in the solutions the model learns from.",
+    "success": "Target accuracy of the model, sampling at temperature 1.",
+    "tolerance": "Largest allowed difference from the target accuracy.",
+    "seed": "Random seed of the problems and of the fine-tuning.",
+    "train": "Number of training prompts.",
+    "heldout": "Number of held-out prompts; none is in the training set.",
+    "hidden": "Hidden size of the model; a multiple of 32 times the number of heads.",
+    "layers": "Number of layers of the model.",
+    "heads": "Number of attention heads of the model.",
+    "batch": "Solutions per update of the fine-tuning; fewer if they are long.",
+    "learning_rate": "Learning rate of the fine-tuning.",
+    "longest_warm_up": "Maximum number of updates per stage of the fine-tuning in one call.",
+}
+
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Its options: one per field of TaskSettings."""
-    from megatron_rl.tasks.settings import KINDS, TaskSettings
+    """Add the `task` subcommand, with one option per field of TaskSettings."""
+    from megatron_rl.apps.tasks.settings import KINDS, TaskSettings
 
     task = commands.add_parser(
         "task",
-        help="make a small task and a warmed-up model, for tries and studies",
-        description="Make a generated task whose answers are traces, and a small model warmed up "
-        "until it solves a wished share of it. What is there already is not made again.",
+        help="Generate a small task and a fine-tuned model, for trials and studies.",
+        description="Generate a task with worked solutions, and fine-tune a small model until it "
+        "solves a given fraction of the problems. Existing files are reused.",
     )
     by_kind = {
         "size": ", ".join(f"{name} {kind.usual} {kind.size}" for name, kind in KINDS.items()),
         "layers": ", ".join(f"{name} {kind.layers}" for name, kind in KINDS.items()),
     }
-    task.add_argument("task", choices=list(KINDS))
-    task.add_argument("--output", type=Path, help="default: .cache/tasks/TASK-SIZE")
+    task.add_argument("task", choices=list(KINDS), help="Kind of problem.")
+    task.add_argument(
+        "--output", type=Path, help="Folder to write. Default: .cache/tasks/TASK-SIZE."
+    )
     for field in fields(TaskSettings)[1:]:
         task.add_argument(
             "--" + field.name.replace("_", "-"),
             type=type(field.default),
             default=field.default,
             choices=get_args(field.type) if get_origin(field.type) is Literal else None,
-            help=f"default: {by_kind.get(field.name, field.default)}",
+            help=f"{HELP[field.name]} Default: {by_kind.get(field.name, field.default)}.",
         )
     task.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Make the task, or say where it is."""
-    from megatron_rl.tasks.making import PORTABLE, make_once
-    from megatron_rl.tasks.settings import TaskSettings
+    """Generate the task if it does not exist, and print where it is."""
+    from megatron_rl.apps.tasks.making import PORTABLE, make_once
+    from megatron_rl.apps.tasks.settings import TaskSettings
 
-    assert "torch" not in sys.modules, "too late to choose kernels"
+    assert "torch" not in sys.modules, "torch is imported already: kernels cannot be chosen"
     os.environ.update(PORTABLE)
     names = [field.name for field in fields(TaskSettings)]
     settings = TaskSettings(**{name: getattr(options, name) for name in names})
@@ -48,9 +67,9 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     made = make_once(output, settings, report=lambda text: print(text, flush=True))
     print(
         f"{output}: {settings.train} + {settings.heldout} prompts of {made['prompt_tokens']} "
-        f"tokens, traces of {made['trace_tokens']}, a model of {made['parameters']:,} parameters "
-        f"right in {made['success']:.1%} ({made['seconds']:.0f} s)"
+        f"tokens, solutions of {made['trace_tokens']}, a model with {made['parameters']:,} "
+        f"parameters and accuracy {made['success']:.1%} ({made['seconds']:.0f} s)"
     )
-    if thirds := made.get("slips_by_third"):  # not of what an earlier version made
-        print("slips by thirds of a trace: " + ", ".join(f"{third:.0%}" for third in thirds))
+    if thirds := made.get("slips_by_third"):  # missing from tasks of an earlier version
+        print("errors by third of a solution: " + ", ".join(f"{third:.0%}" for third in thirds))
     return 0

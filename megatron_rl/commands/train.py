@@ -1,12 +1,15 @@
-"""`megatron-rl train`: start the processes of this node, or join those that were started."""
+"""`megatron-rl train`: start the ranks of this node, or run as one rank of torchrun or srun."""
 
 import argparse
+import atexit
+import importlib.util
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 
-from megatron_rl.commands.ending import fail, leave
+from megatron_rl.commands.ending import fail, how_to_continue, leave
 from megatron_rl.config import (
     Config,
     ConfigError,
@@ -15,8 +18,10 @@ from megatron_rl.config import (
     parse_config,
     with_absolute_paths,
 )
-from megatron_rl.interruption import INTERRUPTED, Interruption, RunInterrupted
-from megatron_rl.processes import (
+from megatron_rl.preflight.hub_names import resolve_hub_names
+from megatron_rl.runs.rows import is_finished
+from megatron_rl.runtime.interruption import INTERRUPTED, Interruption, RunInterrupted
+from megatron_rl.runtime.processes import (
     LAUNCHER,
     cuda_devices,
     cuda_memory,
@@ -28,16 +33,21 @@ from megatron_rl.processes import (
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Its options."""
+    """Add the `train` subcommand."""
     train = commands.add_parser(
         "train",
-        help="train from a config",
-        description="Train. Starts the processes of this node itself, as many as the layout "
-        "needs, or joins them when torchrun or srun started it.",
+        help="Train a model from a config.",
+        description="Train a model. Starts as many processes on this node as the layout needs, or "
+        "runs as one of them when started by torchrun or srun.",
     )
-    train.add_argument("--config", required=True, help="YAML file")
-    train.add_argument("--print-config", action="store_true", help="show the resolved config, exit")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.steps=5")
+    train.add_argument("--config", required=True, help="YAML file of the run.")
+    train.add_argument(
+        "--print-config", action="store_true", help="Print the resolved config and exit."
+    )
+    train.add_argument(
+        "overrides", nargs="*", metavar="key=value",
+        help="Settings that replace those of the config, for example trainer.steps=5.",
+    )  # fmt: skip
     train.set_defaults(run=run)
 
 
@@ -46,17 +56,22 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     try:
         place = join_processes()
         if place is not None:
-            # Before anything is imported that starts threads.
-            interruption.listen(speaks=place.rank == 0)
+            # Block the signals before any import starts threads.
+            interruption.listen(is_main_rank=place.rank == 0)
         config = load_config(options.config, options.overrides)
         if options.print_config:
             print(dump_config(config), end="")
             return 0
-        config = with_absolute_paths(config)
+        config, resolved, _ = resolve_hub_names(with_absolute_paths(config), echo=_warn)
+        arguments = [*arguments, *resolved]
+        if LAUNCHER not in os.environ and _is_finished(config):  # else the launcher checked it
+            if place is None or place.rank == 0:
+                _print_finished(config)
+            return 0 if place is None else leave(0)
         if place is None:
             return _start(config, options, arguments)
         quiet_libraries()
-        if place.rank == 0 and LAUNCHER not in os.environ:  # else whoever started it has asked
+        if place.rank == 0 and LAUNCHER not in os.environ:  # else the launcher checked it
             _check_memory(config, place.world_size)
         with without_garbage_collection():
             from megatron_rl.trainer.build import run_training
@@ -66,27 +81,70 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         )
     except RunInterrupted:
         return leave(INTERRUPTED)
-    except Exception as error:  # noqa: BLE001 - said, logged, and the process ends
+    except Exception as error:  # noqa: BLE001 - reported and logged; the process exits
         return fail(error, place, config)
     return leave(0)
 
 
-def _start(config: Config, options: argparse.Namespace, arguments: list[str]) -> int:
-    from megatron_rl.preflight.settings import check_settings
-    from megatron_rl.runs.directory import RunDirectory
+def _print_finished(config: Config) -> None:
+    steps = config.trainer.steps
+    print(
+        f"{config.run.name} is finished: all {steps} steps are done, and the trained model is in "
+        f"{Path(config.run.dir) / str(config.run.name) / 'model'}; set trainer.steps above {steps} "
+        "to continue training"
+    )
 
-    world_size = config.parallel.model_size * (config.parallel.data or _default_replicas(config))
-    if config.run.name is None:  # decided once, here, so that all processes agree
+
+def _is_finished(config: Config) -> bool:
+    """Return True if the config's run has completed all steps and exported its model.
+
+    Does not import torch, which takes seconds. Raises ConfigError if the run directory belongs to
+    another experiment.
+    """
+    folder = Path(config.run.dir) / str(config.run.name)
+    if config.run.resume == "never" or not is_finished(folder, steps=config.trainer.steps):
+        return False
+    saved = with_absolute_paths(load_config(folder / "config.yaml"))
+    if saved.model_dump(exclude={"run"}) != config.model_dump(exclude={"run"}):
+        from megatron_rl.runs.directory import RunDirectory
+
+        RunDirectory(folder).check_usable(config)
+    return True
+
+
+def _start(config: Config, options: argparse.Namespace, arguments: list[str]) -> int:
+    if importlib.util.find_spec("torch") is None:  # before the inputs are checked: no rank can run
+        raise ModuleNotFoundError("no torch", name="torch")
+    with without_garbage_collection():
+        from megatron_rl.preflight.start import check_run, default_world_size
+        from megatron_rl.runs.directory import RunDirectory
+
+    world_size = default_world_size(config)
+    if config.run.name is None:  # chosen here once, so that all processes use the same name
         name = f"{Path(options.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         arguments = [*arguments, f"run.name={name}"]
         values = config.model_dump()
         values["run"]["name"] = name
         config = parse_config(values)
-    check_settings(config, world_size=world_size)
+    RunDirectory.of(config).check_free()
+    with without_garbage_collection():  # mostly the import of transformers
+        check_run(config, world_size=world_size)
     check_devices(world_size)
     _check_memory(config, world_size)
     find_stall = RunDirectory.of(config).new_stalls()
-    return start_processes(arguments, world_size=world_size, find_stall=find_stall)
+    status = start_processes(
+        arguments,
+        world_size=world_size,
+        find_stall=find_stall,
+        to_continue=lambda: how_to_continue(config),
+    )
+    # All ranks have exited: another Ctrl-C would only print a traceback of the interpreter's exit.
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    return status
+
+
+def _warn(line: str) -> None:
+    print(f"megatron-rl: {line}", file=sys.stderr, flush=True)
 
 
 def _check_memory(config: Config, world_size: int) -> None:
@@ -94,18 +152,14 @@ def _check_memory(config: Config, world_size: int) -> None:
 
     warning = check_memory(config, world_size=world_size, device_bytes=cuda_memory())
     if warning is not None:
-        print(f"megatron-rl: {warning}", file=sys.stderr, flush=True)
+        _warn(warning)
 
 
 def check_devices(world_size: int) -> None:
-    """ConfigError if this node has fewer devices than the processes that it is to run."""
+    """Raise ConfigError if this node has fewer CUDA devices than processes to start."""
     devices = cuda_devices()
     if 0 < devices < world_size:
         raise ConfigError(
             f"the layout needs {world_size} processes, one per device, and this node has {devices} "
             "devices; lower parallel.*, or start the processes of several nodes by torchrun or srun"
         )
-
-
-def _default_replicas(config: Config) -> int:
-    return max(cuda_devices() // config.parallel.model_size, 1)

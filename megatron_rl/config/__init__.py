@@ -1,7 +1,7 @@
-"""Every setting of a run, with its type, default and rule; `docs/configuration.md` lists them.
+"""Configs: all settings with type, default and rule (`docs/configuration.md`), and their loading.
 
-A config is strict: an unknown key or a wrong value is an error that names the key, the rule and the
-nearest valid key; all errors come at once.
+Configs are strict: an unknown key or an invalid value is an error that names the key, the rule and
+the nearest valid key; all errors are reported together.
 """
 
 from megatron_rl.config.config import Config
@@ -10,10 +10,13 @@ from megatron_rl.config.loading import (
     ConfigError,
     apply_override,
     dump_config,
+    expand_dotted_keys,
     explain,
     load_config,
+    long_form,
     parse_config,
     put,
+    read_config_values,
     read_mapping,
     valid_keys,
     with_absolute_paths,
@@ -35,10 +38,13 @@ __all__ = [
     "Section",
     "apply_override",
     "dump_config",
+    "expand_dotted_keys",
     "explain",
     "load_config",
+    "long_form",
     "parse_config",
     "put",
+    "read_config_values",
     "read_mapping",
     "valid_keys",
     "with_absolute_paths",

@@ -1,6 +1,6 @@
-"""Settings of prompts: what is trained on, and what is held out."""
+"""Sections of a config for prompts: training sets and held-out evaluation sets."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -12,8 +12,8 @@ from pydantic import (
 
 from megatron_rl.config.sections import Count, Fraction, Name, NonNegative, Positive, Section
 
-# Of transformers' apply_chat_template, beside what it hands on to the template.
-OF_THE_CALL = {
+# Parameters of transformers' apply_chat_template that it does not pass on to the template.
+RESERVED_ARGUMENTS = {
     "conversation", "tokenize", "add_generation_prompt", "continue_final_message", "padding",
     "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
     "tokenizer_kwargs",
@@ -21,63 +21,73 @@ OF_THE_CALL = {
 
 
 class ColumnsSection(Section):
-    """Which columns of a file of prompts hold what; a dot reaches into a struct."""
+    """Column names of a prompt file; a dot selects a field of a struct."""
 
     prompt: str = "prompt"
-    """a text, the user's message, or a list of chat messages"""
+    """Column of the prompt: the user's message as text, or a list of chat messages."""
     answer: str = "reward_model.ground_truth"
-    """the ground truth, a text or a number"""
+    """Column of the ground truth, a text or a number."""
     source: str | None = None
-    """where a row comes from; null: the column `data_source` where there is one, else the file's
-    name"""
+    """Column of the data source; null uses the column `data_source` if it exists, otherwise the
+    file's name."""
 
 
 class MixedSetSection(Section):
     """One of several sets of training prompts."""
 
     path: str
-    """as `data.train`"""
+    """File or data set of prompts, in the forms of `data.train`."""
     weight: Positive = 1.0
-    """its part of every rollout batch, in proportion to the others'"""
+    """Relative share of this set in every rollout batch."""
     columns: ColumnsSection | None = None
-    """null: those of `data.columns`"""
+    """Column names of this set; null uses `data.columns`."""
 
 
 class DataSection(Section):
     """Training prompts."""
 
     train: str = ""
-    """a file of prompts, .parquet or .jsonl, a data set as `hf:OWNER/NAME`, or a folder that
-    `datasets` saved (`docs/prompts.md`); this or `data.mix` must be given"""
+    """Training prompts: a .parquet, .jsonl or .csv file, a data set as `hf:OWNER/NAME`, or a folder
+    saved by `datasets` (`docs/prompts.md`). Either this or `data.mix` is required."""
     mix: dict[Name, MixedSetSection] = Field(default_factory=dict)
-    """name: `{path, weight, columns}` of several sets, instead of `data.train`"""
+    """Several training sets by name, each `{path, weight, columns}`, instead of `data.train`."""
     columns: ColumnsSection = ColumnsSection()
-    """of `data.train`, and of `eval.sets` where `eval.columns` is null; by default the schema of
-    DAPO-Math-17k"""
+    """Column names of `data.train`, and of `eval.sets` if `eval.columns` is null; the default is
+    the schema of DAPO-Math-17k."""
     max_prompt_tokens: Count = 1024
-    """the longest prompt, in tokens"""
+    """Maximum prompt length in tokens."""
     too_long: Literal["error", "skip"] = "error"
-    """a prompt that is longer: refuse the file, or leave the prompt out and say how many were"""
+    """Reaction to a prompt above the maximum length: `error` rejects the file, `skip` leaves the
+    prompt out and reports the number of skipped prompts."""
     bad_rows: Literal["error", "skip"] = "error"
-    """a malformed row: refuse the file, or leave the row out and say how many were"""
+    """Reaction to a malformed row: `error` rejects the file, `skip` leaves the row out and reports
+    the number of skipped rows."""
+    system_prompt: Annotated[str, Field(min_length=1)] | None = None
+    """System message put in front of every prompt, in training and in evaluation; a row with a
+    system message of its own is then malformed. null adds none."""
+    template: Literal["chat", "raw"] = "chat"
+    """Format of a prompt: `chat` applies the model's chat template, `raw` uses the text unchanged,
+    for base models (`docs/prompts.md`)."""
     template_arguments: dict[str, Any] = Field(default_factory=dict)
-    """of the chat template, as `{enable_thinking: false}`"""
+    """Additional arguments of the chat template, such as `{enable_thinking: false}`."""
 
     @field_validator("template_arguments")
     @classmethod
-    def _refuse_the_call_s_own(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        if own := sorted(arguments.keys() & OF_THE_CALL):
-            raise ValueError(f"{', '.join(own)}: not of the template, the run sets it; remove it")
+    def _refuse_reserved_arguments(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        if reserved := sorted(arguments.keys() & RESERVED_ARGUMENTS):
+            raise ValueError(
+                f"{', '.join(reserved)}: set by the run, not an argument of the template; remove it"
+            )
         return arguments
 
 
 class EvaluationSetSection(Section):
-    """One set of held-out problems; its path alone says the same as `{path: ...}`."""
+    """One set of held-out problems; a path alone is short for `{path: ...}`."""
 
     path: str
-    """as `data.train`"""
+    """File or data set of prompts, in the forms of `data.train`."""
     columns: ColumnsSection | None = None
-    """null: those of `eval.columns`"""
+    """Column names of this set; null uses `eval.columns`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -95,14 +105,15 @@ class EvalSection(Section):
     """Held-out evaluation: Avg@samples, before, during and after training."""
 
     sets: dict[Name, EvaluationSetSection] = Field(default_factory=dict)
-    """name: file of prompts, as `data.train`, or `{path, columns}`"""
+    """Evaluation sets by name, each a path in the forms of `data.train` or `{path, columns}`."""
     columns: ColumnsSection | None = None
-    """of files that name none; null: those of `data.columns`"""
+    """Column names of sets without their own; null uses `data.columns`."""
     every: Count = 10
-    """steps"""
+    """Steps between evaluations."""
     samples: Count = 32
-    """responses to each prompt"""
+    """Number of responses to each prompt."""
     temperature: NonNegative = 0.7
-    """of sampling; 0: the likeliest token, one response to each prompt"""
+    """Sampling temperature; 0 is greedy decoding with one response to each prompt."""
     top_p: Fraction = 0.9
-    """of sampling"""
+    """Nucleus sampling: cumulative probability of the tokens that are sampled from; 1 disables
+    it."""

@@ -1,56 +1,119 @@
-"""Reading a config: YAML plus `key=value` overrides, every error at once with its cure."""
+"""Load a config from YAML and `key=value` overrides, reporting all errors together."""
 
 import difflib
+import json
 import os
+from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from megatron_rl.config.config import Config
 from megatron_rl.config.sections import Section
+from megatron_rl.errors import UserError
 
 
-class ConfigError(ValueError):
-    """One or more settings are wrong; the message lists every one of them with its cure."""
+class ConfigError(UserError):
+    """One or more invalid settings; the message lists each of them with its fix."""
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
-    """The config in a YAML file with `key.path=value` overrides applied.
+    """Load a YAML file and apply `key.path=value` overrides.
 
-    Raises ConfigError listing every wrong key and value.
+    Raises ConfigError listing every invalid key and value.
     """
-    values = read_mapping(path)
+    values = read_config_values(path)
     for override in overrides or []:
         apply_override(values, override)
     return parse_config(values)
 
 
+def read_config_values(path: str | Path) -> dict[str, Any]:
+    """Read a config file as nested plain values, with dotted keys expanded as in overrides."""
+    return expand_dotted_keys(read_mapping(path))
+
+
 def read_mapping(path: str | Path, what: str = "config") -> dict[str, Any]:
-    """The nested plain values of a YAML file; ConfigError where it is no file of that kind."""
+    """Read a YAML file as nested plain values; raise ConfigError if it contains no mapping."""
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"{what} file {path} does not exist; give the path of a YAML file")
     try:
-        values = yaml.safe_load(path.read_text()) or {}
+        values = yaml.load(path.read_text(), Loader=_UniqueKeyLoader) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a mapping of settings, not a {type(values).__name__}")
+        raise ConfigError(
+            f"{path} must contain a mapping of settings, not a {type(values).__name__}"
+        )
     return values
 
 
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """A loader that rejects duplicate keys in a mapping; YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Construct a mapping after checking that its keys are unique."""
+        lines: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, Hashable):
+                continue
+            if key in lines:
+                raise yaml.YAMLError(
+                    f"{key!r} is given twice, in lines {lines[key]} and {line}; keep one"
+                )
+            lines[key] = line
+        return super().construct_mapping(node, deep)
+
+
+def expand_dotted_keys(
+    values: dict[str, Any], section: type[BaseModel] = Config, prefix: str = ""
+) -> dict[str, Any]:
+    """Expand dotted keys: `model.path: x` becomes `model: {path: x}`.
+
+    Only names of settings are split: user-chosen names (in `eval.sets`) keep their dots. Raises
+    ConfigError for a setting that is given in both forms.
+    """
+    result: dict[str, Any] = {}
+    for key, given in values.items():
+        first, dot, rest = key.partition(".") if isinstance(key, str) else (key, "", "")
+        inner = _section_of(section.model_fields[first]) if first in section.model_fields else None
+        value = {rest: given} if dot else long_form(f"{prefix}{first}", given)
+        if inner and isinstance(value, dict):
+            value = expand_dotted_keys(value, inner, f"{prefix}{first}.")
+        elif dot:
+            put(value := {}, rest, given)
+        result[first] = _merge(result[first], value, prefix + first) if first in result else value
+    return result
+
+
+def _merge(first: Any, second: Any, key: str) -> Any:
+    """Merge two nested mappings; raise ConfigError if both set the same key."""
+    if not isinstance(first, dict) or not isinstance(second, dict):
+        raise ConfigError(f"{key} is given twice, with and without dots in its key; keep one")
+    return first | {
+        name: _merge(first[name], value, f"{key}.{name}") if name in first else value
+        for name, value in second.items()
+    }
+
+
 def parse_config(values: dict[str, Any]) -> Config:
-    """A Config from nested plain values; raises ConfigError listing every wrong key and value."""
+    """Build a Config from nested plain values; raise ConfigError listing every invalid setting."""
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("wrong config:\n  " + "\n  ".join(explain(error))) from None
+        raise ConfigError("invalid config:\n  " + "\n  ".join(explain(error))) from None
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """The config with the paths of what exists made absolute: they then hold in every folder."""
+    """Return the config with existing paths made absolute, so that they are valid everywhere."""
 
     def absolute(path: str | None) -> str | None:
         return os.path.abspath(path) if path and os.path.exists(path) else path
@@ -61,89 +124,144 @@ def with_absolute_paths(config: Config) -> Config:
         ("model", "path"), ("model", "reference"), ("data", "train"),
         ("offline", "rollouts"), ("offline", "behavior"),
     ):  # fmt: skip
-        if (section, values[section][key]) != ("offline", "file"):  # a word there, no path
+        if (section, values[section][key]) != ("offline", "file"):  # a keyword, not a path
             values[section][key] = absolute(values[section][key])
-    for one in values["data"]["mix"].values():
-        one["path"] = absolute(one["path"])
+    for item in values["data"]["mix"].values():
+        item["path"] = absolute(item["path"])
     if isinstance(lags := values["lag"]["batches"], dict) and "trace" in lags:
         lags["trace"] = absolute(str(lags["trace"]))
     values["eval"]["sets"] = {
-        name: dict(one) | {"path": absolute(one.path)} for name, one in config.eval.sets.items()
+        name: dict(item) | {"path": absolute(item.path)} for name, item in config.eval.sets.items()
     }
     return parse_config(values)
 
 
 def dump_config(config: Config) -> str:
-    """The resolved config as YAML that `load_config` reads back to the same Config."""
+    """Serialize the resolved config as YAML that `load_config` reads back unchanged."""
     return yaml.safe_dump(config.model_dump(), sort_keys=False)
 
 
 def valid_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """Every dotted key of the config, in order."""
+    """List every dotted key of the config, in order."""
     keys = []
     for name, field in section.model_fields.items():
-        inner = _section_of(field.annotation)
+        inner = _section_of(field) or _section_of(field, named=True)
         keys += valid_keys(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
     return keys
 
 
-def _section_of(annotation: Any) -> type[Section] | None:
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, Section):
+def _section_of(field: FieldInfo, *, named: bool = False) -> type[Section] | None:
+    """The section class of a field; with named, the class of a field that maps names to them."""
+    is_named = get_origin(field.annotation) is dict
+    for candidate in (field.annotation, *get_args(field.annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Section) and named == is_named:
             return candidate
     return None
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:
-    """Put `key.path=value` into nested plain values; ConfigError where it is not of that form."""
+    """Apply `key.path=value` to nested plain values; raise ConfigError for any other form."""
     key, equals, text = override.partition("=")
     parts = key.strip().lstrip("-").split(".")
     if not equals or not all(parts):
-        raise ConfigError(f"override {override!r} is not of the form key=value, as in seed=7")
+        raise ConfigError(f"override {override!r} is not of the form key=value, such as seed=7")
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"override {override!r}: the value is not valid YAML") from error
     put(values, ".".join(parts), value)
 
 
+def long_form(key: str, value: Any) -> Any:
+    """Expand a shorthand text to its mapping: an objective's name, an evaluation set's path."""
+    if isinstance(value, str) and key == "objective":
+        return {"name": value}
+    if isinstance(value, str) and key.rpartition(".")[0] == "eval.sets":
+        return {"path": value}
+    return value
+
+
 def put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Put a value under a dotted key into nested plain values."""
+    """Set a dotted key in nested plain values."""
     *parents, last = key.split(".")
-    for part in parents:
-        if not isinstance(values.get(part), dict):
-            values[part] = {}
+    for depth, part in enumerate(parents):
+        current = long_form(".".join(parents[: depth + 1]), values.get(part))
+        values[part] = current if isinstance(current, dict) else {}
         values = values[part]
     values[last] = value
 
 
 def explain(error: ValidationError, model: type[BaseModel] = Config) -> list[str]:
-    """Every wrong key and value of a model's input, each with its cure."""
+    """Describe every invalid key and value of a model's input, each with its fix."""
     return [_explain(item, model) for item in error.errors()]
 
 
 def _explain(item: Any, model: type[BaseModel]) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        return f"{key}: unknown key{_suggest(key, model)}"
+        return f"{key}: unknown key{_suggest(item['loc'], model)}"
     if item["type"] == "missing":
         return f"{key}: missing; give it"
-    if item["type"] == "value_error" and not key:
-        return str(item["ctx"]["error"]).replace("\n", "\n  ")
-    said = item["msg"].removeprefix("Value error, ")
-    # A pattern in it is as it is: only the first letter becomes small.
-    return f"{key}={item['input']!r}: {said[:1].lower()}{said[1:]}"
+    if item["type"] == "value_error":
+        message = str(item["ctx"]["error"])
+        if message.startswith(key):  # it already names its key
+            return message.replace("\n", "\n  ")
+        return f"{key}={_shown(item['input'])}: {message}"
+    return f"{key}={_shown(item['input'])}: {_rule(item, model)}"
 
 
-def _suggest(key: str, model: type[BaseModel]) -> str:
-    section, _, last = key.rpartition(".")
-    every = valid_keys(model)
-    siblings = [name for name in every if section and name.startswith(f"{section}.")]
-    if siblings:
-        words = {name.removeprefix(f"{section}."): name for name in siblings}
-        near = [words[word] for word in difflib.get_close_matches(last, words, n=1)]
-    else:
-        near = difflib.get_close_matches(key, [*model.model_fields, *every], n=1)
-    if near:
-        return f"; did you mean {near[0]}?"
-    return f"; valid here: {', '.join(siblings or model.model_fields)}"
+def _shown(value: Any) -> str:
+    """Format a value as in YAML."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+
+
+_RULES = {
+    "bool": "must be true or false", "int": "must be a whole number", "float": "must be a number",
+    "string_type": "must be a text; put it in quotes", "greater_than": "must be above {gt:g}",
+    "greater_than_equal": "must be at least {ge:g}", "less_than": "must be below {lt:g}",
+    "less_than_equal": "must be at most {le:g}", "finite_number": "must be a finite number",
+    "literal_error": "must be {expected}", "too_short": "must have at least {min_length}",
+}  # fmt: skip
+
+
+def _rule(item: Any, model: type[BaseModel]) -> str:
+    """Describe the valid values in plain words, or else in pydantic's."""
+    kind, value = item["type"], item["input"]
+    if kind == "list_type":
+        return f"must be a list, such as [{value}]"
+    if kind in ("model_type", "dict_type"):
+        fields = _fields_at(item["loc"], model)
+        example = ", ".join(f"{name}: ..." for name in list(fields)[:2]) or "name: value"
+        keys = f" of {', '.join(fields)}" if fields else ""
+        return f"must be a mapping{keys}, such as {{{example}}}"
+    for start in (kind, kind.partition("_")[0]):
+        if start in _RULES:
+            return _RULES[start].format(**item.get("ctx", {}))
+    message = item["msg"]
+    return f"{message[:1].lower()}{message[1:]}"  # keeps the case of a pattern in the message
+
+
+def _fields_at(location: Sequence[int | str], model: type[BaseModel]) -> dict[str, Any]:
+    """The fields of the section at a location in a model; empty if it is not a section."""
+    parts = iter(location)
+    for part in parts:
+        field = model.model_fields.get(str(part))
+        inner = field and _section_of(field)
+        if field and not inner and next(parts, None) is not None:
+            inner = _section_of(field, named=True)
+        if not inner:
+            return {}
+        model = inner
+    return dict(model.model_fields)
+
+
+def _suggest(location: Sequence[int | str], model: type[BaseModel]) -> str:
+    *section, last = location
+    prefix = "".join(f"{part}." for part in section)
+    siblings = _fields_at(section, model)
+    if not section:  # possibly the key of a section
+        siblings |= {name.rpartition(".")[2]: name for name in valid_keys(model)} | siblings
+    if near := difflib.get_close_matches(str(last), siblings, n=1):
+        key = siblings[near[0]] if isinstance(siblings[near[0]], str) else near[0]
+        return f"; did you mean {prefix}{key}?"
+    return f"; valid here: {', '.join(f'{prefix}{name}' for name in siblings)}"

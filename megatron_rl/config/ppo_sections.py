@@ -1,4 +1,7 @@
-"""What surrounds the loss in a PPO-style run, as settings (`docs/ppo.md`)."""
+"""Sections for reward shaping, dynamic sampling, early stopping and offline data.
+
+The guide is `docs/reward-shaping.md`.
+"""
 
 from typing import Annotated, Literal
 
@@ -8,54 +11,53 @@ from megatron_rl.config.sections import Count, Fraction, Positive, Section
 
 
 class OverlongSection(Section):
-    """What a response loses that is long (DAPO, arXiv 2503.14476, section 3.4)."""
+    """Length penalty (DAPO, arXiv 2503.14476, section 3.4)."""
 
     kind: Literal["soft", "hard"] = "soft"
-    """`soft`: up to `penalty`, linearly over the last `buffer` tokens; `hard`: a response that was
-    cut gets -`penalty`, whatever it says"""
+    """`soft` subtracts a penalty that grows linearly to `penalty` over the last `buffer` tokens;
+    `hard` gives every truncated response the reward -`penalty`."""
     buffer: Count = 4096
-    """tokens before `rollout.max_response_tokens` over which the soft penalty grows"""
+    """Number of tokens before `rollout.max_response_tokens` over which the soft penalty grows."""
     penalty: Positive = 1.0
-    """the largest, in units of reward"""
+    """Maximum penalty in units of reward."""
 
 
 class ShapingSection(Section):
-    """From a verdict to the reward that is trained on; evaluations keep the verdict."""
+    """Reward shaping: from the verifier's reward to the training reward; not for evaluation."""
 
     signed: bool = False
-    """a verdict r becomes 2 r - 1: +1 for right, -1 for wrong"""
+    """Map each reward r to 2 r - 1: +1 for right, -1 for wrong. A response that was not graded
+    (time limit, failed verifier, unparsable ground truth) keeps reward 0."""
     overlong: OverlongSection | None = None
-    """null: length costs nothing"""
+    """Length penalty; null disables it."""
     truncated: Literal["train", "mask"] = "train"
-    """whether a response that was cut at the limit is learned from; `mask`: its reward counts in
-    its group's baseline, its tokens nowhere"""
+    """Whether to train on responses that were truncated at the length limit; `mask` counts their
+    reward in the baseline of the group and excludes their tokens from the loss."""
 
 
 class DynamicSamplingSection(Section):
-    """Groups whose verdicts are all equal teach nothing: others are generated in their place."""
+    """Dynamic sampling: replace groups whose rewards are all equal, which have no gradient."""
 
     rounds: Annotated[int, Field(ge=0)] = 0
-    """how often in a step, at most; 0: never"""
+    """Maximum number of additional generation rounds per step; 0 disables dynamic sampling."""
 
 
-class ReuseUntilSection(Section):
-    """Signals that end the reuse of a rollout batch; `trainer.epochs` is then the most."""
+class EarlyStoppingSection(Section):
+    """Early stopping of reuse: end the epochs on a rollout batch before `trainer.epochs`."""
 
     acceptance: Fraction | None = None
-    """stop where `gate/acceptance` of an update would be below this"""
+    """Stop before an update whose `gate/acceptance` is below this; null disables the criterion."""
     kl: Positive | None = None
-    """stop where `ratio/kl_to_behavior` of an update would be above this"""
-    head_surge: Positive | None = None
-    """stop where the output layer's squared gradient norm grows by more than this many standard
-    deviations above the mean growth (arXiv 2605.19425)"""
-    window: Annotated[int, Field(ge=2)] = 16
-    """updates over which `head_surge` takes mean and deviation"""
+    """Stop before an update whose `ratio/kl_to_behavior` is above this; null disables the
+    criterion."""
 
 
 class OfflineSection(Section):
-    """Rollouts that were generated elsewhere, trained on without an engine."""
+    """Training without an engine, on rollouts that were generated earlier or elsewhere."""
 
     rollouts: str | None = None
-    """a run directory, its `rollouts/`, or a parquet file; null: the engine generates"""
+    """Run directory, its `rollouts/`, or a parquet file to train on; null generates rollouts with
+    the engine."""
     behavior: str = "file"
-    """where the log-probs of the policy that generated come from: `file`, or a model folder"""
+    """Source of the behavior log-probs: `file` reads them from the rollouts, a model folder
+    recomputes them with that model."""

@@ -1,21 +1,27 @@
-"""Every setting of a run, with its type, default and rule.
+"""The sections of a config: each setting with its type, default and rule.
 
-The defaults are the published PNPO configuration (1.5B model, 16k context) where the paper gives
-one. `docs/configuration.md` is made from this file by `tools/configuration_page.py`.
+Defaults follow the published PNPO configuration (1.5B model, 16k context) where the paper gives
+one. `tools/configuration_page.py` generates `docs/configuration.md` from the docstrings.
 """
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from megatron_rl.objectives.choice import choose_objective
-from megatron_rl.objectives.spec import OaplSpec, ObjectiveSpec
+from megatron_rl.objectives.choice import Spec, choose_objective
+from megatron_rl.objectives.function_spec import FUNCTION
 
 
 def _refuse_bool(value: Any) -> Any:
-    """YAML's yes and true are no numbers, although Python counts with them."""
+    """Reject YAML's `yes` and `true`, which Python would accept as the number 1."""
     if isinstance(value, bool):
         raise ValueError("must be a number")  # pydantic adds the key and the value
+    return value
+
+
+def _bool_or_text(value: Any) -> Any:
+    if not isinstance(value, bool | str):
+        raise ValueError("must be true, false or the name of a score, such as eval_macro/maj@32")
     return value
 
 
@@ -24,11 +30,12 @@ Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]  # of a moving average
 NonNegative = Annotated[float, Field(ge=0.0)]
 Positive = Annotated[float, Field(gt=0.0)]
+RewardName = Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # of a file or a folder
 
 
 class Section(BaseModel):
-    """A group of settings: immutable, without unknown keys; a key's docstring says what it does."""
+    """A group of settings: immutable, without unknown keys; each key's docstring documents it."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False,
@@ -37,48 +44,52 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    """Where the run is kept and whether it continues an earlier one."""
+    """The run directory, and whether a run continues an earlier one."""
 
     dir: str = "runs"
-    """the folder of run directories"""
+    """Folder that contains the run directories."""
     name: Name | None = None
-    """the run's folder in `run.dir`; null: the config file's name and the time"""
+    """Name of the run's folder in `run.dir`; null combines the config file's name and the time."""
     resume: Literal["never", "auto"] = "never"
-    """`never`: refuse an existing run; `auto`: continue it from its last checkpoint, or begin it"""
+    """`never` refuses to start if the run exists; `auto` continues it from its last checkpoint, or
+    starts it if it does not exist."""
     check_memory: bool = True
-    """rehearse the run on CUDA and refuse it where it does not fit (`docs/scaling.md`)"""
+    """On CUDA, do a dry run before the start and refuse a run that does not fit into memory
+    (`docs/scaling.md`)."""
 
 
 class ModelSection(Section):
     """The model to train."""
 
     path: str = ""
-    """a Hugging Face folder with config, safetensors and tokenizer; must be given"""
+    """Hugging Face folder with config, safetensors and tokenizer, or a model's name on the hub as
+    `OWNER/NAME` or `OWNER/NAME@REVISION` (`docs/prompts.md`). Required."""
     reference: str | None = None
-    """the frozen policy of `objective.kl`; null: `model.path` itself"""
+    """Model of the frozen reference policy that `objective.kl` uses; null uses `model.path`."""
     transformer_engine: bool | None = None
-    """null: in bfloat16 on CUDA, wherever Transformer Engine is installed; false: never"""
+    """Whether to use Transformer Engine; null uses it in bfloat16 on CUDA if it is installed."""
     fp8: Literal["tensorwise", "blockwise"] | None = None
-    """of the layers' matrix products, by Transformer Engine"""
+    """Scaling recipe for FP8 matrix products in the layers (needs Transformer Engine); null
+    disables FP8."""
 
 
 class ParallelSection(Section):
     """The actor's layout; tensor * pipeline * context * data = number of processes."""
 
     tensor: Count = 1
-    """tensor parallel size"""
+    """Tensor parallel size."""
     pipeline: Count = 1
-    """pipeline stages"""
+    """Number of pipeline stages."""
     context: Count = 1
-    """ranks over which every sequence is split"""
+    """Context parallel size: the number of ranks that each sequence is split over."""
     data: Count | None = None
-    """replicas; null: follows from the number of processes"""
+    """Number of data-parallel replicas; null derives it from the number of processes."""
     expert: Count = 1
-    """of a mixture of experts: ranks over which they are spread; divides context * data"""
+    """Expert parallel size of a mixture-of-experts model; must divide context * data."""
     virtual_stages: Count = 1
-    """model chunks per pipeline stage, interleaved"""
+    """Number of interleaved model chunks per pipeline stage; 1 disables interleaving."""
     sequence: bool = True
-    """sequence parallelism wherever `parallel.tensor` > 1"""
+    """Use sequence parallelism if `parallel.tensor` is above 1."""
 
     @property
     def model_size(self) -> int:
@@ -87,82 +98,108 @@ class ParallelSection(Section):
 
 
 class RolloutSection(Section):
-    """What is generated in each step and how the engine runs."""
+    """Generation: the rollout batch of each step and the vLLM engine."""
 
     tensor: Count = 1
-    """vLLM's tensor parallel size; data parallel over the rest"""
+    """vLLM's tensor parallel size; the remaining ranks run further engines (data parallel)."""
     expert_parallel: bool = False
-    """whole experts on each rank of an engine, instead of a slice of every one; on CUDA"""
-    prompts: Count = 256
-    """prompts in a rollout batch"""
+    """Place whole experts on each rank of an engine instead of a slice of every expert; on CUDA."""
+    prompts_per_step: Count = 256
+    """Number of prompts in a rollout batch."""
     responses_per_prompt: Annotated[int, Field(ge=2)] = 8
-    """responses to each prompt: a group"""
+    """Number of responses to each prompt (the group size)."""
     max_response_tokens: Count = 15360
-    """where a response is cut off"""
+    """Maximum response length in tokens; longer responses are truncated."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
-    """tokens that end a response, besides those that the model's configs and tokenizer name"""
+    """Token ids that end a response, in addition to those in the model's configs and tokenizer."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
-    """texts that end a response; they stay in it"""
+    """Strings that end a response; they remain part of it."""
     temperature: Positive = 1.0
-    """of sampling, and of the log-probs that are trained on; there is no `top_p`, because ratios
-    are to the whole distribution"""
-    max_sequences: Count = 256
-    """sequences that one engine generates at once"""
+    """Sampling temperature, also applied to the log-probs that are trained on. There is no `top_p`,
+    because likelihood ratios refer to the full distribution."""
+    max_num_seqs: Count = 256
+    """Maximum number of sequences that one engine generates concurrently."""
     mismatch: Literal["none", "bf16", "fp8_e4m3"] = "none"
-    """rounds the weights that the engine is given (`docs/policy-lag.md`)"""
-    memory_fraction: Fraction = 0.5
-    """of the device's memory that the engine may take, on CUDA"""
+    """Precision to which the engine's copy of the weights is rounded, to study train-inference
+    mismatch (`docs/policy-lag.md`); `none` disables the rounding."""
+    gpu_memory_utilization: Fraction = 0.5
+    """Fraction of the device memory that the engine may use, on CUDA."""
     kv_cache_mib: Count = 256
-    """the engine's memory for keys and values, on a CPU"""
+    """Size of the engine's KV cache in MiB, on CPU."""
     time_limit_seconds: Positive = 7200.0
-    """for generating one rollout batch, or one evaluation set"""
+    """Time limit in seconds for generating one rollout batch or one evaluation set; n rollout
+    batches generated together have n times as long."""
     stall_seconds: Positive = 1800.0
-    """in which an engine finishes no response, that end the run"""
+    """Seconds without a finished response on an engine before the run ends with an error."""
     engine: dict[str, Any] = Field(default_factory=dict)
-    """further arguments of vLLM's `LLM`, as `{enable_prefix_caching: false}`; what would break a
-    contract between trainer and engine is refused by name"""
+    """Additional arguments of vLLM's `LLM`, such as `{enable_prefix_caching: false}`; arguments
+    that the trainer sets or relies on are rejected."""
 
 
 class RewardSection(Section):
-    """How responses are judged."""
+    """Grading of responses by a verifier."""
 
     verifier: str = "megatron_rl.rewards.math_answer:verify_math_answer"
-    """`module:function` of what judges a response (`docs/rewards.md`)"""
+    """Function that grades a response, as `module:function` (`docs/rewards.md`)."""
     workers: Count | None = None
-    """processes per rank that judge; null: as many as the rank has cores"""
+    """Number of verifier processes per rank; null uses one per CPU core of the rank."""
     time_limit_seconds: Positive = 5.0
-    """for one call of the verifier; what takes longer is ended and earns 0"""
+    """Time limit in seconds for one call of the verifier; a call that takes longer is killed and
+    the response gets reward 0."""
     on_error: Literal["end", "zero", "retry"] = "end"
-    """where the verifier raises, returns no reward or dies: end the run; give 0; or try again after
-    1, 2, 4, 8 and 16 s and then end the run"""
+    """Reaction to a verifier that raises, returns no reward or crashes: `end` ends the run, `zero`
+    gives reward 0, `retry` tries again after 1, 2, 4, 8 and 16 s and then ends the run."""
     batch_size: Count = 32
-    """responses that a worker judges at once, where the verifier is async or takes lists"""
+    """Maximum number of responses per call of a worker, for a verifier that is async or takes
+    lists."""
     environment: list[Annotated[str, Field(pattern=r"^\w+$")]] = []
-    """variables that the verifier sees of the environment besides ordinary ones: a judge's key"""
+    """Environment variables passed to the verifier in addition to the standard ones, such as an
+    API key."""
+    weights: dict[RewardName, float] = Field(default_factory=dict)
+    """Weight of each named reward of a verifier that returns several, such as
+    `{correct: 1.0, format: 0.2}`; the reward is the weighted sum. If empty, every weight is 1. A
+    weight of 0 records the reward without training on it."""
+    memory_gib: Positive | None = 4.0
+    """Address space in GiB that a worker may use after loading the verifier; allocations above it
+    raise a MemoryError in the verifier. null removes the limit, as a verifier on a GPU needs."""
 
 
 class AdvantageSection(Section):
-    """How rewards become advantages."""
+    """Computation of advantages from rewards."""
 
     estimator: Literal[
         "group_relative", "leave_one_out", "batch_baseline", "optimal_value", "raw"
     ] = "group_relative"
-    """what a reward is compared with; `raw`: with `shift` alone"""
+    """Baseline that is subtracted from a reward: a statistic of its group, with `batch_baseline`
+    the mean of the trained rollout batch, with `raw` only `shift`."""
     std: Literal["sample", "population", "none"] = "sample"
-    """what `group_relative` and `batch_baseline` divide by"""
+    """Standard deviation that `group_relative` and `batch_baseline` divide by; `none` disables the
+    division."""
     beta: Positive = 1.0
-    """of `optimal_value` (OAPL), in units of reward"""
+    """Temperature of `optimal_value` (OAPL) in units of reward; small values approach the best
+    reward of the group, large values its mean."""
     shift: float = 0.0
-    """added to the baseline of `group_relative`, and the baseline of `raw`, in units of reward"""
+    """Constant added to the baseline of `group_relative`, or the whole baseline of `raw`, in units
+    of reward."""
 
 
 class ObjectiveSection(Section):
-    """A named objective; further keys override its axes (`docs/objectives.md` lists them)."""
+    """A named objective; further keys override its components (listed in `docs/objectives.md`)."""
 
     model_config = ConfigDict(extra="allow")
 
     name: str = "pnpo"
-    """which objective"""
+    """Name of the objective (`docs/objectives.md`); `function` is a loss of your own, given as
+    `objective.function: module:function`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        if not isinstance(value, (str, dict, cls)):
+            raise ValueError("must be a name, as in objective: gspo, or a mapping {name: gspo}")
+        if isinstance(value, dict) and "function" in value:
+            return {"name": FUNCTION} | value
+        return {"name": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check(self) -> "ObjectiveSection":
@@ -170,105 +207,130 @@ class ObjectiveSection(Section):
         return self
 
     @property
-    def choice(self) -> ObjectiveSpec | OaplSpec:
-        """What is computed."""
+    def choice(self) -> Spec:
+        """The specification of the objective, with the overrides applied."""
         return choose_objective(self.name, self.overrides)
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """What the config changes of the named objective."""
+        """The keys that the config changes of the named objective."""
         return dict(self.model_extra or {})
 
 
 class OptimizerSection(Section):
-    """AdamW, its warm-up counted in rollout batches as the paper counts steps."""
+    """AdamW and the learning rate schedule."""
 
     learning_rate: Positive = 1.0e-6
-    """after the warm-up"""
+    """Learning rate after the warm-up."""
     min_learning_rate: NonNegative = 0.0
-    """where the decay ends"""
+    """Learning rate at the end of the decay."""
     warmup_steps: NonNegative = 10.0
-    """rollout batches over which the rate rises from 0; a part of one is rounded to updates"""
+    """Rollout batches over which the learning rate rises linearly from 0; fractions are rounded to
+    whole updates."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """of the rate, from the warm-up to the last update"""
+    """Shape of the learning rate decay from the end of the warm-up to the last update."""
     weight_decay: NonNegative = 0.1
-    """decoupled, as in AdamW"""
+    """Decoupled weight decay, as in AdamW; 0 disables it."""
     beta1: Decay = 0.9
-    """of the first moment"""
+    """Decay rate of the first moment."""
     beta2: Decay = 0.999
-    """of the second moment"""
+    """Decay rate of the second moment."""
     epsilon: Positive = 1.0e-8
-    """added to the root of the second moment"""
-    clip_grad: NonNegative = 1.0
-    """the largest norm of a gradient; 0: any"""
+    """Term added to the square root of the second moment for numerical stability."""
+    max_grad_norm: NonNegative = 1.0
+    """Maximum gradient norm; 0 disables clipping."""
     effective_samples_power: NonNegative = 0.0
-    """the rate of an update is multiplied by its `weight/effective_sample_fraction` to this power;
-    0: never"""
+    """Exponent p: the learning rate of each update is multiplied by its
+    `weight/effective_sample_fraction` to the power p. 0 disables it."""
 
 
 class TrainerSection(Section):
-    """The regime: steps, reuse of each rollout batch, micro-batches, checkpoints."""
+    """Training: steps, reuse of each rollout batch, micro-batches, checkpoints."""
 
     steps: Count = 150
-    """rollout batches"""
+    """Number of training steps; each step trains on one rollout batch."""
     epochs: Count = 4
-    """passes over each rollout batch"""
+    """Number of passes over each rollout batch."""
     minibatches: Count = 4
-    """optimizer updates per epoch"""
+    """Number of minibatches, and so of optimizer updates, per epoch."""
     tokens_per_micro_batch: Count = 16384
-    """the packing budget of one forward; by default one response of full length"""
+    """Maximum number of packed tokens in one forward pass; the default fits one response of full
+    length."""
     zero_advantage: Literal["skip", "compute"] = "skip"
-    """whether responses of advantage 0 are computed where no loss or gradient needs them"""
+    """Whether responses with advantage 0 are computed although neither loss nor gradient depends
+    on them."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """activations computed again in the backward instead of kept; `selective`: those of MLPs or of
-    router and experts"""
+    """Activation recomputation in the backward pass; `selective` recomputes MLPs, or router and
+    experts."""
     checkpoint_every: Count = 10
-    """steps; the last step is always kept"""
+    """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: Count = 2
-    """how many, the newest"""
-    keep_best: bool | str = False
-    """keep the one with the best evaluation too, by the mean of avg@k over the sets or by a score
-    that is named, as `eval_macro/maj@32` or `eval/aime24/pass@8`; of the steps that are saved"""
-    milestones: Count | None = None
-    """steps; checkpoints of their multiples are kept for ever"""
-    skipped_updates: Count = 3
-    """in a row, for a loss or gradient that is not finite, that end the run"""
+    """Number of most recent checkpoints to keep."""
+    keep_best: Annotated[bool | str, BeforeValidator(_bool_or_text)] = False
+    """Also keep the checkpoint with the best evaluation score: true uses the mean of avg@k over the
+    sets, a name such as `eval_macro/maj@32` or `eval/aime24/pass@8` uses that score."""
+    keep_every: Count | None = None
+    """Steps between checkpoints that are kept permanently; null keeps none permanently."""
+    max_consecutive_skipped_updates: Count = 3
+    """Number of consecutive updates skipped for a non-finite loss or gradient after which the run
+    ends with an error."""
     self_test_every: Count | None = None
-    """steps; that often the run tries its own contracts (`docs/reliability.md`)"""
+    """Steps between self-tests of the run (`docs/reliability.md`); null disables them."""
     stall_seconds: Positive | None = 600.0
-    """in which a rank makes no progress, that end the run for a restart (twice as many in set-up,
-    checkpoints and the export); null: nobody looks (`docs/reliability.md`)"""
+    """Seconds without progress on a rank before the watchdog ends the job so that it can be
+    restarted, doubled during set-up, checkpoints and export (`docs/reliability.md`). null disables
+    the watchdog."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """of weights and activations; `auto`: bfloat16 on CUDA, float32 on a CPU"""
+    """Data type of weights and activations; `auto` is bfloat16 on CUDA and float32 on CPU."""
 
 
 class WandbSection(Section):
-    """Weights & Biases, used only where a project is named."""
+    """Weights & Biases; used only if a project is set."""
 
     project: str
-    """the project"""
+    """Name of the project."""
     entity: str | None = None
-    """the user or team; null: the default of the login"""
+    """User or team; null uses the default of the login."""
 
 
 class ReshardingSection(Section):
-    """How weights reach the engine, and how closely that is watched."""
+    """Transfer of weights from the actor to the engine, and its checks."""
 
     bucket_mib: Count = 64
-    """what a rank sends plus receives in one round"""
+    """Maximum data in MiB that a rank sends and receives in one round of the transfer."""
     full_check_every: Annotated[int, Field(ge=0)] = 50
-    """pushes; every push compares checksums"""
+    """Weight syncs between full checks, which compare every slice; the first sync is always checked
+    in full, and 0 disables further ones. Every sync compares checksums."""
     time_limit_seconds: Positive = 300.0
-    """for the exchange of one push"""
+    """Time limit in seconds for transferring the weights in one sync."""
+
+
+def _check_keep_rollouts(value: Any) -> Any:
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if not is_count and value not in ("all", "sampled"):
+        raise ValueError(
+            "must be all, sampled, or the number of newest steps that keep all rollouts, 1 or more"
+        )
+    return value
 
 
 class LoggingSection(Section):
-    """Where metrics go besides metrics.jsonl."""
+    """Logging in addition to metrics.jsonl."""
 
     tensorboard: bool = True
-    """TensorBoard files in the run directory"""
+    """Write TensorBoard files to the run directory."""
     traced_responses: Annotated[int, Field(ge=0)] = 8
-    """responses per step, whole groups first, whose log-probs at every epoch of reuse are kept in
-    `traces/`, for the report; chosen by prompt, so that runs of one seed trace the same"""
+    """Number of responses per step, whole groups first, whose log-probs at every epoch are saved in
+    `traces/` for the report. They are selected by prompt, so that runs with the same seed select
+    the same ones. 0 disables it."""
+    sample_every: Annotated[int, Field(ge=0)] = 10
+    """Rollout batches between samples (prompt, response, reward) that are printed and sent to
+    TensorBoard and W&B, starting with the first batch. 0 disables them."""
+    keep_rollouts: Annotated[
+        Literal["all", "sampled"] | int, BeforeValidator(_check_keep_rollouts)
+    ] = "all"
+    """Rollouts that are kept in `rollouts/`: `all` keeps everything, a number N keeps everything of
+    the newest N steps and a sample of groups of each older step, `sampled` keeps that sample of
+    every step (`docs/reliability.md`)."""
     wandb: WandbSection | None = None
-    """null: nothing is sent anywhere"""
+    """Weights & Biases project to log to; null disables it."""

@@ -1,4 +1,4 @@
-"""The table that `megatron-rl convert --dry-run` prints: each kind of tensor, there and here."""
+"""Table of tensor names in both formats, printed by `megatron-rl convert --dry-run`."""
 
 import torch
 
@@ -7,32 +7,32 @@ from megatron_rl.models.weights import Weight
 from megatron_rl.resharding.layouts import ActorLayout
 from megatron_rl.resharding.pieces import padded_vocabulary
 
-HEADINGS = ("Hugging Face tensor", "shape", "dtype", "Megatron parameter", "cut over processes")
+HEADINGS = ("Hugging Face tensor", "shape", "dtype", "Megatron parameter", "sharded over processes")
 
 
 def build_name_table(
     shape: ModelShape, layout: ActorLayout, dtypes: dict[str, torch.dtype]
 ) -> list[tuple[str, ...]]:
-    """One line per Hugging Face tensor of each kind, layers and experts as ranges; see HEADINGS."""
+    """Build one row per kind of Hugging Face tensor, with layers and experts as ranges."""
     lines: list[tuple[str, ...]] = []
     for weight in shape.weights:
-        cut = _cut(weight, shape, layout)
+        sharding = _sharding(weight, shape, layout)
         for name, size in zip(weight.hf, weight_shapes(weight, shape=shape), strict=True):
-            found = {str(dtypes[one])[6:] for one in _every(name, weight, shape)}
+            names = {str(dtypes[tensor])[6:] for tensor in _tensor_names(name, weight, shape)}
             lines.append(
                 (
-                    _ranged(name, shape),
+                    _name_with_ranges(name, shape),
                     " x ".join(map(str, size)),
-                    "/".join(sorted(found)),
+                    "/".join(sorted(names)),
                     weight.megatron.replace("{layer}", "i").replace("{expert}", "e"),
-                    cut,
+                    sharding,
                 )
             )
     return lines
 
 
 def format_table(lines: list[tuple[str, ...]]) -> str:
-    """Columns aligned, one line per row."""
+    """Format rows as lines with aligned columns."""
     rows = [HEADINGS, *lines]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     texts = (
@@ -43,7 +43,7 @@ def format_table(lines: list[tuple[str, ...]]) -> str:
 
 
 def describe_shares(shape: ModelShape, layout: ActorLayout) -> list[str]:
-    """What one process of each pipeline stage holds."""
+    """Describe the elements per process of each pipeline stage."""
     lines = []
     per_stage = layout.world_size // layout.pipeline
     for stage in range(layout.pipeline):
@@ -58,23 +58,23 @@ def describe_shares(shape: ModelShape, layout: ActorLayout) -> list[str]:
     return lines
 
 
-def _every(name: str, weight: Weight, shape: ModelShape) -> list[str]:
+def _tensor_names(name: str, weight: Weight, shape: ModelShape) -> list[str]:
     layers = range(shape.num_layers if "{layer}" in name else 1)
     experts = range(shape.experts.num_experts if weight.part == "expert" and shape.experts else 1)
     return [name.format(layer=layer, expert=expert) for layer in layers for expert in experts]
 
 
-def _ranged(name: str, shape: ModelShape) -> str:
+def _name_with_ranges(name: str, shape: ModelShape) -> str:
     last = shape.experts.num_experts - 1 if shape.experts else 0
     return name.format(layer=f"[0-{shape.num_layers - 1}]", expert=f"[0-{last}]")
 
 
-def _cut(weight: Weight, shape: ModelShape, layout: ActorLayout) -> str:
+def _sharding(weight: Weight, shape: ModelShape, layout: ActorLayout) -> str:
     parts = f" / {layout.tensor}" if layout.tensor > 1 else ""
     rows, columns = f"rows{parts}", f"columns{parts}"
     padded = padded_vocabulary(shape.vocab_size, tp_size=layout.tensor)
     text = {
-        "replicated": "whole, on each",
+        "replicated": "replicated",
         "vocabulary": f"{rows}, padded to {padded}",
         "columns": columns,
         "qkv": f"{rows}, q k v of each group together",

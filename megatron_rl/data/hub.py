@@ -1,40 +1,127 @@
-"""Prompt sets that the library `datasets` reads: of the Hugging Face hub, or saved on the disk.
+"""Read files of the Hugging Face hub, and prompt sets by the library `datasets`.
 
-`hf:OWNER/NAME` is the split `train` of a data set on the hub, `hf:OWNER/NAME:SPLIT` another one,
-`hf:OWNER/NAME/CONFIG` one configuration. It is taken from the cache of `datasets` where it is
-there, and fetched only where HF_HUB_OFFLINE=0 is set. A folder is what
-`Dataset.save_to_disk` wrote.
+A data set is named `hf:OWNER/NAME[@REVISION][/CONFIG][:SPLIT]`; the split is `train` by default.
+Files come from the cache of huggingface_hub; what is not there is downloaded, except where
+HF_HUB_OFFLINE=1 is set, as in every rank: a command downloads before it starts them. A folder is
+what `Dataset.save_to_disk` wrote.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, NamedTuple, Self
+
+from megatron_rl.errors import UserError
 
 HUB = "hf:"
+_NAME = re.compile(
+    r"hf:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?(/(?P<config>[^:]+))?(:(?P<split>.+))?"
+)
+MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+
+
+class HubSet(NamedTuple):
+    """The parts of the name of a data set."""
+
+    repository: str
+    revision: str | None
+    config: str | None
+    split: str | None
+
+    @classmethod
+    def parse(cls, name: str | Path) -> Self:
+        """The parts of `name`; ValueError if it has another form."""
+        found = _NAME.fullmatch(str(name))
+        if found is None:
+            raise UserError(
+                f"{name}: a data set of the hub is named {HUB}OWNER/NAME, or in full "
+                f"{HUB}OWNER/NAME@REVISION/CONFIG:SPLIT"
+            )
+        return cls(**found.groupdict())
+
+    @property
+    def name(self) -> str:
+        """The repository's name without its owner."""
+        return self.repository.rpartition("/")[2]
+
+    def __str__(self) -> str:
+        return (
+            HUB + self.repository
+            + (f"@{self.revision}" if self.revision else "")
+            + (f"/{self.config}" if self.config else "")
+            + (f":{self.split}" if self.split else "")
+        )  # fmt: skip
 
 
 def is_on_hub(path: str | Path) -> bool:
-    """Whether this names a data set instead of a file."""
+    """Return True if the path names a data set of the hub instead of a file."""
     return str(path).startswith(HUB)
 
 
-def read_hub(path: Path) -> Iterator[tuple[int, Any]]:
-    """The rows of `hf:OWNER/NAME[/CONFIG][:SPLIT]`; ValueError where they are not to be had."""
-    name, _, split = str(path).removeprefix(HUB).partition(":")
-    owner, _, rest = name.partition("/")
-    repository, _, config = rest.partition("/")
-    if not repository:
-        raise ValueError(f"{path}: a data set of the hub is named {HUB}OWNER/NAME")
-    library = _datasets(path)
+def find_snapshot(
+    repository: str,
+    revision: str | None,
+    *,
+    kind: Literal["model", "dataset"],
+    echo: Callable[[str], object] = lambda text: None,
+) -> Path:
+    """The folder of a repository's files in the cache, whose name is the commit.
+
+    say: takes a line before a download. Raises ValueError where the files are not to be had.
+    """
+    at = f" --revision {revision}" if revision else ""
+    cure = f"hf download {repository}{at}" + (" --repo-type dataset" if kind == "dataset" else "")
     try:
-        found = library.load_dataset(
-            f"{owner}/{repository}", config or None, split=split or "train"
+        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+    except ImportError as error:
+        raise UserError(
+            f"{repository} on the hub: huggingface_hub is not installed here; where it is, run: "
+            f"{cure}, and give the folder that it prints"
+        ) from error
+    files = MODEL_FILES if kind == "model" else None
+
+    def look(*, local_files_only: bool) -> Path:
+        folder = snapshot_download(
+            repository,
+            repo_type=kind,
+            revision=revision,
+            allow_patterns=files,
+            local_files_only=local_files_only,
         )
+        return Path(folder)
+
+    try:
+        return look(local_files_only=True)
+    except LocalEntryNotFoundError:
+        if not constants.HF_HUB_OFFLINE:
+            echo(f"looking for {repository} on the Hugging Face hub")
+    except ValueError as error:  # a name that the hub does not allow
+        raise UserError(f"{repository} is no name of a {kind} on the hub: {error}") from None
+    try:
+        return look(local_files_only=False)
     except Exception as error:  # the library raises a dozen kinds
-        raise ValueError(
-            f"{path} cannot be loaded: {error}; fetch it once by HF_HUB_OFFLINE=0 where there is a "
-            "network, or give a file"
+        reason = "HF_HUB_OFFLINE is set"
+        if not constants.HF_HUB_OFFLINE:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"{repository} is neither in the Hugging Face cache nor can it be downloaded here "
+            f"({reason}); where there is a network, run: {cure}"
+        ) from error
+
+
+def read_hub(path: Path) -> Iterator[tuple[int, Any]]:
+    """The rows of a data set of the hub; ValueError where they are not to be had."""
+    name = HubSet.parse(path)
+    library = _datasets(path)
+    folder = find_snapshot(name.repository, name.revision, kind="dataset")
+    try:
+        found = library.load_dataset(str(folder), name.config, split=name.split or "train")
+    except Exception as error:  # the library raises a dozen kinds
+        raise UserError(
+            f"{path} cannot be loaded: {error}; correct the name ({HUB}OWNER/NAME/CONFIG:SPLIT), "
+            "or give a file"
         ) from error
     yield from enumerate(found)
 
@@ -45,13 +132,13 @@ def read_saved(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         found = library.load_from_disk(str(path))
     except Exception as error:
-        raise ValueError(
-            f"{path} is a folder that `datasets` cannot load: {error}; give a .parquet or .jsonl "
-            "file, or what Dataset.save_to_disk has written"
+        raise UserError(
+            f"{path} is a folder that `datasets` cannot load: {error}; give a .parquet, .jsonl or "
+            ".csv file, or what Dataset.save_to_disk has written"
         ) from error
     if isinstance(found, library.DatasetDict):
         if "train" not in found:
-            raise ValueError(f"{path} has the splits {', '.join(found)}; give the folder of one")
+            raise UserError(f"{path} has the splits {', '.join(found)}; give the folder of one")
         found = found["train"]
     yield from enumerate(found)
 
@@ -60,7 +147,5 @@ def _datasets(path: Path) -> ModuleType:
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(
-            f"{path}: reading it needs the library datasets; pip install it"
-        ) from error
+        raise UserError(f"{path}: reading it needs the library datasets; pip install it") from error
     return datasets

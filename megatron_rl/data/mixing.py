@@ -1,4 +1,4 @@
-"""The order in which a run goes through several prompt sets that are mixed by weight."""
+"""Mix several prompt sets by weight, and order their prompts over a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,16 +6,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_rl.data.prompts import PromptOrder
-from megatron_rl.seeds import derive_seed
+from megatron_rl.errors import UserError
+from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.types import Prompt
 
 
 @dataclass(frozen=True)
 class PromptMix:
-    """Which prompts each step uses; a function of (sizes, weights, seed, step), as PromptOrder's.
+    """The prompts of each step, a function of (sizes, weights, seed, step).
 
-    Every step holds the same number of prompts of each set, as near to its weight as whole numbers
-    are. Each set goes through its prompts in an order of its own. Within a step sets are mixed.
+    Every step contains the same number of prompts of each set, in proportion to its weight up to
+    rounding. Each set has its own `PromptOrder`; within a step the sets are shuffled together.
     """
 
     sizes: tuple[int, ...]  # prompts in each set
@@ -49,9 +50,9 @@ def share(count: int, weights: Sequence[float]) -> list[int]:
     for place in by_remainder[: count - sum(shares)]:
         shares[place] += 1
     if 0 in shares:
-        raise ValueError(
+        raise UserError(
             f"weights {', '.join(f'{weight:g}' for weight in weights)} give a set none of "
-            f"rollout.prompts={count}; raise its weight, or rollout.prompts"
+            f"rollout.prompts_per_step={count}; raise its weight, or rollout.prompts_per_step"
         )
     return shares
 

@@ -1,7 +1,7 @@
 """Pack rollouts into micro-batches by token budget, and bring per-token values back to rollouts.
 
-Every rank holds all rollouts of a step, so the plan is a pure function that each rank computes for
-itself. Prompt groups are split in order into equal minibatches (one optimizer update each); inside
+Every rank has all rollouts of a step, so each rank computes the plan itself by a pure function.
+Prompt groups are split in order into equal minibatches (one optimizer update each); inside
 a minibatch sequences are spread over data-parallel ranks and micro-batches, longest first into the
 emptiest pack. Every rank gets the same number of micro-batches; a pack that would be empty holds a
 filler sequence without response tokens, so that all ranks walk alike. A rollout that need not be
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.errors import UserError
 from megatron_rl.types import Denominators, Minibatch, Rollout, TokenBatch
 
 FILLER = -1  # in TokenBatch.rollout_indices
@@ -53,7 +54,7 @@ def split_groups(rollouts: Sequence[Rollout], *, minibatches: int) -> list[range
         or rollout.response.sample_index <= rollouts[index - 1].response.sample_index
     ]
     if not starts or len(starts) % minibatches:
-        raise ValueError(
+        raise UserError(
             f"{len(starts)} prompt groups cannot be split into {minibatches} equal minibatches; "
             "make the number of prompts a multiple of the number of minibatches"
         )
@@ -65,7 +66,7 @@ def split_groups(rollouts: Sequence[Rollout], *, minibatches: int) -> list[range
 def assign_packs(
     lengths: Sequence[int], *, budget: int, ranks: int, multiple: int = 1
 ) -> list[list[list[int]]]:
-    """Places of the sequences: `[rank][micro-batch]` -> indices, longest first.
+    """Assign sequences to packs: `[rank][micro-batch]` -> indices, longest first.
 
     lengths: padded. The fewest micro-batches for which no pack exceeds the budget (a sequence that
     alone exceeds it gets a pack of its own size), a multiple of `multiple`. Deterministic.
@@ -144,7 +145,7 @@ def plan_minibatches(
 
 
 def pack_multiple(alignment: int, *, gemm_tokens: int) -> int:
-    """What a pack's tokens must be a multiple of.
+    """Compute the number that a pack's token count must be a multiple of.
 
     alignment: that of a sequence, twice the number of shards over context and tensor parallelism.
     """
@@ -192,9 +193,9 @@ def build_pack(
 def scatter_to_packs(
     packs: Sequence[TokenBatch], rows: Sequence[np.ndarray | None]
 ) -> list[Tensor]:
-    """One row of values per rollout as values of its packs' tokens, 0 off the mask; [T] each.
+    """Spread one row of values per rollout over the tokens of packs, 0 off the mask; [T] each.
 
-    What `gather_by_rollout` takes apart; every rollout that a pack holds needs its row.
+    The inverse of `gather_by_rollout`; every rollout in a pack needs a row.
     """
     scattered = []
     for pack in packs:
@@ -211,9 +212,9 @@ def scatter_to_packs(
 def gather_by_rollout(
     packs: Sequence[TokenBatch], values: Sequence[Tensor], *, count: int, topology: Topology
 ) -> list[np.ndarray | None]:
-    """Per-token values [T] of this rank's packs as one array per rollout, on every rank.
+    """Gather per-token values [T] of this rank's packs as one array per rollout, on every rank.
 
-    A rollout's array holds its response tokens' values in order; None for one that is in no pack.
+    An array contains the values of the response tokens in order; None for rollouts in no pack.
     Collective over data parallelism.
     """
     indices = [index for pack in packs for index in pack.rollout_indices]

@@ -1,12 +1,14 @@
-"""Rows of a prompt set as they lie in a file, parquet or JSON lines, and what is made of one.
+"""Read the rows of a prompt file (parquet, JSON lines, CSV), and parse them.
 
 By default the columns are those of DAPO-Math-17k: `prompt` (a list of chat messages),
 `reward_model` (a struct with `ground_truth`) and `data_source`.
 Schema: https://huggingface.co/datasets/BytedTsinghua-SIA/DAPO-Math-17k
 """
 
+import csv
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +17,20 @@ from typing import Any, Literal, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_rl.data.hub import is_on_hub, read_hub, read_saved
+from megatron_rl.data.hub import HubSet, is_on_hub, read_hub, read_saved
+from megatron_rl.errors import UserError
+from megatron_rl.texts import clean
 
 PlainRow = dict[str, Any] | ValueError
 SOURCE = "data_source"
 _ROWS_AT_ONCE = 4096  # a whole large file as objects is too much
-_ROWS_TO_CHECK = 1000
+BAD_ROW_CURE = "repair it, or leave such rows out by data.bad_rows=skip"
+FIRST_ROWS = 1000  # that a command checks before it starts a run
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns hold what; a dot reaches into a struct."""
+    """Column names of a prompt file; a dot selects a field of a struct."""
 
     prompt: str = "prompt"  # a text, the user's message, or a list of chat messages
     answer: str = "reward_model.ground_truth"  # a text or a number
@@ -33,25 +38,45 @@ class Columns:
 
 
 class Row(NamedTuple):
-    """What is used of a row."""
+    """The parsed fields of a row."""
 
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
     ground_truth: str
     data_source: str
 
 
 def check_prompt_file(
-    path: str | Path, columns: Columns, *, bad_rows: Literal["error", "skip"] = "error"
+    path: str | Path,
+    columns: Columns,
+    *,
+    bad_rows: Literal["error", "skip"] = "error",
+    system_prompt: str | None = None,
 ) -> None:
-    """ValueError if the file cannot be read, lacks a column, or has a bad one of its first rows."""
+    """Raise UserError if a file cannot be read, lacks a column, or has a malformed first row."""
     path = Path(path)
-    for number, row in itertools.islice(read_rows(path, columns), _ROWS_TO_CHECK):
+    for number, row in itertools.islice(read_rows(path, columns), FIRST_ROWS):
         if bad_rows == "error":
-            parse_row(row, columns, path=path, number=number)
+            try:
+                parse_row(row, columns, path=path, number=number, system_prompt=system_prompt)
+            except ValueError as error:
+                raise UserError(f"{error}; {BAD_ROW_CURE}") from None
+
+
+def count_rows(path: str | Path) -> float:
+    """Count the rows of a file, or its non-blank lines; infinity if counting would be slow."""
+    path = Path(path)
+    if path.is_file() and path.suffix == ".parquet":
+        return int(pq.read_metadata(path).num_rows)
+    if path.is_file() and path.suffix in (".jsonl", ".csv"):  # a text in CSV may have several lines
+        with path.open("rb") as lines:
+            return sum(bool(line.strip()) for line in lines)
+    return math.inf
 
 
 def name_row(path: Path, number: int) -> str:
-    """A row as an error names it: editors count lines from 1."""
+    """Name a row for an error message; lines count from 1, as in editors."""
+    if path.suffix == ".csv":  # where a field may hold line breaks
+        return f"{path}, row {number + 1} after the header"
     return f"{path}, line {number + 1}" if path.suffix == ".jsonl" else f"{path}, row {number}"
 
 
@@ -65,9 +90,9 @@ def read_rows(path: Path, columns: Columns) -> Iterator[tuple[int, PlainRow]]:
         if empty and isinstance(row, dict):
             _check_columns(list(row), columns, path)
             empty = False
-        yield number, row
+        yield number, clean(row)
     if empty:
-        raise ValueError(f"{path} holds no prompts")
+        raise UserError(f"{path} holds no prompts; give a file with rows")
 
 
 def _reader_of(path: Path) -> Callable[[Path], Iterator[tuple[int, PlainRow]]]:
@@ -76,26 +101,50 @@ def _reader_of(path: Path) -> Callable[[Path], Iterator[tuple[int, PlainRow]]]:
     if path.is_dir():
         return read_saved
     if not path.is_file():
-        raise ValueError(f"prompt file {path} does not exist")
-    readers = {".parquet": _read_parquet, ".jsonl": _read_lines}
+        raise UserError(f"prompt file {path} does not exist")
+    readers = {".parquet": _read_parquet, ".jsonl": _read_lines, ".csv": _read_csv}
     if path.suffix not in readers:
-        raise ValueError(
-            f"{path}: prompts are read from .parquet or .jsonl (one JSON object a line) by the "
-            "name's ending; rename or convert the file"
+        raise UserError(
+            f"{path}: prompts are read from .parquet, .jsonl (one JSON object a line) or .csv "
+            "(with a header) by the name's ending; rename or convert the file"
         )
     return readers[path.suffix]
 
 
-def parse_row(row: PlainRow, columns: Columns, *, path: Path, number: int) -> Row:
-    """Messages, ground truth and source of a row; ValueError where one is missing or malformed."""
+def parse_row(
+    row: PlainRow, columns: Columns, *, path: Path, number: int, system_prompt: str | None = None
+) -> Row:
+    """Parse messages, ground truth and source; raise UserError if one is missing or malformed.
+
+    system_prompt: becomes the first message; a row with its own system message is rejected.
+    """
     if isinstance(row, ValueError):
         raise row
     where = name_row(path, number)
+    messages = _parse_messages(row, columns, where=where, system_prompt=system_prompt)
+    truth = _find(row, columns.answer)
+    if isinstance(truth, int | float) and not isinstance(truth, bool):
+        truth = str(truth)
+    if not isinstance(truth, str) or not truth.strip():
+        raise UserError(
+            f"{where}: {columns.answer} must be a non-empty text or a number, got {truth!r:.80}"
+        )
+    source = _find(row, columns.source or SOURCE)
+    if source is None and columns.source is None and SOURCE not in row:
+        source = clean(HubSet.parse(path).name if is_on_hub(path) else path.stem)
+    if not isinstance(source, str):
+        raise UserError(f"{where}: {columns.source or SOURCE} must be a text, got {source!r:.80}")
+    return Row(messages, truth, source)
+
+
+def _parse_messages(
+    row: dict[str, Any], columns: Columns, *, where: str, system_prompt: str | None
+) -> tuple[dict[str, Any], ...]:
     messages = _find(row, columns.prompt)
     if isinstance(messages, str) and messages.strip():
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, list) or not messages:
-        raise ValueError(
+        raise UserError(
             f"{where}: {columns.prompt} must be a text or a list of chat messages, got "
             f"{messages!r:.80}"
         )
@@ -103,23 +152,35 @@ def parse_row(row: PlainRow, columns: Columns, *, path: Path, number: int) -> Ro
         if not isinstance(message, dict) or not all(
             isinstance(message.get(key), str) for key in ("role", "content")
         ):
-            raise ValueError(
+            raise UserError(
                 f"{where}: a chat message must have the texts role and content, got {message!r:.80}"
             )
-    truth = _find(row, columns.answer)
-    if isinstance(truth, int | float) and not isinstance(truth, bool):
-        truth = str(truth)
-    if not isinstance(truth, str) or not truth.strip():
-        raise ValueError(
-            f"{where}: {columns.answer} must be a non-empty text or a number, got {truth!r:.80}"
+    try:
+        return add_system_prompt(tuple(map(_without_nulls, messages)), system_prompt)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def add_system_prompt(
+    messages: tuple[dict[str, Any], ...], system_prompt: str | None
+) -> tuple[dict[str, Any], ...]:
+    """Prepend `data.system_prompt`; raise UserError if the messages have a system message."""
+    if system_prompt is None:
+        return messages
+    if any(message["role"] == "system" for message in messages):
+        raise UserError(
+            "the row has a system message, and data.system_prompt would be a second one; unset "
+            "that, or remove the message"
         )
-    source = _find(row, columns.source or SOURCE)
-    if source is None and columns.source is None and SOURCE not in row:
-        source = path.stem
-    if not isinstance(source, str):
-        raise ValueError(f"{where}: {columns.source or SOURCE} must be a text, got {source!r:.80}")
-    kept = tuple({"role": message["role"], "content": message["content"]} for message in messages)
-    return Row(kept, truth, source)
+    return ({"role": "system", "content": clean(system_prompt)}, *messages)
+
+
+def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
+    """Remove nulls, which parquet has for keys of other rows, and convert to JSON types."""
+    if message.keys() == {"role", "content"}:
+        return message
+    present = {key: value for key, value in message.items() if value is not None}
+    return json.loads(json.dumps(present, default=str))
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, PlainRow]]:
@@ -129,7 +190,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, PlainRow]]:
             for row in batch.to_pylist():
                 yield next(numbers), row
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} cannot be read as parquet: {error}") from error
+        raise UserError(f"{path} cannot be read as parquet: {error}; write it again") from error
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, PlainRow]]:
@@ -146,11 +207,30 @@ def _read_lines(path: Path) -> Iterator[tuple[int, PlainRow]]:
             yield number, row
 
 
+def _read_csv(path: Path) -> Iterator[tuple[int, PlainRow]]:
+    csv.field_size_limit(2**31 - 1)  # the library's own limit, 128 KiB, is one long prompt
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        rows = csv.DictReader(lines, strict=True)
+        numbers = itertools.count()
+        try:
+            for row in rows:
+                number = next(numbers)
+                if None in row or None in row.values():
+                    names = len(rows.fieldnames or ())
+                    found = names + len(row[None]) if None in row else "fewer"
+                    problem = f"has {found} fields, and the header {names}; quote commas in texts"
+                    yield number, ValueError(f"{name_row(path, number)} {problem}")
+                else:
+                    yield number, dict(row)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UserError(f"{path}, line {rows.line_num + 1} is not CSV: {error}") from None
+
+
 def _check_columns(names: list[str], columns: Columns, path: Path) -> None:
     wanted = [name for name in (columns.prompt, columns.answer, columns.source) if name is not None]
-    missing = [name for name in wanted if name.split(".")[0] not in names]
+    missing = [name for name in wanted if not {name, name.split(".")[0]} & set(names)]
     if missing:
-        raise ValueError(
+        raise UserError(
             f"{path} has no column {', '.join(missing)}; it has {', '.join(names)}: say which hold "
             "what, as data.columns={prompt: question, answer: answer}, or eval.columns, or columns "
             "of one set (docs/prompts.md)"
@@ -158,6 +238,8 @@ def _check_columns(names: list[str], columns: Columns, path: Path) -> None:
 
 
 def _find(row: dict[str, Any], name: str) -> Any:
+    if name in row:  # also of a table, whose header may hold a dot
+        return row[name]
     value: Any = row
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None

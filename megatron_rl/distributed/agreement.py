@@ -1,4 +1,4 @@
-"""Errors that every rank raises together, so that none waits for one that has given up."""
+"""Error synchronization: every rank raises, so that none waits for a rank that has failed."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -9,27 +9,28 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron_rl.runtime.failures import OtherRankError, RankTimeoutError
+
 T = TypeVar("T")
 
 
-class RankTimeoutError(RuntimeError):
-    """Another rank did not come in time, or died: no collective can follow."""
-
-
 def wire_device() -> torch.device:
-    """Where small tensors must lie for the default process group's collectives."""
+    """Return the device on which the default process group exchanges small tensors."""
     if dist.is_initialized() and dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
-def raise_together(error: Exception | None, *, doing: str, time_limit: float | None = None) -> None:
-    """Collective over all processes: raise everywhere if any rank has an `error`.
+def raise_across_ranks(
+    error: Exception | None, *, doing: str, time_limit: float | None = None
+) -> None:
+    """Raise on every rank if any rank has an `error`; collective over all processes.
 
-    A rank with an error raises that error, the others a RuntimeError that names the ranks and
-    their errors; all messages begin with `doing`. One integer is exchanged where all is well.
-    time_limit: seconds to wait for the others, else RankTimeoutError; None: as the process
-        group has it.
+    A rank with an error raises that error; the others raise an OtherRankError that lists the
+    failed ranks and their errors. All messages begin with `doing`. Without errors the ranks
+    exchange a single integer.
+    time_limit: seconds to wait for the other ranks before raising RankTimeoutError; None: the
+        process group's own timeout.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         if error is not None:
@@ -41,31 +42,31 @@ def raise_together(error: Exception | None, *, doing: str, time_limit: float | N
     dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise _prefixed(error, doing)
-    told = [f"rank {rank}: {text}" for rank, text in enumerate(messages) if text is not None]
-    raise RuntimeError(f"{doing}: " + "; ".join(told))
+    lines = [f"rank {rank}: {text}" for rank, text in enumerate(messages) if text is not None]
+    raise OtherRankError(f"{doing}: " + "; ".join(lines))
 
 
 @contextmanager
-def raised_together(*, doing: str) -> Iterator[None]:
-    """Collective over all processes: an error of any rank's block is raised on every rank.
+def sync_errors_across_ranks(*, doing: str) -> Iterator[None]:
+    """Raise an error from any rank's block on every rank; collective over all processes.
 
-    The block itself must not communicate: a rank that fails in it would miss a collective.
+    The block must not communicate: a rank that fails inside it would miss a collective.
     """
     error = None
     try:
         yield
     except Exception as caught:  # noqa: BLE001 - raised again on the next line
         error = caught
-    raise_together(error, doing=doing)
+    raise_across_ranks(error, doing=doing)
 
 
 def run_on_rank_0(action: Callable[[], T], *, doing: str) -> T:
-    """Collective over all processes: rank 0's result of `action` on every rank.
+    """Run `action` on rank 0 and return its result on every rank; collective over all processes.
 
-    A ValueError of it, which is about what the user gave, is the same on every rank.
+    A ValueError from `action` is about the user's input; every rank raises the same one.
     """
     box: list[Any] = [None, None]  # result, error
-    with raised_together(doing=doing):
+    with sync_errors_across_ranks(doing=doing):
         if not dist.is_initialized() or dist.get_rank() == 0:
             try:
                 box[0] = action()
@@ -79,7 +80,10 @@ def run_on_rank_0(action: Callable[[], T], *, doing: str) -> T:
 
 
 def sum_over_ranks(number: int, *, doing: str, time_limit: float | None = None) -> int:
-    """The sum of every rank's number; RankTimeoutError where another rank dies or does not come."""
+    """Return the sum of `number` over all ranks; collective.
+
+    Raises RankTimeoutError if another rank dies or does not join within `time_limit` seconds.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return number
     total = torch.tensor([number], device=wire_device())
@@ -91,16 +95,15 @@ def sum_over_ranks(number: int, *, doing: str, time_limit: float | None = None) 
         else:
             work.wait(timedelta(seconds=time_limit))
     except RuntimeError as error:
-        limit = "" if time_limit is None else f" (the limit is {time_limit:g} s)"
-        raise RankTimeoutError(
-            f"{doing}: another rank died or did not come: gave up after "
-            f"{time.monotonic() - start:.0f} s{limit}: {error}"
-        ) from error
+        waited = time.monotonic() - start
+        is_late = time_limit is not None and waited > 0.9 * time_limit
+        reason = f"did not join within {time_limit:g} s" if is_late else "exited"
+        raise RankTimeoutError(f"{doing}: another rank {reason} (waited {waited:.0f} s)") from error
     return int(total)
 
 
 def _prefixed(error: Exception, doing: str) -> Exception:
-    """The same error, its message saying what was attempted (in a note where it has no message)."""
+    """Return the error with `doing` before its message, or as a note if it has no message."""
     if len(error.args) == 1 and isinstance(error.args[0], str):
         error.args = (f"{doing}: {error.args[0]}",)
     else:
@@ -109,7 +112,7 @@ def _prefixed(error: Exception, doing: str) -> Exception:
 
 
 def gather_from_ranks(value: Any) -> list[Any]:
-    """Every rank's value, in the order of ranks; for small values. Collective."""
+    """Return every rank's value in rank order; for small values. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()

@@ -1,12 +1,12 @@
-"""Collectives that autograd can differentiate, on a process group that is passed in.
+"""Differentiable collectives over an explicit process group.
 
-Every gradient here is that of the *sum over ranks* of what the ranks compute afterwards (the
-convention of all losses in this package: everything is summed, never averaged). The dual of an
-all-gather is then a reduce-scatter and the dual of an all-reduce is an all-reduce. A group of
-`None` means this process alone: the same code runs and communicates nothing.
+Every gradient is that of the *sum over ranks* of the downstream results (the convention of all
+losses in this package: sums, never averages). The dual of an all-gather is therefore a
+reduce-scatter, and the dual of an all-reduce is an all-reduce. A group of `None` is a group of one:
+the same code runs without communication.
 
-`torch.distributed.nn.functional.all_gather` is not used: its backward takes the global rank
-where it needs the rank inside the group (pytorch/pytorch, torch/distributed/nn/functional.py).
+`torch.distributed.nn.functional.all_gather` is not used: its backward uses the global rank
+where it needs the rank within the group (pytorch/pytorch, torch/distributed/nn/functional.py).
 """
 
 from typing import Any
@@ -19,12 +19,12 @@ Group = Any  # torch.distributed.ProcessGroup or None
 
 
 def group_size(group: Group) -> int:
-    """Ranks in the group; 1 for `None`."""
+    """Return the number of ranks in the group; 1 for `None`."""
     return 1 if group is None else dist.get_world_size(group)
 
 
 def group_rank(group: Group) -> int:
-    """This process's rank in the group; 0 for `None`."""
+    """Return this process's rank in the group; 0 for `None`."""
     return 0 if group is None else dist.get_rank(group)
 
 
@@ -39,7 +39,7 @@ def gather_stacked(x: Tensor, *, group: Group) -> Tensor:
 
 
 def gather_ragged(x: Tensor, *, group: Group) -> Tensor:
-    """Every rank's `x`, of any length, end to end in rank order: [n] -> [sum of n]."""
+    """Concatenate every rank's `x` in rank order; lengths may differ: [n] -> [sum of n]."""
     sizes = gather_stacked(torch.tensor(len(x), device=x.device), group=group).tolist()
     padded = x.new_zeros(max(sizes))
     padded[: len(x)] = x
@@ -48,7 +48,7 @@ def gather_ragged(x: Tensor, *, group: Group) -> Tensor:
 
 
 def reduce_sum(x: Tensor, *, group: Group) -> Tensor:
-    """Sum `x` over the group, without autograd; `x` itself is left alone."""
+    """Sum `x` over the group, without autograd and without modifying `x`."""
     if group_size(group) == 1:
         return x
     total = x.clone(memory_format=torch.contiguous_format)
@@ -57,7 +57,7 @@ def reduce_sum(x: Tensor, *, group: Group) -> Tensor:
 
 
 def reduce_max(x: Tensor, *, group: Group) -> Tensor:
-    """Element-wise maximum over the group, without autograd; `x` itself is left alone."""
+    """Return the element-wise maximum over the group, without autograd or modifying `x`."""
     if group_size(group) == 1:
         return x
     largest = x.clone(memory_format=torch.contiguous_format)
@@ -66,9 +66,9 @@ def reduce_max(x: Tensor, *, group: Group) -> Tensor:
 
 
 def sum_to_owners(x: Tensor, *, group: Group) -> Tensor:
-    """Each rank's part of the sum over ranks, without autograd; [ranks, ...] -> [...].
+    """Reduce-scatter: return this rank's part of the sum, without autograd; [ranks, ...] -> [...].
 
-    By all-to-all: gloo has no reduce-scatter that is faster than an all-reduce.
+    Uses all-to-all: gloo has no reduce-scatter that is faster than an all-reduce.
     """
     if group_size(group) == 1:
         return x[0]
@@ -87,7 +87,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # An all-reduce and a slice: backends differ in whether they have a reduce-scatter.
+        # An all-reduce and a slice: not every backend has a reduce-scatter.
         return reduce_sum(grad, group=ctx.group)[group_rank(ctx.group)], None
 
 
@@ -105,10 +105,10 @@ class _AllReduce(torch.autograd.Function):
 
 
 def all_gather(x: Tensor, *, group: Group) -> Tensor:
-    """Every rank's `x`, stacked in rank order and differentiable: [...] -> [ranks, ...]."""
+    """Stack every rank's `x` in rank order, differentiable: [...] -> [ranks, ...]."""
     return _AllGather.apply(x, group)
 
 
 def all_reduce(x: Tensor, *, group: Group) -> Tensor:
-    """The sum of `x` over the group, differentiable."""
+    """Sum `x` over the group, differentiable."""
     return _AllReduce.apply(x, group)

@@ -1,11 +1,11 @@
-"""Causal attention inside the sequences of a pack that is sharded over context parallelism.
+"""Causal attention within the sequences of a pack that is sharded over context parallelism.
 
 Every rank gathers the keys and values of the whole pack (one collective) and attends with its own
-queries; the gradients of keys and values are summed back to their owners (one collective). Where
-the gathered ones are large, the backward pass gathers them again instead of keeping them (one more
-collective). No T x T matrix is made: blocks of queries meet the keys up to their own
-(`attention_plan.py`). Here they go to fused kernels, which attend in memory linear in the tokens;
-what the CPU does instead is in `cpu_attention.py`.
+queries; the gradients of keys and values are summed back to their owners (one collective). If the
+gathered tensors are large, the backward pass gathers them again instead of keeping them (one more
+collective). No T x T matrix is materialized: each block of queries attends to the keys up to its
+own positions (`attention_plan.py`). This file uses fused kernels, whose memory is linear in the
+tokens; the CPU implementation is in `cpu_attention.py`.
 
 Shapes: T tokens in the pack, t = T / cp on this rank, H query heads, K key-value heads, d their
 size; in a segment s sequences, q query slots and k key slots each.
@@ -24,8 +24,8 @@ from megatron_rl.distributed.attention_plan import AttentionPlan, Block
 from megatron_rl.distributed.collectives import Group, gather_stacked, group_size, sum_to_owners
 from megatron_rl.distributed.cpu_attention import PackedAttention
 
-# Gathered keys and values of one layer and pack are kept for the backward pass up to this size:
-# below it a collective costs more than the memory is worth.
+# Gathered keys and values of one layer and pack are kept for the backward pass up to this size;
+# below it, gathering again costs more than the memory saved.
 KEPT_BYTES = 1 << 24
 
 
@@ -34,16 +34,16 @@ def _take(x: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def _spread(x: Tensor, slots: Tensor | None, *, like: Tensor) -> Tensor:
-    """Rows into their slots; slots of padding get zero, or they would reach the keys they saw."""
+    """Copy rows into their slots; padding slots get zero gradient, since they repeat real rows."""
     return x if slots is None else torch.zeros_like(like).index_copy_(0, slots.long(), x)
 
 
 def attend_fused(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention of a run by torch's fused kernels; [s, H, q, d], [s, K, k, d] -> [s, H, q, d]."""
+    """Attend one run by torch's fused kernels; [s, H, q, d], [s, K, k, d] -> [s, H, q, d]."""
     repeats = query.shape[1] // key.shape[1]
     grouped = repeats > 1
     if grouped and query.dtype == torch.float32:
-        # Only the kernels of half precision know groups; else all scores would be materialized.
+        # Only half-precision kernels support grouped queries; float32 would materialize all scores.
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
         grouped = False
     bias = causal_lower_right(query.shape[2], key.shape[2])
@@ -53,7 +53,7 @@ def attend_fused(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def _attend_fused_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value; the forward is repeated for them."""
+    """Return the gradients of query, key and value by recomputing the forward pass."""
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (query, key, value))
         dq, dk, dv = torch.autograd.grad(attend_fused(q, k, v), (q, k, v), grad)
@@ -63,7 +63,8 @@ def _attend_fused_backward(
 class _FusedAttention(torch.autograd.Function):
     """Attention of one pack by fused kernels.
 
-    Saves the slots' queries, keys and values (or where they are many this rank's own).
+    Saves the queries, keys and values in their slots; if those are large, only this rank's own
+    keys and values.
     """
 
     @staticmethod
@@ -80,20 +81,20 @@ class _FusedAttention(torch.autograd.Function):
             _rows(out, block).copy_(attended)
         ctx.plan, ctx.group = plan, group
         ctx.gathers = group_size(group) > 1 and keys.nbytes > KEPT_BYTES
-        # The backward attends again and does not read the output.
+        # The backward pass recomputes attention and does not read the output.
         ctx.save_for_backward(queries, own if ctx.gathers else keys)
         return _take(out, plan.query_slots)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of query, key and value."""
+        """Return the gradients of query, key and value."""
         plan, group = ctx.plan, ctx.group
         queries, keys = ctx.saved_tensors
         if ctx.gathers:
             keys = _key_slots(keys, plan, group)
         grads = _spread(grad, plan.query_slots, like=queries)
         grad_queries = torch.empty_like(queries)
-        # A key collects from both runs of queries after it: bfloat16 would round each time.
+        # Several runs of queries add to one key's gradient; bfloat16 would round each addition.
         grad_keys = torch.zeros_like(keys, dtype=torch.promote_types(keys.dtype, torch.float32))
         for block in plan.blocks:
             q, g = _rows(queries, block), _rows(grads, block)
@@ -109,18 +110,18 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def _key_slots(own: Tensor, plan: AttentionPlan, group: Group) -> Tensor:
-    """Keys and values of the whole pack in their slots; [t, 2, K, d] -> [key slots, 2, K, d]."""
+    """Gather the whole pack's keys and values into slots; [t, 2, K, d] -> [key slots, 2, K, d]."""
     return _take(gather_stacked(own, group=group).flatten(0, 1), plan.key_rows)
 
 
 def _rows(x: Tensor, block: Block) -> Tensor:
-    """A block's run of query slots, as a view; [query slots, H, d] -> [s, H, q, d]."""
+    """Return a block's run of query slots as a view; [query slots, H, d] -> [s, H, q, d]."""
     segment = x[block.queries].view(block.sequences, -1, *x.shape[1:])
     return segment[:, block.rows].transpose(1, 2)
 
 
 def _keys_and_values(keys: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """The visible keys and values of a block, as views; each [s, K, k, d]."""
+    """Return the visible keys and values of a block as views; each [s, K, k, d]."""
     segment = keys[block.keys].view(block.sequences, -1, *keys.shape[1:])[:, : block.visible]
     return segment[:, :, 0].transpose(1, 2), segment[:, :, 1].transpose(1, 2)
 
@@ -128,7 +129,7 @@ def _keys_and_values(keys: Tensor, block: Block) -> tuple[Tensor, Tensor]:
 def context_attention(
     query: Tensor, key: Tensor, value: Tensor, *, plan: AttentionPlan, group: Group
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v over each sequence's own past.
+    """Compute causal softmax(q k^T / sqrt(d)) v within each sequence.
 
     query [t, H, d], key and value [t, K, d] -> [t, H, d]. H must be a multiple of K (grouped
     queries). Differentiable; gradients of keys and values are summed over the group.

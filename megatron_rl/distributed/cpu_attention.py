@@ -1,9 +1,9 @@
 """Attention of one pack on the CPU, one head after another.
 
-Queries, keys and values lie by head, [heads, slots, d]: the short sequences of a block are then
-operands of plain products where they lie, and one head's scores stay in the cache. Long sequences
-go to torch's kernel in runs of their queries, in memory linear in the tokens. Positions are rotated
-in the same layout, so nothing is laid out anew in between.
+Queries, keys and values are stored by head, [heads, slots, d]: batched matrix products then read
+the short sequences of a block without a copy, and one head's scores fit into the cache. Long
+sequences go to torch's CPU kernel in runs of queries, in memory linear in the tokens. Rotary
+embeddings use the same memory layout, so no transposition is needed in between.
 
 Shapes: T tokens in the pack, t = T / cp on this rank, H query heads, K key-value heads, d their
 size; in a block s sequences, q query slots and k key slots each.
@@ -17,28 +17,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.distributed.attention_plan import RUN, AttentionPlan, Block
+from megatron_rl.distributed.attention_plan import RUN_QUERIES, AttentionPlan, Block
 from megatron_rl.distributed.collectives import Group, gather_stacked, group_size, sum_to_owners
 
 
 @lru_cache(maxsize=16)
 def _triangle(width: int, dtype: torch.dtype) -> Tensor:
-    """The last RUN rows of a causal mask over `width` keys, additive; its corners are any run's."""
-    return torch.full((RUN, width), float("-inf"), dtype=dtype).triu_(1 + width - RUN)
+    """Return the last RUN_QUERIES rows of an additive causal mask over `width` keys.
+
+    The mask of any shorter run is its lower right corner.
+    """
+    mask = torch.full((RUN_QUERIES, width), float("-inf"), dtype=dtype)
+    return mask.triu_(1 + width - RUN_QUERIES)
 
 
 def _causal(query: Tensor, key: Tensor) -> dict[str, Any]:
-    """How the kernel is told that the last query sees all keys, each one before it one less."""
+    """Return the kernel's mask arguments: the last query sees all keys, each earlier one fewer."""
     queries, keys = query.shape[2], key.shape[2]
     if queries == keys:
         return {"is_causal": True}
-    width = max(RUN, 1 << (keys - 1).bit_length())  # few widths, so that each is made once
+    width = max(RUN_QUERIES, 1 << (keys - 1).bit_length())  # few widths, so that caching works
     triangle = _triangle(width, query.dtype)
     return {"attn_mask": triangle[None, None, -queries:, -keys:]}
 
 
 def _attend_runs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [s, H, q, d] of a run by the kernel for the CPU, and its log-sum-exp [s, H, q]."""
+    """Attend one run by torch's CPU kernel; output [s, H, q, d] and log-sum-exps [s, H, q]."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(query, key, value, **_causal(query, key))
 
@@ -46,14 +50,14 @@ def _attend_runs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 def _attend_runs_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value from the saved output and log-sum-exp."""
+    """Return the gradients of query, key and value from the saved output and log-sum-exps."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     causal = {"is_causal": False, **_causal(query, key)}
     return kernel(grad, query, key, value, out, log_sum, dropout_p=0.0, **causal)
 
 
 def _product(left: Tensor, right: Tensor, *, into: Tensor) -> None:
-    """into = left right, batched; a buffer of another precision takes the rounded product."""
+    """Write the batched product left @ right into `into`, rounded to its precision."""
     if into.dtype == left.dtype:
         torch.bmm(left, right, out=into)
     else:
@@ -61,16 +65,16 @@ def _product(left: Tensor, right: Tensor, *, into: Tensor) -> None:
 
 
 def _attend_batch(
-    query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, *, out: Tensor
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, out: Tensor
 ) -> list[Tensor]:
-    """Attend a batch of short sequences; returns each head's weights [s, q, k].
+    """Attend a batch of short sequences into `out`; return each head's weights [s, q, k].
 
     query, out [H, s, q, d]; key, value [K, s, k, d].
     """
     repeats, weights = len(query) // len(key), []
     for head, (q, into) in enumerate(zip(query, out, strict=True)):
         k, v = key[head // repeats].float(), value[head // repeats].float()
-        scores = torch.baddbmm(hidden, q.float(), k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
+        scores = torch.baddbmm(mask, q.float(), k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
         weights.append(scores.softmax(-1))
         _product(weights[-1], v, into=into)
     return weights
@@ -85,11 +89,14 @@ def _attend_batch_backward(
     *,
     into: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Gradients of query, key, value from the saved weights p: with dp = g v^T,
-    ds = p (dp - sum of p dp), dq = ds k, dk = ds^T q, dv = p^T g."""
+    """Compute the gradients of query, key and value from the saved weights p.
+
+    With dp = g v^T: ds = p (dp - sum of p dp), dq = ds k, dk = ds^T q, dv = p^T g.
+    """
     repeats, (grad_query, grad_key, grad_value) = len(query) // len(key), into
     for head, p in enumerate(weights):
-        group, beta = head // repeats, int(head % repeats > 0)  # the first of a group overwrites
+        # The first head of a group overwrites the buffer, the others add to it.
+        group, beta = head // repeats, int(head % repeats > 0)
         g, q, k, v = (x.float() for x in (grad[head], query[head], key[group], value[group]))
         grad_weights = torch.bmm(g, v.transpose(1, 2))
         grad_scores = torch._softmax_backward_data(grad_weights, p, -1, p.dtype)
@@ -100,10 +107,10 @@ def _attend_batch_backward(
 
 
 class PackedAttention(torch.autograd.Function):
-    """Attention of one pack.
+    """Attention of one pack on the CPU.
 
-    Saves the slots' queries, keys and values (or where they are many this rank's own) and what
-    the backward passes read: weights of short sequences, outputs of long ones.
+    Saves the queries, keys and values in their slots (if those are large, only this rank's own keys
+    and values), the attention weights of short sequences and the outputs of long ones.
     """
 
     @staticmethod
@@ -124,8 +131,8 @@ class PackedAttention(torch.autograd.Function):
         kept: list[Any] = []  # by block
         for block in plan.blocks:
             q, o, (k, v) = _queries(queries, block), _queries(out, block), _keys(keys, block)
-            if block.hidden is not None:
-                kept.append(_attend_batch(q, k, v, block.hidden, out=o))
+            if block.mask is not None:
+                kept.append(_attend_batch(q, k, v, block.mask, out=o))
             else:
                 attended, log_sum = _attend_runs(*(x.transpose(0, 1) for x in (q, k, v)))
                 o.copy_(attended.transpose(0, 1))
@@ -138,30 +145,30 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of query, key and value."""
+        """Return the gradients of query, key and value."""
         plan, group = ctx.plan, ctx.group
         queries, keys, out = ctx.saved_tensors
         if ctx.gathers:
             keys = _key_slots(keys, plan, group)
-        # No slot is padding here, so every one has its gradient.
+        # No slot is padding here, so every slot has a gradient.
         grads = _take(grad.transpose(0, 1).contiguous(), plan.query_rows)
         grad_queries = torch.empty_like(queries)
-        # A key collects from both runs of queries after it: bfloat16 would round each time.
+        # Several runs of queries add to one key's gradient; bfloat16 would round each addition.
         grad_keys = torch.empty_like(keys, dtype=torch.promote_types(keys.dtype, torch.float32))
         for index, block in enumerate(plan.blocks):
             q, g, dq = (_queries(x, block) for x in (queries, grads, grad_queries))
             (k, v), (dk, dv) = _keys(keys, block), _keys(grad_keys, block)
-            if block.hidden is not None:
+            if block.mask is not None:
                 _attend_batch_backward(g, q, k, v, ctx.kept[index], into=(dq, dk, dv))
                 continue
-            if block.rows.start == 0:  # the first run of its sequences
+            if block.rows.start == 0:  # the first run of these sequences
                 grad_keys[:, :, block.keys] = 0
             o = _queries(out.transpose(0, 1), block)
             g, q, k, v, o = (x.transpose(0, 1) for x in (g, q, k, v, o))
-            found = _attend_runs_backward(g, q, k, v, o, ctx.kept[index])
-            dq.copy_(found[0].transpose(0, 1))
-            dk += found[1].transpose(0, 1)
-            dv += found[2].transpose(0, 1)
+            run_grads = _attend_runs_backward(g, q, k, v, o, ctx.kept[index])
+            dq.copy_(run_grads[0].transpose(0, 1))
+            dk += run_grads[1].transpose(0, 1)
+            dv += run_grads[2].transpose(0, 1)
         owned = _take(grad_keys, plan.key_slots).to(keys.dtype)  # [2, K, cp t, d]
         parts = owned.unflatten(2, (group_size(group), -1)).movedim(2, 0)  # [cp, 2, K, t, d]
         owned = sum_to_owners(parts, group=group)
@@ -170,21 +177,21 @@ class PackedAttention(torch.autograd.Function):
 
 
 def _take(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Some rows of each head; [..., rows, d]."""
+    """Select rows of each head; [..., rows, d]."""
     return x if rows is None else x.index_select(-2, rows)
 
 
 def _key_slots(own: Tensor, plan: AttentionPlan, group: Group) -> Tensor:
-    """Keys and values of the whole pack in their slots; [2, K, t, d] -> [2, K, key slots, d]."""
+    """Gather the whole pack's keys and values into slots; [2, K, t, d] -> [2, K, key slots, d]."""
     gathered = gather_stacked(own, group=group)  # [cp, 2, K, t, d]
     return _take(gathered.movedim(0, 2).flatten(2, 3), plan.key_rows)
 
 
 def _queries(x: Tensor, block: Block) -> Tensor:
-    """A block's run of query slots, as a view; [H, query slots, d] -> [H, s, q, d]."""
+    """Return a block's run of query slots as a view; [H, query slots, d] -> [H, s, q, d]."""
     return x[:, block.queries].unflatten(1, (block.sequences, -1))[:, :, block.rows]
 
 
 def _keys(x: Tensor, block: Block) -> Tensor:
-    """What a block sees of keys and values, as views; [2, K, key slots, d] -> [2, K, s, k, d]."""
+    """Return a block's visible keys, values as views; [2, K, key slots, d] -> [2, K, s, k, d]."""
     return x[:, :, block.keys].unflatten(2, (block.sequences, -1))[:, :, :, : block.visible]

@@ -1,13 +1,13 @@
-"""Where each token of a pack lives under context parallelism.
+"""Sharding of a pack's tokens over context parallelism.
 
 A pack is one row of T tokens made of S sequences. Every sequence is cut into 2 * cp_size equal
 chunks; rank r keeps chunk r and chunk 2 * cp_size - 1 - r (zigzag: causal attention then costs
 every rank the same; the partition is that of Transformer Engine's THD format). A rank's shard
-is, sequence after sequence, its early chunk followed by its late chunk. Alone, a rank keeps each
-sequence as one early chunk.
+contains, sequence by sequence, its early chunk followed by its late chunk. With cp_size 1 each
+sequence is one early chunk.
 
-Positions and lengths come from the response mask, which every rank knows whole, so they need no
-communication. Sums along the sequences do: `sequence_statistics.py`.
+Positions and lengths follow from the response mask of the whole pack, which every rank has, so they
+need no communication. Sums along the sequences do: see `sequence_statistics.py`.
 
 Shapes: T tokens in the pack, t = T / cp_size on this rank, S sequences.
 """
@@ -21,15 +21,15 @@ from torch import Tensor
 from megatron_rl.distributed.collectives import Group, all_gather, group_size
 from megatron_rl.distributed.to_device import to_device
 
-INDEX = torch.int32  # of tables by token, of which a rollout batch holds many; half of torch's own
+INDEX = torch.int32  # dtype of per-token index tables; half the memory of torch's default int64
 
 
 class SequenceLayout:
     """The packing and sharding of one micro-batch.
 
-    `lengths` are the padded lengths of the sequences in pack order, `response_mask` [T] marks the
-    valid decisions of the whole pack. Without a group the tables of any rank can be looked at,
-    but nothing can be gathered. Raises ValueError where lengths, mask and cp_size disagree.
+    `lengths` are the padded lengths of the sequences in pack order; `response_mask` [T] marks the
+    valid decisions of the whole pack. Without a group the tables of any rank can be computed, but
+    nothing can be gathered. Raises ValueError if lengths, mask and cp_size are inconsistent.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class SequenceLayout:
         self.cp_rank, self.cp_size, self.cp_group = cp_rank, cp_size, cp_group
         self.full_mask = response_mask.bool()  # [T]
         self.device = response_mask.device
-        self._remembered: dict[Callable[[SequenceLayout], Tensor], Tensor] = {}
+        self._cache: dict[Callable[[SequenceLayout], Tensor], Tensor] = {}
         self._check()
-        # The lengths live on the host, so every table size is known without asking the device.
+        # The lengths are on the host, so all table sizes are known without a device sync.
         self._host_lengths = torch.tensor(self.lengths, dtype=INDEX)  # [S]
         self.full_tokens = sum(self.lengths)
         self.local_tokens = self.full_tokens // cp_size
@@ -80,43 +80,43 @@ class SequenceLayout:
 
     @cached_property
     def _chunk_lengths(self) -> Tensor:
-        """Tokens of this rank's early and late chunk of every sequence, on the host; [S, 2]."""
+        """Lengths of this rank's early and late chunk of every sequence, on the host; [S, 2]."""
         if self.cp_size == 1:
             return torch.stack((self._host_lengths, torch.zeros_like(self._host_lengths)), dim=1)
         return (self._host_lengths // (2 * self.cp_size))[:, None].expand(-1, 2)
 
     @cached_property
     def chunk_lengths(self) -> list[int]:
-        """Tokens of this rank's 2S chunks in the order of its shard; a late one may be empty."""
+        """Lengths of this rank's 2S chunks in shard order; late chunks may be empty."""
         return self._chunk_lengths.reshape(-1).tolist()
 
     @cached_property
     def chunk_bounds(self) -> Tensor:
-        """Where in the shard each of the 2S chunks begins and ends; [2, 2S] int32."""
+        """Start and end of each of the 2S chunks in the shard; [2, 2S] int32."""
         lengths = self._chunk_lengths.reshape(-1)
         ends = lengths.cumsum(0, dtype=INDEX)
         return self._to_device(torch.stack((ends - lengths, ends)))
 
     @cached_property
     def chunk_ids(self) -> Tensor:
-        """The chunk of each local token; [t] int32."""
+        """Chunk index of each local token; [t] int32."""
         starts, ends = self.chunk_bounds
         return torch.repeat_interleave(ends - starts, output_size=self.local_tokens)
 
     @cached_property
     def chunk_columns(self) -> Tensor:
-        """Each local token's distance from the start of its chunk; [t] int32."""
+        """Offset of each local token in its chunk; [t] int32."""
         tokens = torch.arange(self.local_tokens, dtype=INDEX, device=self.device)
         return tokens - self.chunk_bounds[0][self.chunk_ids]
 
     @cached_property
     def sequence_ids(self) -> Tensor:
-        """The sequence of each local token; [t] int32."""
+        """Sequence index of each local token; [t] int32."""
         return self.chunk_ids // 2
 
     @cached_property
     def local_index(self) -> Tensor:
-        """Pack position of each local token; [t] int32."""
+        """Position of each local token in the pack; [t] int32."""
         starts = self._host_lengths.cumsum(0, dtype=INDEX) - self._host_lengths
         chunk = self._chunk_lengths[:, 0]
         early = starts + self.cp_rank * chunk
@@ -126,10 +126,10 @@ class SequenceLayout:
 
     @cached_property
     def gathered_index(self) -> Tensor:
-        """Where each pack position lies in all ranks' shards laid end to end; [T] int32.
+        """Row of each pack position in the all-gathered shards; [T] int32.
 
-        Row gathered_index[i] of what an all-gather of the shards returns, [cp_size * t, ...], is
-        token i of the pack.
+        Row gathered_index[i] of an all-gather of the shards, [cp_size * t, ...], is token i of the
+        pack.
         """
         if self.cp_size == 1:
             return torch.arange(self.full_tokens, dtype=INDEX, device=self.device)
@@ -146,7 +146,7 @@ class SequenceLayout:
 
     @cached_property
     def mask(self) -> Tensor:
-        """The response mask of this rank's tokens; [t] bool."""
+        """Response mask of this rank's tokens; [t] bool."""
         return self.shard(self.full_mask)
 
     @cached_property
@@ -155,7 +155,7 @@ class SequenceLayout:
             self._to_device(self._host_lengths), output_size=self.full_tokens
         )
         ends = self._to_device(self._host_lengths.cumsum(0, dtype=INDEX))
-        # Integers: subtracting what came before the sequence is exact.
+        # Integers: subtracting the count before the sequence is exact.
         running = torch.cat((ends.new_zeros(1), self.full_mask.cumsum(0, dtype=INDEX)))  # [T + 1]
         before = running[ends - self._to_device(self._host_lengths)]  # [S]
         length = running[ends] - before  # [S]
@@ -164,52 +164,52 @@ class SequenceLayout:
 
     @property
     def position(self) -> Tensor:
-        """t: valid decisions of its sequence up to and including each token; [t] int32."""
+        """t: number of valid decisions in the sequence up to and including the token; [t] int32."""
         return self._counts[0]
 
     @property
     def length(self) -> Tensor:
-        """L: valid decisions of each token's sequence; [t] int32."""
+        """L: number of valid decisions in each token's sequence; [t] int32."""
         return self._counts[1]
 
     @cached_property
     def offsets(self) -> Tensor:
-        """Each local token's distance from the start of its padded sequence; [t] int32."""
+        """Offset of each local token in its padded sequence; [t] int32."""
         starts = self._host_lengths.cumsum(0, dtype=INDEX) - self._host_lengths
         return self.local_index - self._to_device(starts)[self.sequence_ids]
 
     def once(self, compute: Callable[["SequenceLayout"], Tensor]) -> Tensor:
-        """compute(self), remembered: for tables that follow from lengths and mask alone."""
-        if compute not in self._remembered:
-            self._remembered[compute] = compute(self)
-        return self._remembered[compute]
+        """Return compute(self), cached; for tables that depend only on lengths and mask."""
+        if compute not in self._cache:
+            self._cache[compute] = compute(self)
+        return self._cache[compute]
 
     def shard(self, x: Tensor) -> Tensor:
-        """This rank's tokens of a whole pack, differentiable; [T, ...] -> [t, ...]."""
+        """Select this rank's tokens of a whole pack, differentiable; [T, ...] -> [t, ...]."""
         if x.shape[0] != self.full_tokens:
             raise ValueError(f"shard needs the whole pack, T = {self.full_tokens}: got {x.shape}")
         return x.index_select(0, self.local_index)
 
     def gather(self, x: Tensor) -> Tensor:
-        """The whole pack from all ranks' tokens, differentiable; [t, ...] -> [T, ...]."""
+        """Gather the whole pack from all ranks' tokens, differentiable; [t, ...] -> [T, ...]."""
         self.check_local(x)
         stacked = all_gather(x, group=self.require_group())
         return stacked.flatten(0, 1).index_select(0, self.gathered_index)
 
     def spread(self, per_sequence: Tensor) -> Tensor:
-        """Give every local token its sequence's value; [S] -> [t]."""
+        """Expand one value per sequence to every local token; [S] -> [t]."""
         return per_sequence.index_select(0, self.sequence_ids)
 
     def require_group(self) -> Group:
-        """The group of the ranks that hold the pack; ValueError where it is needed and missing."""
+        """Return the context-parallel group; raises ValueError if it is needed but missing."""
         if group_size(self.cp_group) != self.cp_size:
             raise ValueError(f"cp_size is {self.cp_size}: a scan or gather needs the cp_group")
         return self.cp_group
 
     def check_local(self, x: Tensor) -> None:
-        """Raise ValueError unless `x` holds one value, or row, per local token."""
+        """Raise ValueError unless `x` has one value, or row, per local token."""
         if x.shape[:1] != (self.local_tokens,):
             raise ValueError(
-                f"this rank holds t = {self.local_tokens} tokens of the pack's "
-                f"T = {self.full_tokens}, got shape {tuple(x.shape)}"
+                f"this rank has t = {self.local_tokens} tokens of the pack's "
+                f"T = {self.full_tokens}, but the tensor has shape {tuple(x.shape)}"
             )

@@ -1,12 +1,12 @@
-"""Sums and minima along the sequences of a SequenceLayout, whatever its context parallelism.
+"""Prefix sums and minima along the sequences of a SequenceLayout, under any context parallelism.
 
-Each rank scans its own chunks, one after another; all ranks exchange one [S, 2, k] table of the
-chunk totals of k statistics in a single all-gather; and a running sum (or minimum) over the
-2 * cp_size chunks carries in what came before. Sequences are scanned apart from one another: no
-prefix is ever obtained by subtracting a larger one. Everything is accumulated in float64.
+Each rank scans its own chunks; all ranks exchange one [S, 2, k] table with the chunk totals of k
+statistics in a single all-gather; then a running sum (or minimum) over the 2 * cp_size chunks gives
+the carry into each local chunk. Sequences are scanned independently: no prefix is computed by
+subtracting a larger one. All accumulation is in float64.
 
-The backward of a prefix sum is the mirrored suffix sum, d/dx_k sum_t g_t S_t = sum_{t >= k} g_t:
-again one all-gather of chunk totals.
+The backward of a prefix sum is the mirrored suffix sum, d/dx_k sum_t g_t S_t = sum_{t >= k} g_t,
+which also needs one all-gather of chunk totals.
 
 Shapes: t tokens on this rank, S sequences.
 """
@@ -26,21 +26,21 @@ IDENTITY: dict[Combine, float] = {"sum": 0.0, "min": math.inf}
 
 
 class Scan(NamedTuple):
-    """One statistic along the sequences."""
+    """Request to scan one statistic along the sequences."""
 
     x: Tensor  # [t]
     combine: Combine = "sum"
 
 
 class Scanned(NamedTuple):
-    """Its value at every token, and that of each whole sequence; only sums are differentiable."""
+    """Result of a scan: running values and sequence totals; only sums are differentiable."""
 
-    running: Tensor  # [t] x_1 + ... + x_t; for "min" that of x_1, ..., x_{t-1}, inf where none
+    running: Tensor  # [t] x_1 + ... + x_t; for "min" min(x_1, ..., x_{t-1}), inf at the first token
     total: Tensor  # [S] float64
 
 
 def scan_together(layout: SequenceLayout, *scans: Scan) -> list[Scanned]:
-    """The scans over the valid decisions, differentiable, with one all-gather for all of them."""
+    """Run all scans over the valid decisions with a single all-gather; sums are differentiable."""
     for scan in scans:
         layout.check_local(scan.x)
     masked = [torch.where(layout.mask, s.x, IDENTITY[s.combine]) for s in scans]
@@ -50,17 +50,17 @@ def scan_together(layout: SequenceLayout, *scans: Scan) -> list[Scanned]:
 
 
 def prefix_sum(layout: SequenceLayout, x: Tensor) -> Tensor:
-    """S_t = x_1 + ... + x_t over the valid decisions of each sequence; [t] -> [t]."""
+    """Compute S_t = x_1 + ... + x_t over the valid decisions of each sequence; [t] -> [t]."""
     return scan_together(layout, Scan(x))[0].running
 
 
 def sequence_sum(layout: SequenceLayout, x: Tensor) -> Tensor:
-    """S_L, the sum over all valid decisions of the token's sequence; [t] -> [t]."""
+    """Compute S_L, the sum over all valid decisions of the token's sequence; [t] -> [t]."""
     return layout.spread(scan_together(layout, Scan(x))[0].total).to(x.dtype)
 
 
 class _Scans(torch.autograd.Function):
-    """The running values of k scans, then their totals."""
+    """Autograd function that returns the running values of k scans, then their totals."""
 
     @staticmethod
     def forward(
@@ -73,7 +73,7 @@ class _Scans(torch.autograd.Function):
             before = carry.reshape(-1)[layout.chunk_ids]
             if how == "sum":
                 running.append((before + chunk.running).to(x.dtype))
-            else:  # what precedes each token in its chunk
+            else:  # the minimum before each token in its chunk
                 shifted = torch.cat((chunk.running[:1], chunk.running[:-1]))
                 shifted = torch.where(layout.chunk_columns == 0, torch.inf, shifted)
                 running.append(torch.minimum(before, shifted).to(x.dtype))
@@ -89,14 +89,15 @@ class _Scans(torch.autograd.Function):
         result: list[Tensor | None] = []
         for i, dtype in enumerate(ctx.dtypes):
             running, total = grads[i], grads[len(ctx.dtypes) + i]
-            # Which outputs were used is the same on every rank, so the collectives match.
+            # Every rank uses the same outputs, so every rank executes the same collectives in the
+            # same order.
             used = ctx.needs_input_grad[2 + i] and (running is not None or total is not None)
             result.append(_sum_backward(ctx.layout, running, total).to(dtype) if used else None)
         return None, None, *result
 
 
 def _sum_backward(layout: SequenceLayout, running: Tensor | None, total: Tensor | None) -> Tensor:
-    """g_k = sum_{t >= k} dS_t + dS_L from dS_t [t] and this rank's part of dS_L [S]; [t]."""
+    """Compute g_k = sum_{t >= k} dS_t + dS_L from dS_t [t] and this rank's part of dS_L [S]."""
     tables = []
     if running is not None:
         chunks = _scan_chunks(layout, running, "sum", reverse=True)
@@ -111,16 +112,19 @@ def _sum_backward(layout: SequenceLayout, running: Tensor | None, total: Tensor 
 
 
 class _Chunks(NamedTuple):
-    """This rank's chunks, each scanned for itself, in float64."""
+    """This rank's chunks, each scanned independently, in float64."""
 
     running: Tensor  # [t] inclusive
-    totals: Tensor  # [S, 2] of the early and the late chunk
+    totals: Tensor  # [S, 2] totals of the early and the late chunk
 
 
 def _scan_chunks(
     layout: SequenceLayout, x: Tensor, combine: Combine, *, reverse: bool = False
 ) -> _Chunks:
-    """One call per chunk: exact whatever the neighbours hold, and fast where chunks are long."""
+    """Scan each chunk in a call of its own: neighbours cannot affect it, and long chunks are fast.
+
+    reverse: scan from the last token to the first.
+    """
     lengths = [length for length in layout.chunk_lengths if length]
     x = x.double()
     if reverse:
@@ -137,10 +141,10 @@ def _scan_chunks(
 
 
 class _Carried(NamedTuple):
-    """What one statistic's chunks are told by the others."""
+    """Carry into this rank's chunks from the other chunks, for one statistic."""
 
     carry: Tensor  # [S, 2] combined totals of all chunks before the early and the late chunk
-    total: Tensor  # [S] of the whole sequences
+    total: Tensor  # [S] totals of the whole sequences
 
 
 def _carry_in(
@@ -150,10 +154,10 @@ def _carry_in(
     *,
     reverse: bool = False,
 ) -> list[_Carried]:
-    """What came before each local chunk (after it, if reverse), for k statistics at once.
+    """Combine the totals before each local chunk (after it, if reverse), for k statistics at once.
 
-    The one collective of a scan: the `totals` [S, 2] of this rank's early and late chunks are
-    gathered and put in the order of the 2 * cp_size chunks.
+    This is the only collective of a scan: it gathers the `totals` [S, 2] of every rank's early and
+    late chunks and orders them by the 2 * cp_size chunks of a sequence.
     """
     gathered = gather_stacked(torch.stack(list(totals), dim=2), group=layout.require_group())
     chunks = torch.cat((gathered[:, :, 0], gathered[:, :, 1].flip(0)))  # [2 cp, S, k]

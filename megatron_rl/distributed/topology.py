@@ -1,28 +1,31 @@
-"""Which place this process has in every kind of parallelism.
+"""This process's size, rank and process group in every kind of parallelism.
 
-The triple of one parallelism is size, rank and process group. A group of None stands for a group
-of one: collectives over it are no-ops through the same code path.
+A group of None is a group of one: collectives over it are no-ops through the same code path.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
-from torch.distributed import ProcessGroup
+from megatron_rl.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
 class Topology:
-    """This process's rank and group in each parallelism; plain data, made once at start.
+    """This process's rank and group in each parallelism; plain data, created once at start.
 
-    tp tensor, cp context, pp pipeline, dp data, ep expert parallel. `dp_cp` spans data and context
-    parallelism: the ranks that hold the same parameters and sum their gradients.
+    tp: tensor, cp: context, pp: pipeline, dp: data, ep: expert parallelism. `dp_cp` spans data and
+    context parallelism: the ranks that share the same parameters and sum their gradients.
     """
 
     world_size: int = 1
     rank: int = 0
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device: torch.device = field(default_factory=lambda: _device("cpu"))
     tp_size: int = 1
     tp_rank: int = 0
     tp_group: ProcessGroup | None = None
@@ -43,7 +46,7 @@ class Topology:
     def __post_init__(self) -> None:
         product = self.tp_size * self.pp_size * self.cp_size * self.dp_size
         if product != self.world_size:
-            raise ValueError(
+            raise UserError(
                 f"tp {self.tp_size} * pp {self.pp_size} * cp {self.cp_size} * dp {self.dp_size} "
                 f"= {product}, but there are {self.world_size} processes; choose a layout whose "
                 "product is the number of processes"
@@ -51,19 +54,28 @@ class Topology:
 
     @classmethod
     def single(cls, device: str | torch.device = "cpu") -> Topology:
-        """One process without torch.distributed."""
-        return cls(device=torch.device(device))
+        """Return the topology of one process without torch.distributed."""
+        return cls(device=_device(device))
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the output layer and computes the loss."""
+        """True if this rank has the output layer and computes the loss."""
         return self.pp_rank == self.pp_size - 1
 
     @property
     def round_size(self) -> int:
-        """Micro-batches come in multiples of this: one per stage where stages interleave."""
+        """Required multiple of the number of micro-batches; pp_size if stages are interleaved."""
         return self.pp_size if self.virtual_stages > 1 else 1
 
     def alignment(self, *, sequence_parallel: bool) -> int:
-        """Multiple to which every sequence is padded: 2 cp chunks, cut once more over tp."""
+        """Return the multiple to which every sequence is padded.
+
+        2 * cp chunks, each split over tp under sequence parallelism.
+        """
         return 2 * self.cp_size * (self.tp_size if sequence_parallel else 1)
+
+
+def _device(name: str | torch.device) -> torch.device:
+    import torch  # deferred: computing with the sizes of a layout must not import torch
+
+    return torch.device(name)

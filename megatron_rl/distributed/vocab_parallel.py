@@ -1,14 +1,14 @@
-"""Log-probs of given tokens from hidden states, without ever holding tokens x vocabulary logits.
+"""Log-probs of given tokens from hidden states, without materializing all logits.
 
     log p(y) = x_y - log sum_k exp(x_k),    x = h W^T / temperature
 
-The vocabulary (rows of W) is cut over tensor parallelism. Logits are made in float32 for a tile of
-some tokens and some rows, folded into three running numbers per token (maximum, sum of
-exponentials, the label's logit) and dropped; one all-gather of these completes all tokens at once.
-The backward pass makes each tile again. So the extra memory is that of one tile, and the extra work
-one of the head's three matrix products (the bound of arXiv 2411.09009).
+The vocabulary (rows of W) is sharded over tensor parallelism. Logits are computed in float32 for
+one tile of tokens and rows at a time, reduced to three running numbers per token (maximum, sum of
+exponentials, the label's logit) and dropped; one all-gather of these numbers completes all tokens.
+The backward pass recomputes each tile. The extra memory is therefore one tile, and the extra work
+is one of the head's three matrix products (the bound of arXiv 2411.09009).
 
-Shapes: n tokens, h hidden size, V vocabulary, v rows of it on this rank (padding included).
+Shapes: n tokens, h hidden size, V vocabulary, v vocabulary rows on this rank (padding included).
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from torch import Tensor
 
 from megatron_rl.distributed.collectives import Group, gather_stacked
 
-# Logits that exist at once: as many as stay in a CPU's cache, or keep a GPU busy.
+# Logits per tile: few enough for a CPU's cache, or enough to keep a GPU busy.
 TILE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 MAX_TILE_TOKENS = 2048
-# Rows of a low-precision weight gradient that are made at once before they join the float32 one.
+# Rows of a low-precision weight gradient computed at once before adding them to the float32 one.
 WEIGHT_ROWS = 1 << 14
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The rows of the output weight that one rank holds: [start, start + v) of V real ones."""
+    """The rows [start, start + v) of the output weight on one rank; the vocabulary has V rows."""
 
     start: int
     vocab_size: int
     group: Group = None
 
     def real_rows(self, rows: int) -> int:
-        """How many of this rank's `rows` belong to the vocabulary; the rest is padding."""
+        """Return how many of this rank's `rows` belong to the vocabulary; the rest is padding."""
         return max(0, min(rows, self.vocab_size - self.start))
 
 
 def tile_shape(tokens: int, *, rows: int, device: str) -> tuple[int, int]:
-    """(tokens, vocabulary rows) whose logits are held at once; bounded whatever the arguments."""
+    """Return (tokens, vocabulary rows) of one tile of logits, bounded by TILE_ELEMENTS."""
     tile_tokens = max(1, min(tokens, MAX_TILE_TOKENS))
     return tile_tokens, max(1, min(rows, TILE_ELEMENTS[device] // tile_tokens))
 
@@ -52,7 +52,7 @@ def _spans(total: int, step: int) -> list[slice]:
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """h W^T / temperature in float32, whatever the inputs' precision; [c, h], [v, h] -> [c, v]."""
+    """Compute h W^T / temperature in float32 for any input dtype; [c, h], [v, h] -> [c, v]."""
     if hidden.dtype == torch.float32:
         logits = hidden @ weight.t()
     elif hidden.is_cuda:
@@ -63,7 +63,7 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 
 
 def _labels_in(labels: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Column of each label among `rows` rows from `first` (0 if elsewhere), and if it is there."""
+    """Return each label's column in [first, first + rows), 0 if outside, and an inside mask."""
     local = labels - first
     here = (local >= 0) & (local < rows)
     return (local * here)[:, None], here
@@ -72,10 +72,10 @@ def _labels_in(labels: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
 def _reduce_tokens(
     hidden: Tensor, weight: Tensor, labels: Tensor, first: int, temperature: float, entropy: bool
 ) -> Tensor:
-    """(maximum, sum exp(x - maximum), label logit, sum x exp(x - maximum)) over rows; [4, c].
+    """Reduce to (maximum, sum exp(x - maximum), label logit, sum x exp(x - maximum)); [4, c].
 
-    `first` is the vocabulary index of the first row. Rows are walked in blocks; what was summed
-    under a smaller maximum shrinks when a block brings a larger one.
+    `first` is the vocabulary index of the first row. Rows are processed in blocks; when a block
+    contains a larger maximum, the previous sums are rescaled.
     """
     zeros = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
     maximum, total, target, mean = zeros - float("inf"), zeros, zeros, zeros
@@ -93,12 +93,12 @@ def _reduce_tokens(
             weights = logits.sub_(larger[:, None]).exp_()
         total = total * shrink + weights.sum(1)
         maximum = larger
-        del logits, weights  # before the next block's are made
+        del logits, weights  # free them before the next block
     return torch.stack((maximum, total, target, mean))
 
 
 def _combine(table: Tensor, *, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-sum-exp, label logit, mean of x under p) of every token from all ranks' tables."""
+    """Combine all ranks' tables to (log-sum-exp, label logit, mean of x under p) per token."""
     tables = gather_stacked(table, group=group)  # [tp, 4, n]
     maximum = tables[:, 0].amax(0)
     scale = (tables[:, 0] - maximum).exp()
@@ -108,7 +108,7 @@ def _combine(table: Tensor, *, group: Group) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Forward keeps hidden states and log-sum-exps; backward makes the tiles again."""
+    """Tiled log-probs: keeps hidden states and log-sum-exps; backward recomputes the tiles."""
 
     @staticmethod
     def forward(
@@ -121,7 +121,7 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy: bool,
         into_main_grad: bool,
     ) -> tuple[Tensor, Tensor]:
-        """[n, h], [v, h], [n] -> log-probs [n] and entropies [n] (zeros unless asked)."""
+        """[n, h], [v, h], [n] -> log-probs [n] and entropies [n] (zeros without `entropy`)."""
         real = weight[: shard.real_rows(len(weight))]
         step = tile_shape(len(hidden), rows=len(real), device=hidden.device.type)[0]
         tables = [
@@ -140,7 +140,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden (this rank's part of the sum over the group) and weight."""
+        """Return the gradients of hidden (this rank's part of the group's sum) and weight."""
         hidden, weight, labels, log_sum, mean = ctx.saved_tensors
         real = weight[: ctx.shard.real_rows(len(weight))]
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
@@ -170,14 +170,14 @@ class _TokenLogprobs(torch.autograd.Function):
         if not ctx.into_main_grad:
             grad_weight = total.to(weight.dtype)
         elif getattr(weight, "returns_zero_gradient", False):
-            grad_weight = weight.new_zeros(()).expand_as(weight)  # so that its hook runs
+            grad_weight = weight.new_zeros(()).expand_as(weight)  # triggers the gradient hook
         else:
             grad_weight = None
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left^T right, accumulated in total's precision; [v, h], [c, v], [c, h]."""
+    """Compute total += left^T right, accumulated in total's dtype; [v, h], [c, v], [c, h]."""
     if left.dtype == total.dtype:
         total.addmm_(left.t(), right)
         return
@@ -199,14 +199,14 @@ def token_logprobs(
     entropy: bool = False,
     into_main_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Float32 log-probs of `labels`, and entropies when asked, from hidden states.
+    """Compute float32 log-probs of `labels`, and optionally entropies, from hidden states.
 
-    hidden [n, h], the same on every rank of the shard's group; weight [v, h], this rank's rows;
+    hidden [n, h], identical on every rank of the shard's group; weight [v, h], this rank's rows;
     labels [n] in [0, V). Returns ([n], [n] or None). The gradient of `hidden` is this rank's part:
     the caller sums it over the group (a reduce-scatter under sequence parallelism). With
-    into_main_grad the weight's gradient is added to the float32 `weight.main_grad` and none is
-    returned to autograd, so that a weight that is also the embedding gets both of its gradients;
-    a weight with `returns_zero_gradient` returns zeros, for hooks that wait for a gradient.
+    into_main_grad the weight's gradient is added to the float32 `weight.main_grad` and autograd
+    receives none, so that a tied embedding accumulates both of its gradients; if the weight has
+    `returns_zero_gradient`, autograd receives zeros, for hooks that wait for a gradient.
     """
     logprobs, entropies = _TokenLogprobs.apply(
         hidden, weight, labels, shard, temperature, entropy, into_main_grad

@@ -1,18 +1,18 @@
-"""Whether two model folders hold the same model, wherever they lie."""
+"""Fingerprints of model folders that do not depend on their location."""
 
 import hashlib
 from pathlib import Path
 
 SAMPLE = 1 << 16  # bytes
-SAMPLES = 64  # of each file of weights, evenly spread; a smaller file is read whole
+SAMPLES = 64  # evenly spread over each weights file; smaller files are read whole
 WEIGHTS = ("*.safetensors", "actor/*.distcp", "actor/.metadata")
 
 
 def model_fingerprint(folder: str | Path) -> str:
-    """A hash of config.json and of the weights' sizes and samples; moving a folder keeps it.
+    """Hash config.json and the sizes and samples of the weights; independent of the folder's path.
 
-    Training or converting changes samples almost everywhere, so some megabytes of a file tell as
-    much as all of it.
+    Training and conversion change nearly every value, so a few megabytes per file are enough to
+    detect a different model.
     """
     folder = Path(folder)
     digest = hashlib.sha256((folder / "config.json").read_bytes())

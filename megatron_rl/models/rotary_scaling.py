@@ -1,14 +1,14 @@
-"""How a config.json stretches rotary frequencies beyond the context of pretraining.
+"""Rotary frequency scaling (context extension) as described by a config.json.
 
-The reading is that of transformers (`modeling_rope_utils.py`), for its key `rope_parameters` and
-for the older `rope_scaling` with `rope_theta` beside it; vLLM reads through transformers.
+Keys are interpreted as in transformers (`modeling_rope_utils.py`): `rope_parameters`, or the older
+`rope_scaling` with a separate `rope_theta`. vLLM uses transformers' implementation.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 DEFAULT_BASE = 10000.0
-# What each supported type must state, and what it may.
+# Required and optional keys of each supported type.
 _KEYS = {
     "linear": (("factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
@@ -17,30 +17,31 @@ _KEYS = {
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
 }
-# Frequencies that follow the longest sequence at hand differ between the actor's packs and the
-# engine's batches: the same token would have several log-probs.
+# Frequencies that depend on the longest sequence of a batch would differ between the actor's packs
+# and the engine's batches, and so would the log-prob of the same token.
 _BY_LENGTH = ("dynamic", "longrope", "su")
 
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """One supported type with its parameters, as sorted pairs of transformers' names and values."""
+    """A supported scaling type; parameters are sorted pairs of transformers' names and values."""
 
     kind: str
     parameters: tuple[tuple[str, float | bool], ...]
 
-    def positions(self, stated: int) -> int:
-        """How many positions the model serves, where config.json states `stated`.
+    def positions(self, max_position_embeddings: int) -> int:
+        """Return the number of positions the model supports, given config.json's value.
 
-        Configs of yarn state the number before the stretching or after it; vLLM takes the product.
+        For yarn some configs give the number before scaling and others after it; like vLLM, use the
+        original number times the factor.
         """
         if self.kind != "yarn":
-            return stated
+            return max_position_embeddings
         values = dict(self.parameters)
         return int(values["original_max_position_embeddings"] * values["factor"])
 
 
-def _stated(config: dict[str, Any]) -> dict[str, Any]:
+def _rope_config(config: dict[str, Any]) -> dict[str, Any]:
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
@@ -49,33 +50,34 @@ def _kind(rope: dict[str, Any]) -> str:
 
 
 def unsupported_rotary_features(config: dict[str, Any]) -> list[str]:
-    """What this config.json asks of rotary positions that the actor lacks, by name."""
-    rope = _stated(config)
+    """List the rotary features in this config.json that the actor does not support."""
+    rope = _rope_config(config)
     kind = _kind(rope)
-    found = []
+    unsupported = []
     if any(isinstance(value, dict) for value in rope.values()):
-        found.append("rope parameters by kind of layer")
+        unsupported.append("rope parameters per layer type")
     elif kind in _BY_LENGTH:
-        found.append(f"rope type {kind!r} (frequencies that depend on the length at hand)")
+        unsupported.append(f"rope type {kind!r} (its frequencies depend on the sequence length)")
     elif kind not in ("default", *_KEYS):
-        found.append(f"rope type {kind!r}")
+        unsupported.append(f"rope type {kind!r}")
     elif kind != "default":
         missing = [key for key in _KEYS[kind][0] if rope.get(key) is None]
-        found += [f"rope type {kind!r} without {key}" for key in missing]
+        unsupported += [f"rope type {kind!r} without {key}" for key in missing]
     partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
     if partial != 1:
-        found.append("partial rotary embeddings")
-    return found
+        unsupported.append("partial rotary embeddings")
+    return unsupported
 
 
 def read_rotary_base(config: dict[str, Any]) -> float:
-    """The base of the rotary frequencies."""
-    return float(_stated(config).get("rope_theta") or config.get("rope_theta") or DEFAULT_BASE)
+    """Return the base of the rotary frequencies."""
+    base = _rope_config(config).get("rope_theta") or config.get("rope_theta") or DEFAULT_BASE
+    return float(base)
 
 
 def read_rotary_scaling(config: dict[str, Any]) -> RotaryScaling | None:
-    """The scaling of a config.json without unsupported features; None where there is none."""
-    rope = _stated(config)
+    """Read the scaling from a config.json without unsupported features; None for the default."""
+    rope = _rope_config(config)
     kind = _kind(rope)
     if kind == "default":
         return None

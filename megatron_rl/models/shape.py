@@ -1,10 +1,11 @@
-"""The shape of a model, read from its config.json: sizes, and what its weights are called."""
+"""The shape of a model, read from its config.json: its sizes and the names of its weights."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.errors import UserError
 from megatron_rl.models.architectures import ARCHITECTURES
 from megatron_rl.models.rotary_scaling import (
     RotaryScaling,
@@ -23,12 +24,12 @@ class ExpertShape:
     experts_per_token: int
     ffn_hidden_size: int
     normalize_top_k: bool
-    shared_ffn_hidden_size: int | None = None  # of the expert that every token goes through
+    shared_ffn_hidden_size: int | None = None  # of the shared expert, which processes every token
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model, as its config.json states them."""
+    """The sizes of a model from its config.json."""
 
     architecture: str
     num_layers: int
@@ -47,23 +48,23 @@ class ModelShape:
 
     @property
     def qkv_bias(self) -> bool:
-        """Whether the q, k and v projections have biases."""
+        """True if the q, k and v projections have biases."""
         return ARCHITECTURES[self.architecture].qkv_bias
 
     @property
     def qk_norm(self) -> bool:
-        """Whether queries and keys are normalised per head."""
+        """True if queries and keys are normalised per head."""
         return ARCHITECTURES[self.architecture].qk_norm
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """The weights of this architecture; no output layer where it is the embedding."""
+        """The weights of this architecture, without the output layer if embeddings are tied."""
         weights = ARCHITECTURES[self.architecture].weights
-        return tuple(one for one in weights if not (self.tied_embeddings and one is OUTPUT_LAYER))
+        return tuple(w for w in weights if not (self.tied_embeddings and w is OUTPUT_LAYER))
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes that weights name."""
+        """The value of each `Size` name that the weights use."""
         sizes = {
             "hidden": self.hidden_size,
             "query": self.num_attention_heads * self.head_dim,
@@ -82,10 +83,19 @@ class ModelShape:
         }
 
 
+# Fields of ModelShape and their keys in config.json.
+_POSITIVE = {
+    "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "head_dim": "head_dim",
+    "num_attention_heads": "num_attention_heads", "num_query_groups": "num_key_value_heads",
+    "ffn_hidden_size": "intermediate_size", "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+}  # fmt: skip
+
+
 def _unsupported_features(config: dict[str, Any], architecture: Architecture) -> list[str]:
-    """What this config.json asks for that the tables (or Megatron-core as we build it) lack."""
+    """List features in this config.json that the weight tables or our Megatron model lack."""
     layer_types = config.get("layer_types") or []
-    found = {
+    features = {
         "sliding-window attention": bool(config.get("use_sliding_window"))
         or any(kind != "full_attention" for kind in layer_types),
         f"hidden_act {config.get('hidden_act')!r}": config.get("hidden_act", "silu") != "silu",
@@ -93,41 +103,70 @@ def _unsupported_features(config: dict[str, Any], architecture: Architecture) ->
         "qkv_bias false": architecture.qkv_bias and config.get("qkv_bias", True) is False,
         "mlp_bias": bool(config.get("mlp_bias")),
         "quantized weights": config.get("quantization_config") is not None,
-        "dense layers among the experts": architecture.mixture_of_experts
+        "dense layers in a mixture of experts": architecture.mixture_of_experts
         and (config.get("decoder_sparse_step", 1) != 1 or bool(config.get("mlp_only_layers"))),
     }
-    named = [feature for feature, present in found.items() if present]
-    return [*unsupported_rotary_features(config), *named]
+    unsupported = [feature for feature, present in features.items() if present]
+    return [*unsupported_rotary_features(config), *unsupported]
 
 
 def read_model_shape(folder: str | Path) -> ModelShape:
     """Read the shape of a Hugging Face model from `folder`/config.json.
 
-    Raises ValueError naming the file when it is missing, incomplete, of an architecture without a
-    table, or asks for features that are not supported (all of them are listed at once).
+    Raises ValueError naming the file if it is missing, incomplete, of an unsupported architecture,
+    or uses unsupported features (all of them are listed at once).
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise ValueError(f"{path} does not exist: {folder} is not a Hugging Face model folder")
-    config = json.loads(path.read_text())
-    name = (config.get("architectures") or ["(none stated)"])[0]
+        raise UserError(
+            f"{path} does not exist: {folder} is not a Hugging Face model folder; "
+            "give one with config.json, *.safetensors and the tokenizer's files"
+        )
+    config = _read_object(path)
+    name = (config.get("architectures") or ["(none)"])[0]
     if name not in ARCHITECTURES:
-        raise ValueError(
-            f"{path}: architecture {name} is not supported; {sorted(ARCHITECTURES)} are"
+        raise UserError(
+            f"{path}: architecture {name} is not supported; choose from {sorted(ARCHITECTURES)}"
         )
     if unsupported := _unsupported_features(config, ARCHITECTURES[name]):
-        raise ValueError(f"{path}: {name} with {', '.join(unsupported)} is not supported")
+        raise UserError(
+            f"{path}: {name} with {', '.join(unsupported)} is not supported; "
+            "choose a model without these features, in floating point"
+        )
     try:
-        return _build_shape(config, name)
+        shape = _build_shape(config, name)
     except KeyError as missing:
-        raise ValueError(f"{path} has no {missing}") from None
+        raise UserError(f"{path} has no {missing}; use the model's complete file") from None
+    except (TypeError, ZeroDivisionError) as error:
+        raise UserError(f"{path}: a size is not a number ({error}); correct it") from None
+    for size, key in _POSITIVE.items():
+        if not isinstance(value := getattr(shape, size), int) or value < 1:
+            raise UserError(f"{path}: {key} is {value!r}; it must be a whole number, 1 or more")
+    if shape.num_attention_heads % shape.num_query_groups:
+        raise UserError(
+            f"{path}: num_key_value_heads={shape.num_query_groups} does not divide "
+            f"num_attention_heads={shape.num_attention_heads}; correct one of them"
+        )
+    return shape
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(
+            f"{path} is not valid JSON ({error}); repair it, or download it again"
+        ) from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path} must be a JSON object, not a {type(config).__name__}")
+    return config
 
 
 def _build_shape(config: dict[str, Any], name: str) -> ModelShape:
     architecture = ARCHITECTURES[name]
     heads = config["num_attention_heads"]
     scaling = read_rotary_scaling(config)
-    stated = config["max_position_embeddings"]
+    positions = config["max_position_embeddings"]
     experts = None
     if architecture.mixture_of_experts:
         shared = any("shared_ffn" in weight.size for weight in architecture.weights)
@@ -150,7 +189,7 @@ def _build_shape(config: dict[str, Any], name: str) -> ModelShape:
         head_dim=head_dim or config["hidden_size"] // heads,
         ffn_hidden_size=config["intermediate_size"],
         vocab_size=config["vocab_size"],
-        max_position_embeddings=scaling.positions(stated) if scaling else stated,
+        max_position_embeddings=scaling.positions(positions) if scaling else positions,
         rotary_base=read_rotary_base(config),
         rotary_scaling=scaling,
         norm_epsilon=config["rms_norm_eps"],
@@ -160,7 +199,7 @@ def _build_shape(config: dict[str, Any], name: str) -> ModelShape:
 
 
 def weight_shapes(weight: Weight, *, shape: ModelShape) -> tuple[tuple[int, ...], ...]:
-    """The shape of each HF tensor of `weight`, in the order of `weight.hf`."""
+    """Return the shape of each HF tensor of `weight`, in the order of `weight.hf`."""
     sizes = shape.sizes
     rest = tuple(sizes[name] for name in weight.size[1:])
     if weight.cut == "qkv":
@@ -169,7 +208,7 @@ def weight_shapes(weight: Weight, *, shape: ModelShape) -> tuple[tuple[int, ...]
 
 
 def tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model's safetensors files by its Hugging Face name, with its shape."""
+    """Return the shape of every tensor in the model's safetensors files, by Hugging Face name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for weight in shape.weights:
         layers = range(shape.num_layers) if weight.part in ("layer", "expert") else range(1)

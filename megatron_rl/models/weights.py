@@ -1,21 +1,22 @@
-"""The kinds of weights that architectures are made of: their names, their sizes, how they are cut.
+"""Building blocks of architectures: the names, sizes and tensor-parallel sharding of weights.
 
-Names: Hugging Face's `modeling_<type>.py`, Megatron-core's `gpt_layer_specs.py` (local layers, and
-the fused names of Transformer Engine's layers), vLLM's `models/<type>.py` (its merged modules).
+Names come from Hugging Face's `modeling_<type>.py`, Megatron-core's `gpt_layer_specs.py` (local
+layers, and the fused names of Transformer Engine's layers) and vLLM's `models/<type>.py` (its
+merged modules).
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-# How a weight is laid out over tensor parallelism, and of which HF tensors it consists:
-#   replicated  every rank holds all of one tensor
-#   vocabulary  rows cut evenly after padding to the layout's vocabulary size
-#   columns     columns cut evenly (the input dimension of a row-parallel linear)
+# Sharding of a weight over tensor parallelism, and the HF tensors it consists of:
+#   replicated  every rank has all of one tensor
+#   vocabulary  rows split evenly after padding to the layout's vocabulary size
+#   columns     columns split evenly (the input dimension of a row-parallel linear)
 #   qkv         (q, k, v): Megatron interleaves them per query group, vLLM concatenates them
 #   gate_up     (gate, up): each rank's [gate shard; up shard]
 Cut = Literal["replicated", "vocabulary", "columns", "qkv", "gate_up"]
 Part = Literal["first", "layer", "expert", "last"]
-# A size by name; `ModelShape.sizes` has the numbers. "qkv": query's, then twice key's.
+# A size by name; `ModelShape.sizes` has the values. "qkv" is the query size + 2 * the key size.
 Size = Literal["hidden", "query", "qkv", "head", "ffn", "expert_ffn", "shared_ffn",
                "experts", "vocabulary", "one"]  # fmt: skip
 
@@ -24,9 +25,9 @@ Size = Literal["hidden", "query", "qkv", "head", "ffn", "expert_ffn", "shared_ff
 class Weight:
     """One kind of parameter: its HF tensors and its name in Megatron-core and in vLLM.
 
-    Names are templates: `{layer}` is the layer, `{expert}` the expert (both counted locally in
-    Megatron names, globally in HF names). `fused` is the name with Transformer Engine's layers
-    where it differs. `size`: of each HF tensor, or (rows, columns).
+    Names are templates with the layer index `{layer}` and the expert index `{expert}`; both are
+    local in Megatron names and global in HF names. `fused` is the name with Transformer Engine's
+    layers if it differs. `size` is the shape of each HF tensor, (rows, columns) for matrices.
     """
 
     part: Part
@@ -149,10 +150,9 @@ MIXTURE_OF_EXPERTS = (
 
 @dataclass(frozen=True)
 class Architecture:
-    """One family of models, by the name in `architectures` of its config.json.
+    """One family of models, named as in `architectures` of its config.json.
 
-    qkv_bias, qk_norm: whether queries and keys have a bias, and a norm per head. default_head_dim:
-    where config.json states none; None: hidden size / heads.
+    default_head_dim: head size if config.json has none; None: hidden size / heads.
     """
 
     name: str
@@ -161,15 +161,15 @@ class Architecture:
 
     @property
     def qkv_bias(self) -> bool:
-        """Whether the q, k and v projections have biases."""
+        """True if the q, k and v projections have biases."""
         return QKV_BIAS in self.weights
 
     @property
     def qk_norm(self) -> bool:
-        """Whether queries and keys are normalised per head."""
+        """True if queries and keys are normalised per head."""
         return QK_NORM[0] in self.weights
 
     @property
     def mixture_of_experts(self) -> bool:
-        """Whether the MLP of every layer is a mixture of experts."""
+        """True if the MLP of every layer is a mixture of experts."""
         return any(weight.part == "expert" for weight in self.weights)

@@ -1,12 +1,13 @@
-"""Policy objectives: weight, constraint, gradient and aggregation, and the named choices.
+"""Policy objectives: weight, constraint, gradient and aggregation, and the named objectives.
 
-What computes is imported when it is first asked for: a config chooses where there is no torch.
+Modules that need torch are imported on first use, so that a config can be checked without torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.objectives.choice import OBJECTIVE_NAMES, choose_objective
+from megatron_rl.objectives.experimental import EXPERIMENTAL
 from megatron_rl.objectives.named import NAMED
 from megatron_rl.objectives.spec import ObjectiveSpec
 
@@ -31,6 +32,7 @@ _COMPUTES = {
 }  # fmt: skip
 
 __all__ = [
+    "EXPERIMENTAL",
     "NAMED",
     "OBJECTIVE_NAMES",
     "Objective",

@@ -1,8 +1,8 @@
 """Compute a micro-batch's Statistics with a fixed number of device operations.
 
-On a CPU they run over blocks of tokens that stay in its cache. Tokens are added to cells of pairs
-(band of t/L, band of log2 t); the two kinds of band are the table's margins. Shapes: t tokens on
-this rank, b in a block.
+On CPU the operations run over blocks of tokens that fit into its cache. Tokens are added to cells
+of pairs (band of t/L, band of log2 t); the statistics of a band are the margins of that table.
+Shapes: t tokens on this rank, b in a block.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import statistics as names
-from megatron_rl.objectives.constraints import Constrained, Weighed
+from megatron_rl.objectives.constraints import ConstrainedWeights, TokenWeights
 from megatron_rl.objectives.inputs import TokenClasses, TokenInputs
 from megatron_rl.objectives.statistics import Statistics
 
@@ -27,7 +27,7 @@ PAIRS = names.DECILES * names.OCTAVES
 
 @dataclass(frozen=True)
 class Terms:
-    """What an objective's loss is the sum of; [t] each, None where a term is off."""
+    """The terms of an objective's loss; [t] each, None for disabled terms."""
 
     policy: Tensor
     kl: Tensor | None = None
@@ -45,7 +45,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Tokens:
-    """All that the statistics are made of; [t] or [b] each."""
+    """The inputs of the statistics; [t] or [b] each."""
 
     mask: Tensor
     position: Tensor
@@ -55,14 +55,15 @@ class Tokens:
     log_ratio: Tensor
     prefix_sum: Tensor
     log_weight: Tensor
-    constrained: Constrained
+    constrained: ConstrainedWeights
+    scaled_log_weight: Tensor | None  # in units of the position scale, where it is needed
     loss: Tensor
     given: TokenInputs
     terms: Terms
 
 
 def _block(x: Any, start: int, end: int) -> Any:
-    """Tokens `start` to `end` of every tensor in a nest of dataclasses."""
+    """Slice tokens `start` to `end` of every tensor in nested dataclasses."""
     if x is None or isinstance(x, Tensor):
         return None if x is None else x[start:end]
     return type(x)(**{name: _block(part, start, end) for name, part in vars(x).items()})
@@ -70,9 +71,9 @@ def _block(x: Any, start: int, end: int) -> Any:
 
 @torch.no_grad()
 def compute_statistics(
-    given: TokenInputs, weighed: Weighed, terms: Terms, classes: TokenClasses | None
+    given: TokenInputs, weighed: TokenWeights, terms: Terms, classes: TokenClasses | None
 ) -> Statistics:
-    """The statistics of one micro-batch's tokens on this rank."""
+    """Compute the statistics of a micro-batch's tokens on this rank."""
     layout = weighed.ratios.layout
     pair = layout.once(band_pairs)
     tokens = Tokens(
@@ -85,6 +86,7 @@ def compute_statistics(
         prefix_sum=weighed.ratios.prefix_sum,
         log_weight=weighed.log_weight,
         constrained=weighed.constrained,
+        scaled_log_weight=weighed.scaled_log_weight,
         loss=terms.loss,
         given=given,
         terms=terms,
@@ -92,6 +94,7 @@ def compute_statistics(
     bands = RowSums(PAIRS, layout.device)
     apart = RowSums(classes.count * names.DECILES if classes else 0, layout.device)
     histogram = torch.zeros(PAIRS + 1, names.BINS, dtype=torch.float64, device=layout.device)
+    signs = torch.zeros(3, names.BINS, dtype=torch.float64, device=layout.device)
     scalars, maxima, suspects = [], [], []
     size = CPU_BLOCK if layout.device.type == "cpu" else layout.local_tokens
     for start in range(0, layout.local_tokens, size):
@@ -102,6 +105,9 @@ def compute_statistics(
             apart.add(block.row, outcome, columns)
         bins = block.pair * names.BINS + histogram_bin(columns["log_w"])
         histogram.view(-1).scatter_add_(0, bins, torch.ones_like(columns["log_w"]))
+        if block.scaled_log_weight is not None:
+            bins = _sign_rows(block) * names.BINS + histogram_bin(block.scaled_log_weight)
+            signs.view(-1).scatter_add_(0, bins, torch.ones_like(columns["log_w"]))
         scalars.append(_scalar_sums(block))
         maxima.append(_maxima(block))
         suspects.append(start + _suspects(block))
@@ -110,29 +116,29 @@ def compute_statistics(
     faults = torch.where(_faults(tokens, suspect), -address.double(), -torch.inf).amax(dim=1)
     margins = _margins(bands.table()), _margins(histogram[:-1])
     return Statistics(
-        torch.cat((torch.stack(scalars).sum(dim=0), *margins)),
+        torch.cat((torch.stack(scalars).sum(dim=0), *margins, signs[:2].view(-1))),
         torch.cat((torch.stack(maxima).amax(dim=0), faults)),
         apart.table().view(classes.count, names.DECILES, -1) if classes else None,
     )
 
 
 def band_pairs(layout: SequenceLayout) -> Tensor:
-    """The pair of bands of each token's position, PAIRS off the mask; [t] int64."""
+    """Compute the index of each token's pair of bands, PAIRS off the mask; [t] int64."""
     position, length = layout.position.clamp(min=1), layout.length.clamp(min=1)
     tenth = ((names.DECILES * position - 1) // length).clamp(max=names.DECILES - 1)
     octave = torch.frexp(position.float()).exponent - 1
     pair = tenth * names.OCTAVES + octave.clamp(max=names.OCTAVES - 1)
-    return torch.where(layout.mask, pair, PAIRS).long()  # as scattering asks
+    return torch.where(layout.mask, pair, PAIRS).long()  # scatter_add_ needs int64
 
 
 def _class_rows(classes: TokenClasses, pair: Tensor) -> Tensor:
-    """The row of each token's class and tenth, the last one off the mask; [t] int64."""
+    """Compute the row of each token's class and tenth, the last row off the mask; [t] int64."""
     row = classes.of * names.DECILES + pair // names.OCTAVES
     return torch.where(pair < PAIRS, row, classes.count * names.DECILES)
 
 
 class RowSums:
-    """BAND_SUMS of each row's tokens, in float64; one more row takes what the mask excludes."""
+    """BAND_SUMS per row of tokens, in float64; an additional row collects masked-out tokens."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         sizes = (rows + 1, len(names.COUNTS)), (len(names.BAND_SUMS) - len(names.COUNTS), rows + 1)
@@ -149,20 +155,20 @@ class RowSums:
                 total.scatter_add_(0, row, columns[name])
 
     def table(self) -> Tensor:
-        """[rows, BAND_SUMS]."""
+        """Return the sums without the additional row; [rows, BAND_SUMS]."""
         return torch.cat((self.counts, self.sums.T), dim=1)[:-1]
 
 
 def _margins(table: Tensor) -> Tensor:
-    """What pairs [PAIRS, n] of bands add up to in each band; [BANDS * n]."""
+    """Sum a table over pairs of bands [PAIRS, n] into each band; [BANDS * n]."""
     pairs = table.view(names.DECILES, names.OCTAVES, -1)
     return torch.cat((pairs.sum(dim=1), pairs.sum(dim=0))).reshape(-1)
 
 
 def _columns(x: Tokens) -> dict[str, Tensor]:
-    """What is summed of each token, beside its outcome, as far as it is known; [b] float64 each."""
+    """Compute the known per-token values to be summed, except the outcome; [b] float64 each."""
     log_w = x.prefix_sum.double() / x.position.clamp(min=1)
-    # Only what can move the policy, and its square must be finite.
+    # Only tokens that can move the policy; the clamp keeps the square finite.
     weight = torch.where(x.given.advantages == 0, 0, x.constrained.coefficient)
     weight = weight.double().clamp(max=1e100)
     columns = {
@@ -175,15 +181,15 @@ def _columns(x: Tokens) -> dict[str, Tensor]:
     if (gap := x.given.log_gap) is not None:
         gap = gap.double()
         columns |= {
-            "rollout_gap": gap,
-            "rollout_gap_squared": gap.square(),
+            "mismatch": gap,
+            "mismatch_squared": gap.square(),
             "rollout_tokens": torch.ones_like(gap),
         }
     return columns
 
 
 def _outcome(x: Tokens) -> Tensor:
-    """The index in COUNTS: what the constraint did and the advantage's sign; [b]."""
+    """Compute each token's index in COUNTS, by constraint outcome and sign of A; [b]."""
     advantages = x.given.advantages
     sign = (advantages <= 0).byte() + (advantages < 0)  # positive 0, zero 1, negative 2
     is_below = (x.log_weight <= 0).byte()
@@ -191,10 +197,17 @@ def _outcome(x: Tokens) -> Tensor:
     return len(names.SIGNS) * side + sign
 
 
-def histogram_bin(log_w: Tensor) -> Tensor:
-    """The bin of each log-weight: symmetric around 0, by exponent and two bits of mantissa; [b].
+def _sign_rows(x: Tokens) -> Tensor:
+    """Return 0 where A < 0, 1 where A > 0 and 2 elsewhere; [b] int64."""
+    advantages = x.given.advantages
+    return torch.where(advantages < 0, 0, torch.where(advantages > 0, 1, 2))
 
-    What is below 2^SMALLEST_EXPONENT is in the middle, what is not finite at an end.
+
+def histogram_bin(log_w: Tensor) -> Tensor:
+    """Compute the bin of each log-weight from its exponent and two bits of the mantissa; [b].
+
+    Bins are symmetric around 0. Values below 2^SMALLEST_EXPONENT fall into the middle bin,
+    non-finite ones into the outermost bins.
     """
     bits = log_w.float().view(torch.int32)
     steps = ((bits & 0x7FFFFFFF) >> (MANTISSA_BITS - 2)) - (SMALLEST_STEP - 1)
@@ -203,7 +216,7 @@ def histogram_bin(log_w: Tensor) -> Tensor:
 
 
 def _scalar_sums(x: Tokens) -> Tensor:
-    """One number for each of SUMS."""
+    """Compute one number for each of SUMS."""
     log_ratio, gap, entropy = x.log_ratio.double(), x.given.log_gap, x.given.entropy
     rows = {
         "responses": x.mask & (x.position == x.length),  # each has one last decision
@@ -212,7 +225,7 @@ def _scalar_sums(x: Tokens) -> Tensor:
         "loss_entropy": x.terms.entropy,
         "log_ratio": log_ratio,
         "kl_to_behavior": torch.expm1(log_ratio.clamp(max=700)) - log_ratio,
-        "rollout_gap_absolute": None if gap is None else gap.abs(),
+        "mismatch_absolute": None if gap is None else gap.abs(),
         "entropy_tokens": None if entropy is None else x.mask,
         "entropy": entropy,
     }
@@ -223,24 +236,24 @@ def _scalar_sums(x: Tokens) -> Tensor:
 
 
 def _maxima(x: Tokens) -> Tensor:
-    """One number for each of MAXIMA; log-ratio and gap are 0 off the mask."""
-    least, most = torch.aminmax(x.log_ratio)
+    """Compute one number for each of MAXIMA; log-ratio and gap are 0 off the mask."""
+    smallest, largest = torch.aminmax(x.log_ratio)
     gap, log_weight = x.given.log_gap, x.log_weight
     numbers = {
-        "log_ratio": most,
-        "minus_log_ratio": -least,
+        "log_ratio": largest,
+        "minus_log_ratio": -smallest,
         "log_weight": torch.where(x.mask, log_weight, -torch.inf).amax(),
         "minus_log_weight": -torch.where(x.mask, log_weight, torch.inf).amin(),
-        "rollout_gap": torch.zeros_like(most) if gap is None else gap.abs().amax(),
+        "mismatch": torch.zeros_like(largest) if gap is None else gap.abs().amax(),
     }
     return torch.stack([numbers[name].double() for name in names.MAXIMA])
 
 
 def _suspects(x: Tokens) -> Tensor:
-    """The first token with an unusable input and the first with an unusable loss; [2].
+    """Find the first token with an invalid input and the first with an invalid loss; [2].
 
-    Any token where there is none: `_faults` decides. One pass over a sum instead of one per input:
-    a sum is not finite if one of its terms is not.
+    Returns any token if there is none; `_faults` decides. Uses one pass over a sum instead of one
+    per input: a sum is not finite if one of its terms is not.
     """
     given = [column for column in vars(x.given).values() if column is not None]
     bad = _not_finite(sum(given[1:], given[0])) | (x.given.behavior_logprobs > BEHAVIOR_LIMIT)
@@ -248,14 +261,14 @@ def _suspects(x: Tokens) -> Tensor:
 
 
 def _faults(x: Tokens, index: Tensor) -> Tensor:
-    """Which of FAULTS the tokens `index` [n] have; [FAULTS, n] bool."""
+    """Test the tokens `index` [n] for each of FAULTS; [FAULTS, n] bool."""
     columns = {**vars(x.given), "loss": x.loss}
     none = torch.zeros_like(index, dtype=torch.bool)
-    found = {k: none if v is None else _not_finite(v[index]) for k, v in columns.items()}
-    found["behavior_logprobs_positive"] = x.given.behavior_logprobs[index] > BEHAVIOR_LIMIT
-    return torch.stack([found[name] for name in names.FAULTS])
+    faults = {k: none if v is None else _not_finite(v[index]) for k, v in columns.items()}
+    faults["behavior_logprobs_positive"] = x.given.behavior_logprobs[index] > BEHAVIOR_LIMIT
+    return torch.stack([faults[name] for name in names.FAULTS])
 
 
 def _not_finite(x: Tensor) -> Tensor:
-    """~isfinite(x) in two passes: x - x is 0, and nan for what is not finite; bool."""
+    """Compute ~isfinite(x) in two passes: x - x is 0, or nan for non-finite values; bool."""
     return (x - x) != 0

@@ -1,4 +1,4 @@
-"""What an objective is given of one micro-batch: checked without reading a value, and masked.
+"""Inputs of an objective for one micro-batch: checked without reading values, and masked.
 
 Shapes: t tokens on this rank.
 """
@@ -16,7 +16,7 @@ from megatron_rl.types import Denominators
 
 @dataclass(frozen=True)
 class TokenClasses:
-    """Which tokens are to be reported apart, by their lag for instance."""
+    """Classes of tokens that are reported separately, by policy lag for example."""
 
     of: Tensor  # [t] int64, 0 to count - 1
     count: int
@@ -24,7 +24,7 @@ class TokenClasses:
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """[t] each, in the order of this rank's SequenceLayout; off the mask they may be anything."""
+    """Per-token inputs [t], in the order of this rank's SequenceLayout; ignored off the mask."""
 
     policy_logprobs: Tensor  # the loss is differentiable in these
     behavior_logprobs: Tensor
@@ -43,19 +43,18 @@ class TokenInputs:
     def prepared(
         self, layout: SequenceLayout, denominators: Denominators, *, needs: Mapping[str, object]
     ) -> "TokenInputs":
-        """The same in one dtype, zero off the mask, without gradients of what is constant.
+        """Convert to one dtype, set values off the mask to zero, and detach the constants.
 
-        Everything is computed in float32 or, where the policy's log-probabilities are, in
-        float64. Raises ValueError for a wrong shape, log-probabilities in half precision, a
-        denominator that is not positive, and an input that an option in `needs` cannot do
-        without.
+        The dtype is float32, or float64 if the policy's log-probabilities are. Raises ValueError
+        for a wrong shape, log-probabilities in half precision, a denominator that is not positive,
+        and a missing input that an option in `needs` requires.
         """
         self._check(layout)
         check_denominators(denominators)
         for name, option in needs.items():
             if getattr(self, name) is None:
                 raise ValueError(
-                    f"the objective's options need {name}, which were not given: {option}"
+                    f"{name} is missing, but an option of the objective needs it: {option}"
                 )
         dtype = torch.promote_types(self.policy_logprobs.dtype, torch.float32)
         zero = torch.zeros((), dtype=dtype, device=layout.device)
@@ -73,7 +72,7 @@ class TokenInputs:
                 continue
             if x.shape != (layout.local_tokens,):
                 raise ValueError(
-                    f"{name} has shape {tuple(x.shape)}, but this rank's layout holds "
+                    f"{name} has shape {tuple(x.shape)}, but this rank's layout has "
                     f"{layout.local_tokens} tokens: give one value per token"
                 )
             if name.endswith("logprobs") and x.dtype in (torch.bfloat16, torch.float16):

@@ -1,18 +1,19 @@
-"""The named objectives, each a frozen choice on the axes, with its source.
+"""Named objectives, each a frozen choice on the axes, with its source.
 
-Where a formula could not be checked against the original, its source says so.
+`experimental.py` has those that were not checked against the original.
 """
 
 from megatron_rl.objectives.spec import (
+    DivergenceGate,
+    GammaKernel,
     HardGate,
     ObjectiveSpec,
     PpoClip,
     PrefixBudget,
-    RolloutCorrection,
     SecondMoment,
+    SoftGate,
     Taper,
     Truncate,
-    TvFilter,
     Unconstrained,
 )
 
@@ -72,18 +73,6 @@ NAMED: dict[str, ObjectiveSpec] = {
         source="public code of arXiv 2605.07331 (horizon-llm/CTPO, loss cum-token-geomean-la); "
         "aggregation ours, its launch script leaves verl's token mean",
     ),
-    # w_t with PPO's clip
-    "tepo_prefix": ObjectiveSpec(
-        "prefix_mean", PpoClip(low=0.2, high=0.28), "detached", "token_mean",
-        source="the ablation 'Sentence Prefix IS' of arXiv 2604.12736 as the PNPO paper describes "
-        "it; formula and bounds not checked against the original",
-    ),
-    # rho_t * min_{k<t} rho_k with PPO's clip
-    "minpro": ObjectiveSpec(
-        "prefix_min", PpoClip(low=0.2, high=0.28), "detached", "token_mean",
-        source="arXiv 2601.22718 as the PNPO paper describes it; formula and bounds not checked "
-        "against the original",
-    ),
     # 1/N sum_i sum_t rho_t A: the occupancy of the behavior policy
     "local_surrogate": ObjectiveSpec(
         "token", Unconstrained(), "through_weight", "response_sum",
@@ -104,27 +93,6 @@ NAMED: dict[str, ObjectiveSpec] = {
         "token", Truncate(low=None, high=4.0), "detached", "token_mean",
         source="arXiv 2506.13585, equations 4 and 5; the cap of 5 is that of arXiv 2510.13786; the "
         "mean is over the minibatch's tokens, there over those of a prompt's group",
-    ),
-    # f(rho_t) A log pi_t with f zero outside [1 - 0.3, 1 + 5]
-    "sao": ObjectiveSpec(
-        "token", HardGate(low=0.3, high=5.0), "detached", "token_mean",
-        source="SAO's direct double-sided importance sampling, checked against public "
-        "re-implementations, not against the original, where the bounds are strict and the "
-        "ratio is taken to the engine's log-probabilities: give those as behavior_logprobs",
-    ),
-    # GRPO whose tokens are dropped where trainer and engine disagree by more than [0.5, 5]
-    "icepop": ObjectiveSpec(
-        "token", PpoClip(low=0.2, high=0.28), "through_weight", "token_mean",
-        rollout_correction=RolloutCorrection(level="token", mode="mask", low=0.5, high=5.0),
-        source="arXiv 2510.18855; factor and bounds as re-implemented in allenai/open-instruct, "
-        "not checked against the original",
-    ),
-    # rho_t, except tokens that would push a response's total variation beyond 0.05 further
-    "vaco": ObjectiveSpec(
-        "token", TvFilter(threshold=0.05), "detached", "token_mean",
-        source="arXiv 2603.01365, not checked against the original: without its advantage "
-        "realignment; the total variation is taken per response, as in allenai/open-instruct; "
-        "threshold ours",
     ),
     # M_t rho_t A, M_t = 0 for the largest (log rho_t)^2 of tokens with A (rho_t - 1) > 0, until the
     # mean of the others, over the minibatch, is at most 0.04
@@ -153,6 +121,65 @@ NAMED: dict[str, ObjectiveSpec] = {
         "one", Unconstrained(), "detached", "response_sum",
         source="arXiv 2506.20520: A = R - V; with V the group's mean - 0.1, as in its experiments "
         "and in public code (Trinity-RFT): advantage.shift: -0.1, std: none",
+    ),
+    # 1/N sum_i 1/L_i sum_t 1{A > 0} A log pi_t
+    "positive_only": ObjectiveSpec(
+        "one", Unconstrained(), "detached", "response_mean", negative=0.0,
+        source="RAFT, arXiv 2304.06767 and 2504.11343: responses above their group's mean alone, "
+        "here weighted by A",
+    ),
+    # The same with 0.1 A where A < 0
+    "damped_negatives": ObjectiveSpec(
+        "one", Unconstrained(), "detached", "response_mean", negative=0.1,
+        source="ours; weighting the two signs apart is from arXiv 2506.01347, where 0.1 is that of "
+        "the positive ones (W-REINFORCE)",
+    ),
+    # 1/N sum_i 1/L_i sum_t sg[m s c(A) A] log pi_t,  m = 0 where A < 0 and s < 1 - 3e-4,
+    # c(A < 0) = min(1, sqrt(sum_{A>0} A^2 (1 - beta)^2 / sum_{A<0} A^2 (1 - beta)^2))
+    "balanced": ObjectiveSpec(
+        "sequence_mean", HardGate(low=3e-4, high=None, sided="advantage"), "detached",
+        "response_mean", balanced=True,
+        source="ours, not published: GSPO's weight, arXiv 2507.18071, and its lower bound alone; "
+        "wrong answers' terms damped to the gradient noise of right ones'",
+    ),
+    # The same with w_t = exp(S_t / t) and PNPO's lower bound
+    "balanced_prefix": ObjectiveSpec(
+        "prefix_mean", HardGate(low=7e-4, high=None, scale="sqrt(L/t)", sided="advantage"),
+        "detached", "response_mean", balanced=True,
+        source="ours, not published: the same with PNPO's weight, arXiv 2608.01418",
+    ),
+    # M_t rho_t A, M_t = 0 where |pi - beta| > 0.15 and A (rho_t - 1) > 0
+    "dppo_tv": ObjectiveSpec(
+        "token", DivergenceGate(divergence="tv", low=0.15, high=0.15), "through_weight",
+        "token_mean",
+        source="arXiv 2602.04879, Binary-TV; bounds of its example in verl, whose script divides "
+        "by a constant length; prime-rl's default loss has 0.2, a token mean and adds "
+        "1e-3 (log rho_t)^2. All three take the engine's log-probabilities: behavior: engine",
+    ),
+    # The same with the Bernoulli KL of the sampled token above 0.05
+    "dppo_kl": ObjectiveSpec(
+        "token", DivergenceGate(divergence="kl", low=0.05, high=0.05), "through_weight",
+        "token_mean",
+        source="arXiv 2602.04879, Binary-KL; bounds of its example in verl",
+    ),
+    # 1/N sum_i 1/L_i sum_t 4/tau sigmoid(tau (rho_t - 1)) A, tau = 1 where A > 0, 1.05 where A < 0
+    "sapo": ObjectiveSpec(
+        "token", SoftGate(), "through_weight", "response_mean",
+        source="arXiv 2511.20347; checked against verl and TRL",
+    ),
+    # sg[C_L^k exp(lambda (1 - C_L)) A] log pi_t, (k, lambda) = (2, 3) where A > 0, (3, 2) below
+    "vespo": ObjectiveSpec(
+        "sequence_product", GammaKernel(), "detached", "token_mean",
+        source="arXiv 2602.10693; powers, rates and the token mean as in TRL, which also bounds "
+        "log C_L to [-18.4, 20]",
+    ),
+    # GRPO without the responses with A < 0 whose mean log-ratio lies below -delta
+    "opsm": ObjectiveSpec(
+        "token", PpoClip(low=0.2, high=0.2), "through_weight", "response_mean",
+        off_policy_mask=1e-4,
+        source="DeepSeek-V3.2, arXiv 2512.02556, equation 9, the loss alone; it publishes no "
+        "delta: 1e-4 is slime's default. There the mask's ratio is to the engine's "
+        "log-probabilities: behavior: engine",
     ),
 }
 # fmt: on

@@ -1,7 +1,7 @@
 """Evaluate an objective on one micro-batch.
 
-J = sum over valid decisions of one term per token, divided by global denominators; the loss is
--J, so that adding the losses of all tokens, micro-batches and ranks gives what is minimised.
+J = sum over valid decisions of one term per token, divided by global denominators. The loss is -J;
+the quantity to minimize is the sum of the losses of all tokens, micro-batches and ranks.
 Shapes: t tokens on this rank, in the order of its SequenceLayout.
 """
 
@@ -14,61 +14,83 @@ import torch
 from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.objectives.calibration import Calibration, measure
 from megatron_rl.objectives.constraints import (
-    Constrained,
-    Weighed,
+    ConstrainedWeights,
+    TokenWeights,
     apply_constraint,
+    position_scale,
+    scale_negative,
     second_moment_gate,
 )
 from megatron_rl.objectives.diagnostics import Terms, compute_statistics
+from megatron_rl.objectives.function_spec import FunctionSpec
 from megatron_rl.objectives.inputs import TokenClasses, TokenInputs
-from megatron_rl.objectives.spec import (
-    KlPenalty,
-    OaplSpec,
-    ObjectiveSpec,
-    RolloutCorrection,
-    SecondMoment,
-)
+from megatron_rl.objectives.spec import Bounded, OaplSpec, ObjectiveSpec, SecondMoment
 from megatron_rl.objectives.statistics import Statistics
+from megatron_rl.objectives.terms import kl_penalty, rollout_factor
 from megatron_rl.objectives.weights import LogRatios, build_scans, compute_log_weight
 from megatron_rl.types import Denominators
 
 
 @dataclass(frozen=True)
 class ObjectiveResult:
-    """Per-token losses, already divided, and what to report about them."""
+    """Per-token losses, divided by the global denominators, and their statistics."""
 
     loss: Tensor  # [t] zero off the mask
     statistics: Statistics
 
 
 class PolicyObjective(ABC):
-    """What the actor asks of an objective; never sees a rank."""
+    """The interface of an objective to the actor; independent of ranks."""
 
     @property
     def needs(self) -> Mapping[str, object]:
-        """The optional inputs that it cannot do without, each with the option that asks for it."""
+        """Required optional inputs, each with the option that needs it."""
         return {}
 
     @property
     def uses_zero_advantage(self) -> bool:
-        """Whether a response of advantage 0 adds to loss or gradient; if not, it needs no pass."""
+        """True if responses with advantage 0 contribute to the loss; otherwise they are skipped."""
         return True
 
     @property
-    def is_fitted(self) -> bool:
-        """Whether it can be called; if not, `fit` comes first, once per minibatch."""
+    def is_resolved(self) -> bool:
+        """True if the objective can be called; otherwise `resolve` it for each minibatch first."""
         return True
 
-    def fit(self, log_ratios: Tensor, advantages: Tensor) -> "PolicyObjective":
-        """Itself, or what it is for a minibatch whose tokens, of all ranks, have these; [N]."""
+    @property
+    def is_balanced(self) -> bool:
+        """True if `balance` is called first, which needs no log-probs of the policy."""
+        return False
+
+    def balance(self, noise: Tensor) -> "PolicyObjective":
+        """Return the objective for a minibatch with this `sign_noise`, summed over ranks; [2]."""
         return self
+
+    def resolve(
+        self, log_ratios: Tensor, advantages: Tensor, behavior_logprobs: Tensor
+    ) -> "PolicyObjective":
+        """Return the objective for a minibatch with these tokens of all ranks; [N] each."""
+        return self
+
+    def calibrate(self, calibration: Calibration) -> "PolicyObjective":
+        """Return the objective with these bounds, if its bounds are calibrated."""
+        return self
+
+    def without_shares(self) -> "PolicyObjective":
+        """Return the objective with the bounds `low` and `high` instead of calibrated ones."""
+        return self
+
+    def measure(self, statistics: Statistics) -> Calibration | None:
+        """Compute the bounds for the next update from these statistics; None to keep the bounds."""
+        return None
 
     @abstractmethod
     def evaluate(
         self, x: TokenInputs, *, layout: SequenceLayout, denominators: Denominators
-    ) -> tuple[Weighed, Terms]:
-        """Weights, and terms that are already divided, from prepared inputs."""
+    ) -> tuple[TokenWeights, Terms]:
+        """Compute weights, and terms divided by the denominators, from prepared inputs."""
 
     def __call__(
         self,
@@ -78,11 +100,11 @@ class PolicyObjective(ABC):
         denominators: Denominators,
         classes: TokenClasses | None = None,
     ) -> ObjectiveResult:
-        """Per-token loss of one micro-batch, differentiable in the policy's log-probs; [t].
+        """Compute the loss of one micro-batch, differentiable in the policy's log-probs; [t].
 
-        Values off the response mask are ignored, whatever they are. Unusable values on it make
-        `statistics.to_metrics()` raise: on every rank alike, and without a wait here. Raises
-        ValueError at once for what `TokenInputs.prepared` refuses.
+        Values off the response mask are ignored. Invalid values on it make
+        `statistics.to_metrics()` raise, on every rank, without a device synchronization here.
+        Raises ValueError immediately for inputs that `TokenInputs.prepared` rejects.
         """
         x = inputs.prepared(layout, denominators, needs=self.needs)
         weighed, terms = self.evaluate(x, layout=layout, denominators=denominators)
@@ -91,42 +113,85 @@ class PolicyObjective(ABC):
 
 @dataclass(frozen=True)
 class Objective(PolicyObjective):
-    """A choice on the axes as a function of log-probabilities."""
+    """An objective specified by weight, constraint, gradient and aggregation."""
 
     spec: ObjectiveSpec
 
     @property
     def needs(self) -> Mapping[str, object]:
-        """Those of its terms."""
         return self.spec.needs
 
     @property
     def uses_zero_advantage(self) -> bool:
-        """KL and entropy concern every response; the policy term is a multiple of its advantage."""
+        # The policy term is proportional to the advantage; KL and entropy are not.
         return self.spec.kl is not None or self.spec.entropy_coefficient > 0
 
     @property
-    def is_fitted(self) -> bool:
-        """False where the constraint is one of a whole minibatch."""
+    def is_resolved(self) -> bool:
         return not isinstance(self.spec.constraint, SecondMoment)
 
-    def fit(self, log_ratios: Tensor, advantages: Tensor) -> "Objective":
-        """Itself, or with the gate that its constraint is for this minibatch's tokens."""
-        if not isinstance(self.spec.constraint, SecondMoment):
+    @property
+    def is_balanced(self) -> bool:
+        return self.spec.balanced
+
+    def balance(self, noise: Tensor) -> "Objective":
+        """Scale the terms with A < 0 so that their noise is at most that of A > 0."""
+        if not self.spec.balanced:
             return self
-        gate = second_moment_gate(self.spec.constraint, log_ratios, advantages)
-        return Objective(replace(self.spec, constraint=gate))
+        positive, negative = noise.tolist()
+        factor = min(1.0, math.sqrt(positive / negative)) if negative else 1.0
+        return Objective(replace(self.spec, balanced=False, negative=factor))
+
+    def resolve(
+        self, log_ratios: Tensor, advantages: Tensor, behavior_logprobs: Tensor
+    ) -> "Objective":
+        """Resolve the factor of `balanced` and the gate of `second_moment` for this minibatch."""
+        objective = self
+        if self.spec.balanced:
+            objective = self.balance(sign_noise(advantages, behavior_logprobs))
+        constraint = objective.spec.constraint
+        if not isinstance(constraint, SecondMoment):
+            return objective
+        gate = second_moment_gate(constraint, log_ratios, advantages)
+        return Objective(replace(objective.spec, constraint=gate))
+
+    @property
+    def shares(self) -> Bounded | None:
+        """The bounds, if they are calibrated to reject given shares."""
+        bounds = self.spec.constraint
+        if isinstance(bounds, Bounded) and bounds.reject_negative is not None:
+            return bounds
+        return None
+
+    def calibrate(self, calibration: Calibration) -> "Objective":
+        if self.shares is None:
+            return self
+        return Objective(replace(self.spec, constraint=calibration.applied(self.shares)))
+
+    def without_shares(self) -> "Objective":
+        if self.shares is None:
+            return self
+        bounds = replace(self.shares, reject_negative=None, reject_positive=None)
+        return Objective(replace(self.spec, constraint=bounds))
+
+    def measure(self, statistics: Statistics) -> Calibration | None:
+        return None if self.shares is None else measure(self.shares, statistics.by_sign())
 
     def evaluate(
         self, x: TokenInputs, *, layout: SequenceLayout, denominators: Denominators
-    ) -> tuple[Weighed, Terms]:
-        """-J by token: score or weight, times advantage, over the denominator; plus the terms."""
+    ) -> tuple[TokenWeights, Terms]:
+        """Compute -J per token: score or weight, times advantage, over the denominator."""
         spec = self.spec
+        if spec.balanced:
+            raise ValueError(
+                "balanced is a factor of a whole minibatch: give this objective's fit() the "
+                "minibatch's tokens, and call what it returns"
+            )
         weighed = self.weigh(x, layout)
         constrained, factor = weighed.constrained, weighed.factor
         if spec.gradient == "detached":  # sg[weight * A] * log pi
             coefficient = constrained.coefficient * x.advantages
-            # Not 0 * log pi where rejected: log pi may be anything there.
+            # Avoid 0 * log pi for rejected tokens: log pi may be infinite there.
             term = torch.where(coefficient == 0, 0, coefficient * x.policy_logprobs)
         else:  # weight * A
             term = constrained.value * x.advantages
@@ -143,10 +208,10 @@ class Objective(PolicyObjective):
         policy_term = -torch.where(layout.mask, term / denominator, 0)
         return weighed, Terms(policy_term, kl, entropy)
 
-    def weigh(self, x: TokenInputs, layout: SequenceLayout) -> Weighed:
-        """Weight and constraint of each token, from prepared inputs."""
+    def weigh(self, x: TokenInputs, layout: SequenceLayout) -> TokenWeights:
+        """Compute the weight of each token and apply the constraint, from prepared inputs."""
         spec = self.spec
-        # Detached, weight, gate and advantage are constants: no backward scan.
+        # With a detached gradient, weight, gate and advantage are constants: no backward scan.
         detached = spec.gradient == "detached"
         policy = x.policy_logprobs.detach() if detached else x.policy_logprobs
         log_ratio = policy - x.behavior_logprobs
@@ -155,45 +220,54 @@ class Objective(PolicyObjective):
         factor = None
         if spec.rollout_correction is not None:
             factor = rollout_factor(spec.rollout_correction, x, ratios)
+        dropped = dropped_negatives(spec, x, ratios)
         constrained = apply_constraint(
             spec.constraint,
-            finite_where_dropped(log_weight, x.advantages, factor),
+            zero_masked_log_weights(log_weight, dropped | (x.advantages == 0), factor),
             x=x,
             ratios=ratios,
         )
-        return Weighed(ratios, log_weight, constrained, factor)
+        if spec.negative != 1 or spec.off_policy_mask is not None:
+            constrained = scale_negative(
+                constrained, x.advantages, factor=spec.negative, dropped=dropped
+            )
+        scaled = None
+        if self.shares is not None:
+            scale = position_scale(self.shares, layout, log_weight.dtype)
+            scaled = log_weight.detach() / scale
+        return TokenWeights(ratios, log_weight, constrained, factor, scaled)
 
 
 @dataclass(frozen=True)
 class OaplObjective(OaplSpec, PolicyObjective):
-    """1/N sum_i (beta S_L - A_i)^2 with S_L = log pi_theta(y|x) - log pi_beta(y|x).
+    """OAPL: 1/N sum_i (beta S_L - A_i)^2 with S_L = log pi_theta(y|x) - log pi_beta(y|x).
 
-    Regresses a response's log-ratio on its advantage instead of weighting a score, so it has none
-    of the axes. arXiv 2602.19362, as re-implemented in public code: A_i = R_i - V*(x) with
+    A regression of each response's log-ratio on its advantage, without the axes of the other
+    objectives. arXiv 2602.19362, as re-implemented in public code: A_i = R_i - V*(x) with
     V* = beta_1 log mean exp(R / beta_1) over the group (`optimal_value_advantages`). Not checked
     against the original.
     """
 
     def evaluate(
         self, x: TokenInputs, *, layout: SequenceLayout, denominators: Denominators
-    ) -> tuple[Weighed, Terms]:
-        """Each of a response's L tokens carries 1/L of its square; [t]."""
+    ) -> tuple[TokenWeights, Terms]:
+        """Assign 1/L of a response's square to each of its L tokens; [t]."""
         ratios = LogRatios.of(x.policy_logprobs - x.behavior_logprobs, layout)
         sequence_sum = ratios.total("log_ratio")
         square = (self.beta * sequence_sum - x.advantages).square()
         loss = square / (layout.length.clamp(min=1) * denominators.responses)
         one = torch.ones_like(ratios.token)
-        weighed = Weighed(ratios, sequence_sum, Constrained(one, one, one.bool()))
+        weighed = TokenWeights(ratios, sequence_sum, ConstrainedWeights(one, one, one.bool()))
         return weighed, Terms(torch.where(layout.mask, loss, 0))
 
 
 def token_denominator(
-    spec: ObjectiveSpec, layout: SequenceLayout, denominators: Denominators
+    spec: ObjectiveSpec | FunctionSpec, layout: SequenceLayout, denominators: Denominators
 ) -> Tensor | float:
-    """The aggregation axis: what each token's term is divided by; [t] or a number.
+    """Compute the divisor of each token's term (the aggregation axis); [t] or a number.
 
     Denominators are those of the whole minibatch, over data-parallel ranks and micro-batches, so
-    that terms only ever have to be added. N responses with at least one valid decision.
+    that terms are only added afterwards. N counts responses with at least one valid decision.
     """
     match spec.aggregation:
         case "response_mean":  # 1/N sum_i 1/L_i sum_t; L counts rejected decisions too
@@ -207,53 +281,30 @@ def token_denominator(
     raise AssertionError(f"unknown aggregation {spec.aggregation}")
 
 
-def finite_where_dropped(log_weight: Tensor, advantages: Tensor, factor: Tensor | None) -> Tensor:
-    """Log-weights whose exponential is finite where the term is 0 anyway: never inf * 0; [t]."""
-    dropped = advantages == 0
+def sign_noise(advantages: Tensor, behavior_logprobs: Tensor) -> Tensor:
+    """Sum A^2 (1 - beta)^2 over the tokens with A > 0 and with A < 0; [N] each to [2], float64.
+
+    (1 - pi)^2 bounds the squared score of a token's logits, so these sums bound the contribution
+    of each sign to the variance of the gradient.
+    """
+    square = (advantages.double() * torch.expm1(behavior_logprobs.double())).square()
+    signs = advantages > 0, advantages < 0
+    return torch.stack([torch.where(sign, square, 0).sum() for sign in signs])
+
+
+def dropped_negatives(spec: ObjectiveSpec, x: TokenInputs, ratios: LogRatios) -> Tensor:
+    """Mask of tokens with A < 0 that the objective drops before its constraint; [t] bool."""
+    negative = x.advantages < 0
+    if spec.negative == 0:
+        return negative
+    if spec.off_policy_mask is None:
+        return torch.zeros_like(negative)
+    mean = ratios.total("log_ratio").detach() / ratios.layout.length.clamp(min=1)
+    return negative & (mean < -spec.off_policy_mask)
+
+
+def zero_masked_log_weights(log_weight: Tensor, dropped: Tensor, factor: Tensor | None) -> Tensor:
+    """Clamp log-weights where the term is 0 anyway, to avoid inf * 0; [t]."""
     if factor is not None:
         dropped = dropped | (factor == 0)
     return torch.where(dropped, log_weight.clamp(max=80), log_weight)
-
-
-def kl_penalty(kl: KlPenalty, x: TokenInputs) -> Tensor:
-    """coefficient * rho_t * k_t; [t], differentiable through rho and k.
-
-    k3 alone in a loss has the gradient (1 - q) z, which is that of another divergence; rho k3 has
-    rho log(pi / pi_ref) z, whose expectation under the behavior policy is grad KL(pi || pi_ref).
-    """
-    assert x.reference_logprobs is not None, "checked with the inputs"
-    log_q = x.reference_logprobs - x.policy_logprobs
-    log_ratio = x.policy_logprobs - x.behavior_logprobs
-    # Where pi = pi_ref the estimate is 0, and rho may overflow: never inf * 0.
-    rho = torch.exp(torch.where(log_q == 0, log_ratio.clamp(max=80), log_ratio))
-    match kl.estimator:
-        case "k1":
-            return kl.coefficient * rho * -log_q
-        case "k2":
-            return kl.coefficient * rho * (log_q.square() / 2)
-        case "k3":
-            # Where q is large rho q = pi_ref / pi_beta is not: never 0 * inf. Near q = 1 only
-            # expm1 is exact.
-            large = log_q > 40
-            near = torch.where(large, 0, log_q)
-            product = torch.exp(x.reference_logprobs - x.behavior_logprobs)
-            far = kl.coefficient * (product - rho * (1 + log_q))
-            return torch.where(large, far, kl.coefficient * rho * (torch.expm1(near) - near))
-    raise AssertionError(f"unknown estimator {kl.estimator}")
-
-
-@torch.no_grad()
-def rollout_factor(correction: RolloutCorrection, x: TokenInputs, ratios: LogRatios) -> Tensor:
-    """The constant that multiplies a token's policy term; [t]."""
-    log_gap = x.log_gap
-    assert log_gap is not None, "checked with the inputs"
-    if correction.level != "token":
-        log_gap = ratios.total("log_gap")
-    if correction.level == "sequence_mean":
-        log_gap = log_gap / ratios.layout.length.clamp(min=1)
-    low = -math.inf if correction.low is None else math.log(correction.low)
-    high = math.log(correction.high)
-    truncated = torch.exp(log_gap.clamp(low, high))
-    if correction.mode == "truncate":
-        return truncated
-    return torch.where((log_gap >= low) & (log_gap <= high), truncated, 0)

@@ -1,6 +1,6 @@
-"""The objectives for any trainer: padded [B, T] tensors in, a scalar loss out; only torch needed.
+"""The objectives for any trainer: from padded [B, T] tensors to a scalar loss; needs only torch.
 
-Shapes: B responses, T positions of which `response_mask` says which are decisions.
+Shapes: B responses, T positions; `response_mask` marks the valid decisions.
 """
 
 from typing import Literal
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives.build import build_objective
+from megatron_rl.objectives.checked import check
 from megatron_rl.objectives.inputs import TokenInputs
 from megatron_rl.objectives.objective import PolicyObjective
-from megatron_rl.objectives.spec import check
 from megatron_rl.types import Denominators
 
-# What `metrics="summary"` keeps, where it is there.
+# Metrics that `metrics="summary"` returns, if present.
 SUMMARY = (
     "tokens",
     "tokens_with_advantage",
@@ -29,8 +29,8 @@ SUMMARY = (
     "ratio/max_deviation",
     "ratio/prefix_mean_log_std",
     "weight/effective_sample_fraction",
-    "rollout_gap/absolute_mean",
-    "rollout_gap/max",
+    "mismatch/logprob_abs_diff_mean",
+    "mismatch/logprob_abs_diff_max",
 )
 
 
@@ -47,15 +47,15 @@ def policy_loss(
     denominators: Denominators | None = None,
     metrics: Literal["all", "summary"] = "all",
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss to minimise, and metrics: ([], {name: number}).
+    """Compute the loss to minimize, and metrics: ([], {name: number}).
 
     Log-probabilities, mask and entropy are [B, T]; advantages [B] or [B, T]. `denominators` are
-    those of the whole minibatch: if this is only a part of one (gradient accumulation, data
-    parallelism), give its global numbers and add the losses of the parts; by default this batch
-    is the minibatch. The constraint `second_moment` (`m2po`) is always this batch's. Responses are
-    rows with at least one True in the mask. `metrics` "all" has hundreds of numbers by position,
-    "summary" a dozen. Raises ValueError for log-probabilities in half precision, and naming row
-    and position for values that cannot be used; in these messages a sequence is a row.
+    those of the whole minibatch: for a part of one (gradient accumulation, data parallelism), pass
+    the global numbers and add the losses of the parts; by default this batch is the minibatch. The
+    constraint `second_moment` (`m2po`) and the factor of `balanced` always use this batch alone.
+    Responses are rows with at least one True in the mask. `metrics` "all" returns hundreds of
+    numbers by position, "summary" a dozen. Raises ValueError for log-probabilities in half
+    precision, and for invalid values, with their row (the "sequence") and position.
     """
     check("metrics", metrics, Literal["all", "summary"])
     objective = name_or_objective
@@ -82,8 +82,9 @@ def policy_loss(
             )
         denominators = Denominators(responses=float(mask.any(dim=1).sum()), tokens=float(decisions))
     decided = mask.reshape(-1)
-    log_ratios = inputs.policy_logprobs.detach() - inputs.behavior_logprobs
-    result = objective.fit(log_ratios[decided], inputs.advantages[decided])(
+    behavior = inputs.behavior_logprobs
+    log_ratios = inputs.policy_logprobs.detach() - behavior
+    result = objective.resolve(*(x[decided] for x in (log_ratios, inputs.advantages, behavior)))(
         inputs,
         layout=SequenceLayout([columns] * rows, decided),
         denominators=denominators,

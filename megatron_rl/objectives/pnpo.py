@@ -1,6 +1,6 @@
-"""PNPO's equation as the paper prints it, on [B, T]; the tests hold the named objective to it.
+"""PNPO's equation as printed in the paper, on [B, T]; tests compare the named objective with it.
 
-Training runs `build_objective("pnpo")`, which is the same on packs, under every layout, with
+Training uses `build_objective("pnpo")`, which computes it on packs, under every layout, with
 diagnostics. Section 3 of arXiv 2608.01418; B responses of at most T tokens.
 """
 
@@ -17,7 +17,7 @@ def pnpo_loss(
     low: float = 7e-4,  # epsilon_-
     high: float = 9.5e-4,  # epsilon_+
 ) -> Tensor:
-    """-1/B sum_i 1/L_i sum_t sg[M_t w_t A_i] log pi_theta(y_t | x, y_<t); []."""
+    """Compute -1/B sum_i 1/L_i sum_t sg[M_t w_t A_i] log pi_theta(y_t | x, y_<t); []."""
     log_ratio = torch.where(mask, policy_logprobs - behavior_logprobs, 0)
     t = mask.cumsum(dim=1).clamp(min=1)  # position of each decision
     L = mask.sum(dim=1, keepdim=True)  # noqa: N806 - the paper's name

@@ -1,12 +1,15 @@
-"""What an objective is: a choice on four axes, and the optional terms beside it.
+"""Specification of an objective: a choice on four axes, and optional terms.
 
 Frozen, validated on construction, and free of tensors; `Objective` evaluates it. Positions: t
-counts valid decisions of a response from 1, L is how many there are.
+counts the valid decisions of a response from 1 to L.
 """
 
-import math
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Literal
+
+from megatron_rl.errors import UserError
+from megatron_rl.objectives.checked import Checked, NotNegative, Positive, check_number
+from megatron_rl.objectives.optional_terms import KlPenalty, RolloutCorrection
 
 Weight = Literal[
     "token", "prefix_mean", "prefix_product", "prefix_min",
@@ -18,49 +21,15 @@ Scale = Literal["constant", "sqrt(L/t)", "t^p"]
 Space = Literal["ratio", "log"]
 
 
-# Numbers and what they must be.
-Positive = Annotated[float, ">", 0]
-NotNegative = Annotated[float, ">=", 0]
-
-
-class Checked:
-    """A dataclass whose fields hold what they declare: one of the words, a number, a part."""
-
-    def __post_init__(self) -> None:
-        for name, declared in get_type_hints(type(self), include_extras=True).items():
-            check(name, getattr(self, name), declared)
-
-
-def check(name: str, value: object, declared: Any) -> None:
-    """Raise ValueError unless a field's value is one of those that its type declares."""
-    kinds = get_args(declared) if type(None) in get_args(declared) else (declared,)
-    if value is None and type(None) in kinds:
-        return
-    kind = kinds[0]
-    if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            choices = ", ".join(get_args(kind))
-            raise ValueError(f"{name} is {value!r}: choose one of {choices}")
-    elif kind is float or get_origin(kind) is Annotated:
-        check_number(name, value, *getattr(kind, "__metadata__", (">=", -math.inf)))
-    elif not isinstance(value, kinds):
-        raise ValueError(f"{name} is {value!r}: it must be of type {declared}")
-
-
-def check_number(name: str, value: object, relation: str, minimum: float) -> None:
-    """Raise ValueError unless `value` is a finite number above, or not below, the minimum."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} is {value!r}: it must be a finite number")
-    if value < minimum or (relation == ">" and value == minimum):
-        raise ValueError(f"{name} is {value}: it must be {relation} {minimum}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Bounds(Checked):
-    """The interval in which a weight is left alone, at every position.
+    """The interval in which a weight stays unchanged, at every position.
 
     In ratio space [1 - low * h, 1 + high * h], in log space [exp(-low * h), exp(high * h)], both
-    ends inclusive, with h = 1, sqrt(L/t) or t^p. None leaves a side unbounded.
+    ends inclusive, with h = 1, sqrt(L/t) or t^p. None leaves a side unbounded. With the shares
+    `reject_negative` (below the bounds, of tokens with A < 0) and `reject_positive` (above them, of
+    tokens with A > 0) the bounds are calibrated: each update uses those that would have rejected
+    these shares in the previous update. `low` and `high` apply until an update with moved ratios.
     """
 
     low: NotNegative | None
@@ -68,29 +37,36 @@ class Bounds(Checked):
     space: Space = "ratio"
     scale: Scale = "constant"
     power: float | None = None  # p of t^p
+    reject_negative: NotNegative | None = None
+    reject_positive: NotNegative | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.space == "ratio" and self.scale != "t^p" and (self.low or 0) > 1:
-            raise ValueError(
-                f"low is {self.low}: a ratio is never below 0, so 1 - low must not be either; "
-                "use None for no lower bound"
+            raise UserError(
+                f"low is {self.low}: 1 - low must not be below 0, because ratios never are; use "
+                "None for no lower bound"
             )
-        # L/t is at least 1, so neither scale ever brings 1 - low * h above 0.
+        # L/t is at least 1, so 1 - low * h is never above 0 with either scale.
         if self.space == "ratio" and self.scale in ("constant", "sqrt(L/t)") and self.low == 1:
-            raise ValueError(
-                "low is 1: 1 - low is 0 and no ratio is below that; use None for no lower bound"
-            )
+            raise UserError("low is 1: no ratio is below 1 - low = 0; use None for no lower bound")
         if (self.scale == "t^p") != (self.power is not None):
-            raise ValueError(
+            raise UserError(
                 f"power is {self.power} with scale {self.scale!r}: give a power with scale 't^p', "
                 "and only then"
+            )
+        shares = (self.reject_negative, self.reject_positive)
+        given = [share for share in shares if share is not None]
+        if given and not (len(given) == 2 and max(given) < 1 and any(given)):
+            raise UserError(
+                f"reject_negative is {shares[0]} and reject_positive {shares[1]}: give both, at "
+                "least 0 and below 1, and one above 0"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PpoClip(Bounds):
-    """min(r A, clip(r) A); with `dual` c and A < 0, max(that, c A).
+    """PPO's clip, min(r A, clip(r) A); with `dual` c and A < 0, max of that and c A.
 
     `dual` is a ratio c > 1 in ratio space; in log space the bound is exp(dual * h).
     """
@@ -101,11 +77,16 @@ class PpoClip(Bounds):
         super().__post_init__()
         if self.dual is not None:
             check_number("dual", self.dual, ">", 1 if self.space == "ratio" else 0)
+            if self.reject_negative is not None and self.scale != "constant":
+                raise UserError(
+                    f"dual is {self.dual} with shares to reject and scale {self.scale!r}: use "
+                    "scale 'constant' or no dual"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
 class HardGate(Bounds):
-    """Zero outside the bounds, the untouched weight inside.
+    """Zero outside the bounds, the unchanged weight inside.
 
     `sided` "both" rejects on either side; "advantage" rejects above the upper bound only where
     A > 0 and below the lower one only where A < 0, as PPO's clip does.
@@ -116,15 +97,15 @@ class HardGate(Bounds):
 
 @dataclass(frozen=True, kw_only=True)
 class Truncate(Bounds):
-    """The weight moved to the nearer bound; detached, the score keeps its gradient there too."""
+    """The weight clipped to the bounds; if detached, clipped tokens keep their gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TvFilter(Checked):
-    """Where a response's total variation exceeds `threshold`, reject what would increase it.
+    """Reject tokens that increase a response's total variation above `threshold`.
 
-    TV_i = 1 / (2 L) * sum_t |rho_t - 1|; in a response above the threshold the tokens with
-    A (rho_t - 1) > 0 are rejected, the others keep their weight.
+    TV_i = 1 / (2 L) * sum_t |rho_t - 1|; in a response above the threshold, tokens with
+    A (rho_t - 1) > 0 are rejected and the others keep their weight.
     """
 
     threshold: NotNegative
@@ -132,11 +113,10 @@ class TvFilter(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Taper(Checked):
-    """The weight moved into an interval of ratios that depends on the sign of the advantage.
+    """The weight clipped to an interval of ratios that depends on the sign of the advantage.
 
     TOPR, arXiv 2503.14286, equation 7: [a+, b+] where A >= 0 and [a-, b-] where A < 0. The defaults
-    are its equation 8: responses to be made likelier have weight 1 whatever their ratio, those to
-    be made less likely their ratio, at most 1.
+    are its equation 8: weight 1 where A >= 0, and the ratio, at most 1, where A < 0.
     """
 
     positive_low: NotNegative = 1.0
@@ -149,12 +129,12 @@ class Taper(Checked):
         for sign in ("positive", "negative"):
             low, high = getattr(self, f"{sign}_low"), getattr(self, f"{sign}_high")
             if low > high:
-                raise ValueError(f"{sign}_low {low} is above {sign}_high {high}")
+                raise UserError(f"{sign}_low {low} is above {sign}_high {high}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixBudget(Checked):
-    """Reject what moves a token further away where it, or its prefix, has moved enough.
+    """Reject tokens that move further away once they, or their prefix, exceed a budget.
 
     CPPO, arXiv 2606.10968, equations 8 to 10. With D_t = |pi(y_t) - pi_beta(y_t)|, weights w_t that
     fall linearly from 1 to `floor` over the response, S_t = sum_{j<=t} w_j D_j and
@@ -169,7 +149,7 @@ class PrefixBudget(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.floor > 1:
-            raise ValueError(f"floor is {self.floor}: weights fall from 1 to it, so it is <= 1")
+            raise UserError(f"floor is {self.floor}: weights fall from 1 to it, so it is <= 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,12 +164,60 @@ class SecondMoment(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DivergenceGate(Checked):
+    """Reject a token whose probability has moved too far in the direction of its advantage.
+
+    DPPO, arXiv 2602.04879. With pi and beta the two policies' probabilities of the sampled token, D
+    is |pi - beta| ("tv") or beta log(beta / pi) + (1 - beta) log((1 - beta) / (1 - pi)) ("kl").
+    Rejected are A > 0 with pi > beta and D > high, and A < 0 with pi < beta and D > low.
+    """
+
+    divergence: Literal["tv", "kl"]
+    low: NotNegative
+    high: NotNegative
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftGate(Checked):
+    """4 / tau sigmoid(tau (r - 1)), with a temperature tau for each sign of the advantage.
+
+    SAPO, arXiv 2511.20347. Its derivative by log r is r at r = 1 and fades on both sides of it;
+    that is the coefficient where the weight is detached. Nothing is rejected.
+    """
+
+    positive_temperature: Positive = 1.0
+    negative_temperature: Positive = 1.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class GammaKernel(Checked):
+    """r^power exp(rate (1 - r)), with a power and a rate for each sign of the advantage.
+
+    VESPO, arXiv 2602.10693: 1 at r = 1, 0 at r = 0 and at infinity. Nothing is rejected.
+    """
+
+    positive_power: Positive = 2.0
+    positive_rate: Positive = 3.0
+    negative_power: Positive = 3.0
+    negative_rate: Positive = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Unconstrained:
-    """The weight as it is."""
+    """No constraint: the weight unchanged."""
 
 
+Bounded = PpoClip | HardGate | Truncate
 Constraint = (
-    PpoClip | HardGate | Truncate | TvFilter | Taper | PrefixBudget | SecondMoment | Unconstrained
+    Bounded
+    | TvFilter
+    | Taper
+    | PrefixBudget
+    | SecondMoment
+    | DivergenceGate
+    | SoftGate
+    | GammaKernel
+    | Unconstrained
 )
 CONSTRAINTS: dict[str, type[Constraint]] = {
     "ppo_clip": PpoClip,
@@ -199,51 +227,23 @@ CONSTRAINTS: dict[str, type[Constraint]] = {
     "taper": Taper,
     "prefix_budget": PrefixBudget,
     "second_moment": SecondMoment,
+    "divergence_gate": DivergenceGate,
+    "soft_gate": SoftGate,
+    "gamma_kernel": GammaKernel,
     "none": Unconstrained,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class KlPenalty(Checked):
-    """coefficient * rho_t * k_t added to the loss, differentiated through both factors.
-
-    With q = pi_ref / pi_theta of the sampled token: k1 = -log q, k2 = (log q)^2 / 2,
-    k3 = q - 1 - log q (http://joschu.net/blog/kl-approx.html). rho_t makes the expectation one
-    over the policy's own action, so that k1 and k3 have the gradient of KL(pi_theta || pi_ref).
-    """
-
-    coefficient: Positive
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutCorrection(Checked):
-    """A constant factor for the gap between recomputed and engine log-probabilities.
-
-    c = exp(behavior - rollout) of the token, of the whole response (its product) or of the
-    response's geometric mean; "truncate" moves it into [low, high] (truncated importance
-    sampling), "mask" replaces it by 0 outside (IcePop, arXiv 2510.18855).
-    """
-
-    level: Literal["token", "sequence", "sequence_mean"] = "token"
-    mode: Literal["truncate", "mask"] = "truncate"
-    low: Positive | None = None
-    high: Positive = 2.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.low is not None and self.low >= self.high:
-            raise ValueError(f"low {self.low} is not below high {self.high}")
 
 
 @dataclass(frozen=True)
 class ObjectiveSpec(Checked):
     """A policy objective: weight, constraint, gradient, aggregation, optional terms.
 
-    `gradient` "detached" takes weight and gate as constants, sg[weight A] log pi; with
-    "through_weight" the term is weight A itself. `constant` divides the two sums (Dr. GRPO's
-    constant length, for one); it is a matter of those alone. Raises ValueError for combinations
-    without meaning.
+    `gradient` "detached" treats weight and gate as constants, sg[weight A] log pi; with
+    "through_weight" the term is weight A itself. `negative` multiplies the terms of tokens with
+    A < 0; 0 drops them. `balanced` computes that factor for each minibatch from `sign_noise`.
+    `off_policy_mask` drops responses with A < 0 whose mean log-ratio is below minus this number.
+    `constant` divides the aggregations `response_sum` and `token_sum` (Dr. GRPO's constant length,
+    for example). Raises UserError for invalid combinations.
     """
 
     weight: Weight
@@ -251,6 +251,9 @@ class ObjectiveSpec(Checked):
     gradient: Gradient
     aggregation: Aggregation
     constant: Positive = 1.0
+    negative: NotNegative = 1.0
+    balanced: bool = False
+    off_policy_mask: NotNegative | None = None
     kl: KlPenalty | None = None
     entropy_coefficient: NotNegative = 0.0
     rollout_correction: RolloutCorrection | None = None
@@ -260,38 +263,41 @@ class ObjectiveSpec(Checked):
         super().__post_init__()
         bounds = self.constraint if isinstance(self.constraint, Bounds) else None
         if bounds and self.weight.startswith("sequence_") and bounds.scale != "constant":
-            raise ValueError(
+            raise UserError(
                 f"weight {self.weight!r} is the same at every position of a response, so bounds "
                 f"with scale {bounds.scale!r} would keep or reject it by position alone: "
                 "use scale 'constant', or a prefix weight"
             )
         dual = getattr(self.constraint, "dual", None)
         if bounds and bounds.low is None and bounds.high is None and dual is None:
-            raise ValueError(
+            raise UserError(
                 f"constraint {type(bounds).__name__} without a lower and an upper bound does "
                 "nothing: use {kind: none}"
             )
         if self.weight == "prefix_min" and self.gradient == "through_weight":
-            raise ValueError(
+            raise UserError(
                 "weight 'prefix_min' cannot be differentiated: use gradient 'detached', as MinPRO "
                 "does"
             )
         if self.weight == "one" and self.gradient == "through_weight":
-            raise ValueError("weight 'one' has no gradient: use gradient 'detached'")
+            raise UserError("weight 'one' has no gradient: use gradient 'detached'")
+        if self.balanced and self.negative != 1:
+            raise UserError(
+                f"negative is {self.negative} and balanced is true: both are the factor of wrong "
+                "answers' terms, so give one"
+            )
+        if isinstance(self.constraint, GammaKernel) and self.gradient == "through_weight":
+            raise UserError("constraint gamma_kernel is a coefficient: use gradient 'detached'")
         if isinstance(self.constraint, SecondMoment) and self.weight != "token":
-            raise ValueError(
+            raise UserError(
                 f"constraint second_moment is of the tokens' own ratios, but weight is "
                 f"{self.weight!r}: use 'token'"
             )
-        if self.constant != 1.0 and self.aggregation not in ("response_sum", "token_sum"):
-            raise ValueError(
-                f"constant {self.constant} divides sums, but aggregation is {self.aggregation!r}: "
-                "use response_sum or token_sum"
-            )
+        check_constant(self.constant, self.aggregation)
 
     @property
     def needs(self) -> dict[str, object]:
-        """The optional inputs that an option needs, each with that option."""
+        """Required optional inputs, each with the option that needs it."""
         options = {
             "reference_logprobs": self.kl,
             "entropy": self.entropy_coefficient,
@@ -300,9 +306,18 @@ class ObjectiveSpec(Checked):
         return {name: option for name, option in options.items() if option}
 
 
+def check_constant(constant: float, aggregation: Aggregation) -> None:
+    """Raise UserError for a constant with an aggregation that is not a sum."""
+    if constant != 1.0 and aggregation not in ("response_sum", "token_sum"):
+        raise UserError(
+            f"constant {constant} divides sums, but aggregation is {aggregation!r}: "
+            "use response_sum or token_sum"
+        )
+
+
 @dataclass(frozen=True)
 class OaplSpec(Checked):
-    """The one choice of OAPL: beta of its log-ratio."""
+    """The option of OAPL: beta of its log-ratio."""
 
     beta: Positive = 1.0
 

@@ -1,11 +1,10 @@
-"""What an objective reports: sums and maxima that merge exactly over micro-batches and ranks.
+"""Statistics of an objective: sums and maxima that merge exactly over micro-batches and ranks.
 
-Because only sums and maxima are kept, merging gives the numbers of one big batch; nothing waits
-for the device until `raise_on_faults` or `to_metrics`, which copy once. `diagnostics.py` computes
-them.
+Merged sums and maxima equal those of one big batch. Nothing waits for the device until
+`raise_on_faults` or `to_metrics`, which copy once. `diagnostics.py` computes the statistics.
 
-Bands of positions: ten of t/L (band d holds t/L in (d/10, (d+1)/10]) and one per power of two of
-t (band b holds 2^b <= t < 2^(b+1)). Every band has a row of sums and a histogram of log w_t. A
+Bands of positions: ten of t/L (band d contains t/L in (d/10, (d+1)/10]) and one per power of two of
+t (band b contains 2^b <= t < 2^(b+1)). Every band has a row of sums and a histogram of log w_t. A
 histogram's bins are symmetric around 0 and follow the bits of a float32: its exponent and the
 first two bits of its mantissa, so quantiles are exact up to a factor of 1.25.
 """
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from megatron_rl.distributed.collectives import Group, reduce_max, reduce_sum
 
-# Whole batch; everything else about it is the sum over the ten bands of t/L.
+# Of the whole batch; its other sums are those of the ten bands of t/L together.
 SUMS = (
     "responses",
     "loss_policy",
@@ -27,11 +26,11 @@ SUMS = (
     "loss_entropy",
     "log_ratio",
     "kl_to_behavior",  # k3 of policy against behavior, from the behavior's samples
-    "rollout_gap_absolute",
+    "mismatch_absolute",
     "entropy_tokens",  # tokens that came with an entropy
     "entropy",
 )
-# What the constraint did (above: rejected above the upper bound), by the sign of the advantage.
+# Outcome of the constraint (above: rejected above the upper bound), by sign of the advantage.
 SIDES, SIGNS = ("inside", "above", "below"), ("positive", "zero", "negative")
 COUNTS = tuple(f"{side}_{sign}" for side in SIDES for sign in SIGNS)
 BAND_SUMS = (
@@ -41,11 +40,11 @@ BAND_SUMS = (
     "weight",  # the objective's own, after the constraint, 0 where rejected or A = 0
     "weight_squared",
     "deviation_squared",  # (rho_t - 1)^2
-    "rollout_gap",  # behavior minus rollout
-    "rollout_gap_squared",
+    "mismatch",  # behavior minus rollout
+    "mismatch_squared",
     "rollout_tokens",  # tokens that came with the engine's log-probability
 )
-MAXIMA = ("log_ratio", "minus_log_ratio", "log_weight", "minus_log_weight", "rollout_gap")
+MAXIMA = ("log_ratio", "minus_log_ratio", "log_weight", "minus_log_weight", "mismatch")
 # Each fault's entry is -(sequence * SEQUENCE + position), so the first one wins.
 FAULTS = {
     "policy_logprobs": "is not finite",
@@ -71,20 +70,20 @@ MIDDLE = BINS_PER_OCTAVE * EXPONENTS  # the bin of 0
 BINS = 2 * MIDDLE + 1
 QUANTILES = {"q05": 0.05, "median": 0.5, "q95": 0.95}
 
-SIZES = (len(SUMS), len(BANDS) * len(BAND_SUMS), len(BANDS) * BINS)
+SIZES = (len(SUMS), len(BANDS) * len(BAND_SUMS), len(BANDS) * BINS, 2 * BINS)
 
 
 @dataclass
 class Statistics:
     """Sums and maxima over the valid decisions of one or more micro-batches."""
 
-    sums: Tensor  # [sum of SIZES] float64: SUMS, [BANDS, BAND_SUMS], [BANDS, BINS]
+    sums: Tensor  # [sum of SIZES] float64: SUMS, [BANDS, BAND_SUMS], [BANDS, BINS], [2, BINS]
     maxima: Tensor  # [MAXIMA + FAULTS] float64
     classes: Tensor | None = None  # [C, tenths of t/L, BAND_SUMS] float64, where asked
 
     @classmethod
     def empty(cls, device: torch.device | str = "cpu", *, classes: int = 0) -> "Statistics":
-        """The statistics of no tokens: what merging starts from."""
+        """Create the statistics of no tokens, the neutral element of merging."""
         table = None
         if classes:
             shape = (classes, DECILES, len(BAND_SUMS))
@@ -94,11 +93,11 @@ class Statistics:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that there is."""
+        """All tensors."""
         return [one for one in (self.sums, self.maxima, self.classes) if one is not None]
 
     def merge(self, other: "Statistics") -> "Statistics":
-        """The statistics of both batches together."""
+        """Return the statistics of both batches together."""
         given = [one for one in (self.classes, other.classes) if one is not None]
         return Statistics(
             self.sums + other.sums,
@@ -107,7 +106,7 @@ class Statistics:
         )
 
     def all_reduce(self, group: Group) -> "Statistics":
-        """The statistics of all ranks of the group together, on each of them."""
+        """Return the statistics of all ranks of the group together, on each rank."""
         return Statistics(
             reduce_sum(self.sums, group=group),
             reduce_max(self.maxima, group=group),
@@ -115,7 +114,7 @@ class Statistics:
         )
 
     def raise_on_faults(self) -> None:
-        """Raise ValueError naming sequence and position if an input was unusable; copies once."""
+        """Raise ValueError with sequence and position of an invalid input; copies once."""
         entries = self.maxima[len(MAXIMA) :].tolist()
         for (name, problem), entry in zip(FAULTS.items(), entries, strict=True):
             if entry > -math.inf:
@@ -127,18 +126,25 @@ class Statistics:
                 )
 
     def bands(self) -> tuple[Tensor, Tensor]:
-        """[BANDS, BAND_SUMS] and [BANDS, BINS]."""
-        _, rows, histograms = self.sums.split(SIZES)
+        """Return the sums [BANDS, BAND_SUMS] and the histograms [BANDS, BINS]."""
+        _, rows, histograms, _ = self.sums.split(SIZES)
         return rows.view(len(BANDS), -1), histograms.view(len(BANDS), -1)
 
+    def by_sign(self) -> Tensor:
+        """Return histograms of scaled log-weights for A < 0 and A > 0; [2, BINS].
+
+        They are counted only for calibrated bounds.
+        """
+        return self.sums.split(SIZES)[-1].view(2, -1)
+
     def everything(self) -> "Band":
-        """All tokens as one band, as the bands of t/L together are; waits for the device."""
+        """Return all tokens as one band; waits for the device."""
         return Band(*(table[:DECILES].sum(0).cpu() for table in self.bands()))
 
     def to_metrics(self) -> dict[str, float]:
-        """Named numbers for logging, without empty bands; waits for the device.
+        """Compute named numbers for logging, without empty bands; waits for the device.
 
-        Raises ValueError naming sequence and position if an input was unusable.
+        Raises ValueError with sequence and position of an invalid input.
         """
         copied = torch.cat((self.sums, self.maxima)).cpu()
         host = Statistics(*copied.split((sum(SIZES), len(MAXIMA) + len(FAULTS))))
@@ -175,10 +181,12 @@ class Statistics:
             metrics["weight/log_max"] = largest["log_weight"]
             metrics["weight/log_min"] = -largest["minus_log_weight"]
         if everything["rollout_tokens"]:
-            absolute = total["rollout_gap_absolute"] / everything["rollout_tokens"]
-            metrics["rollout_gap/absolute_mean"] = absolute
-            metrics["rollout_gap/max"] = largest["rollout_gap"]
-            metrics |= {f"rollout_gap/{name}": value for name, value in everything.gap().items()}
+            absolute = total["mismatch_absolute"] / everything["rollout_tokens"]
+            metrics["mismatch/logprob_abs_diff_mean"] = absolute
+            metrics["mismatch/logprob_abs_diff_max"] = largest["mismatch"]
+            metrics |= {
+                f"mismatch/logprob_diff_{name}": value for name, value in everything.gap().items()
+            }
         if total["loss_kl"]:
             metrics["loss/kl"] = total["loss_kl"]
         if total["entropy_tokens"]:
@@ -188,12 +196,12 @@ class Statistics:
 
 
 def _deviation(log_ratio: float) -> float:
-    """|rho - 1|, largest at the smallest or the largest log-ratio; 0 where there is none."""
+    """Compute |rho - 1|; 0 for an infinite log-ratio, the maximum over no tokens."""
     return abs(math.expm1(min(log_ratio, 700.0))) if math.isfinite(log_ratio) else 0.0
 
 
 class Band:
-    """The sums [BAND_SUMS] and the histogram [BINS] of log w_t of some tokens, on the host."""
+    """Sums [BAND_SUMS] and histogram [BINS] of log w_t of a band's tokens, on the host."""
 
     def __init__(self, row: Tensor, histogram: Tensor) -> None:
         self.sums = dict(zip(BAND_SUMS, row.tolist(), strict=True))
@@ -203,33 +211,33 @@ class Band:
         return self.sums[name]
 
     def count(self, *signs: str) -> float:
-        """Tokens whose advantage has one of the signs."""
+        """Count the tokens whose advantage has one of the signs."""
         return sum(self[f"{side}_{sign}"] for side in SIDES for sign in signs)
 
     @property
     def tokens(self) -> float:
-        """How many there are."""
+        """Number of tokens."""
         return self.count(*SIGNS)
 
     @property
     def movable(self) -> float:
-        """Those that can move the policy: with an advantage other than 0."""
+        """Number of tokens that can move the policy: with non-zero advantage."""
         return self.count("positive", "negative")
 
     def acceptance(self) -> float:
-        """Share of the movable tokens whose weight was left alone; 1 where there are none."""
+        """Compute the fraction of movable tokens with unchanged weight; 1 if there are none."""
         inside = self["inside_positive"] + self["inside_negative"]
         return inside / self.movable if self.movable else 1.0
 
     def effective_sample_fraction(self) -> float:
-        """(sum w)^2 / (n sum w^2) of the n movable tokens' weights after the constraint."""
+        """Compute (sum w)^2 / (n sum w^2) of the n movable tokens' constrained weights."""
         squares = self["weight_squared"]
         if not self.movable:
             return 1.0
         return self["weight"] ** 2 / (self.movable * squares) if squares else 0.0
 
     def rejections(self) -> dict[str, float]:
-        """Share of the tokens of each advantage sign that was rejected on each side."""
+        """Compute the fraction of tokens rejected on each side, by sign of the advantage."""
         return {
             f"rejected_{side}_{sign}": self[f"{side}_{sign}"] / max(self.count(sign), 1.0)
             for side in ("above", "below")
@@ -237,7 +245,7 @@ class Band:
         }
 
     def log_w(self) -> dict[str, float]:
-        """Mean, spread and quantiles of log w_t = S_t / t."""
+        """Compute mean, standard deviation and quantiles of log w_t = S_t / t."""
         count = max(self.tokens, 1.0)
         mean, square = self["log_w"] / count, self["log_w_squared"] / count
         variance = square - mean * mean
@@ -249,55 +257,56 @@ class Band:
         return metrics
 
     def gap(self) -> dict[str, float]:
-        """Behavior minus rollout log-probability."""
+        """Compute mean and root mean square of behavior minus rollout log-probability."""
         count = self["rollout_tokens"]
         return {
-            "mean": self["rollout_gap"] / count,
-            "rms": math.sqrt(self["rollout_gap_squared"] / count),
+            "mean": self["mismatch"] / count,
+            "rms": math.sqrt(self["mismatch_squared"] / count),
         }
 
     def metrics(self) -> dict[str, float]:
-        """Everything that is reported of one band."""
+        """Compute all metrics of one band."""
         metrics = {f"prefix_mean_{name}": value for name, value in self.log_w().items()}
         if self.movable:
             metrics |= self.rejections()
             metrics["acceptance"] = self.acceptance()
             metrics["effective_sample_fraction"] = self.effective_sample_fraction()
         if self["rollout_tokens"]:
-            metrics |= {f"rollout_gap_{name}": value for name, value in self.gap().items()}
+            metrics |= {f"logprob_diff_{name}": value for name, value in self.gap().items()}
         return metrics
 
 
 def histogram_quantile(counts: Tensor, quantile: float) -> float:
-    """The geometric middle of the bin that holds the quantile of a histogram of log w_t."""
+    """Return the geometric middle of the bin that contains the quantile of log w_t."""
     running = counts.cumsum(0)
     bin_index = int(torch.searchsorted(running, quantile * running[-1]))
     distance = min(bin_index, BINS - 1) - MIDDLE
     if distance == 0:
         return 0.0
-    low, high = (_bin_edge(abs(distance) - 1 + end) for end in (0, 1))
+    low, high = (bin_edge(abs(distance) - 1 + end) for end in (0, 1))
     return math.copysign(math.sqrt(low * high), distance)
 
 
-def _bin_edge(step: int) -> float:
-    """Where the bin that is `step` + 1 from the middle begins."""
+def bin_edge(step: int) -> float:
+    """Return the lower edge of the bin `step` + 1 away from the middle."""
     octave, quarter = divmod(step, BINS_PER_OCTAVE)
     return 2.0 ** (SMALLEST_EXPONENT + octave) * (1 + quarter / BINS_PER_OCTAVE)
 
 
 def class_rows(updates: Sequence[Statistics]) -> Tensor:
-    """[updates, C, tenths of t/L, BAND_SUMS] on the host; copies once.
+    """Stack the rows [updates, C, tenths of t/L, BAND_SUMS] on the host; copies once.
 
-    Where tokens are not reported apart they are one class, whose rows are the bands'.
+    Without token classes all tokens are one class, with the rows of the bands.
     """
     rows = [
-        one.bands()[0][None, :DECILES] if one.classes is None else one.classes for one in updates
+        update.bands()[0][None, :DECILES] if update.classes is None else update.classes
+        for update in updates
     ]
     return torch.stack(rows).cpu()
 
 
 def class_sums(rows: Tensor) -> dict[str, Tensor]:
-    """What the metrics of some tokens follow from, by rows [..., BAND_SUMS]; [...] each."""
+    """Compute the sums behind `class_metrics` from rows [..., BAND_SUMS]; [...] each."""
     x = dict(zip(BAND_SUMS, rows.unbind(dim=-1), strict=True))
     counts = rows[..., : len(COUNTS)].unflatten(-1, (len(SIDES), len(SIGNS)))
     with_advantage = counts[..., [0, 2]]  # the sign is not zero
@@ -314,7 +323,7 @@ def class_sums(rows: Tensor) -> dict[str, Tensor]:
 
 
 def class_metrics(rows: Tensor) -> dict[str, Tensor]:
-    """What rows [..., BAND_SUMS] of some tokens say; [...] each, nan where it is over none."""
+    """Compute metrics from rows [..., BAND_SUMS]; [...] each, nan for no tokens."""
     x = class_sums(rows)
     mean = x["prefix_mean_log_sum"] / x["tokens"]
     variance = x["prefix_mean_log_squared_sum"] / x["tokens"] - mean.square()
@@ -325,7 +334,7 @@ def class_metrics(rows: Tensor) -> dict[str, Tensor]:
         "prefix_mean_log_std": variance.clamp(min=0).sqrt(),
         "chi_square": x["deviation_squared_sum"] / x["tokens"],
         "acceptance": x["accepted"] / x["tokens_with_advantage"],
-        # 0 where all of them were rejected.
+        # 0 if all of them were rejected.
         "effective_sample_fraction": torch.where(
             squares > 0, x["weight_sum"].square() / squares, nothing
         ),

@@ -1,6 +1,6 @@
-"""The weight axis: which likelihood ratio multiplies a token's advantage, as its logarithm.
+"""The weight axis: the logarithm of the likelihood ratio that multiplies a token's advantage.
 
-With l_t the log-ratio of the t-th valid decision, S_t = l_1 + ... + l_t, L decisions in all.
+l_t is the log-ratio of the t-th of L valid decisions, S_t = l_1 + ... + l_t.
 Shapes: t tokens on this rank.
 """
 
@@ -17,7 +17,7 @@ from megatron_rl.objectives.spec import ObjectiveSpec, PrefixBudget, TvFilter, W
 
 @dataclass(frozen=True)
 class LogRatios:
-    """Log-ratios of one micro-batch and everything that is scanned along its sequences."""
+    """Log-ratios of one micro-batch and all scans along its sequences."""
 
     token: Tensor  # [t] l_t
     layout: SequenceLayout
@@ -25,7 +25,7 @@ class LogRatios:
 
     @classmethod
     def of(cls, log_ratio: Tensor, layout: SequenceLayout, **others: Scan) -> "LogRatios":
-        """Scan them and what else is given, all with one all-gather; [t]."""
+        """Scan the log-ratios and all other given values with one all-gather; [t]."""
         scans = {"log_ratio": Scan(log_ratio), **others}
         scanned = scan_together(layout, *scans.values())
         return cls(log_ratio, layout, dict(zip(scans, scanned, strict=True)))
@@ -36,16 +36,16 @@ class LogRatios:
         return self.running("log_ratio")
 
     def running(self, name: str) -> Tensor:
-        """What a scan has come to at each token; [t]."""
+        """Return the running value of a scan at each token; [t]."""
         return self.scanned[name].running
 
     def total(self, name: str) -> Tensor:
-        """A scan of the whole sequence, at each of its tokens; [t]."""
+        """Return the total of a scan over the sequence, at each of its tokens; [t]."""
         return self.layout.spread(self.scanned[name].total).to(self.token.dtype)
 
 
 def compute_log_weight(weight: Weight, ratios: LogRatios) -> Tensor:
-    """The logarithm of the chosen weight at every token; [t]."""
+    """Compute the logarithm of the selected weight at every token; [t]."""
     match weight:
         case "token":  # rho_t
             return ratios.token
@@ -68,12 +68,12 @@ def compute_log_weight(weight: Weight, ratios: LogRatios) -> Tensor:
 def build_scans(
     spec: ObjectiveSpec, x: TokenInputs, log_ratio: Tensor, layout: SequenceLayout
 ) -> dict[str, Scan]:
-    """What an objective needs along the sequences beside its log-ratios [t]."""
+    """Build the scans that an objective needs in addition to its log-ratios [t]."""
     scans, ratio = {}, log_ratio.detach()
     if spec.weight == "prefix_min":
         scans["minimum_before"] = Scan(ratio, "min")
     if isinstance(spec.constraint, TvFilter):
-        # Far beyond any threshold; keeps one extreme ratio from becoming infinite.
+        # The clamp is far above any threshold and keeps extreme ratios finite.
         scans["deviation"] = Scan(torch.expm1(ratio.clamp(max=60)).abs())
     if isinstance(spec.constraint, PrefixBudget):
         scans["budget"] = Scan(budget_spent(spec.constraint, x, ratio, layout))
@@ -86,7 +86,7 @@ def build_scans(
 def budget_spent(
     budget: PrefixBudget, x: TokenInputs, log_ratio: Tensor, layout: SequenceLayout
 ) -> Tensor:
-    """w_t |pi(y_t) - pi_beta(y_t)|; [t]."""
+    """Compute w_t |pi(y_t) - pi_beta(y_t)|; [t]."""
     before = torch.exp(x.behavior_logprobs)
     change = (torch.exp(x.behavior_logprobs + log_ratio) - before).abs()
     return budget_weights(budget, layout, change.dtype)[0] * change
@@ -95,7 +95,7 @@ def budget_spent(
 def budget_weights(
     budget: PrefixBudget, layout: SequenceLayout, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """w_t, which falls linearly from 1 to the floor at t = L, and W_{t-1} = w_1 + ... + w_{t-1}."""
+    """Compute w_t, falling linearly from 1 to the floor at t = L, and W_{t-1}, the sum before t."""
     before = layout.position.clamp(min=1).to(dtype) - 1  # t - 1
     slope = (1 - budget.floor) / (layout.length.to(dtype) - 1).clamp(min=1)
     return 1 - slope * before, before - slope * before * (before - 1) / 2

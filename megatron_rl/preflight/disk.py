@@ -1,79 +1,152 @@
-"""Whether the disk holds what a run will write, given what it has written already."""
+"""Estimate of the disk space that a run still needs, and the check that it is free."""
 
 import math
 import os
 import shutil
 from pathlib import Path
 
+import pyarrow.parquet as pq
+
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.models.shape import ModelShape, tensor_shapes
+from megatron_rl.rollouts.build_schedule import build_schedule
 from megatron_rl.runs.directory import RunDirectory
 
 # float32 weight, Adam's two moments and the master weight
 CHECKPOINT_BYTES_PER_PARAMETER = 16
 EXPORT_BYTES_PER_PARAMETER = 4
-# Of rollouts/: a token id and two log-probs, before compression; of the longest allowed response
-# a quarter is written on average, until a run's own files say how much.
+# Before compression: a token id with two log-probs in rollouts/ and generated/, with one in eval/.
+# A response is assumed to have a quarter of the maximum length until the run has written files.
 ROLLOUT_BYTES_PER_TOKEN = 12
+EVALUATION_BYTES_PER_TOKEN = 8
 AVERAGE_LENGTH = 0.25
 
 
 def check_disk(config: Config, run: RunDirectory, shape: ModelShape) -> None:
     """Raise ConfigError if the run directory cannot be written, or the disk is too small for it.
 
-    Checkpoints that the run has already take no more space: the oldest goes when a new one is
-    complete.
+    Space that the run already occupies is reused: the oldest checkpoint is deleted when a new one
+    is complete, and files of `generated/` with it.
     """
     folder = find_writable(run.path, key="run.dir")
-    parameters = sum(math.prod(size) for size in tensor_shapes(shape).values())
-    # one more than kept: the newest is complete before the oldest goes
-    checkpoints = parameters * CHECKPOINT_BYTES_PER_PARAMETER
-    trainer = config.trainer
-    milestones = trainer.steps // trainer.milestones if trainer.milestones else 0
-    kept = trainer.keep_checkpoints + bool(trainer.keep_best) + milestones
-    checkpoints *= kept + 1
-    there = _size_of(run.checkpoints.path)
-    export = parameters * EXPORT_BYTES_PER_PARAMETER
-    rollouts = _rollouts_to_come(config, run)
-    needed = max(checkpoints - there, 0) + export + rollouts
-    free = shutil.disk_usage(folder).free
+    needs = disk_needs(config, run, shape)
+    needed, free = sum(needs.values()), shutil.disk_usage(folder).free
     if needed > free:
+        parts = ", ".join(
+            f"{describe_size(size)} for {what}" for what, size in needs.items() if size
+        )
         raise ConfigError(
             f"{folder} has {describe_size(free)} free but the run needs {describe_size(needed)} "
-            f"more: {describe_size(checkpoints)} for {kept} + 1 "
-            f"checkpoints ({describe_size(there)} are there), {describe_size(export)} for the "
-            f"model, about {describe_size(rollouts)} for rollouts to come; free some, lower "
-            "trainer.keep_checkpoints, or set run.dir to another disk"
+            f"more: {parts}; free some, lower trainer.keep_checkpoints, set logging.keep_rollouts, "
+            "or set run.dir to another disk"
         )
 
 
+def disk_needs(config: Config, run: RunDirectory, shape: ModelShape) -> dict[str, float]:
+    """Return the bytes that a run will still write and keep, by purpose."""
+    parameters = sum(math.prod(size) for size in tensor_shapes(shape).values())
+    trainer, step = config.trainer, _step_bytes(config, run)
+    keep_every = trainer.steps // trainer.keep_every if trainer.keep_every else 0
+    kept = trainer.keep_checkpoints + bool(trainer.keep_best) + keep_every
+    existing = _size_of(run.checkpoints.path)
+    # one more than kept: the oldest is deleted after the newest is complete
+    checkpoint = parameters * CHECKPOINT_BYTES_PER_PARAMETER + _stored_batches(config) * step
+    generated = 0.0
+    if config.lag.partial_rollouts is None:  # kept until the next checkpoint
+        steps = min(trainer.checkpoint_every, trainer.steps)
+        generated = max(steps * step - _size_of(run.generated.path), 0)
+    already = f" ({describe_size(existing)} already written)" if existing else ""
+    return {
+        f"{kept} + 1 checkpoints{already}": max(checkpoint * (kept + 1) - existing, 0),
+        "the model": parameters * EXPORT_BYTES_PER_PARAMETER,
+        "new files in rollouts/": _remaining_rollouts(config, run, step),
+        "generated/": generated,
+        "new files in eval/": _remaining_evaluations(config, run),
+    }
+
+
 def find_writable(path: Path, *, key: str) -> Path:
-    """The folder, there already, in which `path` would be made; ConfigError if it cannot be."""
+    """Return the nearest existing folder above `path`; ConfigError if it is not writable."""
     folder = path.absolute()
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"{key}: {folder} is not a folder that can be written; choose another")
+        raise ConfigError(f"{key}: {folder} is not a writable folder; choose another")
     return folder
 
 
 def describe_size(size: float) -> str:
-    """Bytes as a person reads them: 640 bytes, 12.3 MiB."""
+    """Format bytes for people: 640 bytes, 12.3 MiB."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size >= 2**power:
             return f"{size / 2**power:,.1f} {unit}"
     return f"{size:.0f} bytes"
 
 
-def _rollouts_to_come(config: Config, run: RunDirectory) -> float:
-    """Bytes, from the run's own files where it has some."""
-    files = list(run.rollouts.glob("*.parquet"))
-    steps = max(config.trainer.steps - len(files), 0)
-    if files:
-        return steps * sum(file.stat().st_size for file in files) / len(files)
+def _step_bytes(config: Config, run: RunDirectory) -> float:
+    """Estimate the bytes of one step's rollouts, from complete files of the run if it has any."""
+    keep = config.logging.keep_rollouts
+    files = sorted(run.rollouts.glob("*.parquet"))
+    if files and keep != "sampled":
+        whole = files if keep == "all" else files[-keep:]
+        return sum(file.stat().st_size for file in whole) / len(whole)
     rollout = config.rollout
-    tokens = rollout.prompts * rollout.responses_per_prompt * rollout.max_response_tokens
-    return steps * tokens * AVERAGE_LENGTH * ROLLOUT_BYTES_PER_TOKEN
+    tokens = rollout.prompts_per_step * rollout.responses_per_prompt * rollout.max_response_tokens
+    return tokens * AVERAGE_LENGTH * ROLLOUT_BYTES_PER_TOKEN
+
+
+def _remaining_rollouts(config: Config, run: RunDirectory, step: float) -> float:
+    """Estimate the bytes still to be written to `rollouts/`; step: bytes of a complete file."""
+    keep, rollout = config.logging.keep_rollouts, config.rollout
+    groups = -(-config.logging.traced_responses // rollout.responses_per_prompt)
+    sampled = min(1.0, 2 * max(groups, 1) / rollout.prompts_per_step)  # fraction of groups
+
+    def after(steps: int) -> float:
+        whole = keep if isinstance(keep, int) else {"all": steps, "sampled": 0}[keep]
+        return step * (min(steps, whole) + sampled * max(steps - whole, 0))
+
+    existing = len(list(run.rollouts.glob("*.parquet")))
+    return max(after(config.trainer.steps) - after(existing), 0)
+
+
+def _stored_batches(config: Config) -> float:
+    """Return the rollout batches in a checkpoint: the current one, queued and replayed ones."""
+    schedule = build_schedule(config)
+    waiting = schedule.policy.most + schedule.sync_weights_every - 1
+    return 1 + (waiting + schedule.capacity - 1) * schedule.fresh / schedule.groups
+
+
+def _remaining_evaluations(config: Config, run: RunDirectory) -> float:
+    """Estimate the bytes still to be written to `eval/`.
+
+    Sets whose rows cannot be counted quickly, such as those of the hub, count once written.
+    """
+    steps, every = config.trainer.steps, config.eval.every
+    times = 1 + steps // every + bool(steps % every)  # before training, and after the last step
+    samples = 1 if config.eval.temperature == 0 else config.eval.samples
+    longest = config.rollout.max_response_tokens
+    total = 0.0
+    for name, (path, _) in config.evaluation_files.items():
+        files = list(
+            run.evaluations.glob(f"{name.removeprefix('eval.sets.')}_{'[0-9]' * 6}.parquet")
+        )
+        if files:
+            size = sum(file.stat().st_size for file in files) / len(files)
+        else:
+            tokens = count_rows(Path(path)) * samples * longest * AVERAGE_LENGTH
+            size = tokens * EVALUATION_BYTES_PER_TOKEN
+        total += max(times - len(files), 0) * size
+    return total
+
+
+def count_rows(file: Path) -> int:
+    """Return the number of rows of a prompt file; 0 if that requires reading all of it."""
+    if file.suffix == ".parquet" and file.is_file():
+        return int(pq.read_metadata(file).num_rows)
+    if file.suffix == ".jsonl" and file.is_file():
+        with file.open("rb") as lines:
+            return sum(1 for _ in lines)
+    return 0
 
 
 def _size_of(folder: Path) -> int:

@@ -1,58 +1,71 @@
-"""Whether a model can be cut as a layout asks, and fed."""
+"""Checks that a model can be sharded over a layout and that its ranks get enough responses."""
+
+import math
 
 from megatron_rl.config import Config, ConfigError, ParallelSection
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import EngineLayout
-from megatron_rl.resharding.pieces import what_is_cut
+from megatron_rl.resharding.pieces import sharded_sizes
 
 
 def check_layout(config: Config, shape: ModelShape, *, world_size: int) -> None:
-    """Raise ConfigError that lists why the model cannot be cut, or fed, as the config asks."""
+    """Raise ConfigError listing every conflict between model, layout and rollout sizes."""
     problems = [*layout_problems(config, shape, world_size), *length_problems(config, shape)]
     if problems:
         raise ConfigError("this layout is impossible:\n  " + "\n  ".join(problems))
 
 
 def layout_problems(config: Config, shape: ModelShape, world_size: int) -> list[str]:
-    """Why these processes cannot hold the model, or it cannot be cut, or they cannot be fed."""
+    """List the conflicts between the model, the layouts, and the minibatch size."""
     parallel, rollout = config.parallel, config.rollout
-    problems = config.process_problems(world_size)
+    problems = engine_layout_problems(config, shape, world_size)
     problems += cut_problems(parallel, shape)
     if shape.experts and parallel.tensor > 1 and not parallel.sequence:
         problems.append(
             f"parallel.sequence=false: Megatron trains experts under parallel.tensor="
             f"{parallel.tensor} with sequence parallelism only; leave it true"
         )
+    replicas = world_size // parallel.model_size
+    per_minibatch = (
+        rollout.prompts_per_step * rollout.responses_per_prompt // config.trainer.minibatches
+    )
+    if replicas > per_minibatch:
+        problems.append(
+            f"a minibatch of {per_minibatch} responses cannot feed {replicas} data-parallel "
+            "replicas; raise rollout.prompts_per_step or lower trainer.minibatches"
+        )
+    return problems
+
+
+def engine_layout_problems(config: Config, shape: ModelShape, world_size: int) -> list[str]:
+    """List the conflicts between process count, layout and vLLM's sharding."""
+    rollout, problems = config.rollout, config.process_problems(world_size)
     if world_size % rollout.tensor == 0:
         try:
             EngineLayout(rollout.tensor, world_size, rollout.expert_parallel).check(shape)
         except ValueError as error:
             problems.append(f"rollout.tensor={rollout.tensor}: {error}; choose another")
-    replicas = world_size // parallel.model_size
-    per_minibatch = rollout.prompts * rollout.responses_per_prompt // config.trainer.minibatches
-    if replicas > per_minibatch:
-        problems.append(
-            f"a minibatch of {per_minibatch} responses cannot feed {replicas} data-parallel "
-            "replicas; raise rollout.prompts or lower trainer.minibatches"
-        )
     return problems
 
 
 def cut_problems(parallel: ParallelSection, shape: ModelShape) -> list[str]:
-    """Why the model cannot be cut as asked, whatever the number of processes."""
+    """List why the model cannot be sharded this way, for any number of processes."""
     stages, chunks, expert = parallel.pipeline, parallel.virtual_stages, parallel.expert
     sizes = {
         "tensor": ("parallel.tensor", parallel.tensor),
         "expert tensor": ("parallel.tensor", parallel.tensor),
         "expert parallel": ("parallel.expert", expert),
     }
-    problems = [
-        f"{key}={size} does not divide the model's {whole} {name}; choose a divisor of {whole}"
-        for (key, size), whole, name in (
-            (sizes[kind], whole, name) for kind, whole, name in what_is_cut(shape)
-        )
-        if whole % size
-    ]
+    sharded = [(*sizes[kind], whole, name) for kind, whole, name in sharded_sizes(shape)]
+    problems = []
+    for key, size, whole, name in sharded:
+        if whole % size:
+            common = math.gcd(*(other for of, _, other, _ in sharded if of == key))
+            fitting = [str(divisor) for divisor in range(1, common + 1) if common % divisor == 0]
+            problems.append(
+                f"{key}={size} does not divide the model's {whole} {name}; choose from "
+                f"{', '.join(fitting)}"
+            )
     if chunks > 1 and stages == 1:
         problems.append(
             f"parallel.virtual_stages={chunks} interleaves pipeline stages, but parallel.pipeline "
@@ -62,7 +75,7 @@ def cut_problems(parallel: ParallelSection, shape: ModelShape) -> list[str]:
         product = f" * parallel.virtual_stages={chunks}" if chunks > 1 else ""
         problems.append(
             f"parallel.pipeline={stages}{product} does not divide the model's {shape.num_layers} "
-            "layers; every chunk must hold equally many"
+            "layers; every chunk must have the same number"
         )
     if expert > 1 and shape.experts is None:
         problems.append(f"parallel.expert={expert}, but the model has no experts; set it to 1")
@@ -80,7 +93,7 @@ def length_problems(config: Config, shape: ModelShape) -> list[str]:
 
 
 def product_sizes(parallel: ParallelSection, shape: ModelShape) -> dict[str, int]:
-    """The sides of the layers' weights on one rank."""
+    """Return the dimensions of the layers' weights on one rank."""
     ffn = shape.experts.ffn_hidden_size if shape.experts else shape.ffn_hidden_size
     heads = shape.num_attention_heads * shape.head_dim
     merged = heads + 2 * shape.num_query_groups * shape.head_dim

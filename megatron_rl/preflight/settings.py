@@ -1,39 +1,59 @@
-"""Checks before any long work: every impossible setting is refused here, in seconds."""
+"""Checks of all settings, which take seconds and run before any long work."""
 
 import importlib.util
 import os
-import re
 from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-import torch
-
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.config.data_sections import ColumnsSection
 from megatron_rl.data.hub import is_on_hub
-from megatron_rl.data.prompts import find_tokenizer
 from megatron_rl.data.rows import Columns, check_prompt_file
-from megatron_rl.lag.build import build_schedule
+from megatron_rl.data.tokenizer import find_tokenizer
+from megatron_rl.engine.engine_arguments import engine_argument_problems
+from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape, read_model_shape
-from megatron_rl.preflight.disk import check_disk
-from megatron_rl.preflight.layout import layout_problems, length_problems, product_sizes
-from megatron_rl.rollout.engine_arguments import engine_argument_problems
+from megatron_rl.objectives.function_spec import FunctionSpec, check_function
+from megatron_rl.preflight.disk import check_disk, find_writable
+from megatron_rl.preflight.hub_names import hub_problem
+from megatron_rl.preflight.layout import (
+    engine_layout_problems,
+    layout_problems,
+    length_problems,
+    product_sizes,
+)
+from megatron_rl.rollouts.build_schedule import build_schedule
 from megatron_rl.runs.directory import RunDirectory
+from megatron_rl.runtime.processes import has_cuda
 
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 FP8_SIZES = 16  # Transformer Engine's `assert_dim_for_fp8_exec`
 
 
 def check_settings(config: Config, *, world_size: int) -> ModelShape:
-    """All checks that need no device; returns the model's shape.
+    """Run the quick checks that need no other rank; returns the model's shape.
 
-    Raises ConfigError that lists every problem with its cure.
+    Raises ConfigError listing every problem and how to fix it.
+    """
+    problems, shape = settings_problems(config, world_size=world_size)
+    if problems:
+        raise ConfigError("this run cannot start:\n  " + "\n  ".join(problems))
+    assert shape is not None, "a model without a shape is a problem"
+    return shape
+
+
+def settings_problems(
+    config: Config, *, world_size: int, is_here: bool = True
+) -> tuple[list[str], ModelShape | None]:
+    """List why a run cannot start; also return the model's shape if its config.json was read.
+
+    is_here: whether the run uses this machine's devices.
     """
     problems = [
         *_file_problems(config, config.prompt_files),
         *_logger_problems(config),
         *_verifier_problems(config.reward.verifier),
+        *_loss_function_problems(config),
         *engine_argument_problems(config.rollout.engine),
     ]
     shape = _read_model(config.model.path, problems)
@@ -41,27 +61,37 @@ def check_settings(config: Config, *, world_size: int) -> ModelShape:
     if shape is not None:
         problems += layout_problems(config, shape, world_size)
         problems += length_problems(config, shape)
-        problems += _transformer_engine_problems(config, shape)
+        if is_here:
+            problems += _transformer_engine_problems(config, shape)
     try:
         run = RunDirectory.of(config)
         run.check_usable(config)
-        if shape is not None:
+        find_writable(run.path, key="run.dir")
+        if shape is not None and not problems:  # the estimate would fail for the same reasons
             check_disk(config, run, shape)
     except ConfigError as error:
         problems.append(str(error))
-    if problems:
-        raise ConfigError("this run cannot start:\n  " + "\n  ".join(problems))
-    assert shape is not None, "a model without a shape is a problem"
-    return shape
+    return problems, shape
 
 
 def check_evaluation(
     config: Config, files: Mapping[str, tuple[str, ColumnsSection]], *, world_size: int
 ) -> ModelShape:
-    """The checks of a config that is to evaluate and not to train; as `check_settings`.
+    """Check a config for evaluation without training, like `check_settings`.
 
-    files: its sets, by what the user calls them.
+    files: the evaluation sets, by the names that the user gave.
     """
+    problems, shape = evaluation_problems(config, files, world_size=world_size)
+    if problems:
+        raise ConfigError("this evaluation cannot start:\n  " + "\n  ".join(problems))
+    assert shape is not None, "a model without a shape is a problem"
+    return shape
+
+
+def evaluation_problems(
+    config: Config, files: Mapping[str, tuple[str, ColumnsSection]], *, world_size: int
+) -> tuple[list[str], ModelShape | None]:
+    """List why an evaluation cannot start; also return the model's shape if it was read."""
     problems = [
         *_file_problems(config, files),
         *_verifier_problems(config.reward.verifier),
@@ -69,18 +99,27 @@ def check_evaluation(
     ]
     shape = _read_model(config.model.path, problems, key="--model")
     if shape is not None:
-        problems += layout_problems(config, shape, world_size)
+        problems += engine_layout_problems(config, shape, world_size)
         problems += length_problems(config, shape)
-    if problems:
-        raise ConfigError("this evaluation cannot start:\n  " + "\n  ".join(problems))
-    assert shape is not None, "a model without a shape is a problem"
-    return shape
+    return problems, shape
+
+
+def _loss_function_problems(config: Config) -> list[str]:
+    if isinstance(config.objective.choice, FunctionSpec):
+        try:
+            check_function(config.objective.choice.function)
+        except UserError as error:
+            return [str(error)]
+    return []
 
 
 def _read_model(path: str, problems: list[str], *, key: str = "model.path") -> ModelShape | None:
-    """The model's shape; None where a problem is added."""
+    """Read the model's shape; return None after adding a problem."""
     if not Path(path).is_dir():
-        problems.append(f"{key}: {path} is not a folder; {_how_to_get(path, key)}")
+        hint = hub_problem(path) or (
+            "give a local Hugging Face model folder (config.json, *.safetensors, tokenizer files)"
+        )
+        problems.append(f"{key}: {path} is not a folder; {hint}")
         return None
     try:
         find_tokenizer(path)
@@ -91,17 +130,6 @@ def _read_model(path: str, problems: list[str], *, key: str = "model.path") -> M
     except ValueError as error:
         problems.append(f"{key}: {error}")
         return None
-
-
-def _how_to_get(path: str, key: str) -> str:
-    """The cure where a model's folder is missing."""
-    if HUB_NAME.fullmatch(path):
-        name = path.split("/")[1]
-        return (
-            f"if it is a model of the Hugging Face hub, download it first: hf download {path} "
-            f"--local-dir models/{name}, then give {key}=models/{name}"
-        )
-    return "give a local Hugging Face model folder (config.json, *.safetensors, tokenizer files)"
 
 
 def _further_model_problems(config: Config, shape: ModelShape | None) -> list[str]:
@@ -116,14 +144,14 @@ def _further_model_problems(config: Config, shape: ModelShape | None) -> list[st
 def _same_shape(
     folder: str, key: str, what: str, config: Config, shape: ModelShape | None
 ) -> list[str]:
-    """Why a folder's weights cannot stand in for the policy's."""
+    """List why a folder's weights cannot replace the policy's."""
     try:
         if read_model_shape(folder) == shape or shape is None:
             return []
     except ValueError as error:
         return [f"{key}: {error}"]
     return [
-        f"{key}: {folder} is of another shape than {config.model.path}; {what} must be the same "
+        f"{key}: {folder} differs in shape from {config.model.path}; {what} must be the same "
         "model with other weights"
     ]
 
@@ -137,7 +165,7 @@ def _schedule_problems(config: Config) -> list[str]:
 
 
 def _transformer_engine_problems(config: Config, shape: ModelShape) -> list[str]:
-    """Why Transformer Engine, or fp8 with it, cannot be used as asked."""
+    """List why Transformer Engine, or fp8 with it, cannot be used."""
     model, keys = config.model, []
     if model.transformer_engine:
         keys.append("model.transformer_engine=true")
@@ -146,17 +174,21 @@ def _transformer_engine_problems(config: Config, shape: ModelShape) -> list[str]
     if not keys:
         return []
     needs = {
-        "a CUDA device, and there is none": not torch.cuda.is_available(),
+        "a CUDA device, but there is none": not has_cuda(),
         "Transformer Engine, which is not installed (see megatron-rl doctor)": (
             importlib.util.find_spec("transformer_engine") is None
         ),
-        "bfloat16, and trainer.dtype is float32": config.trainer.dtype == "float32",
-        "Transformer Engine, and model.transformer_engine is false": (
+        "bfloat16, but trainer.dtype is float32": config.trainer.dtype == "float32",
+        "Transformer Engine, but model.transformer_engine is false": (
             model.transformer_engine is False
         ),
     }
-    asked = " and ".join(keys)
-    problems = [f"{asked}: needs {what}; or unset it" for what, lacks in needs.items() if lacks]
+    keys_text = " and ".join(keys)
+    problems = [
+        f"{keys_text}: needs {what}; or unset it"
+        for what, is_missing in needs.items()
+        if is_missing
+    ]
     if model.fp8:
         problems += [
             f"model.fp8={model.fp8}: a rank's {name} is {size}; matrix products in fp8 need "
@@ -168,38 +200,52 @@ def _transformer_engine_problems(config: Config, shape: ModelShape) -> list[str]
 
 
 def _file_problems(config: Config, files: Mapping[str, tuple[str, ColumnsSection]]) -> list[str]:
-    """Why prompts cannot be read: columns and first rows, before any rank imports anything."""
+    """List why prompts cannot be read, from columns and first rows, before any rank starts."""
     problems = []
     for key, (path, columns) in files.items():
         if not (is_on_hub(path) or Path(path).exists()):
-            problems.append(f"{key}: {path} does not exist; give a .parquet or .jsonl file")
+            problems.append(
+                f"{key}: {path} does not exist; give a .parquet, .jsonl or .csv file (relative "
+                f"paths start at the folder of the command, here {os.getcwd()})"
+            )
             continue
         try:
-            check_prompt_file(path, Columns(**columns.model_dump()), bad_rows=config.data.bad_rows)
+            check_prompt_file(
+                path,
+                Columns(**columns.model_dump()),
+                bad_rows=config.data.bad_rows,
+                system_prompt=config.data.system_prompt,
+            )
         except ValueError as error:
             problems.append(f"{key}: {error}")
     return problems
 
 
 def _verifier_problems(name: str) -> list[str]:
-    """Why workers will not find the verifier; only they import it, whatever it needs."""
+    """List why workers would not find the verifier, without importing it."""
     module, _, function = name.partition(":")
     if not (module and function.isidentifier()):
-        return [f"reward.verifier={name}: name it as module:function"]
+        return [f"reward.verifier={name}: write module:function, for example my_rewards:score"]
+    if "/" in module or module.endswith(".py"):
+        plain = ".".join(Path(module.removesuffix(".py")).parts)
+        return [
+            f"reward.verifier={name}: write the module without .py and with dots between folders: "
+            f"{plain}:{function}"
+        ]
     package = module.split(".")[0]
-    # Workers look in the folder that the command is started in, too.
+    # Workers also search the folder in which the command is started.
     if not (importlib.util.find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])):
         return [
             f"reward.verifier={name}: there is no module {package} here or on the Python path; "
-            "start where its file lies, or install it"
+            "start in the folder of its file, or install it"
         ]
     return []
 
 
 def _logger_problems(config: Config) -> list[str]:
-    wanted = {"tensorboard": config.logging.tensorboard, "wandb": config.logging.wandb is not None}
+    enabled = {"tensorboard": config.logging.tensorboard, "wandb": config.logging.wandb is not None}
     return [
         f"logging.{name} is set but {name} is not installed; pip install {name}, or unset it"
-        for name, used in wanted.items()
-        if used and importlib.util.find_spec(name) is None
+        for name, is_enabled in enabled.items()
+        if is_enabled and importlib.util.find_spec(name) is None
     ]

@@ -1,4 +1,4 @@
-"""Who holds what: the ranks of the actor's layout and of the engines', as plain arithmetic.
+"""Layouts of actor and engines: the pieces of each rank, as plain arithmetic.
 
 No process group is needed, so plans can be computed and tested for any cluster.
 """
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape, tensor_shapes
 from megatron_rl.resharding.pieces import (
     Piece,
@@ -22,8 +23,8 @@ from megatron_rl.resharding.pieces import (
 class ActorLayout:
     """Sizes of the actor's parallelisms; ranks are numbered in Megatron's order tp-cp-ep-dp-pp.
 
-    `virtual` is the number of model chunks per pipeline stage. Experts are cut over `expert`
-    ranks and, within each expert, over `expert_tensor` (None: the same as `tensor`).
+    `virtual` is the number of model chunks per pipeline stage. Experts are sharded over `expert`
+    ranks and, within each expert, over `expert_tensor` ranks (None: equal to `tensor`).
     """
 
     tensor: int = 1
@@ -39,8 +40,8 @@ class ActorLayout:
         """Number of ranks."""
         return self.tensor * self.pipeline * self.context * self.data
 
-    def place(self, rank: int) -> tuple[int, ...]:
-        """Where `rank` stands along what cuts the model: ranks of one place hold the same."""
+    def shard_coordinates(self, rank: int) -> tuple[int, ...]:
+        """Return `rank`'s coordinates in the sharding; ranks with equal ones have equal shards."""
         pp_rank, in_stage = divmod(rank, self.world_size // self.pipeline)
         expert_tensor = self.tensor if self.expert_tensor is None else self.expert_tensor
         ep_rank, in_expert = in_stage // expert_tensor % self.expert, in_stage % expert_tensor
@@ -54,15 +55,15 @@ class ActorLayout:
         )
 
     def pieces(self, shape: ModelShape, *, rank: int, fused: bool = False) -> tuple[Piece, ...]:
-        """The pieces that `rank` holds; with virtual stages names start with `chunk{i}.`."""
+        """Return the pieces on `rank`; with virtual stages names start with `chunk{i}.`."""
         stage_size = self.world_size // self.pipeline
         expert_tensor = self.tensor if self.expert_tensor is None else self.expert_tensor
         if stage_size % (expert_tensor * self.expert):
-            raise ValueError(
+            raise UserError(
                 f"expert tensor size {expert_tensor} x expert size {self.expert} does not divide "
                 f"the {stage_size} ranks of a pipeline stage"
             )
-        pp_rank, tp_rank, ep_rank, expert_tp_rank = self.place(rank)
+        pp_rank, tp_rank, ep_rank, expert_tp_rank = self.shard_coordinates(rank)
         chunks = self.pipeline * self.virtual
         pieces: list[Piece] = []
         for virtual_rank in range(self.virtual):
@@ -86,17 +87,17 @@ class ActorLayout:
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """vLLM engines of `tensor` adjacent ranks each, as many as the world holds.
+    """vLLM engines of `tensor` adjacent ranks each, which together use all ranks.
 
-    expert_parallel: an engine's ranks hold whole experts instead of a slice of every expert.
+    expert_parallel: whole experts on each rank instead of a slice of every expert.
     """
 
     tensor: int
     world_size: int
     expert_parallel: bool = False
 
-    def place(self, rank: int) -> tuple[int, ...]:
-        """Where `rank` stands in its engine: ranks of one place need the same."""
+    def shard_coordinates(self, rank: int) -> tuple[int, ...]:
+        """Return `rank`'s coordinates in its engine; ranks with equal ones need equal shards."""
         return (rank % self.tensor,)
 
     def __str__(self) -> str:
@@ -104,17 +105,17 @@ class EngineLayout:
         return f"vLLM tp{self.tensor}{experts} x {self.world_size // self.tensor} engines"
 
     def check(self, shape: ModelShape) -> None:
-        """ValueError when the engines do not fill the world or the model cannot be cut so."""
+        """Raise ValueError if the engines do not use all ranks or cannot shard the model."""
         if self.world_size % self.tensor:
-            raise ValueError(
+            raise UserError(
                 f"vLLM's tensor parallel size {self.tensor} does not divide {self.world_size} ranks"
             )
         if self.expert_parallel and shape.experts is None:
-            raise ValueError("an expert parallel engine needs a model with experts")
+            raise UserError("an expert parallel engine needs a model with experts")
         vllm_pieces(shape, tp_size=self.tensor, expert_parallel=self.expert_parallel)
 
     def parameter_shapes(self, shape: ModelShape, *, rank: int) -> dict[str, tuple[int, ...]]:
-        """Every parameter of vLLM's model on `rank`, with the shape in which vLLM loads it."""
+        """Return the shape in which vLLM loads each parameter of its model on `rank`."""
         return vllm_parameter_shapes(
             shape,
             tp_rank=rank % self.tensor,
@@ -123,7 +124,7 @@ class EngineLayout:
         )
 
     def pieces(self, shape: ModelShape, *, rank: int) -> tuple[Piece, ...]:
-        """The pieces that `rank` needs, by vLLM's names."""
+        """Return the pieces that `rank` needs, with vLLM's parameter names."""
         self.check(shape)
         return vllm_pieces(
             shape,
@@ -133,41 +134,45 @@ class EngineLayout:
         )
 
 
-Holders = dict[int, Piece]  # by rank
+Owners = dict[int, Piece]  # by rank
 Rectangle = tuple[Span, Span]
 
 
-def find_holders(
+def find_owners(
     shape: ModelShape, layout: ActorLayout, *, fused: bool
-) -> dict[str, dict[Rectangle, Holders]]:
-    """Per HF tensor: each distinct rectangle with the ranks that hold it."""
-    found: dict[str, dict[Rectangle, Holders]] = {}
-    for ranks in _ranks_by_place(layout):
+) -> dict[str, dict[Rectangle, Owners]]:
+    """Find, per HF tensor, each distinct rectangle and the ranks that own it."""
+    pieces_by_tensor: dict[str, dict[Rectangle, Owners]] = {}
+    for ranks in _group_equal_ranks(layout):
         for piece in layout.pieces(shape, rank=ranks[0], fused=fused):
-            holders = found.setdefault(piece.tensor, {}).setdefault((piece.rows, piece.columns), {})
+            owners = pieces_by_tensor.setdefault(piece.tensor, {}).setdefault(
+                (piece.rows, piece.columns), {}
+            )
             for rank in ranks:
-                holders.setdefault(rank, piece)
-    return found
+                owners.setdefault(rank, piece)
+    return pieces_by_tensor
 
 
 def find_needs(shape: ModelShape, layout: EngineLayout) -> dict[str, dict[Piece, list[int]]]:
-    """Per HF tensor, in the order of the model: each piece with the ranks that need it."""
-    found: dict[str, dict[Piece, list[int]]] = {name: {} for name in tensor_shapes(shape)}
-    for ranks in _ranks_by_place(layout):
+    """Find, per HF tensor in model order, each piece and the ranks that need it."""
+    pieces_by_tensor: dict[str, dict[Piece, list[int]]] = {
+        name: {} for name in tensor_shapes(shape)
+    }
+    for ranks in _group_equal_ranks(layout):
         for piece in layout.pieces(shape, rank=ranks[0]):
-            found[piece.tensor].setdefault(piece, []).extend(ranks)
-    return found
+            pieces_by_tensor[piece.tensor].setdefault(piece, []).extend(ranks)
+    return pieces_by_tensor
 
 
-def _ranks_by_place(layout: ActorLayout | EngineLayout) -> list[list[int]]:
-    by_place: dict[tuple[int, ...], list[int]] = {}
+def _group_equal_ranks(layout: ActorLayout | EngineLayout) -> list[list[int]]:
+    groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(layout.world_size):
-        by_place.setdefault(layout.place(rank), []).append(rank)
-    return list(by_place.values())
+        groups.setdefault(layout.shard_coordinates(rank), []).append(rank)
+    return list(groups.values())
 
 
 def layout_of(topology: Topology) -> ActorLayout:
-    """The actor layout that a rank's topology belongs to."""
+    """Return the actor layout of a topology."""
     return ActorLayout(
         tensor=topology.tp_size,
         pipeline=topology.pp_size,
@@ -179,5 +184,5 @@ def layout_of(topology: Topology) -> ActorLayout:
 
 
 def has_fused_names(parameters: Iterable[str]) -> bool:
-    """Whether parameters carry the names of Transformer Engine's layers."""
+    """Return whether parameters have the names of Transformer Engine's layers."""
     return any(name.endswith("layer_norm_weight") for name in parameters)

@@ -1,25 +1,29 @@
-"""Which rectangle of which Hugging Face tensor lies where in the parameters of one rank.
+"""Rectangles of Hugging Face tensors and their places in the parameters of one rank.
 
 HF tensors are the common coordinates of everything that moves weights: loading a checkpoint
 copies pieces of HF tensors into local parameters, exporting copies them back, and resharding
-intersects the pieces that a Megatron rank holds with the pieces that a vLLM rank needs.
+intersects the pieces that a Megatron rank has with the pieces that a vLLM rank needs.
 
-Everything is seen as a matrix: a vector of n elements is [n, 1], and a parameter with more than
-two dimensions (vLLM's experts) is flattened to two, its last dimension kept as columns.
+Every tensor is viewed as a matrix: a vector of n elements is [n, 1], and a parameter with more than
+two dimensions (vLLM's experts) is flattened to two, with its last dimension as columns.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
-
+from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape, weight_shapes
 from megatron_rl.models.weights import EMBEDDING, OUTPUT_LAYER, Weight
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 # vLLM's DEFAULT_VOCAB_PADDING_SIZE. Megatron's embedding is padded to the same multiple, so that
-# equal tensor parallel sizes cut the vocabulary at the same rows.
+# equal tensor parallel sizes shard the vocabulary at the same rows.
 VOCABULARY_MULTIPLE = 64
 
 Span = tuple[int, int]
@@ -45,31 +49,31 @@ class Piece(NamedTuple):
         """Number of elements."""
         return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
 
-    def crop(self, rows: Span, columns: Span) -> "Piece":
-        """The part that covers `rows` and `columns` of the HF tensor."""
+    def crop(self, rows: Span, columns: Span) -> Piece:
+        """Return the part that covers `rows` and `columns` of the HF tensor."""
         if (rows, columns) == (self.rows, self.columns):
             return self
         top, left = self.top + rows[0] - self.rows[0], self.left + columns[0] - self.columns[0]
         return Piece(self.tensor, rows, columns, self.parameter, top, left)
 
     def of_tensor(self, tensor: Tensor) -> Tensor:
-        """The rectangle of the full HF `tensor`, as a view [height, width]."""
+        """Return the rectangle of the full HF `tensor`, as a view [height, width]."""
         return as_matrix(tensor)[slice(*self.rows), slice(*self.columns)]
 
     def of_parameter(self, parameter: Tensor) -> Tensor:
-        """The same rectangle in the local `parameter`, as a view [height, width]."""
+        """Return the rectangle in the local `parameter`, as a view [height, width]."""
         height, width = self.shape
         matrix = as_matrix(parameter)
         return matrix[self.top : self.top + height, self.left : self.left + width]
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """`tensor` as a two-dimensional view: [n] as [n, 1], [a, b, c] as [a * b, c]."""
+    """View `tensor` in two dimensions: [n] as [n, 1], [a, b, c] as [a * b, c]."""
     return tensor.view(-1, 1) if tensor.dim() == 1 else tensor.view(-1, tensor.shape[-1])
 
 
 def parameter_shapes(pieces: Iterable[Piece]) -> dict[str, tuple[int, int]]:
-    """Smallest matrix shape of each local parameter that its pieces fit in."""
+    """Return the smallest matrix shape of each local parameter that contains its pieces."""
     shapes: dict[str, tuple[int, int]] = {}
     for piece in pieces:
         height, width = shapes.get(piece.parameter, (0, 0))
@@ -79,29 +83,29 @@ def parameter_shapes(pieces: Iterable[Piece]) -> dict[str, tuple[int, int]]:
 
 
 def padded_vocabulary(vocab_size: int, *, tp_size: int) -> int:
-    """Rows of the embedding: the vocabulary rounded up to a multiple of 64 and of tp."""
+    """Return the rows of the embedding: vocabulary rounded up to a multiple of 64 and of tp."""
     multiple = math.lcm(VOCABULARY_MULTIPLE, tp_size)
     return -(-vocab_size // multiple) * multiple
 
 
 def stage_layers(num_layers: int, *, pp_rank: int, pp_size: int) -> range:
-    """The global layers of one pipeline stage, cut evenly.
+    """Return the global layers of one pipeline stage, divided evenly.
 
-    Raises ValueError when the layers cannot be divided among the stages.
+    Raises ValueError if the stages do not divide the layers.
     """
     if num_layers % pp_size:
-        raise ValueError(f"{num_layers} layers cannot be divided among {pp_size} pipeline stages")
+        raise UserError(f"{num_layers} layers cannot be divided among {pp_size} pipeline stages")
     depth = num_layers // pp_size
     return range(pp_rank * depth, (pp_rank + 1) * depth)
 
 
 def _require_divisible(size: int, what: str, *, by: int, of: str) -> None:
     if size % by:
-        raise ValueError(f"{size} {what} cannot be divided by {of} {by}")
+        raise UserError(f"{size} {what} cannot be divided by {of} {by}")
 
 
-def what_is_cut(shape: ModelShape) -> tuple[tuple[str, int, str], ...]:
-    """What the actor's parallel sizes must divide: (which size, how many, of what)."""
+def sharded_sizes(shape: ModelShape) -> tuple[tuple[str, int, str], ...]:
+    """List what the actor's parallel sizes must divide: (kind of size, number, name)."""
     heads = (
         ("tensor", shape.num_attention_heads, "attention heads"),
         ("tensor", shape.num_query_groups, "key-value heads"),
@@ -119,25 +123,27 @@ def what_is_cut(shape: ModelShape) -> tuple[tuple[str, int, str], ...]:
 
 def _require_fit(shape: ModelShape, *, tp_size: int, ep_size: int, expert_tp_size: int) -> None:
     sizes = {"tensor": tp_size, "expert tensor": expert_tp_size, "expert parallel": ep_size}
-    for kind, whole, name in what_is_cut(shape):
+    for kind, whole, name in sharded_sizes(shape):
         _require_divisible(whole, name, by=sizes[kind], of=f"{kind} size")
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where one parameter lives: its local name, the global layer and expert, and its shard."""
+class _Target:
+    """A local parameter: its name, global layer and expert, and its shard."""
 
     parameter: str
     layer: int
     expert: int
     rank: int
     size: int
-    top: int = 0  # of these rectangles in the parameter, where vLLM stacks experts
+    top: int = 0  # offset in the parameter, where vLLM stacks experts
 
 
-def _piece(weight: Weight, index: int, rows: Span, columns: Span, place: _Place, at: int) -> Piece:
-    name = weight.hf[index].format(layer=place.layer, expert=place.expert)
-    return Piece(name, rows, columns, place.parameter, place.top + at)
+def _piece(
+    weight: Weight, index: int, rows: Span, columns: Span, target: _Target, offset: int
+) -> Piece:
+    name = weight.hf[index].format(layer=target.layer, expert=target.expert)
+    return Piece(name, rows, columns, target.parameter, target.top + offset)
 
 
 def _shard(total: int, rank: int, size: int) -> Span:
@@ -149,53 +155,53 @@ def _width(size: tuple[int, ...]) -> Span:
 
 
 def _simple_pieces(
-    weight: Weight, *, shape: ModelShape, place: _Place, padded_rows: int
+    weight: Weight, *, shape: ModelShape, target: _Target, padded_rows: int
 ) -> Iterator[Piece]:
-    """Pieces of every kind but qkv; `padded_rows` is the padded vocabulary."""
+    """Yield the pieces of every kind except qkv; `padded_rows` is the padded vocabulary."""
     sizes = weight_shapes(weight, shape=shape)
     height, width = sizes[0][0], _width(sizes[0])
     if weight.cut == "replicated":
-        yield _piece(weight, 0, (0, height), width, place, 0)
+        yield _piece(weight, 0, (0, height), width, target, 0)
     elif weight.cut == "vocabulary":
-        start, stop = _shard(padded_rows, place.rank, place.size)
+        start, stop = _shard(padded_rows, target.rank, target.size)
         if start < height:  # a shard may consist of padding only
-            yield _piece(weight, 0, (start, min(stop, height)), width, place, 0)
+            yield _piece(weight, 0, (start, min(stop, height)), width, target, 0)
     elif weight.cut == "columns":
-        yield _piece(weight, 0, (0, height), _shard(width[1], place.rank, place.size), place, 0)
+        yield _piece(weight, 0, (0, height), _shard(width[1], target.rank, target.size), target, 0)
     else:
         assert weight.cut == "gate_up", f"no rule for {weight.cut}"
-        span = _shard(height, place.rank, place.size)
+        span = _shard(height, target.rank, target.size)
         for index in range(2):
-            yield _piece(weight, index, span, width, place, index * (span[1] - span[0]))
+            yield _piece(weight, index, span, width, target, index * (span[1] - span[0]))
 
 
-def _interleaved_qkv(weight: Weight, *, shape: ModelShape, place: _Place) -> Iterator[Piece]:
-    """Megatron's order: for every query group its query heads, then its key, then its value."""
+def _interleaved_qkv(weight: Weight, *, shape: ModelShape, target: _Target) -> Iterator[Piece]:
+    """Yield pieces in Megatron's order: per query group its query heads, its key, its value."""
     width = _width(weight_shapes(weight, shape=shape)[0])
     queries = shape.num_attention_heads // shape.num_query_groups * shape.head_dim
     heights = (queries, shape.head_dim, shape.head_dim)
-    at = 0
-    for group in range(*_shard(shape.num_query_groups, place.rank, place.size)):
+    offset = 0
+    for group in range(*_shard(shape.num_query_groups, target.rank, target.size)):
         for index, height in enumerate(heights):
             rows = (group * height, (group + 1) * height)
-            yield _piece(weight, index, rows, width, place, at)
-            at += height
+            yield _piece(weight, index, rows, width, target, offset)
+            offset += height
 
 
-def _concatenated_qkv(weight: Weight, *, shape: ModelShape, place: _Place) -> Iterator[Piece]:
-    """vLLM's order: query heads, key heads, value heads; key heads repeat where they are fewer."""
+def _concatenated_qkv(weight: Weight, *, shape: ModelShape, target: _Target) -> Iterator[Piece]:
+    """Yield pieces in vLLM's order: query, key, value heads; too few key heads are repeated."""
     sizes = weight_shapes(weight, shape=shape)
-    at = 0
+    offset = 0
     for index, size in enumerate(sizes):
         heads = size[0] // shape.head_dim
-        if heads >= place.size:
-            first, last = _shard(heads, place.rank, place.size)
+        if heads >= target.size:
+            first, last = _shard(heads, target.rank, target.size)
         else:
-            first = place.rank * heads // place.size
+            first = target.rank * heads // target.size
             last = first + 1
         rows = (first * shape.head_dim, last * shape.head_dim)
-        yield _piece(weight, index, rows, _width(size), place, at)
-        at += rows[1] - rows[0]
+        yield _piece(weight, index, rows, _width(size), target, offset)
+        offset += rows[1] - rows[0]
 
 
 def megatron_pieces(
@@ -213,15 +219,15 @@ def megatron_pieces(
     fused: bool = False,
     prefix: str = "",
 ) -> tuple[Piece, ...]:
-    """The pieces that tile every parameter of one Megatron model chunk.
+    """Return the pieces that tile every parameter of one Megatron model chunk.
 
     layers: global layers of this chunk (all by default); local names count from 0.
-    expert_tp_*: tensor parallelism of the experts, that of the attention by default.
+    expert_tp_*: tensor parallelism of the experts, by default that of attention.
     fused: use the parameter names of Transformer Engine's layers.
     prefix: put before every parameter name (`decoder.`, a virtual stage's chunk).
     Vocabulary rows beyond the model's vocabulary are padding and have no piece. With tied
-    embeddings a last stage that is not also the first holds a second copy of the embedding.
-    Raises ValueError when heads or feed-forward units cannot be divided.
+    embeddings a last stage that is not also the first has a second copy of the embedding.
+    Raises ValueError if heads or feed-forward units cannot be divided.
     """
     layers = range(shape.num_layers) if layers is None else layers
     expert_rank = tp_rank if expert_tp_rank is None else expert_tp_rank
@@ -232,11 +238,13 @@ def megatron_pieces(
 
     def add(weight: Weight, name: str, layer: int = 0, expert: int = 0) -> None:
         rank, size = (expert_rank, expert_size) if weight.part == "expert" else (tp_rank, tp_size)
-        place = _Place(prefix + name, layer, expert, rank, size)
+        target = _Target(prefix + name, layer, expert, rank, size)
         if weight.cut == "qkv":
-            pieces.extend(_interleaved_qkv(weight, shape=shape, place=place))
+            pieces.extend(_interleaved_qkv(weight, shape=shape, target=target))
         else:
-            pieces.extend(_simple_pieces(weight, shape=shape, place=place, padded_rows=padded_rows))
+            pieces.extend(
+                _simple_pieces(weight, shape=shape, target=target, padded_rows=padded_rows)
+            )
 
     for weight in shape.weights:
         name = weight.fused if fused and weight.fused else weight.megatron
@@ -248,9 +256,9 @@ def megatron_pieces(
             add(weight, name)
         elif weight.part in ("layer", "expert"):
             total = shape.experts.num_experts if weight.part == "expert" and shape.experts else 1
-            held = range(*_shard(total, ep_rank, ep_size)) if total > 1 else range(1)
+            local_experts = range(*_shard(total, ep_rank, ep_size)) if total > 1 else range(1)
             for local_layer, layer in enumerate(layers):
-                for local_expert, expert in enumerate(held):
+                for local_expert, expert in enumerate(local_experts):
                     local = name.format(layer=local_layer, expert=local_expert)
                     add(weight, local, layer, expert)
     return tuple(pieces)
@@ -259,10 +267,10 @@ def megatron_pieces(
 def vllm_pieces(
     shape: ModelShape, *, tp_rank: int = 0, tp_size: int = 1, expert_parallel: bool = False
 ) -> tuple[Piece, ...]:
-    """The pieces that tile every parameter of one rank of a vLLM engine, by vLLM's own names.
+    """Return the pieces that tile every parameter of one vLLM rank, with vLLM's names.
 
-    expert_parallel: ranks hold whole experts (vLLM's `enable_expert_parallel`, placed linearly)
-    instead of a slice of every expert. Raises ValueError when the layout does not fit the model.
+    expert_parallel: whole experts on each rank (vLLM's `enable_expert_parallel`, in linear order)
+    instead of a slice of every expert. Raises ValueError if the layout does not fit the model.
     """
     heads, groups = shape.num_attention_heads, shape.num_query_groups
     ffn = shape.experts.ffn_hidden_size if shape.experts else shape.ffn_hidden_size
@@ -274,7 +282,7 @@ def vllm_pieces(
     if shape.experts and (shared := shape.experts.shared_ffn_hidden_size):
         _require_divisible(shared, "units of the shared expert", by=tp_size, of=of)
     if heads % tp_size or (groups % tp_size and tp_size % groups):
-        raise ValueError(
+        raise UserError(
             f"{heads} attention heads and {groups} key-value heads do not fit "
             f"vLLM's tensor parallel size {tp_size}"
         )
@@ -282,21 +290,25 @@ def vllm_pieces(
     pieces: list[Piece] = []
     for weight in shape.weights:
         layers = range(shape.num_layers) if weight.part in ("layer", "expert") else range(1)
-        held, rank, size = range(1), tp_rank, tp_size
+        local_experts, rank, size = range(1), tp_rank, tp_size
         if weight.part == "expert" and shape.experts:
-            held = range(shape.experts.num_experts)
+            local_experts = range(shape.experts.num_experts)
             if expert_parallel:
-                held, rank, size = range(*_shard(len(held), tp_rank, tp_size)), 0, 1
+                local_experts, rank, size = (
+                    range(*_shard(len(local_experts), tp_rank, tp_size)),
+                    0,
+                    1,
+                )
         for layer in layers:
             stacked = 0
-            for expert in held:
+            for expert in local_experts:
                 name = weight.vllm.format(layer=layer)
-                place = _Place(name, layer, expert, rank, size, top=stacked)
+                target = _Target(name, layer, expert, rank, size, top=stacked)
                 if weight.cut == "qkv":
-                    new = tuple(_concatenated_qkv(weight, shape=shape, place=place))
+                    new = tuple(_concatenated_qkv(weight, shape=shape, target=target))
                 else:
                     simple = _simple_pieces(
-                        weight, shape=shape, place=place, padded_rows=padded_rows
+                        weight, shape=shape, target=target, padded_rows=padded_rows
                     )
                     new = tuple(simple)
                 pieces.extend(new)
@@ -307,10 +319,10 @@ def vllm_pieces(
 def vllm_parameter_shapes(
     shape: ModelShape, *, tp_rank: int = 0, tp_size: int = 1, expert_parallel: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter of vLLM's model on one rank, padding included.
+    """Return the shape of every parameter of vLLM's model on one rank, including padding.
 
-    Follows from the pieces but for three facts: the vocabulary is padded, experts are stacked in
-    a dimension of their own, and a tied output layer is listed although it is the embedding.
+    Derived from the pieces, with three exceptions: the vocabulary is padded, experts are stacked
+    in an extra dimension, and a tied output layer is listed although it is the embedding.
     """
     pieces = vllm_pieces(shape, tp_rank=tp_rank, tp_size=tp_size, expert_parallel=expert_parallel)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -325,6 +337,6 @@ def vllm_parameter_shapes(
     for weight in shape.weights:
         if weight.cut == "vocabulary":
             shapes[weight.vllm] = (padded // tp_size, shape.hidden_size)
-    if shape.tied_embeddings:  # the same memory, but vLLM loads it as a parameter of its own
+    if shape.tied_embeddings:  # the same memory, but vLLM loads it as a separate parameter
         shapes[OUTPUT_LAYER.vllm] = shapes[EMBEDDING.vllm]
     return shapes

@@ -1,4 +1,4 @@
-"""A weight push by plan, verified: the sequence of one push, its errors and its numbers."""
+"""Planned and verified weight transfer from actor to engine: steps, errors and statistics."""
 
 import time
 from collections import deque
@@ -10,64 +10,64 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.distributed.agreement import raise_together, sum_over_ranks
+from megatron_rl.distributed.agreement import raise_across_ranks, sum_over_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import ModelShape, tensor_shapes
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout, has_fused_names, layout_of
-from megatron_rl.resharding.plan import RankPlan, plan_for_rank
+from megatron_rl.resharding.push_schedule import RankPlan, plan_for_rank
 from megatron_rl.resharding.scratch import Scratch
 from megatron_rl.resharding.transfer import ExchangeError, Transfer
 from megatron_rl.resharding.verify import Ledger, check_parameters
 
 
-class WeightHolder(Protocol):
-    """Anything that holds Megatron shards of a model: the actor, or shards cut by a test."""
+class WeightSource(Protocol):
+    """An object with Megatron shards of a model, such as the actor."""
 
     @property
     def shape(self) -> ModelShape:
-        """The whole model's shape."""
+        """Shape of the whole model."""
         ...
 
     @property
     def topology(self) -> Topology:
-        """This rank's place."""
+        """Topology of this rank."""
         ...
 
     def named_parameters_local(self) -> Mapping[str, Tensor]:
-        """This rank's parameters by their local names."""
+        """Return this rank's parameters by their local names."""
         ...
 
 
 class WeightReceiver(Protocol):
-    """The part of a rollout engine that weights go into."""
+    """The part of a rollout engine that receives weights."""
 
     layout: EngineLayout
     dtype: torch.dtype
 
     def check_idle(self) -> None:
-        """RuntimeError while requests are running: weights must not change under them."""
+        """Raise RuntimeError while requests are running: their weights must not change."""
         ...
 
     def receive(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> float:
-        """Replace every parameter; returns the seconds that resetting caches took."""
+        """Replace every parameter; returns the seconds spent resetting caches."""
         ...
 
     def live_parameters(self) -> Mapping[str, Tensor] | None:
-        """The engine's own parameters, laid out as its table says; None where they are not."""
+        """Return the engine's own parameters; None unless their layout is the expected one."""
         ...
 
     def overwrite(self, write: Callable[[], object], *, version: int) -> float:
-        """Let `write` replace every live parameter; returns seconds as `receive` does."""
+        """Call `write` to replace every live parameter; returns seconds like `receive`."""
         ...
 
     def invalidate(self) -> None:
-        """Refuse to generate until other weights are received."""
+        """Refuse to generate until new weights arrive."""
         ...
 
 
 @dataclass(frozen=True)
 class SyncStats:
-    """What one weight push cost: seconds on this rank, bytes summed over all ranks."""
+    """Cost of one weight sync: seconds on this rank, bytes summed over all ranks."""
 
     seconds: float
     bytes_sent: int  # between processes
@@ -75,7 +75,7 @@ class SyncStats:
     phases: Mapping[str, float] = field(default_factory=dict)  # seconds by phase
 
     def to_metrics(self) -> dict[str, float]:
-        """Metrics of a training step, by their names in metrics.jsonl."""
+        """Return the metrics of a training step, by their names in metrics.jsonl."""
         rate = self.bytes_sent / self.seconds / 1e9 if self.seconds > 0 else 0.0
         return {
             "sync/seconds": self.seconds,
@@ -88,16 +88,16 @@ class SyncStats:
 
 @dataclass(frozen=True)
 class ReshardSettings:
-    """How weights are moved and how closely that is watched.
+    """Settings of the weight transfer and its verification.
 
-    bucket_bytes: half of the extra memory of a push: two rounds on the wire and, on the way through
-        the engine's loaders, the tensors that are being assembled. On CPU it is kept for the next.
-    full_check_every: pushes between checks of every single slice; the first one always is one,
-        0 means no further ones. Every push compares a checksum of every message.
-    direct: write into the engine's own parameters where they are laid out as the table says
-        (on CUDA); otherwise, and where False, through vLLM's loaders.
-    time_limit: seconds for the exchange of one push before giving up.
-    ranks_per_node: what one rank of a node has, the others get from it; None: all are on one node.
+    bucket_bytes: half of the extra memory of a transfer: two rounds of messages and, when loading
+        through the engine's loaders, partly assembled tensors. On CPU this memory is kept.
+    full_check_every: syncs between checks of every slice, starting with the first; 0 checks only
+        the first. Every sync compares a checksum of every message.
+    direct: write into the engine's own parameters if their layout is the expected one (on CUDA);
+        otherwise, and if False, load through vLLM's loaders.
+    time_limit: seconds for the exchange of one sync before it fails.
+    ranks_per_node: weights cross between nodes once and are forwarded within each; None: one node.
     """
 
     bucket_bytes: int = 64 << 20
@@ -108,30 +108,30 @@ class ReshardSettings:
 
 
 def check_ends(
-    holder: WeightHolder, receiver: WeightReceiver, *, doing: str, time_limit: float | None = None
+    source: WeightSource, receiver: WeightReceiver, *, doing: str, time_limit: float | None = None
 ) -> Mapping[str, Tensor]:
-    """The holder's local parameters, once all ranks are ready; collective, changes nothing.
+    """Return the source's local parameters once all ranks are ready; collective, read-only.
 
-    Raises on every rank when parameters of any rank do not fit the table (naming them) or its
-    engine is generating: the error itself on that rank, RuntimeError elsewhere.
+    Raises on every rank if any rank's parameters are not as expected (naming them) or its engine
+    is generating: the error itself on that rank, RuntimeError elsewhere.
     """
     error: Exception | None = None
     parameters: Mapping[str, Tensor] = {}
     try:
         receiver.check_idle()
-        parameters = holder.named_parameters_local()
-        layout, fused = layout_of(holder.topology), has_fused_names(parameters)
-        pieces = layout.pieces(holder.shape, rank=holder.topology.rank, fused=fused)
+        parameters = source.named_parameters_local()
+        layout, fused = layout_of(source.topology), has_fused_names(parameters)
+        pieces = layout.pieces(source.shape, rank=source.topology.rank, fused=fused)
         check_parameters(parameters, pieces, layout=layout)
-    except Exception as found:  # noqa: BLE001 - the others must not wait, whatever it is
-        error = found
-    raise_together(error, doing=doing, time_limit=time_limit)
+    except Exception as caught:  # noqa: BLE001 - other ranks must not wait, whatever it is
+        error = caught
+    raise_across_ranks(error, doing=doing, time_limit=time_limit)
     return parameters
 
 
 @dataclass
 class Resharder:
-    """Pushes weights from one actor layout to one receiver, again and again."""
+    """Repeated weight transfers from actor layouts to one receiver, with cached plans."""
 
     receiver: WeightReceiver
     settings: ReshardSettings = ReshardSettings()
@@ -139,20 +139,20 @@ class Resharder:
     _scratch: Scratch | None = None
     _plans: dict[tuple[ModelShape, ActorLayout, bool, bool], RankPlan] = field(default_factory=dict)
 
-    def push(self, holder: WeightHolder, *, version: int) -> SyncStats:
-        """Bring all weights over; collective over all processes.
+    def push(self, source: WeightSource, *, version: int) -> SyncStats:
+        """Transfer all weights; collective over all processes.
 
         Raises on every rank: the error itself where it happened, RuntimeError elsewhere;
-        ExchangeError or RankTimeoutError when a rank hangs or dies. Nothing has changed when
-        parameters do not fit the table or an engine is generating. After any later error, as when
-        an engine refuses weights or checksums differ, no receiver has valid weights.
+        ExchangeError or RankTimeoutError if a rank hangs or dies. If parameters are not as
+        expected or an engine is generating, nothing has changed. After any later error, such as an
+        engine rejecting weights or differing checksums, no receiver has valid weights.
         """
         start = time.perf_counter()
-        doing = f"weight push {version}, {layout_of(holder.topology)} to {self.receiver.layout}"
+        doing = f"weight sync {version}, {layout_of(source.topology)} to {self.receiver.layout}"
         limit = self.settings.time_limit
-        parameters = check_ends(holder, self.receiver, doing=doing, time_limit=limit)
+        parameters = check_ends(source, self.receiver, doing=doing, time_limit=limit)
         try:
-            plan, phases = self._transfer(holder, parameters, version=version, doing=doing)
+            plan, phases = self._transfer(source, parameters, version=version, doing=doing)
         except BaseException as error:
             self.receiver.invalidate()
             if isinstance(error, ExchangeError):
@@ -167,28 +167,28 @@ class Resharder:
         )
 
     def _transfer(
-        self, holder: WeightHolder, parameters: Mapping[str, Tensor], *, version: int, doing: str
+        self, source: WeightSource, parameters: Mapping[str, Tensor], *, version: int, doing: str
     ) -> tuple[RankPlan, dict[str, float]]:
-        """Exchange, load, compare; the plan and the seconds of each phase."""
+        """Exchange, load and verify; returns the plan and the seconds of each phase."""
         start = time.perf_counter()
-        limit, device = self.settings.time_limit, holder.topology.device
+        limit, device = self.settings.time_limit, source.topology.device
         if not self._pushes and device.type == "cuda":
-            # NCCL's first point-to-point message needs a communicator that all ranks made together.
+            # NCCL's first point-to-point message needs a communicator that all ranks create.
             dist.all_reduce(torch.zeros(1, device=device))
         live = self.receiver.live_parameters() if self.settings.direct else None
         if sum_over_ranks(int(live is None), doing=doing, time_limit=limit):
-            live = None  # the rounds of the two ways differ: all ranks go the same
-        plan = self._plan(holder, fused=has_fused_names(parameters), direct=live is not None)
+            live = None  # the two modes have different rounds: all ranks use the same one
+        plan = self._plan(source, fused=has_fused_names(parameters), direct=live is not None)
         plan_seconds = time.perf_counter() - start
         dtype = self.receiver.dtype
         scratch = self._scratch or Scratch(dtype, device, limit=self.settings.bucket_bytes)
-        self._scratch = None  # of a push that fails the memory may still be written to
-        every = self.settings.full_check_every
-        full = self._pushes % every == 0 if every else self._pushes == 0
+        self._scratch = None  # after a failed transfer, its memory may still be written to
+        interval = self.settings.full_check_every
+        full = self._pushes % interval == 0 if interval else self._pushes == 0
         transfer = Transfer(
             plan=plan,
             parameters=parameters,
-            shapes=tensor_shapes(holder.shape),
+            shapes=tensor_shapes(source.shape),
             dtype=dtype,
             device=device,
             ledger=Ledger(plan, full=full, dtype=dtype, device=device),
@@ -207,19 +207,20 @@ class Resharder:
             raise RuntimeError(f"{doing}: checksums differ after the transfer for {names}")
         return plan, {"plan": plan_seconds, "load": load_seconds, **transfer.seconds}
 
-    def _plan(self, holder: WeightHolder, *, fused: bool, direct: bool) -> RankPlan:
-        layout = layout_of(holder.topology)
-        key = (holder.shape, layout, fused, direct)
+    def _plan(self, source: WeightSource, *, fused: bool, direct: bool) -> RankPlan:
+        layout = layout_of(source.topology)
+        key = (source.shape, layout, fused, direct)
         if key not in self._plans:
-            # Two rounds are alive at once, on the wire and in what they add to. For loaders that is
-            # half a bucket on the wire and one of tensors; the rest is for tensors that they keep.
-            most = self.settings.bucket_bytes // self.receiver.dtype.itemsize
-            wire, tensors = (most, None) if direct else (most // 4, most // 2)
+            # Two rounds exist at once, in messages and in the tensors being assembled. For loaders
+            # that is half a bucket of messages and one of tensors; the rest is for tensors that
+            # they keep.
+            elements = self.settings.bucket_bytes // self.receiver.dtype.itemsize
+            wire, tensors = (elements, None) if direct else (elements // 4, elements // 2)
             self._plans[key] = plan_for_rank(
-                holder.shape,
+                source.shape,
                 layout,
                 self.receiver.layout,
-                rank=holder.topology.rank,
+                rank=source.topology.rank,
                 wire_elements=max(1, wire),
                 tensor_elements=tensors,
                 fused=fused,
@@ -228,7 +229,7 @@ class Resharder:
         return self._plans[key]
 
     def _load(self, transfer: Transfer, *, version: int, doing: str) -> float:
-        """Let the receiver pull all tensors; seconds that it spent outside the exchange."""
+        """Load all tensors into the receiver; returns the seconds spent outside the exchange."""
         error: Exception | None = None
         start = time.perf_counter()
         try:
@@ -240,21 +241,21 @@ class Resharder:
                 cache_seconds = self.receiver.receive(transfer.tensors(), version=version)
             transfer.seconds["cache_reset"] += cache_seconds
         except ExchangeError:
-            raise  # the others cannot be asked any more; each finds out by itself
-        except Exception as found:  # noqa: BLE001 - loaders raise KeyError, AssertionError, ...
-            error = found
+            raise  # no further collective is possible; each rank raises its own
+        except Exception as caught:  # noqa: BLE001 - loaders raise KeyError, AssertionError, ...
+            error = caught
             transfer.drain()
         seconds = time.perf_counter() - start - sum(transfer.seconds.values())
-        raise_together(error, doing=doing, time_limit=self.settings.time_limit)
+        raise_across_ranks(error, doing=doing, time_limit=self.settings.time_limit)
         return seconds
 
 
 def _agree_on_names(names: list[str], *, doing: str, time_limit: float) -> list[str]:
-    """Every rank's names together, sorted, on every rank; one integer where there are none."""
+    """Return all ranks' names, sorted; only one integer is exchanged if there are none."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return names
     if not sum_over_ranks(len(names), doing=doing, time_limit=time_limit):
         return []
-    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, names)
-    return sorted({name for each in everyone for name in each})
+    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, names)
+    return sorted({name for names_of_rank in gathered for name in names_of_rank})

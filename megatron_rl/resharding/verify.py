@@ -1,13 +1,13 @@
-"""What is verified: the shapes of what is sent, and that what arrives is what was sent.
+"""Verification of a weight transfer: shapes before sending, checksums after arrival.
 
-A message ends with the sum of its words, which its sender took, at memory speed; whoever receives
-it adds them up again. A full check adds a checksum of every slice that also sees rows or columns in
-wrong places, read where the receiver hands the slice to the engine: with bits b[r, c] of the
-elements as integers,
+A message contains the sum of its words, computed by its sender at memory speed; each receiver
+computes it again. A full check adds a checksum of every slice, which also detects rows or columns
+in wrong positions, computed where the receiver passes the slice to the engine: with bits b[r, c] of
+the elements as integers,
 
     sum_r (r + 1) K sum_c b[r, c]  +  sum_c (c + 1) K' sum_r b[r, c]      modulo 2^64.
 
-Sums stay on the device; all of them are read at once, when the push is over.
+Sums stay on the device; all of them are read together at the end of the transfer.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_rl.resharding.layouts import ActorLayout
 from megatron_rl.resharding.pieces import Piece, parameter_shapes
-from megatron_rl.resharding.plan import Message, RankPlan
+from megatron_rl.resharding.push_schedule import Message, RankPlan
 from megatron_rl.resharding.senders import Slice
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -32,7 +32,7 @@ def check_parameters(
 ) -> None:
     """Raise ValueError naming every local parameter that is missing, extra or of a wrong shape.
 
-    Rows beyond the pieces are allowed: they pad the vocabulary.
+    Rows beyond the pieces are allowed as padding of the vocabulary.
     """
     shapes = parameter_shapes(pieces)
     problems = [f"{name} is missing" for name in shapes.keys() - parameters.keys()]
@@ -40,20 +40,18 @@ def check_parameters(
         height, width = parameter.shape[0], parameter[0].numel() if parameter.dim() > 1 else 1
         padded = "word_embeddings" in name or "output_layer" in name
         if name not in shapes:
-            if not padded:  # a shard of the vocabulary may be padding altogether
-                problems.append(f"{name} {tuple(parameter.shape)} is unknown to the table")
+            if not padded:  # a shard of the vocabulary may be padding only
+                problems.append(f"{name} {tuple(parameter.shape)} is not expected")
         elif width != shapes[name][1] or not (
             height == shapes[name][0] or (padded and height > shapes[name][0])
         ):
-            problems.append(
-                f"{name} has shape {tuple(parameter.shape)}, the table says {shapes[name]}"
-            )
+            problems.append(f"{name} has shape {tuple(parameter.shape)}, expected {shapes[name]}")
     if problems:
         raise ValueError(f"parameters of {layout}: " + "; ".join(sorted(problems)))
 
 
 def word_sum(flat: Tensor) -> Tensor:
-    """Sum of a flat contiguous tensor read as 64-bit words, zero-padded; int64 scalar."""
+    """Sum a flat contiguous tensor as zero-padded 64-bit words; int64 scalar."""
     data = flat.view(torch.uint8)
     whole = data.numel() // 8 * 8
     if data.storage_offset() % 8:
@@ -67,9 +65,9 @@ def word_sum(flat: Tensor) -> Tensor:
 
 
 def slice_checksum(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Position-dependent checksum of a matrix [h, w], int64 scalar, equal on every device.
+    """Compute a position-dependent checksum of a matrix [h, w]: int64 scalar, device-independent.
 
-    dtype: read the elements in this one. Works on blocks of rows: no copy of the matrix is made.
+    dtype: convert the elements to it first. Works on blocks of rows, without copying the matrix.
     """
     height, width = matrix.shape
     count = torch.arange(1, max(height, width) + 1, device=matrix.device)
@@ -86,74 +84,78 @@ def slice_checksum(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def block_elements(device: torch.device) -> int:
-    """Elements of a block: what a CPU's cache holds; elsewhere enough to be worth a kernel."""
+    """Return the elements of a block: a CPU's cache; elsewhere enough to amortize a kernel."""
     return 1 << (16 if device.type == "cpu" else 24)
 
 
 class Ledger:
-    """Sums of everything that this rank receives: as its sender took them, and as found here.
+    """Sums of everything that this rank receives, from the sender and computed here.
 
-    full: of every slice too, those that stay within the rank included. dtype: the engine's.
+    full: also of every slice, including those that stay within the rank. dtype: the engine's.
     """
 
     def __init__(
         self, plan: RankPlan, *, full: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.full, self.dtype = full, dtype
-        self._places: dict[int, int] = {}  # by id of the Message or the Slice
-        self._tensors: list[tuple[str, ...]] = []  # that the sum in each place stands for
+        self._indices: dict[int, int] = {}  # by id of the Message or the Slice
+        self._tensors: list[tuple[str, ...]] = []  # covered by the sum at each index
         for part in plan.rounds:
             for message in part.receives:
                 names = tuple(dict.fromkeys(each.tensor for each in message.slices))
-                self._places[id(message)] = len(self._tensors)
+                self._indices[id(message)] = len(self._tensors)
                 self._tensors.append(names)
                 self._add(message.slices)
         for slices in plan.local.values():
             self._add(slices)
-        # One tensor for all sums: kept one by one they would scatter over the heap and pin it.
-        self._told, self._found = torch.zeros(
+        # One tensor for all sums: separate ones would fragment the heap.
+        self._expected, self._actual = torch.zeros(
             2, len(self._tensors), dtype=torch.int64, device=device
         )
 
     def _add(self, slices: Iterable[Slice]) -> None:
         for each in slices if self.full else ():
-            self._places[id(each)] = len(self._tensors)
+            self._indices[id(each)] = len(self._tensors)
             self._tensors.append((each.tensor,))
 
     def sums_of(self, message: Message) -> int:
-        """How many sums travel with a message: its own, and those of its slices in a full check."""
+        """Count the sums sent with a message: its own, and those of its slices in a full check."""
         return 1 + len(message.slices) * self.full
 
     def seal(self, sums: Tensor, wires: Iterable[Tensor], matrices: Iterable[Tensor]) -> None:
-        """Write the `sums` of a message: of what it is made of on the wire, and of its slices."""
+        """Compute the `sums` of a message: of its tensors on the wire, and of its slices."""
         sums[0] = _total(wires)
         if self.full:
-            for place, matrix in enumerate(matrices, start=1):
-                sums[place] = slice_checksum(matrix, self.dtype)
+            for index, matrix in enumerate(matrices, start=1):
+                sums[index] = slice_checksum(matrix, self.dtype)
 
     def note_message(self, message: Message, sums: Tensor, wires: Iterable[Tensor]) -> None:
-        """A message as it arrived, with the sums that came with it."""
-        place = self._places[id(message)]
-        self._told[place : place + len(sums)] = sums
-        self._found[place] = _total(wires)
+        """Record a message that arrived and the sums that it contains."""
+        index = self._indices[id(message)]
+        self._expected[index : index + len(sums)] = sums
+        self._actual[index] = _total(wires)
 
     def note_local(self, slice_: Slice, matrix: Tensor) -> None:
-        """A slice that stays within this rank as the actor holds it; ignored but in full checks."""
+        """Record a slice that stays within this rank, as the actor has it; only in full checks."""
         if self.full:
-            self._told[self._places[id(slice_)]] = slice_checksum(matrix, self.dtype)
+            self._expected[self._indices[id(slice_)]] = slice_checksum(matrix, self.dtype)
 
     def note_slice(self, slice_: Slice, matrix: Tensor) -> None:
-        """A slice as the engine is given it; ignored but in full checks."""
+        """Record a slice as the engine receives it; only in full checks."""
         if self.full:
-            self._found[self._places[id(slice_)]] = slice_checksum(matrix)
+            self._actual[self._indices[id(slice_)]] = slice_checksum(matrix)
 
     def changed(self) -> list[str]:
-        """The tensors that are not what was sent, sorted; waits for the device, once."""
-        differs = (self._told != self._found).tolist()
-        wrong = {names for names, found in zip(self._tensors, differs, strict=True) if found}
-        # A slice names its tensor; a message only says that one of its tensors is wrong.
-        single = {names for names in wrong if len(names) == 1}
-        return sorted({name for names in single or wrong for name in names})
+        """Return the sorted names of tensors that differ from those sent; waits for the device."""
+        differs = (self._expected != self._actual).tolist()
+        changed = {
+            names
+            for names, is_different in zip(self._tensors, differs, strict=True)
+            if is_different
+        }
+        # A slice identifies its tensor; a message only that one of its tensors changed.
+        single = {names for names in changed if len(names) == 1}
+        return sorted({name for names in single or changed for name in names})
 
 
 def _total(wires: Iterable[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""How a verifier is called, as its signature asks, and what it may return.
+"""Call a verifier according to its signature, and check what it returns.
 
 Runs in a worker process: no torch here.
 """
@@ -8,18 +8,27 @@ import inspect
 import json
 import math
 import numbers
+import re
+import resource
 import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_rl.rewards.named import SHAPED
 from megatron_rl.rewards.verifier import NUMBER, TIME_LIMIT, Item
+from megatron_rl.texts import clean
 
-Answer = list[Any] | dict[str, str]  # [reward, reason, answer], or {"error": what went wrong}
+Answer = list[Any] | dict[str, str]  # [reward, reason, answer], or {"error": description}
 _LONGEST_VALUE = 120  # characters of a wrong return value that an error repeats
+_OTHER_LIBRARIES = {"completions": "TRL", "solution_str": "verl"}  # a parameter of their rewards
+
+
+class SignatureError(TypeError):
+    """A verifier does not accept the arguments it is called with."""
 
 
 class Call:
-    """A verifier with the way in which it wants to be called.
+    """A verifier and its calling convention.
 
     time_limit: seconds for one call; those of an async verifier for single responses run together.
     """
@@ -33,37 +42,63 @@ class Call:
         self.is_batched = names[:1] == ["texts"]
         self.wants_row = ("rows" if self.is_batched else "row") in names
         self.takes_many = self.is_batched or self.is_async
+        self._check_signature(names)
         # One loop for the process: a client that the verifier keeps belongs to it.
         self._runner = asyncio.Runner() if self.is_async else None
 
-    def judge(self, items: Sequence[Item]) -> list[Answer] | dict[str, str]:
-        """An answer for each item; where the call as a whole failed, one for all."""
+    def grade(self, items: Sequence[Item]) -> list[Answer] | dict[str, str]:
+        """Return an answer for each item, or a single one if the whole call failed."""
         try:
             if self.is_batched:
                 value = self._call_batched(items)
-                return [read_verdict(one, name=self.name) for one in self._as_list(value, items)]
+                return [read_grade(one, name=self.name) for one in self._as_list(value, items)]
             if self._runner is not None:
-                return self._runner.run(self._judge_together(items))
-            return [self._judge_one(item) for item in items]
-        except Exception:  # noqa: BLE001 - whatever it is, the parent decides
-            return {"error": traceback.format_exc()}
+                return self._runner.run(self._grade_together(items))
+            return [self._grade_one(item) for item in items]
+        except Exception as error:  # noqa: BLE001 - whatever it is, the parent decides
+            return _describe(error)
 
-    def _judge_one(self, item: Item) -> Answer:
+    def _check_signature(self, names: list[str]) -> None:
+        """Raise SignatureError if a call would fail or pass arguments in the wrong order."""
+        library = next((_OTHER_LIBRARIES[name] for name in names if name in _OTHER_LIBRARIES), None)
+        wanted = ["texts", "ground_truths", "data_sources"] if self.is_batched else [
+            "text", "ground_truth", "data_source"]  # fmt: skip
+        row = ["rows" if self.is_batched else "row"] if self.wants_row else []
         try:
-            return read_verdict(self._call(item), name=self.name)
-        except Exception:  # noqa: BLE001 - whatever it is, the parent decides
-            return {"error": traceback.format_exc()}
+            inspect.signature(self.verifier).bind(*wanted, **dict.fromkeys(row))
+            problem = ""
+        except TypeError as error:
+            problem = str(error)
+        except ValueError:  # a builtin that does not say
+            return
+        if library is not None:
+            raise SignatureError(
+                f"{self.name} has the signature of a reward of {library} ({', '.join(names)}); "
+                "here it is score(text, ground_truth, data_source), or with a fourth argument row: "
+                "docs/rewards.md has a table of theirs and ours"
+            )
+        if problem:
+            raise SignatureError(
+                f"{self.name}({', '.join(names)}) cannot be called with ({', '.join(wanted + row)})"
+                f": {problem}; docs/rewards.md lists the signatures"
+            )
 
-    async def _judge_together(self, items: Sequence[Item]) -> list[Answer]:
+    def _grade_one(self, item: Item) -> Answer:
+        try:
+            return read_grade(self._call(item), name=self.name)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the parent decides
+            return _describe(error)
+
+    async def _grade_together(self, items: Sequence[Item]) -> list[Answer]:
         async def one(item: Item) -> Answer:
             try:
                 async with asyncio.timeout(self.time_limit) as limit:
-                    return read_verdict(await self._call(item), name=self.name)
+                    return read_grade(await self._call(item), name=self.name)
             except Exception as error:  # noqa: BLE001 - whatever it is, the parent decides
                 # Its own client may have raised a TimeoutError, too.
                 if isinstance(error, TimeoutError) and limit.expired():
                     return [0.0, TIME_LIMIT, None]
-                return {"error": traceback.format_exc()}
+                return _describe(error)
 
         return list(await asyncio.gather(*map(one, items)))
 
@@ -88,25 +123,40 @@ class Call:
         return list(value)
 
 
-def read_verdict(value: Any, *, name: str) -> list[Any]:
-    """[reward, reason, answer] of what a verifier returned.
+def read_grade(value: Any, *, name: str) -> list[Any]:
+    """Convert a verifier's return value to [reward, reason, answer]; rewards may be a dict.
 
-    Raises TypeError that says what it should have returned.
+    Raises TypeError that describes the valid return values.
     """
-    if (number := _as_number(value)) is not None:
-        return [number, NUMBER, None]
+    if (reward := _as_reward(value)) is not None:
+        return [reward, NUMBER, None]
     if isinstance(value, list | tuple) and len(value) == 3:
-        reward, reason, answer = _as_number(value[0]), value[1], value[2]
+        reward, reason, answer = _as_reward(value[0]), value[1], value[2]
         if reward is not None and isinstance(reason, str) and isinstance(answer, str | None):
-            return [reward, str(reason), answer if answer is None else str(answer)]
+            return [reward, clean(reason), clean(answer)]
     raise TypeError(
         f"{name} returned {_shown(value)}; return the reward, a finite number, or a tuple (reward, "
-        "reason, answer): that number, a text, and a text or None"
+        "reason, answer): that number, a text, and a text or None. Several rewards are a dictionary"
+        ' in place of the number, as {"correct": 1.0, "format": 0.5}; names are letters, digits and'
+        f' _, and not "{SHAPED}"'
     )
 
 
+def _as_reward(value: Any) -> float | dict[str, float] | None:
+    """Convert to a finite number, or several by name; None for other values."""
+    if not isinstance(value, dict):
+        return _as_number(value)
+    rewards = {name: _as_number(one) for name, one in value.items() if _is_name(name)}
+    known = {name: one for name, one in rewards.items() if one is not None}
+    return known if value and len(known) == len(value) else None
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and bool(re.fullmatch(r"[A-Za-z]\w*", name)) and name != SHAPED
+
+
 def _as_number(value: Any) -> float | None:
-    """A finite number as a float; None for anything else. NumPy's and torch's scalars count."""
+    """Convert a finite number, also a NumPy or torch scalar, to float; None for other values."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
@@ -119,6 +169,18 @@ def _parameters(verifier: Any) -> list[str]:
         return list(inspect.signature(verifier).parameters)
     except ValueError:  # a builtin that does not say
         return []
+
+
+def _describe(error: Exception) -> dict[str, str]:
+    """Format the traceback of the current exception for the parent process."""
+    text = clean(traceback.format_exc())
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if isinstance(error, MemoryError) and limit != resource.RLIM_INFINITY:
+        text += (
+            f"a worker may use reward.memory_gib={limit / 2**30:g} GiB of address space; raise it, "
+            "or null for no limit"
+        )
+    return {"error": text}
 
 
 def _shown(value: Any) -> str:

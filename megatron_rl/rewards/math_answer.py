@@ -1,7 +1,7 @@
-r"""Is the answer of a mathematics response right?
+r"""Verifier of mathematical answers.
 
-The answer is the content of the last `\boxed{...}`, or else of the last line with `Answer:`, as
-the prompts of DAPO-Math-17k ask for it. It is right if it is the ground truth, or equal to it for
+The answer is the content of the last `\boxed{...}`, or else of the last line with `Answer:`, the
+format of DAPO-Math-17k. It is right if it equals the ground truth as text or according to
 math-verify (https://github.com/huggingface/Math-Verify).
 """
 
@@ -11,20 +11,20 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-# Here, not where it is needed: what is imported before a worker is ready is no part of the time
-# that a judgement may take, and sympy takes a second, or many from a slow disk.
+# Imported at module level, before the worker is ready, so that the seconds which sympy takes do
+# not count towards the time limit of a call.
 from math_verify import parse, verify
 
 from megatron_rl.rewards.verifier import UNPARSABLE_TRUTH
 
-# The pool's own time limit replaces math-verify's, which cannot stop a hang inside C code; it
-# says so at every call.
+# The pool's own time limit replaces math-verify's, which cannot stop a hang inside C code and
+# warns at every call when disabled.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-# An escaped brace, as in \{1, 2\}, opens and closes nothing.
+# An escaped brace, as in \{1, 2\}, is not a delimiter.
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _ANSWER_LINE = re.compile(r"answer\s*:([^\n]+)", re.IGNORECASE)
-# An integer, or a fraction of two; others are left to math-verify.
+# An integer or a fraction of integers; math-verify handles the rest.
 _RATIONAL = re.compile(
     r"(?P<integer>[+-]?[0-9]{1,30})"
     r"|(?P<sign>-?)(?:\\[dt]?frac\{(?P<top>-?[0-9]{1,30})\}\{(?P<bottom>[0-9]{1,30})\}"
@@ -32,15 +32,15 @@ _RATIONAL = re.compile(
 )
 # As in 1\,000 and 1,\!000, which math-verify cannot read.
 _THOUSANDS = re.compile(r"(?<=\d)(\\,|,\\!)(?=\d{3})")
-_LONGEST_ANSWER = 2000  # characters; what is longer is prose, and slow to parse
-_DEEPEST_ANSWER = 12  # brackets in brackets; math-verify's parser takes twice as long for each
-_LONGEST_TEXT = 1_000_000  # characters; of a longer text the end is read
+_LONGEST_ANSWER = 2000  # characters; longer answers are prose, and slow to parse
+_DEEPEST_ANSWER = 12  # nested brackets; each level doubles the time of math-verify's parser
+_LONGEST_TEXT = 1_000_000  # characters; only the end of a longer text is read
 
 
 def verify_math_answer(
     text: str, ground_truth: str, data_source: str
 ) -> tuple[float, str, str | None]:
-    """Reward 1 for the right answer, else 0, with the reason and the extracted answer."""
+    """Return reward 1 for the right answer, otherwise 0, with reason and extracted answer."""
     answer = extract_answer(text[-_LONGEST_TEXT:])
     if answer is None:
         return 0.0, "no answer", None
@@ -54,9 +54,9 @@ def verify_math_answer(
 
 
 def extract_answer(text: str) -> str | None:
-    r"""The last complete `\boxed{...}`, or else the last `Answer:` line; None if there is neither.
+    r"""Extract the last complete `\boxed{...}`, or else the last `Answer:` line, if any.
 
-    One pass over the text, whatever it holds.
+    Makes a single pass over the text.
     """
     boxed = _extract_last_box(text)
     if boxed is not None:
@@ -66,7 +66,7 @@ def extract_answer(text: str) -> str | None:
 
 
 def _extract_last_box(text: str) -> str | None:
-    open_braces: list[int | None] = []  # where the content of a box starts; None: another brace
+    open_braces: list[int | None] = []  # start of the content of a box; None: another brace
     last: tuple[int, int] | None = None
     for match in _BRACES.finditer(text):
         token = match.group()
@@ -82,7 +82,7 @@ def _extract_last_box(text: str) -> str | None:
 
 
 def _depth(answer: str) -> int:
-    """How many brackets are open at most."""
+    """Return the maximum nesting depth of brackets."""
     deepest = depth = 0
     for character in answer:
         if character in "([{":
@@ -96,12 +96,12 @@ def _depth(answer: str) -> int:
 @lru_cache(maxsize=10_000)
 def _compare(answer: str, ground_truth: str) -> tuple[float, str]:
     numbers = _as_rational(answer), _as_rational(ground_truth)
-    if None not in numbers:  # as most are: save the parser
+    if None not in numbers:  # the common case, without the parser
         return (1.0, "equal") if numbers[0] == numbers[1] else (0.0, "wrong answer")
     truth, given = _parse(ground_truth), _parse(answer)
     if verify(truth, given, timeout_seconds=None):
         return 1.0, "equal"
-    if all(isinstance(reading, str) for reading in truth):  # nothing but its text
+    if all(isinstance(reading, str) for reading in truth):  # could not be parsed
         return 0.0, UNPARSABLE_TRUTH
     return 0.0, "wrong answer" if given else "answer not understood"
 
@@ -121,9 +121,9 @@ def _as_rational(answer: str) -> Fraction | None:
 
 @lru_cache(maxsize=1000)  # a group shares its ground truth
 def _parse(answer: str) -> list[Any]:
-    """Readings of an answer: expressions of sympy, then its text; none at all where it is empty."""
+    """Parse an answer into sympy expressions followed by its text; empty for an empty answer."""
     tidy = _THOUSANDS.sub("", answer.strip("$ ").removesuffix("."))
     return parse(f"\\boxed{{{tidy}}}", parsing_timeout=None)
 
 
-_parse(r"\frac{1}{2}")  # builds the tables of the grammar, also before a worker is ready
+_parse(r"\frac{1}{2}")  # builds the tables of the grammar before the worker is ready

@@ -1,8 +1,8 @@
-"""Verifiers in worker processes, each judgement under a hard time limit.
+"""Verifiers in worker processes, with a hard time limit for each call.
 
-What a model writes can make a verifier run for hours (`100000000!`) or take all memory, inside C
-code that no exception reaches. So the parent counts the time and kills the worker that exceeds
-it; the response gets no reward, and a new worker takes over.
+A model's output can make a verifier run for hours (`100000000!`) or use all memory, inside C code
+that no exception interrupts. The parent process therefore measures the time and kills a worker
+that exceeds the limit; the response gets no reward, and a new worker starts.
 """
 
 import math
@@ -11,12 +11,13 @@ import selectors
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from megatron_rl.rewards.named import NamedRewards
 from megatron_rl.rewards.process import (
     START_SECONDS,
     PrintedLines,
@@ -24,24 +25,25 @@ from megatron_rl.rewards.process import (
     worker_environment,
 )
 from megatron_rl.rewards.verifier import FAILED, MATH_ANSWER, TIME_LIMIT, Item, VerifierError
-from megatron_rl.types import Verdict
+from megatron_rl.types import GradeResult
 
 READ_BYTES = 1 << 16
-MORE_SECONDS = 0.02  # between looks for further items
-RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)  # what passes before each new attempt
+MORE_SECONDS = 0.02  # between polls for further items
+RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)  # delay before each retry
 
 OnError = Literal["end", "zero", "retry"]
 
 
 class VerifierPool:
-    """Worker processes that judge responses; started at once, kept from step to step.
+    """Worker processes that grade responses, started immediately and kept for all steps.
 
-    time_limit: seconds one call may take.
-    batch_size: responses that a worker is given at once, where the verifier takes many.
-    on_error: what becomes of a response that the verifier fails on. `end`: VerifierError; `zero`:
-    no reward, with the reason `FAILED`; `retry`: new attempts after 1, 2, 4, 8 and 16 s, then
-    VerifierError. environment: names of variables that the verifier sees besides ordinary ones.
-    say: takes each line that the verifier prints.
+    time_limit: limit of one call in seconds.
+    batch_size: maximum responses per call, for a verifier that takes several.
+    on_error: reaction to a response on which the verifier fails. `end` raises VerifierError; `zero`
+    gives reward 0 with the reason `FAILED`; `retry` tries again after 1, 2, 4, 8 and 16 s, then
+    raises VerifierError. environment: names of additional environment variables for the verifier.
+    weights: weights of named rewards. memory_gib: address space of a worker; None: no limit.
+    echo: receives each line that the verifier prints.
     Use it as a context manager, or call `close`.
     """
 
@@ -54,61 +56,69 @@ class VerifierPool:
         batch_size: int = 32,
         on_error: OnError = "end",
         environment: Sequence[str] = (),
-        say: Callable[[str], object] = lambda line: print(line, file=sys.stderr),  # noqa: T201
+        weights: Mapping[str, float] | None = None,
+        memory_gib: float | None = 4.0,
+        echo: Callable[[str], object] = lambda line: print(line, file=sys.stderr),  # noqa: T201
     ) -> None:
         if workers < 1 or time_limit <= 0:
             raise ValueError(f"need workers >= 1 and time_limit > 0, got {workers}, {time_limit}")
         self.verifier, self.time_limit = verifier, time_limit
-        self._batch_size, self._on_error, self._say = batch_size, on_error, say
+        self._batch_size, self.on_error, self._say = batch_size, on_error, echo
         self._command = [
             *(sys.executable, "-m", "megatron_rl.rewards.worker", "--verifier", verifier),
             *("--time-limit", str(time_limit), "--parent", str(os.getpid())),
+            *(() if memory_gib is None else ("--memory-gib", str(memory_gib))),
         ]
+        self._named = NamedRewards(weights or {}, verifier=verifier)
         self._environment = worker_environment(environment)
-        # A worker ends with the thread that has started it (the kernel counts threads as parents),
-        # and others than this one come and go.
+        # A worker ends with the thread that started it (for the kernel, threads are parents), so
+        # all are started by one thread that lives as long as the pool.
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="starts verifiers")
-        self.judged = 0  # in all, for whoever looks whether there is progress
-        self._printed = PrintedLines(lambda line: say(f"{verifier}: {line}"))
+        self.judged = 0  # total number of results, to detect progress
+        self._printed = PrintedLines(lambda line: echo(f"{verifier}: {line}"))
         self._workers = [self._start_worker() for _ in range(workers)]
 
     def start(self) -> None:
-        """Wait until every worker has loaded the verifier, so that a wrong one is noticed early.
-
-        Raises VerifierError if one does not.
-        """
-        nothing = _Batch([], on_error=self._on_error)
+        """Wait until every worker has loaded the verifier; raise VerifierError if one fails."""
+        nothing = _Batch([], self._named, on_error=self.on_error)
         with selectors.DefaultSelector() as selector:
             while not all(worker.is_ready for worker in self._workers):
                 self._hand_out(nothing, selector)
                 self._collect(nothing, selector)
 
-    def try_on(self, item: Item) -> None:
-        """Judge the ground truth itself and an empty response, as a trial of the verifier.
+    def try_on(self, item: Item) -> list[GradeResult]:
+        """Grade the ground truth and an empty response as a trial, and return both results.
 
-        Raises VerifierError where it fails, or takes longer than a call may take.
+        Raises VerifierError if the verifier fails or exceeds the time limit.
         """
         texts = (item.ground_truth, "")
-        verdicts = self._verify([item._replace(text=text) for text in texts], on_error="end")
-        if any(verdict.reason == TIME_LIMIT for verdict in verdicts):
+        grade_results = self._verify([item._replace(text=text) for text in texts], on_error="end")
+        if any(grade_result.reason == TIME_LIMIT for grade_result in grade_results):
             raise VerifierError(
                 f"{self.verifier} did not judge a response within reward.time_limit_seconds="
                 f"{self.time_limit:g} in a trial; raise it, or let the module load what is slow"
             )
+        return grade_results
 
     def verify_all(
         self, items: Sequence[Item], *, more: Callable[[], Sequence[Item]] | None = None
-    ) -> list[Verdict]:
-        """A verdict for each item, in order; `more` is asked for further ones until all are judged.
+    ) -> list[GradeResult]:
+        """Grade all items, in order; `more` is polled for further items until all are graded.
 
-        A judgement that exceeds the time limit is the verdict `Verdict(0.0, TIME_LIMIT, None)`.
-        Raises VerifierError if it does not start, and as `on_error` says if its code raises, if it
-        returns no verdict, or if its process dies twice over the same response.
+        A call that exceeds the time limit gives `GradeResult(0.0, TIME_LIMIT, None)`. Raises
+        VerifierError if the verifier does not start. `on_error` applies if its code raises, if it
+        returns no reward, or if its process dies twice on the same response.
         """
-        return self._verify(items, on_error=self._on_error, more=more)
+        return self._verify(items, on_error=self.on_error, more=more)
+
+    @property
+    def is_within_limits(self) -> bool:
+        """True if calls are in progress and none exceeds its time limit; thread-safe."""
+        busy = [worker.deadline for worker in list(self._workers) if worker.places]
+        return bool(busy) and time.monotonic() <= min(busy)
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         if not self._workers:
             return
         for worker in self._workers:
@@ -134,10 +144,10 @@ class VerifierPool:
         *,
         on_error: OnError,
         more: Callable[[], Sequence[Item]] | None = None,
-    ) -> list[Verdict]:
+    ) -> list[GradeResult]:
         if not self._workers:
             raise ValueError("the verifier pool is closed")
-        batch = _Batch(list(items), on_error=on_error)
+        batch = _Batch(list(items), self._named, on_error=on_error)
         try:
             with selectors.DefaultSelector() as selector:
                 while batch.unfinished:
@@ -147,7 +157,7 @@ class VerifierPool:
                     self._hand_out(batch, selector)
                     self._collect(batch, selector, patience=MORE_SECONDS if more else math.inf)
         except BaseException:
-            self._restart_busy()  # or their late answers would be taken for the next batch's
+            self._restart_busy()  # otherwise their late answers would go to the next batch
             raise
         if batch.failures:
             count = len(batch.failures)
@@ -175,7 +185,7 @@ class VerifierPool:
         watched = [key.data for key in selector.get_map().values()]
         moments = [worker.deadline for worker in watched] + batch.delayed_until
         patience = max(min(min(moments) - time.monotonic(), patience), 0)
-        if not watched:  # all that is left waits for a new attempt
+        if not watched:  # all remaining items wait for a retry
             time.sleep(patience)
             return
         for key, _ in selector.select(patience):
@@ -185,7 +195,7 @@ class VerifierPool:
                 if not worker.places:
                     raise VerifierError(f"a verifier did not start in {START_SECONDS:.0f} s")
                 if not batch.take_back(worker.places):
-                    batch.finish(worker.places[0], Verdict(0.0, TIME_LIMIT, None))
+                    batch.finish(worker.places[0], GradeResult(0.0, TIME_LIMIT, None))
                 self.judged += 1
                 self._replace(worker, selector)
 
@@ -228,28 +238,29 @@ class VerifierPool:
 
 @dataclass
 class _Batch:
-    """Items of one call and what has become of them."""
+    """Items of one call and their state."""
 
     items: list[Item]
+    named: NamedRewards
     on_error: OnError
-    verdicts: dict[int, Verdict] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)  # those that did not end the call
-    _attempts: Counter[int] = field(default_factory=Counter)  # that failed, by place
+    grade_results: dict[int, GradeResult] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)  # failures that did not end the call
+    _attempts: Counter[int] = field(default_factory=Counter)  # failed attempts, by place
     _died: set[int] = field(default_factory=set)
-    _alone: set[int] = field(default_factory=set)  # what failed in company is judged without it
-    _delayed: dict[int, float] = field(default_factory=dict)  # place: when to try again
+    _alone: set[int] = field(default_factory=set)  # items of failed batches, graded one by one
+    _delayed: dict[int, float] = field(default_factory=dict)  # place: time of the next attempt
 
     def __post_init__(self) -> None:
         self.waiting = deque(range(len(self.items)))
 
     def add(self, items: Sequence[Item]) -> None:
-        """Judge these too, after the others."""
+        """Append further items."""
         self.waiting.extend(range(len(self.items), len(self.items) + len(items)))
         self.items.extend(items)
 
     @property
     def unfinished(self) -> bool:
-        return len(self.verdicts) < len(self.items)
+        return len(self.grade_results) < len(self.items)
 
     @property
     def delayed_until(self) -> list[float]:
@@ -262,7 +273,7 @@ class _Batch:
             self.waiting.append(place)
 
     def take(self, most: int) -> list[int]:
-        """The next places to judge in one call."""
+        """Take the next places to grade in one call."""
         places = [self.waiting.popleft()]
         while (
             len(places) < most and self.waiting and not {places[0], self.waiting[0]} & self._alone
@@ -271,14 +282,14 @@ class _Batch:
         return places
 
     def take_back(self, places: list[int]) -> bool:
-        """Have each judged alone, where it is not known which of several was at fault."""
+        """Grade several items one by one if one of them failed; False for a single item."""
         if len(places) > 1:
             self._alone.update(places)
             self.waiting.extendleft(reversed(places))
         return len(places) > 1
 
     def take_answers(self, places: list[int], answers: Any) -> None:
-        """A worker's answers; a dict where the call as a whole has failed."""
+        """Process a worker's answers, or the dict of a call that failed as a whole."""
         if isinstance(answers, dict) and self.take_back(places):
             return
         each = [answers] if isinstance(answers, dict) else answers
@@ -286,16 +297,23 @@ class _Batch:
             if isinstance(answer, dict):
                 self._fail(place, f"{self._describe(place)}:\n{answer['error']}")
             else:
-                self.finish(place, Verdict(*answer))
+                self._take_answer(place, *answer)
 
-    def finish(self, place: int, verdict: Verdict) -> None:
-        attempts = self._attempts[place]
-        self.verdicts[place] = Verdict(
-            verdict.reward, verdict.reason, verdict.extracted, retries=attempts
-        )
+    def _take_answer(self, place: int, reward: Any, reason: str, extracted: str | None) -> None:
+        rewards: dict[str, float] = {}
+        if reason != TIME_LIMIT:  # from an async verifier: no named rewards
+            try:
+                reward, rewards = self.named.add_up(reward)
+            except ValueError as error:
+                self._fail(place, f"{self._describe(place)}:\n{error}")
+                return
+        self.finish(place, GradeResult(reward, reason, extracted, rewards=rewards))
+
+    def finish(self, place: int, grade_result: GradeResult) -> None:
+        self.grade_results[place] = replace(grade_result, retries=self._attempts[place])
 
     def retry_death(self, place: int, end: str) -> None:
-        """Once: a process may be the victim of a machine short of memory."""
+        """Retry once: a process may be killed because the machine is short of memory."""
         if place in self._died:
             self._fail(place, f"{self._describe(place)}: its process died twice, {end}")
         else:
@@ -311,7 +329,7 @@ class _Batch:
             self._delayed[place] = time.monotonic() + RETRY_SECONDS[self._attempts[place]]
             self._attempts[place] += 1
         else:
-            self.finish(place, Verdict(0.0, FAILED, None))
+            self.finish(place, GradeResult(0.0, FAILED, None))
         self.failures.append(why)
 
     def _describe(self, place: int) -> str:
@@ -321,5 +339,5 @@ class _Batch:
             f"truth {ground_truth!r:.60}, response ending in {text[-60:]!r})"
         )
 
-    def in_order(self) -> list[Verdict]:
-        return [self.verdicts[place] for place in range(len(self.items))]
+    def in_order(self) -> list[GradeResult]:
+        return [self.grade_results[place] for place in range(len(self.items))]

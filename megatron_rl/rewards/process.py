@@ -1,4 +1,4 @@
-"""One worker process as its parent sees it, and what all of them print."""
+"""The parent's side of a verifier process, and the output of all of them."""
 
 import contextlib
 import json
@@ -14,8 +14,8 @@ from typing import IO, Any
 from megatron_rl.rewards.verifier import Item, VerifierError
 
 START_SECONDS = 120.0  # to import the verifier: on a crowded machine, sympy from a slow disk
-GRACE_SECONDS = 1.0  # for a worker that keeps the time limit itself
-# What a worker sees of this process's environment; keys and tokens are none of its business.
+GRACE_SECONDS = 1.0  # for a worker that enforces the time limit itself
+# Environment variables passed to a worker; API keys and tokens are not.
 _SEEN = re.compile(
     r"(PATH|HOME|USER|LOGNAME|SHELL|LANG|TZ|TMPDIR|VIRTUAL_ENV|LD_LIBRARY_PATH|SSL_CERT_FILE"
     r"|REQUESTS_CA_BUNDLE|NO_PROXY|no_proxy|LC_\w+|PYTHON\w+|XDG_\w+_HOME|\w+_NUM_THREADS"
@@ -24,9 +24,9 @@ _SEEN = re.compile(
 
 
 def worker_environment(further: Sequence[str]) -> dict[str, str]:
-    """The environment of a worker: ordinary variables, and `further` ones by name.
+    """Build the environment of a worker from the standard variables and those named in `further`.
 
-    Raises VerifierError where one of these is not set.
+    Raises VerifierError if a named variable is not set.
     """
     missing = [name for name in further if name not in os.environ]
     if missing:
@@ -35,27 +35,27 @@ def worker_environment(further: Sequence[str]) -> dict[str, str]:
         )
     seen = {name: value for name, value in os.environ.items()
             if _SEEN.fullmatch(name) or name in further}  # fmt: skip
-    # A fresh interpreter finds modules where this one does.
+    # A new interpreter finds modules in the same places as this one.
     return seen | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 class PrintedLines:
-    """What the workers' code prints, line by line, into `say`; they share one pipe."""
+    """Lines printed by the workers, which share one pipe, passed to `echo`."""
 
-    def __init__(self, say: Callable[[str], object]) -> None:
-        self._say = say
+    def __init__(self, echo: Callable[[str], object]) -> None:
+        self._say = echo
         source, self._sink = os.pipe()
         self._thread = threading.Thread(target=self._read, args=(source,), daemon=True)
         self._thread.start()
 
     def fileno(self) -> int:
-        """Where workers write."""
+        """Return the file descriptor that workers write to."""
         return self._sink
 
     def close(self) -> None:
-        """Say what is left; the workers have ended."""
+        """Pass on the remaining output, after the workers have ended."""
         os.close(self._sink)
-        self._thread.join(timeout=1)  # what a verifier has started may still hold the pipe
+        self._thread.join(timeout=1)  # a child of a verifier may still have the pipe open
 
     def _read(self, source: int) -> None:
         with os.fdopen(source, encoding="utf-8", errors="replace") as lines:
@@ -64,9 +64,9 @@ class PrintedLines:
 
 
 class WorkerProcess:
-    """One process; `places` are the items it is judging: none while it starts or waits.
+    """One worker process; `places` are the items it is grading, empty while it starts or waits.
 
-    It ends with the thread that makes it.
+    It ends with the thread that creates it.
     """
 
     def __init__(
@@ -98,25 +98,25 @@ class WorkerProcess:
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
-    def get_ready(self, said: dict[str, bool]) -> None:
-        """The verifier is loaded and wants to be called so."""
+    def get_ready(self, stdout_text: dict[str, bool]) -> None:
+        """Record that the verifier is loaded, and its calling convention."""
         self.is_ready, self.takes_many, self._wants_row = (
             True,
-            said["takes_many"],
-            said["wants_row"],
+            stdout_text["takes_many"],
+            stdout_text["wants_row"],
         )
 
     def send(self, places: list[int], items: Sequence[Item], *, time_limit: float) -> None:
-        """Let it judge; `places` are those of `items` in their batch."""
+        """Send items to grade; `places` are their positions in the batch."""
         grace = GRACE_SECONDS if self.takes_many else 0.0
         self.places, self.deadline = places, time.monotonic() + time_limit + grace
         request = [item if self._wants_row else item[:3] for item in items]
-        with contextlib.suppress(BrokenPipeError):  # it has died; reading its output says so
+        with contextlib.suppress(BrokenPipeError):  # it has died; reading its output shows that
             self._input.write(json.dumps(request).encode() + b"\n")
             self._input.flush()
 
     def take(self, chunk: bytes) -> Any:
-        """What it said, or None while a part of it is missing."""
+        """Append received bytes; return the decoded line once it is complete, otherwise None."""
         self._received += chunk
         if not self._received.endswith(b"\n"):
             return None
@@ -127,7 +127,7 @@ class WorkerProcess:
         return f"exit status {self._process.wait()}"
 
     def stop(self) -> None:
-        """End it in peace: its input ends."""
+        """Stop the process by closing its input; kill it if it is busy."""
         with contextlib.suppress(BrokenPipeError):  # it has died with something unread
             self._input.close()
         if self.is_waited_for:

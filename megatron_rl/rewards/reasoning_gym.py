@@ -1,9 +1,9 @@
 """Tasks of reasoning-gym (https://github.com/open-thought/reasoning-gym) with rewards of 0 or 1.
 
-`tools/make_reasoning_gym.py` writes prompts; this judges. The reward is 1 where the task's own
-checker gives its full score, and 0 below: partial scores mean other things in other tasks. The
-checker runs in a verifier's process, under its time limit. A task whose checker hands the answer to
-something that evaluates text is refused: what a model writes is never run.
+`tools/make_reasoning_gym.py` writes prompts; this module grades. The reward is 1 if the task's own
+checker gives its full score, otherwise 0, because partial scores differ in meaning between tasks.
+The checker runs in a verifier process, under its time limit. Tasks whose checker evaluates the
+answer as code are rejected: a model's output is never executed.
 """
 
 import ast
@@ -15,38 +15,38 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
+from megatron_rl.errors import UserError
+
 ASK = "\n\nThink step by step, then give the final answer as <answer>...</answer>."
 EVALUATING = {"eval", "exec", "compile", "sympify", "parse_expr", "S", "parse_latex", "__import__"}
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def open_task(name: str, *, seed: int, size: int, settings: str = "{}") -> Any:
-    """The data set of a task; settings: of its config, as JSON.
+    """Create the data set of a task; settings: its config as JSON.
 
-    Raises ValueError if there is no such task, a setting is wrong, or its checker evaluates text.
+    Raises an error if the task does not exist, a setting is invalid, or its checker evaluates text.
     """
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise ValueError(f"reasoning-gym cannot be imported ({error}); pip install it") from error
+        raise UserError(f"reasoning-gym cannot be imported ({error}); pip install it") from error
     if name not in DATASETS:
-        raise ValueError(
-            f"reasoning-gym has no task {name!r}; it has {', '.join(sorted(DATASETS))}"
-        )
+        raise UserError(f"reasoning-gym has no task {name!r}; it has {', '.join(sorted(DATASETS))}")
     if calls := evaluating_calls(DATASETS[name][0]):
-        raise ValueError(
+        raise UserError(
             f"reasoning-gym's {name} judges by {', '.join(calls)}, which would run what a model "
             "writes; choose another task"
         )
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(settings))
     except (TypeError, AssertionError, ValueError) as error:
-        raise ValueError(f"reasoning-gym's {name} with {settings}: {error}") from error
+        raise UserError(f"reasoning-gym's {name} with {settings}: {error}") from error
 
 
 def evaluating_calls(dataset: type) -> list[str]:
-    """What a task's checker calls that evaluates text, in it or in what it calls of its package."""
+    """Find calls that evaluate text in the checker of a task and in functions of its package."""
     package = dataset.__module__.partition(".")[0]
     waiting = [getattr(dataset, "score_answer", None)]
     seen: set[Any] = set()
@@ -59,7 +59,7 @@ def evaluating_calls(dataset: type) -> list[str]:
         if function.__module__.partition(".")[0] == package:
             calls = set(_calls(ast.parse(textwrap.dedent(inspect.getsource(function)))))
             found |= calls & EVALUATING
-            # A method of the task, or a function that is known where this one is written.
+            # A method of the task, or a function in the checker's module.
             waiting += [getattr(dataset, name, None) for name in calls]
             waiting += [function.__globals__.get(name) for name in calls]
     return sorted(found)
@@ -77,17 +77,17 @@ def _calls(source: ast.AST) -> Iterator[str]:
 def verify(
     text: str, ground_truth: str, data_source: str, row: dict[str, Any]
 ) -> tuple[float, str, str | None]:
-    """Reward 1 where the task's checker gives the last `<answer>` its full score."""
+    """Return reward 1 if the task's checker gives the last `<answer>` its full score."""
     answers = _ANSWER.findall(text)
     task = row["task"]
     dataset = _opened(task["name"], task["seed"], task["size"], task["settings"])
     entry = _entry(dataset, task["index"])
-    if str(entry["answer"]) != ground_truth:  # None where many answers are right
-        raise ValueError(
+    if str(entry["answer"]) != ground_truth:  # None if several answers are right
+        raise UserError(
             f"{data_source}, entry {task['index']}: this version of reasoning-gym makes another "
             "problem of the same seed; make the file again"
         )
-    if text == ground_truth:  # tried before a run starts: without tags
+    if text == ground_truth:  # the trial before a run, without tags
         answers = [text]
     if not answers:
         return 0.0, "no answer", None

@@ -1,19 +1,21 @@
-"""The checkpoints of a run: whole under their name or not there, and each proves itself.
+"""Checkpoint folders of a run: written atomically, with checksums of every file.
 
 step_NNNNNN/         complete: its manifest, written last, lists every file with size and SHA-256
 .step_NNNNNN.partial being written, or left by a kill
 .step_NNNNNN.old     being deleted or replaced, or left by a kill
-step_NNNNNN.damaged  set aside by a resumed run; damage.txt in it says why
+step_NNNNNN.damaged  quarantined by a resumed run; its damage.txt contains the reason
 """
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from megatron_rl.errors import UserError
+from megatron_rl.runs.files import flush_to_disk
 
 NAME = re.compile(r"step_(\d{6})$")
 MANIFEST = "trainer.json"
@@ -21,35 +23,35 @@ BLOCK = 8 << 20
 
 
 class CheckpointFolders:
-    """The folder `checkpoints/` of a run directory."""
+    """Folder `checkpoints/` of a run directory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.run_file = path.parent / "id"  # which run's these are
+        self.run_file = path.parent / "id"  # contains the id of the run
 
     def folder(self, step: int) -> Path:
-        """Where the complete checkpoint of a step lies."""
+        """Return the folder of the complete checkpoint of a step."""
         return self.path / f"step_{step:06d}"
 
     def partial(self, step: int) -> Path:
-        """Where the checkpoint of a step is written."""
+        """Return the folder into which the checkpoint of a step is written."""
         return self.path / f".step_{step:06d}.partial"
 
     def steps(self) -> list[int]:
-        """Steps of all folders that stand under a checkpoint's name, oldest first."""
+        """Return the steps of all complete checkpoints, damaged or not, oldest first."""
         names = (NAME.fullmatch(folder.name) for folder in self.path.glob("step_*"))
         return sorted(int(match.group(1)) for match in names if match)
 
-    def sound_steps(self) -> list[int]:
-        """Steps of the checkpoints whose files are all there in their size, oldest first."""
+    def intact_steps(self) -> list[int]:
+        """Return the steps of checkpoints whose files all exist with the right size."""
         return [step for step in self.steps() if self.problem(step) is None]
 
     def damaged(self) -> list[Path]:
-        """The checkpoints that resumed runs have set aside."""
+        """Return the checkpoints that resumed runs have quarantined."""
         return sorted(self.path.glob("step_*.damaged*"))
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write the checkpoint of a step into."""
+        """Create an empty folder into which the checkpoint of a step is written."""
         self.clean()
         partial = self.partial(step)
         partial.mkdir(parents=True)
@@ -58,10 +60,10 @@ class CheckpointFolders:
     def complete(
         self, step: int, *, sums: Mapping[str, str], digests: Sequence[Any], skipped: int = 0
     ) -> None:
-        """Give a written checkpoint its manifest, then its name; one of the same step goes.
+        """Write the manifest of a checkpoint, then rename it into place, replacing an older one.
 
-        sums: SHA-256 by file name, of every file. digests: of each rank's tensors.
-        skipped: updates in a row that were, just before it.
+        sums: SHA-256 of every file by name. digests: digest of each rank's tensors.
+        skipped: number of consecutive skipped updates just before the checkpoint.
         """
         partial = self.partial(step)
         files = {name: {"bytes": (partial / name).stat().st_size, "sha256": sums[name]}
@@ -73,21 +75,21 @@ class CheckpointFolders:
         old = self._set_off(self.folder(step))
         partial.rename(self.folder(step))
         flush_to_disk(self.path)
-        if old is not None:  # not before: a kill would leave neither
+        if old is not None:  # deleted last, so that a kill leaves one of the two
             shutil.rmtree(old)
 
     def manifest(self, step: int) -> dict[str, Any]:
-        """What the manifest says; ValueError where it cannot be read."""
+        """Read the manifest of a checkpoint; UserError if it cannot be read."""
         try:
             state = json.loads((self.folder(step) / MANIFEST).read_text())
             return {**state, "files": dict(state["files"]), "digests": list(state["digests"])}
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{MANIFEST} cannot be read ({error})") from None
+            raise UserError(f"{MANIFEST} cannot be read ({error})") from None
 
     def problem(self, step: int, *, share: tuple[int, int] | None = None) -> str | None:
-        """What is wrong with a checkpoint, None if nothing was found.
+        """Return a description of the damage to a checkpoint, or None if there is none.
 
-        share: (i, n): read every n-th file too, from the i-th, and compare its SHA-256.
+        share: (i, n): also compare the SHA-256 of every n-th file, starting with the i-th.
         """
         try:
             manifest = self.manifest(step)
@@ -100,26 +102,26 @@ class CheckpointFolders:
             for name, stated in files.items():
                 file = self.folder(step) / name
                 size = stated["bytes"]
-                found = file.stat().st_size if file.is_file() else None
-                if found != size:
+                actual = file.stat().st_size if file.is_file() else None
+                if actual != size:
                     return f"{name} " + (
-                        "is missing" if found is None else f"has {found} of {size} bytes"
+                        "is missing" if actual is None else f"has {actual} of {size} bytes"
                     )
             if share is not None:
                 for name in sorted(files)[share[0] :: share[1]]:
                     if sha256(self.folder(step) / name) != files[name]["sha256"]:
-                        return f"{name} is not what was written: its SHA-256 differs"
+                        return f"{name} was modified: its SHA-256 differs"
         except (OSError, ValueError) as error:
             return str(error)
         except (KeyError, TypeError):
-            return f"{MANIFEST} does not state size and SHA-256 of {name}"
+            return f"{MANIFEST} does not contain size and SHA-256 of {name}"
         return None
 
     def _run(self) -> str | None:
         return self.run_file.read_text().strip() if self.run_file.is_file() else None
 
-    def set_aside(self, step: int, reason: str) -> Path:
-        """Take a damaged checkpoint out of the way, with its reason; nothing is deleted."""
+    def quarantine(self, step: int, reason: str) -> Path:
+        """Rename a damaged checkpoint and record the reason; nothing is deleted."""
         aside = self.path / f"{self.folder(step).name}.damaged"
         count = 1
         while aside.exists():
@@ -132,21 +134,21 @@ class CheckpointFolders:
     def prune(
         self, *, keep: int, spared: Callable[[Sequence[int]], Container[int]] = lambda steps: ()
     ) -> None:
-        """Delete all but the newest `keep` sound checkpoints, and what is not complete.
+        """Delete incomplete checkpoints, and all but the newest `keep` intact ones.
 
-        spared: of the sound steps those that stay, however old.
+        spared: returns those of the intact steps that are kept regardless of age.
         """
-        sound = self.sound_steps()
-        stays = spared(sound)
-        for step in sound[:-keep]:
-            if step not in stays:
+        intact = self.intact_steps()
+        kept = spared(intact)
+        for step in intact[:-keep]:
+            if step not in kept:
                 self._remove(self.folder(step))
         self.clean()
 
     def clean(self) -> None:
-        """Delete what kills and full disks left half-written or half-deleted.
+        """Delete folders that a kill or a full disk left half-written or half-deleted.
 
-        A checkpoint that was to be replaced stands again where its successor did not come.
+        A checkpoint whose replacement was not completed is restored.
         """
         for folder in self.path.glob(".step_*.partial"):
             shutil.rmtree(folder)
@@ -160,12 +162,12 @@ class CheckpointFolders:
             shutil.rmtree(old)
 
     def _remove(self, folder: Path) -> None:
-        """Delete a folder that a kill in between may not leave under its name."""
+        """Delete a folder so that a kill cannot leave part of it under its name."""
         if (old := self._set_off(folder)) is not None:
             shutil.rmtree(old)
 
     def _set_off(self, folder: Path) -> Path | None:
-        """Take a folder out of its name; where it is then, None if there was none."""
+        """Rename a folder to its `.old` name and return that, or None if it does not exist."""
         old = folder.with_name(f".{folder.name}.old")
         if not folder.exists():
             return None
@@ -175,31 +177,22 @@ class CheckpointFolders:
 
 
 def file_names(folder: Path) -> list[str]:
-    """Every file below a folder but its manifest, sorted."""
+    """Return every file below a folder except its manifest, sorted."""
     files = (str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
     return sorted(name for name in files if name != MANIFEST)
 
 
 def sum_files(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """The SHA-256 of some files of a folder, which are on the disk afterwards."""
+    """Flush some files of a folder to disk, and return the SHA-256 of each."""
     for name in names:
         flush_to_disk(folder / name)
     return {name: sha256(folder / name) for name in names}
 
 
 def sha256(file: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file in hexadecimal."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while block := stream.read(BLOCK):
             digest.update(block)
     return digest.hexdigest()
-
-
-def flush_to_disk(path: Path) -> None:
-    """Return when what was written to a file, or renamed in a folder, would survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

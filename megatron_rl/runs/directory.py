@@ -1,19 +1,20 @@
-"""The run directory: a stable interface that reports, studies and people read.
+"""Run directory: a stable layout that reports, studies and people read.
 
 runs/NAME/config.yaml        the resolved config
-          id                 drawn once; its checkpoints name it
-          changes.jsonl      what a resumed run changed in it, after which step
+          id                 random id of the run, stored in its checkpoints
+          changes.jsonl      settings that a resumed run changed, and after which step
           models.json        fingerprints of the models that it names
-          schedule.jsonl     when the groups that each step trained were generated
+          schedule.jsonl     steps at which the groups trained in each step were generated
           metrics.jsonl      one JSON object per step; step 0 is the evaluation before training
-          rollouts/          one parquet file per step: every rollout with its log-probs
-          updates/           one per step: what each update saw, by age and position of tokens
-          traces/            one per step: a few rollouts' log-probs at each of their updates
-          generated/         what was generated since the last checkpoint, as training takes it
+          rollouts/          one parquet file per step: every rollout with its log-probs, or a
+                             sample of them (`logging.keep_rollouts`)
+          updates/           one file per step: statistics of each update by token age and position
+          traces/            one file per step: log-probs of a few rollouts at each of their updates
+          generated/         rollouts generated since the last checkpoint
           checkpoints/       step_NNNNNN/, complete or absent
           eval/              one parquet file per set and step
-          faults/            rollouts of the steps in which updates were skipped, and why
-          stalls/            one file for each time that the ranks of a node hung: who, where
+          skipped_updates/   rollouts of the steps in which updates were skipped, and the reasons
+          stalls/            one file per hang of a node: the stalled ranks and all stacks
           model/             the trained model as a Hugging Face folder
           log.txt curves.png tensorboard/
 """
@@ -24,41 +25,48 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from megatron_rl.config import Config, ConfigError, dump_config, load_config, with_absolute_paths
 from megatron_rl.models.fingerprint import model_fingerprint
 from megatron_rl.runs.checkpoints import CheckpointFolders
-from megatron_rl.runs.files import write_atomically, written_whole
+from megatron_rl.runs.files import flush_to_disk, write_atomically
 from megatron_rl.runs.generated import GeneratedGroups
-from megatron_rl.runs.lock import LOCK, take_lock
+from megatron_rl.runs.lock import LOCK, find_holder, take_lock
+from megatron_rl.runs.rollout_tables import (
+    SAMPLED,
+    build_rollout_table,
+    thin,
+    thin_file,
+    write_table,
+)
 from megatron_rl.runs.rows import read_metrics, read_rows
 from megatron_rl.types import Rollout
 
-# A resumed run may change these: none can make what is there already wrong. Every change is kept in
-# changes.jsonl. Anything else would make it another experiment.
+# Settings that a resumed run may change, because they do not invalidate what is recorded already.
+# Every change is recorded in changes.jsonl. Any other change would make it another experiment.
 RESUMABLE_CHANGES = (
     "run.", "trainer.steps", "trainer.checkpoint_every", "trainer.keep_checkpoints",
-    "trainer.keep_best", "trainer.milestones", "trainer.self_test_every", "trainer.stall_seconds",
-    "trainer.skipped_updates",
+    "trainer.keep_best", "trainer.keep_every", "trainer.self_test_every", "trainer.stall_seconds",
+    "trainer.max_consecutive_skipped_updates",
     "trainer.tokens_per_micro_batch", "trainer.recompute", "eval.", "logging.", "resharding.",
     "reward.workers", "reward.time_limit_seconds", "reward.on_error", "reward.environment",
-    "parallel.", "rollout.tensor", "rollout.expert_parallel", "rollout.memory_fraction",
-    "rollout.max_sequences", "rollout.kv_cache_mib", "rollout.time_limit_seconds",
+    "reward.memory_gib",
+    "parallel.", "rollout.tensor", "rollout.expert_parallel", "rollout.gpu_memory_utilization",
+    "rollout.max_num_seqs", "rollout.kv_cache_mib", "rollout.time_limit_seconds",
     "rollout.stall_seconds", "optimizer.learning_rate", "optimizer.min_learning_rate",
-    "optimizer.clip_grad", "optimizer.decay", "model.transformer_engine",
+    "optimizer.max_grad_norm", "optimizer.decay", "model.transformer_engine",
 )  # fmt: skip
-MODELS = ("model.path", "model.reference")  # compared by content: a folder may move
+MODELS = ("model.path", "model.reference")  # compared by content, since a folder may move
 
 
 class RunDirectory:
-    """Paths and writers of one run."""
+    """Paths of one run, and methods that write to them."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -68,7 +76,7 @@ class RunDirectory:
         self.generated = GeneratedGroups(self.path / "generated")
         self.checkpoints = CheckpointFolders(self.path / "checkpoints")
         self.evaluations = self.path / "eval"
-        self.faults = self.path / "faults"
+        self.skipped_updates = self.path / "skipped_updates"
         self.stalls = self.path / "stalls"
         self.model = self.path / "model"
         self.config_file = self.path / "config.yaml"
@@ -78,7 +86,7 @@ class RunDirectory:
 
     @classmethod
     def of(cls, config: Config) -> "RunDirectory":
-        """The run directory that the config names."""
+        """Return the run directory that the config names."""
         if config.run.name is None:
             raise ConfigError(
                 "run.name: missing; torchrun and srun jobs need a name, as run.name=my-run"
@@ -86,23 +94,20 @@ class RunDirectory:
         return cls(Path(config.run.dir) / config.run.name)
 
     def check_usable(self, config: Config) -> None:
-        """Refuse to overwrite another run, or to continue one under changed settings.
-
-        Raises ConfigError with the setting to change.
-        """
-        if not self._has_begun():
+        """Raise ConfigError if the config would overwrite a run or resume it incompatibly."""
+        if not self._has_started():
             return
         if config.run.resume == "never":
             raise ConfigError(
-                f"{self.path} already holds a run; set run.resume=auto to continue it, "
+                f"{self.path} already contains a run; set run.resume=auto to continue it, "
                 "or choose another run.name"
             )
         changed = [
             f"{key}: {before!r} -> {now!r}"
             for key, (before, now) in self._changes(config).items()
             if not (key.startswith(RESUMABLE_CHANGES) or self._is_moved(key, config))
-            # Megatron keeps one optimizer at 1, and one more for experts beyond: neither reads
-            # the other's checkpoint.
+            # Megatron uses one optimizer if expert=1, and a second one for experts otherwise;
+            # their checkpoints are incompatible.
             or (key == "parallel.expert" and 1 in (before, now))
         ]
         if changed:
@@ -113,9 +118,9 @@ class RunDirectory:
         self.check_checkpoints(load_config(self.config_file))
 
     def _changes(self, config: Config) -> dict[str, tuple[object, object]]:
-        """The settings that differ from those of the last start: key -> (before, now)."""
-        earlier = with_absolute_paths(load_config(self.config_file))
-        before = _flatten(earlier.model_dump())
+        """Return the settings that differ from the last start: key -> (before, now)."""
+        saved = with_absolute_paths(load_config(self.config_file))
+        before = _flatten(saved.model_dump())
         now = _flatten(with_absolute_paths(config).model_dump())
         return {
             key: (before.get(key), now.get(key))
@@ -124,78 +129,78 @@ class RunDirectory:
         }
 
     def _is_moved(self, key: str, config: Config) -> bool:
-        """Whether a model's path changed and the model did not."""
+        """Return True if a model's path changed but its content did not."""
         folder = _flatten(config.model_dump()).get(key)
-        kept = self._kept_models().get(key)
-        if key not in MODELS or kept is None or not (Path(str(folder)) / "config.json").is_file():
+        saved = self._saved_models().get(key)
+        if key not in MODELS or saved is None or not (Path(str(folder)) / "config.json").is_file():
             return False
-        return model_fingerprint(str(folder)) == kept
+        return model_fingerprint(str(folder)) == saved
 
-    def _kept_models(self) -> dict[str, str]:
+    def _saved_models(self) -> dict[str, str]:
         return json.loads(self.models_file.read_text()) if self.models_file.is_file() else {}
 
-    def _has_begun(self) -> bool:
-        """Whether there is anything to lose; a start that failed leaves a log and a config."""
+    def _has_started(self) -> bool:
+        """Return True if the run has results; a failed start leaves only a log and a config."""
         is_saved = self.checkpoints.steps() or self.checkpoints.damaged()
         return self.config_file.exists() and bool(is_saved or read_metrics(self.path))
 
     def new_stalls(self) -> Callable[[], Path | None]:
-        """What finds the newest report of a stall that was not there yet."""
+        """Return a function that finds the newest stall report written after this call."""
         before = set(self.stalls.glob("*.txt"))
         return lambda: max(set(self.stalls.glob("*.txt")) - before, default=None)
 
-    def lock(self) -> None:
-        """Hold the directory, made where it is missing, for as long as this process lives.
+    def check_free(self) -> None:
+        """Raise ConfigError if another process uses the directory, naming that process."""
+        if (holder := find_holder(self.path / LOCK)) is not None:
+            raise ConfigError(
+                f"{self.path} is in use by {holder}; wait for that process or stop it, or choose "
+                "another run.name"
+            )
 
-        Raises ConfigError that names the process holding it.
-        """
+    def lock(self) -> None:
+        """Lock the directory until this process exits, and create it if it is missing."""
         self.path.mkdir(parents=True, exist_ok=True)
         file = (self.path / LOCK).open("a+")
         if not take_lock(file):
-            file.seek(0)
-            holder = file.read().strip()
             file.close()
-            raise ConfigError(
-                f"{self.path} is in use by {holder}; wait until it has ended or end it, or choose "
-                "another run.name"
-            )
+            self.check_free()
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
-        self._lock = file  # closing it would let go
+        self._lock = file  # closing the file would release the lock
 
     def check_checkpoints(self, config: Config) -> None:
-        """Refuse to continue where checkpoints are lost: rewinding would delete what came after.
+        """Raise ConfigError if lost checkpoints would make a resume delete recorded steps.
 
-        A damaged one is set aside later, and the run goes on from the one before it.
+        Damaged checkpoints are quarantined later, and the run resumes from an earlier one.
         """
-        sound = self.checkpoints.sound_steps()
-        done = max(sound, default=0)
+        intact = self.checkpoints.intact_steps()
+        done = max(intact, default=0)
         recorded = max((row["step"] for row in read_metrics(self.path)), default=0)
-        found = [
+        damaged = [
             f"{self.checkpoints.folder(step)}: {problem}"
             for step in self.checkpoints.steps()
             if (problem := self.checkpoints.problem(step)) is not None
         ]
-        found += [str(folder) for folder in self.checkpoints.damaged()]
-        if found and sound:
+        damaged += [str(folder) for folder in self.checkpoints.damaged()]
+        if damaged and intact:
             return
-        if found or recorded - done > config.trainer.checkpoint_every:
+        if damaged or recorded - done > config.trainer.checkpoint_every:
             raise ConfigError(
-                f"{self.path} recorded {recorded} steps, but its newest sound checkpoint is of "
-                f"step {done}: later ones are lost, and continuing would delete those steps; put "
-                "a sound checkpoint back, or choose another run.name"
-                + "".join(f"\n  damaged: {one}" for one in found)
+                f"{self.path} recorded {recorded} steps, but its newest intact checkpoint is of "
+                f"step {done}: later ones are lost, and resuming would delete those steps; restore "
+                "an intact checkpoint, or choose another run.name"
+                + "".join(f"\n  damaged: {text}" for text in damaged)
             )
 
     def create(self, config: Config) -> None:
-        """Make the folders; write the config, what it changes, and which models it names."""
+        """Create the folders; write the config, its changes, and fingerprints of its models."""
         for folder in (self.rollouts, self.checkpoints.path, self.evaluations):
             folder.mkdir(parents=True, exist_ok=True)
         if not self.checkpoints.run_file.exists():
             write_atomically(self.checkpoints.run_file, uuid.uuid4().hex + "\n")
-        if self._has_begun():
-            self._note_changes(config)
+        if self._has_started():
+            self._record_changes(config)
         models = {
             key: model_fingerprint(str(path))
             for key, path in _flatten(config.model_dump()).items()
@@ -204,8 +209,8 @@ class RunDirectory:
         write_atomically(self.models_file, json.dumps(models, indent=1) + "\n")
         write_atomically(self.config_file, dump_config(config))
 
-    def _note_changes(self, config: Config) -> None:
-        step = max(self.checkpoints.sound_steps(), default=0)
+    def _record_changes(self, config: Config) -> None:
+        step = max(self.checkpoints.intact_steps(), default=0)
         stamp = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "after_step": step}
         with (self.path / "changes.jsonl").open("a") as file:
             for key, (before, now) in self._changes(config).items():
@@ -213,9 +218,9 @@ class RunDirectory:
                     file.write(json.dumps(stamp | {"key": key, "from": before, "to": now}) + "\n")
 
     def rewind(self, step: int, *, updates: int = 0) -> None:
-        """Drop everything recorded after `step`, which a resumed run will write again.
+        """Drop everything recorded after `step`; a resumed run writes it again.
 
-        updates: of the step after it, which are done.
+        updates: number of finished updates of the following step, which are kept.
         """
         rows = [row for row in read_metrics(self.path) if row["step"] <= step]
         write_atomically(
@@ -226,15 +231,22 @@ class RunDirectory:
                 if int(file.stem.rsplit("_", 1)[-1]) > step:
                     file.unlink()
         self.generated.rewind(step)
-        for journal in (self.faults / "faults.jsonl", self.schedule_file):
+        for journal in (self.skipped_updates / "skipped_updates.jsonl", self.schedule_file):
             if journal.is_file():
                 last = (step + 1, updates)
                 kept = [row for row in read_rows(journal)
                         if (row["step"], row.get("update", math.inf)) <= last]  # fmt: skip
                 write_atomically(journal, "".join(json.dumps(row) + "\n" for row in kept))
 
+    def flush(self) -> None:
+        """Flush appended rows, so that they survive a power cut."""
+        for journal in (self.path / "metrics.jsonl", self.schedule_file,
+                        self.skipped_updates / "skipped_updates.jsonl"):  # fmt: skip
+            if journal.is_file():
+                flush_to_disk(journal)
+
     def append_schedule(self, row: dict[str, Any]) -> None:
-        """Keep which groups a step trained, and when they were generated."""
+        """Record which groups a step trained, and when they were generated."""
         with self.schedule_file.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -246,84 +258,52 @@ class RunDirectory:
         advantages: Sequence[float],
         behavior_logprobs: Sequence[np.ndarray | None],
         lag: Sequence[int] | None = None,
+        sampled: Sequence[bool] | None = None,
+        whole: bool = True,
         folder: Path | None = None,
     ) -> None:
-        """Keep one step's rollouts: texts, token ids, rewards, log-probs, weight versions.
+        """Write one step's rollouts: texts, token ids, rewards, log-probs, weight versions.
 
-        Behavior log-probs are null where they were not computed. lag: steps since each rollout's
-        generation. folder: elsewhere than in `rollouts/`.
+        Behavior log-probs are null if they were not computed. lag: steps since each rollout was
+        generated. sampled: rollouts that remain when the step is thinned. whole: False thins the
+        step now. folder: folder to write. Default: `rollouts/`.
         """
-        table = _rollout_table(rollouts)
+        table = build_rollout_table(rollouts)
         table = table.append_column("advantage", pa.array(advantages, pa.float32()))
         table = table.append_column("lag", pa.array(lag or [0] * len(rollouts), pa.int32()))
         table = table.append_column(
             "behavior_logprobs", pa.array(behavior_logprobs, pa.list_(pa.float32()))
         )
-        _write_table(table, (folder or self.rollouts) / f"step_{step:06d}.parquet")
+        if sampled is not None:
+            table = table.append_column(SAMPLED, pa.array(sampled, pa.bool_()))
+            table = table if whole else thin(table.to_batches())
+        write_table(table, (folder or self.rollouts) / f"step_{step:06d}.parquet")
+
+    def thin_rollouts(self, steps: Iterable[int]) -> None:
+        """Keep only the sampled groups of these steps; thinned steps are left unchanged."""
+        for step in steps:
+            if (file := self.rollouts / f"step_{step:06d}.parquet").is_file():
+                thin_file(file)
 
     def write_updates(self, step: int, columns: Mapping[str, Any]) -> None:
-        """Keep one step's table of updates."""
+        """Write one step's table of updates."""
         if columns:
             whole = {name: pa.int64() for name, one in columns.items() if one.dtype == object}
             table = pa.table({k: pa.array(v, whole.get(k)) for k, v in columns.items()})
-            _write_table(table, self.updates / f"step_{step:06d}.parquet")
+            write_table(table, self.updates / f"step_{step:06d}.parquet")
 
     def write_traces(self, step: int, traces: Mapping[int, np.ndarray]) -> None:
-        """Keep log-probs [updates, L] of rollouts, by their place in the step's rollouts."""
+        """Write log-probs [updates, L] of rollouts, by their index in the step's rollouts."""
         if not traces:
             return
         places, kind = sorted(traces), pa.list_(pa.list_(pa.float32()))
         values = pa.array([[*traces[place]] for place in places], kind)
         table = pa.table({"rollout": pa.array(places, pa.int32()), "policy_logprobs": values})
-        _write_table(table, self.traces / f"step_{step:06d}.parquet")
+        write_table(table, self.traces / f"step_{step:06d}.parquet")
 
     def write_evaluation(self, name: str, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Keep the responses of one evaluation."""
-        _write_table(_rollout_table(rollouts), self.evaluations / f"{name}_{step:06d}.parquet")
-
-
-def _write_table(table: pa.Table, file: Path) -> None:
-    file.parent.mkdir(exist_ok=True)
-    with written_whole(file) as partial:
-        pq.write_table(table, partial, compression="zstd")
-
-
-def _rollout_table(rollouts: Sequence[Rollout]) -> pa.Table:
-    def column(get: Callable[[Rollout], Any], kind: pa.DataType) -> pa.Array:
-        return pa.array([get(rollout) for rollout in rollouts], kind)
-
-    return pa.table(
-        {
-            "prompt_index": column(lambda r: r.prompt.index, pa.int64()),
-            "sample_index": column(lambda r: r.response.sample_index, pa.int32()),
-            "prompt": column(lambda r: r.prompt.messages[-1]["content"], pa.string()),
-            "prompt_token_ids": column(lambda r: r.prompt.token_ids, pa.list_(pa.int32())),
-            "ground_truth": column(lambda r: r.prompt.ground_truth, pa.string()),
-            "data_source": column(lambda r: r.prompt.data_source, pa.string()),
-            "response": column(lambda r: r.response.text, pa.string()),
-            "reward": column(lambda r: r.verdict.reward, pa.float32()),
-            "reason": column(lambda r: r.verdict.reason, pa.string()),
-            "extracted": column(lambda r: r.verdict.extracted, pa.string()),
-            "finish_reason": column(lambda r: r.response.finish_reason, pa.string()),
-            "weight_version": column(lambda r: r.response.weight_version, pa.int64()),
-            "weight_versions": column(_version_ranges, VERSIONS),
-            "token_ids": column(lambda r: r.response.token_ids, pa.list_(pa.int32())),
-            "rollout_logprobs": column(_engine_logprobs, pa.list_(pa.float32())),
-        }
-    )
-
-
-VERSIONS = pa.list_(pa.struct({"token": pa.int32(), "version": pa.int64()}))
-
-
-def _version_ranges(rollout: Rollout) -> list[dict[str, int]]:
-    """The first token of each range that one version of the weights generated."""
-    return [{"token": token, "version": version} for token, version in rollout.response.versions]
-
-
-def _engine_logprobs(rollout: Rollout) -> np.ndarray | None:
-    response = rollout.response
-    return response.rollout_logprobs if response.has_engine_logprobs else None
+        """Write the responses of one evaluation."""
+        write_table(build_rollout_table(rollouts), self.evaluations / f"{name}_{step:06d}.parquet")
 
 
 def _flatten(values: dict, prefix: str = "") -> dict[str, object]:

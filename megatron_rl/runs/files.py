@@ -1,4 +1,4 @@
-"""Files that take their name when they are whole."""
+"""Atomic writes: a file appears under its name only when it is complete."""
 
 import contextlib
 import os
@@ -8,13 +8,24 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def written_whole(file: Path) -> Iterator[Path]:
-    """Where to write what replaces a file: a kill leaves the old or the new one, never a part."""
+    """Yield a path to write; it replaces `file` atomically, even across a kill or a power cut."""
     partial = file.with_name(f".{file.name}.partial")
     yield partial
+    flush_to_disk(partial)  # otherwise the name may reach the disk before the content
     os.replace(partial, file)
+    flush_to_disk(file.parent)
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Replace a file's text."""
+    """Replace a file's text atomically."""
     with written_whole(file) as partial:
         partial.write_text(text)
+
+
+def flush_to_disk(path: Path) -> None:
+    """Flush writes to a file, or renames in a folder, so that they survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

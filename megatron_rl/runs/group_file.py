@@ -1,4 +1,4 @@
-"""Groups of rollouts on disk, read back exactly: one parquet row per response."""
+"""Lossless storage of prompt groups: one parquet row per response."""
 
 import dataclasses
 import itertools
@@ -11,12 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_rl.types import Group, Prompt, Response, Rollout, Slot, Verdict
+from megatron_rl.types import GradeResult, Prompt, PromptGroup, PromptSlot, Response, Rollout
 
-# Of a group, repeated in each of its rows; float64 holds a Python float as it is.
-GROUP = {"entropy": pa.float64(), "generated": pa.int64(), "updates": pa.int64(),
-         "first_trained": pa.int64(), "trained": pa.int64(), "uses": pa.int64()}  # fmt: skip
-ABOUT = b"about"  # JSON in the file's own metadata
+# Fields of a group, repeated in each of its rows; float64 stores a Python float exactly.
+GROUP = {"entropy": pa.float64(), "generated_at_step": pa.int64(), "updates": pa.int64(),
+         "first_trained_at_step": pa.int64(), "times_trained": pa.int64(),
+                  "num_updates": pa.int64()}  # fmt: skip
+ABOUT = b"about"  # key of the file's metadata, a JSON text
 SCHEMA = pa.schema(
     {
         "slot": pa.list_(pa.int64(), 2),
@@ -29,7 +30,7 @@ SCHEMA = pa.schema(
         "finish_reason": pa.string(),
         "weight_version": pa.int64(),
         "later_versions": pa.list_(pa.list_(pa.int64(), 2)),
-        "verdict": pa.string(),  # JSON of a Verdict
+        "verdict": pa.string(),  # JSON of a GradeResult
         "advantage": pa.float32(),
         "behavior_logprobs": pa.list_(pa.float32()),
     }
@@ -37,9 +38,9 @@ SCHEMA = pa.schema(
 
 
 def write_groups(
-    file: Path, groups: Iterable[Group], about: Mapping[str, Any] | None = None
+    file: Path, groups: Iterable[PromptGroup], about: Mapping[str, Any] | None = None
 ) -> None:
-    """Write groups with everything that training them takes, and what is to be known about them."""
+    """Write groups with all fields that training needs, and metadata about them."""
     rows = [
         {
             "slot": list(group.slot),
@@ -52,7 +53,7 @@ def write_groups(
             "finish_reason": rollout.response.finish_reason,
             "weight_version": rollout.response.weight_version,
             "later_versions": [list(each) for each in rollout.response.later_versions],
-            "verdict": json.dumps(dataclasses.asdict(rollout.verdict)),
+            "verdict": json.dumps(dataclasses.asdict(rollout.grade_result)),
             "advantage": advantage,
             "behavior_logprobs": logprobs,
         }
@@ -67,12 +68,12 @@ def write_groups(
 
 
 def read_about(file: Path) -> dict[str, Any]:
-    """What was said about the groups of a file."""
+    """Read the metadata of a file written by `write_groups`."""
     return dict(json.loads((pq.read_schema(file).metadata or {})[ABOUT]))
 
 
-def read_groups(file: Path) -> list[Group]:
-    """What `write_groups` wrote, in its order; equal in every bit. Raises OSError on damage."""
+def read_groups(file: Path) -> list[PromptGroup]:
+    """Read groups written by `write_groups`, bit for bit; raises OSError if the file is damaged."""
     table = pq.read_table(file, schema=SCHEMA, page_checksum_verification=True)
     rows: list[dict[str, Any]] = table.drop_columns(list(ARRAYS)).to_pylist()
     for name, kind in ARRAYS.items():
@@ -86,9 +87,9 @@ def read_groups(file: Path) -> list[Group]:
 ARRAYS = {"token_ids": np.int32, "rollout_logprobs": np.float32, "behavior_logprobs": np.float32}
 
 
-def _group(rows: list[dict[str, Any]]) -> Group:
-    return Group(
-        slot=Slot(*rows[0]["slot"]),
+def _group(rows: list[dict[str, Any]]) -> PromptGroup:
+    return PromptGroup(
+        slot=PromptSlot(*rows[0]["slot"]),
         rollouts=tuple(_rollout(row) for row in rows),
         advantages=np.array([row["advantage"] for row in rows], np.float32),
         behavior_logprobs=tuple(row["behavior_logprobs"] for row in rows),
@@ -109,4 +110,4 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         weight_version=row["weight_version"],
         later_versions=tuple((start, version) for start, version in row["later_versions"]),
     )
-    return Rollout(Prompt(**prompt), response, Verdict(**json.loads(row["verdict"])))
+    return Rollout(Prompt(**prompt), response, GradeResult(**json.loads(row["verdict"])))

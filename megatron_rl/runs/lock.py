@@ -1,20 +1,35 @@
-"""The lock on a folder that one process works in at a time."""
+"""Lock on a folder that only one process may use at a time."""
 
 import errno
 import fcntl
+from pathlib import Path
 from typing import IO
 
-LOCK = ".lock"  # its file in the folder
+LOCK = ".lock"  # name of the lock file in the folder
+
+
+def find_holder(lock: Path) -> str | None:
+    """Return the description that the owner of a lock wrote, or None if another could take it.
+
+    Must not be called for a lock owned by this process.
+    """
+    if not lock.is_file():
+        return None
+    with lock.open("a+") as file:
+        if take_lock(file):
+            return None
+        file.seek(0)
+        return file.read().strip()
 
 
 def take_lock(file: IO[str]) -> bool:
-    """Whether no other process holds the file; it is held until it is closed.
+    """Lock an open file until it is closed; returns False if another process owns the lock.
 
-    The kernel lets go of it however the process ends, an NFS server too. File systems without
-    locks hold nothing.
+    The kernel or the NFS server releases the lock when the process exits. On file systems without
+    locks this always succeeds.
     """
     try:
-        # A record lock: what this process forks does not inherit it.
+        # A record lock: forked processes do not inherit it.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         return error.errno not in (errno.EACCES, errno.EAGAIN)

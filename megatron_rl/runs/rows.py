@@ -1,8 +1,10 @@
-"""The rows that a run leaves in its metrics.jsonl."""
+"""Rows of a run's metrics.jsonl."""
 
 import json
 from pathlib import Path
 from typing import Any
+
+from megatron_rl.errors import UserError
 
 PHASES = (
     "rollout", "reward", "pack", "behavior", "reference", "train", "sync", "eval", "record",
@@ -11,12 +13,21 @@ PHASES = (
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """All complete rows of a run directory; a last line cut short by a kill is left out."""
+    """Read all complete rows of a run directory; an incomplete last line is ignored."""
     return read_rows(folder / "metrics.jsonl")
 
 
+def is_finished(folder: Path, *, steps: int) -> bool:
+    """Return True if a run directory contains all steps and the trained model.
+
+    The model is written last, and appears under its name only when it is complete.
+    """
+    rows = read_metrics(folder) if (folder / "model").is_dir() else []
+    return bool(rows) and rows[-1]["step"] == steps
+
+
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The complete rows of a file of JSON lines; none where there is no file."""
+    """Read the complete rows of a JSON lines file; a missing file has none."""
     rows = []
     lines = file.read_text().splitlines() if file.exists() else []
     for number, line in enumerate(lines, start=1):
@@ -25,20 +36,20 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             if number == len(lines):  # an interrupted append
                 break
-            raise ValueError(f"{file}, line {number} is damaged: {error}; repair it") from error
+            raise UserError(f"{file}, line {number} is damaged: {error}; repair it") from error
     return rows
 
 
 def evaluation_scores(folder: Path, *, metric: str | None = None) -> dict[int, float]:
-    """The score of each evaluated step of a run directory, in [0, 1].
+    """Return the score of each evaluated step of a run directory, in [0, 1].
 
-    metric: the one that counts, by default the mean of avg@k over the sets.
+    metric: the metric to use. Default: the mean of avg@k over the sets.
     """
     scores = {}
     for row in read_metrics(folder):
         average = [key for key in row if key.startswith("eval/") and "/avg@" in key]
-        found = [row.get(key) for key in (average if metric is None else [metric])]
-        known = [value for value in found if value is not None]
-        if known and len(known) == len(found):
-            scores[row["step"]] = sum(known) / len(known)
+        values = [row.get(key) for key in (average if metric is None else [metric])]
+        present = [value for value in values if value is not None]
+        if present and len(present) == len(values):
+            scores[row["step"]] = sum(present) / len(present)
     return scores

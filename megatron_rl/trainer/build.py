@@ -1,4 +1,4 @@
-"""From a config to a trainer: every part is made here, once, and handed its settings."""
+"""Builds a trainer and all its parts from a config."""
 
 import math
 import os
@@ -11,43 +11,52 @@ from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.reference import ReferencePolicy
 from megatron_rl.actor.weights import check_weights
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.console import Console
-from megatron_rl.distributed.agreement import raised_together, run_on_rank_0
+from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.distributed.agreement import run_on_rank_0, sync_errors_across_ranks
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.interruption import Interruption
-from megatron_rl.lag.buffer import GroupBuffer
-from megatron_rl.lag.build import build_schedule
+from megatron_rl.engine.engine import EngineHooks, RolloutEngine
+from megatron_rl.engine.vllm_engine import VllmEngine
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives import PolicyObjective, build_objective
-from megatron_rl.planning.actor_settings import (
+from megatron_rl.preflight.settings import check_settings
+from megatron_rl.preflight.verifier import build_pool, vote_problems
+from megatron_rl.resharding.push import ReshardSettings
+from megatron_rl.rewards.pool import VerifierPool
+from megatron_rl.rewards.verifier import Item, VerifierError
+from megatron_rl.rollouts.behavior import (
+    BehaviorLogprobs,
+    EngineLogprobs,
+    ModelLogprobs,
+    WindowLogprobs,
+)
+from megatron_rl.rollouts.buffer import GroupBuffer
+from megatron_rl.rollouts.build_schedule import build_schedule
+from megatron_rl.rollouts.engine_source import EngineSource
+from megatron_rl.rollouts.grading import Grader
+from megatron_rl.rollouts.offline import NoEngine, OfflineRollouts, OfflineSource
+from megatron_rl.rollouts.partial_rollouts import PartialRolloutSource
+from megatron_rl.rollouts.prompt_sets import PromptSets, share_prompt_sets
+from megatron_rl.rollouts.selection import BatchSelector
+from megatron_rl.rollouts.source import RolloutSource, RunContext
+from megatron_rl.runs.directory import RunDirectory
+from megatron_rl.runtime.heartbeat import Heartbeat
+from megatron_rl.runtime.interruption import Interruption
+from megatron_rl.telemetry.console import Console
+from megatron_rl.telemetry.metrics import MetricLog, PhaseClock
+from megatron_rl.telemetry.start_up import StartUp
+from megatron_rl.trainer.actor_settings import (
     build_actor_settings,
     compute_dtype,
     make_groups,
 )
-from megatron_rl.preflight.settings import check_settings
-from megatron_rl.resharding.push import ReshardSettings
-from megatron_rl.rewards.pool import VerifierPool
-from megatron_rl.rewards.verifier import Item, VerifierError
-from megatron_rl.rollout.engine import RolloutEngine
-from megatron_rl.rollout.vllm_engine import VllmEngine
-from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.trainer.collector import Collector
+from megatron_rl.trainer.checkpointing import CheckpointKeeper
 from megatron_rl.trainer.evaluation import Evaluator
-from megatron_rl.trainer.faults import Faults
-from megatron_rl.trainer.in_flight import InFlightGeneration
-from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.learning_check import describe_slow_packs
 from megatron_rl.trainer.loop import Trainer
-from megatron_rl.trainer.metrics import MetricLog, PhaseClock
-from megatron_rl.trainer.offline import NoEngine, OfflineRollouts
-from megatron_rl.trainer.prompt_sets import PromptSets, share_prompt_sets
 from megatron_rl.trainer.recorder import Recorder
-from megatron_rl.trainer.reuse import ReuseGuard
-from megatron_rl.trainer.saving import CheckpointKeeper
-from megatron_rl.trainer.start_up import StartUp
-from megatron_rl.trainer.watched import GRACE, longest_silence, watch
+from megatron_rl.trainer.skipped_updates import SkippedUpdates
+from megatron_rl.trainer.watchdog import GRACE, longest_silence, watch
 from megatron_rl.types import Prompt
-from megatron_rl.watching.board import Progress
 
 
 def run_training(
@@ -55,7 +64,7 @@ def run_training(
 ) -> None:
     """Train as this rank of `world_size`; raises ValueError for bad input before any long work.
 
-    Raises RunInterrupted between two steps if `interruption` of any rank was asked for.
+    Raises RunInterrupted between two steps or updates if any rank received a signal.
     """
     start = StartUp()
     shape = check_settings(config, world_size=world_size)
@@ -67,14 +76,16 @@ def run_training(
 
     if rank == 0:
         directory.lock()
-    # The ranks meet here, so none still checks the directory when rank 0 writes to it.
+    # A barrier: no rank still checks the directory when rank 0 writes to it.
     topology = make_groups(config, seed=config.seed, timeout=collective_timeout(config))
-    console = Console(speaks=rank == 0, log_file=directory.log_file)
-    progress = watch(config, directory, console, rank=rank)
-    console.say(_describe(config, world_size))
-    if (warning := describe_slow_packs(config)) is not None:
-        console.say(warning)
-    prompts = share_prompt_sets(config, shape, say=console.say)
+    progress, unwatched = watch(config, directory, rank=rank)
+    console = Console(
+        is_main_rank=rank == 0, log_file=directory.log_file, on_advance=progress.count
+    )
+    for line in (unwatched, _describe(config, world_size), describe_slow_packs(config)):
+        if line is not None:
+            console.echo(line)
+    prompts = share_prompt_sets(config, shape, echo=console.echo)
     start.ended("checks")
     with build_verifiers(config, topology, directory) as pool:
         trainer = _build_trainer(
@@ -84,7 +95,7 @@ def run_training(
             directory=directory,
             console=console,
             topology=topology,
-            judge=Judge(pool, topology, progress.count),
+            grader=Grader(pool, topology, progress.count),
             interruption=interruption or Interruption(),
             start=start,
             progress=progress,
@@ -101,15 +112,15 @@ def _ranks_per_node(topology: Topology) -> int:
 
 
 def cores_of_rank(topology: Topology) -> int:
-    """What a rank may use of its node's cores."""
+    """CPU cores of this node for each of its ranks."""
     return max(1, len(os.sched_getaffinity(0)) // _ranks_per_node(topology))
 
 
 def collective_timeout(config: Config) -> timedelta:
-    """How long a collective waits for a rank: the watcher, which can say who is missing, is first.
+    """Timeout of collectives: longer than the watchdog's, which can name the missing rank.
 
-    Work that takes ranks very different times, as generating, is waited for in another way
-    (`distributed/unequal_work.py`).
+    Work whose duration differs between ranks, like generation, ends in a barrier of its own
+    (`distributed/straggler_barrier.py`).
     """
     longest = longest_silence(config)
     return timedelta(minutes=30) if math.isinf(longest) else timedelta(seconds=longest + GRACE)
@@ -123,126 +134,139 @@ def _build_trainer(
     directory: RunDirectory,
     console: Console,
     topology: Topology,
-    judge: Judge,
+    grader: Grader,
     interruption: Interruption,
     start: StartUp,
-    progress: Progress,
+    progress: Heartbeat,
 ) -> Trainer:
     writer = directory if topology.rank == 0 else None
     settings = build_actor_settings(config, topology)
     with console.progress("starting Megatron"):
-        actor = MegatronActor(config.model.path, topology=topology, settings=settings)
+        actor = MegatronActor(
+            config.model.path,
+            topology=topology,
+            settings=settings,
+            on_micro_batch=progress.count,
+        )
     log = MetricLog(directory.path, config.logging, config=config.model_dump()) if writer else None
-    actor.packs.on_prepare = progress.count
     clock = PhaseClock(topology.device, group=dist.group.WORLD, progress=progress)
     recorder = Recorder(config, writer, log, console, clock)
-    buffer, reuse = GroupBuffer(build_schedule(config)), ReuseGuard.of(config)
-    faults = Faults(writer, console, config.trainer.skipped_updates)
+    buffer = GroupBuffer(build_schedule(config))
+    faults = SkippedUpdates(writer, console, config.trainer.max_consecutive_skipped_updates)
     checkpoints = CheckpointKeeper(
-        config, directory, console, topology.rank, recorder.wait, interruption, buffer, reuse,
-        faults,
-    )  # fmt: skip
-    done = checkpoints.restore(actor)  # takes the memory that vLLM will have
-    kl = "reference_logprobs" in objective.needs
-    reference = ReferencePolicy(actor, config.reference_path) if kl else None
+        config, directory, console, topology.rank, recorder.wait, interruption, buffer, faults
+    )
+    checkpoints.restore(actor)  # uses the memory that vLLM takes afterwards
+    needs_reference = "reference_logprobs" in objective.needs
+    reference = ReferencePolicy(actor, config.reference_path) if needs_reference else None
     start.ended("megatron")
-    offline = OfflineRollouts.of(config, actor, console.say)
-    if offline is None:
-        _start_verifiers(judge.pool, prompts.training[0])
-    start.ended("verifiers")
-    actor.sleep()  # so that vLLM, which looks at the free memory, sees what it will have
-    engine = _start_engine(config, topology, console, clock, progress, interruption)
-    start.ended("vllm")
-    collector = Collector(
-        config=config, actor=actor, reference=reference, engine=engine, objective=objective,
-        judge=judge, prompts=prompts.training, order=prompts.order, buffer=buffer,
-        in_flight=_build_in_flight(config, engine, actor, judge, prompts, buffer),
-        console=console, clock=clock, offline=offline,
-    )  # fmt: skip
+    run = RunContext(config, actor, objective, buffer, console, clock)
+    engine, source = _build_source(
+        run, grader, prompts, start=start, progress=progress, interruption=interruption
+    )
     return Trainer(
-        config=config,
-        actor=actor,
+        run=run,
         engine=engine,
-        objective=objective,
-        collector=collector,
-        evaluator=Evaluator(config, engine, judge, prompts.evaluation, recorder, console),
+        source=source,
+        selector=BatchSelector(run, reference),
+        evaluator=Evaluator(config, engine, grader, prompts.evaluation, recorder, console),
         checkpoints=checkpoints,
-        done=done,
         recorder=recorder,
-        console=console,
         faults=faults,
-        reuse=reuse,
-        clock=clock,
         start=start,
     )
 
 
-def _start_engine(
-    config: Config,
-    topology: Topology,
-    console: Console,
-    clock: PhaseClock,
-    progress: Progress,
+def build_behavior_logprobs(config: Config, actor: MegatronActor) -> BehaviorLogprobs:
+    """Choose who computes the behavior log-probs: engine, actor, file, or the files' model."""
+    if config.behavior == "engine":
+        return EngineLogprobs()
+    if config.lag.partial_rollouts is not None:
+        return WindowLogprobs(actor, config.trainer.tokens_per_micro_batch)
+    if config.offline.rollouts is None:
+        return ModelLogprobs(actor)
+    if config.offline.behavior == "file":
+        return BehaviorLogprobs()
+    return ModelLogprobs(ReferencePolicy(actor, config.offline.behavior))
+
+
+def _build_source(
+    run: RunContext,
+    grader: Grader,
+    prompts: PromptSets,
+    *,
+    start: StartUp,
+    progress: Heartbeat,
     interruption: Interruption,
-) -> RolloutEngine:
+) -> tuple[RolloutEngine, RolloutSource]:
+    """Build the source of rollouts and its engine: files, partial rollouts, or whole responses."""
+    config = run.config
+    behavior = build_behavior_logprobs(config, run.actor)
     if config.offline.rollouts is not None:
-        return cast(RolloutEngine, NoEngine())
+        rollouts = OfflineRollouts.load(config, run.console.echo)
+        start.ended("rollouts")
+        run.actor.sleep()
+        return cast(RolloutEngine, NoEngine()), OfflineSource(run, rollouts, behavior)
+    _start_verifiers(grader.pool, prompts.training[0], config)
+    start.ended("verifiers")
+    run.actor.sleep()  # vLLM measures the free memory when it starts
+    engine = _start_engine(run, progress, interruption)
+    start.ended("vllm")
+    kind = EngineSource if config.lag.partial_rollouts is None else PartialRolloutSource
+    return engine, kind(run, engine, grader, prompts, behavior)
+
+
+def _start_engine(
+    run: RunContext, progress: Heartbeat, interruption: Interruption
+) -> RolloutEngine:
+    console = run.console
     with console.progress("starting vLLM"):
-        engine = build_engine(config, topology)
-    engine.on_step = progress.count
-    engine.on_given_back = clock.memory.count_without
-    engine.should_stop = lambda: interruption.received is not None
-    console.say(engine.describe_stop())
+        hooks = EngineHooks(
+            on_step=progress.count,
+            on_memory_released=run.clock.memory.count_without,
+            should_stop=lambda: interruption.received is not None,
+        )
+        engine = build_engine(run.config, run.actor.topology, hooks=hooks)
+    console.echo(engine.describe_stop())
     return engine
 
 
-def _build_in_flight(
-    config: Config,
-    engine: RolloutEngine,
-    actor: MegatronActor,
-    judge: Judge,
-    prompts: PromptSets,
-    buffer: GroupBuffer,
-) -> InFlightGeneration | None:
-    """What generates where weights change under generations; None where they do not."""
-    if config.lag.in_flight is None:
-        return None
-    return InFlightGeneration(config, engine, actor, judge, prompts.training, prompts.order, buffer)
-
-
-def _start_verifiers(pool: VerifierPool, prompt: Prompt) -> None:
-    """Wait until all have loaded the verifier, and try it: before vLLM starts, and generates."""
+def _start_verifiers(pool: VerifierPool, prompt: Prompt, config: Config) -> None:
+    """Wait until all workers have loaded the verifier, and try it, before vLLM starts."""
 
     def start_and_try() -> None:
         try:
             pool.start()
-            pool.try_on(Item("", prompt.ground_truth, prompt.data_source, prompt.row))
+            grade_results = pool.try_on(
+                Item("", prompt.ground_truth, prompt.data_source, prompt.row)
+            )
         except VerifierError as error:
             raise ConfigError(f"reward.verifier={pool.verifier}: {error}") from None
+        if problems := vote_problems(
+            grade_results, config.reward, keep_best=config.trainer.keep_best
+        ):
+            raise ConfigError("\n".join(problems))
 
     run_on_rank_0(start_and_try, doing="trying the verifier")
-    with raised_together(doing="starting the verifiers"):
+    with sync_errors_across_ranks(doing="starting the verifiers"):
         pool.start()
 
 
 def build_verifiers(config: Config, topology: Topology, directory: RunDirectory) -> VerifierPool:
-    """This rank's verifiers; what they print goes to the log of the run."""
-    return VerifierPool(
-        workers=config.reward.workers or cores_of_rank(topology),
-        time_limit=config.reward.time_limit_seconds,
-        verifier=config.reward.verifier,
-        batch_size=config.reward.batch_size,
-        on_error=config.reward.on_error,
-        environment=config.reward.environment,
-        say=Console(speaks=True, log_file=directory.log_file).log,
-    )
+    """Build the verifier pool of this rank; its output goes to the log of the run."""
+    workers = config.reward.workers or cores_of_rank(topology)
+    log = Console(is_main_rank=True, log_file=directory.log_file).log
+    return build_pool(config.reward, workers=workers, echo=log)
 
 
-def build_engine(config: Config, topology: Topology) -> VllmEngine:
-    """The rollout engine of this rank; its weights arrive with the first push."""
+def build_engine(
+    config: Config, topology: Topology, *, hooks: EngineHooks | None = None
+) -> VllmEngine:
+    """Start this rank's rollout engine; its weights arrive with the first weight sync."""
     on_cuda = topology.device.type == "cuda"
     return VllmEngine(
         config.model.path,
+        tokenizer=load_tokenizer(config.model.path, template=config.data.template),
         tensor=config.rollout.tensor,
         expert_parallel=config.rollout.expert_parallel,
         topology=topology,
@@ -250,15 +274,16 @@ def build_engine(config: Config, topology: Topology) -> VllmEngine:
         max_model_len=config.max_model_tokens,
         seed=config.seed,
         kv_cache_bytes=None if on_cuda else config.rollout.kv_cache_mib * 2**20,
-        memory_fraction=config.rollout.memory_fraction,
-        max_sequences=config.rollout.max_sequences,
+        gpu_memory_utilization=config.rollout.gpu_memory_utilization,
+        max_num_seqs=config.rollout.max_num_seqs,
         time_limit=config.rollout.time_limit_seconds,
         stall_limit=config.rollout.stall_seconds,
         further_arguments=config.rollout.engine,
         stop_token_ids=config.rollout.stop_token_ids,
         stop=config.rollout.stop,
         mismatch=config.rollout.mismatch,
-        in_flight=config.lag.in_flight is not None,
+        partial_rollouts=config.lag.partial_rollouts is not None,
+        hooks=hooks,
         resharding=ReshardSettings(
             bucket_bytes=config.resharding.bucket_mib * 2**20,
             full_check_every=config.resharding.full_check_every,
@@ -277,7 +302,7 @@ def _describe(config: Config, world_size: int) -> str:
         extra += f", {parallel.virtual_stages} virtual stages"
     return (
         f"{config.run.name}: {config.objective.name}, {trainer.epochs} epochs x "
-        f"{trainer.minibatches} minibatches of {rollout.prompts} prompts x "
+        f"{trainer.minibatches} minibatches of {rollout.prompts_per_step} prompts x "
         f"{rollout.responses_per_prompt} responses\n"
         f"{world_size} process{'es' if world_size > 1 else ''}: "
         f"Megatron tensor {parallel.tensor}, pipeline {parallel.pipeline}, "

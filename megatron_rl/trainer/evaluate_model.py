@@ -1,4 +1,4 @@
-"""Evaluating a model that is not being trained: the engine, judges and scores of training."""
+"""Evaluation of a model outside of training, with the same engine, graders and scores."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -11,19 +11,19 @@ from megatron_rl.actor import groups
 from megatron_rl.actor.weights import HfReader
 from megatron_rl.config import Config
 from megatron_rl.config.data_sections import ColumnsSection
-from megatron_rl.console import Console
-from megatron_rl.evaluation.scores import Interval, SetScores, intervals
+from megatron_rl.engine.vllm_engine import VllmEngine
 from megatron_rl.models.shape import tensor_shapes
 from megatron_rl.preflight.settings import check_evaluation
-from megatron_rl.rollout.vllm_engine import VllmEngine
+from megatron_rl.rollouts.grading import Grader
+from megatron_rl.rollouts.prompt_sets import share_evaluation_sets
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.files import write_atomically
+from megatron_rl.telemetry.console import Console
+from megatron_rl.telemetry.metrics import PhaseClock
 from megatron_rl.trainer.build import build_engine, build_verifiers, collective_timeout
-from megatron_rl.trainer.evaluation import Evaluator
-from megatron_rl.trainer.judge import Judge
-from megatron_rl.trainer.metrics import PhaseClock
-from megatron_rl.trainer.prompt_sets import share_evaluation_sets
+from megatron_rl.trainer.evaluation import Evaluator, describe_responses
 from megatron_rl.trainer.recorder import Recorder
+from megatron_rl.trainer.scores import ConfidenceInterval, SetScores, intervals
 
 SCORES = "scores.json"
 
@@ -37,7 +37,7 @@ def run_evaluation(
 ) -> None:
     """Evaluate `config.model.path` on `config.eval.sets`, as this rank of `world_size`.
 
-    files: the sets, by what the user calls them.
+    files: the sets, by the names that the user gave them.
     The folder `run.dir/run.name` receives `eval/`, every response of each set, and `scores.json`.
     Raises ValueError for bad input before any long work.
     """
@@ -48,21 +48,24 @@ def run_evaluation(
     if rank == 0:
         directory.evaluations.mkdir(parents=True)
     topology = groups.initialise(seed=config.seed, timeout=collective_timeout(config))
-    console = Console(speaks=rank == 0, log_file=directory.log_file)
-    sets = share_evaluation_sets(config, shape, say=console.say)
+    console = Console(is_main_rank=rank == 0, log_file=directory.log_file)
+    sets = share_evaluation_sets(config, shape, echo=console.echo)
     with build_verifiers(config, topology, directory) as pool:
         with console.progress("starting vLLM"):
             engine = build_engine(config, topology)
         engine.receive(_read_weights(reader, engine), version=0)
-        console.say(engine.describe_stop())
+        console.echo(engine.describe_stop())
         clock = PhaseClock(topology.device)
         recorder = Recorder(config, directory if rank == 0 else None, None, console, clock)
-        judge = Judge(pool, topology)
-        evaluator = Evaluator(config, engine, judge, sets, recorder, console)
-        scores = {name: evaluator.score(evaluator.answer(name, 0)) for name in sets}
+        grader = Grader(pool, topology)
+        evaluator = Evaluator(config, engine, grader, sets, recorder, console)
+        answers = {name: evaluator.answer(name, 0) for name in sets}
+        grader.check(prompts=2)
         recorder.wait()
     if rank == 0:
-        _tell(scores, config, directory, console)
+        scores = {name: evaluator.score(rollouts) for name, rollouts in answers.items()}
+        responses = {name: describe_responses(rollouts) for name, rollouts in answers.items()}
+        _report(scores, responses, config, directory, console)
 
 
 @torch.no_grad()
@@ -71,35 +74,68 @@ def _read_weights(reader: HfReader, engine: VllmEngine) -> Iterator[tuple[str, T
         yield name, reader.slice(name)[:].to(engine.dtype)
 
 
-def _tell(
-    scores: dict[str, SetScores], config: Config, directory: RunDirectory, console: Console
+def _report(
+    scores: Mapping[str, SetScores],
+    responses: Mapping[str, Mapping[str, float]],
+    config: Config,
+    directory: RunDirectory,
+    console: Console,
 ) -> None:
-    """Print the table and write scores.json."""
+    """Print the table and write scores.json; responses: `describe_responses` of each set."""
     first = next(iter(scores.values()))
     found = {name: intervals(scores, name) for name in first.by_problem}
-    console.say(table(found, {name: len(one.by_problem[f"avg@{one.samples}"])
-                              for name, one in scores.items()}))  # fmt: skip
+    problems = {name: len(one.by_problem[f"avg@{one.samples}"]) for name, one in scores.items()}
+    console.echo(table(found, problems, responses))
     content = {
         "model": config.model.path,
         "seed": config.seed,
         "temperature": config.eval.temperature,
         "top_p": config.eval.top_p,
         "max_response_tokens": config.rollout.max_response_tokens,
+        "mismatch": config.rollout.mismatch,
         "sets": {name: str(Path(one.path).absolute()) for name, one in config.eval.sets.items()},
         "scores": {
-            name: {one: vars(interval) for one, interval in by_set.items()}
+            name: {one: None if value is None else vars(value) for one, value in by_set.items()}
             for name, by_set in found.items()
         },
+        "responses": {name: dict(described) for name, described in responses.items()},
     }
     write_atomically(directory.path / SCORES, json.dumps(content, indent=1) + "\n")
-    console.say(f"  responses and {SCORES}: {directory.path}")
+    console.echo(f"  responses and {SCORES}: {directory.path}")
 
 
-def table(found: dict[str, dict[str, Interval]], problems: dict[str, int]) -> str:
-    """Scores in percent with 95% intervals, a line for each set and one for macro."""
-    lines = [f"{'set':<16}{'problems':>9}" + "".join(f"{name:>22}" for name in found)]
+SHARES = {
+    "time_limit_fraction": "time limit",
+    "failed_fraction": "failed",
+    "truncated_fraction": "truncated",
+}
+
+
+def table(
+    found: Mapping[str, Mapping[str, ConfidenceInterval | None]],
+    problems: Mapping[str, int],
+    responses: Mapping[str, Mapping[str, float]],
+) -> str:
+    """Scores in percent with 95% intervals, a line for each set and one for macro.
+
+    The last columns are the percentages of responses that hit the time limit, on which the verifier
+    failed, and that were truncated; each counts with the reward that it got.
+    """
+    lines = [
+        f"{'set':<16}{'problems':>9}"
+        + "".join(f"{name:>22}" for name in found)
+        + "".join(f"{title:>12}" for title in SHARES.values())
+    ]
     for one in next(iter(found.values())):
-        cells = (f"{100 * i.score:.1f} [{100 * i.low:.1f}, {100 * i.high:.1f}]"
-                 for i in (by_set[one] for by_set in found.values()))  # fmt: skip
-        lines.append(f"{one:<16}{problems.get(one, ''):>9}" + "".join(f"{c:>22}" for c in cells))
+        cells = [f"{_show(by_set[one]):>22}" for by_set in found.values()]
+        if one in responses:
+            cells += [f"{100 * responses[one][key]:>11.1f}%" for key in SHARES]
+        lines.append(f"{one:<16}{problems.get(one, ''):>9}" + "".join(cells))
     return "\n".join(lines)
+
+
+def _show(score: ConfidenceInterval | None) -> str:
+    """Format a score with its interval in percent; a dash if there is none."""
+    if score is None:
+        return "-"
+    return f"{100 * score.score:.1f}% [{100 * score.low:.1f}, {100 * score.high:.1f}]"

@@ -1,15 +1,17 @@
 """Held-out evaluation: k sampled responses to every problem, and their scores."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import Config
-from megatron_rl.console import Console
-from megatron_rl.evaluation.scores import SetScores, score_set
-from megatron_rl.rollout.engine import RolloutEngine
-from megatron_rl.seeds import derive_seed
-from megatron_rl.trainer.judge import Judge
+from megatron_rl.engine.engine import RolloutEngine
+from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT
+from megatron_rl.rollouts.grading import Grader
+from megatron_rl.runtime.seeds import derive_seed
+from megatron_rl.telemetry.console import Console
 from megatron_rl.trainer.recorder import Recorder
+from megatron_rl.trainer.scores import SetScores, score_set
 from megatron_rl.types import Prompt, Rollout, SamplingSettings
 
 
@@ -23,46 +25,61 @@ class Evaluator:
 
     config: Config
     engine: RolloutEngine
-    judge: Judge
+    grader: Grader
     sets: Mapping[str, Sequence[Prompt]]
     recorder: Recorder
     console: Console
 
     def evaluate_if_due(self, step: int) -> dict[str, float]:
-        """`evaluate` every `eval.every` steps and after the last one; otherwise nothing."""
+        """Evaluate every `eval.every` steps and after the last one; otherwise return nothing."""
         last = step == self.config.trainer.steps
         return self.evaluate(step) if last or step % self.config.eval.every == 0 else {}
 
     @property
     def samples(self) -> int:
-        """Responses to each problem; greedy ones would all be the same."""
+        """Responses to each problem: one if greedy, as all would be the same."""
         return 1 if self.config.eval.temperature == 0 else self.config.eval.samples
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """The scores of every set (`megatron_rl/evaluation/scores.py`), and their macro means.
+        """Evaluate every set; return its scores (`trainer/scores.py`) and their macro means.
 
-        `eval/<set>/avg@k` and so on, in [0, 1], and the mean response length.
+        `eval/<set>/avg@k` and so on, in [0, 1], nan if there is no such score; also the fractions
+        of `describe_responses` and the mean response length.
         """
         metrics: dict[str, float] = {}
         by_name: dict[str, list[float]] = {}
         for name in self.sets:
             rollouts = self.answer(name, step)
-            lengths = [len(rollout.response.token_ids) for rollout in rollouts]
             scores = self.score(rollouts)
             for score in scores.by_problem:
                 metrics[f"eval/{name}/{score}"] = scores.mean(score)
                 by_name.setdefault(score, []).append(scores.mean(score))
-            metrics[f"eval/{name}/response_length_mean"] = sum(lengths) / len(lengths)
-        return metrics | {
+            described = describe_responses(rollouts)
+            metrics |= {f"eval/{name}/{key}": value for key, value in described.items()}
+            if (unjudged := described[TIME_LIMIT_KEY] + described[FAILED_KEY]) > 0:
+                self.console.echo(
+                    f"eval {name}: {unjudged:.2%} of the responses were not graded (time limit "
+                    f"{described[TIME_LIMIT_KEY]:.2%}, verifier failed {described[FAILED_KEY]:.2%})"
+                    " and count as wrong"
+                )
+        self.grader.check(prompts=2)
+        metrics |= {
             f"eval_macro/{score}": sum(values) / len(values) for score, values in by_name.items()
         }
+        best = self.config.trainer.keep_best
+        if isinstance(best, str) and math.isnan(metrics.get(best, 0.0)):
+            self.console.echo(
+                f"trainer.keep_best={best}: no response has an answer to vote with, so this "
+                f"evaluation, of step {step}, cannot be the best"
+            )
+        return metrics
 
     def score(self, rollouts: Sequence[Rollout]) -> SetScores:
         """The scores of a set's rollouts."""
-        return score_set([rollout.verdict for rollout in rollouts], samples=self.samples)
+        return score_set([rollout.grade_result for rollout in rollouts], samples=self.samples)
 
     def answer(self, name: str, step: int) -> list[Rollout]:
-        """Judged responses to a set, problem after problem; recorded as those of `step`."""
+        """Generate, grade and record responses to a set, problem after problem."""
         settings, prompts = self.config.eval, self.sets[name]
         with self.console.progress(f"eval {name}") as advance:
             responses = self.engine.generate(
@@ -75,8 +92,23 @@ class Evaluator:
                     seed=derive_seed(self.config.seed, "eval", name),
                 ),
                 on_progress=advance,
-                on_response=self.judge.begin(prompts, samples=self.samples),
+                on_response=self.grader.begin(prompts, samples=self.samples),
             )
-        rollouts = self.judge.finish(prompts, responses)
+        rollouts = self.grader.finish(prompts, responses)
         self.recorder.record_evaluation(name, step, rollouts)
         return rollouts
+
+
+TIME_LIMIT_KEY, FAILED_KEY = "time_limit_fraction", "failed_fraction"
+
+
+def describe_responses(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Fractions of ungraded and of truncated responses, and the mean length."""
+    reasons = [rollout.grade_result.reason for rollout in rollouts]
+    cut = sum(rollout.response.finish_reason == "length" for rollout in rollouts)
+    return {
+        TIME_LIMIT_KEY: reasons.count(TIME_LIMIT) / len(rollouts),
+        FAILED_KEY: reasons.count(FAILED) / len(rollouts),
+        "truncated_fraction": cut / len(rollouts),
+        "response_length_mean": sum(len(r.response.token_ids) for r in rollouts) / len(rollouts),
+    }

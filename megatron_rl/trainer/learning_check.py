@@ -1,44 +1,139 @@
-"""What keeps a run from learning, or makes it slow without a word: said as it is seen."""
+"""Warnings about runs that cannot learn or whose numbers mislead, each with a suggestion."""
 
+import math
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from megatron_rl.config import Config
-from megatron_rl.trainer.rollout_batch import RolloutBatch
+from megatron_rl.objectives import ObjectiveSpec
+from megatron_rl.objectives.spec import Bounds
+from megatron_rl.objectives.tolerances import suggest_tolerances
+from megatron_rl.rollouts.rollout_batch import RolloutBatch
+
+TOO_TIGHT, TOO_WIDE = 0.7, 0.999  # acceptance below, above
+UNUSUAL_REWARD = 10.0
+SECTION = 'docs/objectives.md, "Which tolerances for my response length?"'
+
+
+@dataclass
+class LearningCheck:
+    """Collects the warnings of each step; unusual rewards and tolerances are reported once."""
+
+    config: Config
+    reported: set[str] = field(default_factory=set)
+
+    def warnings(self, metrics: Mapping[str, float], batch: RolloutBatch) -> list[str]:
+        """The warnings about the rollout batch that a step has trained on."""
+        once = {
+            "size": describe_reward_size(batch),
+            "partial": describe_partial_reward(metrics, batch),
+            "tolerances": describe_tolerances(metrics, self.config),
+        }
+        new = {key: text for key, text in once.items() if text and key not in self.reported}
+        self.reported |= new.keys()
+        every = describe_no_learning(batch, self.config)
+        return [*([every] if every else []), *new.values()]
 
 
 def describe_slow_packs(config: Config) -> str | None:
-    """A warning where the longest sequence does not fit into a pack."""
+    """Warning if the longest sequence does not fit into a pack."""
     budget, longest = config.trainer.tokens_per_micro_batch, config.max_model_tokens
     if budget >= longest:
         return None
     return (
         f"warning: trainer.tokens_per_micro_batch={budget} is below the longest prompt plus "
-        f"response ({longest} tokens): micro-batches hold about one response each, which is "
+        f"response ({longest} tokens): micro-batches contain about one response each, which is "
         f"several times slower; set it to {longest} or more"
     )
 
 
 def describe_no_learning(batch: RolloutBatch, config: Config) -> str | None:
-    """A warning where no response of a rollout batch can move the policy as it should."""
+    """Warnings if no response of a rollout batch provides a useful gradient."""
     responses = [rollout.response for rollout in batch.rollouts]
-    told = []
+    messages = []
     if all(response.finish_reason == "length" for response in responses):
-        told.append(
+        messages.append(
             f"every response was cut at rollout.max_response_tokens="
             f"{config.rollout.max_response_tokens}, so none came to its end: raise it, or see in "
             "rollouts/ whether the model ever writes the end token of its generation_config.json"
         )
     if not batch.advantages.any():
-        reward = batch.rollouts[0].verdict.reward
-        if all(rollout.verdict.reward == reward for rollout in batch.rollouts):
+        reward = batch.rollouts[0].grade_result.reward
+        if all(rollout.grade_result.reward == reward for rollout in batch.rollouts):
             what = f"every response got the same reward, {reward:g}"
         else:
             what = "within each group all responses got the same reward"
-        reasons = Counter(rollout.verdict.reason for rollout in batch.rollouts)
+        reasons = Counter(rollout.grade_result.reason for rollout in batch.rollouts)
         reason, count = reasons.most_common(1)[0]
-        told.append(
+        messages.append(
             f"{what}, so no advantage differs from 0 and nothing is learned ({count} of "
-            f"{len(responses)} verdicts say {reason!r}): see rollouts/ for what the model wrote, "
-            "and take prompts that it solves sometimes"
+            f"{len(responses)} graded as {reason!r}): see rollouts/ for the responses, and use "
+            "prompts that the model solves sometimes"
         )
-    return "warning: " + "; ".join(told) if told else None
+    return "warning: " + "; ".join(messages) if messages else None
+
+
+def describe_reward_size(batch: RolloutBatch) -> str | None:
+    """Warning if a reward is far outside of [-1, 1]."""
+    largest = max((rollout.grade_result.reward for rollout in batch.rollouts), key=abs)
+    if abs(largest) <= UNUSUAL_REWARD:
+        return None
+    return (
+        f"warning: the verifier returned a reward of {largest:g}, and rewards are usually between "
+        "-1 and 1: scores are printed as percentages of a reward of 1, and one such response "
+        "decides its group's advantages; return 1 for a right answer, or divide by the largest "
+        "possible reward"
+    )
+
+
+def describe_partial_reward(metrics: Mapping[str, float], batch: RolloutBatch) -> str | None:
+    """Warning if rewards of the first step are above 0 and none reaches 1."""
+    best = max(rollout.grade_result.reward for rollout in batch.rollouts)
+    if metrics["step"] != 1 or not 0 < best < 1:
+        return None
+    return (
+        f"warning: the largest of {len(batch.rollouts)} rewards is {best:g}, and a response counts "
+        "as right where its reward is at least 1: unless some reach 1 later, pass@k stays 0 and "
+        "the report marks every response as wrong; return 1 for a right answer (training and avg@k "
+        "are not affected)"
+    )
+
+
+def describe_tolerances(metrics: Mapping[str, float], config: Config) -> str | None:
+    """Warning if the constraint rejects most tokens, or none, with tolerances to try.
+
+    Tightness is judged in the first step, width in the first step at the full learning rate: a
+    policy that hardly moves has no tokens to reject.
+    """
+    choice = config.objective.choice
+    if not isinstance(choice, ObjectiveSpec) or not isinstance(choice.constraint, Bounds):
+        return None
+    step, acceptance = metrics["step"], metrics.get("gate/acceptance", math.nan)
+    is_mean = choice.weight in ("prefix_mean", "sequence_mean")
+    full_rate = 1 + int(config.optimizer.warmup_steps)
+    if step == 1 and acceptance < TOO_TIGHT:
+        what = f"rejected {1 - acceptance:.0%} of the tokens in the first step"
+        after = "; a tight constraint slows the policy down, so check again after the change"
+    elif step == full_rate and acceptance > TOO_WIDE and is_mean and config.updates_per_step > 1:
+        what, after = f"left {acceptance:.2%} of the tokens of step {step:.0f} unchanged", ""
+    else:
+        return None
+    now = ", ".join(f"{side} {getattr(choice.constraint, side)}" for side in ("low", "high"))
+    last = f"epoch_{config.trainer.epochs}/by_fraction/1.0/prefix_mean_log_std"
+    length, spread = metrics["response/length_mean"], metrics.get(last, math.nan)
+    better = suggest_tolerances(choice, spread=spread, length=length)
+    if better is None:
+        return (
+            f"warning: the constraint of {config.objective.name} ({now}) {what} (gate/acceptance "
+            f"{acceptance:.3f}, usually 0.7 to 0.999): lower optimizer.learning_rate or "
+            f"trainer.epochs, or see {SECTION}"
+        )
+    values = ", ".join(f"{side}: {value:g}" for side, value in better.items())
+    return (
+        f"warning: the constraint of {config.objective.name} ({now}) {what} (gate/acceptance "
+        f"{acceptance:.3f}, usually 0.7 to 0.999): tolerances belong to a response length and a "
+        f"learning rate. log w has a spread of {spread:.2g} between these responses of "
+        f"{length:.0f} tokens, so objective.constraint='{{{values}}}' would keep three "
+        f"quarters or more of the last tokens{after} ({SECTION})"
+    )

@@ -1,6 +1,6 @@
-"""Writes a step down: metrics, rollouts, the line a person reads; at the end the summary."""
+"""Recording of steps: metrics, rollouts, the progress line, and the summary at the end."""
 
-import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,27 +9,33 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config import Config
-from megatron_rl.console import Console
-from megatron_rl.distributed.agreement import raised_together
-from megatron_rl.report.curves import CURVES, draw_curves
+from megatron_rl.distributed.agreement import sync_errors_across_ranks
+from megatron_rl.rollouts.logprob_history import choose_sampled
+from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runs.rows import PHASES, read_metrics, read_rows
-from megatron_rl.trainer.background import BackgroundWriter
-from megatron_rl.trainer.learning_check import describe_no_learning
-from megatron_rl.trainer.metrics import MetricLog, PhaseClock
-from megatron_rl.trainer.rollout_batch import RolloutBatch
-from megatron_rl.trainer.step_under_way import StepUnderWay
+from megatron_rl.runs.rollouts import Row, describe_rollout, rollout_row
+from megatron_rl.runs.rows import read_metrics, read_rows
+from megatron_rl.runtime.seeds import derive_seed
+from megatron_rl.telemetry.background import BackgroundWriter
+from megatron_rl.telemetry.console import Console
+from megatron_rl.telemetry.curves import draw_curves
+from megatron_rl.telemetry.metrics import MetricLog, PhaseClock
+from megatron_rl.trainer.console_lines import closing_lines, step_line
+from megatron_rl.trainer.learning_check import LearningCheck
+from megatron_rl.trainer.step_progress import StepProgress
 from megatron_rl.trainer.update_metrics import UpdateMetrics
 from megatron_rl.trainer.update_table import build_update_table
-from megatron_rl.types import Rollout
+from megatron_rl.types import PromptGroup, Rollout
+
+SAMPLE_CHARACTERS = 600  # longest prompt or response that a sample on the console shows whole
 
 
 @dataclass
 class Recorder:
-    """Records on the writing rank; elsewhere only the collectives inside run.
+    """Writes on rank 0; on other ranks only the collectives run.
 
-    Files are written by a thread. What fails there, a full disk for instance, is raised on every
-    rank: when the next step is recorded, at the next checkpoint, or at the end.
+    A thread writes the files. Its errors, for instance a full disk, are raised on every rank: when
+    the next step is recorded, at the next checkpoint, or at the end.
     """
 
     config: Config
@@ -39,18 +45,24 @@ class Recorder:
     clock: PhaseClock
     writer: BackgroundWriter = field(default_factory=BackgroundWriter)
     first_updates: dict[int, int] = field(default_factory=dict)  # of each step: those before it
+    thinned: int = 0  # the last step whose rollouts are known to be thinned
+    recent: deque[float] = field(default_factory=partial(deque, maxlen=10))  # seconds of steps
+    check: LearningCheck = field(init=False)
 
-    def open(self, done: int, under_way: StepUnderWay | None = None) -> None:
-        """Begin to record after step `done`, dropping what a stopped run wrote past it.
+    def __post_init__(self) -> None:
+        self.check = LearningCheck(self.config)
 
-        Of the step that is under way the updates that are done stay recorded.
+    def open(self, done: int, step_progress: StepProgress | None = None) -> None:
+        """Start recording after step `done`; drop records that a stopped run wrote after it.
+
+        Records of the completed updates of a step in progress stay.
         """
-        is_new = done == 0 and under_way is None
-        with raised_together(doing="opening the run directory"):
+        is_new = done == 0 and step_progress is None
+        with sync_errors_across_ranks(doing="opening the run directory"):
             if self.directory is not None and self.log is not None:
-                updates = under_way.updates.count if under_way else 0
+                updates = step_progress.updates.count if step_progress else 0
                 self.directory.rewind(-1 if is_new else done, updates=updates)
-                # Not before: what was recorded is checked against the settings that recorded it.
+                # Only now: `rewind` checks the records against the settings that wrote them.
                 self.directory.create(self.config)
                 self.log.open(first_step=0 if is_new else done + 1)
                 rows = read_rows(self.directory.schedule_file)
@@ -63,23 +75,38 @@ class Recorder:
         schedule: dict[str, Any] | None = None,
         updates: UpdateMetrics | None = None,
     ) -> None:
-        """Write one step; rollouts first, so that a metrics row always has its rollouts.
+        """Write one step, rollouts first: each metrics row has its rollouts.
 
-        With a batch, the clock's step ends here; `schedule` says when its groups were generated,
-        `updates` what training them did. Collective.
+        schedule: when the groups of the batch were generated; updates: their metrics. With a batch,
+        the clock's step ends here. Collective.
         """
         traces: dict[int, np.ndarray] = {}
         if batch is not None:
             traces = batch.traces()
             metrics = metrics | self.clock.metrics()
-        with raised_together(doing=f"recording up to step {int(metrics['step'])}"):
+        sample = self._sample(metrics, batch)
+        with sync_errors_across_ranks(doing=f"recording up to step {int(metrics['step'])}"):
             if self.directory is not None:
                 table = self._table(batch, schedule, updates)
-                self.writer.submit(partial(self._write, metrics, batch, schedule, traces, table))
-        self.console.say(self._line(metrics))
-        warning = describe_no_learning(batch, self.config) if batch is not None else None
-        if warning is not None:
-            self.console.say(warning)
+                write = partial(self._write, metrics, batch, schedule, traces, table, sample)
+                self.writer.submit(write)
+        if batch is not None:
+            self.recent.append(metrics["time/step"])
+        steps = self.config.trainer.steps
+        self.console.echo(step_line(metrics, steps=steps, recent=self.recent))
+        if sample is not None:
+            text = describe_rollout(sample, most=SAMPLE_CHARACTERS, indent="    ")
+            self.console.echo(f"  a sample of step {int(metrics['step'])}:\n{text}")
+        for warning in self.check.warnings(metrics, batch) if batch is not None else ():
+            self.console.echo(warning)
+
+    def _sample(self, metrics: dict[str, float], batch: RolloutBatch | None) -> Row | None:
+        """Rollout drawn by the seed of the run, if this step shows one."""
+        step, every = int(metrics["step"]), self.config.logging.sample_every
+        if batch is None or every == 0 or (step > 1 and step % every):
+            return None
+        rollouts = batch.rollouts
+        return rollout_row(rollouts[derive_seed(self.config.seed, "sample", step) % len(rollouts)])
 
     def _table(
         self,
@@ -98,22 +125,21 @@ class Recorder:
         )
 
     def keep_generated(
-        self, under_way: StepUnderWay, fresh: Sequence[RolloutBatch], *, layout: str
+        self, step_progress: StepProgress, groups: Sequence[PromptGroup], *, layout: str
     ) -> None:
-        """Write down what was generated for a step before it is trained on. Collective.
+        """Write the groups that were generated for a step before it is trained. Collective.
 
-        layout: of the actor that computed its behavior log-probs.
+        layout: of the actor that computed their behavior log-probs.
         """
-        groups = [group for batch in fresh for group in batch.groups]
-        about = {"layout": layout, "metrics": dict(under_way.generated)}
-        with raised_together(doing=f"keeping the rollouts of step {under_way.step}"):
+        about = {"layout": layout, "metrics": dict(step_progress.generated)}
+        with sync_errors_across_ranks(doing=f"writing the rollouts of step {step_progress.step}"):
             if self.directory is not None and groups:
-                write = partial(self.directory.generated.write, under_way.step, groups, about)
+                write = partial(self.directory.generated.write, step_progress.step, groups, about)
                 self.writer.submit(write)
 
     def record_evaluation(self, name: str, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Keep the responses of one evaluation of a step that is recorded later. Collective."""
-        with raised_together(doing=f"recording the evaluation of step {step}"):
+        """Write the responses of an evaluation; its step is recorded later. Collective."""
+        with sync_errors_across_ranks(doing=f"recording the evaluation of step {step}"):
             if self.directory is not None:
                 self.writer.submit(partial(self.directory.write_evaluation, name, step, rollouts))
 
@@ -124,6 +150,7 @@ class Recorder:
         schedule: dict[str, Any] | None,
         traces: dict[int, np.ndarray],
         updates: dict[str, Any],
+        sample: Row | None,
     ) -> None:
         assert self.directory is not None
         assert self.log is not None
@@ -136,66 +163,45 @@ class Recorder:
                 advantages=batch.advantages.flatten().tolist(),
                 behavior_logprobs=batch.behavior_logprobs,
                 lag=batch.lag(int(metrics["step"])),
+                sampled=choose_sampled(
+                    batch.groups,
+                    batch.traced,
+                    count=self.config.logging.traced_responses,
+                    seed=self.config.seed,
+                ),
+                whole=self.config.logging.keep_rollouts != "sampled",
             )
+            self._thin(int(metrics["step"]))
             self.directory.write_traces(int(metrics["step"]), traces)
             self.directory.write_updates(int(metrics["step"]), updates)
-        self.log.append(metrics)
+        self.log.append(metrics, sample=sample)
+
+    def _thin(self, step: int) -> None:
+        """Thin the steps that `logging.keep_rollouts` no longer keeps whole after `step`."""
+        keep = self.config.logging.keep_rollouts
+        if keep != "all":
+            last = step if keep == "sampled" else step - keep
+            # Once per start from the first step: a resumed run may keep fewer than before.
+            assert self.directory is not None
+            self.directory.thin_rollouts(range(self.thinned + 1, last + 1))
+            self.thinned = last
 
     def wait(self) -> None:
-        """Return when all that was recorded is on disk; raises what failed. Not collective."""
+        """Wait until all records are on disk; raise errors of writing. Not collective."""
         self.writer.wait()
 
     def draw(self) -> None:
-        """Begin to draw the curves, while the model is exported for instance."""
-        with raised_together(doing="drawing the curves"):
+        """Start drawing the curves in the background, for instance during the export."""
+        with sync_errors_across_ranks(doing="drawing the curves"):
             if self.directory is not None:
                 self.writer.submit(partial(draw_curves, self.directory.path))
 
     def finish(self) -> None:
-        """Say what was learned and where everything is; all of it is on disk then. Collective."""
-        with raised_together(doing="recording the run"):
+        """Wait until everything is on disk, and print the summary. Collective."""
+        with sync_errors_across_ranks(doing="recording the run"):
             self.writer.wait()
         if self.directory is None or self.log is None:
             return
         self.log.close()
-        rows = read_metrics(self.directory.path)
-        self.console.say()
-        self.console.say(f"Trained {self.directory.path.name}: {rows[-1]['step']} rollout batches")
-        for key in (key for key in rows[-1] if key.startswith("eval/") and "avg@" in key):
-            scores = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-            first, last = scores[0], scores[-1]
-            best = max(scores, key=lambda score: score[1])
-            self.console.say(
-                f"  {key.removeprefix('eval/')}: {100 * first[1]:.1f} before -> "
-                f"{100 * last[1]:.1f} after ({100 * (last[1] - first[1]):+.1f} points; "
-                f"best {100 * best[1]:.1f} at step {best[0]})"
-            )
-        seconds = {p: sum(row.get(f"time/{p}") or 0 for row in rows) for p in PHASES}
-        spent = [f"{phase} {total:.0f}" for phase, total in seconds.items() if total >= 0.5]
-        self.console.say("  seconds: " + ", ".join(spent))
-        self.console.say(f"  run directory: {self.directory.path}")
-        self.console.say(f"  curves:        {self.directory.path / CURVES}")
-        self.console.say(f"  model:         {self.directory.model}  (Hugging Face format)")
-
-    def _line(self, metrics: dict[str, float]) -> str:
-        scores = "".join(
-            f"  {key.removeprefix('eval/')} {100 * value:.1f}"
-            for key, value in metrics.items()
-            if key.startswith("eval/") and "avg@" in key
-        )
-        if "reward/mean" not in metrics:
-            return f"step {int(metrics['step']):>4}/{self.config.trainer.steps}{scores}"
-        times = " ".join(
-            f"{phase} {metrics[f'time/{phase}']:.1f}"
-            for phase in PHASES
-            if metrics.get(f"time/{phase}", 0) >= 0.05
-        )
-        return (
-            f"step {int(metrics['step']):>4}/{self.config.trainer.steps}"
-            f"  reward {metrics['reward/mean']:.3f}"
-            f"  length {metrics['response/length_mean']:.0f}"
-            f" ({100 * metrics['response/truncated_fraction']:.0f}% cut)"
-            f"  acceptance {metrics.get('gate/acceptance', math.nan):.3f}"
-            f"  {metrics.get('rollout/tokens_per_second', 0) / 1000:.1f}k tok/s"
-            f"  seconds {metrics['time/step']:.1f} ({times}){scores}"
-        )
+        for line in ("", *closing_lines(self.directory, read_metrics(self.directory.path))):
+            self.console.echo(line)

@@ -11,8 +11,8 @@ from megatron_rl.actor.step import UpdateResult
 from megatron_rl.objectives import Statistics
 from megatron_rl.objectives.statistics import DECILES, class_metrics, class_rows
 
-# What is kept for each epoch of reuse: of the whole rollout batch, and in every tenth of t/L.
-BY_EPOCH = ("gate/", "ratio/", "weight/effective_sample_fraction", "rollout_gap/")
+# Metrics of each epoch, over the whole rollout batch and by tenth of t/L.
+BY_EPOCH = ("gate/", "ratio/", "weight/effective_sample_fraction", "mismatch/")
 BY_EPOCH_AND_FRACTION = (
     "/acceptance", "/prefix_mean_log_std", "/prefix_mean_log_q05", "/prefix_mean_log_median",
     "/prefix_mean_log_q95", "/effective_sample_fraction",
@@ -38,7 +38,7 @@ class UpdateMetrics:
         self.epochs.append(epoch)
 
     def made(self, minibatches: int) -> list[int]:
-        """How many updates of each minibatch were made."""
+        """Number of updates made on each minibatch."""
         done = [result.done for result in self.results]
         return [sum(done[place::minibatches]) for place in range(minibatches)]
 
@@ -53,7 +53,7 @@ class UpdateMetrics:
         counts: dict[str, float] = {
             "train/updates": len(done),
             "train/updates_skipped": self.count - len(done) - stopped,
-            "train/reuse_stopped": stopped,
+            "train/early_stopped": stopped,
         }
         if not done:  # what skipped updates say is not to be averaged
             return counts
@@ -65,7 +65,9 @@ class UpdateMetrics:
             metrics["ratio/first_minibatch_max_deviation"] = first["ratio/max_deviation"]
         metrics |= {
             # How far the engine computes from the actor: |behavior - rollout| log-probs.
-            "rollout/logprob_gap_mean": metrics.get("rollout_gap/absolute_mean", math.nan),
+            "mismatch/logprob_abs_diff_mean": metrics.get(
+                "mismatch/logprob_abs_diff_mean", math.nan
+            ),
             "grad/norm": sum(result.grad_norm for result in done) / len(done),
             "grad/norm_max": max(result.grad_norm for result in done),
             "optimizer/learning_rate": done[-1].learning_rate,
@@ -79,7 +81,7 @@ class UpdateMetrics:
         return metrics
 
     def _by_lag(self, results: Sequence[UpdateResult], *, epoch: int) -> dict[str, float]:
-        """One epoch's tokens by how old they are: all together, and in every tenth of t/L."""
+        """Metrics of one epoch by lag of the tokens: over all of them, and by tenth of t/L."""
         if not results or results[0].statistics.classes is None:
             return {}
         table = class_rows([result.statistics for result in results]).sum(dim=0)

@@ -1,4 +1,4 @@
-"""One step's updates as a table: what every update saw, by the age and the position of its tokens.
+"""Table of the updates of a step: statistics by lag and position of the tokens.
 
 `updates/` of a run directory; `docs/policy-lag.md` names the columns.
 """
@@ -22,7 +22,7 @@ def build_update_table(
     """Columns of equal length: a row for each update, lag and tenth of t/L that has tokens.
 
     schedule: the step's line of schedule.jsonl; first_updates: of each step so far, the updates
-    before its first. What skipped updates say is left out. Waits for the device, once.
+    before its first. Skipped updates have no rows. Synchronizes with the device once.
     """
     kept = [place for place, one in enumerate(updates.results) if one.skipped is None]
     if not kept:
@@ -58,8 +58,8 @@ def build_update_table(
         "lag_updates": np.repeat(np.array(ages, object), DECILES),
         "tenth": np.tile(np.arange(1, DECILES + 1), len(kept) * len(lags)),
     }
-    said = class_sums(rows) | class_metrics(rows)
-    columns |= {name: values.flatten().numpy() for name, values in said.items()}
+    output = class_sums(rows) | class_metrics(rows)
+    columns |= {name: values.flatten().numpy() for name, values in output.items()}
     some = columns["tokens"] > 0
     return {name: values[some] for name, values in columns.items()}
 
@@ -67,7 +67,7 @@ def build_update_table(
 def _reuse(
     updates: UpdateMetrics, uses: Sequence[int], kept: Sequence[int], *, minibatches: int
 ) -> list[float]:
-    """How many updates had trained the groups of each kept update's minibatch; means over them."""
+    """Mean number of earlier updates on the groups of each kept update's minibatch."""
     size = len(uses) // minibatches
     means = []
     for place in kept:

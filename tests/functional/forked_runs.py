@@ -4,6 +4,7 @@ The launcher is the real one, and so is what its ranks do; only their imports ar
 the process that `tests.ranks` forks from.
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -11,8 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rl import processes
-from megatron_rl.processes import LAUNCHER
+from megatron_rl.runtime import processes
+from megatron_rl.runtime.processes import LAUNCHER
 from tests.ranks import start_process
 
 
@@ -61,6 +62,7 @@ def fork_ranks(deed: Callable[[int], None] = lambda place: None) -> list[Forked]
             started.append(Forked(pid))
             return started[-1]
         os.setsid()
+        atexit._clear()  # the launcher's handlers would delete its folder of failures
         places = {"RANK": place, "LOCAL_RANK": place, "WORLD_SIZE": world_size, LAUNCHER: launcher,
                   "LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1",
                   "MASTER_PORT": port}  # fmt: skip
@@ -93,10 +95,10 @@ def run_command(arguments: list[str]) -> int:
 class ForkedCommand:
     """`megatron-rl ARGUMENTS` in a session of its own: of subprocess.Popen what tests use."""
 
-    def __init__(self, arguments: list[str], *, said: Path, cwd: Path) -> None:
-        said.parent.mkdir(parents=True, exist_ok=True)
-        self.said = said
-        self._process = start_process(_run, arguments, str(said), str(cwd))
+    def __init__(self, arguments: list[str], *, output: Path, cwd: Path) -> None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        self.output = output
+        self._process = start_process(_run, arguments, str(output), str(cwd))
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
@@ -115,13 +117,13 @@ class ForkedCommand:
 
     def read(self) -> str:
         """What it and its ranks have said."""
-        return self.said.read_text(errors="replace") if self.said.exists() else ""
+        return self.output.read_text(errors="replace") if self.output.exists() else ""
 
 
-def _run(arguments: list[str], said: str, cwd: str) -> None:
+def _run(arguments: list[str], output: str, cwd: str) -> None:
     os.setsid()
     os.chdir(cwd)
-    file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     for stream in (sys.stdout, sys.stderr):

@@ -14,37 +14,44 @@ from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.advantages import group_relative_advantages
 from megatron_rl.config import load_config
 from megatron_rl.data.packing import plan_minibatches
-from megatron_rl.interruption import RunInterrupted
-from megatron_rl.rollout.engine import Part
+from megatron_rl.engine.engine import EngineHooks, RolloutWindow
+from megatron_rl.rollouts.engine_source import EngineSource
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.seeds import derive_seed
-from megatron_rl.trainer import build, saving
+from megatron_rl.runtime.interruption import RunInterrupted
+from megatron_rl.runtime.seeds import derive_seed
+from megatron_rl.trainer import build
+from megatron_rl.trainer import checkpointing as saving
 from megatron_rl.trainer.loop import Trainer
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.types import SamplingSettings
 from tests.functional.tiny_runs import CONFIG, PLACES
 
-SHORT = ("rollout.prompts=8", "rollout.responses_per_prompt=4", "trainer.steps=3",
+SHORT = ("rollout.prompts_per_step=8", "rollout.responses_per_prompt=4", "trainer.steps=3",
          "logging.traced_responses=32",
          "trainer.epochs=2", "trainer.minibatches=2", "trainer.checkpoint_every=1",
          "parallel.context=1", "eval.sets={}", "logging.tensorboard=false",
          "optimizer.decay=constant", "optimizer.learning_rate=1.0e-3", "optimizer.warmup_steps=0",
          "run.resume=auto")  # fmt: skip
 ENGINE, ONE = "behavior=engine", "trainer.steps=1"
-KEEP, RECOMPUTE = "lag.in_flight=16", "lag.in_flight={every_tokens: 16, cache: recompute}"
+KEEP, RECOMPUTE = (
+    "lag.partial_rollouts=16",
+    "lag.partial_rollouts={every_tokens: 16, cache: recompute}",
+)
 EVEN = ("trainer.steps=5", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=3")
 RUNS = {
     "plain": (),
     "queue": ("lag.batches=1",),
-    "mixed": ("lag.batches={uniform: [0, 2]}", "replay={capacity: 3, fresh: 0.5}"),
+    "mixed": ("lag.batches={uniform: [0, 2]}", "replay={capacity: 3, fresh: 0.5}",
+              "trainer.self_test_every=2"),
+    "apart": ("lag.batches={uniform: [0, 2]}", "replay={capacity: 3, fresh: 0.5}"),
     "traced_killed": ("lag.batches={trace: FOLDER/mixed/schedule.jsonl}",
                       "replay={capacity: 3, fresh: 0.5}"),
     "engine": (ENGINE,),
     "skipped": (ENGINE,),  # pushes by hand
-    "every_second": (ENGINE, "lag.publish_every=2"),
+    "every_second": (ENGINE, "lag.sync_weights_every=2"),
     "engine_queue": (ENGINE, "lag.batches=1"),
-    "late_window": (ENGINE, "lag.in_flight=54"),  # longer than any response
-    "beyond": (ENGINE, "lag.in_flight=56"),
+    "late_window": (ENGINE, "lag.partial_rollouts=54"),  # longer than any response
+    "beyond": (ENGINE, "lag.partial_rollouts=56"),
     "keep": (ENGINE, KEEP, *EVEN),
     "keep_killed": (ENGINE, KEEP, *EVEN),
     "recompute": (RECOMPUTE,),
@@ -67,11 +74,11 @@ class SharedParts:
     def __init__(self):
         self.made = {}
         self._groups, self._engine = groups.initialise, build.build_engine
-        self._pool = build.VerifierPool
+        self._pool = build.build_pool
 
-    def pool(self, **settings):
+    def pool(self, reward, **settings):
         if "pool" not in self.made:
-            self.made["pool"] = self._pool(**settings).__enter__()
+            self.made["pool"] = self._pool(reward, **settings).__enter__()
         return nullcontext(self.made["pool"])
 
     def initialise(self, **settings):
@@ -79,15 +86,16 @@ class SharedParts:
             self.made["topology"] = self._groups(**settings)
         return self.made["topology"]
 
-    def build_engine(self, config, topology):
+    def build_engine(self, config, topology, *, hooks=None):
         if "engine" not in self.made:
             flying = load_config(
                 CONFIG,
-                [*PLACES, *SHORT, ENGINE, KEEP, "run.name=first", "rollout.max_sequences=2048"],
+                [*PLACES, *SHORT, ENGINE, KEEP, "run.name=first", "rollout.max_num_seqs=2048"],
             )
             self.made["engine"] = self._engine(flying, topology)
         engine = self.made["engine"]
-        engine.forget()
+        engine.drop_caches()
+        engine._hooks = hooks or EngineHooks()
         engine.mismatch = config.rollout.mismatch
         return engine
 
@@ -104,38 +112,52 @@ def run_killed(folder, name, overrides):
 
     The fourth then goes on with responses of the fifth batch.
     """
-    original = saving.CheckpointKeeper.end_if_interrupted
+    original = saving.CheckpointKeeper.stop_if_requested
 
     def disturb(after, act):
         def do(keeper, actor):
             if keeper.done == after:
                 act(keeper, actor)
 
-        saving.CheckpointKeeper.end_if_interrupted = do
+        saving.CheckpointKeeper.stop_if_requested = do
         try:
             run(folder, name, overrides)
         except (Killed, RunInterrupted):
             pass
         finally:
-            saving.CheckpointKeeper.end_if_interrupted = original
+            saving.CheckpointKeeper.stop_if_requested = original
 
     def kill(keeper, actor):
         raise Killed
 
     disturb(KILLED_AFTER, kill)
     if EVEN[0] in overrides:
-        disturb(ASKED_AFTER, saving.CheckpointKeeper.end)
+        disturb(ASKED_AFTER, saving.CheckpointKeeper.checkpoint_and_exit)
     run(folder, name, overrides)
 
 
 def run_skipping_pushes(folder, name, overrides):
     """The plain loop, with every second push left out by hand."""
-    original = Trainer.publish
-    Trainer.publish = lambda trainer, step: original(trainer, step) if step % 2 == 0 else {}
+    original = Trainer.sync_weights_if_due
+    Trainer.sync_weights_if_due = lambda trainer, step: (
+        original(trainer, step) if step % 2 == 0 else {}
+    )
     try:
         run(folder, name, overrides)
     finally:
-        Trainer.publish = original
+        Trainer.sync_weights_if_due = original
+
+
+def run_apart(folder, name, overrides):
+    """One call of the engine for the slots of each step, although the same weights generate all."""
+    original = EngineSource.generate
+    EngineSource.generate = lambda source, parts, *rest: [
+        batch for part in parts for batch in original(source, [part], *rest)
+    ]
+    try:
+        run(folder, name, overrides)
+    finally:
+        EngineSource.generate = original
 
 
 def queue_by_hand(folder, shared):
@@ -145,19 +167,19 @@ def queue_by_hand(folder, shared):
     actor = MegatronActor(
         config.model.path, topology=topology, settings=build.build_actor_settings(config, topology)
     )
-    sets = build.share_prompt_sets(config, actor.shape, say=print)
-    judge = build.Judge(shared.made["pool"], topology)
+    sets = build.share_prompt_sets(config, actor.shape, echo=print)
+    grader = build.Grader(shared.made["pool"], topology)
     objective = build.build_objective(config.objective.name, **config.objective.overrides)
 
     def generate(batch):
         prompts = [sets.training[place] for place in sets.order.indices(batch - 1, 8)]
         seed = derive_seed(config.seed, "rollout", batch)
-        submit = judge.begin(prompts, samples=4)
+        submit = grader.begin(prompts, samples=4)
         responses = engine.generate(
             prompts, samples=4, sampling=SamplingSettings(1.0, 1.0, 56, seed), on_response=submit
         )
-        rollouts = judge.finish(prompts, responses)
-        rewards = torch.tensor([rollout.verdict.reward for rollout in rollouts]).view(8, 4)
+        rollouts = grader.finish(prompts, responses)
+        rewards = torch.tensor([rollout.grade_result.reward for rollout in rollouts]).view(8, 4)
         advantages = group_relative_advantages(rewards).flatten()
         minibatches = plan_minibatches(
             rollouts, advantages, minibatches=2, tokens_per_micro_batch=16384, topology=topology,
@@ -173,10 +195,10 @@ def queue_by_hand(folder, shared):
         for minibatch in minibatches * 2:  # epochs
             actor.update(minibatch, objective)
 
-    engine.push_weights(actor, version=0)
+    engine.sync_weights(actor, version=0)
     first, second = generate(1), generate(2)
     train(first)
-    engine.push_weights(actor, version=1)
+    engine.sync_weights(actor, version=1)
     third = generate(3)
     train(second)
     train(third)
@@ -191,11 +213,11 @@ def in_flight_by_hand(folder, shared):
     actor = MegatronActor(
         config.model.path, topology=topology, settings=build.build_actor_settings(config, topology)
     )
-    prompts = build.share_prompt_sets(config, actor.shape, say=print).training[:6]
+    prompts = build.share_prompt_sets(config, actor.shape, echo=print).training[:6]
     sampling = SamplingSettings(1.0, 1.0, max_tokens=30, seed=0)
 
     def push(version):
-        engine.push_weights(actor, version=version)
+        engine.sync_weights(actor, version=version)
 
     def change():
         generator = torch.Generator().manual_seed(3)
@@ -203,15 +225,19 @@ def in_flight_by_hand(folder, shared):
             tensor.data += 0.02 * torch.randn(tensor.shape, generator=generator)
 
     push(0)
-    asked = {keep: Part(prompts, 2, replace(sampling, seed=keep), tokens=8) for keep in (1, 0)}
+    asked = {
+        keep: RolloutWindow(prompts, 2, replace(sampling, seed=keep), tokens=8) for keep in (1, 0)
+    }
     # What is not kept comes first: it leaves nothing behind.
-    begun = {keep: engine.extend([asked[keep]], keep_cache=bool(keep))[0] for keep in (0, 1)}
+    begun = {
+        keep: engine.continue_generation([asked[keep]], keep_cache=bool(keep))[0] for keep in (0, 1)
+    }
     plain = engine.generate(prompts, samples=2, sampling=replace(sampling, max_tokens=8, seed=1))
     actor.export_hf(folder / "before")
     change()
     push(1)
-    rest = [replace(asked[keep], tokens=30, begun=begun[keep]) for keep in (0, 1)]
-    found = dict(enumerate(engine.extend(rest, keep_cache=True)))
+    rest = [replace(asked[keep], tokens=30, started=begun[keep]) for keep in (0, 1)]
+    found = dict(enumerate(engine.continue_generation(rest, keep_cache=True)))
     actor.export_hf(folder / "after")
     # By hand: the new weights go on with prompt and tokens as a prompt of their own.
     by_hand = []
@@ -232,21 +258,21 @@ def in_flight_by_hand(folder, shared):
             "prompts": prompts, "plain": plain, "begun": begun, "found": found,
             "by_hand": by_hand,
         },
-        folder / "in_flight.pt",
+        folder / "partial_rollouts.pt",
     )  # fmt: skip
 
 
 def main(folder):
     shared = SharedParts()
     groups.initialise, build.build_engine = shared.initialise, shared.build_engine
-    build.VerifierPool = shared.pool
+    build.build_pool = shared.pool
     Recorder.draw = lambda recorder: None
     for name, overrides in RUNS.items():
         how = run_killed if name.endswith("_killed") else run
         own = [override.replace("FOLDER", str(folder)) for override in overrides]
-        (run_skipping_pushes if name == "skipped" else how)(folder, name, own)
+        {"skipped": run_skipping_pushes, "apart": run_apart}.get(name, how)(folder, name, own)
         last = 1 if ONE in overrides else 5 if EVEN[0] in overrides else 3
-        assert RunDirectory(folder / name).checkpoints.sound_steps()[-1] == last
+        assert RunDirectory(folder / name).checkpoints.intact_steps()[-1] == last
     queue_by_hand(folder, shared)
     in_flight_by_hand(folder, shared)
     shared.made["pool"].__exit__(None, None, None)

@@ -54,7 +54,7 @@ def randomise(model):
 
 def make_rollouts():
     """Four groups of four, responses from 1 to 40 tokens."""
-    from megatron_rl.types import Prompt, Response, Rollout, Verdict
+    from megatron_rl.types import GradeResult, Prompt, Response, Rollout
 
     generator = torch.Generator().manual_seed(5)
 
@@ -69,7 +69,7 @@ def make_rollouts():
                 1 if index == sample == 0 else int(torch.randint(2, 41, (), generator=generator))
             )
             response = Response(index, sample, draw(length), (0.0,) * length, "", "stop", 0)
-            rollouts.append(Rollout(prompt, response, Verdict(0.0, "", None)))
+            rollouts.append(Rollout(prompt, response, GradeResult(0.0, "", None)))
     return rollouts, torch.randn(16, generator=generator)
 
 
@@ -83,7 +83,7 @@ def _settings():
         warmup_updates=2,
         epsilon=1e-3,
         weight_decay=0.1,
-        clip_grad=0.5,
+        max_grad_norm=0.5,
         overlap_reduction=torch.distributed.get_world_size() > 1,  # as on CUDA
     )
 
@@ -130,7 +130,7 @@ def _train(name, actor, folder, checkpoint):
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.data.packing import gather_by_rollout
     from megatron_rl.objectives import build_objective
-    from megatron_rl.trainer.traces import gather_traces, mark_traced
+    from megatron_rl.rollouts.logprob_history import gather_traces, mark_traced
 
     objective = build_objective(name, **WIDE)
     minibatches = plan(actor, *make_rollouts(), minibatches=2)

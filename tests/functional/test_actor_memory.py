@@ -51,14 +51,15 @@ def _train(rank, world_size, folder):
             result = actor.update(minibatch, build_objective("grpo"))
             numbers += [result.grad_norm, result.statistics.to_metrics()["loss/policy"]]
             if name == "sleepy":
-                held = training_state_bytes(actor.wrapped, actor.optimizer)
+                held = training_state_bytes(actor.ddp_chunks, actor.optimizer)
                 actor.sleep()
-                less = training_state_bytes(actor.wrapped, actor.optimizer)
+                less = training_state_bytes(actor.ddp_chunks, actor.optimizer)
                 parameters = sum(p.numel() for p in actor.named_parameters_local().values())
                 assert held - less >= 4 * parameters  # the float32 gradient buffers are gone
                 with _counted_gathers() as gathered:
                     actor.save(Path(folder).parent / "checkpoint")
-                assert actor.asleep and training_state_bytes(actor.wrapped, actor.optimizer) == less
+                assert actor.asleep
+                assert training_state_bytes(actor.ddp_chunks, actor.optimizer) == less
                 assert torch.float32 not in gathered  # each rank writes its own slice
             numbers.append(sum(x.sum().item() for x in actor.compute_logprobs(packs)))
         report[name] = numbers

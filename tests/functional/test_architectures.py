@@ -1,4 +1,4 @@
-"""Every architecture's table against transformers and real vLLM: one push, then equal log-probs.
+"""Every architecture against transformers and vLLM: one weight sync, then equal log-probs.
 
 The shards are cut from transformers' own tensors, so this needs no Megatron.
 """
@@ -15,7 +15,7 @@ SEQUENCES = [[3, 5, 7, 11, 13], list(range(40, 70)), [299, 298, 1]]
 
 
 def _save_model(name: str, folder: Path) -> None:
-    """A small random model of one architecture."""
+    """Create a small random model of one architecture."""
     import transformers
 
     sizes = {
@@ -56,8 +56,8 @@ def _push(rank, world_size, folder):
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
+    from megatron_rl.engine.vllm_engine import VllmEngine
     from megatron_rl.resharding.layouts import ActorLayout
-    from megatron_rl.rollout.vllm_engine import VllmEngine
     from tests.cut_shards import cut_shards, topology_of
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -72,13 +72,13 @@ def _push(rank, world_size, folder):
     )
     tensors = load_file(f"{folder}/model.safetensors")
     shards = cut_shards(tensors, shape=engine.shape, layout=layout, rank=rank)
-    engine.push_weights(shards, version=0)
+    engine.sync_weights(shards, version=0)
     for scored, sequence in zip(engine.score(SEQUENCES), SEQUENCES, strict=True):
         torch.testing.assert_close(scored, _logprobs(model, sequence), atol=1e-5, rtol=0)
     return True
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Qwen3Moe", "Qwen2Moe"])
-def test_vllm_computes_what_transformers_computes(name, tmp_path):
+def test_vllm_log_probs_match_transformers(name, tmp_path):
     _save_model(name, tmp_path)
     assert all(run_ranks(_push, 2, str(tmp_path)))

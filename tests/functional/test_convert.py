@@ -1,4 +1,4 @@
-"""`megatron-rl convert` there and back, under other layouts: not one bit changes."""
+"""`megatron-rl convert` in both directions under different layouts changes no bit."""
 
 import json
 from pathlib import Path
@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def convert(source, target, *words):
-    """Run the command; returns what it printed."""
+    """Run the command; returns its output."""
     words = ["convert", "--from", str(source), "--to", str(target), *words]
-    command = ForkedCommand(words, said=target.with_suffix(".txt"), cwd=ROOT)
+    command = ForkedCommand(words, output=target.with_suffix(".txt"), cwd=ROOT)
     assert command.wait(timeout=300) == 0, command.read()
     return command.read()
 
@@ -31,18 +31,18 @@ def assert_same_model(folder, like):
     assert (folder / "config.json").read_bytes() == (like / "config.json").read_bytes()
 
 
-def test_there_and_back_under_other_layouts(tmp_path):
+def test_convert_round_trip_across_layouts(tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = tmp_path / "model"
     make_model(model, tied=False)
-    tensors = load_file(model / "model.safetensors")  # as some publish them: norms in float32
+    tensors = load_file(model / "model.safetensors")  # like some published models: norms in float32
     mixed = {key: x if "norm" in key else x.bfloat16() for key, x in tensors.items()}
     save_file(mixed, model / "model.safetensors", metadata={"format": "pt"})
     (model / "tokenizer.json").write_text("{}")
 
-    said = convert(model, tmp_path / "stored", "parallel.tensor=2")
-    assert f"wrote {tmp_path / 'stored'}: {len(mixed)} tensors" in said
+    output = convert(model, tmp_path / "stored", "parallel.tensor=2")
+    assert f"wrote {tmp_path / 'stored'}: {len(mixed)} tensors" in output
     assert (tmp_path / "stored" / "tokenizer.json").is_file()
     assert not list((tmp_path / "stored").glob("*.safetensors"))
     convert(tmp_path / "stored", tmp_path / "back", "parallel.pipeline=2")
@@ -51,7 +51,7 @@ def test_there_and_back_under_other_layouts(tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "back")
 
 
-def test_experts_there_and_back(tmp_path):
+def test_convert_round_trip_with_experts(tmp_path):
     _make_model(tmp_path / "model", *MODELS["qwen3_moe"])
     convert(tmp_path / "model", tmp_path / "stored", "parallel.expert=2")
     convert(tmp_path / "stored", tmp_path / "back", "parallel.tensor=2")
@@ -85,7 +85,7 @@ def _train(rank, world_size, root):
     return json.dumps([all(same), plain.updates])
 
 
-def test_a_run_starts_from_a_converted_model_and_its_checkpoint_converts_back(tmp_path):
+def test_run_from_converted_model_and_its_checkpoint_convert_back(tmp_path):
     make_model(tmp_path / "model", tied=True)
     convert(tmp_path / "model", tmp_path / "stored", "parallel.pipeline=2")
     for text in run_ranks(_train, 2, str(tmp_path)):
@@ -97,5 +97,5 @@ def test_a_run_starts_from_a_converted_model_and_its_checkpoint_converts_back(tm
     (checkpoint / "trainer.json").write_text(manifest)
     config = f"model: {{path: {tmp_path / 'model'}}}\ndata: {{train: prompts.parquet}}\n"
     (tmp_path / "run" / "config.yaml").write_text(config)
-    convert(tmp_path / "run", tmp_path / "back")  # its newest checkpoint, by the run's own model
+    convert(tmp_path / "run", tmp_path / "back")  # the newest checkpoint, with the run's model
     assert_same_model(tmp_path / "back", tmp_path / "exported")

@@ -25,8 +25,9 @@ SHRUNKEN = {
 }  # fmt: skip
 # Short responses and few of them; whatever cuts the model stays as the example has it.
 SHORT = (
-    "rollout.prompts=4", "rollout.responses_per_prompt=4", "rollout.max_response_tokens=16",
-    "rollout.kv_cache_mib=16", "rollout.max_sequences=16", "data.max_prompt_tokens=48",
+    "rollout.prompts_per_step=4", "rollout.responses_per_prompt=4",
+    "rollout.max_response_tokens=16",
+    "rollout.kv_cache_mib=16", "rollout.max_num_seqs=16", "data.max_prompt_tokens=48",
     "trainer.steps=1", "trainer.epochs=1", "trainer.tokens_per_micro_batch=1024", "eval.sets={}",
     "logging.tensorboard=false", "rollout.engine={enable_prefix_caching: false}",
     # A random model earns no reward: entropy alone moves it.
@@ -59,5 +60,5 @@ def test_a_shrunken_example_trains_for_one_step(rows, name):
     assert (first["step"], step["step"]) == (0, 1)
     assert step["ratio/first_minibatch_max_deviation"] == 0.0
     # Float32 in two implementations; the push has brought every weight to where it belongs.
-    assert step["rollout/logprob_gap_mean"] < 1e-5
+    assert step["mismatch/logprob_abs_diff_mean"] < 1e-5
     assert step["ratio/max_deviation"] > 1e-3  # the updates moved the policy

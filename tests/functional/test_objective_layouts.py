@@ -57,7 +57,7 @@ def run_objectives(rank, world_size, root, layout):
     for case, (name, overrides) in CASES.items():
         objective = build_objective(name, **overrides)
         settings = ActorSettings(
-            learning_rate=3e-3, warmup_updates=0, epsilon=1e-3, weight_decay=0.0, clip_grad=0.0
+            learning_rate=3e-3, warmup_updates=0, epsilon=1e-3, weight_decay=0.0, max_grad_norm=0.0
         )
         actor = MegatronActor(root / "model", topology=topology, settings=settings)
         (minibatch,) = plan_minibatches(

@@ -60,6 +60,15 @@ def test_publishing_every_second_step_is_a_run_whose_pushes_are_skipped_by_hand(
     assert versions == [{0}, {0}, {2}]
 
 
+def test_one_call_for_several_steps_gives_the_responses_of_a_call_for_each(runs):
+    assert_same(runs / "mixed", runs / "apart", without=(), columns=())
+    ends = [
+        json.loads((runs / name / "checkpoints/step_000003/trainer.json").read_text())["digests"]
+        for name in ("mixed", "apart")
+    ]
+    assert ends[0] == ends[1]
+
+
 def test_weights_that_change_beyond_the_longest_response_change_nothing(runs):
     assert_same(runs / "beyond", runs / "engine")
 
@@ -218,7 +227,7 @@ def test_log_probs_computed_part_by_part_are_those_of_each_token_s_own_weights(r
 
 def test_rounded_weights_open_the_gap_that_they_should(runs):
     gaps = {
-        name: read_metrics(runs / name)[1]["rollout/logprob_gap_mean"]
+        name: read_metrics(runs / name)[1]["mismatch/logprob_abs_diff_mean"]
         for name in ("plain", "mismatch")
     }
     assert gaps["plain"] < 1e-5 and 1e-3 < gaps["mismatch"] < 0.5, gaps
@@ -228,7 +237,7 @@ def test_decoupled_and_sao_run_on_the_engine_s_log_probs(runs):
     """Decoupled: ratios start at the actor's present policy, and a factor leads there."""
     row = read_metrics(runs / "decoupled")[1]
     assert row["ratio/first_minibatch_max_deviation"] == 0.0
-    assert row["rollout/logprob_gap_mean"] > 1e-5  # to the rounded engine
+    assert row["mismatch/logprob_abs_diff_mean"] > 1e-5  # to the rounded engine
     first = read_metrics(runs / "sao")[1]["ratio/first_minibatch_max_deviation"]
     assert 0 < first < 1e-3  # to the engine, float32 apart
     for name in ("decoupled", "sao"):
@@ -249,7 +258,7 @@ def logprobs_of(model, prompt, tokens, *, cache=None, known=0):
 def test_generations_under_changing_weights_are_those_assembled_by_hand(runs):
     from transformers import AutoModelForCausalLM
 
-    kept = torch.load(runs / "in_flight.pt", weights_only=False)
+    kept = torch.load(runs / "partial_rollouts.pt", weights_only=False)
     before, after = (
         AutoModelForCausalLM.from_pretrained(runs / name, dtype=torch.float32)
         for name in ("before", "after")

@@ -10,7 +10,7 @@ from tests.functional.tiny_runs import ROOT, TASK, make_task, train
 
 EXAMPLES = ROOT / "examples" / "pnpo"
 MODEL = f"model.path={TASK}/model"
-SMALL = ("rollout.prompts=8", "rollout.responses_per_prompt=4", "trainer.minibatches=2",
+SMALL = ("rollout.prompts_per_step=8", "rollout.responses_per_prompt=4", "trainer.minibatches=2",
          "trainer.epochs=2", "trainer.steps=2", "trainer.checkpoint_every=2")  # fmt: skip
 # What makes the same updates of the same rollouts.
 RECIPE = ("objective={name: dapo}", "advantage={estimator: group_relative}", "shaping.signed=true",

@@ -14,7 +14,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 from safetensors.torch import load_file
 
-from megatron_rl.versions import SETS
+from megatron_rl.runtime.versions import SETS
 from tests.functional.real_transformer_engine.install import OutOfReachError, installed
 from tests.functional.test_actor_architectures import EXPERTS, YARN, _make_model
 from tests.functional.test_actor_layouts import (

@@ -16,7 +16,7 @@ STUDY = {
     "base": {
         "model": {"path": f"{TASK}/model"},
         "data": {"train": f"{TASK}/train.parquet", "max_prompt_tokens": 48},
-        "rollout": {"prompts": 8, "max_response_tokens": 56, "kv_cache_mib": 64},
+        "rollout": {"prompts_per_step": 8, "max_response_tokens": 56, "kv_cache_mib": 64},
         "optimizer": {"learning_rate": 1e-4, "warmup_steps": 0},
         "trainer": {"steps": 2, "epochs": 1, "minibatches": 2, "checkpoint_every": 1,
                     "tokens_per_micro_batch": 8192},
@@ -47,4 +47,4 @@ def test_a_killed_study_goes_on_where_its_run_was(tmp_path):
     assert [(row["step"], row["state"]) for row in rows] == [(0, "done"), (1, "done"), (2, "done")]
     assert rows[0]["updates"] == 0 and rows[2]["updates"] == 4
     log = (folder / "log.txt").read_text()
-    assert "stopping after step" in log or read_metrics(folder)[-1]["step"] == 2, log
+    assert "checkpoint saved at step" in log or read_metrics(folder)[-1]["step"] == 2, log

@@ -15,22 +15,17 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from megatron_rl.report.runs import find_runs
-from megatron_rl.report.traces import judge, objective_of, read_traced_groups
+import megatron_rl
+from megatron_rl.apps.report.runs import find_runs
+from megatron_rl.apps.report.traces import objective_of, read_traced_groups, replay_constraint
 from megatron_rl.runs.rows import read_metrics
 from tests.functional.forked_runs import ForkedCommand
-from tests.functional.tiny_runs import (
-    ROOT,
-    TASK,
-    make_task,
-    start_training,
-    start_training_anew,
-    train,
-)
+from tests.functional.tiny_runs import CONFIG, PLACES, ROOT, TASK, make_task, start_training, train
+from tests.unit.rewards.misbehaving_verifiers import score_math_by_parts
 
 # What a clock or the machine decides; everything else must repeat bit for bit.
 TIMED = ("time/", "memory/", "sync/", "rollout/tokens_per_second", "rollout/engine_imbalance")
-SHORT = ("rollout.prompts=16", "eval.sets={}", "logging.tensorboard=false",
+SHORT = ("rollout.prompts_per_step=16", "eval.sets={}", "logging.tensorboard=false",
          "trainer.checkpoint_every=1", "optimizer.decay=constant",
          "logging.traced_responses=128")  # fmt: skip
 
@@ -44,14 +39,19 @@ def learned(rows):
     return [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in rows]
 
 
-def test_it_learns_from_fresh_weights_only(tmp_path):
+def test_it_learns_from_fresh_weights_only(tmp_path, capfd):
     """Fails on a flipped sign of objective or advantage (the reward falls), on a stale engine (the
     gap opens) and on a gate that rejects nothing, everything, or the wrong tokens (acceptance)."""
-    process = start_training_anew(
-        f"run.dir={tmp_path}", "run.name=a", "trainer.steps=6", "eval.samples=4"
-    )
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, output
+    run = megatron_rl.train(  # as a user starts it: new interpreters
+        CONFIG,
+        reward=score_math_by_parts,
+        overrides=[
+            *PLACES, f"run.dir={tmp_path}", "run.name=a", "trainer.steps=6", "eval.samples=4",
+            "reward.weights={correct: 1, boxed: 0}",
+        ],
+    )  # fmt: skip
+    assert run == tmp_path / "a"
+    assert "Trained a: 6 rollout batches" in capfd.readouterr().out
     rows = read_metrics(tmp_path / "a")
     steps = rows[1:]
     assert [row["step"] for row in rows] == list(range(7))
@@ -59,7 +59,7 @@ def test_it_learns_from_fresh_weights_only(tmp_path):
     assert all(row["ratio/first_minibatch_max_deviation"] == 0.0 for row in steps)
     # vLLM computes with the actor's present weights: one update at this rate moves log-probs by
     # more than 1e-3, while float32 in two implementations differs by about 1e-6.
-    assert all(row["rollout/logprob_gap_mean"] < 1e-5 for row in steps)
+    assert all(row["mismatch/logprob_abs_diff_mean"] < 1e-5 for row in steps)
     assert all(row["rollout/weight_version"] == row["step"] - 1 for row in steps)
     assert steps[-1]["ratio/prefix_mean_log_std"] > 1e-4  # reuse does move the policy
     # The gate rejects some tokens of a policy that moves, and most of none.
@@ -68,6 +68,12 @@ def test_it_learns_from_fresh_weights_only(tmp_path):
     # Six rollout batches gain more than 30 points on every seed tried; chance wobbles by 5.
     before, after = rows[0]["eval/heldout/avg@4"], rows[-1]["eval/heldout/avg@4"]
     assert after > before + 0.15, (before, after)
+    # The one with a weight of 0 is only recorded; half a character in a reason was no obstacle.
+    assert all(row["reward/correct_mean"] == row["reward/mean"] for row in steps)
+    assert any(row["reward/boxed_mean"] != row["reward/mean"] for row in steps)
+    kept = pq.read_table(tmp_path / "a" / "rollouts" / "step_000006.parquet").to_pylist()
+    assert all(row["rewards"]["correct"] == row["reward"] for row in kept)
+    assert all(row["reason"].endswith(" ?") for row in kept)
     assert (tmp_path / "a" / "curves.png").stat().st_size > 10_000
     assert "heldout/avg@4" in (tmp_path / "a" / "log.txt").read_text()
     assert_evaluated_alike(tmp_path, rows[-1])
@@ -76,7 +82,7 @@ def test_it_learns_from_fresh_weights_only(tmp_path):
 def assert_evaluated_alike(folder, last):
     """`megatron-rl eval` of the run, on one engine, finds what training found on two."""
     words = ["eval", "--model", str(folder / "a"), "--output", str(folder / "e")]
-    command = ForkedCommand(words, said=folder / "said.txt", cwd=ROOT)
+    command = ForkedCommand(words, output=folder / "said.txt", cwd=ROOT)
     assert command.wait(timeout=300) == 0, command.read()
     scores = json.loads((folder / "e" / "scores.json").read_text())["scores"]
     assert set(scores) == {"avg@4", "pass@2", "pass@4", "maj@4"}
@@ -135,7 +141,7 @@ def test_traces_and_what_the_report_makes_of_them_are_what_the_updates_counted(w
             if response.policy is None:  # of a group of equal rewards
                 continue
             positions = np.arange(1, response.behavior.size + 1)
-            for epoch, decisions in enumerate(judge(response, objective)[1], start=1):
+            for epoch, decisions in enumerate(replay_constraint(response, objective)[1], start=1):
                 kept[epoch].append(decisions)
                 prefix_means[epoch].append(response.log_ratio[epoch - 1].cumsum() / positions)
         assert sorted(kept) == [1, 2, 3, 4]
@@ -194,17 +200,20 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(tmp_path, whole):
 
 
 def test_a_run_that_is_asked_to_end_saves_and_continues_there(tmp_path, whole):
-    """No checkpoint is due before the last step: the signal alone saves one, wherever it comes."""
+    """No checkpoint is due before the last step: the signal alone saves one, wherever it comes.
+
+    Self-tests in every step, which the other run does not have, change nothing.
+    """
     run = tmp_path / "asked"
     arguments = (f"run.dir={tmp_path}", "run.name=asked", "trainer.steps=3", "run.resume=auto",
-                 *SHORT, "trainer.checkpoint_every=10")  # fmt: skip
+                 *SHORT, "trainer.checkpoint_every=10", "trainer.self_test_every=1")  # fmt: skip
     process = start_and_wait(arguments, run, rows=2)
     process.send_signal(signal.SIGINT)  # which the ranks hear of as SIGTERM
     status, output = process.wait(timeout=300), process.read()
     assert status == os.EX_TEMPFAIL, output
     # Most likely out of generating for step 2, or between two of its updates.
-    said = r"stopping (?:after|in) step (\d)/3( after \d+ of its updates)?, which is saved"
-    where = re.search(said, output)
+    printed = r"checkpoint saved at step (\d)(, update \d+)?\. Resume with:"
+    where = re.search(printed, output)
     assert where is not None and "Traceback" not in output, output
     step = int(where[1])
     assert [folder.name for folder in (run / "checkpoints").iterdir()] == [f"step_{step:06d}"]
@@ -277,8 +286,15 @@ def test_an_error_of_one_s_own_verifier_ends_every_rank_and_is_in_the_log(tmp_pa
     process = start_training(f"run.dir={tmp_path}", "run.name=a", *SHORT, broken)
     status, output = process.wait(timeout=300), process.read()
     assert status == 1
-    assert "LookupError: broken on purpose" in output and "leaked" not in output, output
+    *_, error, frames, to_continue, command = output.splitlines()
+    assert (
+        error.startswith("megatron-rl: error: rank ") and "grading responses: the verifier" in error
+    )
+    assert "LookupError: broken on purpose; correct the verifier, or set reward.on_error=" in error
+    assert frames == f"  stack traces: {tmp_path}/a/log.txt" and "Traceback" not in output, output
+    assert to_continue == "megatron-rl: nothing is saved yet; restart with"
+    assert command == f"  megatron-rl train --config {tmp_path}/a/config.yaml run.resume=auto"
     log = (tmp_path / "a" / "log.txt").read_text()
     assert "rank 0 failed" in log or "rank 1 failed" in log  # the first one ends the other
-    assert "Traceback" in log and "judging responses" in log and "broken on purpose" in log
+    assert "Traceback" in log and "grading responses" in log and "broken on purpose" in log
     assert "misbehaving_verifiers:break_in_a_run: judging\n" in log  # what it printed, by its name

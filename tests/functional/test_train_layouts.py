@@ -9,7 +9,8 @@ import torch
 from tests.functional.tiny_runs import TASK, make_task, train
 
 TINY = (
-    "rollout.prompts=8", "rollout.responses_per_prompt=2", "rollout.max_response_tokens=16",
+    "rollout.prompts_per_step=8", "rollout.responses_per_prompt=2",
+    "rollout.max_response_tokens=16",
     "trainer.steps=2", "trainer.epochs=1", "trainer.minibatches=2", "eval.sets={}",
     "logging.tensorboard=false", "parallel.context=1", "objective.name=grpo",
     # A random model earns no reward: entropy alone moves it.
@@ -69,5 +70,5 @@ def test_a_layout_trains_with_fresh_weights(tmp_path, name, sizes, layout):
         assert row["rollout/weight_version"] == row["step"] - 1
         # Float32 in two implementations; step 2's engine has the weights of step 1's updates, each
         # of which moved log-probs by far more.
-        assert row["rollout/logprob_gap_mean"] < 1e-5
+        assert row["mismatch/logprob_abs_diff_mean"] < 1e-5
         assert row["ratio/max_deviation"] > 1e-3

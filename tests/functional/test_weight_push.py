@@ -1,7 +1,7 @@
-"""Real Megatron, real vLLM: after a push the engine computes what the actor computes.
+"""Weight sync between real Megatron and vLLM: afterwards both compute the same log-probs.
 
-One launch per engine layout; within it the actor is rebuilt in several layouts. Weights are random
-and large enough that every one of them matters, in float32, compared to 1e-5.
+One launch per engine layout, in which the actor is rebuilt in several layouts. Weights are random
+and large enough that each of them matters; log-probs are compared in float32 to 1e-5.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.types import Prompt, Rollout, SamplingSettings, Verdict
+from megatron_rl.types import GradeResult, Prompt, Rollout, SamplingSettings
 from tests.ranks import run_ranks
 
 PROMPTS = [
@@ -51,7 +51,7 @@ def _save_model(folder: Path, *, tied: bool = False, experts: bool = False) -> N
 
 
 def _actor(folder, sizes, expert=1):
-    """The actor in one layout; the process groups of the layout before are taken down."""
+    """Build the actor in one layout, after destroying the previous process groups."""
     from megatron.core import parallel_state
 
     from megatron_rl.actor.actor import MegatronActor
@@ -66,8 +66,8 @@ def _actor(folder, sizes, expert=1):
 
 
 def _engine(folder, tensor, topology):
+    from megatron_rl.engine.vllm_engine import VllmEngine
     from megatron_rl.resharding.push import ReshardSettings
-    from megatron_rl.rollout.vllm_engine import VllmEngine
 
     return VllmEngine(
         folder,
@@ -81,14 +81,14 @@ def _engine(folder, tensor, topology):
 
 
 def _compare_logprobs(actor, engine, version):
-    """Generate; the engine's two kinds of log-probs against the actor's. Returns the samples."""
+    """Generate and compare both kinds of engine log-probs with the actor's; returns samples."""
     from megatron_rl.data.packing import build_pack
 
     responses = engine.generate(PROMPTS, samples=SAMPLES, sampling=SAMPLING)
     assert [r.weight_version for r in responses] == [version] * len(PROMPTS) * SAMPLES
     prompts = [prompt for prompt in PROMPTS for _ in range(SAMPLES)]
     rollouts = [
-        Rollout(prompt, response, Verdict(0.0, "", None))
+        Rollout(prompt, response, GradeResult(0.0, "", None))
         for prompt, response in zip(prompts, responses, strict=True)
     ]
     pack = build_pack(
@@ -110,7 +110,7 @@ def _compare_logprobs(actor, engine, version):
 
 
 def _push_and_compare(rank, world_size, folder, tensor, layouts):
-    """In every layout two pushes with different weights; the samples after each of them."""
+    """Sync two different weights in every layout; returns the samples after each sync."""
     engine, samples = None, []
     for number, sizes in enumerate(layouts):
         actor = _actor(folder, sizes)
@@ -118,11 +118,11 @@ def _push_and_compare(rank, world_size, folder, tensor, layouts):
             generator, threads = torch.get_rng_state(), torch.get_num_threads()
             engine = _engine(folder, tensor, actor.topology)
         for version in (2 * number, 2 * number + 1):
-            engine.push_weights(actor, version=version)
+            engine.sync_weights(actor, version=version)
             samples.append(_compare_logprobs(actor, engine, version))
             with torch.no_grad():
                 for parameter in actor.named_parameters_local().values():
-                    parameter.mul_(1.1)  # the same on every shard
+                    parameter.mul_(1.1)  # identically on every shard
         assert torch.equal(torch.get_rng_state(), generator), "a global generator was moved"
         assert torch.get_num_threads() == threads
     return samples
@@ -132,7 +132,7 @@ ONE, TWO = [(1, 1, 1, 1)], [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_engine_computes_what_the_actor_computes_in_every_layout(tied, tmp_path):
+def test_sync_weights_engine_matches_actor_in_every_layout(tied, tmp_path):
     _save_model(tmp_path, tied=tied)
     launches = [(1, 1, ONE), (2, 1, TWO), (2, 2, TWO), (8, 2, [(2, 2, 2, 1)])]
     if tied:
@@ -144,14 +144,14 @@ def test_engine_computes_what_the_actor_computes_in_every_layout(tied, tmp_path)
         samples += [
             (first, second) for first, second in zip(ranks[0][::2], ranks[0][1::2], strict=True)
         ]
-    # Same weights and seed: the same samples, whatever the layouts of actor and engine.
+    # Equal weights and seeds give equal samples in all layouts of actor and engine.
     assert all(pair == samples[0] for pair in samples)
     assert samples[0][0] != samples[0][1], "the second push changed nothing"
 
 
 def _push_experts(rank, world_size, folder):
-    """Whole experts on each actor rank, a slice of every expert on each engine rank."""
-    from megatron_rl.rollout.vllm_engine import VllmEngine
+    """Sync whole experts on each actor rank to a slice of every expert on each engine rank."""
+    from megatron_rl.engine.vllm_engine import VllmEngine
 
     actor = _actor(folder, (1, 1, 1, 2), expert=2)
     with pytest.raises(ValueError, match="needs CUDA"):
@@ -164,23 +164,23 @@ def _push_experts(rank, world_size, folder):
             max_model_len=64,
         )
     engine = _engine(folder, 2, actor.topology)
-    for version in (0, 1):  # the second update finds kernels that the first one set up
-        stats = engine.push_weights(actor, version=version)
+    for version in (0, 1):  # the second update starts with the kernels of the first one
+        stats = engine.sync_weights(actor, version=version)
         _compare_logprobs(actor, engine, version)
         with torch.no_grad():
             for parameter in actor.named_parameters_local().values():
                 parameter.mul_(1.1)
-    # Of each of 2 x 4 experts (3 matrices of 64 x 128 float32) half goes to the other rank.
+    # Half of each of 2 x 4 experts (3 matrices of 64 x 128 float32) is sent to the other rank.
     return stats.bytes_sent == 2 * 4 * 3 * 64 * 128 * 4 // 2
 
 
-def test_experts_reach_the_engine_from_an_expert_parallel_actor(tmp_path):
+def test_sync_weights_from_expert_parallel_actor(tmp_path):
     _save_model(tmp_path, experts=True)
     assert all(run_ranks(_push_experts, 2, str(tmp_path)))
 
 
 def _push_into_a_new_vllm(actor, engine):
-    """The error when vLLM's own parameters are not those of the table."""
+    """Return the error if vLLM's parameters are not the expected ones."""
     from megatron_rl.resharding.layouts import EngineLayout
 
     class OtherTable(EngineLayout):
@@ -191,15 +191,15 @@ def _push_into_a_new_vllm(actor, engine):
 
     known, engine.layout = engine.layout, OtherTable(tensor=1, world_size=1)
     with pytest.raises(ValueError) as error:
-        engine.push_weights(actor, version=4)
+        engine.sync_weights(actor, version=4)
     engine.layout = known
     with pytest.raises(RuntimeError, match="no valid weights"):
         engine.generate(PROMPTS, samples=1, sampling=SAMPLING)
     return str(error.value)
 
 
-def _break_pushes(rank, world_size, folder):
-    """The errors of wrong pushes into a real engine, and whether it recovers."""
+def _break_syncs(rank, world_size, folder):
+    """Return the errors of invalid syncs into a real engine, and check that it recovers."""
     from tests.gather_push import gather_push
 
     actor = _actor(folder, (1, 1, 1, 1))
@@ -222,19 +222,19 @@ def _break_pushes(rank, world_size, folder):
         "extra": collected | {"model.layers.9.self_attn.k_proj.weight": collected[name]},
         "shape": collected | {name: collected[name][:-1]},
     }
-    told = {}
+    messages = {}
     for case, weights in changes.items():
-        engine.push_weights(actor, version=1)
+        engine.sync_weights(actor, version=1)
         with pytest.raises(ValueError) as error:
             engine.receive(iter(weights.items()), version=2)
         with pytest.raises(RuntimeError, match="no valid weights"):
             engine.generate(PROMPTS, samples=1, sampling=SAMPLING)
-        told[case] = str(error.value)
-    # A failed update must leave nothing behind that the next one would count as loaded.
-    engine.push_weights(actor, version=3)
+        messages[case] = str(error.value)
+    # A failed update must not leave weights that the next one would count as loaded.
+    engine.sync_weights(actor, version=3)
     _compare_logprobs(actor, engine, 3)
-    # Two matrices of one shape in each other's place pass every other check.
-    from megatron_rl.trainer.engine_check import check_engine
+    # Two swapped matrices of equal shape pass every other check.
+    from megatron_rl.rollouts.engine_check import check_engine
 
     assert (
         check_engine(actor, engine, PROMPTS, temperature=1.0, seed=1, tokens_per_micro_batch=256)
@@ -245,16 +245,16 @@ def _break_pushes(rank, world_size, folder):
     engine.receive(iter(swapped.items()), version=3)
     with pytest.raises(RuntimeError, match="differ from the actor's by"):
         check_engine(actor, engine, PROMPTS, temperature=1.0, seed=1, tokens_per_micro_batch=256)
-    engine.push_weights(actor, version=3)
-    told["vllm"] = _push_into_a_new_vllm(actor, engine)
-    engine.push_weights(actor, version=3)
+    engine.sync_weights(actor, version=3)
+    messages["vllm"] = _push_into_a_new_vllm(actor, engine)
+    engine.sync_weights(actor, version=3)
     # A request that is still running.
     from vllm import SamplingParams
 
     core = engine._llm.llm_engine
     core.add_request("running", {"prompt_token_ids": [3, 4]}, SamplingParams(max_tokens=4))
     with pytest.raises(RuntimeError, match="the engine is generating"):
-        engine.push_weights(actor, version=4)
+        engine.sync_weights(actor, version=4)
     core.abort_request(["running"])
     # An exception in the middle of a call must not leave requests for the next call.
     with pytest.raises(ZeroDivisionError):
@@ -268,52 +268,54 @@ def _break_pushes(rank, world_size, folder):
         engine.generate(PROMPTS, samples=1, sampling=SAMPLING)
     engine.time_limit = 600.0
     _compare_logprobs(actor, engine, 3)
-    return json.dumps(told)
+    return json.dumps(messages)
 
 
-def test_wrong_weights_are_errors_and_the_engine_recovers(tmp_path):
+def test_sync_of_invalid_weights_raises_and_engine_recovers(tmp_path):
     _save_model(tmp_path, tied=False)
-    told = json.loads(run_ranks(_break_pushes, 1, str(tmp_path))[0])
+    messages = json.loads(run_ranks(_break_syncs, 1, str(tmp_path))[0])
     name = "model.layers.1.self_attn.k_proj.weight"
-    assert told["missing"] == f"weights were not pushed: ['{name}']"
-    assert told["extra"].startswith("model.layers.9.self_attn.k_proj.weight was pushed twice or")
-    assert told["vllm"] == (
-        "weight push 4, actor tp1 to vLLM tp1 x 1 engines: vLLM's parameters are not those "
-        "expected: model.norm.weight (128,) is unknown to the table; model.scale (128,) does not "
+    assert messages["missing"] == f"weights were not received: ['{name}']"
+    assert messages["extra"].startswith(
+        "model.layers.9.self_attn.k_proj.weight was received twice or"
+    )
+    assert messages["vllm"] == (
+        "weight sync 4, actor tp1 to vLLM tp1 x 1 engines: vLLM's parameters differ from "
+        "those expected: model.norm.weight (128,) is not expected; model.scale (128,) does not "
         "exist"
     )
-    assert told["shape"] == f"{name} has shape (63, 128), the model says (64, 128)"
+    assert messages["shape"] == f"{name} has shape (63, 128), expected (64, 128)"
 
 
 def _generate_with_late_ranks(rank, world_size, folder):
-    """One engine of two ranks: it is late for one of them; then one of them does not come."""
-    from megatron_rl.rollout import running
+    """Run one engine of two ranks: first one rank times out, then one of them never joins."""
+    from megatron_rl.engine import running
 
     actor = _actor(folder, (1, 1, 1, 2))
     engine = _engine(folder, 2, actor.topology)
-    engine.push_weights(actor, version=0)
+    engine.sync_weights(actor, version=0)
     engine.time_limit = 0.0 if rank == 1 else 600.0
     with pytest.raises(TimeoutError):  # on both, or the other would wait in the next step
         engine.generate(PROMPTS, samples=1, sampling=SAMPLING)
     engine.time_limit = 600.0
     _compare_logprobs(actor, engine, 0)
-    said = Path(folder) / "said"
+    output = Path(folder) / "stderr"
     if rank == 0:
         running.GRACE = 1.0
-        os.dup2(os.open(said, os.O_CREAT | os.O_WRONLY), 2)
+        os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY), 2)
         engine.time_limit = 1.0
         engine.generate(PROMPTS, samples=1, sampling=SAMPLING)
         raise AssertionError("generated without the other rank")
     deadline = time.monotonic() + 60
-    while not (said.exists() and "hangs or died" in said.read_text()):
-        assert time.monotonic() < deadline, "rank 0 waits for ever"
+    while not (output.exists() and "hangs or died" in output.read_text()):
+        assert time.monotonic() < deadline, "rank 0 waits forever"
         time.sleep(0.1)
     raise AssertionError("rank 0 has given up")
 
 
-def test_a_late_engine_stops_and_a_stuck_one_ends_with_a_message(tmp_path):
+def test_late_engine_raises_and_stuck_engine_exits_with_message(tmp_path):
     _save_model(tmp_path)
     with pytest.raises(AssertionError, match="rank 0 has given up"):
         run_ranks(_generate_with_late_ranks, 2, str(tmp_path))
-    message = "rank 0: the engine did not come back from a step, no response ended for "
-    assert message in (tmp_path / "said").read_text()
+    message = "rank 0: an engine step did not return, and no response finished for "
+    assert message in (tmp_path / "stderr").read_text()

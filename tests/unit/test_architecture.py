@@ -10,60 +10,67 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 60
 
-# Each package and the packages of ours that it may import, lowest first.
+# Each package and the packages of ours that it may import, lowest first. What trains imports no
+# app:
+# `test_what_trains_imports_no_app` checks that apart from this table.
 LAYERS = {
+    "errors": set(),  # every package may import it
     "types": set(),
-    "seeds": set(),
-    "interruption": set(),
-    "processes": {"interruption"},
-    "peak_memory": set(),
-    "console": set(),
-    "watching": set(),
-    "versions": set(),
-    "config": {"objectives"},
-    "distributed": {"types"},
-    "objectives": {"types", "distributed"},
-    "advantages": {"types"},
-    "data": {"types", "seeds", "distributed"},
-    "rewards": {"types", "interruption"},
+    "texts": set(),
+    "runtime": set(),
     "models": set(),
-    "evaluation": {"types"},
-    "resharding": {"types", "distributed", "models"},
-    "actor": {"types", "distributed", "objectives", "models", "resharding", "data"},
-    "rollout": {"types", "seeds", "processes", "distributed", "models", "resharding", "watching"},
-    "runs": {"types", "config", "models"},
-    "lag": {"types", "seeds", "config"},
-    "report": {"types", "runs", "objectives", "distributed"},
-    "preflight": {"config", "data", "objectives", "models", "resharding", "rollout", "runs",
-                  "lag"},
-    "planning": {
-        "types", "config", "distributed", "objectives", "data", "models", "resharding", "actor",
-        "preflight",
+    "distributed": {"types", "runtime"},
+    "advantages": {"types"},
+    "objectives": {"types", "distributed"},
+    "config": {"objectives"},
+    "rewards": {"types", "texts", "runtime"},
+    "data": {"types", "texts", "runtime", "distributed"},
+    "resharding": {"types", "runtime", "distributed", "models"},
+    "actor": {"types", "runtime", "distributed", "objectives", "models", "resharding", "data"},
+    "engine": {"types", "runtime", "distributed", "models", "resharding", "data"},
+    "runs": {"types", "runtime", "config", "models"},
+    "telemetry": {"types", "runtime", "distributed", "config", "runs", "objectives"},
+    "rollouts": {
+        "types", "runtime", "config", "distributed", "objectives", "advantages", "data", "rewards",
+        "models", "resharding", "actor", "engine", "telemetry", "runs",
     },
-    "conversion": {"config", "console", "models", "resharding", "actor", "preflight", "runs"},
+    "preflight": {"types", "runtime", "config", "data", "objectives", "models", "resharding",
+                  "engine", "runs", "rewards", "rollouts"},
+    "conversion": {"config", "telemetry", "models", "resharding", "actor", "preflight", "runs"},
     "trainer": {
-        "types", "seeds", "peak_memory", "interruption", "console", "config", "distributed",
-        "objectives", "advantages", "data", "rewards", "models", "resharding", "actor", "rollout",
-        "evaluation", "runs", "report", "preflight", "planning", "lag", "watching",
+        "types", "runtime", "config", "distributed", "objectives", "data", "rewards", "models",
+        "resharding", "actor", "engine", "runs", "telemetry", "rollouts", "preflight",
     },
-    "launch": {"config", "runs"},
-    "tasks": {"runs"},
-    "study": {"config", "interruption", "launch", "runs", "tasks"},
+    "apps.launch": {"config", "runs", "runtime"},
+    "apps.tasks": {"runs"},
+    "apps.study": {"config", "runtime", "runs", "apps.launch", "apps.tasks"},
+    "apps.report": {"types", "runs", "objectives", "distributed", "telemetry"},
+    "apps.planning": {
+        "types", "runs", "config", "distributed", "objectives", "data", "models", "resharding",
+        "actor", "preflight", "trainer", "runtime",
+    },
     "commands": {
-        "config", "console", "interruption", "processes", "trainer", "conversion", "preflight",
-        "runs", "launch", "study", "tasks", "versions", "models", "planning", "rollout",
-        "report",
+        "types", "config", "data", "telemetry", "runtime", "trainer", "conversion", "preflight",
+        "runs", "models", "engine", "apps.launch", "apps.study", "apps.tasks", "apps.planning",
+        "apps.report", "rewards",
     },
-    "cli": {"config", "processes", "commands"},
+    "python_api": {"config", "runtime", "commands", "runs"},
+    "cli": {"config", "runtime", "commands"},
+    "__init__": {"config", "python_api"},
 }  # fmt: skip
-ONLY_IMPORTER = {"megatron": "actor", "vllm": "rollout", "nemo_run": "launch"}
+ONLY_IMPORTER = {"megatron": "actor", "vllm": "engine", "nemo_run": "apps.launch"}
 NEED_ONLY_TORCH = {"objectives", "advantages", "distributed"}
 THIRD_PARTY_OF_TORCH_ONLY = {"torch", "megatron_rl"}
 
 
 def part_of(file: Path) -> str:
     relative = file.relative_to(PACKAGE)
-    return relative.parts[0].removesuffix(".py")
+    return part_named(relative.with_suffix("").parts)
+
+
+def part_named(parts: tuple[str, ...]) -> str:
+    """The package of a module; each of the apps counts for itself."""
+    return ".".join(parts[: 2 if parts[0] == "apps" else 1])
 
 
 @lru_cache
@@ -79,7 +86,17 @@ def imports_of(file: Path) -> set[str]:
 
 
 def test_every_package_is_placed_in_the_layers():
-    assert {part_of(file) for file in FILES} - {"__init__"} <= set(LAYERS)
+    parts = {part_of(file) for file in FILES} - {"apps.__init__"}
+    assert parts <= set(LAYERS)
+
+
+def test_every_package_is_in_the_code_layout():
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    table = page.partition("## Code layout")[2].partition("## Contracts")[0]
+    names = [name.replace(".", "/") for name in LAYERS if name != "__init__"]
+    assert [
+        name for name in names if f"`{name}/`" not in table and f"`{name}.py`" not in table
+    ] == []
 
 
 def test_imports_go_one_way():
@@ -89,9 +106,21 @@ def test_imports_go_one_way():
         for name in imports_of(file):
             if not name.startswith("megatron_rl."):
                 continue
-            target = name.split(".")[1]
-            if target in LAYERS and target != part and target not in LAYERS.get(part, set()):
+            target = part_named(tuple(name.split(".")[1:]))
+            if target in LAYERS and target not in LAYERS.get(part, set()) | {part, "errors"}:
                 wrong.append(f"{file.relative_to(PACKAGE)} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_trains_imports_no_app():
+    leaves = {"commands", "cli", "python_api", "__init__"}
+    wrong = [
+        f"{file.relative_to(PACKAGE)} imports {name}"
+        for file in FILES
+        if part_of(file) not in leaves and not part_of(file).startswith("apps.")
+        for name in imports_of(file)
+        if name.startswith(("megatron_rl.apps", "megatron_rl.commands"))
+    ]
     assert not wrong, "\n".join(wrong)
 
 

@@ -9,6 +9,8 @@ from megatron_rl.config import (
     ConfigError,
     dump_config,
     load_config,
+    parse_config,
+    put,
     valid_keys,
     with_absolute_paths,
 )
@@ -26,7 +28,7 @@ def test_defaults_are_the_published_configuration(tmp_path):
     config = load_config(write(tmp_path, MINIMAL))
     # Appendix C of the PNPO paper: 256 prompts x 8, minibatches of 64 groups = 4 per epoch,
     # lr 1e-6, 10 warm-up steps, weight decay 0.1, evaluation 32 samples at 0.7 / top-p 0.9.
-    assert (config.rollout.prompts, config.rollout.responses_per_prompt) == (256, 8)
+    assert (config.rollout.prompts_per_step, config.rollout.responses_per_prompt) == (256, 8)
     assert config.trainer.minibatches == 256 // 64
     assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (1e-6, 10)
     assert config.optimizer.weight_decay == 0.1
@@ -63,63 +65,84 @@ def test_every_error_comes_at_once_with_the_nearest_key(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "overrides", "said"),
+    ("text", "overrides", "output"),
     [
         ("seed: 1\n", [], "model.path: missing"),
-        (MINIMAL, ["rollout.prompts=10"], "rollout.prompts=10 cannot be split into"),
+        (
+            MINIMAL,
+            ["rollout.prompts_per_step=10"],
+            "rollout.prompts_per_step=10 cannot be split into",
+        ),
         (MINIMAL, ["optimizer.min_learning_rate=1"], "min_learning_rate is above"),
         (MINIMAL, ["rollout.top_p=0.9"], "rollout.top_p: unknown key"),
         (
             MINIMAL,
             ["advantage.estimator=leave_one_out", "advantage.std=none"],
-            "advantage.std=none: advantage.estimator=leave_one_out divides by none",
+            "advantage.std=none: no effect with advantage.estimator=leave_one_out, which divides",
         ),
         (
             MINIMAL,
             ["eval={samples: 6, sets: {a: a.parquet}}", "trainer.keep_best=eval/a/pass@3"],
-            "no score of this run's evaluations; give true, or eval_macro or eval/a with "
+            "not a score of this run's evaluations; give true, or eval_macro or eval/a followed by "
             "/avg@6, /pass@2, /pass@4, /pass@6, /maj@6",
         ),
-        (MINIMAL, ["advantage.beta=0.5"], "group_relative has no beta"),
-        (MINIMAL, ["optimizer.min_learning_rate=1e-7"], "constant rate never comes down to it"),
+        (MINIMAL, ["advantage.beta=0.5"], "no effect with advantage.estimator=group_relative"),
+        (MINIMAL, ["optimizer.min_learning_rate=1e-7"], "no effect with optimizer.decay=constant"),
         (MINIMAL, ["eval.sets={math/x: a.parquet}"], "eval.sets.math/x"),
         (MINIMAL, ["eval.sets={a: 3}"], "eval.sets.a=3: must be a path, or a mapping of path and"),
         (
             MINIMAL,
             ["data.template_arguments={tokenize: true}"],
-            "tokenize: not of the template, the run sets it; remove it",
+            "tokenize: set by the run, not an argument of the template; remove it",
         ),
-        (MINIMAL, ["optimizer.beta1=1.0"], "optimizer.beta1=1.0: input should be less than 1"),
-        (MINIMAL, ["rollout.memory_fraction=0"], "rollout.memory_fraction=0: input should be gre"),
+        (MINIMAL, ["optimizer.beta1=1.0"], "optimizer.beta1=1.0: must be below 1"),
+        (
+            MINIMAL,
+            ["rollout.gpu_memory_utilization=0"],
+            "rollout.gpu_memory_utilization=0: must be above 0",
+        ),
         (MINIMAL, ["rollout.responses_per_prompt=1"], "rollout.responses_per_prompt=1"),
         (MINIMAL, ["run.name=a/b"], "'^[A-Za-z0-9][A-Za-z0-9._-]*$'"),  # capitals as they are
-        (MINIMAL, ["lag.in_flight=8"], "set behavior=engine, or cache: recompute"),
-        (MINIMAL, ["lag.in_flight=0"], "lag.in_flight=0: give a number of tokens from 1"),
-        (MINIMAL, ["lag.in_flight={every_tokens: 8, cache: drop}"], "or cache: recompute"),
-        (
-            MINIMAL,
-            ["behavior=engine", "lag.in_flight=8", "lag.publish_every=2"],
-            "lag.publish_every=2 and lag.in_flight both say when",
+        (MINIMAL, ["lag.partial_rollouts=8"], "set behavior=engine, or cache: recompute"),
+        *(
+            (MINIMAL, [f"logging.keep_rollouts={value}"], "must be all, sampled, or the number of")
+            for value in ("0", "true", "some", "2.5", "null")
         ),
         (
             MINIMAL,
-            ["behavior=engine", "lag.in_flight=8", "rollout.stop=[x]"],
-            "rollout.stop: a text may begin before weights change",
+            ["lag.partial_rollouts=0"],
+            "lag.partial_rollouts=0: must be a number of tokens, at least 1",
+        ),
+        (MINIMAL, ["lag.partial_rollouts={every_tokens: 8, cache: drop}"], "cache: recompute}"),
+        (
+            MINIMAL,
+            ["behavior=engine", "lag.partial_rollouts=8", "lag.sync_weights_every=2"],
+            "lag.sync_weights_every=2 and lag.partial_rollouts both set when weights",
         ),
         (
             MINIMAL,
-            ["eval.sets={a: b}", "eval.every=5", "lag.publish_every=2"],
-            "eval.every=5: the engine has the present weights every lag.publish_every=2",
+            ["behavior=engine", "lag.partial_rollouts=8", "rollout.stop=[x]"],
+            "rollout.stop: a stop string may span a weight sync",
         ),
-        (MINIMAL, ["replay.capacity=2"], "nothing is drawn again while replay.fresh is 1"),
-        (MINIMAL, ["replay={fresh: 0.001, capacity: 9}"], "is no number of groups between"),
+        (
+            MINIMAL,
+            ["eval.sets={a: b}", "eval.every=5", "lag.sync_weights_every=2"],
+            "eval.every=5: the engine gets the current weights only every lag.sync_weights_every=2",
+        ),
+        (MINIMAL, ["replay.capacity=2"], "no effect with replay.fresh=1"),
+        (MINIMAL, ["replay={fresh: 0.001, capacity: 9}"], "rounds to no groups or to all of them"),
+        (
+            MINIMAL,
+            ["reward.time_limit_seconds=600"],  # as long as the default of trainer.stall_seconds
+            "reward.time_limit_seconds=600: one call of the verifier may take longer than trainer.",
+        ),
         (MINIMAL, ["seed"], "not of the form key=value"),
-        ("- a\n- b\n", [], "must hold a mapping"),
+        ("- a\n- b\n", [], "must contain a mapping"),
         ("a: [\n", [], "not valid YAML"),
     ],
 )
-def test_wrong_values_name_the_cure(tmp_path, text, overrides, said):
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_wrong_values_name_the_cure(tmp_path, text, overrides, output):
+    with pytest.raises(ConfigError, match=re.escape(output)):
         load_config(write(tmp_path, text), overrides)
 
 
@@ -150,7 +173,8 @@ def test_a_set_is_a_path_or_a_path_with_columns(tmp_path):
 def test_the_stable_keys_exist():
     stable = {
         "parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.data",
-        "rollout.tensor", "rollout.prompts", "rollout.responses_per_prompt", "objective.name",
+        "rollout.tensor", "rollout.prompts_per_step", "rollout.responses_per_prompt",
+        "objective.name",
         "trainer.steps", "trainer.epochs", "trainer.minibatches", "run.dir", "run.name", "seed",
     }  # fmt: skip
     assert stable <= set(valid_keys(Config))
@@ -172,3 +196,120 @@ def test_paths_hold_in_every_folder_from_the_start(tmp_path, monkeypatch):
     assert config.model.path == "Qwen/Qwen3-8B"  # a message names it as it was given
     monkeypatch.chdir(tmp_path)
     assert with_absolute_paths(config) == config
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model.path: m\ndata.train: t\noptimizer.learning_rate: 3e-6\n",
+        "model: {path: m}\ndata: {train: t}\noptimizer.learning_rate: 3e-6\n",
+        "model.path: m\ndata: {train: t, columns.prompt: q}\noptimizer: {learning_rate: 3e-6}",
+    ],
+)
+def test_dotted_keys_in_a_file_mean_what_they_mean_as_overrides(tmp_path, text):
+    config = load_config(write(tmp_path, text))
+    assert (config.model.path, config.data.train) == ("m", "t")
+    assert config.optimizer.learning_rate == 3e-6
+    override = load_config(write(tmp_path, text), ["model.path=other"])
+    assert override.model.path == "other"
+
+
+def test_names_of_the_users_own_keep_their_dots(tmp_path):
+    sets = load_config(write(tmp_path, MINIMAL + "eval: {sets: {aime.24: a.parquet}}\n")).eval.sets
+    assert list(sets) == ["aime.24"]
+
+
+@pytest.mark.parametrize("dotted", ["model.path: b\n" + MINIMAL, MINIMAL + "model.path: b\n"])
+def test_a_setting_with_and_without_dots_is_refused(tmp_path, dotted):
+    with pytest.raises(ConfigError, match=r"^model\.path is given twice, with and without dots"):
+        load_config(write(tmp_path, dotted))
+
+
+@pytest.mark.parametrize(
+    ("text", "output"),
+    [
+        (
+            "model: {path: m}\nseed: 1\nmodel: {path: n}\n",
+            "'model' is given twice, in lines 1 and 3",
+        ),
+        ("data:\n  train: t\n  train: u\n", "'train' is given twice, in lines 2 and 3"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused_with_both_lines(tmp_path, text, output):
+    with pytest.raises(ConfigError, match=output):
+        load_config(write(tmp_path, text))
+
+
+def test_merge_keys_of_yaml_still_work(tmp_path):
+    text = MINIMAL + "objective: &o {name: gspo}\nadvantage: {<<: {std: none}, std: population}\n"
+    assert load_config(write(tmp_path, text)).advantage.std == "population"
+
+
+def test_an_objective_is_a_name_or_a_mapping(tmp_path):
+    file = write(tmp_path, MINIMAL + "objective: gspo\n")
+    assert load_config(file).objective.name == "gspo"
+    changed = load_config(file, ["objective.constraint.low=1.0e-2"]).objective
+    assert (changed.name, changed.overrides) == ("gspo", {"constraint": {"low": 0.01}})
+    both = write(tmp_path, MINIMAL + "objective: gspo\nobjective.constraint.low: 1.0e-2\n")
+    assert load_config(both).objective == changed
+    assert load_config(write(tmp_path, dump_config(load_config(file)))) == load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("override", "output"),
+    [
+        ("objective=gspoo", "objective.name: unknown objective 'gspoo'; did you mean 'gspo'?"),
+        ("objective=3", "objective=3: must be a name, as in objective: gspo, or a mapping"),
+        (
+            "objective.constraint=0.2",
+            "objective.constraint is 0.2: give its keys (low, high, space, scale, power, "
+            "reject_negative, reject_positive, sided), "
+            "as {low: 0.0007, high: 0.00095}; or give a new one as {kind: ...} of ppo_clip",
+        ),
+        ("objective.constraint=null", "objective.constraint is None: give its keys"),
+        ("objective.kl=0.1", "objective.kl is 0.1: give its keys (coefficient, estimator), as"),
+        ("objective.rollout_correction=2.0", "objective.rollout_correction is 2.0: give its keys"),
+        ("objective.constraint.low=-1", "objective.constraint: low is -1: it must be >= 0"),
+        ("lag.partial_rollouts=x", "lag.partial_rollouts='x': must be a number of tokens, at l"),
+        ("lag.batches=x", "lag.batches='x': must be a number of rollout batches, at least 0, or"),
+        ("lag.batches=yes", "lag.batches=true: must be a number of rollout batches, at least 0"),
+        ("trainer.keep_best=3", "trainer.keep_best=3: must be true, false or the name of a score"),
+        ("trainer=null", "trainer=null: must be a mapping of steps, epochs,"),
+        ("shaping.overlong=soft", "shaping.overlong='soft': must be a mapping of kind, buffer, p"),
+        ("logging.wandb=yes", "logging.wandb=true: must be a mapping of project, entity, such as"),
+        (
+            "eval.columns=prompt",
+            "eval.columns='prompt': must be a mapping of prompt, answer, source",
+        ),
+        ("eval.sets={a: {pth: b}}", "eval.sets.a.pth: unknown key; did you mean eval.sets.a.path?"),
+        ("rollout.stop=x", "rollout.stop='x': must be a list, such as [x]"),
+        ("rollout.prompts_per_step=2.5", "rollout.prompts_per_step=2.5: must be a whole number"),
+        ("run.check_memory=maybe", "run.check_memory='maybe': must be true or false"),
+        ("optimizer.learning_rate=.inf", "optimizer.learning_rate=inf: must be a finite number"),
+        ("run.resume=always", "run.resume='always': must be 'never' or 'auto'"),
+    ],
+)
+def test_a_value_of_another_kind_is_answered_in_plain_words(tmp_path, override, output):
+    """No type of Python's or pydantic's in a message."""
+    with pytest.raises(ConfigError, match=re.escape(output)) as error:
+        load_config(write(tmp_path, MINIMAL), [override])
+    assert not re.search(r"megatron_rl|Section|pydantic|\.(int|str|bool)=", str(error.value))
+
+
+@pytest.mark.parametrize("key", valid_keys(Config))
+def test_no_setting_answers_with_types_of_python(key):
+    """Also settings that take a number or a mapping, a name or a mapping: one line, plain words."""
+    for bad in ([{"x": [1]}], "a b", True, -1e30, {"zzz": {"y": 1}}):
+        values = {"model": {"path": "m"}, "data": {"train": "t"}}
+        put(values, key, bad)
+        try:
+            parse_config(values)
+        except ConfigError as error:
+            output = str(error)
+            assert not re.search(r"[Ii]nput should|Section|dict\[|<class|valid \w+ or", output), (
+                output
+            )
+            if not isinstance(bad, dict):
+                assert (
+                    sum(line.strip().startswith(f"{key}=") for line in output.splitlines()) <= 1
+                ), output

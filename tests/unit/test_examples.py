@@ -2,18 +2,19 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from megatron_rl.apps.study.study_plan import load_study
 from megatron_rl.config import load_config
-from megatron_rl.lag.build import build_schedule
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives import build_objective
 from megatron_rl.preflight.layout import layout_problems
-from megatron_rl.study.plan import load_study
+from megatron_rl.rollouts.build_schedule import build_schedule
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "pnpo"
 QWEN2 = {
@@ -56,7 +57,7 @@ REGIMES = {
     "four_epochs": set(),
     "queue": {"lag"},
     "replay": {"replay"},
-    "in_flight": {"behavior", "lag"},
+    "partial_rollouts": {"behavior", "lag"},
     "mismatch": {"rollout", "objective"},
 }
 
@@ -112,8 +113,8 @@ def test_the_papers_settings(epochs, steps, every):
     assert steps * config.updates_per_step == 2400
     assert config.warmup_updates == {1: 40, 4: 160}[epochs]
     assert (config.optimizer.learning_rate, config.optimizer.weight_decay) == (1e-6, 0.1)
-    assert (config.rollout.prompts, config.rollout.responses_per_prompt) == (256, 8)
-    assert config.rollout.prompts // config.trainer.minibatches == 64
+    assert (config.rollout.prompts_per_step, config.rollout.responses_per_prompt) == (256, 8)
+    assert config.rollout.prompts_per_step // config.trainer.minibatches == 64
     assert (config.rollout.temperature, config.seed) == (1.0, 42)
     assert (config.data.max_prompt_tokens, config.rollout.max_response_tokens) == (1024, 15360)
     assert list(config.eval.sets) == ["amc23", "aime24", "aime25"]
@@ -204,3 +205,11 @@ def test_each_ablation_changes_one_part(checkout):
         assert len(parts) == 1, (ablation, parts)
         changed.add((parts[0], str(getattr(spec, parts[0]))))
     assert len(changed) == len(ABLATIONS)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_files_to_read_first_exist(page):
+    root = EXAMPLES.parents[1]
+    files = re.findall(r"^\| `(\S+\.py)` \|", (root / page).read_text(), re.MULTILINE)
+    assert len(files) == 6
+    assert not [file for file in files if not (root / "megatron_rl" / file).is_file()]

@@ -1,16 +1,15 @@
-"""Tokens per second of a whole update: this actor against plain transformers and torch.
+"""Tokens per second of a full update: this actor against plain transformers and torch.
 
     PYTHONPATH=. OMP_NUM_THREADS=1 python tools/benchmarks/actor.py [--layouts 1,1,1,1 1,1,2,1]
 
-The same random Qwen2, the same long-tailed rollouts (lognormal lengths), the same GRPO loss and
-AdamW. The baseline pads every micro-batch to its longest sequence and materializes logits. Useful
-tokens are those of prompts and responses; padding efficiency is useful / processed. Utilization is
-the model's own FLOP (6 per parameter and useful token, 6 per layer, hidden unit and pair of tokens
-that causal attention lets meet; nothing for recomputation or padding) against --peak-tflops of one
-device, by default what a large matrix product reaches in this process, on as many cores as there
-are. Memory is the peak of one rank during an update, above what it holds between updates. It has an
-update of its own: what the allocator keeps from one update to the next makes the next one faster,
-and is given back before memory is measured. On the CPU time is wall time: keep the machine idle.
+Both use the same random Qwen2, long-tailed rollouts (lognormal lengths), GRPO loss and AdamW. The
+baseline pads every micro-batch to its longest sequence and materializes logits. Useful tokens are
+those of prompts and responses; padding efficiency is useful / processed. Utilization is the model's
+FLOP (6 per parameter and useful token, 6 per layer, hidden unit and causal pair of tokens, without
+recomputation or padding) over --peak-tflops of one device, by default the measured rate of a large
+matrix product. Memory is the peak of one rank during an update, above its memory between updates.
+It is measured in a separate update after emptying the allocator's cache, which makes timed updates
+faster. On the CPU, time is wall time: keep the machine idle.
 """
 
 import argparse
@@ -22,15 +21,15 @@ import time
 import torch
 
 from megatron_rl.data.packing import plan_minibatches, sequence_length
-from megatron_rl.peak_memory import PeakMemory
-from megatron_rl.types import Prompt, Response, Rollout, Verdict
+from megatron_rl.telemetry.peak_memory import PeakMemory
+from megatron_rl.types import GradeResult, Prompt, Response, Rollout
 from tests.ranks import run_ranks
 
 VOCAB = 4096
 
 
 def make_model(folder, hidden, layers):
-    """Write a random Qwen2; returns its number of parameters."""
+    """Write a random Qwen2; return its number of parameters."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -50,7 +49,7 @@ def make_model(folder, hidden, layers):
 
 
 def make_rollouts(count, longest):
-    """Groups of 8 with lognormal response lengths, a median near an eighth of the longest."""
+    """Build groups of 8 with lognormal response lengths, median near an eighth of the longest."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.exp(torch.randn(count, generator=generator)) * longest / 8
     rollouts = []
@@ -60,18 +59,18 @@ def make_rollouts(count, longest):
         response = Response(
             index // 8, index % 8, tuple(tokens[16:]), (0.0,) * length, "", "stop", 0
         )
-        rollouts.append(Rollout(prompt, response, Verdict(0.0, "", None)))
+        rollouts.append(Rollout(prompt, response, GradeResult(0.0, "", None)))
     return rollouts, torch.randn(count, generator=generator)
 
 
 def model_flop(parameters, hidden, layers, lengths):
-    """Floating-point operations that one update of sequences of these lengths needs."""
+    """Return the FLOP of one update on sequences of these lengths."""
     pairs = sum(length * (length + 1) / 2 for length in lengths)
     return 6 * parameters * sum(lengths) + 3 * 4 * layers * hidden * pairs
 
 
 def measure_peak(rank, world_size):
-    """FLOP/s of a large matrix product in the dtype that the actor computes in."""
+    """Measure the FLOP/s of a large matrix product in the actor's dtype."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = 8192 if device == "cuda" else 1024
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -85,7 +84,7 @@ def measure_peak(rank, world_size):
 
 
 def measure(update, *, repeats, device):
-    """(seconds of the fastest of some updates, peak bytes of another one)."""
+    """Return (seconds of the fastest update, peak bytes of a separate update)."""
     seconds, memory = float("inf"), PeakMemory(device)
     for _ in range(repeats):
         start = time.perf_counter()
@@ -102,7 +101,7 @@ def measure(update, *, repeats, device):
 
 
 def time_actor(rank, world_size, folder, layout, args):
-    """(seconds per update, processed tokens, peak bytes) of one layout, on every rank."""
+    """Return (seconds per update, processed tokens, peak bytes) of one layout, on every rank."""
     from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
@@ -132,14 +131,14 @@ def time_actor(rank, world_size, folder, layout, args):
 
 
 def time_transformers(rank, world_size, folder, args):
-    """The same update by transformers: padded micro-batches, materialized logits, torch's AdamW."""
+    """Run the same update with transformers: padded micro-batches, full logits, torch's AdamW."""
     from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.1)
     rollouts, advantages = make_rollouts(args.rollouts, args.longest)
-    size = max(1, args.budget // args.longest)  # sequences that fit the budget when all are longest
+    size = max(1, args.budget // args.longest)  # sequences of maximum length that fit the budget
     total = sum(len(rollout.response.token_ids) for rollout in rollouts)
     processed = 0
 
@@ -177,10 +176,12 @@ def main():
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rollouts", type=int, default=32)
     parser.add_argument("--longest", type=int, default=1024)
-    parser.add_argument("--budget", type=int, default=4096, help="tokens per micro-batch")
+    parser.add_argument("--budget", type=int, default=4096, help="Tokens per micro-batch.")
     parser.add_argument("--recompute", default="none", choices=["none", "selective", "full"])
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--peak-tflops", type=float, help="of one device; default: measured")
+    parser.add_argument(
+        "--peak-tflops", type=float, help="Peak rate of one device; default: measured."
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         parameters = make_model(folder, args.hidden, args.layers)

@@ -1,18 +1,18 @@
-"""TRL's GRPOTrainer and this system on the same work, by turns: seconds, memory, reward.
+"""Compare TRL's GRPOTrainer with this system on the same work: seconds, memory, reward.
 
     python tools/benchmarks/against_trl.py install                 # TRL into .cache/trl, once
     python tools/benchmarks/against_trl.py measure quickstart      # or 1m, 4m; appends to a file
-    python tools/benchmarks/against_trl.py table                   # what was measured, as Markdown
+    python tools/benchmarks/against_trl.py table                   # print the results as Markdown
 
-Both start from the same model, take the same number of prompts, responses, epochs and minibatches,
-and sample up to the same length. A round runs TRL, then this system under each layout, for one
-rollout batch that is not counted and several that are; nothing else should run. A rollout batch
-is everything between two of them: generation, rewards, log-probs, all updates, the weight push.
-Memory is the peak of the proportional set sizes of all processes of a system, sampled.
+Both start from the same model with the same number of prompts, responses, epochs and minibatches
+and the same maximum length. A round runs TRL, then this system with each layout, for one warm-up
+rollout batch and several measured ones; nothing else should run on the machine. The time of a
+rollout batch includes generation, rewards, log-probs, all updates and the weight push. Memory is
+the sampled peak of the proportional set sizes of all processes of a system.
 
-`quickstart` is the tiny task with its trained model, and its reward is the task's. The two others
-have untrained models and a reward without meaning (the parity of the response's length in
-characters), so that half of all responses have either reward and none is skipped.
+`quickstart` is the tiny task with its trained model and reward. The other sizes have untrained
+models and an artificial reward (the parity of the response's length in characters), so that each
+reward is equally frequent and no group is skipped.
 """
 
 import argparse
@@ -36,12 +36,12 @@ EPOCHS = MINIBATCHES = 4
 
 @dataclass(frozen=True)
 class Size:
-    """A model and a rollout batch."""
+    """Model and rollout batch sizes."""
 
     prompts: int
     samples: int
-    tokens: int  # of a response, at most
-    shape: dict[str, int] | None = None  # of an untrained model; None: the tiny task's own
+    tokens: int  # maximum response tokens
+    shape: dict[str, int] | None = None  # of an untrained model; None: the tiny task's model
 
 
 SIZES = {
@@ -49,7 +49,7 @@ SIZES = {
     "1m": Size(16, 8, 256, {"hidden": 64, "heads": 2, "layers": 8, "intermediate": 192}),
     "4m": Size(8, 4, 1024, {"hidden": 192, "heads": 6, "layers": 6, "intermediate": 512}),
 }
-WORDS = 4096  # vocabulary of the untrained models: one token in so many ends a response
+WORDS = 4096  # vocabulary of the untrained models; one of these tokens ends a response
 LAYOUTS = {
     "data 2": ("parallel.context=1", "parallel.data=2"),
     "context 2": ("parallel.context=2",),
@@ -58,12 +58,12 @@ LAYOUTS = {
 
 
 def score(text: str, ground_truth: str, data_source: str) -> float:
-    """The reward of the untrained models: whether the response's length is odd."""
+    """Return the reward of the untrained models: whether the response's length is odd."""
     return float(len(text) % 2)
 
 
 def install() -> None:
-    """TRL into an environment of its own that sees the packages of this one and changes none."""
+    """Install TRL into a separate environment on top of this environment's packages."""
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(TRL)], check=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     (TRL / "lib" / version / "site-packages" / "project.pth").write_text(
@@ -75,7 +75,7 @@ def install() -> None:
 
 
 def make_task(name: str) -> Path:
-    """The folder of the size's model and prompts; made once."""
+    """Create the size's model and prompts once; return their folder."""
     sys.path.insert(0, str(ROOT / "tools"))
     import make_tiny_task as tiny
 
@@ -87,7 +87,7 @@ def make_task(name: str) -> Path:
     import torch
     from transformers import Qwen2ForCausalLM
 
-    from megatron_rl.tasks.warm_up import build_model
+    from megatron_rl.apps.tasks.fine_tuning import build_model
 
     longest = 48 + size.tokens
     tokenizer = tiny.build_tokenizer(longest)
@@ -103,7 +103,7 @@ def make_task(name: str) -> Path:
 
 
 def run_trl(name: str, task: Path, batches: int) -> dict:
-    """TRL's phases of each rollout batch, and its peak memory."""
+    """Run TRL; return the phases of each rollout batch and the peak memory."""
     size = SIZES[name]
     settings = {"prompts": size.prompts, "samples": size.samples, "tokens": size.tokens,
                 "epochs": EPOCHS, "minibatches": MINIBATCHES, "batches": batches,
@@ -116,17 +116,17 @@ def run_trl(name: str, task: Path, batches: int) -> dict:
 
 
 def run_ours(name: str, task: Path, batches: int, layout: str) -> dict:
-    """This system's phases of each rollout batch, and its peak memory."""
+    """Run this system; return the phases of each rollout batch and the peak memory."""
     size = SIZES[name]
     run = f"{name}-{layout.replace(' ', '')}-{time.time_ns()}"
-    # The quickstart's 64 MiB for keys and values are less than these generate at once.
+    # The quickstart's KV cache of 64 MiB is too small for these batches.
     own = ("reward.verifier=tools.benchmarks.against_trl:score", "rollout.kv_cache_mib=256")
     command = [
         sys.executable, "-m", "megatron_rl.cli", "train",
         "--config", "examples/pnpo/quickstart.yaml",
         f"run.dir={FOLDER}/runs", f"run.name={run}", "logging.tensorboard=false", "eval.sets={}",
         f"model.path={task}/model", f"data.train={task}/train.parquet",
-        f"rollout.prompts={size.prompts}", f"rollout.responses_per_prompt={size.samples}",
+        f"rollout.prompts_per_step={size.prompts}", f"rollout.responses_per_prompt={size.samples}",
         f"rollout.max_response_tokens={size.tokens}", f"trainer.epochs={EPOCHS}",
         f"trainer.minibatches={MINIBATCHES}", f"trainer.steps={batches}",
         "trainer.checkpoint_every=1000", *LAYOUTS[layout], *(own if size.shape else ()),
@@ -148,7 +148,7 @@ def run_ours(name: str, task: Path, batches: int, layout: str) -> dict:
 
 
 def run_watched(command: list[str], *, environment: dict[str, str]) -> tuple[str, float]:
-    """Output of a command and the most memory that it and its children held together, GiB."""
+    """Run a command; return its output and the peak memory of its process tree in GiB."""
     import psutil
 
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -167,7 +167,7 @@ def run_watched(command: list[str], *, environment: dict[str, str]) -> tuple[str
                 try:
                     total += one.memory_full_info().pss
                 except psutil.Error:
-                    continue  # it has just ended
+                    continue  # the process has exited
             peak = max(peak, total)
             time.sleep(1.0)
 
@@ -181,7 +181,7 @@ def run_watched(command: list[str], *, environment: dict[str, str]) -> tuple[str
 
 
 def measure(name: str, *, batches: int, file: Path, systems: list[str]) -> None:
-    """One round: append a line per system."""
+    """Run one round and append a line per system."""
     task = make_task(name)
     for system in systems:
         if system == "TRL":
@@ -199,7 +199,7 @@ HEADINGS = ("size", "system", "batches", "first", "seconds", "spread", "times TR
 
 
 def describe(name: str, system: str, lines: list[dict], trl: float | None = None) -> str:
-    """A row of the table: medians over all batches but the first of each run."""
+    """Format a table row: medians over all batches except the first of each run."""
     rows = [row for line in lines for row in line["rows"][1:]]
     seconds = [row["seconds"] for row in rows]
 
@@ -221,7 +221,7 @@ def describe(name: str, system: str, lines: list[dict], trl: float | None = None
 
 
 def print_table(file: Path) -> None:
-    """All that was measured; `times TRL` is how much faster than TRL."""
+    """Format all measurements; `times TRL` is the speedup over TRL."""
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     print(f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}")
     for name in SIZES:
@@ -237,11 +237,13 @@ def print_table(file: Path) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("command", choices=("install", "measure", "table"))
     parser.add_argument("size", nargs="?", choices=SIZES, default="quickstart")
-    parser.add_argument("--batches", type=int, default=5, help="rollout batches after the first")
+    parser.add_argument(
+        "--batches", type=int, default=5, help="Number of measured rollout batches."
+    )
     parser.add_argument("--systems", nargs="+", choices=("TRL", *LAYOUTS),
                         default=["TRL", *LAYOUTS])  # fmt: skip
     parser.add_argument("--file", type=Path, default=FOLDER / "measured.jsonl")

@@ -1,25 +1,24 @@
-"""What a run survives: it is killed again and again, and must end as the undisturbed run ended.
+"""Fault tolerance: runs with injected faults must end exactly like an undisturbed run.
 
     PYTHONPATH=. OMP_NUM_THREADS=1 python -m tools.benchmarks.chaos [--kills 50] [--minutes 10]
         [--parts kills signals damage goodput] [--seed 0] [--output FOLDER]
 
-Real runs of the quickstart's model: two processes, real vLLM, a few responses; the launcher is the
-real one, its ranks are forked from a process that has imported everything. `undisturbed` is trained
-first. Then, in a run directory of its own, each part starts the same command again after each
-fault, until the run has ended:
+Trains the quickstart's model with two processes, vLLM and a few responses. The real launcher is
+used, with ranks forked from a process that has imported all modules. `undisturbed` is trained
+first. Each part then uses its own run directory and restarts the command after each fault until the
+run has finished:
 
-kills     SIGKILL of one rank or of both, at moments drawn from --seed
-signals   SIGTERM to the launcher, once, twice or thrice, seconds apart, as each phase begins
+kills     SIGKILL of one or both ranks, at times drawn from --seed
+signals   SIGTERM to the launcher, one to three times, seconds apart, at the start of each phase
 damage    between two starts the newest checkpoint is truncated, loses a file, has one bit flipped,
-          holds another's files, is half deleted, or is another run's
-goodput   a SIGKILL every --every seconds of a start
+          contains another's files, is half deleted, or belongs to another run
+goodput   a SIGKILL every --every seconds after a start
 
-After each part metrics, rollouts and the exported weights are compared with the undisturbed run's
-bit for bit (but for what a clock decides), every prompt must have been trained once in each pass,
-and no process may be left. What was lost is counted: updates and rollout batches that were made
-again, and seconds. --minutes ends the parts; what was done by then counts. Goodput is said twice:
-against the undisturbed run's seconds, and as the share of its own seconds that went into the steps
-that are recorded in the end, which a machine whose load changes distorts less.
+After each part, metrics, rollouts and exported weights must equal those of the undisturbed run bit
+for bit (except timings), every prompt must have been trained once per pass, and no process may
+remain. The cost is the number of repeated updates and rollout batches, and seconds. --minutes
+limits the duration of a part. Goodput is reported relative to the undisturbed run's seconds, and as
+the fraction of the run's own seconds spent in recorded steps, which depends less on machine load.
 """
 
 import argparse
@@ -44,19 +43,19 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from megatron_rl.interruption import INTERRUPTED
 from megatron_rl.runs.checkpoints import MANIFEST, CheckpointFolders
 from megatron_rl.runs.rows import read_metrics
+from megatron_rl.runtime.interruption import INTERRUPTED
 from tests.functional.faults.runs import run as run_forked
 
 ROOT = Path(__file__).parents[2]
 TASK = ROOT / ".cache" / "tiny_task"
-# What a clock or the machine decides; everything else must repeat bit for bit.
+# Timings and machine-dependent values; everything else must repeat bit for bit.
 TIMED = ("time/", "memory/", "sync/", "rollout/tokens_per_second", "rollout/engine_imbalance")
 SETTINGS = (
     f"model.path={TASK}/model", f"data.train={TASK}/train.parquet",
     f"eval.sets={{heldout: {TASK}/heldout.parquet}}", "eval.samples=1", "eval.every=4",
-    "rollout.prompts=16", "rollout.responses_per_prompt=4", "trainer.epochs=2",
+    "rollout.prompts_per_step=16", "rollout.responses_per_prompt=4", "trainer.epochs=2",
     "trainer.checkpoint_every=2", "trainer.keep_checkpoints=2", "parallel.context=1",
     "parallel.data=2", "logging.tensorboard=false", "optimizer.decay=constant",
     "run.resume=auto",
@@ -67,7 +66,7 @@ PHASES = ("checkpoint", "rollout", "behavior", "train", "sync", "eval", "record"
 
 @dataclass
 class Run:
-    """One run directory, the command that starts it or goes on with it, and what that cost."""
+    """Run directory, the command that starts or resumes it, and its cost."""
 
     folder: Path
     steps: int
@@ -85,46 +84,46 @@ class Run:
                 *SETTINGS, f"trainer.steps={self.steps}", *places]  # fmt: skip
 
     def start(self, deed: Callable[..., None] | None = None, *, rank: int = 0) -> int:
-        """Start or go on, to its end; its status. deed: called in each rank before the command."""
+        """Start or resume; return the exit status. deed: called in each rank before the command."""
         self.starts += 1
         began = time.monotonic()
         found = run_forked(deed, rank, self.arguments)
         self.seconds += time.monotonic() - began
-        with self.folder.with_suffix(".txt").open("a") as said:
-            said.write(found["said"] + f"\n-- status {found['status']}\n")
+        with self.folder.with_suffix(".txt").open("a") as printed:
+            printed.write(found["said"] + f"\n-- status {found['status']}\n")
         self.problems += [f"left behind: {one}" for one in found["left"]]
         self.ended = found["status"] == 0
         return found["status"]
 
     def go_on(self, deed: Callable[..., None] | None = None, *, rank: int = 0) -> int:
-        """`start`; an end that is neither asked for nor a kill is a problem."""
+        """Start; record a problem if it ends without a request or a kill."""
         status = self.start(deed, rank=rank)
         if status not in (0, INTERRUPTED, 128 + signal.SIGKILL, 128 + signal.SIGTERM):
-            said = self.folder.with_suffix(".txt").read_text()[-1500:]
-            self.problems.append(f"a start ended with status {status}: {said}")
+            printed = self.folder.with_suffix(".txt").read_text()[-1500:]
+            self.problems.append(f"a start exited with status {status}: {printed}")
         return status
 
     def recorded(self) -> int:
-        """The step that was recorded last."""
+        """Return the last recorded step."""
         return max((int(row["step"]) for row in read_metrics(self.folder)), default=0)
 
     def kept_seconds(self) -> float:
-        """Spent in the steps that its metrics hold; what was made again counts once."""
+        """Return the seconds spent in recorded steps; repeated steps count once."""
         return sum(row.get("time/step", 0.0) for row in read_metrics(self.folder))
 
     def made(self, what: str) -> int:
-        """Updates or rollout batches that all starts have made."""
+        """Count the updates or rollout batches over all starts."""
         file = self.folder.with_suffix(".made")
         return file.read_text().split().count(what) if file.exists() else 0
 
 
-# -- what happens in a rank -----------------------------------------------------------------------
+# -- in a rank -------------------------------------------------------------------------------------
 
 
 def count_made(file: Path, *, is_mine: bool) -> None:
-    """Note each update and each rollout batch in a file, as it is made; on rank 0."""
+    """Log each update and rollout batch to a file on rank 0."""
     from megatron_rl.actor.actor import MegatronActor
-    from megatron_rl.trainer.rollout_batch import RolloutBatch
+    from megatron_rl.rollouts.rollout_batch import RolloutBatch
 
     if int(os.environ["RANK"]):
         return
@@ -144,7 +143,7 @@ def _counted(call: Callable[..., Any], what: str, file: Path) -> Callable[..., A
 
 
 def kill_after(seconds: float, victims: str, file: Path, *, is_mine: bool) -> None:
-    """SIGKILL of this rank, or of the whole job, some seconds after it began."""
+    """Send SIGKILL to this rank or to the whole job, some seconds after the start."""
     count_made(file, is_mine=is_mine)
     if is_mine or victims == "both":
         timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
@@ -153,8 +152,8 @@ def kill_after(seconds: float, victims: str, file: Path, *, is_mine: bool) -> No
 
 
 def ask_in_phase(phase: str, step: int, times: int, file: Path, *, is_mine: bool) -> None:
-    """SIGTERM to the launcher as rank 0 begins a phase, after some steps; again seconds later."""
-    from megatron_rl.trainer.metrics import PhaseClock
+    """Send SIGTERM to the launcher when rank 0 starts a phase, and again seconds later."""
+    from megatron_rl.telemetry.metrics import PhaseClock
 
     count_made(file, is_mine=is_mine)
     if not is_mine:
@@ -164,7 +163,7 @@ def ask_in_phase(phase: str, step: int, times: int, file: Path, *, is_mine: bool
     def ask() -> None:
         for again in range(times):
             if again:
-                time.sleep(3.5 if times == 2 else 0.5)  # beyond, and within, what is an echo
+                time.sleep(3.5 if times == 2 else 0.5)  # outside and inside the debounce interval
             with contextlib.suppress(ProcessLookupError):
                 os.kill(launcher, signal.SIGTERM)
 
@@ -185,12 +184,12 @@ def _largest(folder: Path) -> Path:
 
 
 def truncate(folder: Path, older: Path, whole: Path) -> None:
-    """The largest file loses its second half."""
+    """Truncate the largest file to half its size."""
     os.truncate(_largest(folder), _largest(folder).stat().st_size // 2)
 
 
 def flip(folder: Path, older: Path, whole: Path) -> None:
-    """One bit in the middle of the largest file."""
+    """Flip one bit in the middle of the largest file."""
     with _largest(folder).open("r+b") as stream:
         middle = stream.seek(0, os.SEEK_END) // 2
         stream.seek(middle)
@@ -200,25 +199,25 @@ def flip(folder: Path, older: Path, whole: Path) -> None:
 
 
 def lose(folder: Path, older: Path, whole: Path) -> None:
-    """The largest file is gone."""
+    """Delete the largest file."""
     _largest(folder).unlink()
 
 
 def exchange(folder: Path, older: Path, whole: Path) -> None:
-    """The files of an older checkpoint stand under this one's manifest."""
+    """Replace the files by those of an older checkpoint, keeping the manifest."""
     shutil.rmtree(folder / "actor")
     shutil.copytree(older / "actor", folder / "actor")
 
 
 def halve(folder: Path, older: Path, whole: Path) -> None:
-    """Every second file is deleted, as by a kill in the middle of deleting."""
+    """Delete every second file, as a kill during deletion would."""
     for file in sorted(file for file in folder.rglob("*") if file.is_file())[::2]:
         file.unlink()
 
 
 def adopt(folder: Path, older: Path, whole: Path) -> None:
-    """A sound checkpoint of another run stands in its place."""
-    newest = CheckpointFolders(whole / "checkpoints").sound_steps()[-1]
+    """Replace it by an intact checkpoint of another run."""
+    newest = CheckpointFolders(whole / "checkpoints").intact_steps()[-1]
     shutil.rmtree(folder)
     shutil.copytree(CheckpointFolders(whole / "checkpoints").folder(newest), folder)
     manifest = json.loads((folder / MANIFEST).read_text())
@@ -234,13 +233,13 @@ DAMAGE = {"truncated": truncate, "one bit flipped": flip, "a file missing": lose
 
 
 def compare(run: Path, whole: Path) -> Iterator[str]:
-    """How a run differs from the undisturbed one, and from training each prompt once in a pass."""
+    """Yield differences from the undisturbed run and from training each prompt once per pass."""
     mine, theirs = (
         [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in read_metrics(folder)]
         for folder in (run, whole)
     )
     if [row["step"] for row in mine] != [row["step"] for row in theirs]:
-        yield "other steps are recorded"
+        yield "the recorded steps differ"
     for one, other in zip(mine, theirs, strict=False):
         differ = sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
         if differ:
@@ -267,14 +266,14 @@ def compare(run: Path, whole: Path) -> Iterator[str]:
         for index in set(pq.read_table(file, columns=["prompt_index"])["prompt_index"].to_pylist())
     )
     if trained and max(trained.values()) - min(trained.values()) > 1:
-        yield "a prompt was trained more often than another"
+        yield "prompts were trained different numbers of times"
 
 
 # -- the parts ------------------------------------------------------------------------------------
 
 
 def kill_at(run: Run, moments: Iterable[float], *, seed: int, deadline: float) -> None:
-    """A SIGKILL at each moment of a start in turn; then to the end."""
+    """Send a SIGKILL at each time after a start, then run to the end."""
     random_, file = random.Random(seed), run.folder.with_suffix(".made")
     for seconds in moments:
         if run.ended or time.monotonic() > deadline:
@@ -288,7 +287,7 @@ def kill_at(run: Run, moments: Iterable[float], *, seed: int, deadline: float) -
 
 
 def ask_in_turn(run: Run, *, deadline: float) -> None:
-    """SIGTERM as each phase begins, once, twice, thrice; then to the end."""
+    """Send SIGTERM one to three times at the start of each phase, then run to the end."""
     file = run.folder.with_suffix(".made")
     for times in (1, 2, 3):
         for phase in PHASES:
@@ -302,14 +301,14 @@ def ask_in_turn(run: Run, *, deadline: float) -> None:
 
 
 def damage(run: Run, whole: Path, *, seed: int, deadline: float) -> None:
-    """End the run every few steps, damage its newest checkpoint, go on."""
+    """Stop the run every few steps, damage its newest checkpoint and resume."""
     file = run.folder.with_suffix(".made")
     for name, spoil in random.Random(seed).sample(list(DAMAGE.items()), len(DAMAGE)):
         if run.ended or time.monotonic() > deadline:
             break
         run.go_on(partial(ask_in_phase, "train", 3, 1, file))
         folders = CheckpointFolders(run.folder / "checkpoints")
-        sound = folders.sound_steps()
+        sound = folders.intact_steps()
         if len(sound) < 2:
             run.problems.append(f"{name}: there are no two checkpoints to choose from")
             break
@@ -319,17 +318,17 @@ def damage(run: Run, whole: Path, *, seed: int, deadline: float) -> None:
         run.go_on(partial(count_made, file))
     aside = CheckpointFolders(run.folder / "checkpoints").damaged()
     if len(aside) != sum(run.faults.values()):
-        run.problems.append(f"{len(aside)} damaged checkpoints were set aside")
+        run.problems.append(f"{len(aside)} damaged checkpoints were quarantined")
 
 
 def report(name: str, run: Run, whole: Run) -> dict[str, Any]:
-    """Print and return one part's line."""
+    """Print and return one part's results."""
     if run.ended:
         run.problems += compare(run.folder, whole.folder)
     again = {what: run.made(what) - whole.made(what) for what in ("update", "batch")}
-    verdict = "; ".join(run.problems) or "as the undisturbed one, bit for bit"
+    verdict = "; ".join(run.problems) or "identical to the undisturbed run, bit for bit"
     if not run.ended:
-        verdict = f"not at all in time ({run.recorded()} of {run.steps} steps); {verdict}"
+        verdict = f"not finished in time ({run.recorded()} of {run.steps} steps); {verdict}"
     cells = (name, sum(run.faults.values()), again["update"], again["batch"],
              f"{run.seconds:.0f}", verdict)  # fmt: skip
     print("| " + " | ".join(map(str, cells)) + " |", flush=True)
@@ -339,14 +338,20 @@ def report(name: str, run: Run, whole: Run) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the parts, print the table of docs/reliability.md."""
+    """Run the parts and print the table of docs/reliability.md."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path)
     parser.add_argument("--parts", nargs="+", default=["kills", "signals", "damage", "goodput"])
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--latest", type=float, help="seconds of a start; default: half the run")
+    parser.add_argument(
+        "--latest",
+        type=float,
+        help="Latest kill in seconds after a start; default: half of the run.",
+    )
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--every", type=float, default=60.0, help="seconds between goodput's kills")
+    parser.add_argument(
+        "--every", type=float, default=60.0, help="Seconds between kills in the goodput part."
+    )
     parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -359,7 +364,7 @@ def main() -> None:
     whole.go_on(partial(count_made, whole.folder.with_suffix(".made")))
     if not whole.ended:
         raise SystemExit(f"the undisturbed run failed: {whole.problems}")
-    print("| run | faults | updates made again | rollout batches made again | seconds | ended |")
+    print("| run | faults | updates repeated | rollout batches repeated | seconds | result |")
     print("|---|---|---|---|---|---|", flush=True)
     lines = [report("undisturbed", whole, whole)]
     for number, part in enumerate(args.parts):
@@ -379,14 +384,14 @@ def main() -> None:
         if part == "goodput" and run.ended:
             kept = [one.kept_seconds() / one.seconds for one in (run, whole)]
             print(
-                f"\ngoodput with a SIGKILL every {args.every:g} s of a start: "
-                f"{whole.seconds / run.seconds:.0%} of the undisturbed run's; of its own seconds "
-                f"{kept[0]:.0%} went into recorded steps (undisturbed: {kept[1]:.0%})"
+                f"\ngoodput with a SIGKILL every {args.every:g} s after a start: "
+                f"{whole.seconds / run.seconds:.0%} of the undisturbed run's; of the run's seconds "
+                f"{kept[0]:.0%} were spent in recorded steps (undisturbed: {kept[1]:.0%})"
             )
         elif part == "kills" and run.ended and run.faults:
             lost = (run.seconds - whole.seconds) / sum(run.faults.values())
-            print(f"\n{lost:.1f} s lost by each SIGKILL, start-up and all: one a minute leaves "
-                  f"{max(0.0, 1 - lost / 60):.0%} of the time to training\n")  # fmt: skip
+            print(f"\n{lost:.1f} s lost per SIGKILL, including start-up: with one per minute "
+                  f"{max(0.0, 1 - lost / 60):.0%} of the time is left for training\n")  # fmt: skip
     for line in lines:
         print(f"\n{line['part']}: {line['starts']} starts; {line['faults']}")
     (root / "chaos.json").write_text(json.dumps(lines, indent=1))

@@ -1,10 +1,10 @@
-"""What each rank of a data-parallel group writes, reads and holds for a checkpoint.
+"""Bytes that each rank of a data-parallel group writes, reads and allocates for a checkpoint.
 
     PYTHONPATH=. OMP_NUM_THREADS=1 python tools/benchmarks/checkpoint.py [--ranks 1 2 4]
 
 A random Qwen2 (--hidden, --layers) in bfloat16 with its float32 optimizer: 2 + 12 bytes per
-parameter. Written: the sizes of the files of a rank. Read: what this process read from files while
-it loaded (rchar of /proc/self/io). Held: the peak of its resident memory above what it held before.
+parameter. Written: the sizes of the files of a rank. Read: bytes that this process read from files
+during loading (rchar of /proc/self/io). Memory: the increase of the peak resident memory.
 """
 
 import argparse
@@ -15,18 +15,18 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.peak_memory import PeakMemory
+from megatron_rl.telemetry.peak_memory import PeakMemory
 from tests.ranks import run_ranks
 from tools.benchmarks.actor import make_model
 
 
 def bytes_read():
-    """What this process has read from files so far."""
+    """Return the bytes that this process has read from files."""
     return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
 
 
 def measure(work):
-    """(seconds, bytes read, peak bytes above those before) of a piece of work."""
+    """Return (seconds, bytes read, increase of peak bytes) of a function call."""
     memory = PeakMemory()
     ctypes.CDLL(None).malloc_trim(0)
     memory.reset()
@@ -36,7 +36,7 @@ def measure(work):
 
 
 def save_and_load(rank, world_size, model, folder):
-    """(of saving, of loading), after a first save and load that import what they need."""
+    """Measure (saving, loading), after a warm-up of both."""
     from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
@@ -62,8 +62,10 @@ def main():
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
         parameters = make_model(f"{root}/model", args.hidden, args.layers)
-        print(f"{parameters:,} parameters; bytes per parameter, of each rank (MiB of the most)")
-        print("| data parallel | written | held while saving | read | held while loading | s |")
+        print(
+            f"{parameters:,} parameters; bytes per parameter of each rank (MiB: maximum over ranks)"
+        )
+        print("| data parallel | written | memory while saving | read | memory while loading | s |")
         print("|---|---|---|---|---|---|")
         for ranks in args.ranks:
             folder = Path(root) / f"dp{ranks}"

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. OMP_NUM_THREADS=1 python tools/benchmarks/head.py [--hidden 896]
 
-Each case runs in a process of its own. Time is the best of --repeats: processor time on the CPU,
+Each case runs in its own process. Time is the best of --repeats: processor time on the CPU,
 wall time on CUDA. Memory is the peak above inputs, weight and the weight's float32 gradient buffer.
 """
 
@@ -13,25 +13,25 @@ import time
 import torch
 
 from megatron_rl.distributed.vocab_parallel import VocabShard, token_logprobs
-from megatron_rl.peak_memory import PeakMemory
+from megatron_rl.telemetry.peak_memory import PeakMemory
 
 VOCAB = 151_936  # Qwen2.5
 
 
 def materialized(hidden, weight, labels):
-    """What a plain head does: logits [n, V] in float32, log_softmax, gather."""
+    """Compute a plain head: logits [n, V] in float32, log_softmax, gather."""
     logits = (hidden @ weight.t()).float()
     return torch.log_softmax(logits, dim=-1).gather(1, labels[:, None]).squeeze(1)
 
 
 def tiled(hidden, weight, labels):
-    """This package's head."""
+    """Compute this package's head."""
     shard = VocabShard(0, VOCAB)
     return token_logprobs(hidden, weight, labels, shard=shard, into_main_grad=True)[0]
 
 
 def measure(way, tokens, hidden_size, backward, repeats, queue):
-    """(seconds, peak bytes) of one way, put into `queue`."""
+    """Measure (seconds, peak bytes) of one implementation and put them into `queue`."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -60,13 +60,13 @@ def measure(way, tokens, hidden_size, backward, repeats, queue):
         if device == "cuda":
             torch.cuda.synchronize()
         seconds = min(seconds, clock() - start)
-        peak = max(peak, memory.peak() - before)  # library buffers of the first run included
+        peak = max(peak, memory.peak() - before)  # including library buffers of the first run
         del out
     queue.put((seconds, peak))
 
 
 def run(*case):
-    """`measure` in a fresh process."""
+    """Run `measure` in a fresh process."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     process = context.Process(target=measure, args=(*case, queue))

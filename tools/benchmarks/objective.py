@@ -2,15 +2,15 @@
 
     PYTHONPATH=. OMP_NUM_THREADS=1 python tools/benchmarks/objective.py
 
-512 sequences of long-tailed lengths up to 16,384 in one pack. The ways to the same loss:
+512 sequences of long-tailed lengths up to 16,384 in one pack. Implementations of the same loss:
 
   scan    this package: one all-gather of [sequences, 2] totals; all diagnostics
   gather  as scan, but every rank gathers all log-ratios and scans the whole pack
   padded  a plain torch loss on a [512, longest] rectangle, without diagnostics; under context
           parallelism every rank gathers all log-probs and fills the whole rectangle
 
-and the scan and the gather of the prefix sums alone. On the CPU the ranks are gloo processes that
-share the machine's cores: compare ways within a row of cp, not cp sizes with each other.
+and the scan and the gather of the prefix sums alone. On the CPU, ranks are gloo processes that
+share the machine's cores: compare implementations within a row of cp, not cp sizes.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.sequence_statistics import Scan, Scanned, scan_together
 from megatron_rl.objectives import TokenInputs, build_objective, weights
-from megatron_rl.peak_memory import PeakMemory
+from megatron_rl.telemetry.peak_memory import PeakMemory
 from megatron_rl.types import Denominators
 from tests.ranks import run_ranks
 
@@ -36,7 +36,7 @@ REPEATS = 3
 
 
 def gather_together(whole: SequenceLayout) -> Callable[..., list[Scanned]]:
-    """Scans that see the `whole` pack on every rank: the way other frameworks go."""
+    """Scans of the `whole` pack on every rank, as in other frameworks."""
 
     def scan(layout: SequenceLayout, *scans: Scan) -> list[Scanned]:
         """Gather each [T], scan it here, keep this rank's tokens."""
@@ -47,7 +47,7 @@ def gather_together(whole: SequenceLayout) -> Callable[..., list[Scanned]]:
 
 
 def make_lengths() -> list[int]:
-    """Long-tailed lengths with a median near 700, multiples of 2 * 8."""
+    """Return long-tailed lengths with a median near 700, multiples of 2 * 8."""
     generator = torch.Generator().manual_seed(0)
     raw = 700 * torch.exp(1.1 * torch.randn(SEQUENCES, generator=generator))
     aligned = (raw / ALIGNMENT).ceil() * ALIGNMENT
@@ -55,7 +55,7 @@ def make_lengths() -> list[int]:
 
 
 def make_inputs(lengths: list[int], device: str) -> dict[str, Tensor]:
-    """Policy and behavior log-probabilities, advantages and mask of the whole pack; [T]."""
+    """Return policy and behavior log-probs, advantages and mask of the whole pack; [T] each."""
     generator = torch.Generator().manual_seed(1)
     tokens = sum(lengths)
     behavior = -torch.rand(tokens, generator=generator)
@@ -70,7 +70,7 @@ def make_inputs(lengths: list[int], device: str) -> dict[str, Tensor]:
 
 
 def packed_loss(layout: SequenceLayout, local: dict[str, Tensor], tokens: int) -> Callable:
-    """A function that runs the objective forward and backward once."""
+    """Return a function that runs the objective forward and backward once."""
     objective = build_objective("pnpo")
     denominators = Denominators(responses=float(SEQUENCES), tokens=float(tokens))
 
@@ -92,10 +92,10 @@ def packed_loss(layout: SequenceLayout, local: dict[str, Tensor], tokens: int) -
 
 
 def padded_loss(layout: SequenceLayout, inputs: dict[str, Tensor], lengths: list[int]) -> Callable:
-    """PNPO as a few lines of torch on a rectangle, for comparison only.
+    """Compute PNPO on a padded rectangle in plain torch, for comparison only.
 
-    One process starts from the rectangle. With context parallelism every rank gathers the
-    log-probs of all, computes the whole loss, and keeps its tokens' gradients.
+    One process starts from the rectangle. With context parallelism every rank gathers all
+    log-probs, computes the whole loss, and keeps its own tokens' gradients.
     """
     parts = {name: x.split(lengths) for name, x in inputs.items()}
     pad = torch.nn.utils.rnn.pad_sequence
@@ -120,18 +120,18 @@ def padded_loss(layout: SequenceLayout, inputs: dict[str, Tensor], lengths: list
         scale = (length / position).sqrt()
         keep = (log_w >= torch.log1p(-7e-4 * scale)) & (log_w <= torch.log1p(9.5e-4 * scale))
         coefficient = keep * log_w.exp() * advantages * mask
-        # Every rank computes the sum of all, and the gather's gradient is that of their sum.
+        # Every rank computes the total loss, and the gather's gradient sums over ranks.
         (-(coefficient * policy / length).sum() / SEQUENCES / layout.cp_size).backward()
 
     return run
 
 
 def measure(run: Callable[[], Any], device: str) -> tuple[float, float]:
-    """Best time in milliseconds of a few runs, and peak memory above the start in MiB."""
+    """Return the best time of a few runs in milliseconds, and the peak memory increase in MiB."""
     run()  # builds the layout's tables, warms the allocator
     if device == "cuda":
         torch.cuda.synchronize()
-    else:  # what the allocator keeps of the first run would hide the next one's need
+    else:  # cached memory of the first run would hide the next run's peak
         ctypes.CDLL(None).malloc_trim(0)
     memory = PeakMemory(device)
     memory.reset()
@@ -148,7 +148,7 @@ def measure(run: Callable[[], Any], device: str) -> tuple[float, float]:
 
 
 def on_rank(rank: int, world_size: int, device: str = "cpu") -> dict[str, tuple[float, float]]:
-    """Measure every way at context parallelism `world_size`."""
+    """Measure every implementation at context parallelism `world_size`."""
     lengths = make_lengths()
     inputs = make_inputs(lengths, device)
     group = dist.group.WORLD if world_size > 1 else None
@@ -172,7 +172,7 @@ def on_rank(rank: int, world_size: int, device: str = "cpu") -> dict[str, tuple[
 
 
 def print_profile() -> None:
-    """Where one loss at cp 1 spends its time, by torch operator."""
+    """Profile one loss at cp 1 by torch operator."""
     lengths = make_lengths()
     inputs = make_inputs(lengths, "cpu")
     layout = SequenceLayout(lengths, inputs["mask"])
@@ -185,7 +185,7 @@ def print_profile() -> None:
 
 
 def copy_bandwidth(device: str) -> float:
-    """Bytes per second of a large copy, read plus written."""
+    """Measure the bytes per second of a large copy, read plus written."""
     x = torch.empty(2**26, device=device)
     milliseconds, _ = measure(x.clone, device)
     return 2 * x.numel() * 4 / (milliseconds / 1e3)
@@ -194,7 +194,9 @@ def copy_bandwidth(device: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cp", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--profile", action="store_true", help="one loss on the CPU, by operator")
+    parser.add_argument(
+        "--profile", action="store_true", help="Profile one loss on the CPU by operator."
+    )
     arguments = parser.parse_args()
     if arguments.profile:
         print_profile()

@@ -1,10 +1,10 @@
-"""Seconds and memory of a step under each axis of policy lag, beside the plain run.
+"""Step time and memory for each kind of policy lag, compared with a run without lag.
 
     PYTHONPATH=. OMP_NUM_THREADS=1 python tools/benchmarks/policy_lag.py [--steps 8] [--prompts 16]
 
 Short runs of the tiny task around one engine in one process (`tests/functional/lag_runs.py`), each
-regime `--repeats` times in turn. Medians of the steps between those that fill a queue and those at
-the end that begin nothing; processor seconds of the process by phase, so other work matters little.
+regime `--repeats` times in turn. Reports medians over the steps between filling and draining the
+queue, in processor seconds by phase, which other load on the machine affects little.
 """
 
 import argparse
@@ -17,7 +17,8 @@ from types import SimpleNamespace
 from megatron_rl.actor import groups
 from megatron_rl.config import load_config
 from megatron_rl.runs.rows import read_metrics
-from megatron_rl.trainer import build, metrics
+from megatron_rl.telemetry import metrics
+from megatron_rl.trainer import build
 from megatron_rl.trainer.recorder import Recorder
 from tests.functional.lag_runs import SharedParts
 from tests.functional.tiny_runs import CONFIG, PLACES, make_task
@@ -29,28 +30,31 @@ REGIMES = {
     "replay of half": ("replay={capacity: 3, fresh: 0.5}",),
     "engine's log-probs": ("behavior=engine",),
     "fp8 engine": ("rollout.mismatch=fp8_e4m3",),
-    "in flight, kept": ("behavior=engine", "lag.in_flight=16"),
-    "in flight, anew": ("behavior=engine", "lag.in_flight={every_tokens: 16, cache: recompute}"),
-    "in flight, anew, actor": ("lag.in_flight={every_tokens: 16, cache: recompute}",),
+    "in flight, kept": ("behavior=engine", "lag.partial_rollouts=16"),
+    "in flight, anew": (
+        "behavior=engine",
+        "lag.partial_rollouts={every_tokens: 16, cache: recompute}",
+    ),
+    "in flight, anew, actor": ("lag.partial_rollouts={every_tokens: 16, cache: recompute}",),
 }
 PHASES = ("rollout", "behavior", "pack", "train", "sync", "step")
 
 
 def settings(folder, name, options, overrides):
-    """The quickstart in one process, without evaluation."""
+    """Run the quickstart in one process, without evaluation."""
     return load_config(
         CONFIG,
         [
             *PLACES, f"run.dir={folder}", f"run.name={name}", "eval.sets={}", "parallel.context=1",
             "logging.tensorboard=false", "trainer.checkpoint_every=100",
-            f"rollout.prompts={options.prompts}", f"trainer.steps={options.steps}",
-            "rollout.max_sequences=2048", *overrides,
+            f"rollout.prompts_per_step={options.prompts}", f"trainer.steps={options.steps}",
+            "rollout.max_num_seqs=2048", *overrides,
         ],
     )  # fmt: skip
 
 
 def main():
-    """Run all, print a table."""
+    """Run all regimes and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=16)
@@ -68,7 +72,7 @@ def main():
             for number, (name, overrides) in enumerate(REGIMES.items()):
                 run = f"{number}-{repeat}"
                 build.run_training(settings(folder, run, options, overrides), rank=0, world_size=1)
-                # Four windows: the last three steps begin nothing new.
+                # Four windows: the last three steps start no new requests.
                 rows[name] += read_metrics(Path(folder) / run)[4:-3]
     shared.made["pool"].__exit__(None, None, None)
     plain = {phase: median(rows["plain"], phase) for phase in PHASES}
@@ -84,7 +88,7 @@ def main():
 
 
 def median(rows, phase):
-    """Of a phase's seconds; 0 where it does not take place."""
+    """Return the median seconds of a phase; 0 if it does not occur."""
     return statistics.median(row.get(f"time/{phase}", 0.0) for row in rows)
 
 

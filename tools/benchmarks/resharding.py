@@ -1,14 +1,14 @@
-"""Measure the weight push: gather-everything and the plan side by side.
+"""Measure the weight push: gathering all weights against the push schedule.
 
     python tools/benchmarks/resharding.py bytes               every layout of 8 processes
     python tools/benchmarks/resharding.py time 10M            seconds of every layout
     python tools/benchmarks/resharding.py time 100M 2,2,2:2 4,2,1:1 --dtype bfloat16
                                               tensor,pipeline,data:vLLM tensor, one or more
 
-`time` starts 8 gloo processes on this machine. Each has its shards of the actor and its share of an
-engine's parameters, and takes turns: `gather` and `plan` hand tensors to a loader that copies what
-the rank needs of each into the engine's parameters, as vLLM's loaders do; `direct` writes slices
-into the same parameters without one, as on CUDA. The exchange is that of training.
+`time` starts 8 gloo processes on this machine, each with its shards of the actor and of an engine's
+parameters. `gather` and `plan` pass tensors to a loader that copies the rank's part into the
+engine's parameters, as vLLM's loaders do. `direct` writes slices into the same parameters without a
+loader, as on CUDA. The transfer code is that of training.
 """
 
 import argparse
@@ -26,11 +26,11 @@ import torch.multiprocessing
 
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import ModelShape, tensor_shapes
-from megatron_rl.peak_memory import PeakMemory
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.pieces import padded_vocabulary, parameter_shapes
 from megatron_rl.resharding.push import Resharder, ReshardSettings, SyncStats
 from megatron_rl.resharding.senders import WITHIN, plan_slices
+from megatron_rl.telemetry.peak_memory import PeakMemory
 from tests.gather_push import gather_push
 
 WORLD_SIZE = 8
@@ -63,12 +63,12 @@ SHAPES = {
 
 
 def count_parameters(shape: ModelShape) -> int:
-    """Elements of all HF tensors."""
+    """Count the elements of all HF tensors."""
     return sum(torch.Size(size).numel() for size in tensor_shapes(shape).values())
 
 
 def lower_bound(shape: ModelShape, source: ActorLayout, destination: EngineLayout) -> int:
-    """Elements that ranks need and do not hold, from the rectangles alone, without the plan."""
+    """Count the elements that ranks need and do not have, from the rectangles, without the plan."""
     missing = 0
     for rank in range(source.world_size):
         held = defaultdict(list)
@@ -86,7 +86,7 @@ def _overlap(a: tuple[int, int], b: tuple[int, int]) -> int:
 
 
 def print_bytes(size: str) -> None:
-    """Bytes of both ways, and the bound, for every layout of 8 processes."""
+    """Print the bytes of both methods and the lower bound for every layout of 8 processes."""
     shape = SHAPES[size]
     total = count_parameters(shape) * 4
     print(f"{size}: {total / 1e6:.1f} MB in float32; sent over all ranks, in units of the model")
@@ -103,7 +103,7 @@ def print_bytes(size: str) -> None:
 
 
 class _Engine:
-    """One rank's parameters of an engine, and a loader as vLLM's: it copies out what it needs."""
+    """Engine parameters of one rank, and a loader like vLLM's that copies the rank's part."""
 
     def __init__(
         self, shape: ModelShape, layout: EngineLayout, rank: int, dtype: torch.dtype
@@ -135,7 +135,7 @@ class _Engine:
 
 
 class _Holder:
-    """Shards of the size that a Megatron rank holds, in float32."""
+    """Shards in float32 with the sizes of a Megatron rank."""
 
     def __init__(self, shape: ModelShape, layout: ActorLayout, rank: int) -> None:
         self.shape = shape
@@ -159,7 +159,7 @@ class _Holder:
 
 @dataclass
 class Measured:
-    """One push: the slowest rank's seconds and transfer, the largest peak, all bytes."""
+    """Statistics of one push: the slowest rank's times, the largest peak, all bytes."""
 
     seconds: float
     transfer: float
@@ -169,7 +169,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Options:
-    """What a table of seconds is measured with."""
+    """Options of a time measurement."""
 
     size: str
     dtype: torch.dtype
@@ -183,14 +183,14 @@ WAYS = ("gather", "plan", "direct")
 
 
 def _start_of(memory: PeakMemory) -> int:
-    """Bytes held now, without what the allocator keeps of earlier pushes."""
+    """Return the allocated bytes, after emptying the allocator's cache."""
     ctypes.CDLL(None).malloc_trim(0)
     memory.reset()
     return memory.now()
 
 
 def _measure(case: Case, rank: int, options: Options) -> dict[str, Measured]:
-    """Every way of pushing in one layout, taking turns; the best of `repeats` of each."""
+    """Measure every method in one layout in turn; return the best of `repeats` for each."""
     shape = SHAPES[options.size]
     holder = _Holder(shape, case[0], rank)
     engine = _Engine(shape, EngineLayout(case[1], WORLD_SIZE), rank, options.dtype)
@@ -236,7 +236,7 @@ def _measure(case: Case, rank: int, options: Options) -> dict[str, Measured]:
 
 
 def _print_details(way: str, stats: SyncStats, before: resource.struct_rusage) -> None:
-    """All ranks' processor time and page faults, rank 0's phases: less sensitive to other load."""
+    """Print all ranks' processor time and page faults, and rank 0's phases."""
     now = resource.getrusage(resource.RUSAGE_SELF)
     names = ("ru_utime", "ru_stime", "ru_minflt")
     used = torch.tensor([getattr(now, name) - getattr(before, name) for name in names])
@@ -270,7 +270,7 @@ def _table_row(case: Case, ways: dict[str, Measured]) -> str:
 
 
 def all_cases() -> list[Case]:
-    """Every actor tensor x pipeline x data with every engine that 8 processes allow."""
+    """Return all actor and engine layouts of 8 processes."""
     sizes = [1, 2, 4, 8]
     return [
         (ActorLayout(tensor=tensor, pipeline=pipeline, data=WORLD_SIZE // (tensor * pipeline)), tp)
@@ -287,7 +287,7 @@ def _parse_case(text: str) -> Case:
 
 
 def print_times(cases: list[Case], options: Options) -> None:
-    """Seconds of all ways for some layouts, on gloo processes of this machine."""
+    """Measure the seconds of all methods for some layouts, on gloo processes of this machine."""
     name = str(options.dtype).removeprefix("torch.")
     print(
         f"{options.size}, {WORLD_SIZE} processes, engine in {name}, buckets of "
@@ -314,7 +314,7 @@ def main() -> None:
     timed.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     timed.add_argument("--bucket-mib", type=int, default=64)
     timed.add_argument("--repeats", type=int, default=3)
-    timed.add_argument("--verbose", action="store_true", help="phases of every push")
+    timed.add_argument("--verbose", action="store_true", help="Print the phases of every push.")
     arguments = parser.parse_args()
     if arguments.command == "bytes":
         print_bytes(arguments.size)

@@ -1,4 +1,4 @@
-"""Project the weight push to real clusters, 7B to 235B: bytes of each rank from the plan itself.
+"""Project the weight push to clusters, 7B to 235B: bytes per rank from the push schedule.
 
 python -m tools.benchmarks.resharding_clusters
 """
@@ -7,7 +7,7 @@ import time
 
 from megatron_rl.models.shape import ExpertShape, ModelShape, tensor_shapes
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
-from megatron_rl.resharding.plan import plan_for_rank, schedule
+from megatron_rl.resharding.push_schedule import plan_for_rank, schedule
 from megatron_rl.resharding.senders import plan_slices
 from tools.benchmarks.resharding import count_parameters, make_shape
 
@@ -63,7 +63,7 @@ CLUSTERS = [  # name, shape, actor layout, engine layout, ranks per node
 
 
 def main() -> None:
-    """One row per cluster, in bfloat16: bytes in GB, by rank and kind of link."""
+    """Print one row per cluster, in bfloat16: bytes in GB, by rank and kind of link."""
     print("bfloat16; seconds at 300 GB/s within a node and 40 GB/s per rank between nodes")
     heads = "model,actor,engines,model GB,in: most,out: most,out: mean,into a node,between: most"
     heads += ",wire s,messages,peers x rounds,plan s"
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 class _Traffic:
-    """Bytes of every rank, in and out, by kind of link: within a node, and between nodes."""
+    """Bytes in and out of every rank, within and between nodes."""
 
     def __init__(
         self, shape: ModelShape, source: ActorLayout, destination: EngineLayout, node: int
@@ -113,23 +113,23 @@ class _Traffic:
 
     @property
     def out(self) -> list[int]:
-        """Bytes that each rank sends."""
+        """Bytes sent by each rank."""
         return [sum(pair) for pair in zip(self.links[0][0], self.links[1][0], strict=True)]
 
     @property
     def into(self) -> list[int]:
-        """Bytes that each rank receives."""
+        """Bytes received by each rank."""
         return [sum(pair) for pair in zip(self.links[0][1], self.links[1][1], strict=True)]
 
     def busiest(self, link: int) -> int:
-        """The most bytes of any rank over one kind of link, in its larger direction."""
+        """Return the maximum bytes of a rank over one kind of link, in its larger direction."""
         return max(max(direction) for direction in self.links[link])
 
 
 def _messages(
     shape: ModelShape, source: ActorLayout, destination: EngineLayout, node: int
 ) -> tuple[int, int]:
-    """What rank 0 sends and receives in a push: messages to or from a rank; ranks, by round."""
+    """Return rank 0's messages and peers in a push, by round."""
     plan = plan_for_rank(
         shape, source, destination, rank=0, wire_elements=BUCKET // 2, ranks_per_node=node
     )

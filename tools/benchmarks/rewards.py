@@ -1,14 +1,14 @@
-"""How many answers a second the default verifier judges, on how many workers, and what slows it.
+"""Answers per second that the default verifier grades, by number of workers.
 
     PYTHONPATH=. python tools/benchmarks/rewards.py [--workers 2] [--answers 4000]
 
-Answers as models write them to problems with short results: 60% integers, 20% fractions, 10%
-expressions, 10% without an answer; half of those with one are right. `hostile` adds one answer in
-a thousand that no parser ends with (a tower of powers), at a time limit of 1 s: while it waits, a
-worker judges nothing else. The time is that of the pool, pipes and texts of 2,000 characters
-included, not of starting it. Eight responses share a ground truth, as in a group. The last column
-is what parent and workers used of the cores, as answers a second on two of them: a busy machine
-changes it little.
+The answers resemble model output for problems with short results: 60% integers, 20% fractions, 10%
+expressions, 10% without an answer; half of the rest are correct. `hostile` adds one answer per
+thousand that no parser finishes (a tower of powers), with a time limit of 1 s, during which its
+worker grades nothing else. The time includes the pool, pipes and texts of 2,000 characters, but not
+starting the pool. Eight responses share a ground truth, as in a group. The last column is computed
+from the processor time of parent and workers, as answers per second on two cores, which load on
+the machine affects little.
 """
 
 import argparse
@@ -24,7 +24,7 @@ THOUGHT = "Let us see: the sum is what we need. " * 55
 
 
 def make_answers(count: int, *, hostile: float = 0.0) -> list[Item]:
-    """Responses with their ground truths."""
+    """Return responses with their ground truths."""
     chance = random.Random(0)
     items = []
     for place in range(count):
@@ -48,7 +48,7 @@ def make_answers(count: int, *, hostile: float = 0.0) -> list[Item]:
 
 
 def cpu_seconds() -> float:
-    """What this process and its workers have used so far."""
+    """Return the processor time of this process and its workers."""
     own = psutil.Process()
     return sum(sum(process.cpu_times()[:2]) for process in (own, *own.children()))
 
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--answers", type=int, default=4000)
     options = parser.parse_args()
-    print("answers        workers  answers/s  ran out of time  of two whole cores")
+    print("answers        workers  answers/s  ran out of time  on two full cores")
     for name, hostile in (("ordinary", 0.0), ("hostile 1/1000", 0.001)):
         items = make_answers(options.answers, hostile=hostile)
         with VerifierPool(workers=options.workers, time_limit=1.0) as pool:
@@ -69,7 +69,7 @@ def main() -> None:
             seconds, used = time.perf_counter() - start, cpu_seconds() - used
         late = sum(verdict.reason == TIME_LIMIT for verdict in verdicts)
         rates = len(items) / seconds, 2 * len(items) / used
-        # A worker that is replaced takes its seconds along.
+        # The processor time of a replaced worker is lost.
         whole = "-" if late else f"{rates[1]:,.0f}"
         print(f"{name:<15}{options.workers:>7}{rates[0]:>11,.0f}{late:>17}{whole:>20}")
 

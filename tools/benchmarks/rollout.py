@@ -1,11 +1,11 @@
-"""Seconds of a rollout: this engine against bare vLLM that serves the same requests.
+"""Rollout time: this engine against bare vLLM with the same requests.
 
     PYTHONPATH=. OMP_NUM_THREADS=1 python tools/benchmarks/rollout.py [--rounds 9] [--model FOLDER]
 
-Both are real vLLM in one process each, with the same model, prompts, seeds and engine arguments;
-they take turns, the first round is not counted, and a round is void unless both generate the same
-tokens. Bare vLLM is `LLM.generate` without text; this engine's time has everything that training
-waits for: requests with seeds, time limit, text of the responses, their exchange between ranks.
+Both run vLLM in one process each, with the same model, prompts, seeds and engine arguments. They
+alternate, the first round is a warm-up, and both must generate the same tokens. Bare vLLM is
+`LLM.generate` without text. This engine's time includes everything that training waits for:
+requests with seeds, the time limit, detokenization and the exchange between ranks.
 """
 
 import argparse
@@ -18,8 +18,9 @@ SEED = 11
 
 
 def load(arguments):
-    """Prompts of the rollout, and how to sample."""
-    from megatron_rl.data.prompts import load_prompts, load_tokenizer
+    """Return the prompts and the sampling parameters of the rollout."""
+    from megatron_rl.data.prompts import load_prompts
+    from megatron_rl.data.tokenizer import load_tokenizer
     from megatron_rl.types import SamplingSettings
 
     tokenizer = load_tokenizer(arguments.model)
@@ -31,16 +32,18 @@ def load(arguments):
 
 
 def make_ours(arguments):
-    """A call that returns the token ids of this engine's responses."""
+    """Return a function that generates with this engine and returns token ids."""
     import torch
     from safetensors.torch import load_file
 
     from megatron_rl.actor import groups
-    from megatron_rl.rollout.vllm_engine import VllmEngine
+    from megatron_rl.data.tokenizer import load_tokenizer
+    from megatron_rl.engine.vllm_engine import VllmEngine
 
     prompts, sampling = load(arguments)
     engine = VllmEngine(
         arguments.model,
+        tokenizer=load_tokenizer(arguments.model),
         tensor=1,
         topology=groups.initialise(),
         dtype=torch.float32,
@@ -58,7 +61,7 @@ def make_ours(arguments):
 
 
 def make_bare(arguments):
-    """A call that returns the token ids of bare vLLM's responses."""
+    """Return a function that generates with bare vLLM and returns token ids."""
     import os
 
     os.environ |= {
@@ -70,8 +73,8 @@ def make_bare(arguments):
     import torch
     from vllm import LLM
 
-    from megatron_rl.rollout.requests import sampling_requests
-    from megatron_rl.rollout.stopping import find_stop_rule
+    from megatron_rl.engine.requests import sampling_requests
+    from megatron_rl.engine.stopping import find_stop_rule
 
     threads = torch.get_num_threads()
     prompts, sampling = load(arguments)
@@ -90,9 +93,8 @@ def make_bare(arguments):
     )
     torch.set_num_threads(threads)
     requests = sampling_requests(
-        list(enumerate(prompts)),
+        [(place, prompt, sampling) for place, prompt in enumerate(prompts)],
         samples=arguments.samples,
-        sampling=sampling,
         stop=find_stop_rule(arguments.model, None, vocab_size=llm.model_config.get_vocab_size()),
     )
     texts = [{"prompt_token_ids": list(request.token_ids)} for request in requests]
@@ -107,7 +109,7 @@ def make_bare(arguments):
 
 
 def serve(make, arguments, pipe):
-    """In a process of its own: one rollout, timed, whenever it is asked for."""
+    """Serve timed rollouts on request, in a separate process."""
     generate = make(arguments)
     pipe.send("ready")
     while pipe.recv():
@@ -135,15 +137,15 @@ def main():
         assert pipes[name].recv() == "ready"
     seconds, cpu = {name: [] for name in pipes}, {name: [] for name in pipes}
     for number in range(arguments.rounds + 1):
-        said = {}
+        printed = {}
         for name in sorted(pipes, reverse=number % 2 == 1):
             pipes[name].send(True)
-            taken, worked, said[name] = pipes[name].recv()
+            taken, worked, printed[name] = pipes[name].recv()
             if number:
                 seconds[name].append(taken)
                 cpu[name].append(worked)
-        assert said["ours"] == said["bare"], "the two did not generate the same tokens"
-    tokens = sum(map(len, said["ours"]))
+        assert printed["ours"] == printed["bare"], "the two did not generate the same tokens"
+    tokens = sum(map(len, printed["ours"]))
     for name, times in seconds.items():
         print(
             f"{name}: median {statistics.median(times):.3f} s of {len(times)} rounds "

@@ -1,4 +1,4 @@
-"""TRL's side of `against_trl.py`, run by the Python of TRL's environment.
+"""TRL's part of `against_trl.py`, run in TRL's environment.
 
 trl_side.py TASK SETTINGS      prints `BATCH {...}` for every rollout batch with its updates
 """
@@ -16,7 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Clock(TrainerCallback):
-    """Prints a line when the last of a rollout batch's updates is done."""
+    """Callback that prints a line after the last update of a rollout batch."""
 
     def __init__(self, updates: int, *, parity: bool) -> None:
         self.updates = updates
@@ -30,7 +30,7 @@ class Clock(TrainerCallback):
         self.generate = self.logprobs = 0.0  # seconds
 
     def reward(self, completions, reward_model, completion_ids, **_):
-        """The rewards, which are remembered."""
+        """Return the rewards and record them."""
         texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
         answers = ["\\boxed{" + one["ground_truth"] + "}" for one in reward_model]
         pairs = zip(texts, answers, strict=True)
@@ -59,7 +59,7 @@ class Clock(TrainerCallback):
 
 
 class Trainer(GRPOTrainer):
-    """Adds up the seconds of generating, and of what follows it before the updates."""
+    """Trainer that measures the seconds of generation and of the log-probs."""
 
     clock: Clock
 
@@ -78,7 +78,7 @@ class Trainer(GRPOTrainer):
 
 
 def make_arguments(settings: dict, *, updates: int, folder: str) -> GRPOConfig:
-    """TRL's settings of the same run."""
+    """Return TRL's settings for the same run."""
     return GRPOConfig(
         output_dir=folder,
         per_device_train_batch_size=settings["prompts"]
@@ -105,7 +105,7 @@ def make_arguments(settings: dict, *, updates: int, folder: str) -> GRPOConfig:
 
 
 def main() -> None:
-    """Train; an update of TRL's is a minibatch here, an iteration an epoch."""
+    """Train; TRL's updates are minibatches here, and its iterations are epochs."""
     task, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
     torch.set_num_threads(settings["threads"])
     updates = settings["epochs"] * settings["minibatches"]  # of a rollout batch

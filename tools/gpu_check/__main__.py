@@ -1,11 +1,11 @@
-"""What a GPU does with this project, in under ten minutes: a table, and a file to send back.
+"""GPU check of this project in under ten minutes, with a table and a JSON report.
 
     bash tools/gpu_check.sh [--only ROW ...] [--output gpu_check.json]
 
-Prints one row per check with what was measured against which bound; exits 1 if any fails. Each
-family of rows has a process of its own, so that one that dies or hangs costs its rows alone.
-Without a CUDA device the same checks run on the CPU, small, which proves the script and nothing
-about a GPU; what only a GPU can answer is skipped there, and says so.
+Prints one row per check with measured values and bounds; exits with 1 if any check fails. Each
+family of rows runs in its own process, so that a crash or hang affects only its rows. Without a
+CUDA device the same checks run on the CPU at small sizes, which tests only the script; checks that
+need a GPU are skipped.
 """
 
 import argparse
@@ -18,8 +18,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_rl.processes import quiet_libraries
-from tools.gpu_check import actors, engine, machine, numerics, rehearsal, speed
+from megatron_rl.runtime.processes import quiet_libraries
+from tools.gpu_check import actors, dry_run, engine, machine, numerics, speed
 from tools.gpu_check.row import DEVICE, Row, run_row
 
 FAMILIES = (
@@ -46,9 +46,9 @@ FAMILIES = (
             actors.check_fp8,
         ),
     ),
-    ("rehearsal", 240, (rehearsal.check_rehearsal,)),
+    ("dry_run", 240, (dry_run.check_dry_run,)),
     ("speed", 240, (speed.check_update_16k, speed.check_update_32k)),
-    ("engine", 360, (engine.check_engine,)),  # a first start compiles for minutes
+    ("engine", 360, (engine.check_engine,)),  # the first start compiles for minutes
     ("quickstart", 360, (engine.check_quickstart,)),
 )
 
@@ -61,11 +61,11 @@ NAMES = [_name(check) for _, _, checks in FAMILIES for check in checks]
 
 
 def main():
-    """Run the families in order; print the table; write the file."""
+    """Run the families in order, print the table and write the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="ROW")
     parser.add_argument("--output", type=Path, default=Path("gpu_check.json"))
-    parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # of a family's process
+    parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # set in a family's process
     arguments = parser.parse_args()
     if arguments.here:
         _run_here(arguments.only, arguments.here)
@@ -86,7 +86,9 @@ def main():
         "rows": [asdict(row) for row in rows],
     }
     arguments.output.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"{report['verdict']}; {report['seconds']:.0f} s; all of it is in {arguments.output}")
+    print(
+        f"{report['verdict']}; {report['seconds']:.0f} s; the full report is in {arguments.output}"
+    )
     sys.exit(bool(failed))
 
 
@@ -100,7 +102,7 @@ def _run_here(names, answers):
 
 
 def _run_family(names, limit):
-    """The rows of one family from a process of its own; what it owes at its end has failed."""
+    """Run one family in its own process and return its rows; missing rows count as failed."""
     with tempfile.TemporaryDirectory() as folder:
         answers = Path(folder) / "rows.jsonl"
         command = [
@@ -114,7 +116,7 @@ def _run_family(names, limit):
         ]
         try:
             status = subprocess.run(command, timeout=limit, stdout=sys.stderr, check=False)
-            died = f"its process ended with status {status.returncode}"
+            died = f"its process exited with status {status.returncode}"
         except subprocess.TimeoutExpired:
             died = f"no answer in {limit} s"
         lines = answers.read_text().splitlines() if answers.exists() else []

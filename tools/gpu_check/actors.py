@@ -1,4 +1,4 @@
-"""The actor on this device: against transformers, through an update, on both kinds of layers."""
+"""Actor checks on this device: against transformers, updates, and both kinds of layers."""
 
 import importlib
 import importlib.util
@@ -47,7 +47,7 @@ def _save_model(folder, name):
 
 
 def _rollouts():
-    from megatron_rl.types import Prompt, Response, Rollout, Verdict
+    from megatron_rl.types import GradeResult, Prompt, Response, Rollout
 
     generator = torch.Generator().manual_seed(1)
     for index in range(8):
@@ -55,11 +55,13 @@ def _rollouts():
         response = Response(
             index // 4, index % 4, tokens[8:], (0.0,) * (len(tokens) - 8), "", "stop", 0
         )
-        yield Rollout(Prompt(index // 4, (), tokens[:8], "", ""), response, Verdict(0.0, "", None))
+        yield Rollout(
+            Prompt(index // 4, (), tokens[:8], "", ""), response, GradeResult(0.0, "", None)
+        )
 
 
 def _build(folder, *, transformer_engine=False, fp8=None):
-    """An actor in low precision, a minibatch, and its log-probs by rollout."""
+    """Build an actor in low precision and a minibatch; return both with log-probs by rollout."""
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
     from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
@@ -91,7 +93,7 @@ def _build(folder, *, transformer_engine=False, fp8=None):
 
 
 def check_parity(row):
-    """Log-probs of every architecture in bfloat16 against transformers' in bfloat16."""
+    """Compare log-probs of every architecture in bfloat16 with those of transformers."""
     from transformers import AutoModelForCausalLM
 
     for name in MODELS:
@@ -111,7 +113,7 @@ def check_parity(row):
 
 
 def check_update(row):
-    """A first ratio of exactly 1, sleep between updates, and a checkpoint that repeats one."""
+    """Check that the first ratio is exactly 1, and that sleep and checkpoints preserve updates."""
     from megatron_rl.actor.memory import training_state_bytes
     from megatron_rl.objectives import build_objective
 
@@ -123,7 +125,7 @@ def check_update(row):
         first = actor.update(minibatch, objective)
         deviation = first.statistics.to_metrics()["ratio/max_deviation"]
         row.at_most("first ratio - 1", deviation, 0.0)
-        held = training_state_bytes(actor.wrapped, actor.optimizer)
+        held = training_state_bytes(actor.ddp_chunks, actor.optimizer)
         before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
         actor.sleep()
         if DEVICE == "cuda":
@@ -134,21 +136,21 @@ def check_update(row):
         actor.load(Path(folder) / "checkpoint")
         norms.append(actor.update(minibatch, objective).grad_norm)
         gap = abs(norms[1] - norms[0]) / norms[0]
-        # Atomic sums on a GPU may differ between two runs; nothing may differ on a CPU.
+        # Atomic sums on a GPU may differ between runs; CPU results must be identical.
         row.at_most("update after loading", gap, 1e-3 if DEVICE == "cuda" else 0.0)
 
 
 def _transformer_engine():
-    """Transformer Engine's version, or Skipped where its layers cannot run."""
+    """Return Transformer Engine's version; raise Skipped if its layers cannot run."""
     if DEVICE == "cpu":
         raise Skipped("Transformer Engine needs a CUDA device")
     if importlib.util.find_spec("transformer_engine") is None:
-        raise Skipped("Transformer Engine is absent: the actor runs on Megatron's local layers")
+        raise Skipped("Transformer Engine is not installed: the actor uses Megatron's local layers")
     return importlib.import_module("transformer_engine").__version__
 
 
 def _against_local_layers(row, names, *, logprob_bound, norm_bound, **settings):
-    """Log-probs and one update of both kinds of layers; the packs hold several sequences."""
+    """Compare log-probs and one update of both kinds of layers on packs of several sequences."""
     from megatron_rl.objectives import build_objective
 
     for name in names:
@@ -167,16 +169,16 @@ def _against_local_layers(row, names, *, logprob_bound, norm_bound, **settings):
 
 
 def check_transformer_engine(row):
-    """Transformer Engine's layers and THD attention against the local ones, all architectures."""
+    """Compare Transformer Engine's layers and THD attention with the local layers."""
     version = _transformer_engine()
     row.note("version", version)
     _against_local_layers(row, MODELS, logprob_bound=2e-2, norm_bound=5e-2)
 
 
 def check_fp8(row):
-    """The same with matrix products in fp8, scaled by tensor."""
+    """Compare fp8 matrix products, scaled per tensor, with the local layers."""
     _transformer_engine()
     if torch.cuda.get_device_capability() < (8, 9):
-        raise Skipped("this device has no fp8 (compute capability 8.9 or above)")
+        raise Skipped("this device does not support fp8 (needs compute capability 8.9 or above)")
     names = [name for name in MODELS if "num_experts" not in MODELS[name]]
     _against_local_layers(row, names, logprob_bound=1e-1, norm_bound=2e-1, fp8="tensorwise")

@@ -1,4 +1,4 @@
-"""vLLM beside the actor: its share of memory, direct pushes, sleep and wake; and a whole run."""
+"""Checks of vLLM next to the actor (memory share, direct pushes, sleep and wake) and of a run."""
 
 import json
 import os
@@ -16,31 +16,31 @@ from tools.gpu_check.models import make_rollouts, save_random_model
 from tools.gpu_check.numerics import one_process
 from tools.gpu_check.row import DEVICE, LOW
 
-SHARE = 0.5  # of the device's memory, asked of vLLM
+SHARE = 0.5  # vLLM's gpu_memory_utilization
 STEPS = 8
 
 
 @dataclass
 class EngineReport:
-    """What an engine beside a sleeping actor did; memory as shares of the device's."""
+    """Measurements of an engine next to a sleeping actor; memory as fractions of the device."""
 
-    share: float  # that vLLM took
-    asleep: float  # of that, still taken while it slept
-    direct: bool  # whether weights went straight into vLLM's own
-    push_seconds: float  # of a second push
+    share: float  # allocated by vLLM
+    asleep: float  # fraction of that still allocated during sleep
+    direct: bool  # whether weights were written directly into vLLM's parameters
+    push_seconds: float  # duration of the second push
     push_bytes: int
-    gap: float  # mean between its log-probs and the actor's
-    repeated: bool  # whether it answered the same after sleep, wake and push
+    gap: float  # mean difference between its log-probs and the actor's
+    repeated: bool  # whether its responses are the same after sleep, wake and push
 
 
 def check_engine(row):
-    """The published 1.5B in one vLLM engine beside its sleeping actor."""
+    """Run the 1.5B shape in one vLLM engine next to its sleeping actor."""
     with tempfile.TemporaryDirectory() as temporary:
         judge_engine(row, run_engine(Path(temporary) / "model"))
 
 
 def judge_engine(row, report):
-    """Bounds on what `run_engine` saw; memory and direct writing exist on CUDA only."""
+    """Check the measurements of `run_engine`; memory and direct writes exist only on CUDA."""
     row.note("seconds of a push", report.push_seconds)
     row.note("GB/s of a push", report.push_bytes / report.push_seconds / 1e9)
     row.at_most("log-prob gap", report.gap, 0.1)
@@ -52,11 +52,11 @@ def judge_engine(row, report):
 
 
 def run_engine(folder):
-    """Start both, push twice, generate, sleep, wake, generate again."""
+    """Start actor and engine, push twice, generate, sleep, wake, and generate again."""
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
-    from megatron_rl.rollout.vllm_engine import VllmEngine
-    from megatron_rl.trainer.engine_check import check_engine as compare
+    from megatron_rl.engine.vllm_engine import VllmEngine
+    from megatron_rl.rollouts.engine_check import check_engine as compare
     from megatron_rl.types import SamplingSettings
 
     topology = one_process()
@@ -71,13 +71,13 @@ def run_engine(folder):
         dtype=LOW,
         max_model_len=4096 if DEVICE == "cuda" else 64,
         kv_cache_bytes=None if DEVICE == "cuda" else 16 << 20,
-        memory_fraction=SHARE,
-        max_sequences=64,
+        gpu_memory_utilization=SHARE,
+        max_num_seqs=64,
     )
     awake = before - _free()
-    engine.push_weights(actor, version=0)
+    engine.sync_weights(actor, version=0)
     direct = engine.live_parameters() is not None
-    stats = engine.push_weights(actor, version=1)
+    stats = engine.sync_weights(actor, version=1)
     prompts = [one.prompt for one in make_rollouts([17] * 8, config["vocab_size"])]
     gap = compare(
         actor, engine, prompts, temperature=1.0, seed=0, tokens_per_micro_batch=1024, max_tokens=16
@@ -86,7 +86,7 @@ def run_engine(folder):
     first = engine.generate(prompts, samples=2, sampling=sampling)
     engine.sleep()
     kept = before - _free()
-    engine.push_weights(actor, version=2)
+    engine.sync_weights(actor, version=2)
     second = engine.generate(prompts, samples=2, sampling=sampling)
     same = all(list(a.token_ids) == list(b.token_ids) for a, b in zip(first, second, strict=True))
     total = torch.cuda.mem_get_info()[1] if DEVICE == "cuda" else 1
@@ -106,7 +106,7 @@ def _free():
 
 
 def check_quickstart(row):
-    """The tiny task, made and trained from the command line on one device."""
+    """Create the tiny task and train on it from the command line, on one device."""
     root = Path(__file__).parents[2]
     paths = os.pathsep.join([str(root), *(path for path in sys.path if path)])
     environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "0"}
@@ -134,7 +134,7 @@ def check_quickstart(row):
 
 
 def judge_quickstart(row, metrics):
-    """Every step is exact where it must be, and the policy learns."""
+    """Check exact quantities at every step, and that the policy learns."""
     steps = [one for one in metrics if "reward/mean" in one]
     row.at_least("steps", len(steps), STEPS)
     rewards = [one["reward/mean"] for one in steps]
@@ -144,5 +144,5 @@ def judge_quickstart(row, metrics):
         row.note(f"{key.split('/')[1]}", steps[-1][key])
     worst = max(abs(one["ratio/first_minibatch_max_deviation"]) for one in steps)
     row.at_most("first ratio - 1", worst, 0.0)
-    row.at_most("log-prob gap", max(one["rollout/logprob_gap_mean"] for one in steps), 0.1)
+    row.at_most("log-prob gap", max(one["mismatch/logprob_abs_diff_mean"] for one in steps), 0.1)
     row.at_least("reward at last", rewards[-1], rewards[0] + 0.1)

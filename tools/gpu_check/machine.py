@@ -1,4 +1,4 @@
-"""What this machine is, and whether two of its devices reach each other."""
+"""Checks of the machine: devices, installed packages and communication between devices."""
 
 import json
 import os
@@ -18,7 +18,7 @@ MIB = 64
 
 
 def versions() -> dict[str, str]:
-    """Releases that decide what runs; what is absent is left out."""
+    """Return the versions of the relevant packages that are installed."""
     found = {"python": sys.version.split()[0]}
     for name in NAMES:
         try:
@@ -29,7 +29,7 @@ def versions() -> dict[str, str]:
 
 
 def check_machine(row):
-    """The device, and whether what is installed is a supported set."""
+    """Report the device and check that the installed versions are a supported set."""
     from megatron_rl.commands import doctor
 
     row.note("devices", torch.cuda.device_count())
@@ -39,13 +39,13 @@ def check_machine(row):
         row.note("capability", f"{properties.major}.{properties.minor}")
         row.note("GiB", properties.total_memory / 2**30)
         row.note("CUDA", torch.version.cuda)
-    together = next(one for one in doctor.examine() if one.part == "releases together")
+    together = next(row for row in doctor.examine() if row.part == "compatibility")
     if not together.good:
         raise AssertionError(f"{together.found}: {together.use}")
 
 
 def check_two_devices(row):
-    """A sum over two processes, and a message between them; NCCL where there are two devices."""
+    """Check an all-reduce and a message between two processes; NCCL if there are two devices."""
     if torch.cuda.device_count() == 1:
         raise Skipped("one device")
     port = str(find_free_port())
@@ -67,7 +67,7 @@ def check_two_devices(row):
 
 
 def judge_exchange(row, answers):
-    """What both ranks of `exchange` say."""
+    """Record the results of both ranks of `exchange`."""
     row.note("backend", answers[0]["backend"])
     row.note(f"GB/s of a sum of {MIB} MiB", answers[0]["sum_gbps"])
     row.note(f"GB/s of a message of {MIB} MiB", answers[0]["message_gbps"])
@@ -77,14 +77,14 @@ def judge_exchange(row, answers):
 
 
 def exchange():
-    """One of two ranks: prints what it saw as JSON."""
+    """Run one of two ranks and print its results as JSON."""
     from megatron_rl.actor import groups
 
     topology = groups.initialise()
     rank, count = topology.rank, MIB << 18
 
     def timed(act):
-        act()  # the first makes connections
+        act()  # the first call connects
         torch.distributed.barrier()
         start = time.perf_counter()
         act()

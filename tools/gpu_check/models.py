@@ -1,4 +1,4 @@
-"""A model of the published size with random weights, and prompts for it."""
+"""Random model of the published size, and prompts for it."""
 
 import json
 
@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 
 from tools.gpu_check.row import DEVICE, LOW
 
-# DeepSeek-R1-Distill-Qwen-1.5B's config.json; on a CPU a model that only shows that a row runs.
+# DeepSeek-R1-Distill-Qwen-1.5B's config.json; on a CPU a small model that only tests the script.
 PUBLISHED = {
     "vocab_size": 151936,
     "hidden_size": 1536,
@@ -27,7 +27,7 @@ TINY = {
 
 
 def save_random_model(folder):
-    """Write the model; returns its config."""
+    """Write the model and return its config."""
     from megatron_rl.models.shape import read_model_shape, tensor_shapes
 
     config = {
@@ -55,8 +55,8 @@ def save_random_model(folder):
 
 
 def make_rollouts(lengths, vocab):
-    """One group of responses of random tokens, after prompts of 16."""
-    from megatron_rl.types import Prompt, Response, Rollout, Verdict
+    """Build one group of responses with random tokens, after a prompt of 16 tokens."""
+    from megatron_rl.types import GradeResult, Prompt, Response, Rollout
 
     generator = torch.Generator().manual_seed(1)
     rollouts = []
@@ -64,6 +64,6 @@ def make_rollouts(lengths, vocab):
         tokens = tuple(torch.randint(1, vocab, (length,), generator=generator).tolist())
         response = Response(0, sample, tokens[16:], (0.0,) * (length - 16), "", "stop", 0)
         rollouts.append(
-            Rollout(Prompt(0, (), tokens[:16], "", ""), response, Verdict(0.0, "", None))
+            Rollout(Prompt(0, (), tokens[:16], "", ""), response, GradeResult(0.0, "", None))
         )
     return rollouts

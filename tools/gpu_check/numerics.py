@@ -1,4 +1,4 @@
-"""The mathematics on this device against plain torch."""
+"""Numerics on this device against plain torch."""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +7,7 @@ from tools.gpu_check.row import DEVICE, LOW, Skipped
 
 
 def one_process():
-    """The actor's process groups of this one process, made at the first call."""
+    """Return the actor's process groups of this one process, created at the first call."""
     from megatron_rl.actor import groups
 
     if torch.distributed.is_initialized():
@@ -16,17 +16,17 @@ def one_process():
 
 
 def check_groups(row):
-    """Megatron's process groups of one, with a collective on each."""
+    """Check a collective on each of Megatron's single-process groups."""
     topology = one_process()
     one = torch.ones(1, device=topology.device)
     for group in (topology.tp_group, topology.cp_group, topology.pp_group, topology.dp_cp_group):
         torch.distributed.all_reduce(one, group=group)
     row.note("backend", torch.distributed.get_backend())
-    row.at_most("sums over groups of one, less one", abs(one.item() - 1), 0.0)
+    row.at_most("sums over groups of one, minus one", abs(one.item() - 1), 0.0)
 
 
 def check_head(row):
-    """Tiled log-probs in low precision against float32 log_softmax of the same logits."""
+    """Compare tiled log-probs in low precision with float32 log_softmax of the same logits."""
     from megatron_rl.distributed.vocab_parallel import VocabShard, token_logprobs
 
     torch.manual_seed(0)
@@ -45,7 +45,7 @@ def check_head(row):
 
 
 def check_objective(row):
-    """PNPO's loss and gradient here against the same on the CPU."""
+    """Compare PNPO's loss and gradient on this device with those on the CPU."""
     from megatron_rl.objectives import policy_loss
 
     torch.manual_seed(0)
@@ -88,7 +88,7 @@ def _attend(lengths, inputs):
 
 
 def check_attention(row):
-    """Packed attention against plain attention, sequence by sequence, in both dtypes."""
+    """Compare packed attention with plain attention per sequence, in both dtypes."""
     lengths = (1024, 96, 2048, 512)
     for dtype, output_bound, gradient_bound in ((LOW, 3e-2, 2e-2), (torch.float32, 1e-3, 1e-3)):
         torch.manual_seed(0)
@@ -111,7 +111,7 @@ def check_attention(row):
 
 
 def check_chunks(row):
-    """What a context-parallel rank attends: chunks of queries that end before the last key."""
+    """Check attention of a context-parallel rank: query chunks that end before the last key."""
     from megatron_rl.distributed.context_attention import attend_fused
 
     for dtype, bound in ((LOW, 3e-2), (torch.float32, 1e-3)):
@@ -130,7 +130,7 @@ def check_chunks(row):
 
 
 def check_memory(row):
-    """Peak memory of attention, forward and backward: twice the tokens take twice the memory."""
+    """Check that the peak memory of attention, forward and backward, grows linearly."""
     if DEVICE == "cpu":
         raise Skipped("memory is measured on CUDA")
     for dtype in (LOW, torch.float32):

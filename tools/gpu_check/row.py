@@ -1,4 +1,4 @@
-"""One row of the table: what was measured, against which bound, and the verdict."""
+"""Rows of the table: measured values, bounds and the result."""
 
 import gc
 import time
@@ -13,13 +13,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOW = torch.bfloat16
 
 
-class Skipped(Exception):  # noqa: N818 - nothing is wrong
-    """This machine cannot answer; the message says what it lacks."""
+class Skipped(Exception):  # noqa: N818 - not an error
+    """Check that this machine cannot run; the message names the missing requirement."""
 
 
 @dataclass
 class Row:
-    """Measures of one check, in their order. Every check is a function of its row."""
+    """Measurements of one check, in order. Every check is a function of its row."""
 
     name: str
     status: str = "ok"
@@ -29,44 +29,44 @@ class Row:
     detail: str = ""  # why it failed or was skipped
 
     def note(self, what: str, value: Any) -> None:
-        """Keep something that has no bound."""
+        """Record a value without a bound."""
         self.measures.append({"what": what, "value": value})
 
     def at_most(self, what: str, value: float, bound: float) -> None:
-        """Keep a value; AssertionError where it is above the bound, or not a number."""
+        """Record a value; raise AssertionError if it is above the bound or NaN."""
         self.measures.append({"what": what, "value": value, "at_most": bound})
         if not value <= bound:
             raise AssertionError(f"{what} is {value:.3g}, above {bound:g}")
 
     def at_least(self, what: str, value: float, bound: float) -> None:
-        """Keep a value; AssertionError where it is below the bound, or not a number."""
+        """Record a value; raise AssertionError if it is below the bound or NaN."""
         self.measures.append({"what": what, "value": value, "at_least": bound})
         if not value >= bound:
             raise AssertionError(f"{what} is {value:.3g}, below {bound:g}")
 
     def line(self) -> str:
-        """The row as it is printed."""
-        said = [_say(one) for one in self.measures]
+        """Format the row for printing."""
+        output = [_say(one) for one in self.measures]
         if self.detail:
-            said.append(self.detail)
-        return f"{self.name:<19} {self.status:<8} {self.seconds:>6.1f}  {'; '.join(said)}"
+            output.append(self.detail)
+        return f"{self.name:<19} {self.status:<8} {self.seconds:>6.1f}  {'; '.join(output)}"
 
 
 def _say(measure: dict[str, Any]) -> str:
     value = measure["value"]
-    said = f"{measure['what']} {value:.3g}" if isinstance(value, float) else (
+    output = f"{measure['what']} {value:.3g}" if isinstance(value, float) else (
         f"{measure['what']} {value}"
     )  # fmt: skip
     for kind, sign in (("at_most", "<="), ("at_least", ">=")):
         if kind in measure:
-            said += f" ({sign} {measure[kind]:g})"
-    return said
+            output += f" ({sign} {measure[kind]:g})"
+    return output
 
 
 def run_row(name: str, check: Callable[[Row], None]) -> Row:
-    """Run one check; whatever it raises is its verdict."""
+    """Run one check; an exception is its result."""
     row = Row(name)
-    gc.collect()  # an actor refers to itself in circles: the row before may still hold one
+    gc.collect()  # free the previous row's actor, which contains reference cycles
     if DEVICE == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

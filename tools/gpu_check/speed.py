@@ -1,4 +1,4 @@
-"""How much of the device an update of the published 1.5B uses."""
+"""Device utilization of an update of the 1.5B model."""
 
 import tempfile
 import time
@@ -10,16 +10,16 @@ from tools.gpu_check.models import make_rollouts, save_random_model
 from tools.gpu_check.numerics import one_process
 from tools.gpu_check.row import DEVICE, LOW
 
-LEAST_UTILIZATION = 0.25  # an H100 reached 0.37 to 0.48; less means that something is wrong
+MIN_UTILIZATION = 0.25  # an H100 reached 0.37 to 0.48
 
 
 def check_update_16k(row):
-    """Utilization of an update on one pack of 16,384 tokens in four sequences."""
+    """Measure the utilization of an update on one pack of 16,384 tokens in four sequences."""
     _measure(row, [4096] * 4 if DEVICE == "cuda" else [64] * 4)
 
 
 def check_update_32k(row):
-    """Utilization of an update on one sequence of 32,768 tokens."""
+    """Measure the utilization of an update on one sequence of 32,768 tokens."""
     _measure(row, [32768] if DEVICE == "cuda" else [256])
 
 
@@ -55,17 +55,17 @@ def _measure(row, lengths):
 
 
 def judge_utilization(row, utilization):
-    """Of what a large matrix product reaches; without a device there is nothing to judge."""
+    """Record the utilization relative to a large matrix product; there is no bound on a CPU."""
     if DEVICE == "cuda":
-        row.at_least("utilization", utilization, LEAST_UTILIZATION)
+        row.at_least("utilization", utilization, MIN_UTILIZATION)
     else:
         row.note("utilization", utilization)
 
 
 def model_flop(config, lengths):
-    """What one update needs: 6 per weight of a product and token, 12 per hidden unit and pair.
+    """Return the FLOP of one update: 6 per weight and token, 12 per hidden unit and token pair.
 
-    Recomputation counts nothing; causal attention lets half of the pairs meet.
+    Recomputation is not counted; causal attention has half of the pairs.
     """
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     size = hidden // config["num_attention_heads"]
@@ -77,7 +77,7 @@ def model_flop(config, lengths):
 
 
 def product_flop_per_second():
-    """What a large matrix product reaches here."""
+    """Measure the FLOP/s of a large matrix product."""
     size = 8192 if DEVICE == "cuda" else 512
     matrix = torch.randn(size, size, device=DEVICE, dtype=LOW)
     torch.mm(matrix, matrix)

@@ -1,4 +1,4 @@
-"""The supported architectures, one file each: a file that is here is supported."""
+"""The supported architectures: every module in this package defines one."""
 
 import importlib
 import pkgutil
@@ -6,9 +6,9 @@ import pkgutil
 from megatron_rl.models.weights import Architecture
 
 
-def _found() -> list[Architecture]:
+def _load_all() -> list[Architecture]:
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
     return [importlib.import_module(f"{__name__}.{name}").ARCHITECTURE for name in names]
 
 
-ARCHITECTURES = {architecture.name: architecture for architecture in _found()}
+ARCHITECTURES = {architecture.name: architecture for architecture in _load_all()}

@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: routed experts beside one that every token goes through, gated.
+"""Qwen1.5-MoE and Qwen2-MoE: routed experts plus a gated shared expert for every token.
 
 arXiv 2407.10671, section 2.2.2; the output is routed(x) + sigmoid(gate x) * shared(x).
 """

@@ -1,7 +1,8 @@
 """Runs of the real command with something that goes wrong inside, one after the other.
 
 The launcher is the real one; its ranks are forked from a process that has imported everything. A
-fault is a function, or the name of one of `deeds`, which a forked rank calls before the command;
+fault is a function, or the name of one of `fault_injection`, which a forked rank calls before the
+command;
 None: no fault.
 """
 
@@ -25,25 +26,25 @@ def run(
     """One run: its status, what it said, its seconds, and the processes that it left behind."""
 
     def strike(place: int) -> None:
-        from tests.functional.faults import deeds
+        from tests.functional.faults import fault_injection
 
         if fault is not None:
-            deed = getattr(deeds, fault) if isinstance(fault, str) else fault
+            deed = getattr(fault_injection, fault) if isinstance(fault, str) else fault
             deed(is_mine=place == rank, **details)
 
     started = fork_ranks(strike)
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         kept = os.dup(1), os.dup(2)
-        os.dup2(said.fileno(), 1)
-        os.dup2(said.fileno(), 2)
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
         begin = time.monotonic()
         status = run_command(arguments)
         seconds = time.monotonic() - begin
         for number, file in enumerate(kept, start=1):
             os.dup2(file, number)
             os.close(file)
-        said.seek(0)
-        text = said.read().decode(errors="replace")
+        output.seek(0)
+        text = output.read().decode(errors="replace")
     ended = {"status": status, "said": text, "seconds": seconds, "ended_at": time.time()}
     return ended | {"left": find_left(started)}
 

@@ -1,6 +1,7 @@
 """What goes wrong in a real run of two ranks ends it or not, as it should; nothing is left behind.
 
-Every run here starts from one process that has imported everything; the deeds are in `deeds`.
+Every run here starts from one process that has imported everything; the deeds are in
+`fault_injection`.
 MEGATRON_RL_ALL_FAULTS=1 also has a disk and a verifier hang and self-tests fail: six runs more.
 """
 
@@ -16,7 +17,7 @@ from tests.functional.tiny_runs import CONFIG, PLACES, make_task
 from tests.ranks import start_process
 
 # 4 updates a step.
-SHORT = ("rollout.prompts=8", "rollout.responses_per_prompt=4", "trainer.epochs=1",
+SHORT = ("rollout.prompts_per_step=8", "rollout.responses_per_prompt=4", "trainer.epochs=1",
          "eval.sets={}", "logging.tensorboard=false", "trainer.steps=2",
          "trainer.checkpoint_every=1", "optimizer.decay=constant")  # fmt: skip
 ALL = bool(os.environ.get("MEGATRON_RL_ALL_FAULTS"))
@@ -34,7 +35,7 @@ FURTHER_RUNS = [
     {"fault": None, "rank": 0, "name": "hanging_verifier",
      "more": ["reward.verifier=tests.functional.faults.verifiers:hang", "trainer.steps=1",
               "reward.time_limit_seconds=0.2", "rollout.responses_per_prompt=2",
-              "rollout.prompts=4"]},
+              "rollout.prompts_per_step=4"]},
     *({"fault": f"break_{name}", "rank": 1, "more": ["trainer.self_test_every=2"]}
       for name in ("first_ratio", "zero_rate_weights", "zero_rate_ratios", "engine_weights")),
 ]  # fmt: skip
@@ -88,7 +89,7 @@ def test_a_hang_is_named_and_ends_the_run_for_a_restart(folder, ended, name, pha
     run = ended[name]
     assert run["status"] == 75, run["said"]
     assert f" s in {phase}: rank 1 {sign}" in run["said"], run["said"]
-    assert "start it again with run.resume=auto" in run["said"]
+    assert "restart it with run.resume=auto" in run["said"]
     (report,) = (folder / name / "stalls").glob("*.txt")
     text = report.read_text()
     assert str(report) in run["said"]
@@ -106,7 +107,7 @@ def test_after_a_hang_it_goes_on_and_a_full_disk_costs_checkpoints_and_no_more(f
     assert all(f"step {step}: self-tests passed" in run["said"] for step in (2, 3, 4)), run["said"]
     for step in (2, 3):  # while Megatron writes, and after it
         assert f"step {step} is not saved: " in run["said"], run["said"]
-    end = "No space left on device; training goes on, and step 1 is what is saved"
+    end = "No space left on device; training continues, and the last checkpoint is of step 1"
     assert run["said"].count(end) == 2, run["said"]
     assert "step 2 is not saved: rank 0: " in run["said"]
     names = {one.name for one in (path / "checkpoints").iterdir()}
@@ -118,17 +119,17 @@ def test_values_that_are_not_finite_on_one_rank(folder, ended):
     run, path = ended["compute_nonsense"], folder / "compute_nonsense"
     assert run["status"] == 1 and run["left"] == [], run["said"]
     assert "step 1, update 2 is skipped" in run["said"], run["said"]
-    assert "step 1, update 4 is skipped: the gradient's norm" in run["said"], run["said"]
+    assert "step 1, update 4 is skipped: the gradient norm" in run["said"], run["said"]
     assert "parameters are not finite" in run["said"] and "rank 1" in run["said"], run["said"]
     assert [row["step"] for row in read_metrics(path)] == [0, 1]
-    assert CheckpointFolders(path / "checkpoints").sound_steps() == [1]
+    assert CheckpointFolders(path / "checkpoints").intact_steps() == [1]
 
 
 @only_in_all
 def test_a_verifier_that_always_hangs_ends_the_run_and_its_workers(ended):
     run = ended["hanging_verifier"]
     assert run["status"] == 1 and run["left"] == [], run["said"]
-    assert "none of 8 judgements ended within reward.time_limit_seconds=0.2" in run["said"]
+    assert "none of 8 responses was graded within reward.time_limit_seconds=0.2" in run["said"]
 
 
 @only_in_all

@@ -60,15 +60,15 @@ class Moments:
 
 def keep(root, actor):
     """A keeper of checkpoints in a run directory, as training has one."""
-    from megatron_rl.console import Console
     from megatron_rl.runs.directory import RunDirectory
-    from megatron_rl.trainer.saving import CheckpointKeeper
+    from megatron_rl.telemetry.console import Console
+    from megatron_rl.trainer.checkpointing import CheckpointKeeper
 
     directory, rank = RunDirectory(root), actor.topology.rank
     if rank == 0:
         directory.create(make_config(keep_checkpoints=2))
     torch.distributed.barrier()
-    console = Console(speaks=False)
+    console = Console(is_main_rank=False)
     return CheckpointKeeper(make_config(keep_checkpoints=2), directory, console, rank, lambda: None)
 
 
@@ -152,10 +152,10 @@ def test_what_was_restored_is_saved_again(answers):
 
 
 def test_a_weight_that_is_not_finite_on_one_rank_is_not_saved(answers):
-    told, own = (error for _, _, error in answers)
-    said = "saving the checkpoint of step {}: {}1 parameters are not finite"
+    messages, own = (error for _, _, error in answers)
+    output = "saving the checkpoint of step {}: {}1 parameters are not finite"
     step = make_config().trainer.checkpoint_every
-    assert own.startswith(f"FloatingPointError('{said.format(step, '')}"), own
-    assert told.startswith(f"RuntimeError('{said.format(step, 'rank 1: FloatingPointError: ')}"), (
-        told
-    )
+    assert own.startswith(f"FloatingPointError('{output.format(step, '')}"), own
+    assert messages.startswith(
+        f"OtherRankError('{output.format(step, 'rank 1: FloatingPointError: ')}"
+    ), messages

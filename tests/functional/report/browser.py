@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to as the WebDriver standard has it."""
+"""Headless Chromium, controlled with the WebDriver protocol."""
 
 import base64
 import json
@@ -19,7 +19,7 @@ ARGUMENTS = (
 
 
 class Browser:
-    """One window; everything that its console says is kept."""
+    """One browser window that records its console output."""
 
     def __enter__(self) -> "Browser":
         self._driver = subprocess.Popen(
@@ -45,28 +45,28 @@ class Browser:
         self._driver.wait(timeout=20)
 
     def open(self, page: Path, fragment: str = "") -> None:
-        """Load a report, from the beginning also where only the fragment differs."""
+        """Load a report; always reload, even if only the fragment differs."""
         self._ask("POST", "/url", {"url": "about:blank"})
         self._ask("POST", "/url", {"url": page.resolve().as_uri() + fragment})
         self.until("return document.body.dataset.drawn", "true")
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """The value that a script in the page returns."""
+        """Run a script in the page and return its value."""
         return self._ask("POST", "/execute/sync", {"script": script, "args": list(arguments)})
 
     def until(self, script: str, wanted: Any) -> None:
-        """Wait for a script to return what is wanted: some events come a moment later."""
+        """Wait until a script returns the expected value."""
         deadline = time.monotonic() + 120
         while (got := self.run(script)) != wanted:
             assert time.monotonic() < deadline, got
             time.sleep(0.05)
 
-    def said(self) -> list[str]:
-        """What the console has said since it was last asked."""
+    def output(self) -> list[str]:
+        """Return the console output since the last call."""
         return [entry["message"] for entry in self._ask("POST", "/se/log", {"type": "browser"})]
 
     def screenshot(self) -> bytes:
-        """The window as a PNG."""
+        """Return a screenshot as PNG."""
         return base64.b64decode(self._ask("GET", "/screenshot"))
 
     def _ask(self, method: str, path: str, body: dict | None = None) -> Any:

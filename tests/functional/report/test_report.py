@@ -1,4 +1,4 @@
-"""The report in a real browser: it loads without a word, its filters and sliders work."""
+"""The report in a real browser: it loads without console output; filters and sliders work."""
 
 import subprocess
 import sys
@@ -6,10 +6,11 @@ import sys
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_rl.report.build import collect, write_report
-from megatron_rl.report.page import render_page
-from megatron_rl.report.runs import find_runs, group_runs
-from megatron_rl.report.series import first_passage
+from megatron_rl.apps.report.build import collect, write_report
+from megatron_rl.apps.report.page import render_page
+from megatron_rl.apps.report.runs import find_runs, group_runs
+from megatron_rl.apps.report.series import first_passage
+from tests import made_runs
 from tests.functional.debian import missing
 from tests.functional.report.browser import PACKAGES, PROGRAMS, Browser
 from tests.functional.tiny_runs import ROOT
@@ -56,10 +57,29 @@ const buttons = [...document.querySelectorAll(`${arguments[0]} .choice button`)]
 buttons.find((one) => one.textContent === arguments[1]).click();
 """
 
+REACHED = """
+return [...document.querySelectorAll("#time tbody tr")].map((row) => row.cells[1].textContent);
+"""
+ENDS = """
+const slider = document.getElementById("threshold").parentElement;
+const ends = [...slider.querySelectorAll("small")].map((one) => one.textContent);
+return [...ends, slider.querySelector("output").textContent];
+"""
+# Counts labels inside their part, and hidden ones below it; no label may be cut.
+LABELS = """
+const places = [...document.querySelectorAll("#seconds .part span")].map((label) => {
+    const own = label.getBoundingClientRect(), part = label.parentElement.getBoundingClientRect();
+    if (own.top >= part.bottom - 1) return "below";
+    return own.right <= part.right ? "inside" : "cut";
+});
+if (places.includes("cut")) throw new Error(places.join());
+return ["inside", "below"].map((wanted) => places.filter((place) => place === wanted).length);
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A report by the command, on two objectives by two seeds."""
+    """Create a report with the command, for two objectives with two seeds each."""
     study = tmp_path_factory.mktemp("study")
     for name in ("pnpo", "gspo"):
         for seed in (1, 2):
@@ -80,10 +100,10 @@ def browser():
 
 @pytest.fixture
 def page(browser, folder):
-    """The report, freshly loaded; in the end nothing may have gone wrong in it."""
+    """Load the report; check after the test that it produced no errors and no requests."""
     browser.open(folder / "report.html")
     yield browser
-    assert browser.said() == []
+    assert browser.output() == []
     assert browser.run("return window.hostile ?? null") is None
     assert browser.run('return performance.getEntriesByType("resource").length') == 0
 
@@ -103,16 +123,18 @@ def test_every_part_is_drawn(page):
     assert page.run(widest) <= page.run("return innerWidth")
 
 
-def test_a_filter_hides_a_setting_everywhere(page):
+def test_filter_hides_a_setting_everywhere(page):
     assert page.run(ROWS) == 8
     page.run('document.querySelector(".chip").click()')
     assert page.run(ROWS) == 4
     assert "gspo" not in text_of(page, "#scores tbody")
+    assert "12.5% truncated" in text_of(page, "#scores tbody")
+    assert "1.0% not graded" in text_of(page, "#scores tbody")
     page.run('document.querySelector(".chip").click()')
     assert page.run(ROWS) == 8
 
 
-def test_the_axis_and_the_threshold_change_what_is_shown(page, folder):
+def test_axis_and_threshold_change_the_figures(page, folder):
     groups = group_runs(find_runs([folder]))
     label = 'return document.querySelector("#curves .chart").uplot.axes[0].label'
     assert page.run(label) == "rollout batches"
@@ -128,20 +150,20 @@ def test_the_axis_and_the_threshold_change_what_is_shown(page, folder):
             assert float(batches) == pytest.approx(mean)
 
 
-def test_epochs_and_steps_of_the_gate_can_be_chosen(page):
-    seen = {text_of(page, "#gate .heats")}
+def test_gate_epochs_and_steps_are_selectable(page):
+    texts = {text_of(page, "#gate .heats")}
     for step in (1, 12):
         assert page.run(SLIDE, "gate-step", step) == str(step)
-        seen.add(text_of(page, "#gate .heats"))
+        texts.add(text_of(page, "#gate .heats"))
     page.run(CHOOSE, "#gate", "std of log w")
-    seen.add(text_of(page, "#gate .heats"))
-    assert len(seen) == 4
+    texts.add(text_of(page, "#gate .heats"))
+    assert len(texts) == 4
     page.run(SLIDE, "gate-epoch", 2)
     assert "in epoch 2" in text_of(page, "#gate figcaption")
 
 
-def test_the_epochs_of_a_response_are_those_of_the_files(page, folder):
-    """Gate and numbers of a token against the parquet files, in float64 loops."""
+def test_response_values_match_the_files(page, folder):
+    """Compare decisions and values of tokens with the parquet files, in float64 loops."""
     run, step, sample = page.run(
         "const [, name, step, , sample] = document.querySelector('.strip.open a')"
         ".getAttribute('href').split('/').map(decodeURIComponent);"
@@ -156,7 +178,7 @@ def test_the_epochs_of_a_response_are_those_of_the_files(page, folder):
         assert page.run(SLIDE, "life-epoch", epoch) == f"{epoch} of {EPOCHS}"
         seen.append(page.run(TOKENS))
         assert len(seen[-1]) == len(rollout["token_ids"])
-    assert all(token[2] == "rgb(255, 255, 255)" for token in seen[0])  # nothing has moved yet
+    assert all(token[2] == "rgb(255, 255, 255)" for token in seen[0])  # no change yet
     assert seen[1] != seen[2] != seen[3]
     before = rollout["behavior_logprobs"]
     for t in (0, 7, len(before) - 1):
@@ -170,20 +192,20 @@ def test_the_epochs_of_a_response_are_those_of_the_files(page, folder):
             assert row[-1] == ("rejected" if "rejected" in seen[epoch][t][1] else "kept")
 
 
-def test_a_link_opens_at_one_response(page, folder):
+def test_link_opens_one_response(page, folder):
     hrefs = 'return [...document.querySelectorAll(".strip a")].map((one) => one.href)'
     links = page.run(hrefs)
     assert len(links) == GROUP
     page.open(folder / "report.html", "#" + links[2].partition("#")[2])
     assert text_of(page, "#opened").startswith("3 of 4")
-    assert page.run("return scrollY") > 1000  # the page opens there
+    assert page.run("return scrollY") > 1000  # scrolled to the response
     page.run('document.querySelectorAll(".strip button")[1].click()')
     assert text_of(page, "#opened").startswith("2 of 4")
     assert page.run('return document.querySelectorAll(".worst tbody tr").length') == 20
 
 
-def test_the_same_prompt_of_another_run_is_one_click_away(page):
-    """Runs trace the same prompts where they can; an index may mean another one elsewhere."""
+def test_link_opens_the_same_prompt_of_another_run(page):
+    """Runs trace the same prompts if possible; links compare step, index and prompt."""
     opened = text_of(page, "#opened")
     assert page.run('return document.querySelectorAll(".elsewhere a").length') == 1
     other = text_of(page, ".elsewhere a")
@@ -193,26 +215,26 @@ def test_the_same_prompt_of_another_run_is_one_click_away(page):
     assert text_of(page, "#opened").split(",")[:2] == opened.split(",")[:2]
 
 
-def test_hostile_text_is_shown_as_it_is(page):
+def test_hostile_text_is_shown_as_text(page):
     assert HOSTILE[0] in text_of(page, ".prompt")
     shown = text_of(page, "#life")
-    assert "\u202e" not in shown and "202e" in shown  # nothing turns the direction of a line
+    assert "\u202e" not in shown and "202e" in shown  # no change of text direction
     assert page.run('return document.querySelectorAll("script").length') == 2
     assert page.run('return document.querySelectorAll("img, iframe, object").length') == 0
 
 
-def test_a_page_without_traces_says_so(browser, tmp_path):
+def test_page_without_traces_shows_a_message(browser, tmp_path):
     make_run(tmp_path / "plain", traced=0, steps=3, sets=())
     write_report([tmp_path / "plain"])
     page = tmp_path / "plain" / "report.html"
     browser.open(page)
-    assert browser.said() == []
+    assert browser.output() == []
     assert "traced_responses" in text_of(browser, "#life")
     assert page.stat().st_size < 200_000
 
 
-def test_many_settings_are_chosen_by_what_names_them(browser, tmp_path):
-    """12 settings, of which the page shows 4 first; what is shown has a color of its own."""
+def test_many_settings_are_filtered_by_label_parts(browser, tmp_path):
+    """12 settings, 4 of them shown initially, each with its own color."""
     for rate in (0.001, 0.002, 0.01):
         for name in ("pnpo", "gspo", "grpo", "dapo"):
             make_run(
@@ -238,18 +260,59 @@ def test_many_settings_are_chosen_by_what_names_them(browser, tmp_path):
     assert browser.run(lines) == ["lr 0.001", "lr 0.002", "lr 0.01"]
     browser.run(click, 1, "0.002", "dblclick")
     assert browser.run(lines) == ["gspo"]
-    browser.run(click, 1, "0.002", "click")  # the last one stays
+    browser.run(click, 1, "0.002", "click")  # the last one remains
     assert browser.run(lines) == ["gspo"]
     browser.run(click, 0, "pnpo", "click")
     assert browser.run(lines) == ["gspo", "pnpo"]
-    assert browser.said() == []
+    assert browser.output() == []
 
 
-def test_a_run_that_has_hardly_begun_has_a_page(browser, tmp_path):
+def test_fraction_axis_has_a_minimum_range(page):
+    """Accepted fractions differ by a few hundredths; the axis shows a range of at least 0.2."""
+    low, high = page.run(
+        "const { y } = document.querySelectorAll('#gate .chart')[1].uplot.scales;"
+        "return [y.min, y.max]"
+    )
+    assert 0.2 <= high - low <= 0.5 and low > 0.4 and high < 1.1
+    captions = "return [...document.querySelectorAll('#curves figcaption')]"
+    titles = page.run(f"{captions}.map((one) => one.textContent)")
+    assert "Entropy of the computed tokens (nats per token)" in titles
+
+
+def test_partial_rewards_short_responses_and_narrow_phases(browser, tmp_path, monkeypatch):
+    """A correct response has reward 1; all tokens are listed; labels that do not fit are hidden."""
+    monkeypatch.setattr(made_runs, "LENGTH", 12)
+    for name in ("pnpo", "gspo"):
+        make_run(tmp_path / name, objective=name, steps=6, best=0.0145)
+    write_report([tmp_path])
+    browser.open(tmp_path / "report.html")
+    strips = text_of(browser, ".strips")
+    assert "0.0145" in strips and "\N{CHECK MARK}" not in strips
+    tokens, rows, hidden = browser.run(
+        "const worst = document.querySelector('.worst');"
+        "return [document.querySelectorAll('.tokens .token').length,"
+        "worst.querySelectorAll('tbody tr').length, worst.scrollHeight - worst.clientHeight]"
+    )
+    assert rows == tokens <= 12 and hidden == 0
+    title = "return [...document.querySelectorAll('#life h3')].at(-1).textContent"
+    assert browser.run(title) == f"The {tokens} tokens with the largest change"
+    assert browser.run(REACHED) == ["1 of 1", "1 of 1"]  # at first
+    low, high, shown = browser.run(ENDS)
+    assert 0 < float(low) < float(shown) < float(high) < 0.0145
+    assert browser.run(SLIDE, "threshold", float(high)) == high != shown
+    assert "gspo are not drawn: they limit the mean over the whole response" in text_of(
+        browser, "#gate"
+    )
+    fits, hidden_labels = browser.run(LABELS)
+    assert fits > 3 and hidden_labels > 0
+    assert browser.output() == []
+
+
+def test_page_of_a_run_with_one_evaluation(browser, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/a/avg@1": 0.5}\n')
     write_report([tmp_path])
     browser.open(tmp_path / "report.html")
-    assert browser.said() == []
+    assert browser.output() == []
     assert "50.0" in text_of(browser, "#scores")
     assert "No rollout batch" in text_of(browser, "#time")
     assert not any(word in text_of(browser, "main") for word in ("NaN", "Infinity", "undefined"))

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
 
@@ -35,12 +37,12 @@ class Launcher:
             "model": {"path": str(TASK / "model")},
             "data": {"train": str(TASK / "train.parquet"), "max_prompt_tokens": 48},
             "parallel": {"context": 2},
-            "rollout": {"prompts": 4, "responses_per_prompt": 2, "max_response_tokens": 40,
-                        "kv_cache_mib": 16, "max_sequences": 8},
+            "rollout": {"prompts_per_step": 4, "responses_per_prompt": 2, "max_response_tokens": 40,
+                        "kv_cache_mib": 16, "max_num_seqs": 8},
             "optimizer": {"learning_rate": 1e-3, "warmup_steps": 0},
             "trainer": {"steps": STEPS, "epochs": 1, "minibatches": 1, "checkpoint_every": 1000,
                         "tokens_per_micro_batch": 1024},
-            "reward": {"verifier": "paced:score", "time_limit_seconds": 60},
+            "reward": {"verifier": "paced:score", "time_limit_seconds": 30},
             "logging": {"tensorboard": False},
             "run": {"dir": "runs"},
         }))  # fmt: skip
@@ -200,12 +202,12 @@ def test_a_run_survives_what_happens_to_it(slurm, launcher):
     assert "ODD=two words" in (run / "launch" / "001" / "rank.sh").read_text().replace("'", "")
 
 
-def test_a_chain_goes_on_where_a_rehearsed_preemption_ended(slurm, launcher):
+def test_a_chain_goes_on_where_a_simulated_preemption_ended(slurm, launcher):
     """The first of two jobs is asked to end after two steps, and none is queued again."""
     values = json.loads((launcher.folder / "slurm.yaml").read_text())
     launcher.write_cluster("once", values | {"requeue": 0})
     pace = launcher.pace("chained", 0.3)
-    launcher.start("chained", "--chain", "2", "--rehearse-preemption", "2", cluster="once")
+    launcher.start("chained", "--chain", "2", "--simulate-preemption", "2", cluster="once")
     launcher.wait_until("asked", lambda: launcher.exits("chained"), "chained")
     pace.unlink()
     launcher.wait_until("at its end", lambda: len(launcher.exits("chained")) == 2, "chained")
@@ -244,8 +246,8 @@ def test_a_cancelled_job_is_not_queued_again(slurm, launcher):
     launcher.wait_until("running", lambda: "RUNNING" in states(), "cancelled")
     launcher("cancel", "cancelled")
     launcher.wait_until("cancelled", lambda: states() == {"CANCELLED"}, "cancelled")
-    said = launcher("status", "cancelled", status=1)
-    assert said.count("CANCELLED") == 2, said
+    output = launcher("status", "cancelled", status=1)
+    assert output.count("CANCELLED") == 2, output
 
 
 def test_a_failing_job_is_not_queued_again_and_its_status_is_told(slurm, launcher):
@@ -255,11 +257,14 @@ def test_a_failing_job_is_not_queued_again_and_its_status_is_told(slurm, launche
     late.chmod(0o755)
     values = json.loads((launcher.folder / "slurm.yaml").read_text())
     launcher.write_cluster("uneven", values | {"python": str(late)})
-    settings = ("run.name=failing", "data.max_prompt_tokens=100000")
-    said = launcher(
+    rows = pq.read_table(TASK / "train.parquet").to_pylist()  # the command reads the first thousand
+    rows[2000]["prompt"][0]["content"] += " 1 + 1" * 50
+    pq.write_table(pa.Table.from_pylist(rows), launcher.folder / "late.parquet")
+    settings = ("run.name=failing", f"data.train={launcher.folder}/late.parquet")
+    output = launcher(
         "launch", "tiny.yaml", "--cluster", "uneven.yaml", "--wait", *settings, status=1
     )
-    assert "exceed the model's" in said
+    assert "row 2000: the prompt has" in output
     assert "FAILED" in launcher("status", "failing", status=1)
     assert launcher.exits("failing") == ["1"]
 
@@ -270,14 +275,14 @@ def test_a_dry_run_shows_the_script_that_is_submitted_and_leaves_nothing(slurm, 
         "--cluster",
         "slurm.yaml",
         "run.name=shown",
-        "--rehearse-preemption=2",
+        "--simulate-preemption=2",
     )
     before = slurm.ask("squeue -h -t all -o %i")
-    said = launcher("launch", *arguments, "--dry-run")
+    output = launcher("launch", *arguments, "--dry-run")
     assert not launcher.run_folder("shown").exists()
     after = slurm.ask("squeue -h -t all -o %i")  # SLURM forgets ended jobs in the meantime
     assert set(after.split()) <= set(before.split())
-    script = said.partition("batch script of job 1 of 1\n")[2].partition("=== script of each")[0]
+    script = output.partition("batch script of job 1 of 1\n")[2].partition("=== script of each")[0]
     launcher("launch", *arguments)
     submitted = list(launcher.run_folder("shown").glob("launch/001/**/*_sbatch.sh"))
     assert [file.read_text().strip() for file in submitted] == [script.strip()]
@@ -291,11 +296,11 @@ def test_what_slurm_would_refuse_is_refused_before(slurm, launcher):
         ({"partition": "medium"}, "partition: this cluster has no medium; it has high, low"),
         ({"nodes": 4}, "SLURM would refuse this job: "),
         ({"container": {"image": "docker://x", "mounts": ["/:/"]}}, "has no --container-image"),
-        ({"nodes": 1}, "nodes=1 x processes_per_node=1: 1 process cannot hold tensor 1"),
+        ({"nodes": 1}, "nodes=1 x processes_per_node=1: 1 process does not fit tensor 1"),
     ):
         launcher.write_cluster("other", values | change)
-        said = launcher("launch", "tiny.yaml", "--cluster", "other.yaml", "run.name=o", status=1)
-        assert reason in said and said.count("error:") == 1, said
+        output = launcher("launch", "tiny.yaml", "--cluster", "other.yaml", "run.name=o", status=1)
+        assert reason in output and output.count("error:") == 1, output
     assert not launcher.run_folder("o").exists()
     after = slurm.ask("squeue -h -t all -o %i")  # SLURM forgets ended jobs in the meantime
     assert set(after.split()) <= set(before.split())
@@ -314,8 +319,8 @@ def test_the_runs_of_a_study_are_jobs(slurm, launcher):
     values = json.loads((launcher.folder / "slurm.yaml").read_text())
     launcher.write_cluster("one_node", values | {"nodes": 1})
     for _ in range(2):
-        said = launcher("study", "study.yaml", "--cluster", "one_node.yaml")
-        assert "jobs: 2 of 2 done" in said and "failed" not in said, said
+        output = launcher("study", "study.yaml", "--cluster", "one_node.yaml")
+        assert "jobs: 2 of 2 done" in output and "failed" not in output, output
     for name in objectives:
         run = launcher.run_folder(f"jobs/runs/{name}-seed1")
         assert steps_of(run) == 2 and (run / "launch" / "001" / "exits").exists()
@@ -323,10 +328,14 @@ def test_the_runs_of_a_study_are_jobs(slurm, launcher):
     assert (launcher.run_folder("jobs") / "results.parquet").exists()
 
 
-def test_on_one_machine_a_rehearsed_preemption_changes_nothing(launcher):
+def test_on_one_machine_a_simulated_preemption_changes_nothing(launcher):
     """NeMo-Run's local executor; the weights are compared with those of two nodes."""
+    shown = launcher("launch", "tiny.yaml", "--cluster", "slurm.yaml", "run.name=here",
+                     "--dry-run", "--offline")  # fmt: skip
+    assert "#SBATCH --partition=low\n" in shown and not launcher.run_folder("here").exists()
+    assert "=== not checked (--offline)\nmodel.path: " in shown
     pace = launcher.pace("here", 0.3)
-    launcher.start("here", "--rehearse-preemption", "2", cluster="local")
+    launcher.start("here", "--simulate-preemption", "2", cluster="local")
     launcher.wait_until("asked", lambda: launcher.exits("here"), "here")
     pace.unlink()
     launcher("logs", "-f", "here")

@@ -161,11 +161,11 @@ PartitionName=high Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE 
         deadline = time.monotonic() + DEADLINE
         while not is_so():
             if time.monotonic() > deadline:
-                said = "\n".join(
+                printed = "\n".join(
                     f"{file.name}: {file.read_text()[-1500:]}"
                     for file in [*self.folder.glob("*.out"), *self.folder.glob("*.log")]
                 )
-                raise TimeoutError(f"no {what} within {DEADLINE} s\n{said}")
+                raise TimeoutError(f"no {what} within {DEADLINE} s\n{printed}")
             time.sleep(0.1)
 
 

@@ -1,9 +1,9 @@
-"""Which of torch's ways of stepping Adam a device gets."""
+"""Choice of torch's Adam implementation by device."""
 
 import torch
 
 from megatron_rl.actor.build import step_in_one_kernel
-from megatron_rl.planning.pretended_device import CPU, CUDA, pretended
+from megatron_rl.apps.planning.fake_device import CPU, CUDA, fake_device
 
 
 def adam(parameter):
@@ -12,8 +12,8 @@ def adam(parameter):
     return optimizer
 
 
-def test_cuda_has_one_kernel_that_counts_on_the_device():
-    with pretended(CUDA):
+def test_cuda_uses_fused_adam_with_device_step_counts():
+    with fake_device(CUDA):
         parameter = torch.empty(8, device="cuda", requires_grad=True)
         optimizer = adam(parameter)
         step_in_one_kernel(optimizer, CUDA)
@@ -21,7 +21,7 @@ def test_cuda_has_one_kernel_that_counts_on_the_device():
         assert optimizer.state[parameter]["step"].is_cuda
 
 
-def test_what_a_gpu_saved_is_stepped_as_ever_on_a_cpu():
+def test_state_saved_on_cuda_uses_default_adam_on_cpu():
     parameter = torch.ones(8, requires_grad=True)
     optimizer = adam(parameter)
     optimizer.param_groups[0]["fused"] = True  # as its checkpoint says

@@ -1,4 +1,4 @@
-"""The digest sees a changed bit and an exchange, and not how blocks fall."""
+"""Digests change with any bit and with the order of elements, but not with the block size."""
 
 import torch
 
@@ -6,7 +6,7 @@ from megatron_rl.actor import digest
 from megatron_rl.actor.digest import digest_tensors
 
 
-def test_one_bit_and_one_exchange_change_it():
+def test_digest_changes_with_one_bit_and_with_a_swap():
     for dtype in (torch.float32, torch.bfloat16):
         values = torch.randn(50, generator=torch.Generator().manual_seed(1)).to(dtype)
         before = digest_tensors([values])
@@ -18,7 +18,7 @@ def test_one_bit_and_one_exchange_change_it():
         assert digest_tensors([bits.view(dtype)]) != before
 
 
-def test_blocks_do_not_matter(monkeypatch):
+def test_digest_is_independent_of_block_size(monkeypatch):
     values = torch.arange(1000, dtype=torch.float32)
     whole = digest_tensors([values])
     monkeypatch.setitem(digest.BLOCK, "cpu", 7)

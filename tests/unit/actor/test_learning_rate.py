@@ -1,4 +1,4 @@
-"""Learning rates by hand."""
+"""Learning rates against values computed by hand."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def _rates(count, **settings):
     return [learning_rate_at(update, settings) for update in range(count)]
 
 
-def test_warmup_moves_at_once_and_ends_at_the_full_rate():
+def test_warmup_starts_above_zero_and_ends_at_the_full_rate():
     assert _rates(6, warmup_updates=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert _rates(2, warmup_updates=0) == [1.0, 1.0]
 

@@ -98,7 +98,7 @@ def _optimizer(sizes):
 
 
 def _tensors(optimizer):
-    """Everything that an optimizer holds but its counts, and the counts."""
+    """Return the tensors of an optimizer without step counts, and the step counts."""
     held, counts = [], []
     for part in optimizer.chained_optimizers:
         for main, state in part.optimizer.state.items():
@@ -137,7 +137,7 @@ def test_offload_copies_into_memory_pinned_once_and_waits_once(monkeypatch):
     assert all(a is b for a, b in zip(counts, _tensors(optimizer)[1], strict=True))
 
 
-def test_tensors_of_other_sizes_get_other_memory(monkeypatch):
+def test_pinned_memory_is_reallocated_for_other_sizes(monkeypatch):
     device = _Device()
     monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
     state = TrainingState([], _optimizer([(5,)]), device=CUDA)
@@ -174,7 +174,7 @@ SLICE = [5120, 5120 * 7168, 7168, 5120**2, 5120, 2 * 5120 * 27648, 5120 * 27648]
         ([1], float("inf")),
     ],
 )
-def test_no_memory_is_pinned_that_nobody_uses(numbers, most):
+def test_pinned_chunks_are_powers_of_two_and_nearly_full(numbers, most):
     """torch pins the next power of two, so every chunk is one; the best plan is nearly full."""
     sizes = [4 * number for number in numbers for _ in range(3)]
     plans = [plan_chunks(sizes, slack=slack) for slack in _SLACKS]
@@ -186,7 +186,7 @@ def test_no_memory_is_pinned_that_nobody_uses(numbers, most):
     assert min(sum(chunks) for chunks, _ in plans) <= most * sum(sizes)
 
 
-def test_without_cuda_only_gradients_go(monkeypatch):
+def test_offload_without_cuda_frees_only_gradients(monkeypatch):
     optimizer, device = _optimizer([(5,)]), _Device()
     before, _ = _tensors(optimizer)
     state = TrainingState([_Chunk(device)], optimizer, device=torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""A run of a parameter's elements as boxes: every element once, in order, wherever it is cut."""
+"""Boxes of a range of a parameter's elements contain every element once, in order."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from megatron_rl.actor.optimizer_slices import cut_into_boxes
 
 @pytest.mark.parametrize("shape", [(7,), (5, 4), (3, 4, 2), (2, 3, 2, 2), (1, 6), (6, 1)])
 @pytest.mark.parametrize("largest", [1, 3, 5, 100])
-def test_boxes_hold_every_element_once_in_row_order(shape, largest):
+def test_boxes_contain_every_element_once_in_row_order(shape, largest):
     tensor = torch.arange(torch.Size(shape).numel()).view(shape)
     for start, stop in itertools.combinations_with_replacement(range(tensor.numel() + 1), 2):
         boxes = list(cut_into_boxes(shape, start, stop, largest=largest))

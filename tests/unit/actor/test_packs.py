@@ -70,7 +70,7 @@ def walk(cache, batch):
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
-def test_updates_copy_nothing_that_the_first_walk_has_copied(copies, cp_size):
+def test_updates_reuse_the_copies_of_the_first_pass(copies, cp_size):
     topology = Topology(world_size=cp_size, cp_size=cp_size, device=META)
     rollouts, advantages = make_rollouts()
     batch = build_pack(rollouts, advantages, indices=range(6), alignment=4)
@@ -96,7 +96,7 @@ def test_updates_copy_nothing_that_the_first_walk_has_copied(copies, cp_size):
         assert copies.pinned == 2 * once + 2
 
 
-def test_what_waits_is_noticed(copies):
+def test_blocking_copies_are_detected(copies):
     host = torch.ones(3)
     with copies:
         host.to(META)

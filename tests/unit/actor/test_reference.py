@@ -1,4 +1,4 @@
-"""The reference policy: another model's log-probs, and the policy left as it was."""
+"""The reference policy gives another model's log-probs and leaves the policy unchanged."""
 
 import pytest
 import torch
@@ -41,13 +41,13 @@ def score_by_reference(rank, world_size, root):
         assert torch.equal(parameter, before[name])
     for got, want, theirs in zip(policy.compute_logprobs(packs), own, wanted, strict=True):
         assert torch.equal(got, want) and not torch.allclose(got, theirs, atol=0.1)
-    assert all(weight.device.type == "cpu" for weight in reference.resting.values())
+    assert all(weight.device.type == "cpu" for weight in reference.inactive.values())
     with pytest.raises(ValueError, match=r"lm_head.weight is missing|has shape"):
         ReferencePolicy(policy, root / "smaller")
     return "done"
 
 
-def test_the_reference_stands_in_and_steps_back(tmp_path):
+def test_reference_scores_and_restores_the_policy(tmp_path):
     make_model(tmp_path / "policy", tied=False)
     make_model(tmp_path / "other", tied=False, seed=4)
     make_model(tmp_path / "smaller", tied=True, seed=4)

@@ -28,8 +28,8 @@ def test_a_pair_is_rotated_by_position_times_frequency():
     torch.testing.assert_close(mine, theirs)
 
 
-def test_both_ways_give_the_same_bits():
-    """What CUDA runs, in tables of half a head, and what the CPU does head by head."""
+def test_both_rotations_are_bit_identical():
+    """Compare CUDA's rotation by halves with the CPU's rotation by heads."""
     shape = small_shape(head_dim=16, rotary_base=100.0)
     by_head = build_rotation(torch.arange(9), shape, dtype=torch.float32)
     halves = (table[:, None, 8:] for table in (by_head.cosine, by_head.sine))

@@ -1,4 +1,4 @@
-"""When Transformer Engine's layers are chosen, what they are told of a pack, and what fp8 needs."""
+"""Choice of Transformer Engine's layers, their sequence boundaries, and requirements of fp8."""
 
 from types import SimpleNamespace
 
@@ -59,22 +59,22 @@ def test_when_transformer_engine_is_used(
     assert layer_choice.uses_transformer_engine(settings, device=device) is used
 
 
-def test_wrong_gradients_are_warned_of(monkeypatch):
+def test_devices_with_wrong_gradients_warn(monkeypatch):
     monkeypatch.setattr(layer_choice.te, "HAVE_TE", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
     settings = ActorSettings(dtype=LOW, transformer_engine=True)
-    with pytest.warns(UserWarning, match=r"capability 12\.0: its attention has given wrong"):
+    with pytest.warns(UserWarning, match=r"capability 12\.0: its attention has computed wrong"):
         assert layer_choice.uses_transformer_engine(settings, device=CUDA)
 
 
 @pytest.mark.parametrize("asked", [{"transformer_engine": True}, {"fp8": "tensorwise"}])
-def test_missing_transformer_engine_that_was_asked_for_is_an_error(monkeypatch, asked):
+def test_required_but_missing_transformer_engine_raises(monkeypatch, asked):
     monkeypatch.setattr(layer_choice.te, "HAVE_TE", False)
-    with pytest.raises(ValueError, match="finds no Transformer Engine: `megatron-rl doctor` says"):
+    with pytest.raises(ValueError, match="finds no Transformer Engine: `megatron-rl doctor`"):
         layer_choice.uses_transformer_engine(ActorSettings(dtype=LOW, **asked), device=CUDA)
 
 
-def test_fp8_goes_to_megatron_only_when_asked_for(monkeypatch):
+def test_fp8_is_passed_to_megatron_only_when_set(monkeypatch):
     monkeypatch.setattr(layer_choice.te, "HAVE_TE", True)
 
     def build(**settings):
@@ -88,7 +88,7 @@ def test_fp8_goes_to_megatron_only_when_asked_for(monkeypatch):
     assert (build().fp8, build().transformer_impl) == (None, "local")
 
 
-def test_impossible_settings_of_fp8():
+def test_contradictory_fp8_settings_raise():
     for wrong in (
         {"fp8": "tensorwise", "dtype": torch.float32},
         {"fp8": "tensorwise", "dtype": LOW, "transformer_engine": False},
@@ -108,16 +108,16 @@ def test_shards_lie_as_in_transformer_engines_documentation():
 
 def test_boundaries_are_those_of_the_whole_pack():
     layout = SequenceLayout((8, 4), torch.ones(12), cp_rank=1, cp_size=2)
-    told = PackContext(layout=layout).boundaries
-    assert told.qkv_format == "thd"
-    assert told.cu_seqlens_q.tolist() == [0, 8, 12]
-    assert told.cu_seqlens_q.dtype == torch.int32
+    messages = PackContext(layout=layout).boundaries
+    assert messages.qkv_format == "thd"
+    assert messages.cu_seqlens_q.tolist() == [0, 8, 12]
+    assert messages.cu_seqlens_q.dtype == torch.int32
     # Said, and by identity: releases look at the one or the other.
-    assert told.pad_between_seqs is False
-    assert told.cu_seqlens_q is told.cu_seqlens_kv
-    assert told.cu_seqlens_q is told.cu_seqlens_q_padded
-    assert told.cu_seqlens_kv is told.cu_seqlens_kv_padded
-    assert (told.max_seqlen_q, told.max_seqlen_kv) == (8, 8)
+    assert messages.pad_between_seqs is False
+    assert messages.cu_seqlens_q is messages.cu_seqlens_kv
+    assert messages.cu_seqlens_q is messages.cu_seqlens_q_padded
+    assert messages.cu_seqlens_kv is messages.cu_seqlens_kv_padded
+    assert (messages.max_seqlen_q, messages.max_seqlen_kv) == (8, 8)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_boundaries_are_those_of_the_whole_pack():
         ("blockwise", False, 256, 64),
     ],
 )
-def test_tokens_that_products_in_fp8_cannot_take(fp8, sequence_parallel, fits, does_not):
+def test_unsupported_token_counts_raise_with_fp8(fp8, sequence_parallel, fits, does_not):
     config = SimpleNamespace(
         fp8="hybrid" if fp8 else None,
         fp8_recipe=fp8 or "delayed",
@@ -143,11 +143,11 @@ def test_tokens_that_products_in_fp8_cannot_take(fp8, sequence_parallel, fits, d
             PolicyModel._check_tokens(model, does_not)
 
 
-def test_weights_that_products_in_fp8_cannot_take(monkeypatch):
+def test_unsupported_weight_sizes_raise_with_fp8(monkeypatch):
     # Over two ranks: queries 48, with keys and values (6 + 2 * 2) * 16 / 2 = 80, feed-forward 40.
     sizes = layout.product_sizes(ParallelSection(tensor=2), SHAPE)
     assert list(sizes.values()) == [96, 48, 80, 40]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(preflight, "has_cuda", lambda: True)
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: name)
     given = {"model": {"path": "p", "fp8": "tensorwise"}, "data": {"train": "t"}}
     (problem,) = preflight._transformer_engine_problems(

@@ -21,7 +21,7 @@ def _make_actor(root):
     from megatron_rl.actor.settings import ActorSettings
 
     topology = groups.initialise()
-    settings = ActorSettings(learning_rate=1e-2, warmup_updates=0, clip_grad=0.5)
+    settings = ActorSettings(learning_rate=1e-2, warmup_updates=0, max_grad_norm=0.5)
     return MegatronActor(root, topology=topology, settings=settings)
 
 
@@ -42,7 +42,7 @@ def _make_minibatch(actor, tokens_per_micro_batch=200):
 
 
 def _state(actor):
-    """Copies of the weights and of both moments of every parameter."""
+    """Copy the weights and both moments of every parameter."""
     tensors = [p.detach().clone() for p in actor.named_parameters_local().values()]
     for part in getattr(actor.optimizer, "chained_optimizers", [actor.optimizer]):
         for entry in part.optimizer.state.values():
@@ -76,7 +76,7 @@ def update_with_bad_numbers(rank, world_size, root):
     pack.advantages.copy_(advantages)
     result = actor.update(minibatch, objective)
     assert result.skipped is None and not _unchanged(actor, before) and actor.updates == 1
-    assert result.grad_norm > actor.settings.clip_grad  # it was clipped on the way
+    assert result.grad_norm > actor.settings.max_grad_norm  # it was clipped on the way
     actor.check_weights()
     _try_self_tests(actor, objective)
     last = list(actor.named_parameters_local().values())[-1]
@@ -87,35 +87,64 @@ def update_with_bad_numbers(rank, world_size, root):
 
 
 def _try_self_tests(actor, objective):
-    """They pass and leave no trace; each fails by its name where its contract is broken."""
-    from megatron_rl.console import Console
+    """They pass and add no row to traces; each fails by its name where its contract is broken."""
+    from megatron_rl.telemetry.console import Console
     from megatron_rl.trainer.self_tests import SelfTestError, SelfTests
 
     def fail():
         raise RuntimeError("engine 0 differs")
 
-    minibatch, said, engine = _make_minibatch(actor), [], SimpleNamespace(weight_version=-1)
+    minibatch, output, engine = _make_minibatch(actor), [], SimpleNamespace(weight_version=-1)
+    for pack in minibatch.micro_batches:
+        pack.traced_logprobs = []
     batch = SimpleNamespace(minibatches=[minibatch], is_exact=True)
-    console = Console(speaks=False)
-    console.say = said.append
-    tests = SelfTests(2, actor, objective, engine, fail, console)
+    console = Console(is_main_rank=False)
+    console.echo = output.append
+    config = SimpleNamespace(trainer=SimpleNamespace(self_test_every=2))
+    run = SimpleNamespace(config=config, actor=actor, objective=objective, console=console)
+    tests = SelfTests(run, engine, SimpleNamespace(check=fail))
     before, updates = _state(actor), actor.updates
     for step in (1, 2):
-        tests.before_updates(step, batch)
-        tests.after_publishing(step)  # nothing was pushed
-    assert said == ["step 2: self-tests passed"]
+        tests.before_updates(step, batch, done=0)
+        tests.after_weight_sync(step)  # nothing was pushed
+    of_updates = "first_ratio, zero_rate_weights, zero_rate_ratios"
+    assert output == [
+        f"step 2: self-tests passed: {of_updates}",
+        "step 2: not compared: engine_weights (no weights were pushed in this step)",
+    ]
+    assert all(pack.traced_logprobs == [] for pack in minibatch.micro_batches)
+    actor.update(minibatch, objective, rule=lambda evidence: "reuse ends")
+    assert all(pack.traced_logprobs == [] for pack in minibatch.micro_batches)
+    tests.before_updates(4, batch, done=3)
+    tests.after_weight_sync(4)
+    assert output[2:] == [
+        "step 4: self-tests passed: none",
+        f"step 4: not compared: {of_updates} (the run was resumed after update 3 of the step)",
+        "step 4: not compared: engine_weights (no weights were pushed in this step)",
+    ]
     assert _unchanged(actor, before) and actor.updates == updates
     assert actor.settings.learning_rate == 1e-2
     engine.weight_version = 4
     with pytest.raises(SelfTestError, match="engine_weights failed in step 4: engine 0 differs"):
-        tests.after_publishing(4)
+        tests.after_weight_sync(4)
     right = minibatch.micro_batches[0].behavior_logprobs
     minibatch.micro_batches[0].behavior_logprobs = right * 1.01
     with pytest.raises(SelfTestError, match="first_ratio failed in step 4: a ratio deviates"):
-        tests.before_updates(4, batch)
+        tests.before_updates(4, batch, done=0)
     batch.is_exact = False  # a group is older than the policy: the ratios may be anything
-    tests.before_updates(4, batch)
+    tests.before_updates(4, batch, done=0)
+    engine.weight_version = -1
+    tests.after_weight_sync(4)
+    assert output[5] == "step 4: self-tests passed: zero_rate_weights, zero_rate_ratios"
+    assert output[6].startswith("step 4: not compared: first_ratio (the log-probs of this batch")
     batch.is_exact = True
+    minibatch.micro_batches[0].behavior_logprobs = torch.full_like(right, float("nan"))
+    tests.before_updates(4, batch, done=0)
+    tests.after_weight_sync(4)
+    assert output[8] == "step 4: self-tests passed: none"
+    assert output[9].startswith(
+        f"step 4: not compared: {of_updates} (the trial update was skipped: "
+    )
     minibatch.micro_batches[0].behavior_logprobs = right.clone()
     update = type(actor).update
 
@@ -126,7 +155,7 @@ def _try_self_tests(actor, objective):
 
     actor.update = drift
     with pytest.raises(SelfTestError, match=r"zero_rate_ratios failed in step 4: .* 0 and then by"):
-        tests.before_updates(4, batch)
+        tests.before_updates(4, batch, done=0)
     minibatch.micro_batches[0].behavior_logprobs = right
 
     def spoil(*arguments):
@@ -136,7 +165,7 @@ def _try_self_tests(actor, objective):
 
     actor.update = spoil
     with pytest.raises(SelfTestError, match=r"zero_rate_weights failed in step 4: weights of 2 ra"):
-        tests.before_updates(4, batch)
+        tests.before_updates(4, batch, done=0)
     del actor.update
 
 
@@ -158,18 +187,14 @@ def judge_updates(rank, world_size, root):
             start += length
     before, seen = _state(actor), []
 
-    def refuse(evidence):
-        seen.append(evidence.head_energy())
+    def refuse(statistics):
+        seen.append(statistics.to_metrics()["tokens"])
         return "seen enough"
 
     refused = actor.update(minibatch, objective, rule=refuse)
     assert (refused.stopped, refused.skipped, refused.done) == ("seen enough", None, False)
     assert _unchanged(actor, before) and actor.updates == 0
-    if world_size == 1:  # the whole gradient is here
-        head = actor.chunks[-1].output_layer.weight.main_grad
-        assert seen[0] == pytest.approx(float(head.double().square().sum()), rel=1e-12)
-        assert 0 < seen[0] < refused.grad_norm**2
-    made = actor.update(minibatch, objective, rule=lambda evidence: None)
+    made = actor.update(minibatch, objective, rule=lambda statistics: None)
     assert made.done and not _unchanged(actor, before) and actor.updates == 1
     assert made.learning_rate == actor.settings.learning_rate
     settings = dataclasses.replace(actor.settings, effective_samples_power=2.0)
@@ -182,30 +207,57 @@ def judge_updates(rank, world_size, root):
     fitted = fresh.update(minibatch, build_objective("m2po", constraint={"threshold": 4e-3}))
     acceptance = fitted.statistics.to_metrics()["gate/acceptance"]
     assert 0.5 < acceptance < 1
-    return seen[0], refused.grad_norm, fraction, acceptance, fitted.grad_norm
+    fresh = MegatronActor(root, topology=actor.topology, settings=actor.settings)
+    balanced = fresh.update(minibatch, build_objective("balanced")).grad_norm
+    measured = measure_bounds(actor, minibatch, root, world_size)
+    return seen[0], refused.grad_norm, fraction, acceptance, fitted.grad_norm, balanced, *measured
+
+
+def measure_bounds(actor, minibatch, root, world_size):
+    """Bounds that reject given shares, two updates of them; the second is that of a resumed run."""
+    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.objectives import build_objective
+
+    shares = {"reject_negative": 0.5, "reject_positive": 0.3}
+    objective = build_objective("grpo", constraint=shares)
+    first = MegatronActor(root, topology=actor.topology, settings=actor.settings)
+    assert first.calibration is None
+    first.update(minibatch, objective)
+    bounds = first.calibration
+    first.save(root / f"calibrated-{world_size}")
+    resumed = MegatronActor(root, topology=actor.topology, settings=actor.settings)
+    resumed.load(root / f"calibrated-{world_size}")
+    # All ratios are above 1 here, so the lower bound is 1.
+    assert resumed.calibration == bounds and bounds.low == 0 and bounds.high > 0
+    second, again = (one.update(minibatch, objective) for one in (first, resumed))
+    assert second.grad_norm == again.grad_norm and first.calibration == resumed.calibration
+    assert first.calibration != bounds
+    rejected = second.statistics.to_metrics()["gate/rejected_above_positive"]
+    assert 0 < rejected < 1
+    return bounds.high, rejected, second.grad_norm
 
 
 def build_averaging_megatrons(rank, world_size, root):
-    """What `assert_sum_semantics` says of each way in which Megatron would rescale."""
+    """Return the messages of `assert_sum_semantics` for each kind of rescaling."""
     from megatron.core.distributed import finalize_model_grads
 
     from megatron_rl.actor.loss_contract import assert_sum_semantics
 
     actor = _make_actor(root)
-    config, wrapped = actor.chunks[0].config, actor.wrapped
-    assert_sum_semantics(wrapped, config=config)
-    told = []
+    config, ddp_chunks = actor.chunks[0].config, actor.ddp_chunks
+    assert_sum_semantics(ddp_chunks, config=config)
+    messages = []
     for change in (
         {"calculate_per_token_loss": False},
         {"finalize_model_grads_func": finalize_model_grads},
     ):
         with pytest.raises(AssertionError) as error:
-            assert_sum_semantics(wrapped, config=dataclasses.replace(config, **change))
-        told.append(str(error.value))
-    wrapped[0].buffers[0].gradient_scaling_factor = 0.25
+            assert_sum_semantics(ddp_chunks, config=dataclasses.replace(config, **change))
+        messages.append(str(error.value))
+    ddp_chunks[0].buffers[0].gradient_scaling_factor = 0.25
     with pytest.raises(AssertionError) as error:
-        assert_sum_semantics(wrapped, config=config)
-    return [*told, str(error.value)]
+        assert_sum_semantics(ddp_chunks, config=config)
+    return [*messages, str(error.value)]
 
 
 def norms_of_one_and_several_micro_batches(rank, world_size, root):
@@ -235,17 +287,17 @@ def model(tmp_path_factory):
     return folder
 
 
-def test_bad_numbers_never_reach_the_weights(model):
-    told = run_ranks(update_with_bad_numbers, 2, model)
-    assert told[0] == told[1]  # all ranks skip, for the same reason
-    named, overflow = told[0]
+def test_non_finite_values_never_reach_the_weights(model):
+    messages = run_ranks(update_with_bad_numbers, 2, model)
+    assert messages[0] == messages[1]  # all ranks skip, for the same reason
+    named, overflow = messages[0]
     assert "behavior_logprobs" in named and "position 1" in named and "is not finite" in named
-    assert overflow in ("the gradient's norm is inf", "the gradient's norm is nan")
+    assert overflow in ("the gradient norm is inf", "the gradient norm is nan")
 
 
-def test_a_megatron_that_averages_is_refused(model):
-    (told,) = run_ranks(build_averaging_megatrons, 1, model)
-    loss, finalize, buffers = told
+def test_assert_sum_semantics_refuses_averaging(model):
+    (messages,) = run_ranks(build_averaging_megatrons, 1, model)
+    loss, finalize, buffers = messages
     # Each of seven micro-batches would count for a seventh: 3 / 7.
     assert "turned a loss of 3 into 0.42857" in loss
     assert "divide gradients by a token count" in finalize

@@ -6,20 +6,22 @@ from megatron_rl.cli import main
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         (
             ["train", "--config", "c", "--steps=5"],
             "'--steps=5'; settings are given as trainer.steps=5",
         ),
         (["train", "--config", "c", "--seed"], "'--seed'; settings are given as seed=VALUE"),
-        (["train", "--config", "c", "--lr=1"], "'--lr=1'; settings are given as key=value, as tra"),
+        (["train", "--config", "c", "--lr=1"], "'--lr=1'; settings are given as key=value, for ex"),
         (["doctor", "run", "seed=1"], "unknown argument 'seed=1'"),
     ],
 )
-def test_an_option_that_is_a_setting_is_answered_by_the_setting(capsys, words, said):
+def test_unknown_option_suggests_the_setting(capsys, words, output):
     with pytest.raises(SystemExit) as end:
         main(words)
-    told = capsys.readouterr().err
-    assert end.value.code == 2 and said in told
-    assert told.startswith("megatron-rl: error: ") and told.count("\n") == 1  # no other's usage
+    messages = capsys.readouterr().err
+    assert end.value.code == 2 and output in messages
+    assert (
+        messages.startswith("megatron-rl: error: ") and messages.count("\n") == 1
+    )  # no other's usage

@@ -1,5 +1,6 @@
 """What the doctor finds, and the namesake of NVIDIA apex."""
 
+import subprocess
 import sys
 
 from megatron_rl.commands import doctor
@@ -9,33 +10,41 @@ def finding(part):
     return next(one for one in doctor.examine() if one.part == part)
 
 
-def test_it_finds_what_training_needs(capsys):
+def test_doctor_lists_training_requirements(capsys):
     assert doctor.print_report() == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for part in ("megatron-core", "vllm", "Transformer Engine", "NVIDIA apex", "collectives"):
-        assert part in said
-    assert "ready to train" in said
+        assert part in output
+    assert "ready to train" in output
 
 
-def test_a_namesake_is_not_nvidia_apex(tmp_path, monkeypatch):
+def test_doctor_prints_nothing_before_the_table():
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_rl.cli", "doctor"], capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert "Triton is installed" not in done.stdout + done.stderr
+
+
+def test_apex_from_pypi_is_reported_as_another_package(tmp_path, monkeypatch):
     assert finding("NVIDIA apex").found in ("missing", "present")
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").touch()  # as PyPI's apex: importable, no CUDA extensions
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "apex", raising=False)
     found = finding("NVIDIA apex")
-    assert found.found == "a namesake"
+    assert found.found == "another package"
     assert "pip uninstall apex" in found.use
 
 
-def test_a_missing_part_is_named(capsys, monkeypatch):
+def test_missing_requirement_is_named(capsys, monkeypatch):
     versions = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda *n: None if "vllm" in n else versions(*n))
     assert doctor.print_report() == 1
     assert "cannot train: vllm missing; run tools/setup_env.sh" in capsys.readouterr().out
 
 
-def test_the_compiler_that_installation_needs_is_a_row(tmp_path, monkeypatch):
+def test_compiler_is_reported(tmp_path, monkeypatch):
     assert finding("C++ compiler").good  # the suite needs one
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
@@ -50,14 +59,14 @@ def pretend(monkeypatch, python, **releases):
     monkeypatch.setattr(doctor, "_version", lambda *names: releases.get(names[0]))
 
 
-def test_releases_that_belong_together(monkeypatch):
-    assert finding("releases together").good
+def test_supported_releases_are_compatible(monkeypatch):
+    assert finding("compatibility").good
     pretend(monkeypatch, "3.12", torch="2.13.0", vllm="0.32.0", megatron_core="0.19.2",
             transformer_engine="2.20.2")  # fmt: skip
-    assert doctor._together().found == "the set for Python 3.12, 3.13 on cuda"
+    assert doctor._together().found == "supported set for Python 3.12, 3.13 on cuda"
 
 
-def test_a_pair_that_does_not_belong_together_is_named_with_its_cure(monkeypatch):
+def test_unsupported_release_is_named_with_its_cure(monkeypatch):
     # What pip gives where nobody pins it: the newest Transformer Engine on the older Megatron-core.
     pretend(monkeypatch, "3.11", torch="2.13.0", megatron_core="0.16.1",
             transformer_engine="2.20.2")  # fmt: skip
@@ -74,13 +83,13 @@ def test_a_pair_that_does_not_belong_together_is_named_with_its_cure(monkeypatch
 
 
 def test_brackets_of_a_command_are_printed(monkeypatch, capsys):
-    said = doctor.Finding("part", "found", "pip install 'x[y]'")
-    monkeypatch.setattr(doctor, "examine", lambda: [said])
+    output = doctor.Finding("part", "found", "pip install 'x[y]'")
+    monkeypatch.setattr(doctor, "examine", lambda: [output])
     doctor.print_report()
     assert "'x[y]'" in capsys.readouterr().out
 
 
-def test_it_says_which_sampler_vllm_takes(monkeypatch):
+def test_doctor_reports_the_sampler_of_vllm(monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     assert finding("vLLM's sampler").found == "newer model runner"
     for value in ("0", None):  # left to itself it takes the older one where Triton cannot run

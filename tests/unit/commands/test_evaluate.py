@@ -7,15 +7,17 @@ import pytest
 from megatron_rl.cli import main
 from megatron_rl.commands.evaluate import evaluation_config
 from megatron_rl.config import ConfigError, dump_config, parse_config
-from megatron_rl.evaluation.scores import Interval
+from megatron_rl.preflight.layout import engine_layout_problems
 from megatron_rl.trainer.evaluate_model import table
+from megatron_rl.trainer.scores import ConfidenceInterval
+from tests.unit.resharding.shapes import small_shape
 
 
 def paths(config):
     return {name: one.path for name, one in config.eval.sets.items()}
 
 
-def test_a_folder_takes_the_paper_s_sampling_and_the_files_it_is_given(tmp_path):
+def test_model_folder_uses_paper_sampling_and_given_files(tmp_path):
     config = evaluation_config(
         str(tmp_path), ["a/amc.parquet", "aime=b/x.jsonl"], ["eval.samples=4"]
     )
@@ -29,7 +31,7 @@ def test_a_folder_takes_the_paper_s_sampling_and_the_files_it_is_given(tmp_path)
     assert (path, columns.prompt, columns.answer) == ("mine.jsonl", "question", "label")
 
 
-def build_run(folder):
+def build_run(folder, **sections):
     config = parse_config({
         "seed": 7, "model": {"path": "base"}, "data": {"mix": {"x": {"path": "train.jsonl"}}},
         "parallel": {"tensor": 4, "pipeline": 2}, "rollout": {"tensor": 2},
@@ -37,9 +39,51 @@ def build_run(folder):
         "eval": {"sets": {"held": "held.jsonl",
                           "other": {"path": "other.parquet", "columns": {"prompt": "problem"}}},
                  "samples": 2, "columns": {"prompt": "q", "answer": "a"}},
-    })  # fmt: skip
+    } | sections)  # fmt: skip
     (folder / "config.yaml").write_text(dump_config(config))
     (folder / "metrics.jsonl").touch()
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"replay": {"fresh": 0.5, "capacity": 4}},
+        {"lag": {"sync_weights_every": 4}, "eval": {"every": 8}},
+        {"lag": {"partial_rollouts": 32}, "behavior": "engine"},
+        {"offline": {"rollouts": "somewhere"}, "eval": {}},
+        {"objective": {"kl": {"coefficient": 0.1}}, "model": {"path": "base", "reference": "r"}},
+        {"trainer": {"keep_best": "eval/held/avg@2", "minibatches": 8}},
+        {"trainer": {"stall_seconds": 3600}, "reward": {"time_limit_seconds": 900}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_training_rules_do_not_reject_an_evaluation(tmp_path, sections):
+    build_run(tmp_path, **sections)
+    (tmp_path / "model").mkdir()
+    config = evaluation_config(str(tmp_path), ["new.jsonl"], ["eval.samples=3"])
+    assert (paths(config), config.eval.samples) == ({"new": "new.jsonl"}, 3)
+
+
+def test_evaluation_ignores_rollout_mismatch(tmp_path):
+    build_run(tmp_path, rollout={"mismatch": "fp8_e4m3", "tensor": 2})
+    (tmp_path / "model").mkdir()
+    rollout = evaluation_config(str(tmp_path), None, []).rollout
+    assert (rollout.mismatch, rollout.tensor) == ("none", 2)
+    asked = evaluation_config(str(tmp_path), None, ["rollout.mismatch=bf16"]).rollout
+    assert asked.mismatch == "bf16"
+
+
+def test_unused_setting_is_rejected(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.epochs: an evaluation does not use this setting .*"
+    ):
+        evaluation_config(str(tmp_path), ["new.jsonl"], ["trainer.epochs=2"])
+
+
+def test_evaluation_allows_more_processes_than_responses():
+    config = evaluation_config("m", ["new.jsonl"], [])
+    assert config.rollout.responses_per_prompt == 8
+    assert not engine_layout_problems(config, small_shape(), 16)
 
 
 def test_a_run_keeps_its_settings_but_not_its_layout(tmp_path):
@@ -63,13 +107,20 @@ def test_a_run_keeps_its_settings_but_not_its_layout(tmp_path):
     assert paths(other) == {"new": "new.jsonl"}
 
 
-def test_the_table_has_a_line_for_each_set_and_macro():
-    found = {"avg@4": {"a": Interval(0.5, 0.4, 0.6), "macro": Interval(0.25, 0.2, 0.3)}}
-    lines = [line.split() for line in table(found, {"a": 30}).splitlines()]
+def test_table_has_one_row_per_set_and_macro():
+    found = {
+        "avg@4": {
+            "a": ConfidenceInterval(0.5, 0.4, 0.6),
+            "macro": ConfidenceInterval(0.25, 0.2, 0.3),
+        },
+        "maj@4": {"a": None, "macro": None},
+    }
+    shares = {"time_limit_fraction": 0.25, "failed_fraction": 0.0, "truncated_fraction": 0.125}
+    lines = [line.split() for line in table(found, {"a": 30}, {"a": shares}).splitlines()]
     assert lines == [
-        ["set", "problems", "avg@4"],
-        ["a", "30", "50.0", "[40.0,", "60.0]"],
-        ["macro", "25.0", "[20.0,", "30.0]"],
+        ["set", "problems", "avg@4", "maj@4", "time", "limit", "failed", "truncated"],
+        ["a", "30", "50.0%", "[40.0,", "60.0]", "-", "25.0%", "0.0%", "12.5%"],
+        ["macro", "25.0%", "[20.0,", "30.0]", "-"],
     ]
 
 
@@ -78,16 +129,16 @@ def test_errors_name_the_options_that_were_given(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         main(["eval", "--model", "Org/Model", "--data", "amc=nowhere.jsonl"])
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert ended.value.code == 1
-    assert "  --data amc: nowhere.jsonl does not exist" in said
+    assert "  --data amc: nowhere.jsonl does not exist" in output
     assert (
-        "  --model: Org/Model is not a folder" in said and "then give --model=models/Model" in said
+        "  --model: Org/Model is not a folder" in output and "run: hf download Org/Model" in output
     )
-    assert not re.search(r"data\.train|eval\.sets|model\.path", said)
+    assert not re.search(r"data\.train|eval\.sets|model\.path", output)
 
 
-def test_two_sets_of_one_name_are_refused():
+def test_duplicate_set_names_are_rejected():
     """The first one would not be evaluated, and nobody would know."""
     for data in (["a=x.parquet", "a=y.parquet"], ["x/set.parquet", "y/set.parquet"]):
         with pytest.raises(ConfigError, match=r"two sets are called (a|set); .*--data NAME=FILE"):

@@ -1,4 +1,4 @@
-"""What `megatron-rl convert` finds in a path, refuses, and shows before it writes anything."""
+"""Tests of planning a conversion: source formats, rejected inputs and the dry run."""
 
 import json
 
@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from megatron_rl.actor.checkpoint_contents import COMPLETE, STATE
 from megatron_rl.config import ConfigError, parse_config
+from megatron_rl.conversion.conversion_plan import describe_dry_run, plan_conversion
 from megatron_rl.conversion.name_table import build_name_table
-from megatron_rl.conversion.plan import describe_dry_run, plan_conversion
 from megatron_rl.models.shape import read_model_shape, tensor_shapes
 from megatron_rl.resharding.layouts import ActorLayout
 from tests.unit.resharding.shapes import small_shape
@@ -27,7 +27,7 @@ CONFIG = {
     "max_position_embeddings": 16,
     "rms_norm_eps": 1e-6,
 }
-# Megatron's keys for it: layers first, q k v and gate up stacked, the vocabulary padded to 64.
+# Megatron's keys of this model: layers first, q k v and gate up stacked, vocabulary padded to 64.
 STORED = {
     "embedding.word_embeddings.weight": (64, 8),
     "decoder.layers.self_attention.linear_qkv.layer_norm_weight": (2, 8),
@@ -62,7 +62,7 @@ def make_checkpoint(folder, **changes):
 
 
 def make_run(folder, model):
-    """A run directory with the checkpoints of two steps."""
+    """Create a run directory with checkpoints of two steps."""
     folder.mkdir()
     config = parse_config({"model": {"path": str(model)}, "data": {"train": "x.parquet"}})
     (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump()))
@@ -77,7 +77,7 @@ def plan(source, target, *overrides, like=None):
     return plan_conversion(source, target, like=like, overrides=list(overrides))
 
 
-def test_the_direction_follows_from_what_is_there(model, tmp_path):
+def test_plan_conversion_finds_direction_from_source(model, tmp_path):
     to_checkpoint = plan(model, tmp_path / "out")
     assert to_checkpoint.to_checkpoint
     assert to_checkpoint.dtypes["model.norm.weight"] == torch.float32
@@ -92,7 +92,7 @@ def test_the_direction_follows_from_what_is_there(model, tmp_path):
     assert plan(run / "checkpoints" / "step_000005", tmp_path / "out").source.parent.name[-1] == "5"
 
 
-def test_what_cannot_be_converted_is_refused(model, tmp_path):
+def test_plan_conversion_rejects_invalid_paths(model, tmp_path):
     empty, out = tmp_path / "empty", tmp_path / "out"
     empty.mkdir()
     alone = make_checkpoint(tmp_path / "alone")
@@ -100,7 +100,7 @@ def test_what_cannot_be_converted_is_refused(model, tmp_path):
         plan(empty, out)
     with pytest.raises(ConfigError, match="is never overwritten"):
         plan(model, empty)
-    with pytest.raises(ConfigError, match=r"lies in no run directory; name .* by --like"):
+    with pytest.raises(ConfigError, match=r"is not in a run directory; give .* by --like"):
         plan(alone, out)
     with pytest.raises(ConfigError, match=r"--like .* has no config.json"):
         plan(alone, out, like=str(empty))
@@ -112,9 +112,9 @@ def test_what_cannot_be_converted_is_refused(model, tmp_path):
         plan(alone, out, like=str(model))
 
 
-def test_layouts_that_do_not_fit_are_refused(model, tmp_path):
+def test_plan_conversion_rejects_impossible_layouts(model, tmp_path):
     out = tmp_path / "out"
-    for overrides, said in (
+    for overrides, output in (
         (["parallel.tensor=3"], "parallel.tensor=3 does not divide the model's 2 attention heads"),
         (["parallel.pipeline=4"], "parallel.pipeline=4 does not divide the model's 2 layers"),
         (["parallel.virtual_stages=2"], "parallel.pipeline is 1"),
@@ -122,29 +122,29 @@ def test_layouts_that_do_not_fit_are_refused(model, tmp_path):
         (["parallel.tensro=2"], "did you mean parallel.tensor"),
         (["trainer.steps=2"], r"only parallel.\* can be set here"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=output):
             plan(model, out, *overrides)
     assert plan(model, out, "parallel.pipeline=2", "parallel.tensor=2").layout.world_size == 4
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_its_tensors(model, tmp_path):
+def test_plan_conversion_rejects_checkpoint_of_another_model(model, tmp_path):
     out = tmp_path / "out"
     qkv = "decoder.layers.self_attention.linear_qkv.weight"
-    for name, changes, said in (
+    for name, changes, output in (
         ("wide", {qkv: (2, 32, 8)}, r"linear_qkv.weight has shape \(2, 32, 8\), .* \(2, 24, 8\)"),
         ("deep", {qkv: (3, 24, 8)}, r"linear_qkv.weight has shape \(3, 24, 8\)"),
         ("tied", {"output_layer.weight": None}, "output_layer.weight is missing"),
         ("words", {"embedding.word_embeddings.weight": (64, 9)}, r"has shape \(64, 9\)"),
     ):
         checkpoint = make_checkpoint(tmp_path / name, **changes)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=output):
             plan(checkpoint, out, like=str(model))
     # Padding of the vocabulary belongs to the layout, not to the model.
     padded = make_checkpoint(tmp_path / "padded", **{"output_layer.weight": (192, 8)})
     assert plan(padded, out, like=str(model))
 
 
-def test_a_dry_run_names_every_tensor_and_writes_nothing(model, tmp_path):
+def test_describe_dry_run_lists_tensors_and_writes_nothing(model, tmp_path):
     conversion = plan(model, tmp_path / "out", "parallel.tensor=2", "parallel.pipeline=2")
     text = describe_dry_run(conversion)
     lines = {line.split("  ")[0]: line.split() for line in text.splitlines()}
@@ -152,9 +152,9 @@ def test_a_dry_run_names_every_tensor_and_writes_nothing(model, tmp_path):
         "8", "x", "6", "bfloat16", "decoder.layers.i.mlp.linear_fc2.weight", "columns", "/", "2",
     ]  # fmt: skip
     assert "bfloat16" not in lines["model.norm.weight"]
-    # A stage holds its layer, half of it each process: norms 16, attention 4 * 32, MLP 3 * 24; the
-    # first 10 x 8 words and the last as many outputs, on the first process all (32 rows of 64),
-    # and the last stage the final norm.
+    # Each stage has one layer, half of it per process: norms 16, attention 4 * 32, MLP 3 * 24. The
+    # first stage adds 10 x 8 embeddings, the last as many outputs and the final norm; all 10 rows
+    # are on the stage's first process, which has 32 of 64 padded rows.
     assert "processes 0 to 1 (stage 0): 296 elements each" in text
     assert "processes 2 to 3 (stage 1): 304 elements each" in text
     assert not (tmp_path / "out").exists()
@@ -164,7 +164,7 @@ def test_a_dry_run_names_every_tensor_and_writes_nothing(model, tmp_path):
     "architecture",
     ["Qwen2ForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"],
 )
-def test_the_table_covers_every_tensor_once(architecture):
+def test_build_name_table_covers_every_tensor_once(architecture):
     shape = small_shape(architecture)
     sizes = tensor_shapes(shape)
     layout = ActorLayout(tensor=2, data=2, expert=2 if shape.experts else 1)

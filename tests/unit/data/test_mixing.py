@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from megatron_rl.data import prompts
 from megatron_rl.data.mixing import PromptMix, join_sets, share
 from megatron_rl.types import Prompt
 
@@ -12,7 +13,9 @@ def test_shares_by_hand():
     assert share(64, [3, 1]) == [48, 16]
     assert share(10, [1, 1, 1]) == [4, 3, 3]  # the first has the first of equal remainders
     assert share(8, [0.5, 0.3, 0.2]) == [4, 2, 2]  # 4, 2.4, 1.6
-    with pytest.raises(ValueError, match=r"weights 100, 1 give a set none of rollout\.prompts=8"):
+    with pytest.raises(
+        ValueError, match=r"weights 100, 1 give a set none of rollout\.prompts_per_step=8"
+    ):
         share(8, [100, 1])
 
 
@@ -28,6 +31,17 @@ def test_every_step_has_its_shares_and_every_set_its_own_epochs():
     assert first == [Counter(range(12))] * 3
     second = Counter(index for step in steps[:4] for index in step if index >= 12)
     assert second == Counter(range(12, 20))
+
+
+def test_each_permutation_of_a_mix_is_made_once(monkeypatch):
+    """Also where steps of two epochs of each of four sets are asked for in turn, as under lag."""
+    made = []
+    derive = prompts.derive_seed
+    monkeypatch.setattr(prompts, "derive_seed", lambda *use: made.append(use) or derive(*use))
+    mix = PromptMix((8, 8, 8, 8), (1, 1, 1, 1), seed=77)  # two steps are an epoch
+    for step in (1, 2) * 10:
+        mix.indices(step, 16)
+    assert len(made) == len(set(made)) == 4 * 2
 
 
 def test_steps_follow_from_the_seed_alone_and_are_mixed():
@@ -51,7 +65,7 @@ def test_a_set_that_is_too_small_is_refused():
 
 
 def test_joined_prompts_are_numbered_through():
-    def prompts(*numbers):
+    def numbered(*numbers):
         return [Prompt(n, ({"role": "user", "content": "x"},), (1,), "1", "s") for n in numbers]
 
-    assert [prompt.index for prompt in join_sets([prompts(0, 4), prompts(0, 1)])] == [0, 4, 5, 6]
+    assert [prompt.index for prompt in join_sets([numbered(0, 4), numbered(0, 1)])] == [0, 4, 5, 6]

@@ -17,7 +17,7 @@ from megatron_rl.data.packing import (
     split_groups,
 )
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.types import Prompt, Response, Rollout, Verdict
+from megatron_rl.types import GradeResult, Prompt, Response, Rollout
 
 
 def _rollout(index, sample, prompt, response):
@@ -25,7 +25,7 @@ def _rollout(index, sample, prompt, response):
     return Rollout(
         Prompt(index, (), tuple(prompt), "", ""),
         Response(index, sample, tuple(response), logprobs, "", "stop", 0),
-        Verdict(0.0, "", None),
+        GradeResult(0.0, "", None),
     )
 
 

@@ -9,8 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_rl.data.prompts import PromptOrder, load_prompts, load_tokenizer
+from megatron_rl.data.prompts import PromptOrder, load_prompts
 from megatron_rl.data.rows import Columns, check_prompt_file
+from megatron_rl.data.tokenizer import load_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}"
@@ -100,17 +101,83 @@ def write_lines(path, rows):
     return path
 
 
-@pytest.mark.parametrize(("write_file", "ending"), [(write, "parquet"), (write_lines, "jsonl")])
+def write_csv(path, rows):
+    header, *lines = ["question,answer,level.name"] + [
+        f'"{row["question"]}",{row["answer"]},{row["level"]["name"]}' for row in rows
+    ]
+    path.write_text("\ufeff" + "\r\n".join([header, *lines, ""]), encoding="utf-8", newline="")
+    return path
+
+
+def test_a_table_of_texts_is_read(tmp_path):
+    """A field may hold commas, quotes and line breaks, and is never taken for a number."""
+    rows = [{"question": 'a,b\n""b""', "answer": "007", "level": {"name": "x"}}] + QUESTIONS
+    path = write_csv(tmp_path / "mine.csv", rows)
+    columns = Columns(prompt="question", answer="answer", source="level.name")
+    check_prompt_file(path, columns)
+    first, second, _ = load_prompts(path, build_tokenizer(), max_prompt_tokens=19, columns=columns)
+    assert first.messages[0]["content"] == 'a,b\n"b"'
+    assert (first.ground_truth, first.data_source) == ("007", "x")
+    assert json.loads(second.row) == {"question": "ab", "answer": "7", "level.name": "hard"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"question,answer\na,b,7\n", "row 1 after the header has 3 fields, and the header 2; qu"),
+        (b"question,answer\na,7\nb\n", "row 2 after the header has fewer fields"),
+        (b'question,answer\n"a"b,7\n', "line 2 is not CSV: ',' expected after '\"'"),
+        (b"question,answer\n\xff,7\n", "is not CSV: 'utf-8' codec can't decode byte 0xff"),
+        (b"question;answer\na;7\n", "has no column question, answer; it has question;answer"),
+        (b"question,answer\n", "holds no prompts"),
+    ],
+)
+def test_a_table_that_is_none_is_named(tmp_path, text, message):
+    path = tmp_path / "mine.csv"
+    path.write_bytes(text)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_prompt_file(path, Columns(prompt="question", answer="answer"))
+
+
+def test_other_keys_of_a_message_reach_the_template(tmp_path):
+    """And nulls, with which parquet fills up the keys of other rows, do not."""
+    named = {"role": "user", "content": "ab", "name": "b"}
+    rows = [build_row(prompt=[named]), build_row(prompt=[{"role": "user", "content": "ab"}])]
+    path = write(tmp_path / "set.parquet", rows)
+    template = TEMPLATE + "{% for m in messages if 'name' in m %}{{ m.name }}{% endfor %}"
+    tokenizer = build_tokenizer(template=template)
+    first, second = load_prompts(path, tokenizer, max_prompt_tokens=9)
+    assert first.messages == (named,) and second.messages == (rows[1]["prompt"][0],)
+    assert first.token_ids == (*second.token_ids, 2)
+
+
+def test_a_system_prompt_is_the_first_message_of_every_row(tmp_path):
+    path = write_lines(tmp_path / "set.jsonl", [build_row(), build_row(prompt="b")])
+    prompts = load_prompts(path, build_tokenizer(), max_prompt_tokens=9, system_prompt="ba")
+    assert [prompt.messages[0] for prompt in prompts] == [{"role": "system", "content": "ba"}] * 2
+    assert prompts[0].token_ids == (0, 2, 1, 3, 0, 1, 2, 3, 4)  # <ba><ab>=
+    own = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    path = write(tmp_path / "own.parquet", [build_row(), build_row(prompt=own)])
+    with pytest.raises(ValueError, match=r"row 1: the row has a system message, and data.system_"):
+        check_prompt_file(path, Columns(), system_prompt="ba")
+    check_prompt_file(path, Columns())
+
+
+@pytest.mark.parametrize(
+    ("write_file", "ending"), [(write, "parquet"), (write_lines, "jsonl"), (write_csv, "csv")]
+)
 def test_questions_and_answers_of_one_s_own(tmp_path, write_file, ending):
     """A blank line and a byte order mark do no harm; an answer may be a number or a text."""
     rows = [row | {"answer": str(row["answer"])} for row in QUESTIONS]
-    path = write_file(tmp_path / f"mine.{ending}", rows if ending == "parquet" else QUESTIONS)
+    path = write_file(tmp_path / f"mine.{ending}", QUESTIONS if ending == "jsonl" else rows)
     columns = Columns(prompt="question", answer="answer")
     check_prompt_file(path, columns)
     first, second = load_prompts(path, build_tokenizer(), max_prompt_tokens=5, columns=columns)
     assert first.token_ids == (0, 1, 2, 3, 4)
     assert (first.ground_truth, second.ground_truth) == ("7", "1/2")
-    assert (first.data_source, json.loads(first.row)["level"]) == ("mine", {"name": "hard"})
+    assert first.data_source == "mine"
+    if ending != "csv":
+        assert json.loads(first.row)["level"] == {"name": "hard"}
     columns = Columns(prompt="question", answer="answer", source="level.name")
     prompts = load_prompts(path, build_tokenizer(), max_prompt_tokens=5, columns=columns)
     assert [prompt.data_source for prompt in prompts] == ["hard", "easy"]
@@ -139,12 +206,12 @@ def test_a_bad_line_is_named_before_any_tokenizer_is_loaded(tmp_path, line, mess
 
 def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path):
     rows = [build_row("abab"), build_row("ab"), build_row("aba"), build_row("b", "1")]
-    path, said = write(tmp_path / "set.parquet", rows), []
+    path, output = write(tmp_path / "set.parquet", rows), []
     prompts = load_prompts(
-        path, build_tokenizer(), max_prompt_tokens=5, too_long="skip", say=said.append
+        path, build_tokenizer(), max_prompt_tokens=5, too_long="skip", echo=output.append
     )
     assert [prompt.index for prompt in prompts] == [1, 3]  # rows of the file, as without them
-    assert said == [
+    assert output == [
         f"{path}: 2 of 4 prompts have more than data.max_prompt_tokens=5 tokens, the longest 7: "
         "left out (data.too_long=skip)"
     ]
@@ -164,7 +231,7 @@ def test_files_that_are_not_prompt_sets_are_refused(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         load_prompts(tmp_path / "none.parquet", tokenizer, max_prompt_tokens=5)
     (tmp_path / "set.txt").touch()
-    with pytest.raises(ValueError, match=r"prompts are read from \.parquet or \.jsonl"):
+    with pytest.raises(ValueError, match=r"prompts are read from \.parquet, \.jsonl .* or \.csv"):
         load_prompts(tmp_path / "set.txt", tokenizer, max_prompt_tokens=5)
     (tmp_path / "text.parquet").write_text("not parquet")
     with pytest.raises(ValueError, match="cannot be read as parquet"):
@@ -251,12 +318,12 @@ def test_malformed_rows_are_named_or_left_out_and_counted(tmp_path):
     path.write_text("\n".join(rows))
     with pytest.raises(ValueError, match=r"line 2 is not JSON.*data\.bad_rows=skip"):
         load_prompts(path, build_tokenizer(), max_prompt_tokens=5)
-    said = []
+    output = []
     prompts = load_prompts(
-        path, build_tokenizer(), max_prompt_tokens=5, bad_rows="skip", say=said.append
+        path, build_tokenizer(), max_prompt_tokens=5, bad_rows="skip", echo=output.append
     )
     assert [prompt.index for prompt in prompts] == [0, 4]
-    assert len(said) == 1 and "3 malformed rows left out" in said[0] and "line 2" in said[0]
+    assert len(output) == 1 and "3 malformed rows left out" in output[0] and "line 2" in output[0]
     with pytest.raises(ValueError, match="line 2"):
         check_prompt_file(path, Columns())
     check_prompt_file(path, Columns(), bad_rows="skip")
@@ -295,5 +362,5 @@ def test_what_datasets_has_saved_is_read(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="`datasets` cannot load"):
         load_prompts(tmp_path / "empty", build_tokenizer(), max_prompt_tokens=5)
-    with pytest.raises(ValueError, match=r"cannot be loaded: .*HF_HUB_OFFLINE=0"):
+    with pytest.raises(ValueError, match=r"hf download nobody/nothing.* --repo-type dataset"):
         load_prompts("hf:nobody/nothing-of-this-name", build_tokenizer(), max_prompt_tokens=5)

@@ -1,4 +1,4 @@
-"""One start of eight gloo processes for all tests of the layout and of the objectives."""
+"""Results of one group of eight gloo processes, shared by the layout and objective tests."""
 
 import functools
 
@@ -6,7 +6,7 @@ from tests.ranks import run_ranks
 
 
 def on_rank(rank, world_size):
-    """What every test module wants of this rank."""
+    """Return this rank's results for every test module."""
     from tests.unit.distributed import test_ranks
     from tests.unit.objectives import test_invariance, test_mutations
 
@@ -19,5 +19,5 @@ def on_rank(rank, world_size):
 
 @functools.cache
 def all_results():
-    """Each rank's results, computed by whichever test asks first."""
+    """Return every rank's results, computed on the first call."""
     return run_ranks(on_rank, 8)

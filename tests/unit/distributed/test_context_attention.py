@@ -8,14 +8,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.distributed import context_attention as module
 from megatron_rl.distributed import cpu_attention
-from megatron_rl.distributed.attention_plan import BATCH_PAIRS, RUN, build_attention_plan
+from megatron_rl.distributed.attention_plan import BATCH_PAIRS, RUN_QUERIES, build_attention_plan
 from megatron_rl.distributed.context_attention import context_attention
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from tests.ranks import run_ranks
 
-LENGTHS = (8, 264, 12, 260, 8, 148, 4)  # on the CPU the longer in runs, the shorter in batches
-SHORT_LENGTHS = (8, 64, 12, 60, 8, 48, 64)  # on the CPU all in batches of one length
-LONG_LENGTHS = (1030, 40)  # one run, left to the kernel's own causal form
+LENGTHS = (8, 264, 12, 260, 8, 148, 4)  # on the CPU: long sequences in runs, short ones in batches
+SHORT_LENGTHS = (8, 64, 12, 60, 8, 48, 64)  # on the CPU: batches of equal length
+LONG_LENGTHS = (1030, 40)  # one run in the kernel's causal mode
 HEADS, GROUPS, DIM = 4, 2, 8
 
 
@@ -36,8 +36,8 @@ def _naive(query, key, value, lengths):
         q, k, v = (x[rows].double() for x in (query, key, value))
         k, v = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / DIM**0.5
-        hidden = torch.ones(length, length).triu(1).bool()
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        future = torch.ones(length, length).triu(1).bool()
+        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
         outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
         start += length
     return torch.cat(outputs)
@@ -59,10 +59,10 @@ def _attend_on_rank(rank, world_size, lengths, fused, group=None):
     return tuple(result.numpy() for result in results)
 
 
-# Fused is what CUDA gets; torch's attention on the CPU stands in for its kernels.
+# CUDA uses the fused path; here torch's attention on the CPU replaces the CUDA kernels.
 @pytest.mark.parametrize("fused", [False, True], ids=["cpu", "fused"])
 @pytest.mark.parametrize("lengths", [LENGTHS, SHORT_LENGTHS, LONG_LENGTHS, (16, 16, 16)])
-def test_one_process_equals_the_definition(fused, lengths):
+def test_attention_of_one_process_equals_the_definition(fused, lengths):
     _check([_attend_on_rank(0, 1, lengths, fused)], lengths)
 
 
@@ -73,22 +73,22 @@ def _check(results, lengths):
     results = [tuple(torch.from_numpy(x) for x in result) for result in results]
     index = torch.cat([result[0] for result in results])
     assert sorted(index.tolist()) == list(range(sum(lengths)))
-    wanted = (expected.detach(), *(leaf.grad for leaf in leaves))
-    for place, want in enumerate(wanted, start=1):
-        got = torch.empty_like(want)
-        got[index] = torch.cat([result[place] for result in results]).double()
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    all_expected = (expected.detach(), *(leaf.grad for leaf in leaves))
+    for position, wanted in enumerate(all_expected, start=1):
+        got = torch.empty_like(wanted)
+        got[index] = torch.cat([result[position] for result in results]).double()
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 def _on_two_ranks(rank, world_size):
-    """Fused or not, with keys and values kept for the backward pass or gathered again in it, of
-    long and of short sequences; and what a pack of 512 tokens keeps then."""
+    """Attend long and short sequences, fused or not, with keys kept or gathered again in the
+    backward pass; also return the bytes saved for a pack of 512 tokens."""
     attended, saved = {}, {}
     for module.KEPT_BYTES in (1 << 24, 0):
         saved[module.KEPT_BYTES] = _saved_bytes(rank, world_size, (512,))
         for name, fused in itertools.product(TWO_RANK_LENGTHS, (False, True)):
-            found = _attend_on_rank(rank, world_size, TWO_RANK_LENGTHS[name], fused)
-            attended[name, fused, module.KEPT_BYTES] = found
+            result = _attend_on_rank(rank, world_size, TWO_RANK_LENGTHS[name], fused)
+            attended[name, fused, module.KEPT_BYTES] = result
     return attended, saved
 
 
@@ -116,22 +116,22 @@ def two_ranks():
 
 @pytest.mark.parametrize("name", TWO_RANK_LENGTHS)
 @pytest.mark.parametrize("fused", [False, True], ids=["cpu", "fused"])
-def test_two_ranks_hold_the_shards_of_one(two_ranks, name, fused):
+def test_attention_of_two_ranks_equals_one_process(two_ranks, name, fused):
     kept, again = ([rank[0][name, fused, limit] for rank in two_ranks] for limit in (1 << 24, 0))
     _check(kept, TWO_RANK_LENGTHS[name])
-    for ranks in zip(kept, again, strict=True):  # the same bits, gathered once or twice
+    for ranks in zip(kept, again, strict=True):  # bit-identical, gathered once or twice
         assert all((a == b).all() for a, b in zip(*ranks, strict=True))
 
 
-def test_large_gathered_keys_are_not_kept(two_ranks):
-    """Per token 2 * K * d * 4 = 128 bytes of keys and values: of 512 tokens, or of this rank's 256;
-    as many of queries and of outputs, H * d * 4 each."""
+def test_large_gathered_keys_are_not_saved(two_ranks):
+    """Keys and values take 2 * K * d * 4 = 128 bytes per token, for 512 tokens or this rank's 256;
+    queries and outputs take H * d * 4 = 128 bytes per token each."""
     for _, saved in two_ranks:
         assert saved[1 << 24] == [256 * 128, 512 * 128, 256 * 128]
         assert saved[0] == [256 * 128] * 3
 
 
-def test_fused_runs_are_few_and_whole():
+def test_fused_plan_has_one_block_per_segment():
     """Without context parallelism one kernel call attends all sequences of similar lengths."""
     lengths = (64, 60, 16, 64, 16, 12)
     mask = torch.ones(sum(lengths), dtype=torch.bool)
@@ -142,7 +142,7 @@ def test_fused_runs_are_few_and_whole():
     ]
 
 
-def test_a_neighbour_in_the_pack_changes_nothing():
+def test_output_is_independent_of_other_sequences_in_the_pack():
     query, key, value, _ = _inputs()
     layout = SequenceLayout(LENGTHS, torch.ones(sum(LENGTHS), dtype=torch.bool))
     plan = build_attention_plan(layout)
@@ -157,13 +157,13 @@ def test_a_neighbour_in_the_pack_changes_nothing():
     assert not torch.equal(before[rows], after[rows])
 
 
-def test_on_the_cpu_equals_are_attended_together_and_runs_are_short():
-    """500 = 192 + 192 + 116 queries, each run with the keys before it; in a pack with the longest
-    first and equals beside each other slots are the tokens: nothing is copied."""
+def test_cpu_plan_groups_equal_lengths_and_limits_runs():
+    """500 = 192 + 192 + 116 queries, each run with the keys before it. If the longest sequences
+    come first and equal lengths are adjacent, slots equal tokens and nothing is copied."""
     layout = SequenceLayout((500, 500, 40, 40, 38), torch.ones(1118, dtype=torch.bool))
     plan = build_attention_plan(layout)
     assert plan.query_rows is None and plan.key_rows is None
-    assert [(b.queries, b.rows, b.visible, b.hidden is None) for b in plan.blocks] == [
+    assert [(b.queries, b.rows, b.visible, b.mask is None) for b in plan.blocks] == [
         (slice(0, 1000), slice(0, 192), 192, True),
         (slice(0, 1000), slice(192, 384), 384, True),
         (slice(0, 1000), slice(384, 500), 500, True),
@@ -172,24 +172,24 @@ def test_on_the_cpu_equals_are_attended_together_and_runs_are_short():
     ]
 
 
-def test_batches_on_the_cpu_are_bounded():
-    """64 * 64 pairs of a query and a key each: 32 sequences reach the bound of 2**17."""
+def test_cpu_batches_are_bounded():
+    """64 * 64 query-key pairs per sequence: 32 sequences reach the limit of 2**17."""
     assert BATCH_PAIRS == 2**17
     lengths = (64,) * 80
     layout = SequenceLayout(lengths, torch.ones(sum(lengths), dtype=torch.bool))
     assert [b.sequences for b in build_attention_plan(layout).blocks] == [32, 32, 16]
 
 
-def test_a_context_parallel_batch_is_one_call_of_both_chunks():
-    """Rank 1 of 2 holds chunks 1 and 2 of 4: positions 2 to 5 of 8."""
+def test_context_parallel_batch_is_one_block_of_both_chunks():
+    """Rank 1 of 2 has chunks 1 and 2 of 4: positions 2 to 5 of 8."""
     layout = SequenceLayout((8, 8), torch.ones(16, dtype=torch.bool), cp_rank=1, cp_size=2)
     (block,) = build_attention_plan(layout).blocks
     assert (block.sequences, block.rows, block.visible) == (2, slice(0, 4), 8)
-    assert block.hidden.isinf().sum(1).tolist() == [5, 4, 3, 2]  # keys after 2, 3, 4 and 5
+    assert block.mask.isinf().sum(1).tolist() == [5, 4, 3, 2]  # keys after 2, 3, 4 and 5
 
 
 class _Sizes(TorchDispatchMode):
-    """Elements of the largest tensor that any operation makes."""
+    """Recorder of the largest tensor (in elements) that any operation creates."""
 
     largest = 0
 
@@ -203,7 +203,8 @@ class _Sizes(TorchDispatchMode):
 @pytest.mark.parametrize("tokens", [960, 3840])
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_memory_is_linear_in_the_tokens(tokens, cp_size):
-    """The largest is a mask of RUN rows, as wide as a power of two; all scores are 10 times it."""
+    """The largest tensor is a mask of RUN_QUERIES rows whose width is a power of two; the full
+    score matrix would be 10 times larger."""
     cpu_attention._triangle.cache_clear()
     layout = SequenceLayout((tokens,), torch.ones(tokens, dtype=torch.bool), cp_size=cp_size)
     plan = build_attention_plan(layout)
@@ -214,4 +215,4 @@ def test_memory_is_linear_in_the_tokens(tokens, cp_size):
             k, v = (x[: block.visible].transpose(0, 1)[None] for x in (key, value))
             out, log_sum = cpu_attention._attend_runs(q, k, v)
             cpu_attention._attend_runs_backward(g, q, k, v, out, log_sum)
-    assert sizes.largest <= RUN * 2 * tokens
+    assert sizes.largest <= RUN_QUERIES * 2 * tokens

@@ -15,25 +15,25 @@ LENGTHS = (16, 64, 16, 240, 32)  # multiples of 2 * 8, long-tailed
 
 
 def example():
-    """A mask with holes, values, and one cotangent per statistic."""
+    """Return a mask with gaps, values, and one cotangent per statistic."""
     generator = torch.Generator().manual_seed(7)
     tokens = sum(LENGTHS)
     mask = torch.rand(tokens, generator=generator) < 0.6
-    mask[:16] = False  # a sequence without any decision
+    mask[:16] = False  # a sequence without decisions
     x = torch.randn(tokens, generator=generator, dtype=torch.float64)
     cotangents = torch.randn(4, tokens, generator=generator, dtype=torch.float64)
     return mask, x, cotangents
 
 
 def statistics_and_gradient(layout, x, cotangents):
-    """Every statistic, gathered to the whole pack, and the gradient of their sum over ranks."""
+    """Return all statistics of the whole pack and the gradient of their sum over ranks."""
     local = layout.shard(x).requires_grad_()
     sums, before = scan_together(layout, Scan(local), Scan(local, "min"))
     outputs = (
         sums.running,
         layout.spread(sums.total),
         torch.where(before.running < torch.inf, before.running, 0),
-        layout.spread(before.total.clamp(max=1)),  # the sequence without any has an infinite one
+        layout.spread(before.total.clamp(max=1)),  # infinite for the sequence without decisions
     )
     own = layout.shard(cotangents.T).T
     sum(
@@ -41,7 +41,7 @@ def statistics_and_gradient(layout, x, cotangents):
     ).backward()
     gathered = [layout.gather(y.detach()) for y in outputs]
     counts = [layout.gather(layout.position), layout.gather(layout.length)]
-    # Arrays: tensors in a queue are file handles that die with the process that made them.
+    # Arrays: tensors in a queue are file handles that close with the process that created them.
     return (
         [y.numpy() for y in gathered],
         [count.numpy() for count in counts],
@@ -69,7 +69,7 @@ def on_rank(rank, world_size):
 
 
 def count_gathers(layout, x):
-    """Elements and bytes per element of each all-gather, of one prefix sum and of three scans."""
+    """Return shape and element size of each all-gather in one prefix sum and one triple scan."""
     seen = []
     original = dist.all_gather
 
@@ -88,7 +88,7 @@ def count_gathers(layout, x):
 
 
 def duals(rank):
-    """Gradients of L = sum over ranks r of (r + 1) * (what rank r received)."""
+    """Return the gradients of L = sum over ranks r of (r + 1) * (output of rank r)."""
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     (collectives.all_gather(x, group=dist.group.WORLD) * (rank + 1)).sum().backward()
     gathered_grad = x.grad.tolist()
@@ -102,7 +102,7 @@ def layout_results():
 
 
 @pytest.mark.parametrize("cp_size", CP_SIZES)
-def test_scans_and_their_gradients_do_not_depend_on_context_parallelism(cp_size):
+def test_scans_and_gradients_are_independent_of_context_parallelism(cp_size):
     mask, x, cotangents = example()
     wanted, counts, gradient = statistics_and_gradient(SequenceLayout(LENGTHS, mask), x, cotangents)
     for result in layout_results():
@@ -116,14 +116,14 @@ def test_scans_and_their_gradients_do_not_depend_on_context_parallelism(cp_size)
 
 
 @pytest.mark.parametrize("cp_size", CP_SIZES)
-def test_scans_cost_one_all_gather_of_sixteen_bytes_per_sequence_and_statistic(cp_size):
+def test_scan_uses_one_all_gather_of_16_bytes_per_sequence_and_statistic(cp_size):
     tables = [(len(LENGTHS), 2, 1), (len(LENGTHS), 2, 3)]
     wanted = [] if cp_size == 1 else [(table, 8) for table in tables]
     for result in layout_results():
         assert result[cp_size, "collectives"] == wanted
 
 
-def test_duals_of_the_collectives():
+def test_collective_gradients_are_their_duals():
     # Rank r's x reaches every rank q with factor q + 1: the gradient is 1 + ... + 8 = 36.
     for result in layout_results():
         assert result["duals"] == ([36.0, 36.0], [36.0, 36.0])

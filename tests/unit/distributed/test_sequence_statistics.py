@@ -1,4 +1,4 @@
-"""Sums and minima along sequences in one process; the same across ranks is in test_ranks.py."""
+"""Sums and minima along sequences in one process; test_ranks.py covers several ranks."""
 
 import math
 
@@ -18,7 +18,7 @@ def all_decisions(*lengths):
     return SequenceLayout(lengths, torch.ones(sum(lengths)).bool())
 
 
-def test_sums_skip_what_the_mask_excludes():
+def test_sums_skip_masked_tokens():
     mask = torch.tensor([0, 1, 1, 0, 1, 1]).bool()
     layout = SequenceLayout((4, 2), mask)
     x = torch.tensor([float("nan"), 1.0, 2.0, float("inf"), 10.0, 20.0])
@@ -26,7 +26,7 @@ def test_sums_skip_what_the_mask_excludes():
     assert sequence_sum(layout, x).tolist() == [3, 3, 3, 3, 30, 30]
 
 
-def test_the_minimum_of_what_comes_before():
+def test_min_scan_excludes_the_current_token():
     layout = SequenceLayout((4, 2), torch.tensor([1, 1, 0, 1, 1, 1]).bool())
     x = torch.tensor([2.0, 1.0, -9.0, 3.0, 5.0, 6.0])
     (before,) = scan_together(layout, Scan(x, "min"))
@@ -34,7 +34,7 @@ def test_the_minimum_of_what_comes_before():
     assert before.total.tolist() == [1, 5]
 
 
-def test_gradient_of_the_prefix_sum_is_the_suffix_sum():
+def test_prefix_sum_gradient_is_the_suffix_sum():
     # d/dx_k (S_1 + 10 S_2 + 100 S_3) = all coefficients from k on; masked tokens get none.
     layout = SequenceLayout((4, 1), torch.tensor([1, 0, 1, 1, 1]).bool())
     x = torch.zeros(5, requires_grad=True)
@@ -43,7 +43,7 @@ def test_gradient_of_the_prefix_sum_is_the_suffix_sum():
 
 
 @pytest.mark.parametrize("lengths", [(131_072,), (65_536, 40, 65_536, 1, 300, 2)])
-def test_float32_log_ratios_are_summed_to_float64s_rounding(lengths):
+def test_prefix_sums_of_float32_log_ratios_have_float64_precision(lengths):
     # Against math.fsum, which does not round: a gate of 7e-4 compares S_t / t.
     layout = all_decisions(*lengths)
     generator = torch.Generator().manual_seed(0)
@@ -56,9 +56,9 @@ def test_float32_log_ratios_are_summed_to_float64s_rounding(lengths):
             assert abs(sums[t - 1].item() - math.fsum(values[:t])) <= 1e-15 * t
 
 
-def test_a_huge_neighbour_costs_no_precision_in_either_direction():
-    # One sum over the pack minus its value at the start would lose 1e-3 beside 1e20; backward,
-    # weights without a bound reach such sizes.
+def test_prefix_sum_precision_is_independent_of_huge_neighbours():
+    # One sum over the pack minus its value at the start would lose 1e-3 next to 1e20; in the
+    # backward pass unbounded weights reach such sizes.
     layout = all_decisions(2, 2, 2)
     x = torch.tensor([1e20, 1e20, 1e-3, 1e-3, 1e20, 1e20], requires_grad=True)
     running = prefix_sum(layout, x)
@@ -72,9 +72,9 @@ def test_infinity_stays_in_its_sequence():
     assert running[2:].tolist() == [1.0, 2.0]
 
 
-def test_a_scan_without_the_group_does_not_pretend():
+def test_scan_without_group_raises():
     layout = SequenceLayout((8,), torch.ones(8).bool(), cp_rank=0, cp_size=2)
     with pytest.raises(ValueError, match="needs the cp_group"):
         prefix_sum(layout, torch.zeros(4))
-    with pytest.raises(ValueError, match="this rank holds t = 4 tokens"):
+    with pytest.raises(ValueError, match="this rank has t = 4 tokens"):
         prefix_sum(layout, torch.zeros(8))

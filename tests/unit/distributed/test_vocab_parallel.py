@@ -58,9 +58,9 @@ def _tiled(rank, world_size, tokens, elements, group=None):
 @pytest.mark.parametrize(
     ("world_size", "tokens", "elements"), [(1, 5, 35), (1, 100, 1 << 20), (2, 10, 30), (4, 5, 60)]
 )
-def test_equals_log_softmax_values_and_gradients(world_size, tokens, elements, monkeypatch):
-    # Tiles of 5 x 7, one of everything, tiles of 10 x 3, tiles of 5 x 12.
-    # Of 4 ranks with 16 rows each the last holds 2 real rows; vocabulary and padding end inside it.
+def test_token_logprobs_equal_log_softmax(world_size, tokens, elements, monkeypatch):
+    # Tiles of 5 x 7, a single tile, tiles of 10 x 3, tiles of 5 x 12.
+    # With 4 ranks of 16 rows each, the last rank has 2 real rows and 14 rows of padding.
     for name in ("TILE_ELEMENTS", "MAX_TILE_TOKENS"):
         monkeypatch.setattr(vocab_parallel, name, getattr(vocab_parallel, name))
     if world_size == 1:
@@ -79,9 +79,9 @@ def test_equals_log_softmax_values_and_gradients(world_size, tokens, elements, m
     assert (weights[VOCAB:] == 0).all()
 
 
-def test_a_rank_of_padding_only_takes_part():
+def test_rank_with_only_padding_gives_zero_gradient():
     hidden, weight, labels, _, _ = _inputs()
-    shard = VocabShard(64, VOCAB)  # every row of this rank lies beyond the vocabulary
+    shard = VocabShard(64, VOCAB)  # every row of this rank is padding
     assert shard.real_rows(16) == 0
     hidden.requires_grad_()
     logprobs, _ = token_logprobs(hidden, weight[:16].requires_grad_(), labels, shard=shard)
@@ -89,7 +89,7 @@ def test_a_rank_of_padding_only_takes_part():
     assert (hidden.grad == 0).all()
 
 
-def test_the_weight_gradient_joins_main_grad_beside_the_embedding():
+def test_weight_gradient_is_added_to_main_grad_with_tied_embeddings():
     hidden, weight, labels, grad, _ = _inputs()
     weight = torch.nn.Parameter(weight)
     weight.main_grad = torch.ones_like(weight)  # an earlier micro-batch
@@ -106,7 +106,7 @@ def test_the_weight_gradient_joins_main_grad_beside_the_embedding():
     torch.testing.assert_close(weight.main_grad, 1 + other.grad)
 
 
-def test_no_gradient_mode_gives_the_same_bits():
+def test_no_grad_gives_bit_identical_logprobs():
     hidden, weight, labels, _, _ = _inputs()
     shard = VocabShard(0, VOCAB)
     trained, _ = token_logprobs(hidden.requires_grad_(), weight, labels, shard=shard)
@@ -115,8 +115,8 @@ def test_no_gradient_mode_gives_the_same_bits():
     assert torch.equal(trained, scored)
 
 
-def test_a_tile_is_bounded_whatever_the_tokens():
-    # 2^20 = 1,048,576 logits at once on a CPU: 256 tokens see 4,096 rows, 2048 tokens 512 rows.
+def test_tile_size_is_bounded_for_any_number_of_tokens():
+    # 2^20 = 1,048,576 logits at once on a CPU: 256 tokens x 4,096 rows, 2048 tokens x 512 rows.
     assert tile_shape(256, rows=151_936, device="cpu") == (256, 4096)
     assert tile_shape(1 << 20, rows=151_936, device="cpu") == (2048, 512)
     assert tile_shape(3000, rows=64, device="cpu") == (2048, 64)

@@ -1,4 +1,4 @@
-"""config.json -> shape -> the names and shapes of transformers' own models; refusals by name."""
+"""Model shapes read from config.json, compared with the models that transformers builds."""
 
 import json
 
@@ -31,7 +31,7 @@ def _config(name: str, **changes):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", ["Qwen2", "Qwen2Moe", "Llama", "Qwen3", "Qwen3Moe"])
-def test_names_and_shapes_are_those_transformers_saves(name, tied, tmp_path):
+def test_tensor_shapes_equal_those_saved_by_transformers(name, tied, tmp_path):
     config = _config(name, tie_word_embeddings=tied)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(tmp_path)
@@ -43,7 +43,7 @@ def test_names_and_shapes_are_those_transformers_saves(name, tied, tmp_path):
     assert tensor_shapes(read_model_shape(tmp_path)) == saved
 
 
-def test_reads_old_and_new_spelling_of_the_rotary_base(tmp_path):
+def test_read_model_shape_accepts_both_keys_of_the_rotary_base(tmp_path):
     config = _config("Qwen2", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     config.save_pretrained(tmp_path)
     assert read_model_shape(tmp_path).rotary_base == 5e5
@@ -53,11 +53,11 @@ def test_reads_old_and_new_spelling_of_the_rotary_base(tmp_path):
     assert read_model_shape(tmp_path).rotary_base == 7e5
 
 
-def test_yarn_serves_the_original_positions_times_the_factor(tmp_path):
-    # Qwen2.5's model cards add yarn to a config of 32,768 positions; others state the product.
+def test_yarn_positions_are_the_original_positions_times_the_factor(tmp_path):
+    # Qwen2.5's model cards add yarn to 32,768 positions; other configs give the product.
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    for stated in (32768, 131072):
-        config = _config("Qwen2", rope_parameters=yarn, max_position_embeddings=stated)
+    for positions in (32768, 131072):
+        config = _config("Qwen2", rope_parameters=yarn, max_position_embeddings=positions)
         config.save_pretrained(tmp_path)
         assert read_model_shape(tmp_path).max_position_embeddings == 131072
 
@@ -67,24 +67,27 @@ def test_yarn_serves_the_original_positions_times_the_factor(tmp_path):
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
         ({"use_sliding_window": True}, "sliding-window attention"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "'dynamic'.*depend on the length"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 4}},
+            "'dynamic'.*depend on the sequence length",
+        ),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "'longrope'.*depend"),
         ({"rope_parameters": {"rope_type": "proportional"}}, "'proportional'"),
         ({"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, "'yarn' without factor"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "by kind of layer"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
         ({"partial_rotary_factor": 0.5}, "partial rotary embeddings"),
         ({"hidden_act": "gelu"}, "'gelu'"),
         ({"qkv_bias": False}, "qkv_bias false"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
     ],
 )
-def test_unsupported_features_are_refused_by_name(changes, named, tmp_path):
+def test_read_model_shape_refuses_unsupported_features_by_name(changes, named, tmp_path):
     config = json.loads(_config("Qwen2").to_json_string(use_diff=False)) | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=named):
         read_model_shape(tmp_path)
 
 
-def test_a_folder_without_a_model_is_one_clear_error(tmp_path):
+def test_read_model_shape_of_a_folder_without_config_raises(tmp_path):
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
         read_model_shape(tmp_path)

@@ -1,4 +1,4 @@
-"""A moved model keeps its fingerprint; other weights, however few, have another."""
+"""Fingerprints do not change when a model is moved, and change with its weights."""
 
 import shutil
 
@@ -15,19 +15,21 @@ def make(folder, weights):
     return folder
 
 
-def test_small_models_are_read_whole(tmp_path):
+def test_fingerprint_of_a_small_model_covers_every_byte(tmp_path):
     weights = bytes(range(256)) * 40
-    one = make(tmp_path / "a", weights)
-    assert model_fingerprint(shutil.copytree(one, tmp_path / "b")) == model_fingerprint(one)
+    original = make(tmp_path / "a", weights)
+    assert model_fingerprint(shutil.copytree(original, tmp_path / "b")) == model_fingerprint(
+        original
+    )
     other = make(tmp_path / "c", weights[:5000] + b"x" + weights[5001:])
-    assert model_fingerprint(other) != model_fingerprint(one)
+    assert model_fingerprint(other) != model_fingerprint(original)
 
 
-def test_large_models_are_sampled_to_the_end(tmp_path, monkeypatch):
+def test_fingerprint_samples_of_a_large_model_include_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(fingerprint, "SAMPLE", 64)
     monkeypatch.setattr(fingerprint, "SAMPLES", 8)
     weights = np.random.default_rng(1).bytes(10_000)
     before = model_fingerprint(make(tmp_path / "a", weights))
-    # An update changes nearly every element; the last ones are always among the samples.
+    # An update changes nearly every element; the samples always include the last ones.
     assert model_fingerprint(make(tmp_path / "b", weights[:-1] + b"x")) != before
     assert model_fingerprint(make(tmp_path / "c", weights + b"x")) != before

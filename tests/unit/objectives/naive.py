@@ -10,7 +10,9 @@ import math
 BOTH, ADVANTAGE = "both", "advantage"
 # weight, constraint, flow, aggregation. A clip or gate is (kind, low, high, dual or sides, space,
 # p) with h = t^p or, for "sqrt", sqrt(L/t). A taper is (kind, a+, b+, a-, b-), a budget (kind,
-# delta, delta_b, w_min), the second moment (kind, its threshold).
+# delta, delta_b, w_min), the second moment (kind, its threshold), a divergence (kind, tv or kl,
+# low, high), a soft gate (kind, tau+, tau-), a gamma kernel (kind, k+, lambda+, k-, lambda-). A
+# fifth entry has what else happens where A < 0: the factor "negative", the delta of "mask".
 NAMED = {
     "pnpo": (
         "prefix_mean",
@@ -58,6 +60,33 @@ NAMED = {
     "cppo": ("token", ("budget", 0.15, 0.015, 0.8), "through_weight", "token_mean"),
     "topr": ("sequence_product", ("taper", 1.0, 1.0, 0.0, 1.0), "detached", "response_sum"),
     "asymre": ("one", ("none",), "detached", "response_sum"),
+    "positive_only": ("one", ("none",), "detached", "response_mean", {"negative": 0.0}),
+    "damped_negatives": ("one", ("none",), "detached", "response_mean", {"negative": 0.1}),
+    "balanced": (
+        "sequence_mean",
+        ("gate", 3e-4, None, ADVANTAGE, "ratio", 0),
+        "detached",
+        "response_mean",
+        {"balanced": True},
+    ),
+    "balanced_prefix": (
+        "prefix_mean",
+        ("gate", 7e-4, None, ADVANTAGE, "ratio", "sqrt"),
+        "detached",
+        "response_mean",
+        {"balanced": True},
+    ),
+    "dppo_tv": ("token", ("divergence", "tv", 0.15, 0.15), "through_weight", "token_mean"),
+    "dppo_kl": ("token", ("divergence", "kl", 0.05, 0.05), "through_weight", "token_mean"),
+    "sapo": ("token", ("soft", 1.0, 1.05), "through_weight", "response_mean"),
+    "vespo": ("sequence_product", ("gamma", 2.0, 3.0, 3.0, 2.0), "detached", "token_mean"),
+    "opsm": (
+        "token",
+        ("clip", 0.2, 0.2, None, "ratio", 0),
+        "through_weight",
+        "response_mean",
+        {"mask": 1e-4},
+    ),
 }
 
 
@@ -120,6 +149,18 @@ def second_moment_mask(threshold, responses):
     return mask
 
 
+def balance(responses):
+    """The factor of A < 0 that brings its noise down to that of A > 0; at most 1."""
+    noise = {1: 0.0, -1: 0.0}
+    for r in responses:
+        for a, logprob, log_ratio in zip(
+            r["advantages"], r["logprobs"], r["log_ratios"], strict=True
+        ):
+            if a:
+                noise[1 if a > 0 else -1] += (a * (1 - exp(logprob - log_ratio))) ** 2
+    return min(1.0, math.sqrt(noise[1] / noise[-1])) if noise[-1] else 1.0
+
+
 def within_budget(constraint, t, ratios, logprobs):
     """CPPO's condition on the token at t and on its prefix."""
     _, delta, delta_b, floor = constraint
@@ -130,6 +171,26 @@ def within_budget(constraint, t, ratios, logprobs):
         change = w * abs(exp(logprobs[j - 1]) - exp(logprobs[j - 1] - ratios[j - 1]))
         moved, allowed = moved + change, allowed + w
     return change <= delta and moved <= delta + delta_b * before
+
+
+def divergence_beyond(constraint, log_ratio, logprob, advantage):
+    """DPPO's condition for rejecting a token: moved in the direction of A, and too far."""
+    _, kind, low, high = constraint
+    after, before = exp(logprob), exp(logprob - log_ratio)
+    if kind == "tv":
+        distance = abs(after - before)
+    else:
+        distance = before * -log_ratio + (1 - before) * math.log((1 - before) / (1 - after))
+    if advantage > 0:
+        return after > before and distance > high
+    return advantage < 0 and after < before and distance > low
+
+
+def soft(temperature, ratio):
+    """SAPO's gate and r times its derivative."""
+    moved = temperature * (ratio - 1)
+    up, down = 1 / (1 + exp(-moved)), 1 / (1 + exp(moved))
+    return 4 / temperature * up, (4 * up * down * ratio if down else 0.0)
 
 
 def constrain(constraint, ratio, advantage, t, response):
@@ -146,8 +207,20 @@ def constrain(constraint, ratio, advantage, t, response):
         lower, upper = constraint[1:3] if advantage >= 0 else constraint[3:5]
         clipped = min(max(ratio, lower), upper)
         return (times(clipped, advantage),) * 2 + (clipped == ratio,)
-    if kind in ("tv", "budget", "m2"):
-        if kind == "tv":
+    if kind == "soft":
+        value, slope = soft(constraint[1] if advantage > 0 else constraint[2], ratio)
+        return value * advantage, slope * advantage, True
+    if kind == "gamma":
+        power, rate = constraint[1:3] if advantage > 0 else constraint[3:5]
+        weight = 0.0
+        if 0 < ratio < 1e300:
+            weight = exp(power * math.log(ratio) + rate * (1 - ratio))
+        return (weight * advantage,) * 2 + (True,)
+    if kind in ("tv", "budget", "m2", "divergence"):
+        if kind == "divergence":
+            logprob = response["logprobs"][t - 1]
+            keep = not divergence_beyond(constraint, ratios[t - 1], logprob, advantage)
+        elif kind == "tv":
             variation = sum(abs(exp(min(r, 60)) - 1) for r in ratios) / (2 * length)
             keep = variation <= constraint[1] or advantage * ratios[t - 1] <= 0
         elif kind == "budget":
@@ -177,13 +250,20 @@ def constrain(constraint, ratio, advantage, t, response):
 
 def response_terms(spec, response, factors):
     """J's terms of one response, dJ/dlog pi_k before aggregation, and what was accepted."""
-    weight, constraint, flow, _ = spec
+    weight, constraint, flow = spec[:3]
+    extra = spec[4] if len(spec) > 4 else {}
     ratios, logprobs, advantages = (response[k] for k in ("log_ratios", "logprobs", "advantages"))
     length = len(ratios)
     values, gradient, accepted = [], [0.0] * length, 0
     for t in range(1, length + 1):
         log_w, derivatives = log_weight(weight, ratios, t)
         value, slope, keep = constrain(constraint, exp(log_w), advantages[t - 1], t, response)
+        if advantages[t - 1] < 0:
+            factor = extra.get("negative", 1.0)
+            if sum(ratios) / length < -extra.get("mask", math.inf):
+                factor = 0.0
+            value, slope = (x * factor if factor else 0.0 for x in (value, slope))
+            keep = keep and factor != 0
         accepted += keep and advantages[t - 1] != 0  # others cannot move the policy
         factor = factors[t - 1]
         if not factor:  # dropped, whatever its weight
@@ -210,6 +290,8 @@ def evaluate(spec, responses, constant=1.0):
     if spec[1][0] == "m2":
         masks = second_moment_mask(spec[1][1], responses)
         responses = [r | {"stays": m} for r, m in zip(responses, masks, strict=True)]
+    if len(spec) > 4 and "balanced" in spec[4]:
+        spec = (*spec[:4], {"negative": balance(responses)})
     movable = sum(a != 0 for r in responses for a in r["advantages"])
     for response in responses:
         ratios = response["log_ratios"]

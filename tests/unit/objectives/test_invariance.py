@@ -34,12 +34,20 @@ OPTIONS = {
     },
     "plain": {},
 }
+OWN = "tests.unit.objectives.own_losses"
+OWN_LOSSES = {
+    name: {"function": f"{OWN}:{name}", "aggregation": aggregation}
+    for name, aggregation in (
+        ("clip", "token_mean"), ("sequence_ratio", "response_mean"), ("prefix_mean", "response_sum")
+    )
+}  # fmt: skip
 # Every objective with one set of optional terms, in turn; four of them with each. The scans of
 # these four: a prefix, a sequence with a backward scan, a token, a prefix and its minimum.
 CASES = sorted(
     {(name, list(OPTIONS)[i % 3]) for i, name in enumerate(OBJECTIVE_NAMES) if name != "oapl"}
     | {(name, options) for name in ("pnpo", "gspo", "grpo", "minpro") for options in OPTIONS}
     | {("oapl", "plain")}
+    | {("function", name) for name in OWN_LOSSES}
 )
 
 
@@ -71,14 +79,15 @@ def minibatch():
 
 def build(case):
     name, options = case
-    return build_objective(name, **OPTIONS[options])
+    return build_objective(name, **(OWN_LOSSES if name == "function" else OPTIONS)[options])
 
 
-def fitted(case):
+def resolved(case):
     """The objective for the whole minibatch, which every rank that has a part of it is told."""
     mask, tensors = minibatch()
     log_ratios = tensors["policy_logprobs"] - tensors["behavior_logprobs"]
-    return build(case).fit(log_ratios[mask], tensors["advantages"][mask])
+    advantages, behavior = tensors["advantages"], tensors["behavior_logprobs"]
+    return build(case).resolve(log_ratios[mask], advantages[mask], behavior[mask])
 
 
 def run_micro_batch(case, rows, *, cp_rank=0, cp_size=1, cp_group=None):
@@ -99,7 +108,7 @@ def run_micro_batch(case, rows, *, cp_rank=0, cp_size=1, cp_group=None):
     policy = local.pop("policy_logprobs").requires_grad_()
     local["entropy"].requires_grad_()
     denominators = Denominators(responses=float(len(PADDED)), tokens=float(mask.sum()))
-    result = fitted(case)(
+    result = resolved(case)(
         TokenInputs(policy_logprobs=policy, **local), layout=layout, denominators=denominators
     )
     result.loss.sum().backward()
@@ -146,7 +155,7 @@ def count_collectives(case, rank, group):
     policy = local.pop("policy_logprobs").requires_grad_()
     dist.all_gather, dist.all_reduce = counting(originals[0], 1), counting(originals[1], 0)
     try:
-        result = fitted(case)(
+        result = resolved(case)(
             TokenInputs(policy_logprobs=policy, **local),
             layout=layout,
             denominators=Denominators(10.0, 100.0),
@@ -194,7 +203,7 @@ def on_rank(rank, world_size):
 
 
 def test_every_objective_is_split():
-    assert {name for name, _ in CASES} == set(OBJECTIVE_NAMES)
+    assert {name for name, _ in CASES} == {*OBJECTIVE_NAMES, "function"}
 
 
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
@@ -223,8 +232,10 @@ BACKWARD_SCAN = {"gspo", "exact_prefix_score", "oapl"}
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
 def test_one_all_gather_per_micro_batch_whatever_is_scanned(case):
     # Two chunk totals in float64: 16 bytes per sequence, rank and statistic.
-    statistics = 1 + (case[0] in SECOND_SCAN) + ("sequence" in case[1])
+    corrected = case[0] != "function" and "sequence" in case[1]
+    statistics = 1 + (case[0] in SECOND_SCAN) + corrected
     forward = [((len(PADDED), 2, statistics), 8)]
-    backward = [((len(PADDED), 2, 1), 8)] if case[0] in BACKWARD_SCAN else []
+    through_sum = case[0] in BACKWARD_SCAN or case == ("function", "sequence_ratio")
+    backward = [((len(PADDED), 2, 1), 8)] if through_sum else []
     for result in all_results():
         assert result["objectives"]["collectives"][case] == (forward, backward)

@@ -39,6 +39,15 @@ CHECKED = (
     "cppo",
     "topr",
     "asymre",
+    "positive_only",
+    "balanced",
+    "balanced_prefix",
+    "damped_negatives",
+    "dppo_tv",
+    "dppo_kl",
+    "sapo",
+    "vespo",
+    "opsm",
 )
 
 MUTATIONS = {
@@ -121,6 +130,86 @@ MUTATIONS = {
         constraints.second_moment_gate,
         "sizes.square().cumsum(0)",
         "sizes.cumsum(0)",
+    ),
+    "the divergence ignores the direction of the advantage": (
+        constraints.divergence_gate,
+        "(divergence <= bound) | (x.advantages * log_ratio <= 0)",
+        "divergence <= bound",
+    ),
+    "the KL leaves out the other tokens": (
+        constraints.divergence_gate,
+        "torch.xlogy(rest, rest) - torch.xlogy(rest, rest_after) - before * log_ratio",
+        "-before * log_ratio",
+    ),
+    "the KL is that of policy to behavior": (
+        constraints.divergence_gate,
+        "torch.xlogy(rest, rest) - torch.xlogy(rest, rest_after) - before * log_ratio",
+        "torch.xlogy(rest_after, rest_after) - torch.xlogy(rest_after, rest) + after * log_ratio",
+    ),
+    "the soft gate has one temperature": (
+        constraints.soft_gate,
+        "negative=gate.negative_temperature",
+        "negative=gate.positive_temperature",
+    ),
+    "the soft gate is not divided by its temperature": (
+        constraints.soft_gate,
+        "value * 4 / temperature",
+        "value * 4",
+    ),
+    "the kernel has the other sign's numbers": (
+        constraints.gamma_kernel,
+        "negative=kernel.negative_power, other=kernel.positive_power",
+        "negative=kernel.positive_power, other=kernel.negative_power",
+    ),
+    "the kernel is not 1 at 1": (
+        constraints.gamma_kernel,
+        "torch.expm1(log_weight)",
+        "torch.exp(log_weight)",
+    ),
+    "the factor of negatives is that of all": (
+        constraints.scale_negative,
+        "negative=factor, other=1.0",
+        "negative=factor, other=factor",
+    ),
+    "what is dropped counts as left alone": (
+        constraints.scale_negative,
+        "constrained.inside & ~dropped",
+        "constrained.inside",
+    ),
+    "the balance is of advantages alone": (
+        objective.sign_noise,
+        "torch.expm1(behavior_logprobs.double())",
+        "1",
+    ),
+    "the balance is not a root": (
+        objective.Objective.balance,
+        "math.sqrt(positive / negative)",
+        "positive / negative",
+    ),
+    "the balance has its signs swapped": (
+        objective.Objective.balance,
+        "positive, negative = noise.tolist()",
+        "negative, positive = noise.tolist()",
+    ),
+    "the balance may amplify": (
+        objective.Objective.balance,
+        "min(1.0, math.sqrt(positive / negative))",
+        "math.sqrt(positive / negative)",
+    ),
+    "the sequence mask takes a sum for a mean": (
+        objective.dropped_negatives,
+        "/ ratios.layout.length.clamp(min=1)",
+        "",
+    ),
+    "the sequence mask also takes what rose": (
+        objective.dropped_negatives,
+        "mean < -spec.off_policy_mask",
+        "mean.abs() > spec.off_policy_mask",
+    ),
+    "the sequence mask is of both signs": (
+        objective.dropped_negatives,
+        "negative & (mean",
+        "(x.advantages != 0) & (mean",
     ),
     "dual clip for positive advantages": (
         constraints.ppo_clip,
@@ -206,8 +295,32 @@ def assert_correct():
     for name, scale in (("cppo", 0.2), ("m2po", 0.4)):
         responses, rows = test_definitions.make_batch(rng, [300, 200, 1, 250], scale)
         test_definitions.check(build_objective(name), naive.NAMED[name], responses, rows)
+    assert_the_mask_is_of_the_mean()
+    assert_wrong_answers_are_damped()
     assert_late_tokens_have_more_room()
     assert_inclusive_bounds()
+
+
+def assert_the_mask_is_of_the_mean():
+    """Mean log-ratios of -1e-5 and -1e-3 with sums of -1e-3 and -0.1; delta is 1e-4."""
+    responses = [
+        {"log_ratios": [mean] * 100, "logprobs": [-1.0] * 100, "advantages": [-1.0] * 100,
+         "gaps": [0.0] * 100}
+        for mean in (-1e-5, -1e-3)
+    ]  # fmt: skip
+    opsm = build_objective("opsm"), naive.NAMED["opsm"]
+    test_definitions.check(*opsm, responses, [(100, np.arange(100))] * 2)
+
+
+def assert_wrong_answers_are_damped():
+    """Few sure tokens of a right answer, many unsure ones of a wrong one: a factor of 0.04."""
+    responses = [
+        {"log_ratios": [1e-5] * length, "logprobs": [logprob] * length,
+         "advantages": [advantage] * length, "gaps": [0.0] * length}
+        for length, logprob, advantage in ((3, -0.1, 1.0), (40, -1.0, -1.0))
+    ]  # fmt: skip
+    balanced = build_objective("balanced"), naive.NAMED["balanced"]
+    test_definitions.check(*balanced, responses, [(n, np.arange(n)) for n in (3, 40)])
 
 
 def assert_late_tokens_have_more_room():

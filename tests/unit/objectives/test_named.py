@@ -72,6 +72,21 @@ def test_grpo_token_mean_and_dual_clip():
     assert grad.tolist() == pytest.approx([-1 / 4, 0, -0.7 / 4, 0], rel=1e-12)
 
 
+def test_balanced_damps_wrong_answers_to_the_noise_of_right_ones():
+    # Every token has beta = exp(-1): (1 - beta)^2 cancels. One right token with A = 1, four wrong
+    # ones with A = -1: c = sqrt(1 / 4) = 0.5; with A = -0.25 it would be 2, and stays 1.
+    objective = build_objective("balanced")
+    for advantage, factor in ((-1.0, 0.5), (-0.25, 1.0)):
+        advantages = torch.tensor([1.0] + 4 * [advantage])
+        resolved = objective.resolve(torch.zeros(5), advantages, -torch.ones(5))
+        assert resolved.spec.negative == pytest.approx(factor) and resolved.is_resolved
+        assert not resolved.is_balanced
+    # Without a right answer there is nothing to bring them down to: they are left out.
+    assert objective.resolve(torch.zeros(2), -torch.ones(2), -torch.ones(2)).spec.negative == 0
+    with pytest.raises(ValueError, match="give one"):
+        build_objective("balanced", negative=0.5)
+
+
 def test_unknown_names_and_options_name_the_nearest():
     with pytest.raises(ValueError, match="did you mean 'pnpo'"):
         build_objective("pnpoo")

@@ -28,7 +28,8 @@ def test_forward_backward_and_merging_never_read_a_value(name, options):
     values = torch.zeros(sum(lengths), device="meta")
     policy = values.clone().requires_grad_()
     # What a whole minibatch decides is read once, before its first micro-batch.
-    objective = build_objective(name, **options).fit(torch.tensor([0.1, 0.5]), torch.ones(2))
+    tokens = torch.tensor([0.1, 0.5]), torch.ones(2), torch.tensor([-1.0, -2.0])
+    objective = build_objective(name, **options).resolve(*tokens)
     result = objective(
         TokenInputs(
             policy_logprobs=policy,

@@ -35,8 +35,9 @@ def test_padding_is_packing(name):
         return torch.cat([x[row][places] for row, places in enumerate(rows)])
 
     advantages = pack(given["advantages"][:, None].expand(mask.shape))
-    log_ratios = pack(given["policy_logprobs"]) - pack(given["behavior_logprobs"])
-    result = build_objective(name).fit(log_ratios, advantages)(
+    behavior = pack(given["behavior_logprobs"])
+    log_ratios = pack(given["policy_logprobs"]) - behavior
+    result = build_objective(name).resolve(log_ratios, advantages, behavior)(
         TokenInputs(
             policy_logprobs=pack(given["policy_logprobs"]),
             behavior_logprobs=pack(given["behavior_logprobs"]),
@@ -54,9 +55,16 @@ def test_padding_is_packing(name):
 def test_parts_add_up_with_global_denominators(name):
     given = batch()
     loss, _ = policy_loss(name, **given)
-    denominators = Denominators(responses=6.0, tokens=float(given["response_mask"].sum()))
+    mask = given["response_mask"]
+    denominators = Denominators(responses=6.0, tokens=float(mask.sum()))
+    # What a whole minibatch decides (`second_moment`, `balanced`) is decided before it is cut.
+    policy, behavior = given["policy_logprobs"][mask], given["behavior_logprobs"][mask]
+    advantages = given["advantages"][:, None].expand(mask.shape)[mask]
+    resolved = build_objective(name).resolve(policy - behavior, advantages, behavior)
     parts = [
-        policy_loss(name, **{k: v[rows] for k, v in given.items()}, denominators=denominators)[0]
+        policy_loss(resolved, **{k: v[rows] for k, v in given.items()}, denominators=denominators)[
+            0
+        ]
         for rows in (slice(0, 1), slice(1, 4), slice(4, 6))
     ]
     assert sum(parts).item() == pytest.approx(loss.item(), rel=1e-12)

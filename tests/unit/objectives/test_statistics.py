@@ -34,7 +34,7 @@ def evaluate(
     behavior = torch.full((tokens,), -1.0, dtype=torch.float64)
     lengths = lengths or [tokens]
     advantages = torch.ones(tokens) if advantages is None else advantages
-    result = build_objective(name, **overrides).fit(log_ratio, advantages)(
+    result = build_objective(name, **overrides).resolve(log_ratio, advantages, behavior)(
         TokenInputs(
             policy_logprobs=behavior + log_ratio,
             behavior_logprobs=behavior,
@@ -53,7 +53,7 @@ def evaluate(
 def test_the_first_step_has_ratio_exactly_one(name, dtype):
     # Behavior log-probs recomputed on the same packs: bit for bit the policy's.
     logprobs = -torch.rand(500, generator=torch.Generator().manual_seed(0)).to(dtype)
-    result = build_objective(name).fit(0 * logprobs, torch.ones(500))(
+    result = build_objective(name).resolve(0 * logprobs, torch.ones(500), logprobs)(
         TokenInputs(
             policy_logprobs=logprobs,
             behavior_logprobs=logprobs.clone(),
@@ -178,8 +178,8 @@ def test_a_band_says_all_of_its_tokens():
             "prefix_mean_log_mean": 0.55,  # log w_1 = 1.0 and 0.1
             "prefix_mean_log_std": 0.45,
             "effective_sample_fraction": 0.5,  # weights 0 and e^0.1
-            "rollout_gap_mean": 0.1,
-            "rollout_gap_rms": math.sqrt((0.09 + 0.01) / 2),
+            "logprob_diff_mean": 0.1,
+            "logprob_diff_rms": math.sqrt((0.09 + 0.01) / 2),
         }
         for name, value in wanted.items():
             assert metrics[f"{band}/{name}"] == pytest.approx(value), name
@@ -190,10 +190,10 @@ def test_a_band_says_all_of_its_tokens():
         assert metrics[f"{band}/prefix_mean_log_mean"] == pytest.approx(-0.1)
         assert metrics[f"{band}/prefix_mean_log_q95"] == pytest.approx(0.25, rel=0.25)
         assert metrics[f"{band}/prefix_mean_log_q05"] == pytest.approx(-0.45, rel=0.25)
-        assert metrics[f"{band}/rollout_gap_mean"] == pytest.approx(0.1)
+        assert metrics[f"{band}/logprob_diff_mean"] == pytest.approx(0.1)
     assert metrics["ratio/prefix_mean_log_q95"] == pytest.approx(1.0, rel=0.25)
-    assert metrics["rollout_gap/mean"] == pytest.approx(0.1)
-    assert metrics["rollout_gap/max"] == pytest.approx(0.3)
+    assert metrics["mismatch/logprob_diff_mean"] == pytest.approx(0.1)
+    assert metrics["mismatch/logprob_abs_diff_max"] == pytest.approx(0.3)
 
 
 def test_blocks_of_tokens_add_up(monkeypatch):

@@ -96,8 +96,8 @@ def test_rollout_correction_scales_each_token(correction, factors):
     given["rollout_logprobs"] = given["behavior_logprobs"] - gaps
     _, gradient, metrics = evaluate(("pnpo", {"rollout_correction": correction}), given)
     assert gradient == pytest.approx([-f / 3 for f in factors], rel=1e-12)
-    assert metrics["rollout_gap/max"] == pytest.approx(math.log(3))
-    assert metrics["rollout_gap/absolute_mean"] == pytest.approx(2 * math.log(3) / 3)
+    assert metrics["mismatch/logprob_abs_diff_max"] == pytest.approx(math.log(3))
+    assert metrics["mismatch/logprob_abs_diff_mean"] == pytest.approx(2 * math.log(3) / 3)
 
 
 def test_oapl_is_a_square_of_the_response():

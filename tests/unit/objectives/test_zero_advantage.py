@@ -30,7 +30,8 @@ def loss_and_gradients(objective, rows, denominators):
     layout = SequenceLayout(lengths, pack(mask))
     inputs = TokenInputs(policy_logprobs=policy, **local)
     log_ratios = policy.detach() - local["behavior_logprobs"]
-    objective = objective.fit(log_ratios[pack(mask)], local["advantages"][pack(mask)])
+    given = (log_ratios, local["advantages"], local["behavior_logprobs"])
+    objective = objective.resolve(*(column[pack(mask)] for column in given))
     loss = objective(inputs, layout=layout, denominators=denominators).loss.sum()
     loss.backward()
     of_entropy = torch.zeros_like(entropy) if entropy.grad is None else entropy.grad
@@ -38,7 +39,8 @@ def loss_and_gradients(objective, rows, denominators):
     return loss.item(), dict(zip(rows, map(torch.stack, parts), strict=True))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# A user's own loss may add to the gradient anywhere, so it is always computed.
+@pytest.mark.parametrize("case", [case for case in CASES if "function" not in str(case)], ids=str)
 def test_zero_advantage_adds_to_loss_or_gradient_only_where_the_objective_says_so(case):
     objective = build(case)
     denominators = Denominators(responses=10.0, tokens=float(minibatch()[0].sum()))

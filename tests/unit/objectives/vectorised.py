@@ -18,6 +18,8 @@ def evaluate(spec, responses):
     if constraint[0] == "m2":
         constraint = ("largest", second_moment_bound(constraint[1], responses))
         spec = (spec[0], constraint, *spec[2:])
+    if len(spec) > 4 and "balanced" in spec[4]:
+        spec = (*spec[:4], {"negative": naive.balance(responses)})
     for response in responses:
         length = len(response["log_ratios"])
         value, gradient = response_terms(spec, response)
@@ -33,12 +35,15 @@ def evaluate(spec, responses):
 
 def response_terms(spec, response):
     """J of one response and dJ/dlog pi, before aggregation."""
-    weight, constraint, flow, _ = spec
+    weight, constraint, flow = spec[:3]
     ratios = np.array(response["log_ratios"])
     advantage = response["advantages"][0]
     factors = np.array(response.get("factors", np.ones(len(ratios))))
     log_w = log_weights(weight, ratios)
     value, slope = constrain(constraint, log_w, advantage, response)
+    if advantage < 0 and len(spec) > 4:
+        factor = spec[4].get("negative", 1.0) * (ratios.mean() >= -spec[4].get("mask", np.inf))
+        value, slope = (x * factor if factor else np.zeros(len(ratios)) for x in (value, slope))
     # A factor of 0 drops a token, whatever its weight.
     value, slope = (np.where(factors == 0, 0, x) for x in (value, slope))
     if flow == "detached":
@@ -95,8 +100,26 @@ def constrain(constraint, log_w, advantage, response):
     if kind == "taper":
         term = np.clip(ratio, *(constraint[1:3] if advantage > 0 else constraint[3:5])) * advantage
         return term, term
-    if kind in ("tv", "budget", "largest"):
-        if kind == "tv":
+    if kind == "soft":
+        temperature = constraint[1] if advantage > 0 else constraint[2]
+        moved = temperature * (np.minimum(ratio, 1e30) - 1)
+        gate, rest = 1 / (1 + np.exp(-moved)), 1 / (1 + np.exp(moved))
+        slope = 4 * gate * rest * np.minimum(ratio, 1e30)
+        return 4 / temperature * gate * advantage, slope * advantage
+    if kind == "gamma":
+        power, rate = constraint[1:3] if advantage > 0 else constraint[3:5]
+        term = np.exp(power * log_w + rate * (1 - ratio)) * advantage
+        return term, term
+    if kind in ("tv", "budget", "largest", "divergence"):
+        if kind == "divergence":
+            after = np.array(response["logprobs"])
+            before = after - ratios
+            distance = np.abs(np.exp(after) - np.exp(before))
+            if constraint[1] == "kl":
+                rest, rest_after = -np.expm1(before), -np.expm1(after)
+                distance = rest * np.log(rest / rest_after) - np.exp(before) * ratios
+            within = distance <= (constraint[3] if advantage > 0 else constraint[2])
+        elif kind == "tv":
             within = np.abs(np.expm1(np.minimum(ratios, 60))).mean() / 2 <= constraint[1]
         elif kind == "budget":
             w = np.linspace(1, constraint[3], len(ratios))
@@ -113,7 +136,7 @@ def constrain(constraint, log_w, advantage, response):
     h = np.sqrt(len(ratios) / t) if power == "sqrt" else t.astype(float) ** power
     transform = np.exp if space == "log" else lambda x: 1 + x
     lower = np.zeros(len(ratios)) if low is None else transform(-low * h)
-    upper = transform(high * h)
+    upper = np.full(len(ratios), np.inf) if high is None else transform(high * h)
     if kind == "truncate":
         term = np.clip(ratio, lower, upper) * advantage
         return term, term

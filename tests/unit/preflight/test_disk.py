@@ -1,7 +1,9 @@
-"""How much disk a run needs: less by what its own checkpoints take already."""
+"""Tests of the estimated disk space of a run, less what its files already occupy."""
 
 import shutil
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl.config import ConfigError, parse_config
@@ -11,14 +13,14 @@ from tests.unit.resharding.shapes import small_shape
 
 CONFIG = {
     "model": {"path": "m"}, "data": {"train": "t"},
-    "rollout": {"prompts": 4, "responses_per_prompt": 2, "max_response_tokens": 100},
+    "rollout": {"prompts_per_step": 4, "responses_per_prompt": 2, "max_response_tokens": 100},
     "trainer": {"steps": 10, "keep_checkpoints": 2},
 }  # fmt: skip
 
 
 @pytest.fixture
 def free(monkeypatch):
-    """Sets how much the disk has."""
+    """Return a function that sets the free bytes of the disk."""
     usage = shutil.disk_usage("/")
 
     def set_free(size):
@@ -27,47 +29,90 @@ def free(monkeypatch):
     return set_free
 
 
-def needs(run, free):
-    """The least that is enough, by bisection."""
+def needs(run, free, **sections):
+    """Find by bisection the smallest free space that is enough."""
+    config = parse_config(CONFIG | sections)
     low, high = 0, 1 << 40
     while low < high:
         middle = (low + high) // 2
         free(middle)
         try:
-            check_disk(parse_config(CONFIG), run, small_shape())
+            check_disk(config, run, small_shape())
             high = middle
         except ConfigError:
             low = middle + 1
     return low
 
 
-def test_a_run_that_continues_needs_less_by_its_own_checkpoints(tmp_path, free):
+def test_check_disk_counts_existing_files_of_a_resumed_run(tmp_path, free):
     from megatron_rl.models.shape import tensor_shapes
 
     parameters = sum(_product(size) for size in tensor_shapes(small_shape()).values())
     run = RunDirectory(tmp_path / "a")
-    # 3 checkpoints of 16 bytes a parameter, 4 for the model; 10 steps of 4 * 2 * 100 / 4 tokens of
-    # 12 bytes.
-    fresh = parameters * (3 * 16 + 4) + 10 * 200 * 12
+    # 3 checkpoints of 16 bytes a parameter, each with its step's rollouts, and 4 for the model; 10
+    # steps of 4 * 2 * 100 / 4 tokens of 12 bytes in rollouts/, and in generated/, as the checkpoint
+    # comes after 10.
+    fresh = parameters * (3 * 16 + 4) + (3 + 10 + 10) * 200 * 12
     assert needs(run, free) == fresh
     for folder in (run.checkpoints.path / "step_000001", run.rollouts):
         folder.mkdir(parents=True)
     (run.checkpoints.path / "step_000001" / "weights").write_bytes(b"x" * 1000)
     assert needs(run, free) == fresh - 1000
-    # Two steps are written, of 100 and 300 bytes: eight more of 200.
+    # Two steps of 100 and 300 bytes exist: eight more of 200.
     for step, size in ((1, 100), (2, 300)):
         (run.rollouts / f"step_{step:06d}.parquet").write_bytes(b"x" * size)
-    assert needs(run, free) == fresh - 1000 - 10 * 200 * 12 + 8 * 200
-    # More than it needs, from a run that kept more: nothing is owed.
+    assert needs(run, free) == parameters * 52 - 1000 + (3 + 8 + 10) * 200
+    # The existing checkpoints occupy more than the estimate, which then counts none.
     (run.checkpoints.path / "step_000001" / "weights").write_bytes(b"x" * parameters * 100)
-    assert needs(run, free) == parameters * 4 + 8 * 200
+    assert needs(run, free) == parameters * 4 + (8 + 10) * 200
 
 
-def test_the_refusal_says_what_needs_how_much(tmp_path, free):
+STEP = 200 * 12  # bytes
+
+
+@pytest.mark.parametrize(
+    ("sections", "more"),
+    [
+        # None of the 10 files in rollouts/ is complete: 2 of 4 groups, to trace 2 responses.
+        ({"logging": {"traced_responses": 2, "keep_rollouts": "sampled"}}, -10 * STEP // 2),
+        ({"logging": {"traced_responses": 2, "keep_rollouts": 4}}, -6 * STEP // 2),
+        ({"lag": {"batches": 2}}, 3 * 2 * STEP),  # 2 queued batches in each of 3 checkpoints
+        # 2 of 4 groups are new: 3 batches of new groups are kept besides the current one.
+        ({"replay": {"capacity": 4, "fresh": 0.5}}, 3 * 3 * STEP // 2),
+        (
+            {"lag": {"partial_rollouts": 8}, "behavior": "engine"},
+            -10 * STEP,
+        ),  # no generated/ between checkpoints
+    ],
+    ids=str,
+)
+def test_check_disk_counts_every_growing_folder(tmp_path, free, sections, more):
+    run = RunDirectory(tmp_path / "a")
+    assert needs(run, free, **sections) == needs(run, free) + more
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_check_disk_counts_evaluations_by_rows(tmp_path, free, suffix):
+    """3 problems, 5 responses of 100 / 4 tokens of 8 bytes; before training, after 4, 8 and 10."""
+    run, file = RunDirectory(tmp_path / "a"), tmp_path / f"x.{suffix}"
+    if suffix == "jsonl":
+        file.write_text('{"prompt": "?"}\n' * 3)
+    else:
+        pq.write_table(pa.table({"prompt": ["?"] * 3}), file)
+    sections = {"eval": {"sets": {"x": str(file)}, "samples": 5, "every": 4}}
+    before = needs(run, free)
+    assert needs(run, free, **sections) == before + 4 * 3 * 5 * 25 * 8
+    run.evaluations.mkdir(parents=True)
+    for name in ("x_000000", "x_000004", "other_x_000000"):
+        (run.evaluations / f"{name}.parquet").write_bytes(b"x" * 70)
+    assert needs(run, free, **sections) == before + 2 * 70
+
+
+def test_check_disk_error_names_sizes_and_purposes(tmp_path, free):
     free(1000)
     with pytest.raises(ConfigError, match=r"1000 bytes free but the run needs .* KiB more") as e:
         check_disk(parse_config(CONFIG), RunDirectory(tmp_path / "a"), small_shape())
-    assert "for 2 + 1 checkpoints (0 bytes are there)" in str(e.value)
+    assert "for 2 + 1 checkpoints" in str(e.value)
     assert describe_size(301.8 * 2**30) == "301.8 GiB"
 
 

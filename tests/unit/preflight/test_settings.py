@@ -1,4 +1,4 @@
-"""What a run refuses before it begins, from the model's config.json alone."""
+"""Tests of the checks of settings against the model's config.json."""
 
 import json
 
@@ -20,7 +20,7 @@ EXPERTS = {
 
 
 def check(folder, sizes, *, world_size, **sections):
-    """`check_settings` of a run of 4 prompts x 2 responses of such a model."""
+    """Run `check_settings` for a model of these sizes and 4 prompts x 2 responses."""
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "config.json").write_text(json.dumps(SIZES | sizes))
     (folder / "model" / "tokenizer.json").touch()
@@ -29,7 +29,7 @@ def check(folder, sizes, *, world_size, **sections):
         "run": {"dir": str(folder), "name": "a"},
         "model": {"path": str(folder / "model")},
         "data": {"train": str(folder / "prompts.jsonl"), "max_prompt_tokens": 16},
-        "rollout": {"prompts": 4, "responses_per_prompt": 2, "max_response_tokens": 16},
+        "rollout": {"prompts_per_step": 4, "responses_per_prompt": 2, "max_response_tokens": 16},
         "trainer": {"minibatches": 1},
     }
     for name, settings in sections.items():
@@ -37,8 +37,8 @@ def check(folder, sizes, *, world_size, **sections):
     return check_settings(parse_config(values), world_size=world_size)
 
 
-def test_experts_are_cut_by_their_own_size(tmp_path):
-    # 90 units of a dense layer, which the model lacks, could not be cut in 4; 20 of an expert can.
+def test_check_settings_shards_experts_by_their_own_size(tmp_path):
+    # 4 does not divide the 90 units of a dense layer (the model has none) but the 20 of an expert.
     layout = {"parallel": {"tensor": 2}, "rollout": {"tensor": 1}}
     assert check(tmp_path / "a", EXPERTS, world_size=2, **layout).experts is not None
     four = {"parallel": {"tensor": 4}, "rollout": {"tensor": 4}}
@@ -49,19 +49,28 @@ def test_experts_are_cut_by_their_own_size(tmp_path):
     assert "parallel.tensor=4 does not divide the model's 2 key-value heads" in str(error.value)
     assert "parallel.tensor=4 does not divide the model's 90 feed-forward units" in str(error.value)
     with pytest.raises(
-        ConfigError, match=r"parallel.expert=4 does not divide the model's 6 experts"
+        ConfigError, match=r"parallel.expert=4 .* model's 6 experts; choose from 1, 2, 3, 6$"
     ):
         check(tmp_path / "d", EXPERTS, world_size=4, parallel={"expert": 4})
 
 
-def test_experts_under_tensor_parallelism_need_sequence_parallelism(tmp_path):
+def test_check_settings_suggests_sizes_that_divide_everything(tmp_path):
+    """12 attention heads, 4 key-value heads and 90 feed-forward units: only 1 and 2 divide all."""
+    sizes = {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 96}
+    with pytest.raises(ConfigError) as error:
+        check(tmp_path, sizes, world_size=8, parallel={"tensor": 8})
+    hints = [line.split("; ")[1] for line in str(error.value).splitlines() if "not divide" in line]
+    assert hints == ["choose from 1, 2"] * 3
+
+
+def test_check_settings_experts_with_tensor_need_sequence_parallelism(tmp_path):
     layout = {"tensor": 2, "sequence": False}
     with pytest.raises(ConfigError, match=r"parallel.sequence=false: Megatron trains experts"):
         check(tmp_path / "experts", EXPERTS, world_size=2, parallel=layout)
     assert check(tmp_path / "dense", {}, world_size=2, parallel=layout)
 
 
-def test_oapl_regresses_on_the_optimal_value_by_two_betas(tmp_path):
+def test_check_settings_oapl_needs_optimal_value_estimator(tmp_path):
     objective, estimator = {"name": "oapl", "beta": 0.1}, {"estimator": "optimal_value"}
     assert check(
         tmp_path / "a", {}, world_size=1, objective=objective, advantage=estimator | {"beta": 0.5}
@@ -70,11 +79,11 @@ def test_oapl_regresses_on_the_optimal_value_by_two_betas(tmp_path):
         check(tmp_path / "b", {}, world_size=1, objective=objective)
 
 
-def test_an_engine_may_repeat_key_value_heads(tmp_path):
-    # 8 ranks of an engine hold the 2 key-value heads four times each; 88 = 8 * 11.
+def test_check_settings_engine_may_repeat_key_value_heads(tmp_path):
+    # Each of the 2 key-value heads is repeated on 4 of 8 engine ranks; 88 = 8 * 11.
     sizes = {"intermediate_size": 88}
     assert check(tmp_path / "a", sizes, world_size=8, rollout={"tensor": 8})
     with pytest.raises(ConfigError, match=r"rollout.tensor=3: .* do not fit"):
         check(tmp_path / "b", {}, world_size=3, rollout={"tensor": 3})
-    with pytest.raises(ConfigError, match=r"rollout.tensor=2: .* does not divide 3 ranks"):
+    with pytest.raises(ConfigError, match=r"rollout.tensor=2: .* does not divide the 3 ranks"):
         check(tmp_path / "c", {}, world_size=3, rollout={"tensor": 2})

@@ -7,7 +7,7 @@ from megatron_rl.models.shape import ExpertShape, ModelShape, tensor_shapes
 
 
 def small_shape(architecture: str = "Qwen2ForCausalLM", **changes) -> ModelShape:
-    """Four layers, 8 query heads in 4 groups of 2 x 4; every dimension differs from the others."""
+    """Build a shape with four layers and 8 query heads in 4 groups; all dimensions differ."""
     sizes = {
         "architecture": architecture,
         "num_layers": 4,
@@ -30,7 +30,7 @@ def small_shape(architecture: str = "Qwen2ForCausalLM", **changes) -> ModelShape
 
 
 def numbered_tensors(shape: ModelShape) -> dict[str, Tensor]:
-    """HF tensors in which every element of the whole model has its own number, from 1."""
+    """Build HF tensors in which every element of the model has a unique number, from 1."""
     tensors, start = {}, 1
     for name, size in tensor_shapes(shape).items():
         count = torch.Size(size).numel()

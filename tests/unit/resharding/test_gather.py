@@ -1,4 +1,4 @@
-"""Gather-everything on gloo: every rank gets every HF tensor, bit for bit, once."""
+"""Gather-everything on gloo: every rank receives every HF tensor once, bit for bit."""
 
 import torch
 
@@ -12,7 +12,7 @@ LAYOUTS = [ActorLayout(2, 2), ActorLayout(1, 2, 2), ActorLayout(4), ActorLayout(
 
 
 class Collector:
-    """A receiver that keeps what it is given."""
+    """A receiver that keeps all tensors."""
 
     layout = "vLLM tp1 x 2 engines"
     dtype = torch.float64
@@ -45,12 +45,12 @@ def _gather(rank, world_size):
     return True
 
 
-def test_every_rank_receives_the_whole_model():
+def test_gather_push_sends_whole_model_to_every_rank():
     assert all(run_ranks(_gather, 4))
 
 
 def _break(rank, world_size):
-    """The errors of four pushes, of which the last one is good."""
+    """Return the errors of four syncs, of which the last is valid."""
     shape = small_shape()
     tensors = numbered_tensors(shape)
     errors = []
@@ -71,23 +71,23 @@ def _break(rank, world_size):
     return errors
 
 
-def test_a_wrong_parameter_on_one_rank_is_an_error_on_every_rank():
+def test_gather_push_invalid_parameter_raises_on_every_rank():
     layer = "decoder.layers.2.mlp."
     # 24 feed-forward units in two shards: 12 gate rows and 12 up rows.
     expected = [
         layer + "linear_fc2.weight is missing",
-        layer + "linear_fc3.weight (2, 2) is unknown to the table",
-        layer + "linear_fc1.weight has shape (23, 20), the table says (24, 20)",
+        layer + "linear_fc3.weight (2, 2) is not expected",
+        layer + "linear_fc1.weight has shape (23, 20), expected (24, 20)",
     ]
-    doing, of = "weight push 3, actor tp2 to vLLM tp1 x 2 engines: ", "parameters of actor tp2: "
+    doing, of = "weight sync 3, actor tp2 to vLLM tp1 x 2 engines: ", "parameters of actor tp2: "
     first, second = run_ranks(_break, 2)
-    told = "RuntimeError: " + doing + "rank 1: ValueError: " + of
-    assert first == [*(told + text for text in expected), ""]
-    # Where it happened, the error itself.
+    messages = "OtherRankError: " + doing + "rank 1: ValueError: " + of
+    assert first == [*(messages + text for text in expected), ""]
+    # The rank with the invalid parameter raises the error itself.
     assert second == [*("ValueError: " + doing + of + text for text in expected), ""]
 
 
-def test_shards_hold_every_element_once():
+def test_distinct_shards_contain_every_element_once():
     shape = small_shape("Qwen3MoeForCausalLM", tied_embeddings=True)
     elements = sum(tensor.numel() for tensor in numbered_tensors(shape).values())
     for layout in (ActorLayout(2, 2, 1, 2, expert=2), ActorLayout(1, 2, 2, 1, virtual=2)):
@@ -97,7 +97,7 @@ def test_shards_hold_every_element_once():
         assert sent == elements * 2 * (layout.world_size - 1)
 
 
-def test_one_process_needs_no_process_group():
+def test_gather_push_single_process_needs_no_process_group():
     shape = small_shape()
     tensors = numbered_tensors(shape)
     shards = cut_shards(tensors, shape=shape, layout=ActorLayout(), rank=0)

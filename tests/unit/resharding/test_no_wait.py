@@ -1,7 +1,7 @@
-"""On CUDA a push waits once, and sends what goes to one rank in a round as one message.
+"""On CUDA a transfer blocks the host once, and sends one message per peer and round.
 
-Tensors on the meta device have no values: whatever asks for one raises, as on CUDA it would wait.
-A stand-in takes the messages, and notes who waits for them and how.
+Tensors on the meta device have no values: reading one raises where CUDA would wait. A fake
+transport accepts the messages and records the waits.
 """
 
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from megatron_rl.models.shape import tensor_shapes
 from megatron_rl.resharding import transfer
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.pieces import parameter_shapes
-from megatron_rl.resharding.plan import plan_for_rank
+from megatron_rl.resharding.push_schedule import plan_for_rank
 from megatron_rl.resharding.scratch import Scratch
 from megatron_rl.resharding.transfer import ExchangeError, Transfer
 from megatron_rl.resharding.verify import Ledger, slice_checksum
@@ -26,7 +26,7 @@ SHAPE, ACTOR, ENGINES = small_shape(), ActorLayout(1, 2, 1, 2), EngineLayout(1, 
 
 
 class _Stream:
-    """CUDA seen from the host: every message goes, and is over when the host asks often enough."""
+    """Fake CUDA events: each completes after enough queries by the host."""
 
     def __init__(self, asked=3):
         self.groups, self.waits, self.queries, self.asked = [], [], 0, asked
@@ -72,18 +72,18 @@ def _transfer(monkeypatch, stream, *, rank, full, live, time_limit=60.0):
 
 @pytest.mark.parametrize("full", [False, True], ids=["messages", "full"])
 @pytest.mark.parametrize("live", [False, True], ids=["loaders", "direct"])
-def test_rounds_wait_on_the_stream_and_the_host_only_at_the_end(full, live, monkeypatch):
-    monkeypatch.setattr(transfer, "OWN_WIRE", 8)  # would have slices travel alone on a CPU
+def test_transfer_on_cuda_blocks_host_only_at_end(full, live, monkeypatch):
+    monkeypatch.setattr(transfer, "LARGE_SLICE", 8)  # applies only on a CPU
     stream = _Stream()
     push = _transfer(monkeypatch, stream, rank=1, full=full, live=live)
     assert sum(1 for _ in push.tensors()) == len(tensor_shapes(SHAPE))
     rounds = push.plan.rounds
     assert len(rounds) > 5 and stream.waits and set(stream.waits) == {()}, "a time limit blocks"
-    # Nobody asks before the last round is launched: three questions, then all marks answer yes.
+    # No event is queried before the last round is launched; after three queries all are done.
     assert stream.queries == 2 + sum(1 for part in rounds if part.sends or part.receives) + sum(
         1 for part in rounds if any(m.to or m.sender != m.source for m in part.receives)
     )
-    # One operation for each rank that a message goes to or comes from.
+    # One operation for each peer of a message.
     expected = sum(
         len(m.to) + (m.source != push.plan.rank)
         for part in rounds
@@ -91,10 +91,10 @@ def test_rounds_wait_on_the_stream_and_the_host_only_at_the_end(full, live, monk
     )
     assert sum(map(len, stream.groups)) == expected
     with pytest.raises(NotImplementedError):
-        push.changed()  # the one place that reads: here there is nothing to read
+        push.changed()  # the only call that reads from the device; meta tensors cannot be read
 
 
-def test_a_stream_that_does_not_end_is_an_error_that_names_the_round(monkeypatch):
+def test_transfer_timeout_on_cuda_names_the_round(monkeypatch):
     push = _transfer(
         monkeypatch, _Stream(asked=10**9), rank=3, full=False, live=True, time_limit=0.01
     )
@@ -102,11 +102,11 @@ def test_a_stream_that_does_not_end_is_an_error_that_names_the_round(monkeypatch
         list(push.tensors())
     message = str(error.value)
     assert message.startswith(f"round 1 of {len(push.plan.rounds)} (model.")
-    assert "did not finish on rank 3 within 0.01 s of its beginning" in message
+    assert "did not finish on rank 3 within 0.01 s of its start" in message
 
 
 class _Kernels(TorchDispatchMode):
-    """Counts operations that a device would run as kernels: no views, no new memory."""
+    """Count of operations that run as kernels on a device: no views, no allocations."""
 
     count = 0
 
@@ -115,10 +115,10 @@ class _Kernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_check_of_every_slice_takes_few_kernels():
-    """Of 7B a rank of tensor 4 has feed-forward slices [4736, 3584]: 17 million elements."""
+def test_slice_checksum_uses_few_kernels():
+    """Check feed-forward slices [4736, 3584] of a 7B model at tensor 4: 17 million elements."""
     matrix = torch.empty(4736, 3584, dtype=torch.bfloat16, device=META)
     with _Kernels() as kernels:
         slice_checksum(matrix)
-    # Two blocks; 260 of them, of 64 Ki elements each, took 2,087.
+    # Two blocks; 260 blocks of 64 Ki elements each took 2,087 kernels.
     assert kernels.count <= 25

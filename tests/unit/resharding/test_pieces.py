@@ -1,4 +1,4 @@
-"""Pieces against the layouts written out independently, for every architecture and many layouts."""
+"""Pieces against independent definitions of the layouts, for every architecture."""
 
 import itertools
 
@@ -15,7 +15,7 @@ from tests.unit.resharding.shapes import numbered_tensors, small_shape
 
 
 def _fill(pieces, tensors) -> dict[str, Tensor]:
-    """Local parameters (as matrices) filled from `tensors`; no element may be hit twice."""
+    """Fill local parameters (as matrices) from `tensors`; no element may be written twice."""
     sizes: dict[str, tuple[int, int]] = {}
     for piece in pieces:
         height, width = sizes.get(piece.parameter, (0, 0))
@@ -30,7 +30,7 @@ def _fill(pieces, tensors) -> dict[str, Tensor]:
 
 
 def _megatron_qkv(tensors, layer: int, rank: int, size: int, shape, what: str) -> Tensor:
-    """Megatron's linear_qkv as its checkpoint converters build it: reshape, concatenate, chunk."""
+    """Build Megatron's linear_qkv like its checkpoint converters: reshape, concatenate, chunk."""
     groups = shape.num_query_groups
     parts = [
         tensors[f"model.layers.{layer}.self_attn.{name}_proj.{what}"].reshape(
@@ -42,7 +42,7 @@ def _megatron_qkv(tensors, layer: int, rank: int, size: int, shape, what: str) -
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_megatron_parameters_are_cut_as_megatron_cuts_them(tp_size):
+def test_megatron_pieces_match_megatron_sharding(tp_size):
     shape = small_shape()
     tensors = numbered_tensors(shape)
     # 37 rows are padded to 64: shards of 64, 32 or 16 rows, of which the last ones are padding.
@@ -74,7 +74,7 @@ def test_megatron_parameters_are_cut_as_megatron_cuts_them(tp_size):
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
-def test_vllm_parameters_are_cut_as_vllm_cuts_them(tp_size):
+def test_vllm_pieces_match_vllm_sharding(tp_size):
     shape = small_shape()  # 8 query heads, 4 key heads: with tp 8 two ranks share a key head
     tensors = numbered_tensors(shape)
     for rank in range(tp_size):
@@ -101,9 +101,7 @@ def test_vllm_parameters_are_cut_as_vllm_cuts_them(tp_size):
     sizes=st.tuples(*[st.sampled_from([1, 2])] * 5, st.sampled_from([1, 2, 4])),
     fused=st.booleans(),
 )
-def test_every_element_is_held_by_as_many_ranks_as_the_layout_says(
-    architecture, tied, sizes, fused
-):
+def test_megatron_pieces_cover_every_element_once_per_replica(architecture, tied, sizes, fused):
     tensor, pipeline, context, data, virtual, expert = sizes
     shape = small_shape(architecture, tied_embeddings=tied)
     if shape.experts is None or (tensor * context * data) % (tensor * expert):
@@ -129,7 +127,7 @@ def test_every_element_is_held_by_as_many_ranks_as_the_layout_says(
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
-def test_every_engine_holds_the_whole_model(architecture):
+def test_vllm_pieces_cover_whole_model_per_engine(architecture):
     shape = small_shape(architecture)
     tensors = numbered_tensors(shape)
     for tp_size in (1, 2, 4):
@@ -145,7 +143,7 @@ def test_every_engine_holds_the_whole_model(architecture):
             assert (count == (tp_size if shared else 1)).all(), name
 
 
-def test_impossible_layouts_are_refused():
+def test_pieces_reject_impossible_layouts():
     shape = small_shape()
     for tp_size, what in itertools.product((3, 8), ("heads",)):
         with pytest.raises(ValueError, match=what):

@@ -1,4 +1,4 @@
-"""A planned push on gloo: right slices everywhere, damage and hangs noticed on every rank."""
+"""Planned weight transfer on gloo: correct slices, and errors on every rank for faults."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ from tests.unit.resharding.shapes import numbered_tensors, small_shape
 
 
 class Slices:
-    """A receiver that keeps the slices its rank needs, as vLLM's loaders do."""
+    """A receiver that keeps the slices its rank needs, like vLLM's loaders."""
 
     def __init__(self, shape, layout, rank, dtype=torch.float32):
         self.layout, self.dtype, self.version = layout, dtype, -1
@@ -35,7 +35,7 @@ class Slices:
             by_tensor.setdefault(piece.tensor, []).append(piece)
         for name, tensor in weights:
             assert name not in self.received, f"{name} came twice"
-            own = by_tensor.get(name, [])  # none of a vocabulary's padding
+            own = by_tensor.get(name, [])  # none for padding of the vocabulary
             self.received[name] = [piece.of_tensor(tensor).clone() for piece in own]
         assert self.received.keys() == self.names
         self.version = version
@@ -50,7 +50,7 @@ class Slices:
         self.version = -1
 
     def differs_from(self, tensors):
-        """Names of tensors of which a slice is not bit for bit that of `tensors`."""
+        """Return the names of tensors with a slice that differs from `tensors`."""
         wrong = set()
         by_tensor = {}
         for piece in self.pieces:
@@ -63,7 +63,7 @@ class Slices:
 
 
 class Live(Slices):
-    """A receiver whose parameters, laid out as vLLM's, are written directly."""
+    """A receiver with vLLM's parameter layout, written directly."""
 
     def __init__(self, shape, layout, rank, dtype):
         super().__init__(shape, layout, rank, dtype)
@@ -94,21 +94,21 @@ CASES = [  # actor (tensor, pipeline, context, data, virtual, expert), vLLM tens
 NODES = [4, 2, 1, 2, 2, 1]  # ranks per node, of each case
 
 
-# Slices packed together, as these small ones are; and sent and received in place where they can.
-OWN_WIRES = [transfer.OWN_WIRE, 8]
+# Slices packed together, or sent and received in place where possible.
+LARGE_SLICES = [transfer.LARGE_SLICE, 8]
 PHASES = ("plan", "pack", "transfer", "unpack", "load", "cache_reset", "verify")
 METRICS = ["seconds", "bytes_sent", "bytes_local", "gigabytes_per_second"]
 METRICS += [f"{phase}_seconds" for phase in PHASES]
 
 
 def _values(shape, version):
-    """Numbers that float32 and bfloat16 keep exactly or round alike, new with each version."""
+    """Return numbers that float32 and bfloat16 round identically, different in each version."""
     tensors = numbered_tensors(shape)
     return {name: (tensor + 977 * version).float() for name, tensor in tensors.items()}
 
 
-def _push_all(rank, world_size, own_wire):
-    transfer.OWN_WIRE = own_wire
+def _push_all(rank, world_size, large_slice):
+    transfer.LARGE_SLICE = large_slice
     for number, (sizes, engine_tensor) in enumerate(CASES):
         layout = ActorLayout(*sizes)
         architecture = "Qwen3MoeForCausalLM" if layout.expert > 1 else "Qwen2ForCausalLM"
@@ -132,13 +132,13 @@ def _push_all(rank, world_size, own_wire):
     return True
 
 
-@pytest.mark.parametrize("own_wire", OWN_WIRES)
-def test_every_rank_gets_its_slices_in_the_engines_dtype(own_wire):
-    assert all(run_ranks(_push_all, 4, own_wire))
+@pytest.mark.parametrize("large_slice", LARGE_SLICES)
+def test_push_delivers_slices_in_engine_dtype(large_slice):
+    assert all(run_ranks(_push_all, 4, large_slice))
 
 
 class _Damaging(Transfer):
-    """Changes one element of what rank 1 receives, after it came off the wire."""
+    """Change one element of a tensor that rank 1 receives, after its arrival."""
 
     tensor = "model.layers.1.mlp.down_proj.weight"
     after_checksum = False
@@ -157,7 +157,7 @@ class _Damaging(Transfer):
 
 
 class Refusing(Slices):
-    """An engine that refuses: before anything moves, before it takes anything, after some."""
+    """An engine that fails before the transfer, before the first tensor, or after some."""
 
     when = ""
 
@@ -174,8 +174,8 @@ class Refusing(Slices):
 
 
 def _refuse(shape, shards, rank):
-    """What each rank is told when the engine of rank 1 refuses, its version, and the seconds."""
-    told, start = [], time.monotonic()
+    """Return each rank's error, version and seconds when the engine of rank 1 fails."""
+    messages, start = [], time.monotonic()
     receiver = Refusing(shape, EngineLayout(1, 2), rank)
     resharder = Resharder(receiver, ReshardSettings(bucket_bytes=999))
     for version, when in enumerate(("", "generating", "", "at once", "", "halfway")):
@@ -183,59 +183,59 @@ def _refuse(shape, shards, rank):
         try:
             resharder.push(shards, version=version)
         except (RuntimeError, KeyError) as error:
-            told.append((type(error).__name__, error.args[0], receiver.version))
-    return told, time.monotonic() - start
+            messages.append((type(error).__name__, error.args[0], receiver.version))
+    return messages, time.monotonic() - start
 
 
-def _damage(rank, world_size, own_wire):
+def _damage(rank, world_size, large_slice):
     import megatron_rl.resharding.push as module
 
-    transfer.OWN_WIRE = own_wire
+    transfer.LARGE_SLICE = large_slice
     shape, layout = small_shape(), ActorLayout(1, 2)
     tensors = _values(shape, 0)
     shards = cut_shards(tensors, shape=shape, layout=layout, rank=rank)
-    told = [_refuse(shape, shards, rank)]
+    messages = [_refuse(shape, shards, rank)]
     module.Transfer = _Damaging
     for after_checksum, full_every in (
-        (False, 0),  # on the wire: the message's checksum sees it in every push
-        (True, 1),  # in the wrong place afterwards: a full check sees it
+        (False, 0),  # on the wire: the message checksum detects it in every sync
+        (True, 1),  # wrong position after arrival: a full check detects it
     ):
         _Damaging.after_checksum = after_checksum
         receiver = Slices(shape, EngineLayout(1, 2), rank)
         resharder = Resharder(receiver, ReshardSettings(full_check_every=full_every))
-        resharder._pushes = 1  # not the first push, which is checked in full anyway
+        resharder._pushes = 1  # not the first one, which is always checked in full
         with pytest.raises(RuntimeError) as error:
             resharder.push(shards, version=5)
-        told.append((str(error.value), receiver.version))
-    return told
+        messages.append((str(error.value), receiver.version))
+    return messages
 
 
-@pytest.mark.parametrize("own_wire", OWN_WIRES)
-def test_a_damaged_slice_is_named_on_every_rank_and_stops(own_wire):
-    told = run_ranks(_damage, 2, own_wire)
-    for rank, ((refused, seconds), message, full) in enumerate(told):
+@pytest.mark.parametrize("large_slice", LARGE_SLICES)
+def test_push_changed_slice_raises_on_every_rank_with_its_name(large_slice):
+    messages = run_ranks(_damage, 2, large_slice)
+    for rank, ((refused, seconds), message, full) in enumerate(messages):
         pair = "actor tp1 pp2 to vLLM tp1 x 2 engines: "
         busy, key = "the engine is generating", "no such parameter"
-        # Where it happened, the error itself. An engine that is generating keeps its weights, and
-        # so do the others; one that is written halfway must not go on, nor any other.
+        # The failing rank raises the error itself. If an engine is generating, all engines keep
+        # their weights; if one was partly written, none may generate.
         if rank == 1:
-            expected = [("RuntimeError", f"weight push 1, {pair}{busy}", 0)]
-            expected += [("KeyError", f"weight push {v}, {pair}{key}", -1) for v in (3, 5)]
+            expected = [("RuntimeError", f"weight sync 1, {pair}{busy}", 0)]
+            expected += [("KeyError", f"weight sync {v}, {pair}{key}", -1) for v in (3, 5)]
         else:
-            expected = [("RuntimeError", f"weight push 1, {pair}rank 1: RuntimeError: {busy}", 0)]
-            told = f"{pair}rank 1: KeyError: '{key}'"
-            expected += [("RuntimeError", f"weight push {v}, {told}", -1) for v in (3, 5)]
+            expected = [("OtherRankError", f"weight sync 1, {pair}rank 1: RuntimeError: {busy}", 0)]
+            messages = f"{pair}rank 1: KeyError: '{key}'"
+            expected += [("OtherRankError", f"weight sync {v}, {messages}", -1) for v in (3, 5)]
         assert refused == expected and seconds < 30
-        start = "weight push 5, actor tp1 pp2 to vLLM tp1 x 2 engines: checksums differ"
+        start = "weight sync 5, actor tp1 pp2 to vLLM tp1 x 2 engines: checksums differ"
         assert message[0].startswith(start) and full[0].startswith(start)
-        # A message's checksum names all tensors of the message, a slice's only its own.
+        # A message checksum names all tensors of the message, a slice checksum only its own.
         assert message[0].endswith(" more")
         assert full[0].endswith("for model.layers.1.mlp.down_proj.weight")
         assert message[1] == full[1] == -1, "an engine with damaged weights must not generate"
 
 
 class _Stuck(Transfer):
-    """Rank 1 does not come to the exchange until the others have given up, or dies there."""
+    """Rank 1 joins the exchange only after the others have failed, or dies in it."""
 
     folder: Path
     dies = False
@@ -263,37 +263,35 @@ def _hang(rank, world_size, folder, dies):
     receiver = Slices(shape, EngineLayout(1, 3), rank)
     resharder = Resharder(receiver, ReshardSettings(time_limit=60.0))
     resharder.push(shards, version=0)
-    if not dies:  # not before: a slow machine may need longer for a push that succeeds
+    if not dies:  # only now: a slow machine may need longer for a successful transfer
         resharder.settings = ReshardSettings(time_limit=2.0)
     module.Transfer, _Stuck.folder, _Stuck.dies = _Stuck, folder, dies
     start = time.monotonic()
     try:
         resharder.push(shards, version=1)
     except ExchangeError as error:
-        told = json.dumps([str(error), receiver.version, time.monotonic() - start])
-        (folder / f"{rank}.partial").write_text(told)
+        messages = json.dumps([str(error), receiver.version, time.monotonic() - start])
+        (folder / f"{rank}.partial").write_text(messages)
         (folder / f"{rank}.partial").rename(folder / f"{rank}.json")
-        _wait_for_reports(folder)  # the connections are gone: whoever ends first ends the test
+        _wait_for_reports(folder)  # connections are closed: the first process to exit ends the test
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["hangs", "dies"])
-def test_a_rank_that_hangs_or_dies_is_an_error_on_the_others(dies, tmp_path):
-    with contextlib.suppress(AssertionError):  # the connections are gone; goodbyes fail
+def test_push_hanging_or_dead_rank_raises_on_others(dies, tmp_path):
+    with contextlib.suppress(AssertionError):  # connections are closed, so shutdown fails
         run_ranks(_hang, 3, tmp_path, dies)
     for rank in (0, 2):
         message, version, seconds = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert message.startswith("weight push 1, actor tp3 to vLLM tp1 x 3 engines: round 1 of ")
+        assert message.startswith("weight sync 1, actor tp3 to vLLM tp1 x 3 engines: round 1 of ")
         assert "model.layers.0.self_attn.q_proj.weight" in message
         assert f"from ranks {[other for other in range(3) if other != rank]})" in message
-        assert (
-            f"on rank {rank} within {60 if dies else 2} s of its beginning, or another" in message
-        )
+        assert f"on rank {rank} within {60 if dies else 2} s of its start, or another" in message
         assert version == -1, "a half-updated engine must not go on"
         assert seconds < 50, "a death is noticed at once"
 
 
 def _memory(rank, world_size):
-    """The most bytes of scratch memory during pushes through loaders, and direct."""
+    """Return the peak bytes of scratch memory, through loaders and direct."""
     shape, layout = small_shape(num_layers=8), ActorLayout(2, 2)
     shards = cut_shards(_values(shape, 0), shape=shape, layout=layout, rank=rank)
     peaks = []
@@ -319,14 +317,14 @@ def _memory(rank, world_size):
     return peaks
 
 
-def test_a_push_needs_two_buckets_of_memory():
-    """Of 8,000 bytes each, for a model of some 100,000; messages are padded to 8 numbers."""
+def test_push_memory_is_at_most_two_buckets():
+    """Buckets have 8,000 bytes, the model some 100,000; messages are padded to 8 numbers."""
     for loaders, direct in run_ranks(_memory, 4):
         assert 4000 < loaders <= 16000 and 8000 < direct <= 16000 + 256
 
 
 def _mixed_ways(rank, world_size):
-    """Rank 0's parameters could be written directly, rank 1's could not."""
+    """Sync where only rank 0's parameters allow direct writes."""
     shape, layout = small_shape(), ActorLayout(1, 2)
     tensors = _values(shape, 0)
     shards = cut_shards(tensors, shape=shape, layout=layout, rank=rank)
@@ -335,12 +333,12 @@ def _mixed_ways(rank, world_size):
     return receiver.differs_from(tensors)
 
 
-def test_ranks_agree_on_the_way_into_the_engine():
+def test_push_all_ranks_use_loaders_if_one_must():
     assert run_ranks(_mixed_ways, 2) == [[], []]
 
 
-def test_both_ways_into_the_engine_give_the_same_slices():
-    """Directly written parameters against what a loader was handed, for merged and cut ones."""
+def test_push_direct_and_loader_results_are_equal():
+    """Compare directly written parameters with those loaded, merged and sharded ones included."""
     shape, layout = small_shape(tied_embeddings=True), ActorLayout()
     tensors = _values(shape, 3)
     shards = cut_shards(tensors, shape=shape, layout=layout, rank=0)

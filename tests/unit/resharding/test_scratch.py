@@ -1,4 +1,4 @@
-"""Scratch memory is used again only when nobody can see it, and kept only within its limit."""
+"""Scratch memory is reused only when unreferenced, and kept only within its limit."""
 
 import torch
 
@@ -7,7 +7,7 @@ from megatron_rl.resharding.scratch import Scratch
 CPU = torch.device("cpu")
 
 
-def test_memory_is_used_again_once_the_last_view_is_gone():
+def test_scratch_reuses_memory_after_last_view():
     scratch = Scratch(torch.bfloat16, CPU, limit=1000)
     first = scratch.tensor((4, 6))
     assert first.shape == (4, 6) and first.dtype == torch.bfloat16
@@ -19,23 +19,23 @@ def test_memory_is_used_again_once_the_last_view_is_gone():
     assert scratch.tensor((3, 8)).data_ptr() == place, "free memory was not used again"
 
 
-def test_what_is_kept_stays_within_the_limit():
+def test_scratch_keeps_free_memory_within_limit():
     scratch = Scratch(torch.float32, CPU, limit=1000)
     one, two = scratch.tensor((100,)), scratch.tensor((90,))
     assert (scratch.bytes_in_use, scratch.bytes_free) == (760, 0)
     del one
     del two
     assert (scratch.bytes_in_use, scratch.bytes_free) == (0, 760)
-    held = scratch.tensor((80,))  # 760 + 320 are too many: the older 400 go
+    held = scratch.tensor((80,))  # 760 + 320 exceed the limit: the older 400 are released
     assert (scratch.bytes_in_use, scratch.bytes_free) == (320, 360)
-    large = scratch.tensor((300,))  # allowed, for it is needed, but nothing is kept beside it
+    large = scratch.tensor((300,))  # allowed because it is needed, but no free memory is kept
     assert (scratch.bytes_in_use, scratch.bytes_free) == (1520, 0)
     del large
     assert (scratch.bytes_in_use, scratch.bytes_free) == (320, 0)
     assert held.numel() == 80
 
 
-def test_rounds_take_turns_on_two_buffers():
+def test_scratch_wire_alternates_two_buffers():
     scratch = Scratch(torch.float32, CPU, limit=0)
     first, second = scratch.wire(0, 10), scratch.wire(1, 10)
     assert first.data_ptr() != second.data_ptr()

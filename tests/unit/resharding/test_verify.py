@@ -1,4 +1,4 @@
-"""The checksums against their definition, and what they must notice."""
+"""Checksums against their definition, and the changes that they must detect."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from megatron_rl.resharding.verify import slice_checksum, word_sum
 
 
 def _by_definition(bits):
-    """The sum of slice_checksum, element by element in Python's integers, modulo 2^64."""
+    """Compute slice_checksum element by element in Python integers, modulo 2^64."""
     height, width = len(bits), len(bits[0])
     total = sum((r + 1) * verify._ROW_FACTOR * sum(bits[r]) for r in range(height))
     for c in range(width):
@@ -17,7 +17,7 @@ def _by_definition(bits):
 
 
 @pytest.mark.parametrize("block", [1, 12, 1 << 16])
-def test_slice_checksum_is_its_definition_in_any_blocks(block, monkeypatch):
+def test_slice_checksum_matches_definition_for_any_block(block, monkeypatch):
     monkeypatch.setattr(verify, "block_elements", lambda device: block)
     matrix = torch.randn(7, 20, generator=torch.Generator().manual_seed(0))[:, 3:9]
     for dtype, integers in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
@@ -26,7 +26,7 @@ def test_slice_checksum_is_its_definition_in_any_blocks(block, monkeypatch):
         assert slice_checksum(matrix.to(dtype)).item() == _by_definition(bits)
 
 
-def test_slice_checksum_sees_what_changed_places():
+def test_slice_checksum_detects_moved_elements():
     matrix = torch.randn(6, 5)
     whole = slice_checksum(matrix)
     assert slice_checksum(matrix.clone()) == whole
@@ -34,7 +34,7 @@ def test_slice_checksum_sees_what_changed_places():
         assert slice_checksum(other) != whole
 
 
-def test_word_sum_sees_one_changed_bit_wherever_it_is():
+def test_word_sum_detects_any_changed_bit():
     message = torch.arange(11, dtype=torch.bfloat16)  # 22 bytes: two words and a rest
     whole = word_sum(message)
     for place in range(11):

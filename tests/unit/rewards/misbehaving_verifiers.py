@@ -38,6 +38,8 @@ def verify_as_told(text, ground_truth, data_source):
             return 0.0, str(os.getpid()), None
         case ["environment"]:
             return 0.0, ",".join(sorted(os.environ)), None
+        case ["fill", gib]:
+            return float(len(bytes(int(float(gib) * 2**30))) > 0)  # never touched
         case ["modules"]:
             return 0.0, ",".join(sorted({"torch", "vllm", "numpy"} & set(sys.modules))), None
     return float(len(text)), data_source, ground_truth
@@ -49,6 +51,27 @@ def verify_many_as_told(texts, ground_truths, data_sources):
         (float(len(texts)), "counted", None) if text == "count" else verify_as_told(text, *rest)
         for text, *rest in zip(texts, ground_truths, data_sources, strict=True)
     ]
+
+
+def score_by_name(text, ground_truth, data_source):
+    """Rewards by the names that `text` lists; a single number for none."""
+    if text == "sleep":
+        time.sleep(60)
+    rewards = {name: 1.0 / (place + 1) for place, name in enumerate(text.split())}
+    return rewards or 0.0
+
+
+def score_math_by_parts(text, ground_truth, data_source):
+    """Two rewards, and half a character in the reason, as JSON that was cut leaves it."""
+    from megatron_rl.rewards.math_answer import verify_math_answer
+
+    reward, reason, answer = verify_math_answer(text, ground_truth, data_source)
+    return {"correct": reward, "boxed": float("boxed" in text)}, f"{reason} \ud83d", answer
+
+
+def have_another_signature(completions, **kwargs):
+    """A reward of TRL."""
+    return [0.0 for _ in completions]
 
 
 def break_in_a_run(text, ground_truth, data_source):

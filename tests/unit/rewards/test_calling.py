@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.rewards.calling import Call, read_verdict
+from megatron_rl.rewards.calling import Call, SignatureError, read_grade
 from megatron_rl.rewards.verifier import NUMBER, TIME_LIMIT, Item
 
 
-def judge(verifier, *items, time_limit=5.0):
-    return Call(verifier, name="my_rewards:score", time_limit=time_limit).judge(items)
+def grade(verifier, *items, time_limit=5.0):
+    return Call(verifier, name="my_rewards:score", time_limit=time_limit).grade(items)
 
 
 ITEM = Item("so 7", "7", "set", json.dumps({"level": 3}))
@@ -23,31 +23,71 @@ ITEM = Item("so 7", "7", "set", json.dumps({"level": 3}))
      (np.bool_(True), 1.0), (np.array(0.5), 0.5), (torch.tensor(0.25), 0.25)],
 )  # fmt: skip
 def test_a_number_is_a_reward(value, reward):
-    verdict = read_verdict(value, name="r:f")
-    assert verdict == [reward, NUMBER, None]
-    assert type(verdict[0]) is float  # what JSON can carry
-    assert read_verdict((value, "why", "7"), name="r:f") == [reward, "why", "7"]
+    grade_result = read_grade(value, name="r:f")
+    assert grade_result == [reward, NUMBER, None]
+    assert type(grade_result[0]) is float  # what JSON can carry
+    assert read_grade((value, "why", "7"), name="r:f") == [reward, "why", "7"]
 
 
 @pytest.mark.parametrize(
     "value",
-    [None, (1.0, "right"), {"reward": 1.0}, "1.0", float("nan"), float("inf"), np.ones(2),
-     ("right", 1.0, None), (1.0, None, None), (1.0, "right", 7), object(), torch.ones(3)],
+    [None, (1.0, "right"), "1.0", float("nan"), float("inf"), np.ones(2),
+     ("right", 1.0, None), (1.0, None, None), (1.0, "right", 7), object(), torch.ones(3),
+     {}, {"format": "1"}, {"format": float("nan")}, {1: 1.0}, {"a b": 1.0}, {"shaped": 1.0}],
 )  # fmt: skip
 def test_anything_else_is_named_with_what_to_return(value):
     with pytest.raises(TypeError) as error:
-        read_verdict(value, name="my_rewards:score")
-    said = str(error.value)
-    assert said.startswith("my_rewards:score returned " + repr(value)[:100])
-    assert "return the reward, a finite number, or a tuple (reward, reason, answer)" in said
+        read_grade(value, name="my_rewards:score")
+    output = str(error.value)
+    assert output.startswith("my_rewards:score returned " + repr(value)[:100])
+    assert "return the reward, a finite number, or a tuple (reward, reason, answer)" in output
+
+
+def test_several_rewards_by_name_stand_in_place_of_the_number():
+    rewards = {"correct": np.float32(1), "format": 0.5}
+    plain = {"correct": 1.0, "format": 0.5}
+    grade_result = read_grade(rewards, name="r:f")
+    assert grade_result == [plain, NUMBER, None]
+    assert json.loads(json.dumps(grade_result))[0] == plain
+    assert read_grade((rewards, "why", "7"), name="r:f") == [plain, "why", "7"]
+    assert grade(lambda texts, truths, sources: [rewards] * 2, ITEM, ITEM) == [grade_result] * 2
+
+
+def test_half_a_character_in_a_text_becomes_one_that_files_take():
+    cut = json.loads('"7\\ud83d"')  # as json.loads of an answer that was cut inside an emoji
+    grade_result = read_grade((1.0, cut, cut), name="r:f")
+    assert grade_result == [1.0, "7?", "7?"]
+
+    def broken(text, ground_truth, data_source):
+        raise LookupError(cut)
+
+    (answer,) = grade(broken, ITEM)
+    assert answer["error"].encode().rstrip().endswith(b"LookupError: 7?")
+
+
+@pytest.mark.parametrize(
+    ("verifier", "message"),
+    [
+        (lambda completions, **kwargs: 0, "signature of a reward of TRL (completions, kwargs)"),
+        (lambda prompts, completions, answer: 0, "signature of a reward of TRL"),
+        (lambda data_source, solution_str, ground_truth, extra_info=None: 0, "reward of verl"),
+        (lambda text: 0, "cannot be called with (text, ground_truth, data_source)"),
+        (lambda texts: 0, "cannot be called with (texts, ground_truths, data_sources)"),
+    ],
+)
+def test_another_signature_is_refused_before_any_response(verifier, message):
+    with pytest.raises(SignatureError) as error:
+        grade(verifier, ITEM)
+    assert str(error.value).startswith("my_rewards:score")
+    assert message in str(error.value) and "docs/rewards.md" in str(error.value)
 
 
 def test_the_whole_row_is_given_to_who_asks_for_it():
     def score(text, ground_truth, data_source, row):
         return row["level"], f"{text}|{ground_truth}|{data_source}", None
 
-    assert judge(score, ITEM) == [[3.0, "so 7|7|set", None]]
-    assert judge(lambda *item: len(item), ITEM) == [[3.0, NUMBER, None]]  # nobody else gets it
+    assert grade(score, ITEM) == [[3.0, "so 7|7|set", None]]
+    assert grade(lambda *item: len(item), ITEM) == [[3.0, NUMBER, None]]  # nobody else gets it
 
 
 def test_lists_for_who_asks_for_texts():
@@ -55,9 +95,9 @@ def test_lists_for_who_asks_for_texts():
         assert (ground_truths, data_sources) == (["7", "7"], ["set", "set"])
         return np.array([len(text) + row["level"] for text, row in zip(texts, rows, strict=True)])
 
-    assert judge(score, ITEM, ITEM._replace(text="")) == [[7.0, NUMBER, None], [3.0, NUMBER, None]]
+    assert grade(score, ITEM, ITEM._replace(text="")) == [[7.0, NUMBER, None], [3.0, NUMBER, None]]
     for value in (1.0, [1.0], None):
-        answer = judge(lambda texts, truths, sources, value=value: value, ITEM, ITEM)
+        answer = grade(lambda texts, truths, sources, value=value: value, ITEM, ITEM)
         assert f"my_rewards:score returned {value!r} for 2 responses; return a list" in str(answer)
 
 
@@ -75,15 +115,15 @@ def test_async_judgements_run_together_and_each_has_its_own_end():
         return 1, "right", None
 
     texts = ("a", "hang", "raise", "b")
-    answers = judge(score, *(Item(text, "", "") for text in texts), time_limit=1.0)
+    answers = grade(score, *(Item(text, "", "") for text in texts), time_limit=1.0)
     assert answers[0] == answers[3] == [1.0, "right", None]
     assert answers[1] == [0.0, TIME_LIMIT, None]
     assert "of its own client" in answers[2]["error"]
 
 
 def test_async_for_lists_and_objects_that_can_be_called():
-    class Judge:
+    class Grader:
         async def __call__(self, texts, ground_truths, data_sources):
             return [float(len(text)) for text in texts]
 
-    assert judge(Judge(), ITEM, ITEM) == [[4.0, NUMBER, None]] * 2
+    assert grade(Grader(), ITEM, ITEM) == [[4.0, NUMBER, None]] * 2

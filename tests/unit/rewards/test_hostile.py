@@ -19,26 +19,26 @@ TRUTHS = ("42", r"\frac{1}{2}", "x^2+1", "(1,2)", r"5 \text{ cm}")
 
 
 def test_none_hangs_ends_a_worker_or_runs_as_code_on_any_number_of_workers(tmp_path):
-    canary, said = tmp_path / "canary", []
+    canary, output = tmp_path / "canary", []
     answers = hostile_answers(COUNT, seed=1, canary=canary) + [
         rf"\boxed{{{one}}}" for one in EXPLOSIVE[: 1 if COUNT < 10_000 else None]
     ]
     items = [Item(text, TRUTHS[i % 5], "fuzz") for i, text in enumerate(answers)]
-    verdicts = []
+    grade_results = []
     for workers in (2, 1):
         asked = items if workers == 2 else items[: COUNT // 4]
         # `end`: an exception, or a process that dies twice over an answer, would be raised.
-        with VerifierPool(workers=workers, time_limit=5.0, say=said.append) as pool:
-            verdicts.append(pool.verify_all(asked))
+        with VerifierPool(workers=workers, time_limit=5.0, echo=output.append) as pool:
+            grade_results.append(pool.verify_all(asked))
     assert not canary.exists()
-    assert said == []
-    reasons = Counter(verdict.reason for verdict in verdicts[0])
+    assert output == []
+    reasons = Counter(grade_result.reason for grade_result in grade_results[0])
     print(reasons, file=sys.stderr)
     assert FAILED not in reasons
     # Out of time are the explosive ones, and no others; they are not called wrong.
     assert 1 <= reasons[TIME_LIMIT] <= len(answers) - COUNT
-    assert all(verdict.reward in (0.0, 1.0) for verdict in verdicts[0])
-    assert verdicts[1] == verdicts[0][: COUNT // 4]
+    assert all(grade_result.reward in (0.0, 1.0) for grade_result in grade_results[0])
+    assert grade_results[1] == grade_results[0][: COUNT // 4]
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ from megatron_rl.rewards import pool as pool_module
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.process import WorkerProcess
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, Item, VerifierError
-from megatron_rl.types import Verdict
+from megatron_rl.types import GradeResult
 from tests.running import assert_end
 
 HANGING = ("spin", "sleep 60", r"\boxed{1000", r"\boxed{9^")
+BY_NAME = "tests.unit.rewards.misbehaving_verifiers:score_by_name"
 MISBEHAVING = "tests.unit.rewards.misbehaving_verifiers:verify_as_told"
 
 
@@ -47,9 +48,9 @@ def pool():
 
 def test_verdicts_come_in_the_order_of_the_items(pool):
     # The first one ends last.
-    verdicts = pool.verify_all(as_items("sleep 0.2", *("x" * n for n in range(50))))
-    assert [verdict.reward for verdict in verdicts] == [9.0, *map(float, range(50))]
-    assert verdicts[7] == Verdict(6.0, "source", "truth")
+    grade_results = pool.verify_all(as_items("sleep 0.2", *("x" * n for n in range(50))))
+    assert [grade_result.reward for grade_result in grade_results] == [9.0, *map(float, range(50))]
+    assert grade_results[7] == GradeResult(6.0, "source", "truth")
     assert pool.verify_all([]) == []
 
 
@@ -66,16 +67,16 @@ def test_workers_are_kept_from_call_to_call(pool):
 
 def test_a_hang_costs_its_time_limit_and_only_its_own_reward(pool):
     start = time.monotonic()
-    verdicts = pool.verify_all(as_items("ab", "spin", "abc", "sleep 60", "abcd"))
-    limit = Verdict(0.0, "time limit", None)
-    assert verdicts[1] == verdicts[3] == limit
-    assert [verdicts[i].reward for i in (0, 2, 4)] == [2.0, 3.0, 4.0]
+    grade_results = pool.verify_all(as_items("ab", "spin", "abc", "sleep 60", "abcd"))
+    limit = GradeResult(0.0, "time limit", None)
+    assert grade_results[1] == grade_results[3] == limit
+    assert [grade_results[i].reward for i in (0, 2, 4)] == [2.0, 3.0, 4.0]
     assert time.monotonic() - start < 50
 
 
 def test_what_a_verifier_prints_is_said_line_by_line_with_its_name():
     lines = []
-    with VerifierPool(verifier=MISBEHAVING, say=lines.append) as pool:
+    with VerifierPool(verifier=MISBEHAVING, echo=lines.append) as pool:
         assert pool.verify_all(as_items("print", "abc"))[1].reward == 3.0
     assert lines == [f"{MISBEHAVING}: noise on standard output", f"{MISBEHAVING}: and on error"]
 
@@ -89,22 +90,22 @@ def test_an_exception_of_the_verifier_is_raised_with_its_traceback(pool):
 
 @pytest.mark.parametrize("text", ["raise", "die", "return-nothing"])
 def test_on_error_zero_is_no_reward_and_counted_apart(text):
-    said = []
+    output = []
     with VerifierPool(
-        workers=2, verifier=MISBEHAVING, on_error="zero", say=said.append, time_limit=30.0
+        workers=2, verifier=MISBEHAVING, on_error="zero", echo=output.append, time_limit=30.0
     ) as pool:
-        verdicts = pool.verify_all(as_items("a", text, "abc"))
-    assert verdicts[1] == Verdict(0.0, FAILED, None)
-    assert [verdicts[0].reward, verdicts[2].reward] == [1.0, 3.0]
-    assert "1 judgements failed; the first: the verifier failed on response 1 of 3" in said[-1]
+        grade_results = pool.verify_all(as_items("a", text, "abc"))
+    assert grade_results[1] == GradeResult(0.0, FAILED, None)
+    assert [grade_results[0].reward, grade_results[2].reward] == [1.0, 3.0]
+    assert "1 judgements failed; the first: the verifier failed on response 1 of 3" in output[-1]
 
 
 def test_on_error_retry_tries_again_and_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(pool_module, "RETRY_SECONDS", (0.01, 0.02))
     with VerifierPool(workers=2, verifier=MISBEHAVING, on_error="retry") as pool:
-        verdicts = pool.verify_all(as_items("a", f"raise-once {tmp_path / 'mark'}"))
-        assert [verdict.retries for verdict in verdicts] == [0, 1]
-        assert verdicts[1].reason == "source"
+        grade_results = pool.verify_all(as_items("a", f"raise-once {tmp_path / 'mark'}"))
+        assert [grade_result.retries for grade_result in grade_results] == [0, 1]
+        assert grade_results[1].reason == "source"
         with pytest.raises(VerifierError, match=r"(?s)after 2 new attempts, .*response 1 of 2"):
             pool.verify_all(as_items("a", "raise"))
         assert pool.verify_all(as_items("ab"))[0].reward == 2.0
@@ -115,12 +116,12 @@ def test_one_response_of_many_costs_no_other_one_its_reward():
     name = "tests.unit.rewards.misbehaving_verifiers:verify_many_as_told"
     with VerifierPool(workers=2, time_limit=60.0, verifier=name, on_error="zero") as pool:
         texts = ["a", "raise", *"b" * 9, "sleep 60", "die", "count"]
-        verdicts = pool.verify_all(as_items(*texts))
-        reasons = [verdict.reason for verdict in verdicts]
+        grade_results = pool.verify_all(as_items(*texts))
+        reasons = [grade_result.reason for grade_result in grade_results]
         assert (reasons[1], reasons[11], reasons[12]) == (FAILED, TIME_LIMIT, FAILED)
-        assert [verdicts[i].reward for i in (0, *range(2, 11))] == [1.0] * 10
+        assert [grade_results[i].reward for i in (0, *range(2, 11))] == [1.0] * 10
         # The first worker takes its share of 8, who comes later a share of what is left.
-        counts = [verdict.reward for verdict in pool.verify_all(as_items(*["count"] * 8))]
+        counts = [grade_result.reward for grade_result in pool.verify_all(as_items(*["count"] * 8))]
         assert counts[:4] == [4.0] * 4 and max(counts[4:]) <= 2.0
 
 
@@ -139,8 +140,8 @@ def test_a_process_that_dies_over_a_response_twice_is_an_error(pool):
 
 
 def test_a_process_that_dies_once_is_replaced(pool, tmp_path):
-    verdicts = pool.verify_all(as_items("a", f"die-once {tmp_path / 'mark'}", "abc"))
-    assert [v.reason for v in verdicts] == ["source"] * 3
+    grade_results = pool.verify_all(as_items("a", f"die-once {tmp_path / 'mark'}", "abc"))
+    assert [v.reason for v in grade_results] == ["source"] * 3
 
 
 def test_a_worker_loads_neither_torch_nor_vllm(pool):
@@ -151,9 +152,9 @@ def test_a_factorial_that_would_take_hours_is_cut_short():
     with VerifierPool(time_limit=60.0) as pool:
         start = time.monotonic()
         texts = [r"\boxed{100000000!}", r"\boxed{9^{9^{9^9}}}", r"\boxed{5}"]
-        verdicts = pool.verify_all([Item(text, "5", "set") for text in texts])
-        assert [v.reward for v in verdicts] == [0.0, 0.0, 1.0]
-        assert verdicts[0] == Verdict(0.0, "time limit", None)
+        grade_results = pool.verify_all([Item(text, "5", "set") for text in texts])
+        assert [v.reward for v in grade_results] == [0.0, 0.0, 1.0]
+        assert grade_results[0] == GradeResult(0.0, "time limit", None)
         assert time.monotonic() - start < 50
 
 
@@ -179,6 +180,53 @@ def test_a_verifier_that_cannot_be_loaded_is_an_error_at_the_first_use():
         pool.start()  # before anything is generated
 
 
+@pytest.mark.parametrize(
+    ("weights", "text", "expected"),
+    [
+        (
+            {},
+            "correct format",
+            GradeResult(1.5, "scored", None, rewards={"correct": 1, "format": 0.5}),
+        ),
+        # 2 * 1 - 0.5 * 1/2
+        ({"correct": 2.0, "format": -0.5}, "correct format", 1.75),
+        ({"correct": 1.0, "format": 0.0}, "correct format", 1.0),
+        ({"correct": 1.0, "fromat": 1.0}, "correct format", "weights has correct, fromat; give"),
+        ({"correct": 1.0}, "correct format", "returned rewards named correct, format, and reward"),
+        ({"correct": 1.0, "format": 1.0}, "correct", "returned rewards named correct, and reward"),
+        ({"correct": 1.0}, "", "returned a single reward, and reward.weights has correct"),
+    ],
+)
+def test_named_rewards_are_added_up_by_their_weights(weights, text, expected):
+    with VerifierPool(verifier=BY_NAME, weights=weights) as pool:
+        if isinstance(expected, str):
+            with pytest.raises(VerifierError, match=expected):
+                pool.verify_all(as_items(text))
+            return
+        (grade_result,) = pool.verify_all(as_items(text))
+        assert expected in (grade_result, grade_result.reward)
+        with pytest.raises(VerifierError, match=r"and correct, format for an earlier one|weights"):
+            pool.verify_all(as_items("correct"))
+
+
+def test_a_worker_without_enough_memory_names_the_setting():
+    with (
+        VerifierPool(verifier=MISBEHAVING, memory_gib=1.0) as pool,
+        pytest.raises(VerifierError, match=r"MemoryError\n.*reward.memory_gib=1 GiB .*raise it"),
+    ):
+        pool.verify_all(as_items("fill 2"))
+    with VerifierPool(verifier=MISBEHAVING, memory_gib=None) as pool:
+        assert pool.verify_all(as_items("fill 5"))[0].reward == 1.0  # more than the default
+
+
+def test_a_verifier_with_another_signature_is_one_sentence():
+    name = "tests.unit.rewards.misbehaving_verifiers:have_another_signature"
+    with VerifierPool(verifier=name) as pool, pytest.raises(VerifierError) as error:
+        pool.start()
+    assert "Traceback" not in str(error.value)
+    assert "a reward of TRL (completions, kwargs)" in str(error.value)
+
+
 def test_a_started_pool_has_loaded_the_verifier(tmp_path, monkeypatch):
     """Of the folder that the command is started in, as a verifier of one's own is."""
     program = "def score(text, ground_truth, data_source, row):\n    return row['level']\n"
@@ -188,7 +236,7 @@ def test_a_started_pool_has_loaded_the_verifier(tmp_path, monkeypatch):
         pool.start()
         assert all(worker.is_ready for worker in pool._workers)
         item = Item("a", "", "", '{"level": 0.5}')
-        assert pool.verify_all([item]) == [Verdict(0.5, "scored", None)]
+        assert pool.verify_all([item]) == [GradeResult(0.5, "scored", None)]
 
 
 def test_a_worker_whose_parent_is_gone_says_nothing():
@@ -244,7 +292,7 @@ pool.verify_all([Item("spin", "", "")])
 
 def test_a_worker_outlives_the_thread_that_needed_it():
     """The kernel takes the thread that starts a process for its parent."""
-    with VerifierPool(workers=1, verifier=MISBEHAVING, on_error="zero", say=str) as pool:
+    with VerifierPool(workers=1, verifier=MISBEHAVING, on_error="zero", echo=str) as pool:
         thread = threading.Thread(target=pool.verify_all, args=(as_items("die"),))
         thread.start()  # twice, and each time another worker takes its place
         thread.join()
@@ -256,8 +304,8 @@ def test_workers_see_no_secrets(monkeypatch):
     for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_DATABASE", "JUDGE_KEY"):
         monkeypatch.setenv(name, "secret")
     with VerifierPool(verifier=MISBEHAVING, environment=["JUDGE_KEY"]) as pool:
-        (verdict,) = pool.verify_all(as_items("environment"))
-    seen = set(verdict.reason.split(","))
+        (grade_result,) = pool.verify_all(as_items("environment"))
+    seen = set(grade_result.reason.split(","))
     assert {"PATH", "PYTHONPATH", "JUDGE_KEY"} <= seen
     assert not seen & {"WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_DATABASE"}
     with pytest.raises(VerifierError, match=r"reward.environment names NO_SUCH_KEY, not set"):

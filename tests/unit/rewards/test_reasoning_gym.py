@@ -68,14 +68,14 @@ def test_a_made_file_is_judged_by_the_task_s_own_checker(tmp_path):
     for row in rows:
         truth = row["reward_model"]["ground_truth"]
 
-        def judge(text, truth=truth, row=row):
+        def grade(text, truth=truth, row=row):
             return verify(text, truth, row["data_source"], row)[0]
 
-        assert judge(f"so <answer>0</answer>, no: <answer> {truth} </answer>") == 1.0
-        assert judge(f"<answer>{truth} or so</answer>") == 0.0  # a part of the score is none
-        assert judge(f"<answer>{truth}1</answer>") == 0.0
-        assert judge(truth) == 1.0  # as a run tries it
-        assert judge(f"it is {truth}") == 0.0
+        assert grade(f"so <answer>0</answer>, no: <answer> {truth} </answer>") == 1.0
+        assert grade(f"<answer>{truth} or so</answer>") == 0.0  # a part of the score is none
+        assert grade(f"<answer>{truth}1</answer>") == 0.0
+        assert grade(truth) == 1.0  # as a run tries it
+        assert grade(f"it is {truth}") == 0.0
         with pytest.raises(ValueError, match="make the file again"):
             verify("", truth + "0", row["data_source"], row)
 

@@ -23,7 +23,7 @@ def test_only_complete_checkpoints_count_and_old_ones_go(tmp_path):
         write(folders, step)
     folders.partial(8).mkdir()  # killed while writing
     folders.folder(9).mkdir()  # without its manifest
-    assert folders.sound_steps() == [2, 4, 6]
+    assert folders.intact_steps() == [2, 4, 6]
     folders.prune(keep=2)
     assert folders.steps() == [4, 6, 9]  # what is damaged is for a person to delete
     assert not list(tmp_path.glob(".*"))
@@ -43,7 +43,7 @@ def test_a_kill_while_pruning_leaves_nothing_under_a_checkpoint_s_name(tmp_path,
     with pytest.raises(KeyboardInterrupt):
         folders.prune(keep=1)
     monkeypatch.undo()
-    assert folders.steps() == folders.sound_steps() == [2]
+    assert folders.steps() == folders.intact_steps() == [2]
     folders.clean()
     assert [folder.name for folder in tmp_path.iterdir()] == ["step_000002"]
 
@@ -55,7 +55,7 @@ def test_each_kind_of_damage_is_named(tmp_path):
     assert folders.problem(3, share=(0, 1)) is None
     shard.write_bytes(b"12346")  # a flipped bit: sizes agree
     assert folders.problem(3) is None
-    assert "actor/weights is not what was written" in folders.problem(3, share=(0, 1))
+    assert "actor/weights was modified" in folders.problem(3, share=(0, 1))
     assert folders.problem(3, share=(1, 2)) is None  # another rank reads this file
     shard.write_bytes(b"12")
     assert folders.problem(3) == "actor/weights has 2 of 5 bytes"
@@ -81,7 +81,7 @@ def test_set_aside_keeps_everything_with_the_reason(tmp_path):
     folders = CheckpointFolders(tmp_path)
     for _ in range(2):
         write(folders, 3)
-        aside = folders.set_aside(3, "rank 1: a flipped bit")
+        aside = folders.quarantine(3, "rank 1: a flipped bit")
         assert (aside / "actor" / "weights").read_bytes() == b"12345"
         assert (aside / "damage.txt").read_text() == "rank 1: a flipped bit\n"
     assert [folder.name for folder in folders.damaged()] == [
@@ -116,7 +116,7 @@ def test_a_kill_between_the_two_renames_of_a_replacement_leaves_the_one_before(
     monkeypatch.undo()
     assert folders.steps() == []
     folders.clean()
-    assert folders.sound_steps() == [3]
+    assert folders.intact_steps() == [3]
     assert (folders.folder(3) / "actor" / "weights").read_bytes() == b"12345"
 
 

@@ -1,5 +1,6 @@
 """What a run keeps, refuses, rewinds and repeats."""
 
+import dataclasses
 import json
 import socket
 import subprocess
@@ -10,14 +11,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl.config import ConfigError, LoggingSection, parse_config
-from megatron_rl.console import Console
+from megatron_rl.data.rows import Columns, parse_row, read_rows
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.rewards.calling import read_grade
 from megatron_rl.runs.checkpoints import MANIFEST, file_names, sum_files
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.rows import read_metrics
-from megatron_rl.trainer.metrics import MetricLog
-from megatron_rl.trainer.saving import CheckpointKeeper
-from megatron_rl.types import Prompt, Response, Rollout, Verdict
+from megatron_rl.telemetry.console import Console
+from megatron_rl.telemetry.metrics import MetricLog
+from megatron_rl.trainer.checkpointing import CheckpointKeeper
+from megatron_rl.types import GradeResult, Prompt, Response, Rollout
 from tests.ranks import run_ranks
 
 
@@ -28,7 +31,7 @@ def build_config(**run):
 def build_rollout(reward=1.0):
     prompt = Prompt(3, ({"role": "user", "content": "1+1"},), (5, 6), "2", "toy")
     response = Response(3, 0, (7, 8), (-0.5, -0.25), "2", "stop", 4)
-    return Rollout(prompt, response, Verdict(reward, "equal", "2"))
+    return Rollout(prompt, response, GradeResult(reward, "equal", "2"))
 
 
 def record(directory, step):
@@ -86,7 +89,7 @@ def test_a_run_that_was_out_of_memory_continues_with_less(tmp_path):
     record(directory, 0)
     smaller = build_config(resume="auto").model_dump() | {
         "trainer": {"tokens_per_micro_batch": 4096, "recompute": "full"},
-        "rollout": {"max_sequences": 32},
+        "rollout": {"max_num_seqs": 32},
     }
     directory.check_usable(parse_config(smaller))
 
@@ -106,8 +109,8 @@ def test_one_process_at_a_time_uses_a_directory(tmp_path):
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout is not None and holder.stdout.readline()
     directory = RunDirectory(tmp_path / "a")
-    said = rf"a is in use by process {holder.pid} on {socket.gethostname()}; wait until"
-    with pytest.raises(ConfigError, match=said):
+    output = rf"a is in use by process {holder.pid} on {socket.gethostname()}; wait for"
+    with pytest.raises(ConfigError, match=output):
         directory.lock()
     holder.kill()
     holder.communicate()
@@ -118,7 +121,9 @@ def test_what_a_failed_save_left_goes_when_the_run_continues(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.create(build_config())
     (directory.checkpoints.partial(8) / "actor").mkdir(parents=True)
-    keeper = CheckpointKeeper(build_config(), directory, Console(speaks=False), 0, lambda: None)
+    keeper = CheckpointKeeper(
+        build_config(), directory, Console(is_main_rank=False), 0, lambda: None
+    )
     assert keeper.restore(None) == 0  # there is nothing to load
     assert not list(directory.checkpoints.path.iterdir())
 
@@ -136,7 +141,7 @@ class LoadingActor:
 
 
 def restore(directory, actor):
-    console = Console(speaks=False)
+    console = Console(is_main_rank=False)
     return CheckpointKeeper(build_config(), directory, console, 0, lambda: None).restore(actor)
 
 
@@ -165,7 +170,7 @@ def test_a_checkpoint_that_loads_as_something_else_is_set_aside(tmp_path):
         manifest.write_text(json.dumps(state))
     assert restore(directory, LoadingActor()) == 3
     (aside,) = directory.checkpoints.damaged()
-    assert "has the sum 12345, what was saved 54321" in (aside / "damage.txt").read_text()
+    assert "has the sum 12345, the saved 54321" in (aside / "damage.txt").read_text()
 
 
 def test_without_a_sound_checkpoint_nothing_begins_again(tmp_path):
@@ -173,9 +178,9 @@ def test_without_a_sound_checkpoint_nothing_begins_again(tmp_path):
     directory.create(build_config())
     write_checkpoint(directory, 3)
     (directory.checkpoints.folder(3) / "actor" / "weights").write_text("12346")
-    with pytest.raises(ConfigError, match="no sound checkpoint left") as error:
+    with pytest.raises(ConfigError, match="no intact checkpoint left") as error:
         restore(directory, LoadingActor())
-    assert "step 3: rank 0: actor/weights is not what was written" in str(error.value)
+    assert "step 3: rank 0: actor/weights was modified" in str(error.value)
     # And it is refused before any work from then on.
     with pytest.raises(ConfigError, match=r"damaged: .*step_000003\.damaged"):
         directory.check_usable(build_config(resume="auto"))
@@ -192,7 +197,9 @@ def see_damage_alone(rank, world_size, path):
         )
     actor = LoadingActor()
     actor.topology = Topology(world_size=world_size, rank=rank, dp_size=world_size)
-    keeper = CheckpointKeeper(build_config(), directory, Console(speaks=False), rank, lambda: None)
+    keeper = CheckpointKeeper(
+        build_config(), directory, Console(is_main_rank=False), rank, lambda: None
+    )
     return keeper.restore(actor)
 
 
@@ -235,7 +242,7 @@ def test_what_a_resumed_run_changes_is_written_down(tmp_path):
     write_checkpoint(directory, 6)
     changed = build_config(resume="auto").model_dump()
     changed |= {
-        "optimizer": {"learning_rate": 5e-7, "clip_grad": 0.5},
+        "optimizer": {"learning_rate": 5e-7, "max_grad_norm": 0.5},
         "trainer": {"steps": 900},
         "reward": {"time_limit_seconds": 20},
         "rollout": {"time_limit_seconds": 99},
@@ -244,7 +251,7 @@ def test_what_a_resumed_run_changes_is_written_down(tmp_path):
     directory.create(parse_config(changed))
     lines = (tmp_path / "a" / "changes.jsonl").read_text().splitlines()
     rows = {row["key"]: row for row in map(json.loads, lines)}
-    assert rows.keys() == {"optimizer.learning_rate", "optimizer.clip_grad", "trainer.steps",
+    assert rows.keys() == {"optimizer.learning_rate", "optimizer.max_grad_norm", "trainer.steps",
                            "reward.time_limit_seconds", "rollout.time_limit_seconds"}  # fmt: skip
     assert rows["optimizer.learning_rate"]["to"] == 5e-7
     assert rows["trainer.steps"]["after_step"] == 6
@@ -277,7 +284,45 @@ def test_rollouts_keep_everything_a_study_needs(tmp_path):
         7, [build_rollout()], advantages=[0.5], behavior_logprobs=[np.array([-0.5, -0.25])]
     )
     row = pq.read_table(directory.rollouts / "step_000007.parquet").to_pylist()[0]
+    assert "rewards" not in row
     assert row["behavior_logprobs"] == row["rollout_logprobs"] == [-0.5, -0.25]
     assert row["token_ids"] == [7, 8]
     assert (row["reward"], row["advantage"], row["weight_version"]) == (1.0, 0.5, 4)
     assert (row["prompt"], row["response"], row["extracted"]) == ("1+1", "2", "2")
+
+
+def test_named_rewards_are_kept_beside_their_sum(tmp_path):
+    directory = RunDirectory(tmp_path)
+    rollout = build_rollout()
+    named = {"format": 0.1, "correct": 1.0}
+    grade_results = [dataclasses.replace(rollout.grade_result, rewards=one) for one in (named, {})]
+    directory.write_rollouts(
+        1,
+        [dataclasses.replace(rollout, grade_result=grade_result) for grade_result in grade_results],
+        advantages=[0.5, 0.5],
+        behavior_logprobs=[None, None],
+    )
+    table = pq.read_table(directory.rollouts / "step_000001.parquet")
+    assert table["rewards"].to_pylist() == [named, None]  # the second was not graded
+
+
+def test_odd_characters_of_verifiers_and_data_never_stop_a_record(tmp_path):
+    """The whole path: what enters by a verdict or a row can be written."""
+    (tmp_path / "set.jsonl").write_text(
+        '{"q": "cut \\ud83d", "a": "7\\ude00", "data_source": "\\ud83d", "more": ["\\ud83d"]}\n'
+    )
+    columns = Columns(prompt="q", answer="a")
+    ((number, plain),) = read_rows(tmp_path / "set.jsonl", columns)
+    row = parse_row(plain, columns, path=tmp_path, number=number)
+    reward, reason, answer = read_grade((1, "\ud83d", "x\udc00"), name="r:f")
+    prompt = Prompt(0, row.messages, (5,), row.ground_truth, row.data_source, json.dumps(plain))
+    response = Response(0, 0, (7, 8), (-0.5, -0.25), "2", "stop", 4)
+    rollout = Rollout(prompt, response, GradeResult(reward, reason, answer))
+    directory = RunDirectory(tmp_path / "run")
+    directory.create(build_config())
+    directory.write_rollouts(1, [rollout], advantages=[0.5], behavior_logprobs=[None])
+    directory.write_evaluation("held", 1, [rollout])
+    (kept,) = pq.read_table(directory.rollouts / "step_000001.parquet").to_pylist()
+    assert (kept["prompt"], kept["ground_truth"], kept["data_source"]) == ("cut ?", "7?", "?")
+    assert (kept["reason"], kept["extracted"]) == ("?", "x?")
+    assert json.loads(prompt.row)["more"] == ["?"]

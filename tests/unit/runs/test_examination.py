@@ -32,9 +32,9 @@ def run(tmp_path):
         (folder / "weights").write_bytes(b"w" * 1000)
         sums = {"weights": hashlib.sha256(b"w" * 1000).hexdigest()}
         run.checkpoints.complete(step, sums=sums, digests=[])
-    run.faults.mkdir()
-    fault = {"step": 1, "update": 3, "reason": "the gradient's norm is inf"}
-    (run.faults / "faults.jsonl").write_text(json.dumps(fault) + "\n")
+    run.skipped_updates.mkdir()
+    fault = {"step": 1, "update": 3, "reason": "the gradient norm is inf"}
+    (run.skipped_updates / "skipped_updates.jsonl").write_text(json.dumps(fault) + "\n")
     return run
 
 
@@ -47,14 +47,27 @@ def test_a_sound_run(run, capsys):
     # 0.6 = (0.4 + 0.8) / 2 at step 4
     assert found["metrics"] == "steps 0 to 4, best evaluation 60.0 at step 4"
     assert found["rollouts"] == "12 of 4 steps"
-    assert found["faults"] == "1 updates skipped, the last in step 1, the gradient's norm is inf"
+    assert (
+        found["skipped_updates"]
+        == "1 updates skipped, the last in step 1, the gradient norm is inf"
+    )
     assert found["resuming"] == "after step 4"
     assert not problems(run)
     assert print_run(str(run.path)) == 0
-    assert "all of it is sound" in capsys.readouterr().out
+    assert "Run is intact." in capsys.readouterr().out
 
 
-def test_damage_is_seen_and_left_as_it_is(run, capsys):
+def test_steps_of_which_only_a_sample_is_kept_are_counted(run):
+    for step in (1, 2):
+        table = pa.table({"x": [1, 2, 3], "sampled": [False, True, True]})
+        pq.write_table(table, run.rollouts / f"step_{step:06d}.parquet")
+    run.thin_rollouts([1, 2, 3])
+    found = {part.name: part.found for part in examine_run(run.path)}
+    assert found["rollouts"] == "10 of 4 steps, of 2 a sample (logging.keep_rollouts)"
+    assert not problems(run)
+
+
+def test_examine_run_reports_damage_without_changing_it(run, capsys):
     weights = run.checkpoints.folder(4) / "weights"
     weights.write_bytes(b"w" * 999 + b"v")  # the same size: only its sum tells
     (run.rollouts / "step_000002.parquet").write_bytes(b"PAR1")
@@ -70,20 +83,20 @@ def test_damage_is_seen_and_left_as_it_is(run, capsys):
     wrong = problems(run)
     assert "SHA-256 differs" in wrong.pop("checkpoint 4")
     assert wrong.pop("rollouts") == "cannot be read: step 2; missing: step 3, 9"
-    assert wrong.pop("metrics") == "rows are missing or doubled from step 9 on"
+    assert wrong.pop("metrics") == "rows are missing or duplicated from step 9 on"
     assert "model.safetensors" in wrong.pop("model")
-    assert "its newest sound checkpoint is of step 4" in wrong.pop("resuming")
+    assert "its newest intact checkpoint is of step 4" in wrong.pop("resuming")
     assert not wrong
     found = {part.name: part.found for part in examine_run(run.path)}
     assert found["stall"] == "20260101-000000-host.txt: host: no progress for 600 s"
-    assert found[".step_000005.partial"] == "not complete; the next start removes it"
+    assert found[".step_000005.partial"] == "incomplete; the next start removes it"
     assert print_run(str(run.path)) == 1
-    assert "not sound: metrics, rollouts, checkpoint 4, model" in capsys.readouterr().out
+    assert "Corrupted: metrics, rollouts, checkpoint 4, model" in capsys.readouterr().out
     assert sorted(run.path.rglob("*")) == before
 
 
 def test_what_is_no_run_is_refused(tmp_path, run):
-    with pytest.raises(ConfigError, match=r"is no run directory: it has no config.yaml"):
+    with pytest.raises(ConfigError, match=r"is not a run directory: it has no config.yaml"):
         examine_run(tmp_path)
     run.config_file.write_text("trainer: {steps: many}")
     assert "trainer.steps" in problems(run)["settings"]

@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from megatron_rl.runs.group_file import read_groups, write_groups
-from megatron_rl.types import Group, Prompt, Response, Rollout, Slot, Verdict
+from megatron_rl.types import GradeResult, Prompt, PromptGroup, PromptSlot, Response, Rollout
 
 
 def make_group(step=2, *, rng=None):
@@ -19,22 +19,22 @@ def make_group(step=2, *, rng=None):
                 7, sample, rng.integers(0, 99, length, np.int32),
                 rng.standard_normal(length).astype(np.float32), "text ü", reason, 3, later,
             ),
-            Verdict(1 / 3, "equal", extracted, retries=sample),
+            GradeResult(1 / 3, "equal", extracted, sample, {"correct": 1 / 3, "format": 0.1}),
         )
         for sample, (length, reason, extracted, later) in enumerate(
             [(3, "stop", None, ()), (5, "length", "2", ((2, 4), (4, 5)))]
         )
     )  # fmt: skip
-    return Group(
-        slot=Slot(step, 1),
+    return PromptGroup(
+        slot=PromptSlot(step, 1),
         rollouts=rollouts,
         advantages=rng.standard_normal(2).astype(np.float32),
         behavior_logprobs=(rng.standard_normal(3).astype(np.float32), None),
         entropy=1 / 3,
-        generated=1,
+        generated_at_step=1,
         updates=12,
-        first_trained=3,
-        trained=2,
+        first_trained_at_step=3,
+        times_trained=2,
     )
 
 

@@ -10,16 +10,16 @@ def test_the_page_is_what_the_tool_makes():
 
 def test_every_key_has_a_row_with_its_default_and_its_rule():
     rows = [line.split(" | ") for line in page().splitlines() if line.startswith("| `")]
-    said = {row[0].strip("| `"): row[1:] for row in rows}
+    output = {row[0].strip("| `"): row[1:] for row in rows}
     # A section within a section is a key of its own, beside those in it.
     within = {"data.columns", "data.mix", "data.mix.columns", "eval.columns", "eval.sets",
               "eval.sets.columns", "logging.wandb", "shaping.overlong"}  # fmt: skip
-    assert set(said) == set(valid_keys(Config)) | within
-    assert said["optimizer.beta1"][:2] == ["`0.9`", "number ≥ 0.0, < 1.0"]
-    assert said["rollout.responses_per_prompt"][:2] == ["`8`", "integer ≥ 2"]
-    assert said["run.resume"][:2] == ["`never`", "`never` or `auto`"]
-    assert said["run.name"][:2] == [
+    assert set(output) == set(valid_keys(Config)) | within
+    assert output["optimizer.beta1"][:2] == ["`0.9`", "number ≥ 0.0, < 1.0"]
+    assert output["rollout.responses_per_prompt"][:2] == ["`8`", "integer ≥ 2"]
+    assert output["run.resume"][:2] == ["`never`", "`never` or `auto`"]
+    assert output["run.name"][:2] == [
         "`null`",
         "a file name of letters, digits, `.`, `_` and `-` or `null`",
     ]
-    assert all(row[-1].removesuffix("|").strip() for row in said.values())
+    assert all(row[-1].removesuffix("|").strip() for row in output.values())

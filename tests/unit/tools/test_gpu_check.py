@@ -1,4 +1,4 @@
-"""Every row of the GPU check fails where what it looks at is wrong; here on a CPU, by stand-ins."""
+"""Every row of the GPU check fails on wrong results; tested on a CPU with fakes."""
 
 import itertools
 import json
@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from tools.gpu_check import __main__ as command
-from tools.gpu_check import actors, engine, machine, numerics, rehearsal, row, speed
+from tools.gpu_check import actors, dry_run, engine, machine, numerics, row, speed
 from tools.gpu_check.row import Row, run_row
 
 
 def halved(function):
-    """The same, half as large where it is floating point."""
+    """Halve the floating point tensors of a result."""
 
     def wrong(*args, **kwargs):
         made = function(*args, **kwargs)
@@ -31,7 +31,7 @@ def failing(name, check):
     return made.detail
 
 
-def test_machine_names_releases_that_are_no_set(monkeypatch):
+def test_machine_check_names_unsupported_versions(monkeypatch):
     from megatron_rl.commands import doctor
 
     assert run_row("machine", machine.check_machine).status == "ok"
@@ -39,7 +39,7 @@ def test_machine_names_releases_that_are_no_set(monkeypatch):
     assert "torch 0.1 is not ==2.13.0" in failing("machine", machine.check_machine)
 
 
-def test_two_devices_must_exchange_exactly():
+def test_exchange_check_fails_on_inexact_results():
     good = {"backend": "x", "sum_gbps": 1.0, "message_gbps": 1.0, "sum_error": 0.0,
             "message_error": 0.0}  # fmt: skip
     machine.judge_exchange(Row("two_devices"), [good, good])
@@ -48,7 +48,7 @@ def test_two_devices_must_exchange_exactly():
             machine.judge_exchange(Row("two_devices"), [good, {**good, key: 1e-3}])
 
 
-def test_groups_must_sum(monkeypatch):
+def test_groups_check_fails_on_wrong_sums(monkeypatch):
     monkeypatch.setattr(numerics, "one_process", lambda: SimpleNamespace(
         device="cpu", tp_group=0, cp_group=0, pp_group=0, dp_cp_group=0))  # fmt: skip
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: "stand-in")
@@ -65,7 +65,7 @@ def test_groups_must_sum(monkeypatch):
         (numerics.check_chunks, "megatron_rl.distributed.context_attention", "attend_fused"),
     ],
 )  # fmt: skip
-def test_wrong_mathematics(monkeypatch, check, module, name):
+def test_numeric_checks_fail_on_wrong_results(monkeypatch, check, module, name):
     imported = __import__(module, fromlist=[name])
     monkeypatch.setattr(imported, name, halved(getattr(imported, name)))
     assert "error is" in failing(name, check)
@@ -96,9 +96,9 @@ def test_memory_must_grow_linearly(monkeypatch):
 
 
 class Actor:
-    """What the rows ask of an actor."""
+    """Fake actor with the interface that the rows use."""
 
-    wrapped = optimizer = None
+    ddp_chunks = optimizer = None
 
     def __init__(self, *norms, deviation=0.0):
         self.norms, self.deviation = iter(norms), deviation
@@ -115,21 +115,21 @@ class Actor:
 
 
 @pytest.mark.parametrize(
-    ("actor", "said"),
+    ("actor", "output"),
     [
         (Actor(1.0, deviation=1e-6), "first ratio - 1 is 1e-06"),
         (Actor(1.0, 1.0, 1.1), "update after loading is 0.1"),
     ],
 )
-def test_an_update_must_be_exact_and_repeat(monkeypatch, actor, said):
+def test_update_check_fails_on_inexact_updates(monkeypatch, actor, output):
     monkeypatch.setattr(actors, "_save_model", lambda *_: None)
     monkeypatch.setattr(actors, "_build", lambda *_: (actor, None, None))
     memory = "megatron_rl.actor.memory.training_state_bytes"
     monkeypatch.setattr(memory, lambda *_: 1 << 20)
-    assert said in failing("update", actors.check_update)
+    assert output in failing("update", actors.check_update)
 
 
-def test_sleep_must_free_the_device(monkeypatch):
+def test_update_check_fails_if_sleep_frees_no_memory(monkeypatch):
     monkeypatch.setattr(actors, "DEVICE", "cuda")
     monkeypatch.setattr(actors, "_save_model", lambda *_: None)
     monkeypatch.setattr(actors, "_build", lambda *_: (Actor(1.0), None, None))
@@ -148,14 +148,14 @@ def test_parity_compares_with_transformers(monkeypatch):
 
 @pytest.mark.parametrize("check", [actors.check_transformer_engine, actors.check_fp8])
 @pytest.mark.parametrize(
-    ("logprob", "norm", "deviation", "said"),
+    ("logprob", "norm", "deviation", "output"),
     [
         (-9.0, 1.0, 0.0, "mean gap"),
         (-1.0, 2.0, 0.0, "gradient norm's change"),
         (-1.0, 1.0, 1e-6, "first ratio"),
     ],
 )
-def test_layers_must_agree(monkeypatch, check, logprob, norm, deviation, said):
+def test_layer_checks_fail_on_differences(monkeypatch, check, logprob, norm, deviation, output):
     def build(folder, *, transformer_engine=False, fp8=None):
         value = logprob if transformer_engine else -1.0
         actor = Actor(norm, deviation=deviation) if transformer_engine else Actor(1.0)
@@ -165,7 +165,7 @@ def test_layers_must_agree(monkeypatch, check, logprob, norm, deviation, said):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(actors, "_save_model", lambda *_: None)
     monkeypatch.setattr(actors, "_build", build)
-    assert said in failing("layers", check)
+    assert output in failing("layers", check)
 
 
 def test_operations_of_an_update():
@@ -176,7 +176,7 @@ def test_operations_of_an_update():
     assert speed.model_flop(config, [3]) == 6 * 184 * 3 + 12 * 4 * 6
 
 
-def test_an_idle_device_is_a_failure(monkeypatch):
+def test_speed_check_fails_on_low_utilization(monkeypatch):
     monkeypatch.setattr(speed, "DEVICE", "cuda")
     for check in (speed.check_update_16k, speed.check_update_32k):
         monkeypatch.setattr(speed, "_measure", lambda row, _: speed.judge_utilization(row, 0.02))
@@ -184,7 +184,7 @@ def test_an_idle_device_is_a_failure(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "output"),
     [
         ({"gap": 1.0}, "log-prob gap"),
         ({"repeated": False}, "same answers"),
@@ -193,26 +193,26 @@ def test_an_idle_device_is_a_failure(monkeypatch):
         ({"asleep": 0.5}, "kept asleep"),
     ],
 )
-def test_an_engine_must_do_all_of_it(monkeypatch, change, said):
+def test_engine_check_fails_on_each_fault(monkeypatch, change, output):
     good = engine.EngineReport(0.5, 0.02, True, 0.1, 1 << 30, 0.01, True)
     monkeypatch.setattr(engine, "DEVICE", "cuda")
     engine.judge_engine(Row("engine"), good)
     monkeypatch.setattr(engine, "run_engine", lambda folder: replace(good, **change))
-    assert said in failing("engine", engine.check_engine)
+    assert output in failing("engine", engine.check_engine)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "output"),
     [
         ({"ratio/first_minibatch_max_deviation": 1e-7}, "first ratio - 1"),
-        ({"rollout/logprob_gap_mean": 0.5}, "log-prob gap"),
+        ({"mismatch/logprob_abs_diff_mean": 0.5}, "log-prob gap"),
         ({"reward/mean": 0.3}, "reward at last"),
         (None, "steps is 7"),
     ],
 )
-def test_a_run_must_be_exact_and_learn(change, said):
+def test_run_check_fails_if_inexact_or_not_learning(change, output):
     steps = [
-        {"reward/mean": 0.3 + 0.05 * step, "time/step": 1.0, "rollout/logprob_gap_mean": 0.01,
+        {"reward/mean": 0.3 + 0.05 * step, "time/step": 1.0, "mismatch/logprob_abs_diff_mean": 0.01,
          "ratio/first_minibatch_max_deviation": 0.0, "memory/train_peak_gib": 1.0}
         for step in range(engine.STEPS)
     ]  # fmt: skip
@@ -221,34 +221,34 @@ def test_a_run_must_be_exact_and_learn(change, said):
         steps.pop()
     else:
         steps[-1] |= change
-    with pytest.raises(AssertionError, match=said):
+    with pytest.raises(AssertionError, match=output):
         engine.judge_quickstart(Row("quickstart"), steps)
 
 
-def test_a_rehearsal_must_say_what_the_actor_holds(monkeypatch):
+def test_dry_run_check_fails_on_different_peaks(monkeypatch):
     held = {"behavior": 1000, "update": 2000}
-    monkeypatch.setattr(rehearsal, "allocated", lambda file: held)
-    monkeypatch.setattr(rehearsal, "rehearsed", lambda file: held)
-    assert run_row("rehearsal", rehearsal.check_rehearsal).status == "ok"
-    monkeypatch.setattr(rehearsal, "rehearsed", lambda file: {**held, "update": 1950})
-    said = failing("rehearsal", rehearsal.check_rehearsal)
-    assert "update rehearsed / held - 1 is 0.025" in said
+    monkeypatch.setattr(dry_run, "allocated", lambda file: held)
+    monkeypatch.setattr(dry_run, "peaks_of_a_dry_run", lambda file: held)
+    assert run_row("dry_run", dry_run.check_dry_run).status == "ok"
+    monkeypatch.setattr(dry_run, "peaks_of_a_dry_run", lambda file: {**held, "update": 1950})
+    output = failing("dry_run", dry_run.check_dry_run)
+    assert "update dry run / measured - 1 is 0.025" in output
 
 
-def test_every_row_is_told_and_documented():
+def test_every_row_runs_and_is_documented():
     from pathlib import Path
 
     page = (Path(__file__).parents[3] / "docs" / "gpu-check.md").read_text()
     assert not [name for name in command.NAMES if f"`{name}`" not in page]
 
 
-def test_not_a_number_is_beyond_every_bound():
+def test_nan_fails_every_bound():
     for judge in (Row("x").at_most, Row("x").at_least):
         with pytest.raises(AssertionError, match="x is nan"):
             judge("x", float("nan"), 1.0)
 
 
-def test_a_process_that_dies_or_hangs_costs_its_rows_alone(monkeypatch, tmp_path, capsys):
+def test_dead_or_hanging_process_fails_only_its_rows(monkeypatch, tmp_path, capsys):
     def run(arguments, timeout, **_):
         names = arguments[arguments.index("--only") + 1 :]
         answers = arguments[arguments.index("--here") + 1]
@@ -271,13 +271,13 @@ def test_a_process_that_dies_or_hangs_costs_its_rows_alone(monkeypatch, tmp_path
         "groups": "ok", "head": "FAILED", "engine": "FAILED", "quickstart": "ok",
     }  # fmt: skip
     details = {one["name"]: one["detail"] for one in report["rows"]}
-    assert details["head"] == "its process ended with status -11"
+    assert details["head"] == "its process exited with status -11"
     assert details["engine"] == "no answer in 360 s"
     assert report["versions"]["torch"] == torch.__version__
     assert "FAILED" in capsys.readouterr().out
 
 
-def test_what_a_machine_lacks_is_skipped():
+def test_checks_without_their_requirements_are_skipped():
     assert row.DEVICE == "cpu"
     for check in (numerics.check_memory, actors.check_transformer_engine, actors.check_fp8):
         assert run_row("x", check).status == "skipped"

@@ -1,4 +1,4 @@
-"""The embedded task: right answers, disjoint sets, a tokenizer that transformers reads back."""
+"""The tiny task: correct answers, disjoint sets, and a tokenizer that transformers loads."""
 
 import importlib.util
 import json
@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.data.prompts import load_prompts, load_tokenizer
+from megatron_rl.apps.tasks.fine_tuning import build_model
+from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.rewards.math_answer import verify_math_answer
-from megatron_rl.tasks.warm_up import build_model
 
 PROGRAM = Path(__file__).parents[3] / "tools" / "make_tiny_task.py"
 spec = importlib.util.spec_from_file_location("make_tiny_task", PROGRAM)
@@ -26,13 +27,13 @@ spec.loader.exec_module(tiny)
 PROBLEM = tiny.Problem(4, (("+", 8), ("-", 3), ("-", 9)))
 
 
-def test_a_solution_writes_every_step_and_boxes_the_answer():
+def test_solution_has_every_step_and_a_boxed_answer():
     assert PROBLEM.question == "Work out 4 + 8 - 3 - 9 modulo 10."
     assert PROBLEM.solution(random.Random(0), 0.0) == "4+8=2-3=9-9=0\n\\boxed{0}"
     assert PROBLEM.answer == 0
 
 
-def test_noise_makes_steps_wrong_as_often_as_it_says():
+def test_noise_is_the_rate_of_wrong_steps():
     generator = random.Random(0)
     wrong = [PROBLEM.solution(generator, 1.0) for _ in range(200)]
     assert all(solution[4] != "2" for solution in wrong)  # every first step is wrong
@@ -42,15 +43,15 @@ def test_noise_makes_steps_wrong_as_often_as_it_says():
     assert abs(right / 200 - 72 / 729) < 0.06
 
 
-def test_the_sets_share_no_problem_and_follow_from_the_seed():
+def test_sets_are_disjoint_and_determined_by_the_seed():
     settings = tiny.Settings(train=70, heldout=30, shortest=2, longest=2)
     # There are 10 * 20 = 200 problems, so that some of 100 random ones would repeat.
-    first = tiny.draw_different(random.Random("x"), settings, 100)
+    first = tiny.draw_distinct(random.Random("x"), settings, 100)
     assert len(set(first)) == 100
-    assert first == tiny.draw_different(random.Random("x"), settings, 100)
+    assert first == tiny.draw_distinct(random.Random("x"), settings, 100)
 
 
-def test_the_tokenizer_and_the_data_are_read_back_as_written(tmp_path):
+def test_saved_tokenizer_and_data_load(tmp_path):
     settings = tiny.Settings()
     tokenizer = tiny.build_tokenizer(128)
     tokenizer.save_pretrained(tmp_path)
@@ -58,7 +59,7 @@ def test_the_tokenizer_and_the_data_are_read_back_as_written(tmp_path):
     build_model(settings, tokenizer, 128).config.save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)
     generator = random.Random(0)
-    problems = tiny.draw_different(generator, settings, 20)
+    problems = tiny.draw_distinct(generator, settings, 20)
     tiny.write_parquet(tmp_path / "set.parquet", problems)
     # 10 tokens around it, 1 for the first operand and 4 for each other one: 11 + 4 * 9 = 47.
     prompts = load_prompts(tmp_path / "set.parquet", loaded, max_prompt_tokens=47)
@@ -75,7 +76,7 @@ def test_the_tokenizer_and_the_data_are_read_back_as_written(tmp_path):
         assert verify_math_answer(text, prompt.ground_truth, "set")[0] == 1.0
 
 
-def test_a_warm_up_that_does_not_learn_is_an_error_and_leaves_nothing(tmp_path):
+def test_failed_fine_tuning_raises_and_leaves_no_files(tmp_path):
     settings = tiny.Settings(train=8, heldout=4, longest_warm_up=2, batch=4)
     with pytest.raises(ValueError, match="not learned after 2 updates"):
         tiny.make_once(tmp_path / "task", settings)
@@ -88,7 +89,7 @@ sys.path.insert(0, {str(PROGRAM.parent)!r})
 import make_tiny_task as tiny
 import random
 import torch
-from megatron_rl.tasks.warm_up import build_model, update
+from megatron_rl.apps.tasks.fine_tuning import build_model, update
 torch.set_num_threads(1)
 torch.manual_seed(1)
 settings = tiny.Settings(batch=8)
@@ -103,8 +104,8 @@ print(float(sum(p.double().abs().sum() for p in model.parameters())).hex())
 """
 
 
-def test_a_warm_up_rounds_alike_on_older_processors():
-    """MKL can pretend to be on a processor without AVX; ATen can for itself."""
+def test_fine_tuning_rounds_identically_on_older_processors():
+    """MKL and ATen can emulate a processor without AVX."""
 
     def train(**environment):
         return subprocess.run(
@@ -123,8 +124,8 @@ def test_a_warm_up_rounds_alike_on_older_processors():
     assert train(**without, **older) != portable
 
 
-def test_the_stored_model_is_that_of_the_default_settings(tmp_path):
-    """And no other's; what was made of it is what lies in the repository, to the bit."""
+def test_stored_model_is_used_only_for_the_default_settings(tmp_path):
+    """The written weights equal the stored ones bit for bit."""
     from safetensors.torch import load_file
 
     assert tiny.is_stored(tiny.Settings())
@@ -137,14 +138,14 @@ def test_the_stored_model_is_that_of_the_default_settings(tmp_path):
     assert made["updates"] > 0 and 0.25 < made["accuracy"] < 0.42
 
 
-def test_what_is_there_is_not_made_again_and_what_is_foreign_not_removed(tmp_path):
+def test_make_once_reuses_its_task_and_keeps_other_files(tmp_path):
     settings = tiny.Settings()
     stamp = tmp_path / "made.json"
     stamp.write_text(json.dumps({"fingerprint": tiny.compute_fingerprint(settings)}))
     tiny.make_once(tmp_path, settings)
     assert tiny.compute_fingerprint(settings, warm_up=True) != tiny.compute_fingerprint(settings)
     stamp.rename(tmp_path / "thesis.tex")
-    with pytest.raises(ValueError, match="is not empty and holds no tiny task"):
+    with pytest.raises(ValueError, match="is not empty and contains no tiny task"):
         tiny.make_once(tmp_path, settings)
     assert (tmp_path / "thesis.tex").exists()
 
@@ -157,6 +158,6 @@ def test_what_is_there_is_not_made_again_and_what_is_foreign_not_removed(tmp_pat
         ({"shortest": 2, "longest": 2}, "too many; there are 200"),
     ],
 )
-def test_impossible_settings_are_refused(settings, message):
+def test_impossible_settings_raise(settings, message):
     with pytest.raises(ValueError, match=message):
         tiny.Settings(**settings)

@@ -8,25 +8,29 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_rl.config import parse_config
-from megatron_rl.console import Console
 from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.interruption import RunInterrupted
-from megatron_rl.lag.buffer import GroupBuffer
-from megatron_rl.lag.build import build_schedule
+from megatron_rl.engine.requests import of_each
 from megatron_rl.objectives import TokenClasses, TokenInputs, build_objective
+from megatron_rl.rollouts.behavior import EngineLogprobs, ModelLogprobs
+from megatron_rl.rollouts.buffer import GroupBuffer
+from megatron_rl.rollouts.build_schedule import build_schedule
+from megatron_rl.rollouts.engine_source import EngineSource
+from megatron_rl.rollouts.grading import Grader
+from megatron_rl.rollouts.prompt_sets import PromptSets
+from megatron_rl.rollouts.selection import BatchSelector
+from megatron_rl.rollouts.source import RunContext
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.trainer.background import BackgroundWriter
-from megatron_rl.trainer.collector import Collector
+from megatron_rl.runtime.interruption import RunInterrupted
+from megatron_rl.telemetry.background import BackgroundWriter
+from megatron_rl.telemetry.console import Console
+from megatron_rl.telemetry.metrics import LoggingSection, MetricLog, PhaseClock
+from megatron_rl.trainer.checkpointing import CheckpointKeeper
 from megatron_rl.trainer.evaluation import Evaluator
-from megatron_rl.trainer.faults import Faults
-from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.loop import Trainer
-from megatron_rl.trainer.metrics import LoggingSection, MetricLog, PhaseClock
 from megatron_rl.trainer.recorder import Recorder
-from megatron_rl.trainer.reuse import ReuseGuard
-from megatron_rl.trainer.saving import CheckpointKeeper
-from megatron_rl.types import Prompt, Response, Verdict
+from megatron_rl.trainer.skipped_updates import SkippedUpdates
+from megatron_rl.types import GradeResult, Prompt, Response
 
 PROMPTS = [Prompt(i, ({"role": "user", "content": "?"},), (5, 6), "1", "toy") for i in range(8)]
 
@@ -40,7 +44,7 @@ class ScriptedActor:
     updates: int = 0
 
     unusable: tuple = ()  # updates, from 1, that have no gradient
-    energies: tuple = ()  # of each update, what its output layer's gradient is
+    drifted: tuple = ()  # updates, from 1, before which every log-ratio is 1: a KL of e - 2
     calls: int = 0
 
     layout: str = "one"
@@ -70,20 +74,18 @@ class ScriptedActor:
         return [(values, -0.5 * values) for values in logprobs]
 
     def update(self, minibatch, objective, *, rule=None):
-        from megatron_rl.actor.evidence import Evidence
         from megatron_rl.actor.step import UpdateResult
         from megatron_rl.distributed.sequence_layout import SequenceLayout
 
         frozen = {float(b.behavior_logprobs.min()) for b in minibatch.micro_batches}
         self.events.append(("update", frozen))
-        for batch in minibatch.micro_batches:
-            if batch.traced_logprobs is not None:
-                batch.traced_logprobs.append(-float(self.updates) * batch.response_mask)
+        rows = [-float(self.updates) * batch.response_mask for batch in minibatch.micro_batches]
         batch = minibatch.micro_batches[0]
         layout = SequenceLayout(batch.lengths, batch.response_mask)
+        self.calls += 1
         result = objective(
             TokenInputs(
-                policy_logprobs=batch.behavior_logprobs,
+                policy_logprobs=batch.behavior_logprobs + float(self.calls in self.drifted),
                 behavior_logprobs=batch.behavior_logprobs,
                 advantages=batch.advantages_per_token(),
                 rollout_logprobs=batch.rollout_logprobs,
@@ -94,14 +96,19 @@ class ScriptedActor:
             denominators=minibatch.denominators,
             classes=TokenClasses(batch.classes, minibatch.classes) if minibatch.classes else None,
         )
-        self.calls += 1
         if self.calls in self.unusable:
-            return UpdateResult(result.statistics, math.nan, 1e-3, "the gradient's norm is nan")
-        evidence = Evidence(result.statistics, lambda: self.energies[self.calls - 1])
-        if rule is not None and (reason := rule(evidence)) is not None:
+            self.trace(minibatch, rows)
+            return UpdateResult(result.statistics, math.nan, 1e-3, "the gradient norm is nan")
+        if rule is not None and (reason := rule(result.statistics)) is not None:
             return UpdateResult(result.statistics, 1.0, 1e-3, stopped=reason)
+        self.trace(minibatch, rows)
         self.updates += 1
         return UpdateResult(result.statistics, 1.0, 1e-3)
+
+    def trace(self, minibatch, rows):
+        for batch, row in zip(minibatch.micro_batches, rows, strict=True):
+            if batch.traced_logprobs is not None:
+                batch.traced_logprobs.append(row)
 
 
 @dataclass
@@ -128,8 +135,11 @@ class ScriptedEngine:
     def text(self, prompt, sample):
         return str(int(prompt.index in self.solved or sample % 2))
 
-    def generate(self, prompts, *, samples, sampling, on_progress=None, on_response=None):
-        self.events.append(("generate", self.weight_version, sampling.seed))
+    def generate(
+        self, prompts, *, samples, sampling, batches=1, on_progress=None, on_response=None
+    ):
+        each = [one.seed for one in of_each(sampling, count=len(prompts))]
+        self.events.append(("generate", self.weight_version, *dict.fromkeys(each)))
         tokens, logprobs = np.array([7, 2], np.int32), np.array([-0.1, -0.1], np.float32)
         responses = [
             Response(p.index, s, tokens, logprobs, self.text(p, s), "stop", self.weight_version)
@@ -143,7 +153,7 @@ class ScriptedEngine:
     def sleep(self):
         self.events.append(("engine sleeps",))
 
-    def push_weights(self, actor, *, version):
+    def sync_weights(self, actor, *, version):
         self.events.append(("push", version, actor.updates))
         self.weight_version = version
 
@@ -159,30 +169,33 @@ class ScriptedPool:
 
     time_limit = 5.0
     judged = 0
+    is_within_limits = False
 
-    def __init__(self, *reasons):
-        self.reasons = list(reasons)
+    def __init__(self, *reasons, named=False):
+        self.reasons, self.named = list(reasons), named
 
     def verify_all(self, items, *, more):
         items = [*items, *more()]
         return [
-            Verdict(0.0, self.reasons.pop(0), None)
+            GradeResult(0.0, self.reasons.pop(0), None)
             if self.reasons
-            else Verdict(float(i.text == i.ground_truth), "equal", i.text)
+            else self._grade(float(i.text == i.ground_truth), i.text)
             for i in items
         ]
+
+    def _grade(self, reward, text):
+        return GradeResult(reward, "equal", text, rewards={"correct": reward} if self.named else {})
 
 
 class NoCheckpoints:
     """Saves nothing; asked to end after step `last`."""
 
-    under_way = None
+    step_progress = None
 
     def __init__(self, last):
-        self.saved, self.last, self.done = [], last, None
+        self.saved, self.last, self.done = [], last, 0
 
     def begin(self, new):
-        self.done = None
         return new
 
     def finish(self, step):
@@ -191,8 +204,8 @@ class NoCheckpoints:
     def save_if_due(self, actor, step):
         self.saved.append(step)
 
-    def end_if_interrupted(self, actor):
-        if self.done is not None and self.done == self.last:
+    def stop_if_requested(self, actor):
+        if self.done == self.last:
             raise RunInterrupted
 
 
@@ -201,10 +214,10 @@ def make_config(*, sections=None, **trainer):
         {
             **(sections or {}),
             "model": {"path": "m"}, "data": {"train": "t"}, "run": {"name": "r"},
-            "rollout": {"prompts": 4, "responses_per_prompt": 4},
+            "rollout": {"prompts_per_step": 4, "responses_per_prompt": 4},
             "trainer": {"steps": 2, "epochs": 3, "minibatches": 2} | trainer,
             "eval": {"sets": {"held": "h"}, "every": 2, "samples": 2},
-            "logging": {"tensorboard": False},
+            "logging": {"tensorboard": False} | (sections or {}).get("logging", {}),
         }
     )  # fmt: skip
 
@@ -212,13 +225,14 @@ def make_config(*, sections=None, **trainer):
 def run_loop(
     tmp_path, *, done=0, last=None, reasons=(), trainer=None, order=iter, unusable=(),
     sections=None, checkpoints=None, updates=0, held=(), events=None, keep=None,
-    layout="one", writer=None, energies=(), solved=(), engine=ScriptedEngine, **overrides
+    layout="one", writer=None, drifted=(), solved=(), named=False,
+    engine=ScriptedEngine, **overrides
 ):  # fmt: skip
     """keep: an Interruption; checkpoints are then real, and the run goes on from what is there."""
     config = make_config(sections=sections, **(trainer or {}))
     events = [] if events is None else events
     actor = ScriptedActor(
-        events, updates=updates, unusable=unusable, layout=layout, energies=energies
+        events, updates=updates, unusable=unusable, layout=layout, drifted=drifted
     )
     engine = engine(events, order, solved=solved)
     buffer = GroupBuffer(build_schedule(config), {group.slot: group for group in held})
@@ -226,48 +240,35 @@ def run_loop(
     checkpoints.buffer = buffer
     directory = RunDirectory(tmp_path)
     directory.create(config)
-    console = Console(speaks=False)
-    judge = Judge(ScriptedPool(*reasons), actor.topology)
+    console = Console(is_main_rank=False)
+    grader = Grader(ScriptedPool(*reasons, named=named), actor.topology)
     log = MetricLog(tmp_path, LoggingSection(tensorboard=False), config={})
     clock = PhaseClock()
     recorder = Recorder(config, directory, log, console, clock, writer or BackgroundWriter())
-    faults = Faults(directory, console, config.trainer.skipped_updates)
+    faults = SkippedUpdates(directory, console, config.trainer.max_consecutive_skipped_updates)
     if keep is not None:
         checkpoints = CheckpointKeeper(
-            config, directory, console, 0, recorder.wait, keep, buffer, faults=faults
+            config, directory, console, 0, recorder.wait, keep, buffer, faults
         )
-        done = checkpoints.restore(actor)
+        checkpoints.restore(actor)
+    else:
+        checkpoints.done = done
     objective = build_objective("pnpo", **overrides)
-    collector = Collector(
-        config=config,
-        actor=actor,
-        reference=ScriptedReference(events) if "kl" in overrides else None,
-        engine=engine,
-        objective=objective,
-        judge=judge,
-        prompts=PROMPTS,
-        order=PromptOrder(len(PROMPTS), seed=0),
-        buffer=buffer,
-        in_flight=None,
-        console=console,
-        clock=clock,
-    )
+    run = RunContext(config, actor, objective, buffer, console, clock)
+    prompts = PromptSets(PROMPTS, PromptOrder(len(PROMPTS), seed=0), {"held": PROMPTS[:2]})
+    behavior = EngineLogprobs() if config.behavior == "engine" else ModelLogprobs(actor)
+    source = EngineSource(run, engine, grader, prompts, behavior)
+    source.check = lambda: None  # the scripts compute nothing that could agree
     trainer = Trainer(
-        config=config,
-        actor=actor,
+        run=run,
         engine=engine,
-        objective=objective,
-        collector=collector,
-        evaluator=Evaluator(config, engine, judge, {"held": PROMPTS[:2]}, recorder, console),
+        source=source,
+        selector=BatchSelector(run, ScriptedReference(events) if "kl" in overrides else None),
+        evaluator=Evaluator(config, engine, grader, prompts.evaluation, recorder, console),
         checkpoints=checkpoints,
-        done=done,
         recorder=recorder,
-        console=console,
-        clock=clock,
         faults=faults,
-        reuse=ReuseGuard.of(config),
     )
-    trainer.check_engine = lambda: None  # the scripts compute nothing that could agree
     with contextlib.suppress(RunInterrupted):
         trainer.train()
     recorder.wait()

@@ -1,29 +1,32 @@
 """In which order the parts of a run take the device's memory."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_rl.config import ConfigError, parse_config
-from megatron_rl.console import Console
 from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.interruption import Interruption
 from megatron_rl.objectives import build_objective
+from megatron_rl.preflight.verifier import start_trial
 from megatron_rl.rewards.pool import VerifierPool
+from megatron_rl.rollouts.prompt_sets import PromptSets
 from megatron_rl.runs.directory import RunDirectory
+from megatron_rl.runtime.heartbeat import Heartbeat
+from megatron_rl.runtime.interruption import Interruption
+from megatron_rl.telemetry.console import Console
+from megatron_rl.telemetry.start_up import StartUp
 from megatron_rl.trainer import build
-from megatron_rl.trainer.prompt_sets import PromptSets
-from megatron_rl.trainer.start_up import StartUp
 from megatron_rl.types import Prompt
-from megatron_rl.watching.board import Progress
+from tests.unit.trainer.scripted import make_config
 
 
 def test_a_run_continues_before_the_engine_takes_its_memory(tmp_path, monkeypatch):
     config = parse_config(
         {
             "model": {"path": "m"}, "data": {"train": "t"},
-            "rollout": {"prompts": 4}, "logging": {"tensorboard": False},
+            "rollout": {"prompts_per_step": 4}, "logging": {"tensorboard": False},
         }
     )  # fmt: skip
     directory = RunDirectory(tmp_path)
@@ -33,7 +36,7 @@ def test_a_run_continues_before_the_engine_takes_its_memory(tmp_path, monkeypatc
     events = []
 
     class ScriptedActor:
-        def __init__(self, folder, *, topology, settings):
+        def __init__(self, folder, *, topology, settings, on_micro_batch):
             self.topology, self.packs = topology, SimpleNamespace()
             events.append("actor")
 
@@ -46,27 +49,36 @@ def test_a_run_continues_before_the_engine_takes_its_memory(tmp_path, monkeypatc
         def sleep(self):
             events.append("sleep")
 
-    def build_scripted_engine(config, topology):
+    def build_scripted_engine(config, topology, *, hooks):
+        assert not hooks.should_stop()
         events.append("engine")
         return SimpleNamespace(describe_stop=lambda: "")
 
     monkeypatch.setattr(build, "MegatronActor", ScriptedActor)
     monkeypatch.setattr(build, "build_engine", build_scripted_engine)
-    monkeypatch.setattr(build, "_start_verifiers", lambda pool, row: events.append(f"try {row}"))
+    monkeypatch.setattr(
+        build, "_start_verifiers", lambda pool, row, config: events.append(f"try {row}")
+    )
     trainer = build._build_trainer(
         config,
         objective=build_objective("pnpo"),
         prompts=PromptSets(["the first row"], PromptOrder(1, seed=0), {}),
         directory=directory,
-        console=Console(speaks=False),
+        console=Console(is_main_rank=False),
         topology=Topology.single(),
-        judge=SimpleNamespace(pool=None),
+        grader=SimpleNamespace(pool=None),
         interruption=Interruption(),
         start=StartUp(),
-        progress=Progress(),
+        progress=Heartbeat(),
     )
     assert events == ["actor", "load step_000003", "try the first row", "sleep", "engine"]
-    assert trainer.done == 3
+    assert trainer.checkpoints.done == 3
+
+
+def test_no_engine_starts_without_the_tokenizer_that_makes_texts_for_the_verifier(tmp_path):
+    settings = {"model": {"path": str(tmp_path)}, "data": {"train": "t.jsonl"}}
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        build.build_engine(parse_config(settings), Topology.single())
 
 
 def test_a_verifier_that_returns_no_reward_is_refused_by_one_clear_error():
@@ -78,7 +90,26 @@ def test_a_verifier_that_returns_no_reward_is_refused_by_one_clear_error():
             ConfigError, match=r"(?s)^reward.verifier=.*returned \(0.0, 'wrong'\); return"
         ),
     ):
-        build._start_verifiers(pool, prompt)
+        build._start_verifiers(pool, prompt, make_config())
+
+
+def test_a_majority_vote_of_numbers_is_no_score_to_keep_the_best_by():
+    """Refused by the command, and by the ranks that another launcher starts."""
+    name = "tests.unit.rewards.misbehaving_verifiers:break_in_a_run"  # here it returns 0
+    prompt = Prompt(0, (), (1,), "7", "set")
+    vote, mean = (
+        make_config(sections={"reward": {"verifier": name}}, keep_best=f"eval_macro/{score}@2")
+        for score in ("maj", "avg")
+    )
+    message = r"^trainer.keep_best=eval_macro/maj@2: a majority vote needs answers, and reward.veri"
+    with start_trial(vote.reward) as trial:
+        assert not trial.problems(prompt, keep_best=mean.trainer.keep_best)
+        (problem,) = trial.problems(prompt, keep_best=vote.trainer.keep_best)
+        assert re.match(message, problem)
+        assert trial.pool is not None
+        build._start_verifiers(trial.pool, prompt, mean)
+        with pytest.raises(ConfigError, match=message):
+            build._start_verifiers(trial.pool, prompt, vote)
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,25 @@ The scripted actor's log-probs are the number of its updates, negated, so a beha
 the very policy that computed it. A step has 3 epochs x 2 minibatches: six updates.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 
-from megatron_rl.lag.buffer import GroupBuffer
-from megatron_rl.lag.schedule import Schedule
+from megatron_rl.advantages import batch_baseline_advantages
+from megatron_rl.engine.requests import of_each
+from megatron_rl.rollouts.buffer import GroupBuffer
+from megatron_rl.rollouts.engine_source import EngineSource
+from megatron_rl.rollouts.schedule import Schedule
+from megatron_rl.rollouts.selection import BatchSelector
 from megatron_rl.runs.group_file import read_groups, write_groups
 from megatron_rl.runs.rows import read_metrics, read_rows
-from megatron_rl.trainer.collector import Collector
+from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.trainer.loop import Trainer
 from tests.unit.runs.test_group_file import plain
-from tests.unit.trainer.scripted import NoCheckpoints, run_loop
+from tests.unit.trainer.scripted import NoCheckpoints, ScriptedEngine, run_loop
 
 TIMED = ("time/", "memory/", "rollout/tokens_per_second", "rollout/engine_imbalance")
 
@@ -69,16 +76,101 @@ def test_a_queue_trains_the_prompts_of_the_plain_run_shifted(tmp_path):
         both = [rollouts(tmp_path / name, step) for name in ("plain", "late")]
         for column in ("prompt_index", "sample_index", "response", "reward", "advantage"):
             assert both[0][column] == both[1][column]
-    seeds = [[event[2] for event in events if event[0] == "generate"] for events in (plainly, late)]
-    assert sorted(seeds[0]) == sorted(seeds[1])
+    seeds = [
+        sorted(seed for event in events if event[0] == "generate" for seed in event[2:])
+        for events in (plainly, late)
+    ]
+    assert seeds[0] == seeds[1]
     order = [event[0] for event in late if event[0] in ("generate", "behavior", "push", "update")]
-    # evaluation, both batches, then one a step until none is left, and evaluations in between
-    begin = ["push", "generate", "generate", "generate", "behavior", "behavior"]
+    # evaluation, both batches in one call, then one a step until none is left
+    begin = ["push", "generate", "generate", "behavior", "behavior"]
     assert order[: len(begin) + 6] == [*begin, *["update"] * 6]
 
 
+class SeededEngine(ScriptedEngine):
+    """Its log-probs are made of the seed of each response."""
+
+    def generate(self, prompts, *, samples, sampling, **options):
+        each = of_each(sampling, count=len(prompts))
+        if each is sampling:  # no evaluation: the time of as many batches, of four prompts each
+            assert options["batches"] == -(-len(prompts) // 4)
+        seeds = [one.seed for one in each for _ in range(samples)]
+        responses = super().generate(prompts, samples=samples, sampling=sampling, **options)
+        return [
+            replace(one, rollout_logprobs=np.array(
+                [-derive_seed(seed, one.prompt_index, one.sample_index, token) % 997 / 997
+                 for token in (0, 1)], np.float32))
+            for seed, one in zip(seeds, responses, strict=True)
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"lag": {"batches": {"uniform": [0, 3]}}},
+        {"lag": {"batches": {"uniform": [0, 3]}}, "dynamic_sampling": {"rounds": 2}},
+        {"lag": {"batches": 1, "sync_weights_every": 2}, "replay": {"capacity": 2, "fresh": 0.5}},
+    ],
+    ids=str,
+)
+def test_what_the_same_weights_generate_is_one_call_with_the_results_of_several(
+    tmp_path, monkeypatch, sections
+):
+    options = {"sections": sections, "solved": (0, 1), "engine": SeededEngine}
+    together, _ = run_loop(tmp_path / "together", trainer={"steps": 6}, **options)
+    generate = EngineSource.generate
+    monkeypatch.setattr(
+        EngineSource, "generate",
+        lambda self, parts, *rest: [b for one in parts for b in generate(self, [one], *rest)],
+    )  # fmt: skip
+    apart, _ = run_loop(tmp_path / "apart", trainer={"steps": 6}, **options)
+    assert learned(tmp_path / "together") == learned(tmp_path / "apart")
+    for step in range(1, 7):
+        both = [rollouts(tmp_path / name, step) for name in ("together", "apart")]
+        assert both[0].equals(both[1])
+    calls = [[e[1:] for e in events if e[0] == "generate"] for events in (together, apart)]
+    assert len(calls[0]) < len(calls[1])
+    evaluations = 4  # before training and every second step
+    rounds = sections.get("dynamic_sampling", {}).get("rounds", 0)
+    assert len(calls[0]) <= evaluations + 6 * (1 + rounds)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"lag": {"batches": 2}},
+        {"lag": {"batches": {"uniform": [0, 3]}}},
+        {"replay": {"capacity": 2, "fresh": 0.5}},
+        {"dynamic_sampling": {"rounds": 1}},
+    ],
+    ids=str,
+)
+def test_a_batch_baseline_is_of_the_batch_that_is_trained_also_after_a_resume(tmp_path, sections):
+    """Prompts 0 to 2 are always solved, the others every second time: no two batches are alike."""
+    options = {
+        "sections": sections | {"advantage": {"estimator": "batch_baseline"}},
+        "solved": (0, 1, 2), "trainer": {"steps": 6},
+    }  # fmt: skip
+    held: list = []
+    (tmp_path / "held").mkdir()
+    file = tmp_path / "held" / "held.parquet"
+    run_loop(tmp_path / "whole", **options)
+    run_loop(tmp_path / "held", checkpoints=Saver(3, held, file), **options)
+    run_loop(tmp_path / "rest", done=3, updates=18, held=read_groups(file), **options)
+    for step in range(1, 7):
+        table = rollouts(tmp_path / "whole", step)
+        rewards = torch.tensor(table["reward"].to_pylist()).view(4, 4)
+        expected = batch_baseline_advantages(rewards).flatten().tolist()
+        assert table["advantage"].to_pylist() == expected
+        logprobs = table["behavior_logprobs"].to_pylist()
+        assert all(row is not None for row, one in zip(logprobs, expected, strict=True) if one)
+        if step > 3:
+            assert rollouts(tmp_path / "rest", step).equals(table)
+    assert learned(tmp_path / "rest") == learned(tmp_path / "whole")[4:]
+
+
 def test_publishing_every_second_step_pushes_and_generates_every_second_step(tmp_path):
-    events, _ = run(tmp_path, lag={"publish_every": 2})
+    events, _ = run(tmp_path, lag={"sync_weights_every": 2})
     assert [event[1:] for event in events if event[0] == "push"] == [(0, 0), (2, 12), (4, 24)]
     assert [frozen(tmp_path, step) for step in (1, 2, 3, 4)] == [{0.0}, {0.0}, {-12.0}, {-12.0}]
     rows = read_metrics(tmp_path)[1:]
@@ -88,7 +180,7 @@ def test_publishing_every_second_step_pushes_and_generates_every_second_step(tmp
 
 def test_an_evaluation_needs_the_present_weights(tmp_path):
     with pytest.raises(ValueError, match=r"make eval\.every a multiple"):
-        run(tmp_path, lag={"publish_every": 3})
+        run(tmp_path, lag={"sync_weights_every": 3})
 
 
 def test_replayed_groups_keep_their_log_probs_and_are_counted(tmp_path):
@@ -108,7 +200,7 @@ def test_replayed_groups_keep_their_log_probs_and_are_counted(tmp_path):
         {"lag": {"batches": 2}},
         {"lag": {"batches": {"uniform": [0, 2]}}},
         {"lag": {"batches": {"by_length": {"batches": 1, "tokens": 1}}}},
-        {"lag": {"publish_every": 2}},
+        {"lag": {"sync_weights_every": 2}},
         {"replay": {"capacity": 3, "fresh": 0.5}, "lag": {"batches": 1}},
     ],
     ids=str,
@@ -134,7 +226,7 @@ def test_a_run_continued_with_a_full_buffer_goes_on_as_if_nothing_had_happened(t
         assert read_rows(rest / "schedule.jsonl") == read_rows(
             tmp_path / "whole" / "schedule.jsonl"
         )[done:]  # fmt: skip
-    assert not trainer.collector.buffer.groups or "replay" in sections
+    assert not trainer.run.buffer.groups or "replay" in sections
 
 
 def test_the_engine_s_log_probs_are_the_denominator_where_asked(tmp_path):
@@ -157,20 +249,20 @@ def test_decoupled_ratios_start_at_the_present_policy_and_keep_the_engine_s_log_
 
 def freeze_late(monkeypatch):
     """Denominators of the policy that trains."""
-    original = Collector.hold_and_select
+    original = BatchSelector.select
 
-    def late(collector, step, fresh):
-        batch = original(collector, step, fresh)
-        batch.freeze_behavior_logprobs(collector.actor)
+    def late(selector, step, fresh):
+        batch = original(selector, step, fresh)
+        batch.freeze_behavior_logprobs(selector.run.actor)
         return batch
 
-    monkeypatch.setattr(Collector, "hold_and_select", late)
+    monkeypatch.setattr(BatchSelector, "select", late)
 
 
 def tell_another_version(monkeypatch):
-    original = Trainer.push_weights
+    original = Trainer.sync_weights
     monkeypatch.setattr(
-        Trainer, "push_weights", lambda trainer, version: original(trainer, version=version + 1)
+        Trainer, "sync_weights", lambda trainer, version: original(trainer, version=version + 1)
     )
 
 
@@ -186,7 +278,7 @@ def lose_the_order(monkeypatch):
 
 
 def count_no_replay(monkeypatch):
-    monkeypatch.setattr(GroupBuffer, "release", lambda buffer, step, made: None)
+    monkeypatch.setattr(GroupBuffer, "evict", lambda buffer, step, made: None)
 
 
 @pytest.mark.parametrize(

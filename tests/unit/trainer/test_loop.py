@@ -8,24 +8,27 @@ import threading
 import time
 from dataclasses import replace
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
 
 from megatron_rl.config import AdvantageSection, parse_config
-from megatron_rl.console import Console
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.rewards.verifier import VerifierError
+from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, VerifierError
+from megatron_rl.rollouts.grading import Grader
+from megatron_rl.rollouts.groups import compute_advantages
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runs.rows import PHASES, read_metrics
-from megatron_rl.trainer.background import BackgroundWriter
+from megatron_rl.runs.rows import PHASES, evaluation_scores, read_metrics
+from megatron_rl.telemetry.background import BackgroundWriter
+from megatron_rl.telemetry.console import Console
+from megatron_rl.telemetry.metrics import MetricLog, PhaseClock
 from megatron_rl.trainer.build import collective_timeout
+from megatron_rl.trainer.checkpointing import CheckpointKeeper
 from megatron_rl.trainer.evaluation import Evaluator
-from megatron_rl.trainer.judge import Judge
-from megatron_rl.trainer.metrics import MetricLog, PhaseClock
 from megatron_rl.trainer.recorder import Recorder
-from megatron_rl.trainer.rollout_batch import compute_advantages
-from megatron_rl.trainer.saving import CheckpointKeeper
+from megatron_rl.types import GradeResult, Response
+from tests.unit.trainer import scripted
 from tests.unit.trainer.scripted import PROMPTS, ScriptedEngine, ScriptedPool, make_config, run_loop
 
 
@@ -58,22 +61,30 @@ def test_unusable_updates_are_skipped_counted_and_kept(tmp_path):
         assert row["grad/norm"] == 1.0  # of those that happened
     assert "ratio/first_minibatch_max_deviation" not in first  # it never happened
     assert second["ratio/first_minibatch_max_deviation"] == 0.0
-    lines = (tmp_path / "faults" / "faults.jsonl").read_text().splitlines()
+    lines = (tmp_path / "skipped_updates" / "skipped_updates.jsonl").read_text().splitlines()
     kept = [json.loads(line) for line in lines]
     assert [(row["step"], row["update"]) for row in kept] == [(1, 1), (2, 2)]
     assert "norm is nan" in kept[0]["reason"]
     for step in (1, 2):
         name = f"step_{step:06d}.parquet"
-        same = [pq.read_table(tmp_path / folder / name) for folder in ("faults", "rollouts")]
-        assert same[0].equals(same[1])
+        same = [
+            pq.read_table(tmp_path / folder / name) for folder in ("skipped_updates", "rollouts")
+        ]
+        assert same[0].equals(
+            same[1].drop_columns(["sampled"])
+        )  # skipped_updates/ is never thinned
     assert trainer.actor.updates == 10  # neither the count nor the learning rate's clock went on
 
 
 def test_too_many_unusable_updates_in_a_row_end_the_run(tmp_path):
-    with pytest.raises(FloatingPointError, match="3 updates in a row had no usable gradient") as e:
+    with pytest.raises(
+        FloatingPointError, match="3 consecutive updates had no usable gradient"
+    ) as e:
         run_loop(tmp_path, unusable=(2, 4, 5, 6))
     assert "optimizer.learning_rate" in str(e.value)
-    run_loop(tmp_path / "more", unusable=(2, 4, 5, 6), trainer={"skipped_updates": 4})
+    run_loop(
+        tmp_path / "more", unusable=(2, 4, 5, 6), trainer={"max_consecutive_skipped_updates": 4}
+    )
 
 
 def test_a_kl_term_scores_the_reference_once_per_rollout_batch(tmp_path):
@@ -120,7 +131,7 @@ def test_rows_hold_the_stable_metrics(tmp_path):
     needed = {
         "reward/mean", "response/length_mean", "gate/acceptance", "loss/policy", "grad/norm",
         "ratio/first_minibatch_max_deviation", "ratio/prefix_mean_log_std", "sync/seconds",
-        "rollout/logprob_gap_mean", "rollout/tokens_per_second", "sync/bytes_sent",
+        "mismatch/logprob_abs_diff_mean", "rollout/tokens_per_second", "sync/bytes_sent",
         "epoch_1/gate/acceptance", "epoch_3/ratio/kl_to_behavior",
         "epoch_3/by_fraction/1.0/prefix_mean_log_std",
         *(f"time/{p}" for p in ("rollout", "reward", "behavior", "train", "sync", "eval", "step")),
@@ -129,23 +140,45 @@ def test_rows_hold_the_stable_metrics(tmp_path):
     assert rows[1]["reward/mean"] == 0.5
     assert rows[1]["ratio/first_minibatch_max_deviation"] == 0.0
     # frozen at 0 in step 1, the engine reported -0.1 for every token
-    assert abs(rows[1]["rollout/logprob_gap_mean"] - 0.1) < 1e-6
+    assert abs(rows[1]["mismatch/logprob_abs_diff_mean"] - 0.1) < 1e-6
 
 
 def test_greedy_evaluation_judges_one_response_to_each_prompt_by_its_own_answer(tmp_path):
     config = make_config()
     config = parse_config(config.model_dump() | {"eval": {"temperature": 0, "samples": 2}})
     prompts = [replace(PROMPTS[0], index=i, ground_truth=answer) for i, answer in enumerate("100")]
-    clock, console = PhaseClock(), Console(speaks=False)
+    clock, console = PhaseClock(), Console(is_main_rank=False)
     evaluator = Evaluator(
         config,
         ScriptedEngine([]),  # answers "0"
-        Judge(ScriptedPool(), Topology.single()),
+        Grader(ScriptedPool(), Topology.single()),
         {"held": prompts},
         Recorder(config, None, None, console, clock),
         console,
     )
     assert evaluator.evaluate(0)["eval/held/avg@1"] == 2 / 3
+
+
+def test_an_evaluation_says_what_was_not_judged_and_has_no_vote_without_answers(
+    tmp_path, monkeypatch
+):
+    """Each of the four first verdicts has no answer; one ran out of time, two failed."""
+    output = []
+    monkeypatch.setattr(Console, "echo", lambda self, text="": output.append(text))
+    reasons = ["time limit", "verifier failed", "verifier failed", "scored"]
+    run_loop(tmp_path, reasons=reasons, trainer={"keep_best": "eval_macro/maj@2"})
+    first, _, last = read_metrics(tmp_path)
+    shares = [first[f"eval/held/{kind}_fraction"] for kind in ("time_limit", "failed", "truncated")]
+    assert shares == [0.25, 0.5, 0.0]
+    assert first["eval/held/maj@2"] is None and first["eval_macro/maj@2"] is None
+    assert last["eval/held/maj@2"] == 0.5 and last["eval/held/failed_fraction"] == 0.0
+    assert any("eval held: 75.00% of the responses were not graded (time limit 25.00%, " in one
+               for one in output)  # fmt: skip
+    (messages,) = (one for one in output if "keep_best" in one)
+    assert messages.startswith(
+        "trainer.keep_best=eval_macro/maj@2: no response has an answer to vote"
+    )
+    assert evaluation_scores(tmp_path, metric="eval_macro/maj@2") == {2: 0.5}
 
 
 def test_a_continued_run_takes_the_walk_of_the_uninterrupted_one(tmp_path):
@@ -169,6 +202,49 @@ def test_a_batch_without_one_judgement_in_time_is_an_error(tmp_path):
     # the evaluation before training has 2 prompts x 2 responses
     with pytest.raises(VerifierError, match=r"none of 4 .* reward.time_limit_seconds=5, .* raise"):
         run_loop(tmp_path, reasons=["time limit"] * 4)
+
+
+def test_whether_anything_was_judged_is_decided_over_several_prompts():
+    """One prompt decides nothing, however often; two do, also of two calls."""
+    response = Response(0, 0, np.zeros(1, np.int32), np.zeros(1, np.float32), "1", "stop", 0)
+
+    def answer(grader):
+        grader.begin(PROMPTS[:1], samples=1)(0, response)
+        grader.finish(PROMPTS[:1], [response])
+
+    grader = Grader(ScriptedPool("time limit", "equal", "time limit", FAILED), Topology.single())
+    for _ in range(2):  # the first was not judged, the second was
+        answer(grader)
+        grader.check(prompts=2)
+    answer(grader)
+    grader.check(prompts=2)
+    answer(grader)
+    with pytest.raises(VerifierError, match="none of 2 responses was graded within"):
+        grader.check(prompts=2)
+    grader = Grader(ScriptedPool(FAILED, FAILED), Topology.single())
+    answer(grader)
+    answer(grader)
+    with pytest.raises(VerifierError, match="the verifier failed on each of 2 responses"):
+        grader.check(prompts=2)
+
+
+def test_one_prompt_that_no_verifier_ends_on_does_not_end_the_run(tmp_path, monkeypatch):
+    """Under a drawn lag the last steps generate for a single slot: here for that of prompt 0."""
+    judge_all = ScriptedPool.verify_all
+
+    def time_out(pool, items, *, more):
+        grade_results = judge_all(pool, items := [*items, *more()], more=list)
+        return [
+            GradeResult(0.0, TIME_LIMIT, None) if item.ground_truth == "odd" else grade_result
+            for item, grade_result in zip(items, grade_results, strict=True)
+        ]
+
+    monkeypatch.setattr(ScriptedPool, "verify_all", time_out)
+    prompts = [replace(PROMPTS[0], ground_truth="odd"), *PROMPTS[1:]]
+    monkeypatch.setattr(scripted, "PROMPTS", prompts)
+    sections = {"lag": {"batches": {"uniform": [0, 3]}}}
+    run_loop(tmp_path, trainer={"steps": 6}, sections=sections)
+    assert len(read_metrics(tmp_path)) == 7
 
 
 def test_the_order_in_which_responses_end_changes_nothing(tmp_path):
@@ -206,7 +282,7 @@ def test_a_collective_waits_minutes_and_longer_than_the_watcher():
 
 
 def test_what_the_writing_rank_cannot_write_is_raised_for_all(tmp_path, monkeypatch):
-    def fail(log, row):
+    def fail(log, row, **more):
         raise OSError(28, "No space left on device")
 
     class Swift(BackgroundWriter):
@@ -220,7 +296,7 @@ def test_what_the_writing_rank_cannot_write_is_raised_for_all(tmp_path, monkeypa
     with pytest.raises(OSError, match="No space left") as error:
         run_loop(tmp_path, writer=Swift())
     # Said by what every rank agrees with, when the thread's error is first asked for.
-    assert error.value.__notes__ == ["keeping the rollouts of step 1"]
+    assert error.value.__notes__ == ["writing the rollouts of step 1"]
 
 
 def test_the_phases_of_a_step_add_up_to_it(tmp_path, monkeypatch):
@@ -273,11 +349,11 @@ def test_a_checkpoint_gets_its_name_when_the_records_of_its_step_are_on_disk(tmp
         complete(step, **stated)
 
     directory.checkpoints.complete = complete_after_records
-    console = Console(speaks=False)
+    console = Console(is_main_rank=False)
     keeper = CheckpointKeeper(make_config(), directory, console, 0, writer.wait)
     keeper.done = 1
     keeper.save(Actor())
-    assert directory.checkpoints.sound_steps() == [1]
+    assert directory.checkpoints.intact_steps() == [1]
 
 
 def test_after_an_error_nothing_more_is_written_and_every_call_says_so(tmp_path):
@@ -299,7 +375,7 @@ def test_a_step_without_any_advantage_updates_and_records_all_the_same(tmp_path)
     row, other = read_metrics(tmp_path)[1:]
     assert (row["train/computed_fraction"], row["advantage/zero_groups_fraction"]) == (0.0, 1.0)
     assert (row["tokens"], row["ratio/first_minibatch_max_deviation"]) == (0.0, 0.0)
-    assert row["policy/entropy"] is row["rollout/logprob_gap_mean"] is None
+    assert row["policy/entropy"] is row["mismatch/logprob_abs_diff_mean"] is None
     assert row["rollout/entropy"] == pytest.approx(0.1)  # of all that was generated
     table = pq.read_table(tmp_path / "rollouts/step_000001.parquet")
     assert table["behavior_logprobs"].null_count == 16

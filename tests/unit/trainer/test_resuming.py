@@ -8,16 +8,21 @@ does is an event, and a run is disturbed at each of its events in turn.
 import contextlib
 import dataclasses
 import shutil
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl.config import ConfigError
-from megatron_rl.interruption import SIGNALS, Interruption
-from megatron_rl.rollout.engine import GenerationStopped
+from megatron_rl.engine.engine import GenerationStopped
+from megatron_rl.rollouts.partial_rollouts import PartialRolloutSource
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.rows import read_metrics, read_rows
-from megatron_rl.trainer.step_under_way import StepUnderWay
+from megatron_rl.runtime.interruption import SIGNALS, Interruption
+from megatron_rl.telemetry.console import Console
+from megatron_rl.telemetry.metrics import PhaseClock
+from megatron_rl.trainer.checkpointing import UNDER_WAY
+from megatron_rl.trainer.step_progress import StepProgress
 from tests.unit.trainer.scripted import run_loop
 from tests.unit.trainer.test_lag import learned
 
@@ -109,7 +114,7 @@ def test_asked_to_end_at_any_event_nothing_is_made_twice(tmp_path, sections):
         first = Events(when, ask)
         with contextlib.suppress(GenerationStopped):  # out of the first evaluation: not held yet
             run(folder, keep=interruption, events=first, sections=sections)
-        is_saved = RunDirectory(folder).checkpoints.sound_steps()
+        is_saved = RunDirectory(folder).checkpoints.intact_steps()
         second, trainer = run(folder, sections=sections)
         assert trainer.actor.updates == count("update", first, second) == UPDATES
         assert_same(folder, tmp_path / "whole")
@@ -120,8 +125,12 @@ def test_asked_to_end_at_any_event_nothing_is_made_twice(tmp_path, sections):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sections", "late"), [(WAYS[0], False), (WAYS[0], True), (WAYS[1], True), (WAYS[2], True)]
-)
+    ("sections", "late"),
+    [
+        (WAYS[0], False), (WAYS[0], True), (WAYS[1], True), (WAYS[2], True),
+        ({"logging": {"keep_rollouts": 1}}, True),
+    ],
+)  # fmt: skip
 def test_killed_at_any_event_the_run_ends_as_the_undisturbed_one(tmp_path, sections, late):
     whole, _ = run(tmp_path / "whole", sections=sections)
     again = []
@@ -151,7 +160,7 @@ def test_once_all_is_saved_a_further_request_changes_nothing(tmp_path):
     interruption.take(SIGNALS[0], at_second=lambda: pytest.fail("ends at once, with its status"))
 
 
-@pytest.mark.parametrize("part", ["under_way", "held"])
+@pytest.mark.parametrize("part", ["step_progress", "held"])
 def test_what_another_release_has_under_way_is_refused_by_one_error(tmp_path, monkeypatch, part):
     """Sound by its sums, but of another form: no traceback, and nothing is set aside or lost."""
     interruption = Interruption()
@@ -165,14 +174,45 @@ def test_what_another_release_has_under_way_is_refused_by_one_error(tmp_path, mo
             without = lambda one: {k: v for k, v in kept(one).items() if k != "reward"}  # noqa: E731
             other.setattr("megatron_rl.runs.group_file.dataclasses.asdict", without)
         else:
-            gather = StepUnderWay.gather
+            gather = StepProgress.gather
             without = lambda one: {k: v for k, v in gather(one).items() if k != "traces"}  # noqa: E731
-            other.setattr(StepUnderWay, "gather", without)
+            other.setattr(StepProgress, "gather", without)
         run(tmp_path, keep=interruption, events=Events(3, ask), sections=WAYS[1])
-    (step,) = RunDirectory(tmp_path).checkpoints.sound_steps()
-    with pytest.raises(ConfigError, match=rf"step_{step:06d} is inside of a step, .* by that rele"):
+    (step,) = RunDirectory(tmp_path).checkpoints.intact_steps()
+    with pytest.raises(
+        ConfigError, match=rf"step_{step:06d} has step progress or rollouts .* with that rele"
+    ):
         run(tmp_path, sections=WAYS[1])
-    assert RunDirectory(tmp_path).checkpoints.sound_steps() == [step]
+    assert RunDirectory(tmp_path).checkpoints.intact_steps() == [step]
+
+
+def test_stop_message_names_the_signal_and_the_saved_update(tmp_path, monkeypatch):
+    output, interruption = [], Interruption()
+    monkeypatch.setattr(Console, "echo", lambda self, text="": output.append(text))
+    whole, _ = run(tmp_path / "whole")
+    third = [index for index, event in enumerate(whole) if event[0] == "update"][2]
+
+    def request(event):
+        interruption.received = SIGNALS[0]
+
+    run(tmp_path / "a", keep=interruption, events=Events(third, request))
+    (message,) = (line for line in output if line.startswith("Received "))
+    expected = f"Received {SIGNALS[0].name}: checkpoint saved at step 1, update 3. Resume with:"
+    assert message.splitlines()[0] == expected
+    assert message.endswith("run.resume=auto")
+
+
+def test_restored_step_of_partial_rollouts_does_not_advance():
+    """Its window is in the checkpoint: another one would generate with the wrong weights."""
+    calls = []
+    engine = SimpleNamespace(sleep=lambda: calls.append("sleep"))
+    run = SimpleNamespace(clock=PhaseClock(), buffer=None)
+    source = PartialRolloutSource(run, engine, None, None, None)
+    source.advance = lambda step: calls.append(("advance", step)) or 1 / 0
+    source.resume(3)
+    assert source.collect(3) == [] and calls == ["sleep"]
+    with pytest.raises(ZeroDivisionError):
+        source.collect(4)
 
 
 def test_a_checkpoint_is_there_before_an_evaluation_that_fails(tmp_path):
@@ -185,11 +225,44 @@ def test_a_checkpoint_is_there_before_an_evaluation_that_fails(tmp_path):
 
     with pytest.raises(RuntimeError, match="is away"):
         run(tmp_path / "a", events=Events(evaluation, fail))
-    assert RunDirectory(tmp_path / "a").checkpoints.sound_steps() == [2]
+    assert RunDirectory(tmp_path / "a").checkpoints.intact_steps() == [2]
     assert [row["step"] for row in read_metrics(tmp_path / "a")] == [0, 1]
     events, _ = run(tmp_path / "a")
     assert count("update", events) == UPDATES / 3  # those of the third step
     assert_same(tmp_path / "a", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("when", ["asked to end", "killed"])
+def test_a_step_whose_reuse_ended_early_is_not_recorded_again(tmp_path, when):
+    """The third update of step 2 is refused; the run ends after that step was saved."""
+    options = {"sections": {"early_stopping": {"kl": 0.1}}}
+    whole, _ = run(tmp_path / "whole", drifted=(7,), **options)
+    assert [row.get("train/early_stopped") for row in learned(tmp_path / "whole")[1:]] == [0, 1, 0]
+    third = [place for place, event in enumerate(whole) if event[0] == "generate"][4]
+    interruption = Interruption()
+
+    def end(event):
+        if when == "killed":
+            raise Killed
+        interruption.received = SIGNALS[0]
+        raise GenerationStopped
+
+    folder = tmp_path / "a"
+    with contextlib.suppress(Killed):
+        run(folder, keep=interruption, events=Events(third, end), drifted=(7,), **options)
+    saved = RunDirectory(folder).checkpoints.folder(2)
+    assert (saved / UNDER_WAY).is_file()  # saved once, before its evaluation
+
+    def written():
+        files = [saved, *sorted((folder / "eval").iterdir())[:2]]
+        return [file.stat().st_mtime_ns for file in files]
+
+    before = written()
+    events, _ = run(folder, **options)
+    # The rollouts of step 3 and its evaluation; nothing of step 2.
+    assert (count("generate", events), count("update", events)) == (2, 4)
+    assert written() == before
+    assert_same(folder, tmp_path / "whole")
 
 
 def test_skipped_updates_stay_written_down_through_an_interruption(tmp_path):
@@ -204,7 +277,9 @@ def test_skipped_updates_stay_written_down_through_an_interruption(tmp_path):
     run(tmp_path / "a", keep=interruption, events=Events(third, ask), unusable=(1,))
     run(tmp_path / "a")
     assert_same(tmp_path / "a", tmp_path / "whole")
-    journals = [tmp_path / name / "faults" / "faults.jsonl" for name in ("a", "whole")]
+    journals = [
+        tmp_path / name / "skipped_updates" / "skipped_updates.jsonl" for name in ("a", "whole")
+    ]
     assert journals[0].read_text() == journals[1].read_text() != ""
 
 
@@ -220,7 +295,7 @@ def test_updates_skipped_in_a_row_are_counted_through_an_interruption(tmp_path):
     run(tmp_path / "a", keep=interruption, events=Events(sixth, ask), unusable=(5, 6))
     assert RunDirectory(tmp_path / "a").checkpoints.manifest(2)["skipped_in_a_row"] == 2
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    with pytest.raises(FloatingPointError, match="3 updates in a row"):
+    with pytest.raises(FloatingPointError, match="3 consecutive updates"):
         run(tmp_path / "a", unusable=(1,))  # the seventh
     run(tmp_path / "b", unusable=(2, 3))  # the seventh is well, and the count begins again
 

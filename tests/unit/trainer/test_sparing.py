@@ -1,12 +1,12 @@
-"""Which old checkpoints stay: milestones for ever, and the one with the best evaluation."""
+"""Which old checkpoints stay: keep_every for ever, and the one with the best evaluation."""
 
 import json
 
 import pytest
 
-from megatron_rl.console import Console
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.trainer.saving import CheckpointKeeper
+from megatron_rl.telemetry.console import Console
+from megatron_rl.trainer.checkpointing import CheckpointKeeper
 from tests.unit.trainer.scripted import make_config
 
 
@@ -17,8 +17,8 @@ from tests.unit.trainer.scripted import make_config
         ({"keep_best": True}, [4, 7, 8]),  # step 3 scored more and was not saved
         ({"keep_best": "eval/held/avg@2"}, [6, 7, 8]),
         ({"keep_best": "eval_macro/maj@2"}, [1, 7, 8]),
-        ({"milestones": 3}, [6, 7, 8]),
-        ({"milestones": 2, "keep_best": True}, [2, 4, 6, 7, 8]),
+        ({"keep_every": 3}, [6, 7, 8]),
+        ({"keep_every": 2, "keep_best": True}, [2, 4, 6, 7, 8]),
     ],
 )
 def test_milestones_and_the_best_are_spared(tmp_path, settings, kept):
@@ -34,6 +34,6 @@ def test_milestones_and_the_best_are_spared(tmp_path, settings, kept):
         directory.checkpoints.begin(step)
         directory.checkpoints.complete(step, sums={}, digests=[])
     config = make_config(**settings)
-    keeper = CheckpointKeeper(config, directory, Console(speaks=False), 0, lambda: None)
+    keeper = CheckpointKeeper(config, directory, Console(is_main_rank=False), 0, lambda: None)
     directory.checkpoints.prune(keep=2, spared=keeper._spared)
     assert directory.checkpoints.steps() == kept

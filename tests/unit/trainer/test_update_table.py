@@ -105,9 +105,9 @@ def test_every_update_is_told_by_lag_and_tenth(apart):
     ages |= {(number, 2): age + 18 for (number, _), age in ages.items()} if apart else {}
     assert {(row["update"], row["lag"]): row["lag_updates"] for row in rows} == ages
     # Of the second minibatch's groups, trained 3 and 7 times before, the fourth update is another.
-    told = {row["update"]: (row["epoch"], row["minibatch"], row["reuse"], row["is_made"])
+    messages = {row["update"]: (row["epoch"], row["minibatch"], row["reuse"], row["is_made"])
             for row in rows}  # fmt: skip
-    assert told == {
+    assert messages == {
         1: (1, 1, 0, True), 2: (1, 2, 5, True), 4: (2, 2, 6, True), 5: (3, 1, 1, False),
     }  # fmt: skip
 
@@ -140,5 +140,5 @@ def test_reuse_counts_updates_of_earlier_steps_too(tmp_path):
     assert {row["lag"] for row in read(tmp_path, 2)} == {0, 1}
     for row in read(tmp_path, 2):  # six updates before the step, and those of it
         assert row["lag_updates"] == row["update"] - 1 + 6 * row["lag"]
-    held = trainer.collector.buffer.groups.values()
-    assert all(group.uses == 3 * group.trained for group in held)
+    held = trainer.run.buffer.groups.values()
+    assert all(group.num_updates == 3 * group.times_trained for group in held)

@@ -1,0 +1,100 @@
+"""Memory models of CUDA's fused kernels: they allocate the same tensors but compute nothing.
+
+On torch's `meta` device the composite forms of these operations would run instead and allocate
+tensors that never exist on a GPU. Each function takes the arguments of the function it replaces,
+allocates the kernel's outputs and temporaries, and saves the same tensors for the backward pass.
+Sources: torch's aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (attention) and
+native/cuda/layer_norm_kernel.cu (norm). Functions that Megatron-core compiles count as one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, scale)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """[..., h], [h] -> [..., h]."""
+    return _Norm.apply(x, weight)
+
+
+def swiglu(y: Tensor) -> Tensor:
+    """[..., 2 f] -> [..., f]."""
+    return y.new_empty((*y.shape[:-1], y.shape[-1] // 2))
+
+
+def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
+    """[..., f], [..., 2 f] -> [..., 2 f]."""
+    return torch.empty_like(y)
+
+
+def weighted_swiglu(y: Tensor, weights: Tensor) -> Tensor:
+    """[..., 2 f], [..., 1] -> [..., f]."""
+    return swiglu(y)
+
+
+def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., f], [..., 2 f], [..., 1] -> [..., 2 f], [..., 1]."""
+    return torch.empty_like(y), torch.empty_like(weights)
+
+
+class _Attention(torch.autograd.Function):
+    """Attention that saves queries, keys, values, the output and its log-sum-exps."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, count: Callable[[int], None]
+    ) -> Tensor:
+        out = torch.empty_like(query)
+        sums = query.new_empty(query.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.count = count
+        count(2 * _visible_products(query, key))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, _, _ = ctx.saved_tensors
+        ctx.count(5 * _visible_products(query, key))
+        temporary = [torch.empty_like(query, dtype=torch.float32)]  # sum over blocks of keys
+        if key.shape[1] != query.shape[1]:  # one per query head, summed over the group afterwards
+            size = (*query.shape[:2], key.shape[2], key.shape[3])
+            temporary += [key.new_empty(size) for _ in range(2)]
+        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        del temporary
+        return (*grads, None)
+
+
+def _visible_products(query: Tensor, key: Tensor) -> int:
+    """Return the FLOPs of one causal product in which the last query sees all keys."""
+    sequences, heads, queries, size = query.shape
+    pairs = queries * (2 * key.shape[2] - queries + 1) // 2
+    return 2 * sequences * heads * pairs * size
+
+
+def attention(count: Callable[[int], None]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return causal attention that reports FLOPs; [s, H, q, d], [s, K, k, d] -> [s, H, q, d]."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        repeats = query.shape[1] // key.shape[1]
+        if repeats > 1 and query.dtype == torch.float32:  # as in `attend_fused`
+            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+        return _Attention.apply(query, key, value, count)
+
+    return attend

@@ -1,0 +1,203 @@
+"""Monitoring of launches: state, output, exit status and cancellation."""
+
+import itertools
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.apps.launch import slurm
+from megatron_rl.apps.launch.record import Record
+from megatron_rl.apps.launch.scripts import ASKED_TO_END, EXITS
+from megatron_rl.config import ConfigError
+from megatron_rl.runs.lock import LOCK, find_holder
+from megatron_rl.runs.rows import is_finished, read_metrics
+from megatron_rl.runtime.processes import LAUNCHER
+
+POLL_SECONDS = 2.0
+ERROR_BYTES = 1 << 16  # size of the end of a log that is searched for the last error
+
+
+@dataclass(frozen=True)
+class Exit:
+    """Exit of a job, as recorded by its batch script."""
+
+    job: str
+    restarts: int
+    status: int
+
+
+def read_exits(folder: str) -> list[Exit]:
+    """Read all exits so far, oldest first; incomplete lines are ignored."""
+    file = Path(folder) / EXITS
+    lines = file.read_text().splitlines() if file.exists() else []
+    parts = [line.split() for line in lines]
+    whole = [each for each in parts if len(each) == 3 and each[1].isdigit() and each[2].isdigit()]
+    return [Exit(job, int(restarts), int(status)) for job, restarts, status in whole]
+
+
+def is_active(record: Record) -> bool:
+    """Return True if any part of a launch is pending or running."""
+    if not record.is_launched:
+        return find_holder(Path(record.run) / LOCK) is not None
+    if record.process is not None:
+        return _is_alive(record)
+    return any(not slurm.job_state(job).has_ended for job in record.jobs)
+
+
+def final_status(record: Record) -> int:
+    """Return the exit status of a launch that has ended; 0 if it completed.
+
+    A job that SLURM killed (node failure, time limit before it had saved) records no status; then
+    the state of the last job in SLURM decides.
+    """
+    if not record.is_launched:
+        return 0 if is_finished(Path(record.run), steps=record.steps) else os.EX_TEMPFAIL
+    exits = read_exits(record.folder)
+    if record.process is not None:
+        return exits[-1].status if exits else 1
+    last = slurm.job_state(record.jobs[-1])
+    if last.state == "UNKNOWN":
+        return exits[-1].status if exits else 1
+    if last.state == "COMPLETED":
+        return 0
+    of_last = [each.status for each in exits if each.job == last.job and each.status]
+    return of_last[-1] if of_last and last.state == "FAILED" else 1
+
+
+def describe(record: Record) -> tuple[str, int]:
+    """Return the output of `megatron-rl status` and its exit status, 0 unless the launch failed."""
+    lines, active = [], is_active(record)
+    status = 0 if active else final_status(record)
+    if not record.is_launched:
+        by = find_holder(Path(record.run) / LOCK)
+        state = f"RUNNING ({by})" if by else "STOPPED" if status else "COMPLETED"
+        lines.append(f"{record.name}: {state}, started by megatron-rl train")
+    if record.process is not None:
+        state = "RUNNING" if active else ("COMPLETED" if status == 0 else "FAILED")
+        where = f"process {record.process} on {record.host}"
+        lines.append(f"{record.name}: {state} ({where})" + (f", status {status}" if status else ""))
+    for job in record.jobs:
+        lines.append(f"{record.name}: {_describe_job(slurm.job_state(job))}")
+    for each in read_exits(record.folder):
+        meaning = {0: "done", **dict.fromkeys(ASKED_TO_END, "interrupted")}
+        restarted = f", restarted {each.restarts} times" if each.restarts else ""
+        lines.append(
+            f"  job {each.job} ended with status {each.status} "
+            f"({meaning.get(each.status, 'failed')}){restarted}"
+        )
+    lines += _describe_run(record)
+    if status and not record.is_launched:
+        lines.append(
+            f"  continue with: megatron-rl train --config {record.run}/config.yaml run.resume=auto"
+        )
+    elif status:
+        lines += _describe_failure(record)
+    return "\n".join(lines), status
+
+
+def _describe_job(state: slurm.JobState) -> str:
+    reason = f" ({state.reason})" if state.reason not in ("", "None") else ""
+    where = f" on {state.nodes}" if state.nodes else ""
+    since = f", for {state.elapsed}" if state.elapsed not in ("", "0:00") else ""
+    left = f", {state.left} left" if state.left and not state.has_ended else ""
+    return f"job {state.job} {state.state}{reason}{where}{since}{left}"
+
+
+def _describe_failure(record: Record) -> list[str]:
+    """Return the last error of the newest log that has one, with its indented lines."""
+    for file in reversed(_log_files(record)):
+        with file.open("rb") as log:
+            log.seek(max(file.stat().st_size - ERROR_BYTES, 0))
+            text = log.read().decode(errors="replace")
+        _, separator, error = text.rpartition("megatron-rl: error: ")
+        if separator:
+            first, *more = error.splitlines()
+            further = itertools.takewhile(lambda line: line.startswith("  "), more)
+            return [f"  error: {first}", *(f"  {line}" for line in further), f"  log: {file}"]
+    return []
+
+
+def _describe_run(record: Record) -> list[str]:
+    rows = read_metrics(Path(record.run))
+    lines = [f"  run directory: {record.run}"]
+    if rows:
+        reward = rows[-1].get("reward/mean")
+        output = f", reward {reward:.3f}" if isinstance(reward, float) else ""
+        lines.append(f"  step {rows[-1]['step']} of {record.steps}{output}")
+    checkpoints = sorted((Path(record.run) / "checkpoints").glob("step_*"))
+    if checkpoints:
+        lines.append(f"  newest checkpoint: {checkpoints[-1]}")
+    return lines
+
+
+def read_logs(record: Record, *, follow: bool) -> Iterator[str]:
+    """Yield the output of the ranks, oldest file first; `follow` continues until the end."""
+    printed: dict[Path, int] = {}
+    while True:
+        active = follow and is_active(record)  # checked before reading, so that no output is lost
+        for file in _log_files(record):
+            with file.open("rb") as log:
+                log.seek(printed.get(file, 0))
+                text = log.read()
+            if text and file not in printed:
+                yield f"==> {file}\n"
+            yield text.decode(errors="replace")
+            printed[file] = printed.get(file, 0) + len(text)
+        if not active:
+            return
+        time.sleep(POLL_SECONDS)
+
+
+def _log_files(record: Record) -> list[Path]:
+    """Return the log files, oldest first."""
+    if not record.is_launched:
+        return [file for file in [Path(record.run) / "log.txt"] if file.is_file()]
+    files = (Path(record.folder) / "logs").glob("*")
+    return sorted(files, key=lambda file: file.stat().st_mtime)
+
+
+def cancel(record: Record) -> None:
+    """Stop a launch: SLURM jobs are cancelled; a run on this machine saves its step first."""
+    if not record.is_launched:
+        _end_holder(Path(record.run))
+    elif record.process is None:
+        slurm.cancel_jobs(record.jobs)
+    elif _is_alive(record):
+        os.kill(record.process, signal.SIGTERM)
+
+
+def _end_holder(run: Path) -> None:
+    """Send SIGTERM to the process that trains in a folder; it forwards the signal to its ranks."""
+    match = re.fullmatch(r"process (\d+) on (\S+)", find_holder(run / LOCK) or "")
+    if match is None:
+        return
+    if match[2] != socket.gethostname():
+        raise ConfigError(f"{run} is in use by {match[0]}, not on this machine; end it there")
+    variables = Path(f"/proc/{match[1]}/environ").read_bytes().split(b"\0")
+    prefix = f"{LAUNCHER}=".encode()
+    launcher = [each.removeprefix(prefix) for each in variables if each.startswith(prefix)]
+    os.kill(int(launcher[0] if launcher else match[1]), signal.SIGTERM)
+
+
+def _is_alive(record: Record) -> bool:
+    assert record.process is not None, "only a launch on one machine has a process"
+    if record.host != socket.gethostname():
+        raise ConfigError(f"{record.name} was launched on {record.host}; run this command there")
+    return is_alive(record.process)
+
+
+def is_alive(process: int) -> bool:
+    """Return True if a process of this machine is running; zombies do not count.
+
+    In many containers the first process never reaps its children.
+    """
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"

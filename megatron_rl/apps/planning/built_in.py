@@ -1,0 +1,115 @@
+"""Shapes of published models, copied from their config.json on the Hugging Face hub.
+
+Planning uses only sizes, so the rotary embedding values are placeholders.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import Config
+from megatron_rl.errors import UserError
+from megatron_rl.models.shape import ExpertShape, ModelShape, read_model_shape
+
+
+def _dense(
+    architecture: str, layers: int, hidden: int, heads: int, groups: int, ffn: int, vocabulary: int,
+    *, head_dim: int | None = None, tied: bool = False, experts: ExpertShape | None = None,
+) -> ModelShape:  # fmt: skip
+    return ModelShape(
+        architecture=architecture,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        head_dim=head_dim or hidden // heads,
+        ffn_hidden_size=ffn,
+        vocab_size=vocabulary,
+        max_position_embeddings=131072,
+        rotary_base=1e6,
+        norm_epsilon=1e-6,
+        tied_embeddings=tied,
+        experts=experts,
+    )
+
+
+_QWEN2, _QWEN3, _MOE = "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
+_LLAMA = "LlamaForCausalLM"
+MODELS = {
+    "Qwen2.5-0.5B": _dense(_QWEN2, 24, 896, 14, 2, 4864, 151936, tied=True),
+    "Qwen2.5-1.5B": _dense(_QWEN2, 28, 1536, 12, 2, 8960, 151936, tied=True),
+    "DeepSeek-R1-Distill-Qwen-1.5B": _dense(_QWEN2, 28, 1536, 12, 2, 8960, 151936),
+    "Qwen2.5-3B": _dense(_QWEN2, 36, 2048, 16, 2, 11008, 151936, tied=True),
+    "Qwen2.5-7B": _dense(_QWEN2, 28, 3584, 28, 4, 18944, 152064),
+    "Qwen2.5-14B": _dense(_QWEN2, 48, 5120, 40, 8, 13824, 152064),
+    "Qwen2.5-32B": _dense(_QWEN2, 64, 5120, 40, 8, 27648, 152064),
+    "Qwen2.5-72B": _dense(_QWEN2, 80, 8192, 64, 8, 29568, 152064),
+    "Qwen3-4B": _dense(_QWEN3, 36, 2560, 32, 8, 9728, 151936, head_dim=128, tied=True),
+    "Qwen3-8B": _dense(_QWEN3, 36, 4096, 32, 8, 12288, 151936),
+    "Qwen3-32B": _dense(_QWEN3, 64, 5120, 64, 8, 25600, 151936, head_dim=128),
+    "Qwen3-30B-A3B": _dense(
+        _MOE, 48, 2048, 32, 4, 6144, 151936, head_dim=128, experts=ExpertShape(128, 8, 768, True)
+    ),
+    "Qwen3-235B-A22B": _dense(
+        _MOE, 94, 4096, 64, 4, 12288, 151936, head_dim=128, experts=ExpertShape(128, 8, 1536, True)
+    ),
+    "Llama-3.1-8B": _dense(_LLAMA, 32, 4096, 32, 8, 14336, 128256),
+    "Llama-3.1-70B": _dense(_LLAMA, 80, 8192, 64, 8, 28672, 128256),
+}
+
+
+def find_shape(model: str) -> ModelShape:
+    """Return the shape of a Hugging Face folder (its config.json is enough) or of a built-in name.
+
+    Leading folders are ignored: `models/Qwen2.5-7B` and `Qwen/Qwen2.5-7B` both mean Qwen2.5-7B.
+    """
+    if Path(model).is_dir():
+        return read_model_shape(model)
+    by_lower_case = {name.lower(): shape for name, shape in MODELS.items()}
+    shape = by_lower_case.get(model.split("/")[-1].lower())
+    if shape is None:
+        raise UserError(
+            f"{model} is neither a folder with a config.json nor one of {', '.join(MODELS)}"
+        )
+    return shape
+
+
+def with_built_in_model(config: Config, folder: Path) -> Config:
+    """Return the config; if its model does not exist here, write a built-in config.json instead.
+
+    `model.path` may be a built-in name, or a missing path whose last part is a built-in name. The
+    config.json is written to `folder`.
+    """
+    if Path(config.model.path).exists():
+        return config
+    shape = find_shape(config.model.path)
+    model = config.model.model_copy(update={"path": str(write_config_json(shape, folder))})
+    return config.model_copy(update={"model": model})
+
+
+def write_config_json(shape: ModelShape, folder: Path) -> Path:
+    """Write the config.json of a shape to `folder` and return the folder."""
+    values: dict[str, Any] = {
+        "architectures": [shape.architecture],
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_query_groups,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.ffn_hidden_size,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "rope_theta": shape.rotary_base,
+        "rms_norm_eps": shape.norm_epsilon,
+        "tie_word_embeddings": shape.tied_embeddings,
+    }
+    if shape.experts is not None:
+        values |= {
+            "num_experts": shape.experts.num_experts,
+            "num_experts_per_tok": shape.experts.experts_per_token,
+            "moe_intermediate_size": shape.experts.ffn_hidden_size,
+            "norm_topk_prob": shape.experts.normalize_top_k,
+        }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder

@@ -1,0 +1,224 @@
+"""Dry run of one rank, without its device, its peers or its weights.
+
+The real actor is built and run on a fake device, which counts allocations, messages and FLOPs
+without computing anything. Packs are as full, and responses as long, as the config allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from megatron_rl.actor.actor import MegatronActor
+from megatron_rl.actor.dry_run import Stage, group_names
+from megatron_rl.apps.planning.fake_device import CPU, CUDA, fake_device
+from megatron_rl.apps.planning.meter import Meter, PhaseCount
+from megatron_rl.config import Config
+from megatron_rl.data.packing import padded_length, plan_minibatches
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.objectives import build_objective
+from megatron_rl.trainer.actor_settings import build_actor_settings, make_groups
+from megatron_rl.types import GradeResult, Minibatch, Prompt, Response, Rollout
+
+DEVICES = {"cuda": CUDA, "cpu": CPU}
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Memory, messages and FLOPs of one rank of a run."""
+
+    rank: int
+    processes: int
+    place: Mapping[str, tuple[int, int]]  # rank and size in each parallelism
+    parameters: int  # of this rank
+    sequences: tuple[int, ...]  # padded lengths of the pack
+    local_tokens: int  # tokens of a pack on this rank
+    micro_batches: int  # micro-batches that were run
+    micro_batches_of_update: int  # if every response had the maximum length
+    phases: Mapping[str, PhaseCount]  # behavior, update; an update is forward, backward and step
+    states: Mapping[str, int]  # bytes of weights, gradients, optimizer on the device, awake
+    asleep: Mapping[str, int]  # the same while the engine generates
+    asleep_host: int  # bytes that sleep offloads to the host
+
+    @property
+    def peak(self) -> int:
+        """Maximum bytes on the device over all phases."""
+        return max(phase.peak for phase in self.phases.values())
+
+
+def stage_ranks(config: Config, processes: int) -> list[int]:
+    """Return the first rank of the first, the middle and the last pipeline stage."""
+    stages = config.parallel.pipeline
+    return sorted({stage * (processes // stages) for stage in (0, stages // 2, stages - 1)})
+
+
+def dry_run_rank(
+    config: Config,
+    *,
+    processes: int,
+    rank: int = 0,
+    device: str = "cuda",
+    micro_batches: int | None = None,
+    updates: int = 1,
+) -> DryRun:
+    """Build the actor of one rank, compute behavior log-probs, update, and sleep.
+
+    `model.path` needs only a config.json. device: cuda (includes the allocations of fused CUDA
+    kernels) or cpu. micro_batches: by default enough to reach peak memory. Uses Megatron's local
+    layers instead of Transformer Engine's. Raises ValueError for a layout that the actor rejects.
+    """
+    config = _with_local_layers(config)
+    with fake_device(DEVICES[device]) as (mode, meter):
+        stage = Stage(
+            mode.device,
+            count_flops=meter.add_flops,
+            note_stall=meter.note_stall,
+            selected=meter.selected,
+        )
+        with stage.rank(
+            rank, processes, initialise=partial(make_groups, config), as_default=mode.as_default
+        ) as topology:
+            return measure(
+                config,
+                topology,
+                meter,
+                micro_batches=micro_batches,
+                updates=updates,
+                before_packs=stage.hidden.extend,
+            )
+
+
+def _with_local_layers(config: Config) -> Config:
+    model = config.model.model_copy(update={"transformer_engine": False, "fp8": None})
+    return config.model_copy(update={"model": model})
+
+
+def measure(
+    config: Config,
+    topology: Topology,
+    meter: Meter,
+    *,
+    micro_batches: int | None = None,
+    updates: int = 1,
+    before_packs: Callable[[list[int]], None] = lambda hidden: None,
+) -> DryRun:
+    """Measure an actor on this topology, fake or real.
+
+    before_packs: called with the shape of the tensors that pipeline stages exchange.
+    """
+    meter.group_names = group_names()
+    objective = build_objective(config.objective.name, **config.objective.overrides)
+    nothing = torch.empty(0)  # meta tensors have no values to fit
+    objective = objective.resolve(nothing, nothing, nothing).without_shares()
+    actor = _build(config, topology, meter)
+    states = dict(meter.live_bytes)
+    sequences = full_pack(config, topology, sequence_parallel=actor.sequence_parallel)
+    needed = -(-_sequences_per_rank(config, topology) // len(sequences))
+    if micro_batches is None:
+        in_flight = topology.pp_size * (2 if topology.virtual_stages > 1 else 1)
+        micro_batches = padded_length(min(in_flight, needed), alignment=topology.round_size)
+    minibatch = _minibatch(config, actor, sequences, micro_batches)
+    packs = minibatch.micro_batches
+    local = sum(packs[0].lengths) // topology.cp_size
+    shards = topology.tp_size if actor.sequence_parallel else 1
+    before_packs([local // shards, 1, actor.shape.hidden_size])
+    meter.category = "activations"
+    meter.begin("behavior")
+    for pack, logprobs in zip(packs, actor.compute_logprobs(packs), strict=True):
+        pack.behavior_logprobs = logprobs
+        if "reference_logprobs" in objective.needs:
+            pack.reference_logprobs = torch.zeros_like(logprobs)
+    for update in range(updates):
+        meter.begin("update" if update == 0 else f"update {update + 1}")
+        actor.update(minibatch, objective)
+    phases = {name: count for name, count in meter.phases.items() if name != "start"}
+    meter.begin("asleep")
+    actor.sleep()
+    sizes = ("tp", "pp", "cp", "dp", "ep")
+    return DryRun(
+        rank=topology.rank,
+        processes=topology.world_size,
+        place={s: (getattr(topology, f"{s}_rank"), getattr(topology, f"{s}_size")) for s in sizes},
+        parameters=sum(p.numel() for p in actor.named_parameters_local().values()),
+        sequences=tuple(packs[0].lengths),
+        local_tokens=local,
+        micro_batches=len(packs),
+        micro_batches_of_update=needed,
+        phases=phases,
+        states=states,
+        asleep=dict(meter.live_bytes),
+        asleep_host=meter.live_bytes_on_host,
+    )
+
+
+def _build(config: Config, topology: Topology, meter: Meter) -> MegatronActor:
+    """Build the actor, its memory labeled as weights, gradients and optimizer."""
+    settings = build_actor_settings(config, topology)
+    settings = replace(settings, effective_samples_power=0.0)  # would read values
+    meter.category = "optimizer"
+    actor = MegatronActor(config.model.path, topology=topology, settings=settings)
+    for chunk in actor.ddp_chunks:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            meter.relabel(buffer.grad_data, "gradients")
+            if buffer.param_data is not None:
+                meter.relabel(buffer.param_data, "weights")
+    for parameter in actor.named_parameters_local().values():
+        meter.relabel(parameter, "weights")
+    return actor
+
+
+def full_pack(config: Config, topology: Topology, *, sequence_parallel: bool) -> tuple[int, ...]:
+    """Return the unpadded sequence lengths of the fullest pack: as many full-length ones as fit."""
+    alignment = topology.alignment(sequence_parallel=sequence_parallel)
+    longest = config.max_model_tokens - 1  # the last token predicts nothing
+    padded = padded_length(longest, alignment=alignment)
+    budget = config.trainer.tokens_per_micro_batch // alignment * alignment
+    whole = max(1, budget // padded)
+    limit = _sequences_per_rank(config, topology)
+    if whole >= limit:
+        return (longest,) * limit
+    rest = budget - whole * padded
+    return (longest,) * whole + ((rest,) if rest >= max(alignment, 2) else ())
+
+
+def _sequences_per_rank(config: Config, topology: Topology) -> int:
+    """Return the number of sequences per rank in one minibatch."""
+    rollout = config.rollout
+    sequences = (
+        rollout.prompts_per_step * rollout.responses_per_prompt // config.trainer.minibatches
+    )
+    return max(1, -(-sequences // topology.dp_size))
+
+
+def _minibatch(
+    config: Config, actor: MegatronActor, sequences: Sequence[int], micro_batches: int
+) -> Minibatch:
+    """Build this rank's identical packs with the trainer's own minibatch planning."""
+    rollouts = [
+        _rollout(tokens, config.data.max_prompt_tokens)
+        for _ in range(micro_batches * actor.topology.dp_size)
+        for tokens in sequences
+    ]
+    (minibatch,) = plan_minibatches(
+        rollouts,
+        torch.ones(len(rollouts)),
+        minibatches=1,
+        tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
+        topology=actor.topology,
+        sequence_parallel=actor.sequence_parallel,
+        gemm_tokens=actor.settings.gemm_tokens,
+    )
+    return minibatch
+
+
+def _rollout(tokens: int, max_prompt_tokens: int) -> Rollout:
+    """Build a sequence with `tokens` positions that predict a next token."""
+    prompt_tokens = min(max_prompt_tokens, max(1, tokens // 2))
+    length = tokens - prompt_tokens + 1
+    prompt = Prompt(0, (), (1,) * prompt_tokens, "", "")
+    ones, zeros = np.ones(length, np.int32), np.zeros(length, np.float32)
+    return Rollout(prompt, Response(0, 0, ones, zeros, "", "stop", 0), GradeResult(0.0, "", None))

@@ -1,0 +1,219 @@
+"""Memory of one rank in each phase, by formula; docs/planning.md derives the formulas.
+
+They describe the actor's local layers in bfloat16 on CUDA. The activations that a layer stores for
+its backward pass follow Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models" (arXiv 2205.05198), for gated MLPs without dropout and attention that stores no score
+matrix. Optimizer states are those of Megatron's distributed optimizer (Rajbhandari et al., ZeRO
+stage 1, arXiv 1910.02054). Temporary memory at the peak was measured in dry runs of the actor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.apps.planning.devices import GIB
+from megatron_rl.apps.planning.parts import Parts, count_parameters, engine_parameters
+from megatron_rl.distributed.context_attention import KEPT_BYTES
+from megatron_rl.distributed.vocab_parallel import MAX_TILE_TOKENS, TILE_ELEMENTS
+from megatron_rl.models.shape import ModelShape
+
+# Memory of a sleeping engine: CUDA graphs, buffers and communicators. vLLM logged "5.82 GiB memory
+# is still in use" on a 96 GiB device, CUDA context included
+# (imokuri.com/blog/2025/07/vllm-sleep-mode).
+ENGINE_ASLEEP = 4 * GIB
+# Memory that torch's allocator does not count or cannot use: the CUDA context, NCCL (0.5 to 0.7 GiB
+# per communicator: github.com/NVIDIA/nccl issue 964), cuBLAS workspaces, fragmentation.
+RESERVE = 6 * GIB
+BUCKETS = 128 << 20  # two of `resharding.bucket_mib`
+WEIGHT, GRADIENT, OPTIMIZER = 2, 4, 12  # bytes per parameter; replicas share optimizer states
+ROUTER_BYTES = 6  # stored per token, expert and layer: a probability and two masks
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes in each phase on the rank that needs the most, without reserves."""
+
+    states: int  # awake
+    asleep: int
+    train: int
+    behavior: int
+    push: int
+    engine_weights: int
+
+
+def footprint(
+    shape: ModelShape, parts: Parts, *, micro_batches: int, packs: int = 1, prompt_part: float = 0.0
+) -> Footprint:
+    """Compute the footprint: in every phase, the larger of the first and the last pipeline stage.
+
+    micro_batches: per rank and update. packs: prepared packs that a rank keeps for the rollout
+    batch. prompt_part: fraction of a pack's tokens that are prompt tokens, without log-probs.
+    """
+    stages = []
+    for stage in sorted({0, parts.pipeline - 1}):
+        states, asleep = state_bytes(shape, parts, stage=stage)
+        update = activation_bytes(
+            shape, parts, stage=stage, micro_batches=micro_batches, prompt_part=prompt_part
+        )
+        prepared = packs * prepared_pack_bytes(shape, parts)
+        behavior = asleep + forward_bytes(shape, parts, stage=stage) + prepared
+        stages.append((states, asleep, states + update + prepared, behavior))
+    states, asleep, train, behavior = map(max, zip(*stages, strict=True))
+    engine = WEIGHT * engine_parameters(shape, parts.rollout_tensor)
+    return Footprint(states, asleep, train, behavior, asleep + engine + BUCKETS, engine)
+
+
+def state_bytes(shape: ModelShape, parts: Parts, *, stage: int) -> tuple[int, int]:
+    """Return the bytes of weights, gradients and optimizer states of one rank, awake and asleep.
+
+    A sleeping actor keeps only its weights and Megatron's buffer for gathered activations.
+    """
+    counts = count_parameters(shape, parts, stage=stage)
+    optimizer = (counts.dense + counts.expert * parts.expert) / parts.replicas
+    awake = (WEIGHT + GRADIENT) * counts.total + OPTIMIZER * optimizer
+    return int(awake), WEIGHT * counts.total + int(gathered_bytes(shape, parts))
+
+
+def micro_batches_in_flight(parts: Parts, *, stage: int, micro_batches: int) -> int:
+    """Return how many micro-batches' activations a stage stores at the same time under 1F1B."""
+    return min(parts.pipeline - stage, micro_batches)
+
+
+def activation_bytes(
+    shape: ModelShape, parts: Parts, *, stage: int, micro_batches: int, prompt_part: float = 0.0
+) -> int:
+    """Return the bytes of stored activations and temporaries at the peak of an update."""
+    tokens, depth = parts.local_tokens, shape.num_layers // parts.pipeline
+    layer, mlp = kept_per_token(shape, parts) * tokens, _mlp_per_token(shape, parts) * tokens
+    entry = _entry_bytes(shape, parts)
+    in_flight = micro_batches_in_flight(parts, stage=stage, micro_batches=micro_batches)
+    kept, recomputed = depth * layer, 0.0
+    if parts.recompute == "full":
+        kept, recomputed = depth * entry, layer
+    elif parts.recompute == "selective":
+        kept, recomputed = depth * (layer - mlp), mlp + entry
+    last = stage == parts.pipeline - 1
+    working = recomputed + _layer_working(shape, parts)
+    if last:  # the peak is before the last layer's backward pass
+        working = max(working, entry + _head_bytes(shape, parts, prompt_part))
+    total = kept * in_flight + working + gathered_bytes(shape, parts)
+    if parts.pipeline > 1:  # sent and received stage inputs are kept
+        total += entry * (2 if last else in_flight + 1)
+    return int(total)
+
+
+def kept_per_token(shape: ModelShape, parts: Parts) -> float:
+    """Return the bytes that one layer stores per local token for its backward pass.
+
+    Norms store input and output (8 h) and a scale (4 each). Attention stores queries, keys, values
+    and the input of its output projection. Norms of queries and keys store their inputs.
+    """
+    sizes = shape.sizes
+    kept = norms_kept(shape.hidden_size) + 8 + attention_kept(sizes["query"], 0)
+    if shape.qk_norm:
+        kept += 4 * sizes["query"] + 4 * sizes["key"]
+        kept += 4 * (shape.num_attention_heads + shape.num_query_groups)
+    return kept / parts.tensor + _keys_per_token(shape, parts) + _mlp_per_token(shape, parts)
+
+
+def norms_kept(hidden: float) -> float:
+    """Return the bytes per token of the inputs and outputs of a layer's two norms."""
+    return 8 * hidden
+
+
+def attention_kept(query: float, key: float) -> float:
+    """Return the bytes per token of queries, the output projection's input, keys and values."""
+    return 4 * query + 4 * key
+
+
+def mlp_kept(ffn: float, *, gated: bool = True) -> float:
+    """Return the bytes per token of the activation's inputs (gate and up, or one) and output."""
+    return (6 if gated else 4) * ffn
+
+
+def _keys_per_token(shape: ModelShape, parts: Parts) -> float:
+    """Return the bytes of keys and values: only this rank's own if the gathered ones are large."""
+    own = attention_kept(0, shape.sizes["key"]) / parts.tensor
+    return own if own * parts.tokens > KEPT_BYTES else own * parts.context
+
+
+def _mlp_per_token(shape: ModelShape, parts: Parts) -> float:
+    """Return the bytes that the MLP stores besides its input: gate, up and their product (6 f).
+
+    Experts receive `experts_per_token` copies of every token (2 h each) of all tensor-parallel
+    ranks.
+    """
+    if shape.experts is None:
+        return mlp_kept(shape.ffn_hidden_size) / parts.tensor
+    experts = shape.experts
+    product = mlp_kept(experts.experts_per_token * experts.ffn_hidden_size)
+    product += mlp_kept(experts.shared_ffn_hidden_size or 0)
+    router = ROUTER_BYTES * experts.num_experts
+    return (product + router) / parts.tensor + 2 * shape.hidden_size * experts.experts_per_token
+
+
+def _entry_bytes(shape: ModelShape, parts: Parts) -> float:
+    """Return the bytes of one micro-batch's hidden states, sharded by sequence parallelism."""
+    return 2 * shape.hidden_size * parts.local_tokens / parts.tensor
+
+
+def _layer_working(shape: ModelShape, parts: Parts) -> float:
+    """Return the temporary bytes of one layer at its peak, besides stored activations.
+
+    Dense: in the MLP's backward pass, gradients of gate and up (4 f), of their product (2 f) and of
+    the layer's output, less the product itself (2 f), which is freed. Experts: in the forward pass.
+    """
+    if shape.experts is not None:
+        return _expert_copies(shape, parts)
+    tokens, ffn = parts.local_tokens, shape.ffn_hidden_size / parts.tensor
+    dense = 4 * tokens * ffn + 2 * tokens * shape.hidden_size / parts.tensor
+    keys = 12 * shape.sizes["key"] / parts.tensor * parts.tokens  # gathered, float32 gradients
+    queries = 8 * shape.sizes["query"] / parts.tensor * tokens
+    return max(dense, keys + queries - _mlp_per_token(shape, parts) * tokens)
+
+
+def _expert_copies(shape: ModelShape, parts: Parts) -> float:
+    """Return the bytes of temporary token copies when the experts' outputs are combined.
+
+    Each term has the size of all copies: the experts' outputs, separate and concatenated, and the
+    sent and received copies. Tensor parallelism adds the reordered outputs, their float32 copy
+    for the sum, and the sums.
+    """
+    assert shape.experts is not None, "requires a mixture of experts"
+    whole = 2.0 * parts.local_tokens * shape.hidden_size * shape.experts.experts_per_token
+    exchanged = whole / parts.tensor * (2 if parts.expert > 1 else 1)
+    if parts.tensor == 1:
+        return 2 * whole + exchanged
+    return 4 * whole + 2 * whole / parts.tensor + exchanged
+
+
+def _head_bytes(shape: ModelShape, parts: Parts, prompt_part: float) -> float:
+    """Return the bytes of response hidden states (2 h), float32 gradients (4 h) and logit tiles."""
+    tokens = parts.local_tokens * (1 - prompt_part)
+    rows = min(shape.vocab_size / parts.tensor, TILE_ELEMENTS["cuda"] / MAX_TILE_TOKENS)
+    return 6 * (tokens * shape.hidden_size + min(tokens, MAX_TILE_TOKENS) * rows)
+
+
+def forward_bytes(shape: ModelShape, parts: Parts, *, stage: int) -> float:
+    """Return the temporary bytes of a forward pass without gradients: one MLP or a logit tile."""
+    tokens, entry = parts.local_tokens, _entry_bytes(shape, parts)
+    if shape.experts is None:
+        mlp = 6 * tokens * shape.ffn_hidden_size / parts.tensor
+    else:
+        copies = 2 * tokens * shape.hidden_size * shape.experts.experts_per_token
+        mlp = _expert_copies(shape, parts) + copies
+    working = mlp + 4 * entry
+    if stage == parts.pipeline - 1:
+        tile = min(TILE_ELEMENTS["cuda"], MAX_TILE_TOKENS * shape.vocab_size // parts.tensor)
+        working = max(working, 2 * entry + 2 * tokens * shape.hidden_size + 8 * tile)
+    return working
+
+
+def gathered_bytes(shape: ModelShape, parts: Parts) -> float:
+    """Return the bytes of Megatron's permanent buffer for gathered activations."""
+    return 2 * parts.local_tokens * shape.hidden_size if parts.tensor > 1 else 0
+
+
+def prepared_pack_bytes(shape: ModelShape, parts: Parts) -> int:
+    """Return the bytes of a pack on the device: cosines and sines (2 d), and 60 bytes per token."""
+    return parts.local_tokens * (2 * shape.head_dim + 60)

@@ -1,0 +1,122 @@
+"""Parallel layout of a model on devices, and the number of parameters per rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from megatron_rl.models.shape import ModelShape, weight_shapes
+from megatron_rl.models.weights import Weight
+from megatron_rl.resharding.layouts import ActorLayout
+from megatron_rl.resharding.pieces import padded_vocabulary
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class Parts(ActorLayout):
+    """Layout of the actor, its activation recomputation and the engines' tensor parallel size.
+
+    tokens: size of a pack, over all its context-parallel shards.
+    """
+
+    rollout_tensor: int = 1
+    recompute: Recompute = "none"
+    tokens: int = 16384
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks with the same non-expert parameters."""
+        return self.context * self.data
+
+    @property
+    def alignment(self) -> int:
+        """Multiple to which sequences are padded."""
+        return 2 * self.context * self.tensor
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of a full pack on one rank."""
+        return self.tokens // self.context
+
+    def __str__(self) -> str:
+        return (
+            f"tp{self.tensor} pp{self.pipeline} cp{self.context} ep{self.expert} dp{self.data} "
+            f"vllm{self.rollout_tensor} recompute={self.recompute} tokens={self.tokens}"
+        )
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Number of parameters of one rank, dense and expert."""
+
+    dense: int
+    expert: int
+
+    @property
+    def total(self) -> int:
+        """Dense plus expert parameters."""
+        return self.dense + self.expert
+
+
+def count_parameters(shape: ModelShape, parts: Parts, *, stage: int) -> RankParameters:
+    """Count the parameters of a rank of pipeline stage `stage`, including vocabulary padding."""
+    return _count(shape, parts.tensor, parts.pipeline, parts.expert, stage)
+
+
+@lru_cache(maxsize=4096)
+def _count(
+    shape: ModelShape, tensor: int, pipeline: int, expert: int, stage: int
+) -> RankParameters:
+    depth = shape.num_layers // pipeline
+    last = stage == pipeline - 1
+    dense = experts = 0
+    for weight in shape.weights:
+        size = _elements(weight, shape, tensor)
+        if weight.part == "layer":
+            dense += depth * size
+        elif weight.part == "expert":
+            assert shape.experts is not None, "experts without a shape"
+            experts += depth * size * shape.experts.num_experts // expert
+        elif (weight.part == "first" and stage == 0) or (weight.part == "last" and last):
+            dense += size
+        elif weight.part == "first" and last and shape.tied_embeddings:
+            dense += size  # a copy of the embedding, which is the output layer
+    return RankParameters(dense, experts)
+
+
+def _elements(weight: Weight, shape: ModelShape, tensor: int) -> int:
+    """Count the elements of one layer's (or one expert's) weight on one rank."""
+    whole = sum(math.prod(size) for size in weight_shapes(weight, shape=shape))
+    if weight.cut == "replicated":
+        return whole
+    if weight.cut == "vocabulary":
+        padded = padded_vocabulary(shape.vocab_size, tp_size=tensor)
+        return padded // tensor * shape.hidden_size
+    return whole // tensor
+
+
+def model_parameters(shape: ModelShape) -> int:
+    """Count the parameters of the whole model."""
+    return count_parameters(shape, Parts(), stage=0).total
+
+
+def active_parameters(shape: ModelShape) -> int:
+    """Count the parameters used per token, without the input embedding."""
+    counted = count_parameters(shape, Parts(), stage=0)
+    embedding = 0 if shape.tied_embeddings else shape.vocab_size * shape.hidden_size
+    if shape.experts is None:
+        return counted.total - embedding
+    used = shape.experts.experts_per_token / shape.experts.num_experts
+    return round(counted.dense + used * counted.expert) - embedding
+
+
+def engine_parameters(shape: ModelShape, tensor: int) -> int:
+    """Count the parameters of one vLLM rank; key-value heads are replicated over excess ranks."""
+    total = count_parameters(shape, Parts(tensor=tensor), stage=0).total
+    if (replication := tensor // shape.num_query_groups) > 1:
+        keys = 2 * shape.num_query_groups * shape.head_dim * shape.hidden_size // tensor
+        total += (replication - 1) * keys * shape.num_layers
+    return total

@@ -1,0 +1,225 @@
+"""Report on runs: an HTML page, PNG figures and an optional zip archive."""
+
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.apps.report.page import render_page
+from megatron_rl.apps.report.pictures import draw_pictures
+from megatron_rl.apps.report.positions import gate_by_position, ratios_by_position
+from megatron_rl.apps.report.runs import (
+    Run,
+    RunGroup,
+    find_runs,
+    first_shown,
+    group_runs,
+    show_value,
+    title_of,
+)
+from megatron_rl.apps.report.series import (
+    best_scores,
+    centered_mean,
+    default_threshold,
+    first_passage,
+    progress,
+    score_keys,
+)
+from megatron_rl.apps.report.tokens import build_life, describe_objective
+from megatron_rl.apps.report.traces import objective_of, spread_out, traced_steps, why_no_decisions
+from megatron_rl.errors import UserError
+from megatron_rl.runs.rows import PHASES
+
+REPORT = "report.html"
+CURVES = {
+    "policy/entropy": "Entropy of the computed tokens (nats per token)",
+    "rollout/entropy": "Entropy of all sampled tokens, estimated (nats per token)",
+    "response/length_mean": "Response length (tokens)",
+    "response/truncated_fraction": "Truncated responses (fraction)",
+    "gate/acceptance": "Tokens accepted by the constraint (fraction)",
+    "gate/rejected_below_positive": "Rejected below the lower bound, positive advantage (fraction)",
+    "ratio/prefix_mean_log_std": "Drift: std of log w",
+    "ratio/kl_to_behavior": "KL to the behavior policy (nats per token)",
+    "weight/effective_sample_fraction": "Effective sample fraction",
+    "grad/norm": "Gradient norm",
+    "advantage/zero_groups_fraction": "Groups with zero advantage (fraction)",
+}
+# Quantity limited by an objective's bounds; the chart shows the prefix mean.
+WEIGHTS = {
+    "token": "the ratio of each token",
+    "prefix_min": "the smallest ratio up to each token, times the token's ratio",
+    "prefix_product": "the product of the ratios up to each token",
+    "sequence_mean": "the mean over the whole response",
+    "sequence_product": "the product over the whole response",
+    "one": "no weight",
+}
+NOT_SHOWN = "and this chart shows the mean up to each position"
+KEEP_ROLLOUTS = "logging.keep_rollouts"
+NUMBERS = 40_000  # limit for curves, and approximately for tables of positions
+MAX_STEPS = 16  # steps with tables of positions, or whose traces are read
+
+
+def write_report(
+    paths: Sequence[str | Path],
+    *,
+    output: str | Path | None = None,
+    threshold: float | None = None,
+    megabytes: float = 4.0,
+    bundle: bool = False,
+) -> list[Path]:
+    """Write `report.html` and PNGs about the runs in these folders; return the written files.
+
+    output: the output folder, by default the only path. threshold: reward of the time-to-reward
+    section. megabytes: maximum size of traced responses in the page. bundle: also write a zip with
+    the report and every run's metrics and config. Raises UserError if there is nothing to report.
+    """
+    runs = find_runs(paths)
+    groups = group_runs(runs)
+    folder = _output(paths, output)
+    if megabytes < 0:
+        raise UserError(f"--megabytes {megabytes:g}: give 0, for no traced responses, or more")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--output {folder} cannot be created: {error}; choose a writable folder"
+        ) from error
+    data = collect(groups, threshold=threshold, megabytes=megabytes)
+    page = folder / REPORT
+    page.write_text(render_page(data), encoding="utf-8")
+    written = [page, *draw_pictures(data, folder)]
+    if bundle:
+        written.append(_bundle(folder / "report.zip", written, runs))
+    return written
+
+
+def _output(paths: Sequence[str | Path], output: str | Path | None) -> Path:
+    if output is not None:
+        return Path(output)
+    if len(paths) > 1:
+        raise UserError(
+            f"{len(paths)} folders were given: set --output to the folder for their report"
+        )
+    return Path(paths[0])
+
+
+def collect(
+    groups: Sequence[RunGroup], *, threshold: float | None, megabytes: float
+) -> dict[str, Any]:
+    """Collect the contents of the page as plain values."""
+    runs = [run for group in groups for run in group.runs]
+    scores = score_keys(runs)
+    max_steps = max(2, min(MAX_STEPS, NUMBERS // (200 * len(groups))))
+    bins = 64 if len(groups) <= 6 else 24 if len(groups) <= 20 else 12
+    first = first_shown(groups)
+    threshold = default_threshold(runs) if threshold is None else threshold
+    return {
+        "title": _title(runs),
+        "groups": [
+            {
+                "label": group.label,
+                "named": [*group.named.values()],
+                "runs": [runs.index(run) for run in group.runs],
+                "best": {k: v and vars(v) for k, v in best_scores(group, scores).items()},
+                "ratios": ratios_by_position(
+                    group, most_steps=max(1, max_steps // len(group.runs)), most_bins=bins
+                ),
+                "gate": gate_by_position(group, most_steps=max_steps),
+                "bounds": _bounds(group),
+            }
+            for group in groups
+        ],
+        "naming": [title_of(key) for key in groups[0].named],
+        "first": first,
+        "differs": groups[0].differs,
+        "settings": _settings(runs),
+        "scores": scores,
+        "curves": CURVES,
+        "phases": list(PHASES),
+        "threshold": threshold,
+        "runs": [_run(run, scores, threshold, of=len(runs)) for run in runs],
+        "life": build_life(runs, megabytes=megabytes, order=_round_robin(groups, runs, first)),
+        "sampled": [run.name for run in runs if run.settings.get(KEEP_ROLLOUTS, "all") != "all"],
+        "traced": sum(bool(traced_steps(run)) for run in runs),
+    }
+
+
+def _round_robin(
+    groups: Sequence[RunGroup], runs: Sequence[Run], first: Sequence[int]
+) -> list[int]:
+    """Return run indices: one of each group before the second of any, visible groups first."""
+    order = sorted(range(len(groups)), key=lambda index: (index not in first, index))
+    rank = {id(run): index for group in groups for index, run in enumerate(group.runs)}
+    members = [run for index in order for run in groups[index].runs]
+    return [runs.index(run) for run in sorted(members, key=lambda run: rank[id(run)])]
+
+
+def _settings(runs: Sequence[Run]) -> dict[str, dict[str, list[Any]]]:
+    """Return each setting's values and their index per run; `of` is empty if all are equal."""
+    settings_of_runs = [
+        run.axes | {key: show_value(v) for key, v in run.settings.items()} for run in runs
+    ]
+    table: dict[str, dict[str, list[Any]]] = {}
+    for key in dict.fromkeys(key for settings in settings_of_runs for key in settings):
+        column = [settings.get(key) for settings in settings_of_runs]
+        values = list(dict.fromkeys(column))
+        of = [values.index(value) for value in column] if len(values) > 1 else []
+        table[key] = {"values": values, "of": of}
+    return table
+
+
+def _bounds(group: RunGroup) -> dict[str, Any]:
+    """Return bounds of log w_t that depend only on t / L, or the reason in `missing`."""
+    objective = describe_objective(objective_of(group.runs[0]))
+    if objective is None:
+        return {"missing": why_no_decisions(group.runs[0])}
+    bounds = objective["bounds"]
+    if bounds is None or (bounds["low"] is None and bounds["high"] is None):
+        return {"missing": "its constraint sets no lower or upper bound on a weight"}
+    if objective["weight"] != "prefix_mean":
+        return {"missing": f"they limit {WEIGHTS[objective['weight']]}, {NOT_SHOWN}"}
+    if bounds["scale"] == "t^p":
+        return {"missing": "they depend on the position t, and this chart shows t / L"}
+    return bounds
+
+
+def _title(runs: Sequence[Run]) -> str:
+    studies = {run.folder.parents[1].name for run in runs if run.axes}
+    name = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    return studies.pop() if len(studies) == 1 else name
+
+
+def _run(run: Run, scores: Sequence[str], threshold: float | None, *, of: int) -> dict[str, Any]:
+    smooth = centered_mean([row.get("reward/mean") for row in run.rows])
+    # Keep every step with a score, and as many others as fit.
+    max_rows = max(20, NUMBERS // (of * (len(CURVES) + 6)))
+    scored = {i for i, row in enumerate(run.rows) if any(key in row for key in scores)}
+    kept = sorted(scored | set(spread_out(range(len(run.rows)), most=max_rows)))
+    rows = [run.rows[i] for i in kept]
+    spent = progress(run.rows)
+    seconds = {phase: sum(row.get(f"time/{phase}") or 0.0 for row in run.rows) for phase in PHASES}
+    return {
+        "name": run.name,
+        "seed": run.config.get("seed"),
+        "thinned": len(kept) < len(run.rows),
+        "spent": {name: [column[i] for i in kept] for name, column in spent.items()},
+        "reward": [row.get("reward/mean") for row in rows],
+        "smooth": [smooth[i] for i in kept],
+        "scores": {key: [row.get(key) for row in rows] for key in scores},
+        "curves": {key: [row.get(key) for row in rows] for key in CURVES},
+        "seconds": seconds,
+        "steps": len(run.steps),
+        "passage": None if threshold is None else first_passage(run, threshold),
+    }
+
+
+def _bundle(file: Path, written: Sequence[Path], runs: Sequence[Run]) -> Path:
+    """Write a zip archive of the report and every run's metrics and config."""
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in written:
+            archive.write(path, path.name)
+        for run in runs:
+            for name in ("metrics.jsonl", "config.yaml"):
+                if (run.folder / name).is_file():
+                    archive.write(run.folder / name, f"runs/{run.name}/{name}")
+    return file

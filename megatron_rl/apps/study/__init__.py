@@ -1,0 +1,1 @@
+"""Studies: resumable grids of runs from one YAML file, and tables of their results."""

@@ -1,0 +1,133 @@
+"""`megatron-rl dry-run`: memory, collectives and FLOPs of one rank, simulated without a device."""
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from megatron_rl.commands.ending import fail, leave
+from megatron_rl.errors import UserError
+from megatron_rl.runtime.processes import quiet_libraries
+
+if TYPE_CHECKING:
+    from megatron_rl.config import Config
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the `dry-run` subcommand."""
+    dry_run = commands.add_parser(
+        "dry-run",
+        help="Measure memory, collectives and FLOPs of a rank on a fake device.",
+        description="Run the actor of one rank on a fake device and print its memory by phase, "
+        "collectives, FLOPs and host stalls, together with the memory of the engine and of weight "
+        "syncs. model.path may be a folder that contains only a config.json, or a model name known "
+        "to `megatron-rl plan`. No data is read.",
+    )
+    dry_run.add_argument("config", metavar="CONFIG", help="YAML file of the run.")
+    dry_run.add_argument("--processes", type=_count, required=True, metavar="N",
+                          help="Total number of processes (one per device).")  # fmt: skip
+    dry_run.add_argument(
+        "--rank", type=_ranks, metavar="R[,R...]",
+        help="Ranks to simulate. Default: the first rank of the first, the middle and the last "
+        "pipeline stage.",
+    )  # fmt: skip
+    dry_run.add_argument(
+        "--fit", type=float, metavar="GIB",
+        help="Memory of a device in GiB. Prints whether the run fits; if it does not, exits with "
+        "status 3 and suggests settings that fit.",
+    )  # fmt: skip
+    dry_run.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda",
+        help="Kind of device to simulate; decides kernel workspaces and the dtype chosen by "
+        "trainer.dtype=auto. Default: %(default)s.",
+    )  # fmt: skip
+    dry_run.add_argument("--json", action="store_true", help="Print all results as JSON.")
+    dry_run.add_argument(
+        "overrides", nargs="*", metavar="key=value",
+        help="Settings that replace those of the config, for example parallel.tensor=2.",
+    )  # fmt: skip
+    dry_run.set_defaults(run=run)
+
+
+def _ranks(text: str) -> list[int]:
+    if not all(part.isdecimal() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks; write it as 0,255")
+    return [int(part) for part in text.split(",")]
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes; give 1 or more")
+    return int(text)
+
+
+def run(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Print the results of the dry run; exits with status 3 if the run does not fit."""
+    quiet_libraries()
+    import tempfile
+    from pathlib import Path
+
+    from megatron_rl.apps.planning.built_in import with_built_in_model
+    from megatron_rl.apps.planning.fit import DoesNotFitError
+    from megatron_rl.config import load_config
+    from megatron_rl.preflight.memory import DOES_NOT_FIT
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = load_config(options.config, options.overrides)
+        try:
+            text = _dry_run(with_built_in_model(config, Path(folder)), options)
+        except DoesNotFitError as error:
+            fail(error, None)
+            return leave(DOES_NOT_FIT)
+    print(text)
+    return leave(0)
+
+
+def _dry_run(config: "Config", options: argparse.Namespace) -> str:
+    """Return the printed text; raises DoesNotFitError with settings that would fit."""
+    from megatron_rl.apps.planning.dry_run import dry_run_rank, stage_ranks
+    from megatron_rl.apps.planning.dry_run_report import as_values, describe
+    from megatron_rl.apps.planning.fit import check_fit, describe_moments, moments, summarize_fit
+    from megatron_rl.models.shape import read_model_shape
+    from megatron_rl.preflight.layout import check_layout
+
+    processes = options.processes
+    check_layout(config, read_model_shape(config.model.path), world_size=processes)
+    ranks = options.rank or stage_ranks(config, processes)
+    for rank in ranks:
+        if not 0 <= rank < processes:
+            raise UserError(
+                f"--rank {rank}: there are {processes} processes; give 0 to {processes - 1}"
+            )
+    device_bytes = None if options.fit is None else int(options.fit * 2**30)
+    results = []
+    if device_bytes is None:
+        for rank in ranks:
+            _progress(f"rank {rank} of {processes}")
+            results.append(
+                dry_run_rank(
+                    config, processes=processes, rank=rank, device=options.device, updates=2
+                )
+            )
+    else:
+        results = check_fit(
+            config, processes=processes, device_bytes=device_bytes, progress=_progress
+        )
+    all_moments = [moments(config, result, device_bytes) for result in results]
+    if options.json:
+        values = [
+            as_values(result) | {"moments": [vars(moment) for moment in of_rank]}
+            for result, of_rank in zip(results, all_moments, strict=True)
+        ]
+        return json.dumps(values)
+    pages = [
+        f"{describe(result)}\n\n{describe_moments(of_rank)}"
+        for result, of_rank in zip(results, all_moments, strict=True)
+    ]
+    flat = [moment for of_rank in all_moments for moment in of_rank]
+    return "\n\n".join([*pages, summarize_fit(flat)])
+
+
+def _progress(message: str) -> None:
+    """Print to standard error, so that standard output contains only the results."""
+    print(f"dry run: {message}", file=sys.stderr, flush=True)

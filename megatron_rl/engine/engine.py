@@ -1,0 +1,104 @@
+"""Interface between training and generation."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron_rl.resharding.layouts import EngineLayout
+from megatron_rl.resharding.push import SyncStats, WeightSource
+from megatron_rl.types import Prompt, Response, SamplingSettings
+
+ProgressCallback = Callable[[int, int], None]  # finished and total responses of this engine
+OnFinished = Callable[[int, Response], None]  # position among all responses, response
+
+
+@dataclass(frozen=True)
+class EngineHooks:
+    """Callbacks from an engine to the run that it generates for."""
+
+    on_step: Callable[[], object] = lambda: None
+    """Called in each engine step and while waiting for other engines: this rank is alive."""
+    on_memory_released: Callable[[int], object] = lambda _: None
+    """Receives the bytes that the sleeping engine has released; 0 before it wakes up."""
+    should_stop: Callable[[], bool] = lambda: False
+    """Returns whether to stop generating because the run was interrupted."""
+
+
+@dataclass(frozen=True)
+class RolloutWindow:
+    """Responses generated in several parts, with the tokens that exist and the next limit.
+
+    A response ends at `sampling.max_tokens` tokens at the latest and pauses at `tokens`.
+    """
+
+    prompts: Sequence[Prompt]
+    samples: int  # per prompt
+    sampling: SamplingSettings
+    tokens: int
+    started: Sequence[Response] = ()  # by prompt, then sample; empty at first
+
+
+class GenerationStopped(Exception):  # noqa: N818 - not an error
+    """Generation was interrupted before all responses were finished; all are discarded."""
+
+
+class RolloutEngine(Protocol):
+    """Interface of a generation engine, which uses the weights synced last.
+
+    Every call is collective. Weight sync uses `resharding.push.WeightReceiver`.
+    """
+
+    layout: EngineLayout
+    dtype: torch.dtype
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights received last; -1 before the first."""
+        ...
+
+    @property
+    def engine_seconds(self) -> Sequence[float]:
+        """Seconds each engine spent on its part of the last `generate`; the same on every rank."""
+        ...
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        samples: int,
+        sampling: SamplingSettings | Sequence[SamplingSettings],
+        batches: int = 1,
+        on_progress: ProgressCallback | None = None,
+        on_response: OnFinished | None = None,
+    ) -> list[Response]:
+        """Return `samples` responses per prompt on every rank, ordered by prompt, then sample.
+
+        sampling: settings for all prompts, or one per prompt.
+        batches: multiplies the time limit, for calls that generate several rollout batches.
+        on_response: called on one rank for each response as soon as it is finished.
+
+        Engine i % num_engines answers prompt i. The same prompts and seed give the same responses
+        for every engine layout. Raises on every rank if an engine fails, hangs, dies or exceeds
+        the time limit, and GenerationStopped if any rank received a request to stop.
+        """
+        ...
+
+    def continue_generation(
+        self, parts: Sequence[RolloutWindow], *, keep_cache: bool
+    ) -> list[list[Response]]:
+        """Continue the responses of each window up to its token limit with the current weights."""
+        ...
+
+    def drop_caches(self) -> None:
+        """Drop the KV cache of all unfinished responses; continuing them recomputes it."""
+        ...
+
+    def sync_weights(self, actor: WeightSource, *, version: int) -> SyncStats:
+        """Copy the actor's current weights into this engine; raises unless all of them arrive."""
+        ...
+
+    def sleep(self) -> None:
+        """Release the device memory for training until the next weight sync."""
+        ...

@@ -1,0 +1,75 @@
+"""Check of the vLLM arguments that a config adds through `rollout.engine`."""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+_OWN = "the engine sets it itself"
+_WEIGHTS = "every weight sync replaces the weights, in the model's own dtype and shapes"
+_MODEL = "engine and actor must compute the same model"
+_PROCESSES = "engines run in the trainer's processes, with rollout.tensor ranks each"
+_SAMPLING = "responses and their log-probs must come from the policy that is trained"
+# Arguments that would break an assumption of the trainer: the reason, or the setting to use.
+REFUSED = {
+    "model": "set model.path", "tokenizer": "set model.path", "dtype": "set trainer.dtype",
+    "max_model_len": "set data.max_prompt_tokens and rollout.max_response_tokens",
+    "max_num_seqs": "set rollout.max_num_seqs", "seed": "set seed",
+    "gpu_memory_utilization": "set rollout.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "set rollout.kv_cache_mib or rollout.gpu_memory_utilization",
+    "tensor_parallel_size": "set rollout.tensor",
+    "enable_expert_parallel": "set rollout.expert_parallel",
+    **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size",
+                     "prefill_context_parallel_size", "nnodes", "node_rank", "worker_cls",
+                     "distributed_executor_backend"), _PROCESSES),
+    **dict.fromkeys(("skip_tokenizer_init", "enable_sleep_mode", "weight_transfer_config"), _OWN),
+    **dict.fromkeys(("load_format", "quantization", "quantization_config", "enable_lora",
+                     "cpu_offload_gb", "model_loader_extra_config"), _WEIGHTS),
+    **dict.fromkeys(("hf_overrides", "hf_config_path", "config_format", "revision", "model_impl",
+                     "code_revision", "convert", "runner"), _MODEL),
+    **dict.fromkeys(("logprobs_mode", "generation_config", "override_generation_config",
+                     "logits_processors", "speculative_config"), _SAMPLING),
+}  # fmt: skip
+
+
+# vLLM's CPUAttentionBackend.get_supported_head_sizes: importing it takes many seconds.
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+def cpu_engine_problems(*, head_dim: int, expert_parallel: bool) -> list[str]:
+    """List the reasons why vLLM cannot run this model on a CPU."""
+    problems = []
+    if head_dim not in CPU_HEAD_SIZES:
+        problems.append(
+            f"model.path: its head_dim is {head_dim}, but on a CPU vLLM supports only "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}; use another model, or a machine with a GPU"
+        )
+    if expert_parallel:
+        problems.append(
+            "rollout.expert_parallel=true: needs CUDA, because on a CPU vLLM keeps every expert on "
+            "each rank; set it to false"
+        )
+    return problems
+
+
+def engine_argument_problems(given: Mapping[str, Any]) -> list[str]:
+    """List the arguments that cannot be passed to vLLM, which is imported only if there are any."""
+    if not given:
+        return []
+    known = _known()
+    problems = []
+    for name in given:
+        if name in REFUSED:
+            problems.append(f"rollout.engine.{name}: {REFUSED[name]}; remove it")
+        elif name not in known:
+            near = difflib.get_close_matches(name, known - REFUSED.keys(), n=1)
+            hint = f"; did you mean {near[0]}?" if near else "; remove it"
+            problems.append(f"rollout.engine.{name}: vLLM has no such argument{hint}")
+    return problems
+
+
+def _known() -> set[str]:
+    from dataclasses import fields
+
+    from vllm.engine.arg_utils import EngineArgs
+
+    return {field.name for field in fields(EngineArgs)}

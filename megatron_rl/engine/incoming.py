@@ -1,0 +1,57 @@
+"""Checks and optional rounding of weights that the engine receives.
+
+Rounding creates a deliberate train-inference mismatch, like that of an engine of lower precision:
+the weights are rounded, but the engine still computes in its own dtype.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_rl.models.shape import ModelShape, tensor_shapes
+
+Mismatch = Literal["none", "bf16", "fp8_e4m3"]
+# The matrices of a layer; embeddings, norms, the output layer and routers are not rounded, as in
+# engines that quantize to fp8.
+LAYER_MATRIX = re.compile(r"model\.layers\.\d+\.(?!mlp\.gate\.)[\w.]+\.weight")
+
+
+def check_tensors(
+    weights: Iterable[tuple[str, Tensor]], shape: ModelShape
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors; raise ValueError if one is missing, duplicated or of another shape."""
+    missing = tensor_shapes(shape)
+    for name, tensor in weights:
+        size = missing.pop(name, None)
+        if size is None:
+            raise ValueError(f"{name} was received twice or is not a weight of the model")
+        if tuple(tensor.shape) != size:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {size}")
+        yield name, tensor
+    if missing:
+        raise ValueError(f"weights were not received: {sorted(missing)}")
+
+
+def round_tensors(
+    weights: Iterable[tuple[str, Tensor]], mismatch: Mismatch
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield rounded copies of full Hugging Face tensors; the inputs are not modified."""
+    for name, tensor in weights:
+        yield name, round_tensor(name, tensor, mismatch)
+
+
+def round_tensor(name: str, tensor: Tensor, mismatch: Mismatch) -> Tensor:
+    """Round any tensor to bfloat16, or a layer's matrix to fp8.
+
+    One fp8 scale per matrix maps its largest magnitude to the largest fp8 number.
+    """
+    if mismatch == "bf16":
+        return tensor.to(torch.bfloat16).to(tensor.dtype)
+    if mismatch == "fp8_e4m3" and tensor.dim() == 2 and LAYER_MATRIX.fullmatch(name):
+        values = tensor.float()
+        scale = values.abs().amax().clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+        return ((values / scale).to(torch.float8_e4m3fn).float() * scale).to(tensor.dtype)
+    return tensor

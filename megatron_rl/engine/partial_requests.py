@@ -1,0 +1,263 @@
+"""Responses whose generation continues across weight syncs, on one engine.
+
+A response is generated up to its token limit, whatever else runs; then its request is paused, the
+weights may change, and it continues. Either its KV cache is kept, so that later tokens attend to
+keys and values of older weights, or it is recomputed by a new request whose prompt is the original
+prompt plus all tokens so far.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.engine.engine import RolloutWindow
+from megatron_rl.engine.process_state import preserved_generators
+from megatron_rl.engine.requests import sampling_params
+from megatron_rl.engine.response_gather import Generated
+from megatron_rl.engine.running import (
+    GRACE,
+    POLL_INTERVAL_STEPS,
+    any_rank_of_engine,
+    hard_timeout,
+)
+from megatron_rl.engine.stopping import StopCriterion
+from megatron_rl.errors import UserError
+from megatron_rl.runtime.seeds import derive_seed
+from megatron_rl.types import FinishReason, Prompt, Response
+
+NO_ROOM = (
+    "the engine's KV cache is too small for all unfinished responses, and some would lose their "
+    "keys and values; raise rollout.kv_cache_mib or rollout.gpu_memory_utilization, or lower "
+    "rollout.prompts_per_step"
+)
+Key = tuple[int, int, int]  # seed of the window, prompt, sample
+
+
+@dataclass
+class PartialRequest:
+    """One response that vLLM is generating or has paused."""
+
+    name: str  # ours
+    request: str  # vLLM's
+    tokens: list[int]
+    logprobs: list[float]
+    limit: int  # tokens at which it pauses
+    finish_reason: FinishReason = "unfinished"
+
+    def append(self, output: Any) -> None:
+        """Add the tokens of one engine step."""
+        completion = output.outputs[0]
+        self.tokens += completion.token_ids
+        self.logprobs += completion.logprobs.logprobs
+        if output.finished:
+            self.finish_reason = "stop" if completion.finish_reason == "stop" else "length"
+
+    @property
+    def is_done(self) -> bool:
+        """True once the response is finished or has reached its current limit."""
+        return self.finish_reason != "unfinished" or len(self.tokens) >= self.limit
+
+
+@dataclass
+class PartialRequests:
+    """Unfinished responses of this rank's engine, identical on all of its ranks."""
+
+    core: Any  # vLLM's LLMEngine
+    stop: StopCriterion
+    max_num_seqs: int | None = None  # including paused requests; None: unlimited
+    paused: dict[Key, PartialRequest] = field(default_factory=dict)
+
+    def run(
+        self,
+        assigned: Sequence[tuple[Key, Prompt, Response | None, RolloutWindow]],
+        *,
+        time_limit: float,
+        on_step: Callable[[], object] = lambda: None,
+    ) -> dict[Key, PartialRequest]:
+        """Continue each response up to the token limit of its window, or to its end.
+
+        Paused requests continue; a response without one gets a new request, which recomputes its
+        KV cache. Any error leaves no request in flight; TimeoutError is raised on all ranks of the
+        engine.
+        """
+        live: dict[Key, PartialRequest] = {}
+        start = time.monotonic()
+        try:
+            limit = time_limit + GRACE
+            with preserved_generators(), hard_timeout(limit, limit):
+                for key, prompt, started, part in assigned:
+                    live[key] = self._resume(key, prompt, started, part)
+                if self.max_num_seqs is not None and len(live | self.paused) > self.max_num_seqs:
+                    raise UserError(
+                        f"{len(live | self.paused)} unfinished responses on one engine exceed "
+                        f"rollout.max_num_seqs={self.max_num_seqs}; raise it, or lower "
+                        f"rollout.prompts_per_step"
+                    )
+                remaining = {
+                    partial.request: partial for partial in live.values() if not partial.is_done
+                }
+                steps = 0
+                while remaining:
+                    if steps % POLL_INTERVAL_STEPS == 0:
+                        (late,) = any_rank_of_engine(time.monotonic() - start > time_limit)
+                        if late:
+                            raise TimeoutError(
+                                f"{len(remaining)} of {len(assigned)} responses did not reach "
+                                f"their token limit in {time_limit:g} s; raise the limit"
+                            )
+                    steps += 1
+                    self._step(remaining)
+                    on_step()
+        except BaseException:
+            self.paused |= live
+            self.drop_caches()
+            raise
+        self.paused |= {
+            key: partial for key, partial in live.items() if partial.finish_reason == "unfinished"
+        }
+        return live
+
+    def _resume(
+        self, key: Key, prompt: Prompt, started: Response | None, part: RolloutWindow
+    ) -> PartialRequest:
+        partial = self.paused.pop(key, None)
+        if partial is not None:
+            partial.limit = part.tokens
+            if not partial.is_done:
+                self._scheduler.running.append(self._scheduler.requests[partial.request])
+            return partial
+        tokens = [] if started is None else started.token_ids.tolist()
+        logprobs = [] if started is None else started.rollout_logprobs.tolist()
+        sampling = part.sampling
+        if tokens:  # a new request starts a new generator
+            seed = derive_seed(sampling.seed, "continued after", len(tokens))
+            sampling = replace(sampling, seed=seed, max_tokens=sampling.max_tokens - len(tokens))
+        params = sampling_params(
+            sampling, prompt=prompt, sample=key[2], stop=self.stop, each_step=True
+        )
+        name = f"{'-'.join(map(str, key))}-{time.monotonic_ns()}"
+        request = self.core.add_request(
+            name, {"prompt_token_ids": [*prompt.token_ids, *tokens]}, params
+        )
+        return PartialRequest(name, request, tokens, logprobs, part.tokens)
+
+    def _step(self, remaining: dict[str, PartialRequest]) -> None:
+        """Run one engine step and pause the requests that have reached their limit."""
+        scheduler = self._scheduler
+        before = {name: scheduler.requests[name].num_preemptions for name in remaining}
+        names = {partial.name: partial for partial in remaining.values()}
+        outputs = self.core.step()
+        if not outputs and not scheduler.running:
+            raise RuntimeError(NO_ROOM)
+        for output in outputs:
+            partial = names[output.request_id]
+            partial.append(output)
+            if partial.is_done:
+                del remaining[partial.request]
+                if partial.finish_reason == "unfinished":
+                    scheduler.running.remove(scheduler.requests[partial.request])
+        if any(scheduler.requests[name].num_preemptions > before[name] for name in remaining):
+            raise RuntimeError(NO_ROOM)
+
+    def drop_caches(self) -> None:
+        """Abort all requests; continuing their responses recomputes the KV cache."""
+        self.core.abort_request([partial.name for partial in self.paused.values()])
+        self.paused.clear()
+
+    @property
+    def is_running(self) -> bool:
+        """True if the next engine step would process any request."""
+        running, waiting = self._scheduler.get_request_counts()
+        return running + waiting > 0
+
+    @property
+    def _scheduler(self) -> Any:
+        return self.core.engine_core.engine_core.scheduler
+
+
+def assign_requests(
+    parts: Sequence[RolloutWindow], *, engine: int, engines: int
+) -> list[tuple[int, Key, Prompt, Response | None, RolloutWindow]]:
+    """List one engine's unfinished responses: their positions among all, and arguments of `run`.
+
+    Engine i % engines answers prompt i of a window.
+    """
+    assigned, first = [], 0
+    for part in parts:
+        for position in range(len(part.prompts) * part.samples):
+            prompt = position // part.samples
+            started = part.started[position] if part.started else None
+            finished = started is not None and started.finish_reason != "unfinished"
+            if prompt % engines == engine and not finished:
+                sample = position % part.samples
+                key = (part.sampling.seed, part.prompts[prompt].index, sample)
+                assigned.append((first + position, key, part.prompts[prompt], started, part))
+        first += len(part.prompts) * part.samples
+    return assigned
+
+
+def merge_outputs(
+    parts: Sequence[RolloutWindow],
+    generated: Sequence[Generated],
+    *,
+    version: int,
+) -> list[list[Response]]:
+    """Merge newly generated tokens, and their weight version, into the responses of each window."""
+    new = {item.position: item for item in generated}
+    responses, first = [], 0
+    for part in parts:
+        count = len(part.prompts) * part.samples
+        responses.append(
+            [
+                part.started[position]
+                if first + position not in new
+                else _extend(part, position, new[first + position], version)
+                for position in range(count)
+            ]
+        )
+        first += count
+    return responses
+
+
+def _extend(part: RolloutWindow, position: int, generated: Generated, version: int) -> Response:
+    started = part.started[position] if part.started else None
+    if started is None:
+        prompt, sample = divmod(position, part.samples)
+        started = Response(
+            prompt_index=part.prompts[prompt].index,
+            sample_index=sample,
+            token_ids=np.empty(0, np.int32),
+            rollout_logprobs=np.empty(0, np.float32),
+            text="",
+            finish_reason="unfinished",
+            weight_version=version,
+        )
+    length = len(started.token_ids)
+    later = started.later_versions
+    if len(generated.token_ids) > length and started.versions[-1][1] != version:
+        later = (*later, (length, version))
+    return replace(
+        started,
+        token_ids=generated.token_ids,
+        rollout_logprobs=generated.logprobs,
+        text=generated.text,
+        finish_reason=generated.finish_reason,
+        later_versions=later,
+    )
+
+
+def to_generated(position: int, live: PartialRequest, tokenizer: Any) -> Generated:
+    """Convert a response for the gathering on all ranks."""
+    finished = live.finish_reason != "unfinished"
+    return Generated(
+        position=position,
+        token_ids=np.array(live.tokens, np.int32),
+        logprobs=np.array(live.logprobs, np.float32),
+        finish_reason=live.finish_reason,
+        text=tokenizer.decode(live.tokens, skip_special_tokens=True)
+        if tokenizer and finished
+        else "",
+    )

@@ -1,0 +1,68 @@
+"""Construction of vLLM in the trainer's process, with the process state restored."""
+
+import secrets
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.engine.process_state import hosted_start
+from megatron_rl.errors import UserError
+from megatron_rl.runtime.processes import without_garbage_collection
+
+# A garbage-collected LLM destroys the default process group of the whole process
+# (vllm/distributed/parallel_state.py), so started ones are kept until the process exits.
+_STARTED: list[Any] = []
+
+
+def fixed_arguments(max_model_len: int, *, on_cuda: bool, partial_rollouts: bool) -> dict[str, Any]:
+    """Return the arguments of vLLM that do not depend on the config."""
+    arguments: dict[str, Any] = {
+        "load_format": "dummy",
+        "distributed_executor_backend": "external_launcher",
+        "logprobs_mode": "processed_logprobs",
+        "enable_sleep_mode": on_cuda,
+        "enforce_eager": not on_cuda,
+        "max_num_batched_tokens": max(max_model_len, 8192 if on_cuda else 2048),
+    }
+    if not on_cuda:
+        arguments |= {"block_size": 32, "enable_chunked_prefill": False}
+    if partial_rollouts:
+        # A cached prefix would be of older weights; each step must return its own tokens.
+        arguments |= {"enable_prefix_caching": False, "async_scheduling": False}
+    return arguments
+
+
+def check_expert_parallel(requested: bool, *, on_cuda: bool) -> None:
+    """Raise ValueError if expert parallelism is requested on CPU."""
+    if requested and not on_cuda:
+        raise UserError(
+            "an expert parallel engine (rollout.expert_parallel) needs CUDA: vLLM's kernel for "
+            "experts on CPU takes a slice of every expert; set it to false"
+        )
+
+
+def start_vllm(topology: Topology, arguments: dict[str, Any]) -> Any:
+    """Construct vLLM's LLM and restore the process state; collective."""
+    local_rank = topology.device.index or 0 if topology.device.type == "cuda" else topology.rank
+    with hosted_start(rank=topology.rank, world_size=topology.world_size, local_rank=local_rank):
+        with without_garbage_collection():
+            from vllm import LLM
+
+            from megatron_rl.engine import inproc
+
+        inproc.register()
+        with inproc.own_shared_memory(_shared_token()):
+            llm = LLM(weight_transfer_config={"backend": inproc.BACKEND}, **arguments)
+    _STARTED.append(llm)
+    # Later releases would destroy groups at interpreter exit, after the trainer's.
+    if finalizer := getattr(llm.llm_engine.engine_core, "_finalizer", None):
+        finalizer.detach()
+    return llm
+
+
+def _shared_token() -> str:
+    """Return a name for this run that is the same on all ranks."""
+    box = [secrets.token_hex(6)]
+    dist.broadcast_object_list(box)
+    return box[0]

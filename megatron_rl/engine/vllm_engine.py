@@ -1,0 +1,350 @@
+"""vLLM in the trainer's processes: one worker per process, engines of `tensor` adjacent ranks.
+
+The external launcher backend (vllm/v1/executor/uniproc_executor.py) runs one engine core in every
+process; the ranks of one engine take the same requests, so they schedule identically
+without communicating.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.distributed.agreement import raise_across_ranks, sum_over_ranks
+from megatron_rl.distributed.straggler_barrier import StragglerBarrier
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.engine.engine import (
+    EngineHooks,
+    GenerationStopped,
+    OnFinished,
+    ProgressCallback,
+    RolloutWindow,
+)
+from megatron_rl.engine.finished import FinishedResponses
+from megatron_rl.engine.incoming import Mismatch, check_tensors, round_tensors
+from megatron_rl.engine.partial_requests import (
+    PartialRequests,
+    assign_requests,
+    merge_outputs,
+    to_generated,
+)
+from megatron_rl.engine.process_state import preserved_generators, sleeping_bytes
+from megatron_rl.engine.requests import (
+    SequenceRequest,
+    check_prompts,
+    of_each,
+    sampling_requests,
+    scoring_requests,
+)
+from megatron_rl.engine.response_gather import Generated, gather_responses, gather_seconds
+from megatron_rl.engine.running import GRACE, Finished, run_requests
+from megatron_rl.engine.starting import check_expert_parallel, fixed_arguments, start_vllm
+from megatron_rl.engine.stopping import find_stop_rule
+from megatron_rl.models.shape import ModelShape, read_model_shape
+from megatron_rl.resharding.layouts import EngineLayout
+from megatron_rl.resharding.push import Resharder, ReshardSettings, SyncStats, WeightSource
+from megatron_rl.types import Prompt, Response, SamplingSettings
+
+
+class VllmEngine:
+    """vLLM in the actor's processes, with weights received directly from the actor.
+
+    model_folder: its config.json is read, its weights are not.
+    tokenizer: decodes responses; None leaves their texts empty.
+    tensor: ranks per engine; must divide the world size and the model's heads.
+    expert_parallel: whole experts on each rank instead of a slice of every expert.
+    topology: the actor's rank, world size and device. Process groups must exist.
+    max_model_len: maximum prompt plus response length in tokens.
+    kv_cache_bytes: KV cache size; None on CUDA, where `gpu_memory_utilization` decides.
+    time_limit, stall_limit: seconds for one call, and without a finished response, until an error.
+    stop_token_ids, stop: additional stop tokens and stop strings.
+    mismatch: rounding of received weights, to study the train-inference mismatch.
+    partial_rollouts: whether `continue_generation` will be called.
+    hooks, further_arguments: callbacks to the run; additional arguments of vLLM's `LLM`.
+    """
+
+    def __init__(
+        self,
+        model_folder: str | Path,
+        *,
+        tokenizer: Any = None,
+        tensor: int,
+        topology: Topology,
+        dtype: torch.dtype,
+        max_model_len: int,
+        expert_parallel: bool = False,
+        seed: int = 0,
+        kv_cache_bytes: int | None = None,
+        gpu_memory_utilization: float = 0.5,
+        max_num_seqs: int = 256,
+        time_limit: float = 7200.0,
+        stall_limit: float = 1800.0,
+        stop_token_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        mismatch: Mismatch = "none",
+        partial_rollouts: bool = False,
+        resharding: ReshardSettings | None = None,
+        hooks: EngineHooks | None = None,
+        further_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("start torch.distributed (and Megatron) before the vLLM engine")
+        self.shape: ModelShape = read_model_shape(model_folder)
+        self.layout = EngineLayout(tensor, topology.world_size, expert_parallel)
+        self.layout.check(self.shape)
+        on_cuda = topology.device.type == "cuda"
+        check_expert_parallel(expert_parallel, on_cuda=on_cuda)
+        self.dtype, self.topology, self.max_model_len = dtype, topology, max_model_len
+        self.time_limit, self.stall_limit, self.mismatch = time_limit, stall_limit, mismatch
+        self._hooks = hooks or EngineHooks()
+        self._version, self._asleep = -1, False
+        self._engine_seconds = [0.0] * topology.world_size  # by rank
+        self._work = StragglerBarrier("generating", patience=stall_limit + 2 * GRACE)
+        self._resharder = Resharder(self, resharding or ReshardSettings())
+        self._tokenizer = tokenizer
+        self._stop = find_stop_rule(
+            model_folder, self._tokenizer, vocab_size=self.shape.vocab_size,
+            token_ids=stop_token_ids, texts=stop,
+        )  # fmt: skip
+        arguments: dict[str, Any] = {
+            "model": str(model_folder),
+            "skip_tokenizer_init": not stop,
+            "dtype": str(dtype).removeprefix("torch."),
+            "seed": seed,
+            "tensor_parallel_size": tensor,
+            "enable_expert_parallel": expert_parallel,
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "kv_cache_memory_bytes": kv_cache_bytes,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            **fixed_arguments(max_model_len, on_cuda=on_cuda, partial_rollouts=partial_rollouts),
+        }
+        self._llm = start_vllm(topology, arguments | dict(further_arguments or {}))
+        limit = max_num_seqs if on_cuda else None
+        self._partial = PartialRequests(self._llm.llm_engine, self._stop, max_num_seqs=limit)
+
+    def describe_stop(self) -> str:
+        """Describe in one line what ends a response."""
+        return self._stop.describe(self._tokenizer)
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    @property
+    def engine_seconds(self) -> Sequence[float]:
+        return self._engine_seconds[:: self.layout.tensor]
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        samples: int,
+        sampling: SamplingSettings | Sequence[SamplingSettings],
+        batches: int = 1,
+        on_progress: ProgressCallback | None = None,
+        on_response: OnFinished | None = None,
+    ) -> list[Response]:
+        """Implement `RolloutEngine.generate` within `batches` times `time_limit`. Collective.
+
+        Each sample's seed is derived from (sampling.seed, prompt, sample): responses do not depend
+        on the layout or on other requests in the batch. Raises ValueError if a prompt does not fit.
+        If an engine fails or times out, its ranks raise that error and others RuntimeError.
+        """
+        settings = of_each(sampling, count=len(prompts))
+        self._check_prompts(prompts, tokens=max(item.max_tokens for item in settings))
+        engines, tensor = self.topology.world_size // self.layout.tensor, self.layout.tensor
+        requested = list(zip(range(len(prompts)), prompts, settings, strict=True))
+        own = requested[self.topology.rank // tensor :: engines]
+        finished = FinishedResponses(
+            prompts,
+            samples,
+            expected=len(own) * samples,
+            share=(self.topology.rank % tensor, tensor),
+            tokenizer=self._tokenizer,
+            weight_version=self._version,
+            on_progress=self._work.with_progress(on_progress),
+            on_response=on_response,
+        )
+
+        def run() -> list[Generated]:
+            # Prefixes cached by an earlier call would change rounding. Results must depend only on
+            # the arguments and the weights, or a resumed run would differ in the last bits.
+            if not self._partial.paused:
+                self._llm.reset_prefix_cache()
+            requests = sampling_requests(own, samples=samples, stop=self._stop)
+            self._run(requests, batches=batches, on_finished=finished.add)
+            return finished.own
+
+        generated = self._on_all_ranks(run)
+        assert [item.position for item in generated] == list(range(len(prompts) * samples))
+        return list(map(finished.response, generated))
+
+    def continue_generation(
+        self, parts: Sequence[RolloutWindow], *, keep_cache: bool
+    ) -> list[list[Response]]:
+        """Continue the responses of each window up to its token limit with the current weights.
+
+        keep_cache: unfinished requests keep their KV cache across weight syncs; otherwise it is
+        recomputed. Collective; raises like `generate`, after which no request is in flight.
+        """
+        for part in parts:
+            self._check_prompts(part.prompts, tokens=part.sampling.max_tokens)
+        engines = self.topology.world_size // self.layout.tensor
+        engine, rank = divmod(self.topology.rank, self.layout.tensor)
+        assigned = assign_requests(parts, engine=engine, engines=engines)
+
+        def run() -> list[Generated]:
+            own, limit = [item[1:] for item in assigned], self.time_limit
+            requests = self._partial.run(own, time_limit=limit, on_step=self._hooks.on_step)
+            if not keep_cache:
+                self._partial.drop_caches()
+            return [
+                to_generated(position, requests[key], self._tokenizer)
+                for position, key, *_ in assigned
+                if position % self.layout.tensor == rank
+            ]
+
+        return merge_outputs(parts, self._on_all_ranks(run), version=self._version)
+
+    def _on_all_ranks(self, run: Callable[[], list[Generated]]) -> list[Generated]:
+        """Return all ranks' results of `run`; an error of one rank is raised on every rank."""
+        own: list[Generated] = []
+        error: Exception | None = None
+        self._work.begin()
+        start = time.perf_counter()
+        try:
+            self._require_weights()
+            own = run()
+        except Exception as caught:  # noqa: BLE001 - other ranks must not wait, whatever it is
+            error = caught
+        seconds = time.perf_counter() - start
+        self._work.finish(while_waiting=self._hooks.on_step)
+        stopped, doing = isinstance(error, GenerationStopped), f"generating with {self.layout}"
+        raise_across_ranks(None if stopped else error, doing=doing)
+        if sum_over_ranks(int(stopped), doing=doing):
+            raise GenerationStopped
+        self._engine_seconds = gather_seconds(seconds, device=self.topology.device)
+        return gather_responses(own, device=self.topology.device)
+
+    def drop_caches(self) -> None:
+        self._partial.drop_caches()
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Return the log-probs of each sequence's tokens from the second on, [length - 1] float32.
+
+        Computed before temperature and top-p. Every engine scores all sequences.
+        """
+        self._require_weights()
+        outputs: dict[int, Any] = {}
+        self._run(scoring_requests(sequences), on_finished=outputs.__setitem__)
+        scores = []
+        for index, sequence in enumerate(sequences):
+            positions = outputs[index].prompt_logprobs[1:]
+            pairs = zip(positions, sequence[1:], strict=True)
+            scores.append(torch.tensor([position[token].logprob for position, token in pairs]))
+        return scores
+
+    def sync_weights(self, actor: WeightSource, *, version: int) -> SyncStats:
+        return self._resharder.push(actor, version=version)
+
+    def check_idle(self) -> None:
+        """Raise RuntimeError while requests run; paused ones continue with the new weights."""
+        if self._partial.is_running:
+            raise RuntimeError("the engine is generating; sync weights between calls")
+
+    def receive(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> float:
+        """Replace every parameter on this rank from full Hugging Face tensors.
+
+        Reads only this rank's slice; returns the seconds spent resetting the prefix cache. Raises
+        ValueError naming parameters that are missing, extra or of a wrong shape. After any error
+        the engine refuses to generate until a weight sync succeeds.
+        """
+        request = {
+            "weights": round_tensors(check_tensors(weights, self.shape), self.mismatch),
+            "expected": self.layout.parameter_shapes(self.shape, rank=self.topology.rank),
+            "tied_embeddings": self.shape.tied_embeddings,
+        }
+
+        def load() -> None:
+            self._llm.start_weight_update()
+            self._llm.update_weights({"update_info": request})
+            self._llm.finish_weight_update()
+
+        return self.overwrite(load, version=version)
+
+    def overwrite(self, write: Callable[[], object], *, version: int) -> float:
+        """Call `write` to replace every parameter; returns the seconds spent resetting the cache.
+
+        After any error the engine refuses to generate until a weight sync succeeds.
+        """
+        # The order matters: no request may run, unless paused for a weight sync; wake up only the
+        # memory of the weights, so that the KV cache does not compete with the update; write; wake
+        # up the KV cache; drop prefixes cached under the old weights; then set the version.
+        self.check_idle()
+        self._version = -1
+        with preserved_generators(), torch.no_grad():
+            if self._asleep:
+                self._hooks.on_memory_released(0)
+                self._llm.wake_up(tags=["weights"])
+            write()
+            if self._asleep:
+                self._llm.wake_up(tags=["kv_cache"])
+                self._asleep = False
+            start = time.perf_counter()
+            if not self._partial.paused and self._llm.reset_prefix_cache() is not True:
+                raise RuntimeError("vLLM did not reset its prefix cache after a weight update")
+        self._version = version
+        return time.perf_counter() - start
+
+    def live_parameters(self) -> Mapping[str, Tensor] | None:
+        """Return vLLM's own parameters if their layout is exactly the expected one, else None.
+
+        On CPU vLLM repacks them; experts go through vLLM's loaders, since its kernels may reorder.
+        """
+        rounded = self.mismatch != "none"  # rounding needs whole tensors, before the loaders
+        if self.topology.device.type != "cuda" or self.shape.experts is not None or rounded:
+            return None
+        parameters: Mapping[str, Tensor] = self._llm.apply_model(
+            lambda model: dict(model.named_parameters())
+        )[0]
+        expected = self.layout.parameter_shapes(self.shape, rank=self.topology.rank)
+        if self.shape.tied_embeddings:
+            expected.pop("lm_head.weight")  # the same parameter, listed once
+        as_expected = parameters.keys() == expected.keys() and all(
+            tuple(parameters[name].shape) == size and parameters[name].dtype == self.dtype
+            for name, size in expected.items()
+        )
+        return parameters if as_expected else None
+
+    def invalidate(self) -> None:
+        self._version = -1
+
+    def sleep(self) -> None:
+        """Release the memory of weights and KV cache, unless paused requests use the cache."""
+        if self.topology.device.type == "cuda" and not (self._asleep or self._partial.paused):
+            self._llm.sleep(level=2)
+            self._hooks.on_memory_released(sleeping_bytes())
+            self._asleep = True
+            self._version = -1
+
+    def _check_prompts(self, prompts: Sequence[Prompt], *, tokens: int) -> None:  # generated
+        longest = self.max_model_len - tokens
+        check_prompts(prompts, vocab_size=self.shape.vocab_size, longest=longest)
+
+    def _require_weights(self) -> None:
+        if self._version < 0:
+            raise RuntimeError("the engine has no valid weights; sync weights before generating")
+
+    def _run(
+        self, requests: Sequence[SequenceRequest], *, on_finished: Finished, batches: int = 1
+    ) -> None:
+        run_requests(
+            self._llm.llm_engine, requests, time_limit=batches * self.time_limit,
+            stall_limit=self.stall_limit, on_finished=on_finished, on_step=self._hooks.on_step,
+            should_stop=self._hooks.should_stop,
+        )  # fmt: skip

@@ -1,0 +1,101 @@
+"""Completeness checks of a model folder that read only the headers of its safetensors files.
+
+The format (https://huggingface.co/docs/safetensors) consists of 8 bytes with the header's length,
+the header as JSON with shape, dtype and byte range of each tensor, then the data. A file from an
+interrupted download is shorter than its header describes.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import UserError
+from megatron_rl.models.shape import ModelShape, tensor_shapes
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+FLOATS = ("F32", "F16", "BF16", "F64")
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_LISTED_PROBLEMS = 3  # per message
+DOWNLOAD_AGAIN = "download it again"
+
+
+def find_files(folder: str | Path) -> dict[str, str]:
+    """Map each tensor's name to its file; raises ValueError if the folder contains no weights."""
+    folder = Path(folder)
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{index} is not an index of safetensors files ({error}); {DOWNLOAD_AGAIN}"
+            ) from None
+        return files
+    if not (folder / SINGLE).is_file():
+        others = sorted(file.name for file in folder.glob("*.bin"))
+        suggestion = f"convert {others[0]} to safetensors" if others else DOWNLOAD_AGAIN
+        raise UserError(
+            f"{folder} contains neither {SINGLE} nor {INDEX}: no weights to load; {suggestion}"
+        )
+    return dict.fromkeys(read_header(folder / SINGLE), SINGLE)
+
+
+def read_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Read the header entry of each tensor; raises ValueError if the file is incomplete."""
+    if not path.is_file():
+        raise UserError(f"{path} is listed in {INDEX} but does not exist; {DOWNLOAD_AGAIN}")
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        start = stream.read(8)
+        if start == b"version ":
+            raise UserError(
+                f"{path} is a Git LFS pointer instead of the weights; fetch them with git lfs pull"
+            )
+        length = int.from_bytes(start, "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise UserError(
+                f"{path} is not a complete safetensors file ({size:,} bytes); {DOWNLOAD_AGAIN}"
+            )
+        try:
+            header: dict[str, dict[str, Any]] = json.loads(stream.read(length))
+            header.pop("__metadata__", None)
+            data_ends = (entry["data_offsets"][1] for entry in header.values())
+            end = 8 + length + max(data_ends, default=0)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(f"{path} has no safetensors header; {DOWNLOAD_AGAIN}") from None
+    if size != end:
+        raise UserError(
+            f"{path} is not a complete safetensors file: it has {size:,} bytes, but its header "
+            f"describes {end:,}; {DOWNLOAD_AGAIN}"
+        )
+    return header
+
+
+def check_headers(folder: str | Path, shape: ModelShape) -> None:
+    """Raise ValueError naming tensors that are missing or have another shape or dtype."""
+    folder = Path(folder)
+    files = find_files(folder)
+    headers = {name: read_header(folder / name) for name in sorted(set(files.values()))}
+    missing, mismatched = [], []
+    for name, size in tensor_shapes(shape).items():
+        entry = headers[files[name]].get(name) if name in files else None
+        if entry is None:
+            missing.append(f"{name} is missing")
+        elif (stored := tuple(entry["shape"])) != size:
+            mismatched.append(f"{name} has shape {stored}, but config.json requires {size}")
+        elif (dtype := entry["dtype"]) not in FLOATS:
+            mismatched.append(f"{name} has dtype {dtype}: quantized weights are not supported")
+    if missing or mismatched:
+        suggestions = [f"a file may be missing: {DOWNLOAD_AGAIN}"] * bool(missing)
+        suggestions += ["config.json and weights must be of one model, not quantized"] * bool(
+            mismatched
+        )
+        problems = _format_problems(missing + mismatched)
+        raise UserError(f"weights in {folder}: {problems}; {'; '.join(suggestions)}")
+
+
+def _format_problems(problems: list[str]) -> str:
+    rest = len(problems) - MAX_LISTED_PROBLEMS
+    listed = "; ".join(problems[:MAX_LISTED_PROBLEMS])
+    return listed + (f"; and {rest} more" if rest > 0 else "")

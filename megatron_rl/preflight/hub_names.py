@@ -1,0 +1,104 @@
+"""Resolution of Hugging Face hub names of models and data sets to files on this machine.
+
+A run stores the resolved names: a model's folder in the cache, whose name is the commit, and a data
+set's name with its commit. A resumed run uses the commits that it started with.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_rl.config import Config, load_config, parse_config
+from megatron_rl.config.loading import put
+from megatron_rl.data.hub import HubSet, find_snapshot, is_on_hub
+
+MODEL_NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([\w.-]+))?")
+
+
+def resolve_hub_names(
+    config: Config, *, echo: Callable[[str], object] = lambda text: None
+) -> tuple[Config, list[str], list[str]]:
+    """Return the config with hub names resolved, equal overrides for other processes, problems.
+
+    Names that cannot be resolved are unchanged; the checks that follow report them.
+    echo: receives a line before each download.
+    """
+    resolved, problems = {}, []
+    earlier = _earlier_names(config)
+    for key, name in _names(config).items():
+        try:
+            if is_on_hub(name):
+                resolved[key] = _resolve_set(name, earlier.get(key, ""), echo)
+            elif not Path(name).exists() and MODEL_NAME.fullmatch(name) and _is_model(key):
+                resolved[key] = _resolve_model(name, earlier.get(key, ""), echo)
+        except ValueError as error:
+            problems.append(f"{key}: {error}")
+    values = config.model_dump()
+    for key, name in resolved.items():
+        section, _, setting = key.partition(".")
+        field, dot, in_set = setting.partition(".")  # data.mix.NAME and eval.sets.NAME
+        if not dot:
+            put(values, key, name)
+        elif isinstance(values[section][field][in_set], str):
+            values[section][field][in_set] = name
+        else:
+            values[section][field][in_set]["path"] = name
+    # A set's own name may contain a dot, so the overrides contain whole mappings of sets.
+    settings = sorted({".".join(key.split(".")[:2]) for key in resolved})
+    pairs = [(field, values[field.split(".")[0]][field.split(".")[1]]) for field in settings]
+    overrides = [f"{key}={json.dumps(value)}" for key, value in pairs]
+    return parse_config(values), overrides, problems
+
+
+def hub_problem(name: str) -> str | None:
+    """Explain why this hub model is unavailable and how to get it; None if it is not a hub name."""
+    try:
+        if MODEL_NAME.fullmatch(name):
+            _resolve_model(name, "", lambda text: None)
+    except ValueError as error:
+        return f"as a name on the Hugging Face hub: {error}"
+    return None
+
+
+def _is_model(key: str) -> bool:
+    return key in ("model.path", "model.reference", "offline.behavior")
+
+
+def _names(config: Config) -> dict[str, str]:
+    """Collect the settings that may be hub names, by key."""
+    models = {"model.path": config.model.path, "model.reference": config.model.reference or ""}
+    if config.offline.behavior != "file":
+        models["offline.behavior"] = config.offline.behavior
+    files = {key: path for key, (path, _) in config.prompt_files.items()}
+    return {key: name for key, name in (models | files).items() if name}
+
+
+def _earlier_names(config: Config) -> dict[str, str]:
+    """Collect the names in the config of the run that will be resumed."""
+    if config.run.resume != "auto" or config.run.name is None:
+        return {}
+    file = Path(config.run.dir) / config.run.name / "config.yaml"
+    return _names(load_config(file)) if file.is_file() else {}
+
+
+def _resolve_model(name: str, earlier: str, echo: Callable[[str], object]) -> str:
+    match = MODEL_NAME.fullmatch(name)
+    assert match is not None, f"{name} was matched before"
+    repository, revision = match.groups()
+    cached = Path(earlier)
+    if revision is None and cached.parts[-3:-1] == (
+        f"models--{repository.replace('/', '--')}", "snapshots",
+    ):  # fmt: skip
+        revision = cached.name
+    return str(find_snapshot(repository, revision, kind="model", echo=echo))
+
+
+def _resolve_set(name: str, earlier: str, echo: Callable[[str], object]) -> str:
+    wanted = HubSet.parse(name)
+    if wanted.revision is None and is_on_hub(earlier):
+        before = HubSet.parse(earlier)
+        if before._replace(revision=None) == wanted:
+            wanted = before
+    folder = find_snapshot(wanted.repository, wanted.revision, kind="dataset", echo=echo)
+    return str(wanted._replace(revision=folder.name))

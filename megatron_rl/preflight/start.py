@@ -1,0 +1,111 @@
+"""Checks that the command makes before it starts any process of a run.
+
+These are the checks of settings and layout that each rank repeats, and others too slow for every
+rank: first rows of the prompts through tokenizer and template, the reward on a real row, and the
+headers of the weights. They do not import torch or vLLM, which would take longer than the checks.
+"""
+
+import re
+from pathlib import Path
+
+from megatron_rl.config import Config, ConfigError
+from megatron_rl.engine.engine_arguments import cpu_engine_problems
+from megatron_rl.models.safetensors_headers import check_headers
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.preflight.settings import evaluation_problems, settings_problems
+from megatron_rl.preflight.verifier import VerifierTrial, start_trial
+from megatron_rl.rollouts.prompt_files import Files, prompt_problems
+from megatron_rl.rollouts.rollout_files import check_rollout_files
+from megatron_rl.runtime.processes import cuda_devices, has_cuda
+from megatron_rl.types import Prompt
+
+CONVERTED = Path("actor") / "complete"  # exists in a model folder that `megatron-rl convert` wrote
+
+
+def default_world_size(config: Config) -> int:
+    """Number of processes on this machine: one per device, and at least one replica."""
+    replicas = max(cuda_devices() // config.parallel.model_size, 1)
+    return config.parallel.model_size * (config.parallel.data or replicas)
+
+
+def check_run(config: Config, *, world_size: int) -> None:
+    """Raise ConfigError listing why this run cannot start here."""
+    _raise_if_any("this run cannot start", run_problems(config, world_size=world_size))
+
+
+def run_problems(config: Config, *, world_size: int, is_here: bool = True) -> list[str]:
+    """List why a run cannot start; is_here: whether it uses this machine's devices."""
+    if config.offline.rollouts is not None:  # they contain prompts and rewards
+        problems, shape = settings_problems(config, world_size=world_size, is_here=is_here)
+        try:
+            check_rollout_files(Path(config.offline.rollouts))
+        except ConfigError as error:
+            problems.append(str(error))
+        return problems + _weight_problems(config, shape, problems)
+    with start_trial(config.reward) as trial:
+        problems, shape = settings_problems(config, world_size=world_size, is_here=is_here)
+        return problems + _input_problems(
+            config, shape, config.prompt_files, trial, problems, is_here=is_here
+        )
+
+
+def check_evaluation_run(config: Config, files: Files, *, world_size: int) -> None:
+    """Raise ConfigError listing why this evaluation cannot start here."""
+    with start_trial(config.reward) as trial:
+        problems, shape = evaluation_problems(config, files, world_size=world_size)
+        problems += _input_problems(config, shape, files, trial, problems)
+    problems = [re.sub("^model.path: ", "--model: ", problem) for problem in problems]
+    _raise_if_any("this evaluation cannot start", problems)
+
+
+def _raise_if_any(what: str, problems: list[str]) -> None:
+    if problems:
+        raise ConfigError(f"{what}:\n  " + "\n  ".join(problems))
+
+
+def _input_problems(
+    config: Config,
+    shape: ModelShape | None,
+    files: Files,
+    trial: VerifierTrial,
+    known: list[str],
+    *,
+    is_here: bool = True,
+) -> list[str]:
+    """List problems of the input files that are not in `known`."""
+    problems = _weight_problems(config, shape, known)
+    usable = {key: file for key, file in files.items() if not _is_named(key, known)}
+    prompts: dict[str, Prompt] = {}
+    if shape is not None:
+        if is_here and not has_cuda():
+            problems += cpu_engine_problems(
+                head_dim=shape.head_dim, expert_parallel=config.rollout.expert_parallel
+            )
+        if not _is_named("model.path", known) and not _is_named("--model", known):
+            more, prompts = prompt_problems(config, shape, usable)
+            problems += more
+    if not any(problem.startswith("reward.verifier=") for problem in known):
+        prompt = next(iter(prompts.values()), None)
+        problems += trial.problems(prompt, keep_best=config.trainer.keep_best)
+    return problems
+
+
+def _is_named(key: str, problems: list[str]) -> bool:
+    return any(problem.startswith(f"{key}: ") for problem in problems)
+
+
+def _weight_problems(config: Config, shape: ModelShape | None, known: list[str]) -> list[str]:
+    if shape is None:
+        return []
+    folders = {"model.path": config.model.path}
+    if "reference_logprobs" in config.objective.choice.needs and config.model.reference:
+        folders["model.reference"] = config.model.reference
+    problems = []
+    for key, folder in folders.items():
+        if (Path(folder) / CONVERTED).is_file() or _is_named(key, known):
+            continue  # a rank checks the files of a converted model
+        try:
+            check_headers(folder, shape)
+        except ValueError as error:
+            problems.append(f"{key}: {error}")
+    return problems

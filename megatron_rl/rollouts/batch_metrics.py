@@ -1,0 +1,89 @@
+"""Metrics of a rollout batch and of its generation."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, UNPARSABLE_TRUTH
+from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.types import Rollout
+
+
+def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Rewards, lengths and truncation of the rollouts that a step trains."""
+    rewards = [rollout.grade_result.reward for rollout in batch.rollouts]
+    reasons = [rollout.grade_result.reason for rollout in batch.rollouts]
+    lengths = [len(rollout.response.token_ids) for rollout in batch.rollouts]
+    truncated = [rollout.response.finish_reason == "length" for rollout in batch.rollouts]
+    by_source: dict[str, list[float]] = {}
+    for rollout, reward in zip(batch.rollouts, rewards, strict=True):
+        by_source.setdefault(rollout.prompt.data_source, []).append(reward)
+    logprobs = np.concatenate([r.response.rollout_logprobs for r in batch.rollouts])
+    return {
+        **{f"reward_by_source/{s}": statistics.fmean(by_source[s]) for s in sorted(by_source)},
+        "policy/entropy": _mean_if_known([group.entropy for group in batch.groups]),
+        "rollout/entropy": -float(logprobs.mean(dtype=np.float64)),
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        **_named_reward_means(batch.rollouts),
+        "reward/time_limit_fraction": reasons.count(TIME_LIMIT) / len(reasons),
+        "reward/failed_fraction": reasons.count(FAILED) / len(reasons),
+        "reward/retries": sum(rollout.grade_result.retries for rollout in batch.rollouts),
+        "reward/unparsable_truth_fraction": reasons.count(UNPARSABLE_TRUTH) / len(reasons),
+        "advantage/zero_fraction": (batch.advantages == 0).float().mean().item(),
+        "advantage/zero_groups_fraction": (batch.advantages == 0).all(dim=1).float().mean().item(),
+        "train/computed_fraction": statistics.fmean(batch.computed),
+        "train/masked_fraction": statistics.fmean(batch.masked),
+        "reward/shaped_mean": statistics.fmean(batch.shaped),
+        "response/length_mean": statistics.fmean(lengths),
+        "response/length_max": max(lengths),
+        "response/truncated_fraction": statistics.fmean(truncated),
+        "rollout/weight_version": min(r.response.weight_version for r in batch.rollouts),
+    }
+
+
+def _named_reward_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Mean of each named reward; an ungraded response counts as 0, as in reward/mean."""
+    names = sorted({name for rollout in rollouts for name in rollout.grade_result.rewards})
+    return {
+        f"reward/{name}_mean": statistics.fmean(
+            r.grade_result.rewards.get(name, 0.0) for r in rollouts
+        )
+        for name in names
+    }
+
+
+def _mean_if_known(values: list[float]) -> float:
+    """Mean of the values that are not nan; exact if all are equal."""
+    known = [value for value in values if not math.isnan(value)]
+    if len(set(known)) <= 1:
+        return known[0] if known else math.nan
+    return statistics.fmean(known)
+
+
+def generation_metrics(
+    fresh: Sequence[RolloutBatch],
+    costs: dict[str, float],
+    *,
+    seconds: float,
+    tokens: int | None = None,
+) -> dict[str, float]:
+    """Generated tokens of a step and their speed; empty if no group was generated.
+
+    costs: of dynamic sampling. tokens: if other than those of the groups.
+    """
+    if not any(batch.engine_seconds for batch in fresh):
+        return {}
+    if tokens is None:
+        tokens = sum(len(r.response.token_ids) for batch in fresh for r in batch.rollouts)
+        tokens += int(costs.get("dynamic/tokens_dropped", 0))
+    engines = [sum(each) for each in zip(*(batch.engine_seconds for batch in fresh), strict=True)]
+    mean = statistics.fmean(engines)
+    return costs | {
+        # The slowest engine's seconds over the mean; 1 if all are equal.
+        "rollout/engine_imbalance": max(engines) / mean if mean else 1.0,
+        "rollout/tokens": tokens,
+        "rollout/tokens_per_second": tokens / seconds,
+    }

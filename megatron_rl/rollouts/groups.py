@@ -1,0 +1,81 @@
+"""Prompt groups with their advantages, built from graded rollouts."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.advantages import (
+    batch_baseline_advantages,
+    group_relative_advantages,
+    leave_one_out_advantages,
+    optimal_value_advantages,
+    raw_advantages,
+)
+from megatron_rl.config import AdvantageSection, Config
+from megatron_rl.rollouts.shaping import shape_reward
+from megatron_rl.types import PromptGroup, PromptSlot, Rollout
+
+
+def build_groups(
+    rollouts: Sequence[Rollout],
+    slots: Sequence[PromptSlot],
+    *,
+    config: Config,
+    step: int,
+    updates: int,
+) -> list[PromptGroup]:
+    """Build groups of graded rollouts with their advantages, before log-probs are frozen.
+
+    `rollouts` come group after group, `rollout.responses_per_prompt` each, in the order of `slots`.
+    step, updates: the step, and the updates before it, in which they were generated.
+    """
+    size = config.rollout.responses_per_prompt
+    if config.has_late_advantages:
+        advantages = np.full((len(slots), size), np.nan, np.float32)
+    else:
+        advantages = _advantages(rollouts, config)
+    return [
+        PromptGroup(
+            slot=slot,
+            rollouts=tuple(rollouts[place * size : (place + 1) * size]),
+            advantages=advantages[place],
+            behavior_logprobs=(None,) * size,
+            entropy=math.nan,
+            generated_at_step=step,
+            updates=updates,
+        )
+        for place, slot in enumerate(slots)
+    ]
+
+
+def compute_late_advantages(groups: Sequence[PromptGroup], config: Config) -> list[PromptGroup]:
+    """Compute advantages over all groups that a step trains."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rows = _advantages(rollouts, config)
+    return [replace(group, advantages=row) for group, row in zip(groups, rows, strict=True)]
+
+
+def _advantages(rollouts: Sequence[Rollout], config: Config) -> np.ndarray:
+    """Advantages of rollouts in group order; [groups, responses to each] float32."""
+    rewards = torch.tensor([shape_reward(rollout, config) for rollout in rollouts])
+    grouped = rewards.view(-1, config.rollout.responses_per_prompt)
+    return compute_advantages(grouped, config.advantage).float().numpy()
+
+
+def compute_advantages(rewards: Tensor, settings: AdvantageSection) -> Tensor:
+    """Advantages of [prompts, responses_per_prompt] rewards by the configured estimator."""
+    match settings.estimator:
+        case "group_relative":
+            return group_relative_advantages(rewards, std=settings.std, shift=settings.shift)
+        case "leave_one_out":
+            return leave_one_out_advantages(rewards)
+        case "batch_baseline":
+            return batch_baseline_advantages(rewards, std=settings.std)
+        case "optimal_value":
+            return optimal_value_advantages(rewards, beta=settings.beta)
+        case "raw":
+            return raw_advantages(rewards, shift=settings.shift)

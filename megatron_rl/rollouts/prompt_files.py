@@ -1,0 +1,126 @@
+"""Reading of prompts: all of them on a rank, only the first rows in a command."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron_rl.config import Config, ConfigError
+from megatron_rl.config.data_sections import ColumnsSection
+from megatron_rl.data.mixing import PromptMix
+from megatron_rl.data.prompts import PromptOrder, load_prompts
+from megatron_rl.data.rows import FIRST_ROWS, Columns, count_rows
+from megatron_rl.data.tokenizer import describe_outside, load_tokenizer
+from megatron_rl.engine.stopping import find_stop_rule
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.types import Prompt
+
+Files = Mapping[str, tuple[str, ColumnsSection]]  # sets of prompts, by what the user calls them
+
+
+def read_sets(
+    config: Config,
+    shape: ModelShape,
+    files: Files,
+    *,
+    echo: Callable[[str], object] = lambda text: None,
+) -> dict[str, list[Prompt]]:
+    """Read every prompt of the sets; ConfigError if one cannot be used.
+
+    echo: prints how many prompts are left out.
+    """
+    try:
+        tokenizer = load_tokenizer(config.model.path, template=config.data.template)
+    except ValueError as error:
+        raise ConfigError(f"model.path: {error}") from error
+    return {
+        key: _read_set(config, shape, tokenizer, key, file, echo=echo)
+        for key, file in files.items()
+    }
+
+
+def build_order(config: Config, sizes: Sequence[int]) -> PromptOrder | PromptMix:
+    """Build the order of the training prompts; ConfigError if a set is too small."""
+    order: PromptOrder | PromptMix = PromptOrder(sizes[0], seed=config.seed)
+    if config.data.mix:
+        weights = tuple(weight for _, _, weight in config.training.values())
+        order = PromptMix(tuple(sizes), weights, seed=config.seed)
+    try:
+        order.indices(0, config.rollout.prompts_per_step)  # raises where there are too few
+    except ValueError as error:
+        raise ConfigError(f"{'data.mix' if config.data.mix else 'data.train'}: {error}") from error
+    return order
+
+
+def prompt_problems(
+    config: Config, shape: ModelShape, files: Files
+) -> tuple[list[str], dict[str, Prompt]]:
+    """Problems of the first rows of the sets, and the first usable prompt.
+
+    A rank may still find a bad row after those that are read here.
+    """
+    try:
+        tokenizer = load_tokenizer(config.model.path, template=config.data.template)
+        find_stop_rule(
+            config.model.path, tokenizer, vocab_size=shape.vocab_size,
+            token_ids=config.rollout.stop_token_ids,
+        )  # fmt: skip
+    except ValueError as error:
+        return [f"model.path: {error}"], {}
+    problems: list[str] = []
+    first, sizes = {}, {}
+    for key, file in files.items():
+        try:
+            prompts = _read_set(config, shape, tokenizer, key, file, first=FIRST_ROWS)
+        except ConfigError as error:
+            if str(error) not in problems:  # a tokenizer of another model is one for all sets
+                problems.append(str(error))
+            continue
+        if prompts:
+            first[key] = prompts[0]
+        rest = max(count_rows(file[0]) - FIRST_ROWS, 0)  # each of which may be a prompt
+        # no more than a step needs: the whole order takes a moment
+        sizes[key] = int(
+            min(len(prompts) + rest, max(len(prompts), config.rollout.prompts_per_step))
+        )
+    training = [sizes[key] for key in config.training if key in sizes]
+    if training and len(training) == len(config.training) and set(config.training) <= set(files):
+        try:
+            build_order(config, training)
+        except ConfigError as error:
+            problems.append(str(error))
+    return problems, first
+
+
+def _read_set(
+    config: Config,
+    shape: ModelShape,
+    tokenizer: Any,
+    key: str,
+    file: tuple[str, ColumnsSection],
+    *,
+    first: int | None = None,
+    echo: Callable[[str], object] = lambda text: None,
+) -> list[Prompt]:
+    path, columns = file
+    data = config.data
+    try:
+        prompts = load_prompts(
+            path,
+            tokenizer,
+            max_prompt_tokens=data.max_prompt_tokens,
+            columns=Columns(**columns.model_dump()),
+            too_long=data.too_long,
+            bad_rows=data.bad_rows,
+            template=data.template,
+            template_arguments=data.template_arguments,
+            system_prompt=data.system_prompt,
+            first=first,
+            echo=echo,
+        )
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    if max((max(prompt.token_ids) for prompt in prompts), default=0) >= shape.vocab_size:
+        folder, size = config.model.path, shape.vocab_size
+        raise ConfigError(
+            f"model.path: {describe_outside(tokenizer, folder=folder, vocab_size=size)}"
+        )
+    return prompts

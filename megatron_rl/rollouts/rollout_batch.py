@@ -1,0 +1,204 @@
+"""The rollout batch of one step: prompt groups, packs and frozen behavior log-probs."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.actor.actor import MegatronActor
+from megatron_rl.actor.reference import ReferencePolicy
+from megatron_rl.actor.settings import GEMM_TOKENS
+from megatron_rl.config import Config
+from megatron_rl.data.packing import gather_by_rollout, plan_minibatches, scatter_to_packs
+from megatron_rl.distributed.collectives import reduce_sum
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.objectives import PolicyObjective
+from megatron_rl.rollouts.clock import token_versions
+from megatron_rl.rollouts.logprob_history import choose_traced, gather_traces, mark_traced
+from megatron_rl.rollouts.shaping import is_masked, shape_reward
+from megatron_rl.types import Minibatch, PromptGroup, Rollout, TokenBatch
+
+
+@dataclass
+class RolloutBatch:
+    """Groups that one step trains, frozen while they are reused; the same on every rank."""
+
+    groups: list[PromptGroup]
+    computed: list[bool]  # [N] rollouts that are in packs
+    minibatches: list[Minibatch]  # this data-parallel rank's packs
+    topology: Topology
+    is_exact: bool = False  # ratios are exactly 1 until the first update
+    lags: tuple[int, ...] = ()  # weight versions behind, of the classes of tokens in metrics
+    engine_seconds: Sequence[float] = ()  # of each engine, if the groups were just generated
+    traced: Sequence[int] = ()  # positions of rollouts whose log-probs are kept at each update
+    shaped: Sequence[float] = ()  # [N] rewards that are trained on
+    masked: Sequence[bool] = ()  # [N] rollouts that are not trained
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """N, group after group."""
+        return [rollout for group in self.groups for rollout in group.rollouts]
+
+    @property
+    def advantages(self) -> Tensor:
+        """[groups, responses to each] float32."""
+        return torch.from_numpy(np.stack([group.advantages for group in self.groups]))
+
+    @property
+    def behavior_logprobs(self) -> list[np.ndarray | None]:
+        """[N] arrays over response tokens; None if not computed."""
+        return [row for group in self.groups for row in group.behavior_logprobs]
+
+    def lag(self, step: int) -> list[int]:
+        """[N] steps between each rollout's generation and step `step`."""
+        return [step - group.generated_at_step for group in self.groups for _ in group.rollouts]
+
+    @property
+    def packs(self) -> list[TokenBatch]:
+        """This data-parallel rank's micro-batches of all minibatches, in order."""
+        return [pack for minibatch in self.minibatches for pack in minibatch.micro_batches]
+
+    def freeze_behavior_logprobs(self, actor: MegatronActor | ReferencePolicy) -> None:
+        """Compute behavior log-probs and entropy with the policy that generated; collective.
+
+        This uses the packs of training, if it trains these groups together: ratios in the first
+        minibatch are then exactly 1.
+        """
+        self.is_exact = True
+        scored = actor.compute_logprobs_and_entropies(self.packs)
+        for pack, (logprobs, _) in zip(self.packs, scored, strict=True):
+            pack.behavior_logprobs = logprobs
+        rows = gather_by_rollout(
+            self.packs,
+            [logprobs for logprobs, _ in scored],
+            count=len(self.computed),
+            topology=self.topology,
+        )
+        entropy = self._mean([entropies for _, entropies in scored])
+        each = iter(rows)
+        self.groups = [
+            replace(
+                group, behavior_logprobs=tuple(next(each) for _ in group.rollouts), entropy=entropy
+            )
+            for group in self.groups
+        ]
+
+    def freeze_engine_logprobs(self) -> None:
+        """Use the engine's log-probs as those of the behavior policy."""
+        for pack in self.packs:
+            pack.behavior_logprobs = pack.rollout_logprobs
+        self.groups = [
+            replace(
+                group,
+                behavior_logprobs=tuple(
+                    np.asarray(rollout.response.rollout_logprobs, np.float32)
+                    for rollout in group.rollouts
+                ),
+            )
+            for group in self.groups
+        ]
+
+    def center_on(self, actor: MegatronActor) -> None:
+        """Use ratios to the policy before this step's first update (decoupled objectives).
+
+        The objective corrects from the engine's log-probs, which the groups keep, to that policy.
+        """
+        self.is_exact = True
+        for pack, logprobs in zip(self.packs, actor.compute_logprobs(self.packs), strict=True):
+            pack.behavior_logprobs = logprobs
+
+    def report_by_lag(self, step: int) -> None:
+        """Make updates report metrics by the number of weight versions that tokens are behind.
+
+        Does nothing if no token is behind or if another run generated the rollouts.
+        """
+        responses = [rollout.response for rollout in self.rollouts]
+        versions = {version for one in responses for _, version in one.versions}
+        if min(versions) < 0:
+            return
+        self.lags = tuple(sorted(step - 1 - version for version in versions))
+        if self.lags == (0,):
+            return
+        rows = [
+            np.searchsorted(self.lags, step - 1 - token_versions(one)).astype(np.float32)
+            for one in responses
+        ]
+        for pack, values in zip(self.packs, scatter_to_packs(self.packs, rows), strict=True):
+            pack.classes = values.long()
+        for minibatch in self.minibatches:
+            minibatch.classes = len(self.lags)
+
+    def freeze_reference_logprobs(self, reference: ReferencePolicy) -> None:
+        """Compute log-probs under the reference policy for a KL term."""
+        for pack, logprobs in zip(self.packs, reference.compute_logprobs(self.packs), strict=True):
+            pack.reference_logprobs = logprobs
+
+    def _mean(self, values: list[Tensor]) -> float:
+        """Mean over the response tokens of all packs, nan without any; collective."""
+        total = torch.stack([value.double().sum() for value in values]).sum()
+        count = sum(int(pack.response_mask.sum()) for pack in self.packs)
+        sums = reduce_sum(
+            torch.stack((total, torch.full_like(total, count))), group=self.topology.dp_group
+        )
+        return float(sums[0] / sums[1])
+
+    def traces(self) -> dict[int, np.ndarray]:
+        """Log-probs of the traced rollouts at each of their updates so far; collective."""
+        return gather_traces(self.packs, self.traced, topology=self.topology)
+
+
+def build_rollout_batch(
+    groups: Sequence[PromptGroup],
+    *,
+    config: Config,
+    objective: PolicyObjective,
+    topology: Topology,
+    engine_seconds: Sequence[float] = (),
+) -> RolloutBatch:
+    """Pack groups with their frozen log-probs.
+
+    Rollouts of advantage 0 are packed only if the objective or `trainer.zero_advantage` needs them:
+    their gradient is 0, but the denominators count them. Rollouts masked by `shaping.truncated` are
+    in neither. A partial rollout batch may have fewer minibatches.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    advantages = torch.from_numpy(np.concatenate([group.advantages for group in groups]))
+    all_computed = config.trainer.zero_advantage == "compute" or objective.uses_zero_advantage
+    counted = [not is_masked(rollout, config) for rollout in rollouts]
+    computed = [
+        one and (all_computed or advantage != 0)
+        for one, advantage in zip(counted, advantages.tolist(), strict=True)
+    ]
+    minibatches = plan_minibatches(
+        rollouts,
+        advantages,
+        minibatches=math.gcd(len(groups), config.trainer.minibatches),
+        tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
+        topology=topology,
+        sequence_parallel=config.parallel.sequence and topology.tp_size > 1,
+        gemm_tokens=GEMM_TOKENS[config.model.fp8],
+        computed=computed,
+        counted=counted,
+    )
+    traced = choose_traced(
+        rollouts, computed, count=config.logging.traced_responses, seed=config.seed
+    )
+    batch = RolloutBatch(
+        list(groups),
+        computed,
+        minibatches,
+        topology,
+        engine_seconds=engine_seconds,
+        traced=traced,
+        shaped=[shape_reward(rollout, config) for rollout in rollouts],
+        masked=[not one for one in counted],
+    )
+    mark_traced(batch.packs, traced)
+    frozen = batch.behavior_logprobs
+    if all(row is not None for row, used in zip(frozen, computed, strict=True) if used):
+        for pack, values in zip(batch.packs, scatter_to_packs(batch.packs, frozen), strict=True):
+            pack.behavior_logprobs = values
+    return batch

@@ -1,0 +1,88 @@
+"""The interface between training and everything that supplies rollouts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_rl.actor.actor import MegatronActor
+from megatron_rl.config import Config
+from megatron_rl.objectives import PolicyObjective
+from megatron_rl.rollouts.buffer import GroupBuffer
+from megatron_rl.rollouts.rollout_batch import RolloutBatch, build_rollout_batch
+from megatron_rl.telemetry.console import Console
+from megatron_rl.telemetry.metrics import PhaseClock
+from megatron_rl.types import PromptGroup
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Objects of one run that the rollout sources, the batch selector and the trainer share."""
+
+    config: Config
+    actor: MegatronActor
+    objective: PolicyObjective
+    buffer: GroupBuffer
+    console: Console
+    clock: PhaseClock
+
+    @property
+    def min_prompts_to_check(self) -> int:
+        """Prompts without any grade that end the run: half of a usual step's, at least two."""
+        return max(2, self.config.fresh_groups // 2)
+
+    def pack(
+        self, groups: Sequence[PromptGroup], *, engine_seconds: Sequence[float] = ()
+    ) -> RolloutBatch:
+        """Pack groups for this rank."""
+        return build_rollout_batch(
+            groups,
+            config=self.config,
+            objective=self.objective,
+            topology=self.actor.topology,
+            engine_seconds=engine_seconds,
+        )
+
+
+class RolloutSource(Protocol):
+    """Source of the rollout batches that are trained; every rank calls it in the same order.
+
+    `EngineSource` generates whole responses, `PartialRolloutSource` continues them window by window
+    while the weights change, and `OfflineSource` reads them from files. A new way of generating is
+    a fourth class with these methods, chosen in `trainer/build.py`. Engines on devices of their own
+    would start the next generation in `collect` and return the batches that are finished, with the
+    buffer as their queue. Multi-turn episodes would return groups whose responses mask the tokens
+    of the environment. Neither changes the training loop.
+    """
+
+    @property
+    def can_resume_inside(self) -> bool:
+        """True if a step can stop between two updates and resume with the remaining ones."""
+        ...
+
+    def check(self) -> None:
+        """Raise RuntimeError if the source generates with weights other than the actor's."""
+        return
+
+    def resume(self, step: int) -> None:
+        """Prepare for `collect(step)` of a step whose rollouts a checkpoint has restored."""
+        return
+
+    def collect(self, step: int) -> list[RolloutBatch]:
+        """Return graded batches with frozen behavior log-probs that this step adds to the buffer.
+
+        The actor is still the policy that generated them, however much later they are trained.
+        Device memory of an engine is free for training afterwards.
+        """
+        ...
+
+    def metrics(self, fresh: Sequence[RolloutBatch]) -> dict[str, float]:
+        """Return the generation metrics of the last `collect`, which returned `fresh`."""
+        return {}
+
+    def restorable(self, fresh: Sequence[RolloutBatch]) -> list[PromptGroup]:
+        """Return the groups that a restarted run may read from disk instead of generating them."""
+        return [group for batch in fresh for group in batch.groups]
+
+    def after_checkpoint(self, step: int) -> None:
+        """Drop state that a run resumed from the checkpoint of `step` does not have."""
+        return

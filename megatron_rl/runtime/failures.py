@@ -1,0 +1,61 @@
+"""Failures of ranks, reported to the launcher, which prints the cause once, at the end.
+
+Each rank that fails writes a file into a folder of its launcher. Most failures only repeat the
+error of another rank or report that another rank has exited.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from pathlib import Path
+
+FOLDER = "MEGATRON_RL_FAILURES"  # environment variable: folder to which a rank writes its failure
+
+
+class RankTimeoutError(RuntimeError):
+    """Timeout or exit of another rank during a collective; no further collective can run."""
+
+
+class OtherRankError(RuntimeError):
+    """Error of another rank, raised on a rank that did not fail itself."""
+
+
+class Cause(IntEnum):
+    """Origin of a failure, most informative first."""
+
+    OWN = 0
+    LOST_RANK = 1  # another rank timed out or exited during a collective
+    OTHER_RANK = 2  # repeats the error of another rank
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Failure of one rank, as printed."""
+
+    rank: int
+    cause: Cause
+    text: str  # one sentence, possibly followed by a list of problems
+    in_training: bool  # the run can be resumed
+    details: str = ""  # the traceback, if no log file contains it
+
+    def leave_in(self, folder: str | Path) -> None:
+        """Write the failure atomically to the launcher's folder."""
+        partial = Path(folder) / f".{self.rank}"
+        partial.write_text(json.dumps(asdict(self)))
+        partial.rename(Path(folder) / f"{self.rank}.json")
+
+    def lines(self, *, to_continue: str) -> str:
+        """Return the error message, followed by the command that resumes the run."""
+        parts = [self.details, f"megatron-rl: error: {self.text}\n"]
+        if self.in_training and to_continue:
+            parts.append(f"megatron-rl: {to_continue}\n")
+        return "".join(parts)
+
+
+def first_failure(folder: str | Path) -> Failure | None:
+    """Return the most informative failure; ties go to the lowest rank."""
+    failures = []
+    for file in Path(folder).glob("*.json"):
+        values = json.loads(file.read_text())
+        failures.append(Failure(**values | {"cause": Cause(values["cause"])}))
+    return min(failures, key=lambda failure: (failure.cause, failure.rank), default=None)

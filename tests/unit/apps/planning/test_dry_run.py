@@ -1,0 +1,103 @@
+"""Dry runs match the memory, messages and FLOPs of real ranks on gloo."""
+
+import os
+
+import pytest
+
+from megatron_rl.apps.planning.dry_run import dry_run_rank
+from megatron_rl.config import parse_config
+from tests.ranks import run_ranks
+from tests.unit.apps.planning.models import DENSE, EXPERTS, save_model
+
+RANKS, PACKS = 4, 2
+# name: model, layout, other settings. Packs contain two long responses and a shorter one.
+CASES = {
+    "tensor x pipeline": ("dense", {"tensor": 2, "pipeline": 2}, {}),
+    "tensor x context, recomputed": (
+        "dense", {"tensor": 2, "context": 2}, {"trainer": {"recompute": "full"}},
+    ),
+    "virtual stages x data": ("dense", {"pipeline": 2, "virtual_stages": 2}, {}),
+    "experts x tensor": ("experts", {"tensor": 2, "expert": 2}, {}),
+    "experts x context, KL": (
+        "experts", {"context": 2, "expert": 4}, {"objective": {"name": "grpo", "kl": {
+            "estimator": "k3", "coefficient": 0.1}}},
+    ),
+}  # fmt: skip
+
+
+def make_config(folder, name):
+    """Build the config of one case."""
+    model, parallel, further = CASES[name]
+    values = {
+        "model": {"path": str(folder / model)},
+        "data": {"train": "none.jsonl", "max_prompt_tokens": 16},
+        "parallel": parallel,
+        "rollout": {"prompts_per_step": 32, "responses_per_prompt": 4, "max_response_tokens": 112},
+        "trainer": {"minibatches": 1, "tokens_per_micro_batch": 320},
+    }
+    for section, settings in further.items():
+        values[section] = values.get(section, {}) | settings
+    return parse_config(values)
+
+
+def counts(dry_run):
+    """Return peak, FLOPs and messages of each phase."""
+    return {
+        name: (phase.peak, phase.flops, [vars(each) for each in phase.collectives])
+        for name, phase in dry_run.phases.items()
+    } | {"built": (sum(dry_run.states.values()), 0, [])}
+
+
+def run_real_rank(rank, world_size, folder):
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as the command does on a CPU
+    from megatron.core import parallel_state
+
+    from megatron_rl.apps.planning.dry_run import measure
+    from megatron_rl.apps.planning.meter import Meter
+    from megatron_rl.distributed.cpu_attention import _triangle
+    from megatron_rl.trainer.actor_settings import make_groups
+
+    results = {}
+    for name in CASES:
+        config, meter = make_config(folder, name), Meter()
+        _triangle.cache_clear()
+        with meter.watching():
+            topology = make_groups(config)
+            results[name] = counts(measure(config, topology, meter, micro_batches=PACKS))
+        parallel_state.destroy_model_parallel()
+    return results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models")
+    save_model(path / "dense", DENSE)
+    save_model(path / "experts", EXPERTS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def real(folder):
+    return run_ranks(run_real_rank, RANKS, folder)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_dry_run_matches_the_real_rank(folder, real, name):
+    from megatron_rl.distributed.cpu_attention import _triangle
+
+    for rank in (0, RANKS - 1):  # of the first and of the last stage
+        _triangle.cache_clear()
+        dry = counts(
+            dry_run_rank(
+                make_config(folder, name),
+                processes=RANKS,
+                rank=rank,
+                device="cpu",
+                micro_batches=PACKS,
+            )
+        )
+        for phase, (peak, flops, messages) in real[rank][name].items():
+            message = f"rank {rank}, {phase}"
+            assert dry[phase][2] == messages, message
+            assert dry[phase][1] == flops, message
+            assert dry[phase][0] == pytest.approx(peak, rel=0.01), message

@@ -1,0 +1,150 @@
+"""The large examples fit on their devices; errors suggest settings that fit."""
+
+import pytest
+
+from megatron_rl import cli
+from megatron_rl.apps.planning import fit
+from megatron_rl.commands import dry_run
+from megatron_rl.config import ConfigError, load_config, parse_config
+from megatron_rl.preflight.memory import check_memory
+from tests.unit.apps.planning.models import SMALL, save_shape
+from tests.unit.test_examples import EXAMPLES, MODELS, SHAPES
+
+DEVICE = 80 * 10**9  # less than any 80 GB device has
+SHALLOW_DEVICE = 27 * 2**30
+PAPER = SHAPES["r1_distill_1_5b_epochs4"]
+
+
+def example(tmp_path, name):
+    """Load an example's config, with a model folder that contains only a config.json."""
+    config = load_config(EXAMPLES / f"{name}.yaml")
+    return fit.apply_changes(config, {"model.path": str(save_shape(tmp_path, SHAPES[name]))})
+
+
+def defaults(tmp_path, **sections):
+    """Build a config with the paper's model and all defaults."""
+    path = save_shape(tmp_path, PAPER)
+    return parse_config({"model": {"path": str(path)}, "data": {"train": "none.jsonl"}, **sections})
+
+
+def shallow(tmp_path, **sections):
+    """Build the default config with two model layers, which fits on a device of 27 GiB."""
+    config = defaults(tmp_path, **sections)
+    save_shape(tmp_path, PAPER | {"num_hidden_layers": 2})
+    return config
+
+
+# The one-epoch example has the same layout as the four-epoch one.
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"r1_distill_1_5b_epochs1"}))
+def test_large_example_fits(tmp_path, name):
+    dry_runs = fit.check_fit(example(tmp_path, name), processes=MODELS[name], device_bytes=DEVICE)
+    assert sum(dry_runs[0].states.values()) > 2**30  # its true shape
+    # Besides weights, a sleeping actor keeps only Megatron's buffer for gathered activations.
+    assert dry_runs[0].asleep.get("activations", 0) < 0.2 * 2**30
+
+
+def test_defaults_fit_the_papers_model_on_one_device(tmp_path):
+    (result,) = fit.check_fit(defaults(tmp_path), processes=1, device_bytes=DEVICE)
+    # bfloat16 weights, float32 gradients, float32 main weights and two moments
+    bytes_per_parameter = {"weights": 2, "gradients": 4, "optimizer": 12}
+    assert result.parameters == 1_777_088_000
+    for name, width in bytes_per_parameter.items():
+        assert result.states[name] == pytest.approx(width * result.parameters, rel=1e-3)
+
+
+def test_error_suggests_settings_that_fit(tmp_path):
+    config = shallow(tmp_path, trainer={"tokens_per_micro_batch": 65536})
+    with pytest.raises(fit.DoesNotFitError) as error:
+        fit.check_fit(config, processes=1, device_bytes=SHALLOW_DEVICE)
+    output = str(error.value)
+    assert "training needs" in output
+    assert "the actor's peak, update" in output
+    suggestions = output.split("these settings fit: ")[1].split(", or ")
+    assert suggestions[0] == "trainer.tokens_per_micro_batch=16384"
+    for suggestion in suggestions:
+        changes = dict(change.split("=") for change in suggestion.split())
+        values = {k: int(v) if v.isdigit() else v for k, v in changes.items()}
+        assert fit.check_fit(fit.apply_changes(config, values), processes=1, device_bytes=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "output"),
+    [
+        # 27 GiB - 6 GiB reserve - 1 GiB of the actor: 74% of the device.
+        (0.95, r"generating needs .*; these settings fit: rollout.gpu_memory_utilization=0.7, or"),
+        # 1 GiB of weights; 2 layers x 2 x 2 heads x 128 x 16,384 tokens x 2 bytes are 0.03.
+        (
+            0.03,
+            r"the engine's share needs 1.1 of 0.8 GiB .* fit: rollout.gpu_memory_utilization=0.1, "
+            r"or",
+        ),
+    ],
+)
+def test_error_suggests_an_engine_share_that_fits(tmp_path, fraction, output):
+    config = shallow(tmp_path, rollout={"gpu_memory_utilization": fraction})
+    with pytest.raises(fit.DoesNotFitError, match=output):
+        fit.check_fit(config, processes=1, device_bytes=SHALLOW_DEVICE)
+
+
+def run_command(tmp_path, capsys, monkeypatch, *arguments):
+    """Run `megatron-rl dry-run` on the smallest built-in model; return status, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text("model.path: models/Qwen2.5-0.5B\ndata.train: none.jsonl\n")
+    monkeypatch.setattr(dry_run, "leave", lambda status: status)
+    options = cli._parse(["dry-run", "c.yaml", "--processes", "8", *arguments])
+    status = options.run(options, [])
+    return status, *capsys.readouterr()
+
+
+def test_command_accepts_a_built_in_name_and_prints_whether_it_fits(tmp_path, capsys, monkeypatch):
+    status, out, progress = run_command(
+        tmp_path, capsys, monkeypatch, "--fit", "80", "rollout.gpu_memory_utilization=0.2"
+    )
+    *_, training, push, generating, engine, _, summary = out.splitlines()
+    lines = [line.split()[-1] for line in out.splitlines() if "megatron_rl/" in line]
+    assert lines and not any("dry_run" in line or "planning" in line for line in lines)
+    assert status == 0 and progress == "dry run: rank 0 of 8\n"
+    peak = float(next(line for line in out.splitlines() if "update, peak" in line).split()[-1])
+    # plus a sleeping engine of 4 GiB and the reserve of 6 GiB
+    assert float(summary.split()[2]) == pytest.approx(peak + 4 + 6, abs=0.06)
+    assert summary.startswith("fits: peak ") and " of 80.0 GiB, in training (the actor" in summary
+    assert training.split()[:2] == ["training", summary.split()[2]]
+    assert training.endswith("a sleeping engine 4.0, reserve 6.0")
+    assert "the engine's weights 0.9, buckets 0.1" in push  # 494 million at 2 bytes
+    assert "rollout.gpu_memory_utilization=0.2 16.0" in generating and "its weights 0.9" in engine
+
+
+def test_command_without_a_device_prints_the_needed_memory(tmp_path, capsys, monkeypatch):
+    _, out, _ = run_command(tmp_path, capsys, monkeypatch, "parallel.context=2")
+    assert out.splitlines()[-1].startswith("peak ")
+    assert out.splitlines()[-1].endswith("in training; --fit GIB compares it with a device")
+    assert "a weight push" in out and "generating" not in out
+
+
+def test_unknown_model_raises(tmp_path, capsys, monkeypatch):
+    with pytest.raises(ValueError, match=r"models/nobodys is neither a folder .* Qwen2.5-0.5B"):
+        run_command(tmp_path, capsys, monkeypatch, "model.path=models/nobodys")
+
+
+def test_suggestion_covers_two_moments_that_do_not_fit(tmp_path):
+    config = shallow(
+        tmp_path,
+        rollout={"gpu_memory_utilization": 0.95},
+        trainer={"tokens_per_micro_batch": 65536},
+    )
+    with pytest.raises(fit.DoesNotFitError) as error:
+        fit.check_fit(config, processes=1, device_bytes=SHALLOW_DEVICE)
+    suggestion = str(error.value).split("these settings fit: ")[1].split(", or ")[0]
+    assert suggestion == "rollout.gpu_memory_utilization=0.7 trainer.tokens_per_micro_batch=16384"
+
+
+def test_preflight_check_raises_from_its_own_process(tmp_path, monkeypatch):
+    path = save_shape(tmp_path / "small", PAPER | SMALL)
+    values = {"model": {"path": str(path)}, "data": {"train": "none.jsonl"}}
+    monkeypatch.setenv("RANK", "0")  # as under torchrun
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match=r"does not fit .* run.check_memory=false"):
+        check_memory(parse_config(values), world_size=1, device_bytes=2**30)
+    assert check_memory(parse_config(values), world_size=1, device_bytes=None) is None
+    off = parse_config(values | {"run": {"check_memory": False}})
+    assert check_memory(off, world_size=1, device_bytes=2**30) is None

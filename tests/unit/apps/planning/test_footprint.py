@@ -1,0 +1,52 @@
+"""Memory by formula against dry runs of the actor; tools/compare_plan.py runs hundreds."""
+
+import pytest
+
+from megatron_rl.apps.planning.built_in import MODELS, write_config_json
+from megatron_rl.apps.planning.devices import DEVICES
+from megatron_rl.apps.planning.fit import check_fit
+from megatron_rl.apps.planning.footprint import ENGINE_ASLEEP, RESERVE
+from megatron_rl.apps.planning.layout_report import config_of
+from megatron_rl.apps.planning.parts import Parts
+from megatron_rl.apps.planning.search import search
+from megatron_rl.apps.planning.workload import workload_of
+from megatron_rl.config import parse_config
+from megatron_rl.models.shape import read_model_shape
+from tools.compare_plan import compare, shape_of
+
+SMALL, DENSE = "DeepSeek-R1-Distill-Qwen-1.5B", "Qwen3-8B"
+EXPERTS = "Qwen3-30B-A3B"
+
+
+@pytest.mark.parametrize(
+    "name,parts",
+    [
+        (DENSE, Parts(tensor=2, context=2, data=2, tokens=16384)),
+        (DENSE, Parts(pipeline=2, context=2, data=2, tokens=16384)),
+        (SMALL, Parts(data=2, recompute="full", tokens=16384)),
+        (
+            EXPERTS,
+            Parts(tensor=2, context=2, data=1, expert=2, tokens=16384, recompute="selective"),
+        ),
+    ],
+    ids=["tensor and context", "pipeline", "recomputed", "experts recomputed"],
+)
+def test_footprint_matches_a_dry_run(name, parts, tmp_path):
+    row = compare(name, parts, write_config_json(shape_of(name), tmp_path / "model"))
+    assert abs(row["states_error"]) < 0.001
+    assert abs(row["error"]) < 0.01  # the documentation promises 5%
+
+
+def test_tightest_planned_layout_fits_in_a_dry_run(tmp_path):
+    model = write_config_json(MODELS[SMALL], tmp_path / "model")
+    base = parse_config({"model": {"path": str(model)}, "data": {"train": "none.parquet"}})
+    device = DEVICES["h100"]
+    options = search(read_model_shape(model), device, 8, workload_of(base)).options
+    tightest = max(
+        (option for option in options if option.parts.pipeline == 1),
+        key=lambda option: option.memory["train"],
+    )
+    assert tightest.memory["train"] > 0.6
+    (result,) = check_fit(config_of(tightest, base), processes=8, device_bytes=device.memory)
+    needed = result.peak + ENGINE_ASLEEP + RESERVE
+    assert needed / device.memory == pytest.approx(tightest.memory["train"], rel=0.05)

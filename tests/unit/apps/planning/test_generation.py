@@ -1,0 +1,86 @@
+"""Lengths, packs and decoding steps, against values worked out by hand."""
+
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+
+from megatron_rl.apps.planning.built_in import MODELS
+from megatron_rl.apps.planning.devices import DEVICES, GIB
+from megatron_rl.apps.planning.generation import Engine, share_with_the_longest
+from megatron_rl.apps.planning.workload import Workload, clipped_lengths
+
+SHAPE, H20 = MODELS["DeepSeek-R1-Distill-Qwen-1.5B"], DEVICES["h20"]
+WORKLOAD = Workload(
+    prompts=256, samples=8, minibatches=4, epochs=1, max_prompt=1024, max_response=15360,
+    mean_prompt=160, mean_response=7000, max_num_seqs=256,
+)  # fmt: skip
+
+
+def test_clipped_lengths_have_the_given_mean_and_limit():
+    lengths = clipped_lengths(2048, 7000, 15360)
+    assert len(lengths) == 2048 and max(lengths) == 15360
+    assert fmean(lengths) == pytest.approx(7000, abs=1)
+    assert sum(length == 15360 for length in lengths) > 100  # truncated responses
+
+
+def test_clipped_lengths_raises_for_a_mean_beyond_the_limit():
+    with pytest.raises(
+        ValueError, match="a mean response of 16000 tokens is impossible with a limit of 15360"
+    ):
+        clipped_lengths(8, 16000, 15360)
+
+
+def test_packs_contain_every_token_of_a_minibatch_once():
+    packs = WORKLOAD.packs(ranks=1, budget=16384, alignment=2)
+    lengths = [160 + length - 1 for length in WORKLOAD.response_lengths()[:512]]
+    padded = [length + length % 2 for length in lengths]
+    assert packs.count * packs.tokens == pytest.approx(sum(padded))
+    assert packs.count * packs.squares == pytest.approx(sum(length**2 for length in padded))
+    assert packs.tokens <= 16384
+
+
+def test_cached_bytes_per_token():
+    # 28 layers x 2 groups x 128 x (key and value) x 2 bytes; one group on each of two devices, and
+    # still one where four devices share two.
+    assert Engine(SHAPE, 1, H20, 0).token_bytes == 28 * 2 * 128 * 2 * 2
+    assert Engine(SHAPE, 2, H20, 0).token_bytes == 28 * 1 * 128 * 2 * 2
+    assert Engine(SHAPE, 4, H20, 0).token_bytes == 28 * 1 * 128 * 2 * 2
+
+
+def test_equal_responses_take_as_many_steps_as_tokens():
+    equal = replace(WORKLOAD, prompts=4, samples=8, max_response=1000, mean_response=950)
+    engine = Engine(SHAPE, 1, H20, 60 * GIB)
+    lengths = [100] * 32
+    # All 32 run from the first step to the last; contexts grow from 160 to 260, 210 on average.
+    expected = 100 * engine.step_seconds(32, 32 * 210)
+    assert engine._decode(lengths, equal) == pytest.approx(expected)
+    # With half of them at a time: twice the steps.
+    halved = replace(equal, max_num_seqs=16)
+    assert engine._decode(lengths, halved) == pytest.approx(200 * engine.step_seconds(16, 16 * 210))
+
+
+def test_small_cache_takes_longer_and_finishes():
+    roomy = Engine(SHAPE, 1, H20, 60 * GIB)
+    weights = 2 * 1_777_088_000
+    tight = Engine(SHAPE, 1, H20, weights + 2 * GIB + 40_000 * 28_672)
+    assert tight.cached_tokens == 40_000
+    assert tight.seconds(WORKLOAD, engines=32) > 1.5 * roomy.seconds(WORKLOAD, engines=32)
+
+
+def test_simulated_engine_has_the_longest_response():
+    for engines in (1, 8, 32, 256):
+        lengths = share_with_the_longest(WORKLOAD, engines)
+        assert len(lengths) == 2048 // engines
+        assert fmean(lengths) == pytest.approx(7000, rel=0.15)
+        few_are_cut = replace(WORKLOAD, mean_response=2000)
+        longest = max(few_are_cut.response_lengths())
+        assert max(share_with_the_longest(few_are_cut, engines)) == longest
+
+
+def test_decoding_few_sequences_reads_few_experts():
+    engine = Engine(MODELS["Qwen3-30B-A3B"], 1, H20, 80 * GIB)
+    # One sequence reads 8 of 128 experts: 1 / 16 of 48 layers x 3 x 2048 x 768 x 128.
+    experts = 48 * 3 * 2048 * 768 * 128
+    rest = engine._weights_read(1) - experts / 16
+    assert engine._weights_read(10_000) == pytest.approx(rest + experts)

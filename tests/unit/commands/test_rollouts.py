@@ -1,0 +1,97 @@
+"""`megatron-rl rollouts`: which rollouts are shown, how, and what is refused."""
+
+import json
+import shutil
+
+import pytest
+
+from megatron_rl.cli import main
+from megatron_rl.runs.directory import RunDirectory
+from tests.made_runs import GROUP, HOSTILE, make_run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two groups of four at each of three steps; rewards 0, 1, 0, 1."""
+    return make_run(tmp_path_factory.mktemp("runs") / "run", steps=3)
+
+
+def show(capsys, *words):
+    with pytest.raises(SystemExit) as end:
+        main(["rollouts", *map(str, words)])
+    messages = capsys.readouterr()
+    return end.value.code, messages.out, messages.err
+
+
+def chosen(capsys, *words):
+    code, out, _ = show(capsys, *words, "--json")
+    assert code == 0
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_newest_step_is_shown_with_prompt_response_reward_and_truth(capsys, folder):
+    code, out, _ = show(capsys, folder)
+    assert code == 0
+    assert "step 3 (of the recorded steps 1 to 3): 8 rollouts, mean reward 0.500" in out
+    assert out.count("\n    prompt    | What 1?") == out.count("\n    truth     | 7") == 3
+    assert f"megatron-rl rollouts {folder} --step 3 --group " in out
+
+
+def test_thinned_step_is_labeled_as_a_sample(capsys, folder, tmp_path):
+    run = shutil.copytree(folder, tmp_path / "run")
+    RunDirectory(run).thin_rollouts([1])
+    _, out, _ = show(capsys, run, "--step", 1)
+    assert "steps 1 to 3): a sample of 4 rollouts, mean reward 0.500" in out
+    assert [row["place"] for row in chosen(capsys, run, "--step", 1, "--group", 3)] == [4, 5, 6, 7]
+
+
+def test_order_and_count_select_rollouts_reproducibly(capsys, folder):
+    assert [row["reward"] for row in chosen(capsys, folder, "--order", "best")] == [1, 1, 1]
+    worst = chosen(capsys, folder, "--order", "worst", "--count", 4, "--step", 1)
+    assert [(row["step"], row["reward"]) for row in worst] == [(1, 0)] * 4
+    drawn = [chosen(capsys, folder, "--count", 5) for _ in range(2)]
+    assert drawn[0] == drawn[1] and len(drawn[0]) == 5
+    assert len(chosen(capsys, folder, "--count", 100)) == 2 * GROUP
+    assert "token_ids" not in drawn[0][0] and drawn[0][0]["tokens"] > 0
+
+
+def test_one_group_is_shown_side_by_side(capsys, folder):
+    rows = chosen(capsys, folder, "--step", 2, "--group", 5)
+    assert [row["sample_index"] for row in rows] == list(range(GROUP))
+    assert {row["prompt_index"] for row in rows} == {5}
+    code, out, _ = show(capsys, folder, "--step", 2, "--group", 5)
+    assert code == 0 and out.count("  prompt | ") == 1 and out.count("+0.5") == GROUP / 2
+
+
+def test_a_model_s_text_cannot_reach_the_terminal(capsys, folder, tmp_path):
+    """Escape sequences and marks that turn a line stand there by their number."""
+    for words in (("--count", "8"), ("--group", "7")):
+        _, out, _ = show(capsys, folder, *words, "--step", 3)
+        assert "\u202e" not in out and "\x1b" not in out
+        assert "<202e>" in out and HOSTILE[0] in out.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{run}/nowhere"], "nowhere does not exist; give the folder of a run"),
+        (["{run}/.."], "has no rollouts (rollouts/step_*.parquet): give the folder of a run"),
+        (
+            ["{run}", "--step", "9"],
+            "no rollouts of step 9; choose one of its 3 recorded steps from 1 to 3",
+        ),
+        (["{run}", "--group", "99"], "no responses to prompt 99; choose one of 6, 7"),
+        (["{run}", "--count", "0"], "--count 0: give 1 or more"),
+    ],
+)
+def test_missing_selection_lists_the_available_ones(capsys, folder, words, message):
+    code, out, err = show(capsys, *(word.format(run=folder) for word in words))
+    assert (code, out) == (1, "")
+    assert err.startswith("megatron-rl: error: ") and message in err and err.count("\n") == 1
+
+
+def test_damaged_file_is_named(capsys, tmp_path):
+    run = make_run(tmp_path / "run", steps=1)
+    (run / "rollouts" / "step_000001.parquet").write_bytes(b"no parquet")
+    code, _, err = show(capsys, run)
+    assert code == 1 and "step_000001.parquet is damaged" in err

@@ -1,0 +1,32 @@
+"""Tests of vLLM arguments: accepted, or rejected with the reason or the setting to use."""
+
+from megatron_rl.engine.engine_arguments import (
+    CPU_HEAD_SIZES,
+    REFUSED,
+    _known,
+    cpu_engine_problems,
+    engine_argument_problems,
+)
+
+
+def test_engine_argument_problems_name_rejected_and_unknown_arguments():
+    given = {"enforce_eager": True, "logprobs_mode": "raw_logprobs", "tensor_parallel_size": 2,
+             "enable_prefix_cachin": False}  # fmt: skip
+    logprobs, tensor, unknown = engine_argument_problems(given)
+    assert "rollout.engine.logprobs_mode: responses and their log-probs must come" in logprobs
+    assert tensor == "rollout.engine.tensor_parallel_size: set rollout.tensor; remove it"
+    assert "vLLM has no such argument; did you mean enable_prefix_caching?" in unknown
+    assert not engine_argument_problems({"enforce_eager": True, "enable_prefix_caching": False})
+    assert not engine_argument_problems({})
+
+
+def test_rejected_arguments_exist_in_vllm():
+    """A renamed vLLM argument would otherwise be accepted. Some releases lack those listed."""
+    assert REFUSED.keys() - _known() <= {"runner", "quantization_config"}
+
+
+def test_cpu_head_sizes_match_vllm():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
+    assert not cpu_engine_problems(head_dim=64, expert_parallel=False)

@@ -1,0 +1,221 @@
+"""Rollouts from files: read as they were written, grouped, and refused with the row's name."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_rl.config import ConfigError, parse_config
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.objectives import build_objective
+from megatron_rl.rollouts import offline
+from megatron_rl.rollouts.batch_metrics import batch_metrics
+from megatron_rl.rollouts.clock import LagClock
+from megatron_rl.rollouts.offline import OfflineRollouts, describe_thinned, read_rollouts
+from megatron_rl.rollouts.rollout_batch import build_rollout_batch
+from megatron_rl.runs.directory import RunDirectory
+from megatron_rl.types import GradeResult, Prompt, PromptSlot, Response, Rollout
+
+
+class Letters:
+    """A tokenizer of letters: a prompt is "<", its text and ">"; 0 ends a response."""
+
+    chat_template = "there is one"
+    eos_token_id = 0
+
+    def __len__(self):
+        return 100
+
+    def apply_chat_template(self, chat, **options):
+        return "<" + chat[-1]["content"] + ">"
+
+    def __call__(self, texts, **options):
+        if isinstance(texts, str):
+            return {"input_ids": [ord(letter) - 40 for letter in texts]}
+        return {"input_ids": [self(text)["input_ids"] for text in texts]}
+
+
+@pytest.fixture(autouse=True)
+def _letters(monkeypatch):
+    monkeypatch.setattr(offline, "load_tokenizer", lambda folder, template: Letters())
+
+
+def config(path, **sections):
+    values = {
+        "model": {"path": "m"},
+        "offline": {"rollouts": str(path)},
+        "data": {"max_prompt_tokens": 8},
+        "rollout": {"prompts_per_step": 2, "responses_per_prompt": 2, "max_response_tokens": 8},
+        "trainer": {"minibatches": 1},
+    }
+    for name, given in sections.items():
+        values[name] = values.get(name, {}) | given if isinstance(given, dict) else given
+    return parse_config(values)
+
+
+def table(path, **changes):
+    columns = {
+        "prompt": ["2+2", "2+2", "3+3", "3+3"],
+        "response": ["4", "5", "6", "66"],
+        "reward": [1.0, 0.0, 1.0, 0.0],
+        "rollout_logprobs": [[-0.5, -0.1], [-1.5, -0.1], [-0.25, -0.1], [-0.5, -1.0, -0.1]],
+    }
+    pq.write_table(pa.table(columns | changes), path)
+    return path
+
+
+def test_any_parquet_of_prompts_responses_rewards_and_log_probs(tmp_path):
+    settings = config(table(tmp_path / "data.parquet"))
+    rollouts, logprobs = read_rollouts(settings)
+    # "<2+2>" is 20, 10, 3, 10, 22; "66" and the end 14, 14, 0.
+    assert rollouts[0].prompt.token_ids == (20, 10, 3, 10, 22)
+    assert rollouts[3].response.token_ids.tolist() == [14, 14, 0]
+    assert [r.grade_result.reward for r in rollouts] == [1, 0, 1, 0]
+    assert logprobs[3].tolist() == pytest.approx([-0.5, -1.0, -0.1])
+    source = OfflineRollouts(settings, rollouts, logprobs)
+    slots = [PromptSlot(2, 0), PromptSlot(2, 1)]
+    groups = source.groups(slots, 1, 2, updates=7)  # group 1 of the run, then the first one again
+    assert [g.rollouts[0].prompt.token_ids[1] for g in groups] == [11, 10]
+    assert [(g.slot, g.generated_at_step, g.updates) for g in groups] == [(s, 2, 7) for s in slots]
+    assert groups[0].behavior_logprobs[1] is logprobs[3]
+    assert groups[0].advantages.tolist() == pytest.approx([0.7071, -0.7071], abs=1e-3)
+
+
+def test_the_rollouts_of_a_run_come_back_as_they_were(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    written, advantages, logprobs = [], [], []
+    for place in range(4):
+        prompt = Prompt(
+            place // 2, ({"role": "user", "content": "?"},), (5, 6 + place // 2), "1", "s"
+        )
+        response = Response(
+            place // 2, place % 2, np.array([7, 8 + place, 0], np.int32),
+            np.full(3, -0.3, np.float32), "text", "length" if place == 3 else "stop", 4,
+        )  # fmt: skip
+        written.append(Rollout(prompt, response, GradeResult(float(place % 2), "equal", None)))
+        advantages.append(0.5)
+        logprobs.append(np.array([-0.1, -0.2, -0.3 - place], np.float32))
+    for step in (1, 2):
+        directory.write_rollouts(
+            step,
+            written,
+            advantages=advantages,
+            behavior_logprobs=logprobs,
+            sampled=[False, False, True, True],
+        )
+    assert describe_thinned(config(tmp_path / "run")) == ""
+    rollouts, found = read_rollouts(config(tmp_path / "run"))
+    assert len(rollouts) == 8
+    for place, rollout in enumerate(rollouts):
+        like = written[place % 4]
+        assert rollout.prompt.token_ids == like.prompt.token_ids
+        assert rollout.response.token_ids.tolist() == like.response.token_ids.tolist()
+        assert rollout.response.finish_reason == like.response.finish_reason
+        # The 4 that was written is a version of that run.
+        assert (rollout.response.sample_index, rollout.response.weight_version) == (place % 2, -1)
+        assert rollout.grade_result.reward == like.grade_result.reward
+        assert found[place].tolist() == logprobs[place % 4].tolist()  # not the engine's -0.3
+    directory.thin_rollouts([1])
+    rollouts, _ = read_rollouts(config(tmp_path / "run"))
+    assert [rollout.prompt.index for rollout in rollouts] == [1, 1, 0, 0, 1, 1]
+    assert describe_thinned(config(tmp_path / "run")).startswith("; 1 of 2 files have only a sam")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sections", "message"),
+    [
+        ({"reward": [1.0, None, 1.0, 0.0]}, {}, r"row 1: reward is None: it must be a finite"),
+        ({"response": ["4", "5", "6", "6" * 20]}, {}, r"row 3: prompt and response have 26 tokens"),
+        ({"rollout_logprobs": [[-0.5]] * 4}, {}, r"row 0: rollout_logprobs has 1 numbers for 2"),
+        ({"rollout_logprobs": [[0.5, 0.0]] * 4}, {}, r"row 0: rollout_logprobs .* not above 0"),
+        ({"prompt": ["1", "2", "3", "3"]}, {}, r"rows 0 to 1 answer 2 prompts"),
+        ({}, {"rollout": {"responses_per_prompt": 3}}, r"4 rows, no multiple of rollout\.resp"),
+        ({"token_ids": [[1, 200]] * 4}, {}, r"row 0: a token lies outside the tokenizer's 100"),
+    ],
+)
+def test_what_cannot_be_used_is_named(tmp_path, changes, sections, message):
+    with pytest.raises(ConfigError, match=message):
+        read_rollouts(config(table(tmp_path / "data.parquet", **changes), **sections))
+
+
+def test_a_file_without_log_probs_needs_a_model_that_gives_them(tmp_path):
+    path = tmp_path / "data.parquet"
+    pq.write_table(pq.read_table(table(path)).drop_columns(["rollout_logprobs"]), path)
+    with pytest.raises(ConfigError, match=r"name that model as offline\.behavior"):
+        read_rollouts(config(path))
+    rollouts, logprobs = read_rollouts(config(path, offline={"behavior": "some/model"}))
+    assert len(rollouts) == 4 and logprobs == [None] * 4
+
+
+def without_engine(path, **changes):
+    """A file with the trainer's log-probs alone."""
+    given = pq.read_table(table(path, **changes))
+    return pq.write_table(given.rename_columns({"rollout_logprobs": "behavior_logprobs"}), path)
+
+
+def test_what_no_engine_said_is_not_known_instead_of_certain(tmp_path):
+    path = tmp_path / "data.parquet"
+    without_engine(path)
+    settings = config(path)
+    rollouts, logprobs = read_rollouts(settings)
+    assert logprobs[0].tolist() == pytest.approx([-0.5, -0.1])
+    assert all(np.isnan(rollout.response.rollout_logprobs).all() for rollout in rollouts)
+    groups = OfflineRollouts(settings, rollouts, logprobs).groups(
+        [PromptSlot(1, 0), PromptSlot(1, 1)], 0, 1, updates=0
+    )
+    batch = build_rollout_batch(
+        groups, config=settings, objective=build_objective("pnpo"), topology=Topology.single()
+    )
+    batch.report_by_lag(1)
+    assert [pack.rollout_logprobs for pack in batch.packs] == [None]  # no gap to an engine
+    assert batch.lags == () and np.isnan(batch_metrics(batch)["rollout/entropy"])
+    assert "lag/versions_mean" not in LagClock.at(1, updates=0).metrics(groups, groups)
+    directory = RunDirectory(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    directory.write_rollouts(
+        1, batch.rollouts, advantages=[0.0] * 4, behavior_logprobs=batch.behavior_logprobs
+    )
+    written = pq.read_table(directory.rollouts / "step_000001.parquet")
+    assert written["rollout_logprobs"].null_count == 4
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"behavior": "engine"}, r"behavior=engine needs the engine's log-probs, and 4 responses"),
+        ({"objective": {"name": "icepop"}}, r"objective\.name=icepop needs the engine's log-probs"),
+    ],
+)
+def test_the_engine_s_log_probs_are_missed_where_they_are_needed(tmp_path, sections, message):
+    path = tmp_path / "data.parquet"
+    without_engine(path)
+    with pytest.raises(ConfigError, match=message):
+        read_rollouts(config(path, **sections))
+    read_rollouts(config(table(path), **sections))
+
+
+def test_a_column_or_a_file_that_is_missing_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no parquet file"):
+        read_rollouts(config(tmp_path))
+    path = tmp_path / "data.parquet"
+    pq.write_table(pq.read_table(table(path)).drop_columns(["reward"]), path)
+    with pytest.raises(ConfigError, match=r"has no column reward; it needs"):
+        read_rollouts(config(path))
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"eval": {"sets": {"held": "x.jsonl"}}}, r"eval\.sets needs an engine"),
+        ({"dynamic_sampling": {"rounds": 1}}, r"dynamic_sampling needs an engine"),
+        ({"offline": {"rollouts": None, "behavior": "m"}}, r"offline\.behavior is set without"),
+        (
+            {"offline": {"behavior": "m"}, "behavior": "engine"},
+            r"offline\.behavior=m recomputes them; unset one",
+        ),
+    ],
+)
+def test_settings_that_need_an_engine_are_refused(tmp_path, sections, message):
+    with pytest.raises(ConfigError, match=message):
+        config(tmp_path, **sections)

@@ -1,0 +1,196 @@
+"""When groups are generated and trained: worked out by hand for every policy."""
+
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+
+from megatron_rl.config import parse_config
+from megatron_rl.rollouts.build_schedule import build_schedule
+from megatron_rl.rollouts.lag_policies import build_policy, read_trace
+from megatron_rl.types import PromptSlot
+
+
+@dataclass(frozen=True)
+class Held:
+    """A group as the schedule sees it."""
+
+    generated_at_step: int
+    longest: int = 1
+    first_trained_at_step: int = 0
+    times_trained: int = 0
+
+
+def make_schedule(*, groups=4, steps=8, lag=None, replay=None, seed=3):
+    return build_schedule(
+        parse_config(
+            {
+                "model": {"path": "m"}, "data": {"train": "t"}, "seed": seed,
+                "rollout": {"prompts_per_step": groups}, "trainer": {"steps": steps, "minibatches":
+                1},
+                "lag": lag or {}, "replay": replay or {},
+            }
+        )
+    )  # fmt: skip
+
+
+def walk(schedule, longest=lambda slot: 1):
+    """Each step's (generated, trained) slots with the lags of the trained, as a buffer would."""
+    held, steps = {}, []
+    for step in range(1, schedule.steps + 1):
+        new = [slot for slot in schedule.due(step) if slot not in held]
+        held |= {slot: Held(step, longest(slot)) for slot in new}
+        trained = schedule.select(step, held)
+        lags = [step - held[slot].generated_at_step for slot in trained]
+        for slot in trained:
+            one = held[slot]
+            first = one.first_trained_at_step or step
+            held[slot] = Held(one.generated_at_step, one.longest, first, one.times_trained + 1)
+        steps.append((new, trained, lags))
+    return steps
+
+
+def whole(step, groups=4):
+    return [PromptSlot(step, group) for group in range(groups)]
+
+
+def test_without_lag_each_step_generates_and_trains_its_own_slots():
+    for step, (new, trained, lags) in enumerate(walk(make_schedule()), start=1):
+        assert new == trained == whole(step)
+        assert lags == [0] * 4
+
+
+def test_a_queue_is_filled_before_the_first_step_and_ends_empty():
+    walked = walk(make_schedule(lag={"batches": 2}, steps=5))
+    # Three batches at once, then one a step; nothing is generated that no step will train.
+    assert [{slot.step for slot in new} for new, _, _ in walked] == [
+        {1, 2, 3},
+        {4},
+        {5},
+        set(),
+        set(),
+    ]
+    assert [trained for _, trained, _ in walked] == [whole(step) for step in range(1, 6)]
+    assert [lags[0] for _, _, lags in walked] == [0, 1, 2, 2, 2]
+
+
+def test_publishing_every_third_step_generates_three_batches_at_once():
+    walked = walk(make_schedule(lag={"sync_weights_every": 3}, steps=7))
+    generated = [{slot.step for slot in new} for new, _, _ in walked]
+    assert generated == [{1, 2, 3}, set(), set(), {4, 5, 6}, set(), set(), {7}]
+    assert [lags[0] for _, _, lags in walked] == [0, 1, 2, 0, 1, 2, 0]
+    # With a queue on top: batch 4 would be generated in step 2, by weights pushed before step 1.
+    walked = walk(make_schedule(lag={"sync_weights_every": 3, "batches": 2}, steps=7))
+    assert [lags[0] for _, _, lags in walked] == [0, 1, 2, 3, 4, 2, 3]
+
+
+def test_a_drawn_lag_belongs_to_the_slot_and_covers_its_range():
+    schedule = make_schedule(lag={"batches": {"uniform": [1, 3]}}, groups=8, steps=40)
+    walked = walk(schedule)
+    assert [trained for _, trained, _ in walked] == [whole(step, 8) for step in range(1, 41)]
+    counts = Counter(lag for _, _, lags in walked[3:] for lag in lags)
+    assert counts.keys() == {1, 2, 3} and min(counts.values()) > 60  # of 296, 99 each on average
+    again = make_schedule(lag={"batches": {"uniform": [1, 3]}}, groups=8, steps=40)
+    other = make_schedule(lag={"batches": {"uniform": [1, 3]}}, groups=8, steps=40, seed=4)
+    assert [w[2] for w in walk(again)] == [w[2] for w in walked] != [w[2] for w in walk(other)]
+
+
+def test_long_groups_are_overtaken_but_not_lost():
+    """One batch ahead, a step later per 10 tokens; the last group of every batch has 25."""
+    schedule = make_schedule(lag={"batches": {"by_length": {"batches": 1, "tokens": 10}}}, steps=6)
+    walked = walk(schedule, longest=lambda slot: 25 if slot.group == 3 else 5)
+    trained = [slot for _, step, _ in walked for slot in step]
+    assert sorted(trained) == [slot for step in range(1, 7) for slot in whole(step)]  # each once
+    # Steps 1: two batches are held. The long (1, 3) is ready in 1 + 2 = 3, so (2, 0) overtakes it.
+    assert walked[0][1] == [PromptSlot(1, 0), PromptSlot(1, 1), PromptSlot(1, 2), PromptSlot(2, 0)]
+    at = {slot: step for step, (_, some, _) in enumerate(walked, start=1) for slot in some}
+    assert at[PromptSlot(1, 3)] == 3
+    # Slots are generated once, also those that were trained before their step.
+    assert all(count == 1 for count in Counter(s for new, _, _ in walked for s in new).values())
+
+
+def test_replay_draws_whole_groups_without_repeating_one_and_counts_them():
+    schedule = make_schedule(groups=8, steps=30, replay={"capacity": 3, "fresh": 0.5})
+    walked = walk(schedule)
+    assert walked[0][1] == whole(1, 8)  # nothing to replay yet
+    for step, (new, trained, lags) in enumerate(walked[1:], start=2):
+        assert new == whole(step, 4)
+        assert len(set(trained)) == 8 and set(new) <= set(trained)
+        assert max(lags) <= 2  # what the last two steps trained first
+        assert trained != sorted(trained)  # mixed: each minibatch has its part of both
+    drawn = Counter(lag for _, _, lags in walked[3:] for lag in lags if lag)
+    assert drawn.keys() == {1, 2} and min(drawn.values()) > 30  # of 108, half each on average
+    assert [w[1] for w in walk(schedule)] == [w[1] for w in walked]
+
+
+def test_least_trained_takes_turns():
+    replay = {"capacity": 3, "fresh": 0.5, "sampling": "least_used"}
+    walked = walk(make_schedule(groups=8, steps=12, replay=replay))
+    counts = Counter(slot for _, trained, _ in walked[:-2] for slot in trained if 2 < slot.step < 9)
+    # Four new groups are replayed in the next two steps, four at a time: each exactly once more.
+    assert set(counts.values()) == {2}
+
+
+def test_prompts_of_two_steps_never_overlap_within_a_pass():
+    schedule = make_schedule(groups=8, steps=9, replay={"capacity": 2, "fresh": 0.5})
+    assert [schedule.prompts(step) for step in (1, 2, 3)] == [(0, 8), (2, 4), (3, 4)]
+    assert [make_schedule().prompts(step) for step in (1, 2, 3)] == [(0, 4), (1, 4), (2, 4)]
+
+
+def test_a_trace_gives_back_the_lags_of_the_run_that_left_it(tmp_path):
+    uniform = make_schedule(lag={"batches": {"uniform": [0, 2]}}, steps=6)
+    lags = [lags for _, _, lags in walk(uniform)]
+    file = tmp_path / "schedule.jsonl"
+    rows = [{"step": step, "lag": row} for step, row in enumerate(lags, start=1)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    traced = make_schedule(lag={"batches": {"trace": str(file)}}, steps=6, seed=99)
+    assert [row for _, _, row in walk(traced)] == lags
+    # What a run replayed is its own matter: those entries are left out.
+    file.write_text(json.dumps({"step": 1, "lag": [0, 0, 0], "replays": [0, 2, 0]}))
+    assert read_trace(file).lags == ((0, 0),)
+    # Replay mixes old and new: the slot says whose lag it is.
+    row = {"step": 1, "lag": [0, 0, 0], "slot": [[1, 1], [1, 2], [1, 0]], "replays": [0, 0, 0]}
+    later = {"step": 2, "lag": [1, 1, 0], "slot": [[2, 1], [1, 2], [2, 0]], "replays": [0, 1, 0]}
+    file.write_text(f"{json.dumps(row)}\n{json.dumps(later)}")
+    assert read_trace(file).lags == ((0, 0, 0), (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "output"),
+    [
+        ({"lag": {"batches": -1}}, "lag.batches=-1: give a number of rollout batches from 0"),
+        ({"lag": {"batches": {"uniform": [2, 1]}}}, "LOW is above HIGH; swap them"),
+        ({"lag": {"batches": {"uniform": [0]}}}, "give two numbers"),
+        ({"lag": {"batches": {"by_length": {"batches": 1}}}}, "tokens, at least 1"),
+        ({"lag": {"batches": {"random": 1}}}, "lag.batches.random: unknown; choose one of uniform"),
+        ({"replay": {"capacity": 2, "fresh": 0.25}}, "raise replay.capacity to 4 or more"),
+        ({"lag": {"batches": {"trace": "missing"}}}, "missing is no record of lags"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_cure(settings, output):
+    with pytest.raises(ValueError, match=re.escape(output)):
+        make_schedule(**settings)
+
+
+def test_a_trace_that_does_not_fit_is_refused(tmp_path):
+    file = tmp_path / "schedule.jsonl"
+    for text, output in (
+        ('{"step": 1, "lag": [0, 0, 0, 0]}\n', "has 1 steps, and trainer.steps=8"),
+        ('{"step": 2, "lag": [0]}\n', "step 2 stands where step 1 should"),
+        ('{"step": 1, "lag": [1]}\n', "needs lags from 0 to 0"),
+        ("", "is empty"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=output):
+            make_schedule(lag={"batches": {"trace": str(file)}})
+    file.write_text('{"step": 1, "lag": [0, 0]}\n' * 1)
+    with pytest.raises(ValueError, match="2 new groups in step 1, and this run 4"):
+        make_schedule(lag={"batches": {"trace": str(file)}}, steps=1)
+
+
+def test_policies_refuse_what_is_no_number():
+    for value in (True, 1.5, "2", None, {}):
+        with pytest.raises(ValueError, match=r"lag\.batches"):
+            build_policy(value, seed=0)

@@ -1,0 +1,114 @@
+"""Rewards that are trained on, and responses that are not: DAPO's numbers by hand."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.config import ConfigError, parse_config
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.objectives import build_objective
+from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, UNPARSABLE_TRUTH
+from megatron_rl.rollouts.batch_metrics import batch_metrics
+from megatron_rl.rollouts.groups import build_groups
+from megatron_rl.rollouts.rollout_batch import build_rollout_batch
+from megatron_rl.rollouts.shaping import shape_reward
+from megatron_rl.types import GradeResult, Prompt, PromptSlot, Response, Rollout
+
+
+def config(**sections):
+    values = {
+        "model": {"path": "m"},
+        "data": {"train": "t"},
+        "rollout": {"prompts_per_step": 2, "responses_per_prompt": 2, "max_response_tokens": 20},
+        "trainer": {"minibatches": 2},
+    }
+    return parse_config(values | sections)
+
+
+def rollout(reward, length, *, sample=0, prompt=0):
+    reason = "length" if length == 20 else "stop"
+    tokens = np.arange(length, dtype=np.int32) % 7
+    response = Response(prompt, sample, tokens, -np.ones(length, np.float32), "", reason, 0)
+    return Rollout(
+        Prompt(prompt, (), (1, 2), "", "x"), response, GradeResult(float(reward), "", None)
+    )
+
+
+@pytest.mark.parametrize(
+    ("shaping", "expected"),
+    [
+        # Rewards of (1, 10 tokens), (0, 10), (1, 15), (1, 18), (0, 20 and cut).
+        ({}, [1, 0, 1, 1, 0]),
+        ({"signed": True}, [1, -1, 1, 1, -1]),
+        # The last 10 of 20 tokens cost up to 1: 0, 0, 5/10, 8/10, 10/10.
+        ({"overlong": {"buffer": 10}}, [1, 0, 0.5, 0.2, -1]),
+        ({"overlong": {"buffer": 4, "penalty": 0.5}, "signed": True}, [1, -1, 1, 0.75, -1.5]),
+        ({"overlong": {"kind": "hard"}, "signed": True}, [1, -1, 1, 1, -1]),
+        ({"overlong": {"kind": "hard", "penalty": 2}}, [1, 0, 1, 1, -2]),
+    ],
+)
+def test_rewards_by_hand(shaping, expected):
+    given = [(1, 10), (0, 10), (1, 15), (1, 18), (0, 20)]
+    settings = config(shaping=shaping)
+    shaped = [shape_reward(rollout(*one), settings) for one in given]
+    assert shaped == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("reason", [TIME_LIMIT, FAILED, UNPARSABLE_TRUTH])
+def test_what_was_not_graded_is_no_wrong_answer(reason):
+    one = rollout(0, 10)
+    ungraded = dataclasses.replace(one, grade_result=GradeResult(0.0, reason, None))
+    assert shape_reward(ungraded, config(shaping={"signed": True})) == 0.0
+    assert shape_reward(ungraded, config()) == 0.0
+
+
+def batch_of(rollouts, settings):
+    groups = build_groups(
+        rollouts, [PromptSlot(1, 0), PromptSlot(1, 1)], config=settings, step=1, updates=0
+    )
+    return build_rollout_batch(
+        groups, config=settings, objective=build_objective("dapo"), topology=Topology.single()
+    )
+
+
+def test_a_masked_response_is_in_the_baseline_and_nowhere_else():
+    rollouts = [rollout(1, 10), rollout(0, 20, sample=1),
+                rollout(1, 5, prompt=1), rollout(0, 6, sample=1, prompt=1)]  # fmt: skip
+    plain, masked = (
+        batch_of(rollouts, config(shaping={"truncated": how})) for how in ("train", "mask")
+    )
+    assert torch.equal(plain.advantages, masked.advantages)
+    assert masked.advantages[0, 0] > 0
+    assert [plain.computed, masked.computed] == [[True] * 4, [True, False, True, True]]
+    sizes = [[(m.denominators.responses, m.denominators.tokens) for m in b.minibatches]
+             for b in (plain, masked)]  # fmt: skip
+    assert sizes == [[(2, 30), (2, 11)], [(1, 10), (2, 11)]]
+    assert batch_metrics(masked)["train/masked_fraction"] == 0.25
+    assert batch_metrics(plain)["train/masked_fraction"] == 0
+    packed = [i for pack in masked.packs for i in pack.rollout_indices]
+    assert sorted(packed) == [0, 2, 3]
+
+
+def test_a_minibatch_of_nothing_but_masked_responses_has_sizes_to_divide_by():
+    rollouts = [rollout(1, 20), rollout(0, 20, sample=1),
+                rollout(1, 5, prompt=1), rollout(0, 6, sample=1, prompt=1)]  # fmt: skip
+    first, _ = batch_of(rollouts, config(shaping={"truncated": "mask"})).minibatches
+    assert (first.denominators.responses, first.denominators.tokens) == (1, 1)
+
+
+def test_what_is_trained_on_is_the_shaped_reward():
+    rollouts = [rollout(1, 10), rollout(1, 18, sample=1),
+                rollout(1, 5, prompt=1), rollout(1, 6, sample=1, prompt=1)]  # fmt: skip
+    batch = batch_of(rollouts, config(shaping={"overlong": {"buffer": 4}, "signed": True}))
+    # Both right, the second one too long by half: 1 and 0.5 have a mean of 0.75.
+    assert batch.advantages[0].tolist() == pytest.approx([0.70710, -0.70710], abs=1e-4)
+    assert batch.advantages[1].tolist() == [0, 0]
+    metrics = batch_metrics(batch)
+    assert (metrics["reward/mean"], metrics["reward/shaped_mean"]) == (1, 0.875)
+
+
+def test_a_buffer_longer_than_the_limit_is_refused():
+    with pytest.raises(ConfigError, match=r"shaping\.overlong\.buffer=21 is more than"):
+        config(shaping={"overlong": {"buffer": 21}})

@@ -1,0 +1,42 @@
+"""A file under its name is whole, after a power cut too."""
+
+import os
+
+from megatron_rl.runs import files
+from megatron_rl.runtime.interruption import Interruption
+from tests.unit.trainer.scripted import run_loop
+
+
+def spy_on_disk(monkeypatch):
+    """The names of what is flushed and replaced, in order."""
+    events, fsync, replace = [], os.fsync, os.replace
+
+    def flushed(handle):
+        events.append(("flush", os.path.basename(os.readlink(f"/proc/self/fd/{handle}"))))
+        fsync(handle)
+
+    def replaced(source, target):
+        events.append(("replace", os.path.basename(target)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "replace", replaced)
+    return events
+
+
+def test_the_content_is_on_the_disk_before_the_name_and_the_name_afterwards(tmp_path, monkeypatch):
+    events = spy_on_disk(monkeypatch)
+    files.write_atomically(tmp_path / "config.yaml", "seed: 1\n")
+    partial = ("flush", ".config.yaml.partial")
+    assert events == [partial, ("replace", "config.yaml"), ("flush", tmp_path.name)]
+
+
+def test_what_a_checkpoint_refers_to_is_on_the_disk_before_its_manifest(tmp_path, monkeypatch):
+    """A power cut would otherwise leave a checkpoint without the steps before it."""
+    events = spy_on_disk(monkeypatch)
+    run_loop(tmp_path, keep=Interruption(), trainer={"checkpoint_every": 2})
+    before = [name for kind, name in events[: events.index(("flush", "trainer.json"))]
+              if kind == "flush"]  # fmt: skip
+    assert {"metrics.jsonl", "schedule.jsonl"} <= set(before)
+    partials = (".config.yaml.partial", ".metrics.jsonl.partial", ".step_000001.parquet.partial")
+    assert set(partials) <= set(before)
