@@ -26,6 +26,16 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.fixture(autouse=True)
+def restore_environment():
+    """Undo what code under test writes into the environment: a leaked RANK makes this a rank."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def process_to_fork_from(request):
     """Start the fork server, which imports modules while the first tests run."""
