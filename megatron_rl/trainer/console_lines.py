@@ -4,7 +4,7 @@ Rewards are plain numbers; scores are percentages and carry a percent sign.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,7 @@ def seconds_text(seconds: float) -> str:
 def step_line(metrics: Mapping[str, Any], *, steps: int, recent: Sequence[float] = ()) -> str:
     """Progress line of one step. recent: seconds of the last steps, for the remaining time."""
     step = int(metrics["step"])
-    scores = "".join(
-        f"  {key.removeprefix('eval/')} {percent(value)}"
-        for key, value in metrics.items()
-        if key.startswith("eval/") and "avg@" in key
-    )
+    scores = "".join(f"  {_name(key)} {percent(metrics[key])}" for key in _score_keys(metrics))
     if "reward/mean" not in metrics:
         return f"step {step:>4}/{steps}{scores}"
     times = " ".join(
@@ -65,19 +61,33 @@ def step_line(metrics: Mapping[str, Any], *, steps: int, recent: Sequence[float]
     )
 
 
+def _score_keys(metrics: Iterable[str]) -> list[str]:
+    """Return the keys of avg@n and, after each, pass@n with the same n, if there are several."""
+    present, keys = set(metrics), []
+    for key in metrics:
+        if key.startswith("eval/") and "/avg@" in key:
+            solved = key.replace("/avg@", "/pass@")
+            keys += [key, *([solved] if solved in present else [])]
+    return keys
+
+
+def _name(key: str) -> str:
+    return key.removeprefix("eval/")
+
+
 def closing_lines(directory: RunDirectory, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Summary of a run: scores, time by phase, paths and the commands that show more."""
     path, batches, here = directory.path, rows[-1]["step"], Path.cwd()
     path = path.relative_to(here) if path.is_relative_to(here) else path
     lines = [f"Trained {path.name}: {batches} rollout batch{'es' if batches != 1 else ''}"]
-    for key in dict.fromkeys(key for row in rows for key in row):
+    for key in _score_keys(dict.fromkeys(key for row in rows for key in row)):
         scores = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-        if scores and key.startswith("eval/") and "avg@" in key:
+        if scores:
             first, last = scores[0][1], scores[-1][1]
             best = max(scores, key=lambda score: score[1])
             points = percent(last - first).removesuffix("%")
             lines.append(
-                f"  {key.removeprefix('eval/')}: {percent(first)} before -> {percent(last)} after "
+                f"  {_name(key)}: {percent(first)} before -> {percent(last)} after "
                 f"({'' if points.startswith('-') else '+'}{points} points; best {percent(best[1])} "
                 f"at step {best[0]})"
             )

@@ -13,15 +13,20 @@ from megatron_rl.rollouts.rollout_batch import RolloutBatch
 
 TOO_TIGHT, TOO_WIDE = 0.7, 0.999  # acceptance below, above
 UNUSUAL_REWARD = 10.0
+REPEAT_EVERY = 10  # steps without a useful gradient, between two warnings
 SECTION = 'docs/objectives.md, "Which tolerances for my response length?"'
 
 
 @dataclass
 class LearningCheck:
-    """Collects the warnings of each step; unusual rewards and tolerances are reported once."""
+    """Collects the warnings of each step; unusual rewards and tolerances are reported once.
+
+    A step without any advantage is reported the first time and every tenth time after it.
+    """
 
     config: Config
     reported: set[str] = field(default_factory=set)
+    useless_steps: int = 0
 
     def warnings(self, metrics: Mapping[str, float], batch: RolloutBatch) -> list[str]:
         """The warnings about the rollout batch that a step has trained on."""
@@ -32,8 +37,12 @@ class LearningCheck:
         }
         new = {key: text for key, text in once.items() if text and key not in self.reported}
         self.reported |= new.keys()
-        every = describe_no_learning(batch, self.config)
-        return [*([every] if every else []), *new.values()]
+        no_learning = describe_no_learning(batch, self.config)
+        self.useless_steps += no_learning is not None
+        if no_learning and self.useless_steps % REPEAT_EVERY == 1:
+            repeated = f" ({self.useless_steps} such steps)" if self.useless_steps > 1 else ""
+            return [no_learning + repeated, *new.values()]
+        return [*new.values()]
 
 
 def describe_slow_packs(config: Config) -> str | None:
@@ -69,7 +78,9 @@ def describe_no_learning(batch: RolloutBatch, config: Config) -> str | None:
         messages.append(
             f"{what}, so no advantage differs from 0 and nothing is learned ({count} of "
             f"{len(responses)} graded as {reason!r}): see rollouts/ for the responses, and use "
-            "prompts that the model solves sometimes"
+            "prompts that the model solves sometimes; if the reward rose before, compare pass@k and "
+            "policy/entropy, because a policy that has collapsed onto one answer needs a lower "
+            "optimizer.learning_rate"
         )
     return "warning: " + "; ".join(messages) if messages else None
 

@@ -18,6 +18,7 @@ def test_a_step_says_what_is_done_what_is_left_and_how_long_a_step_takes():
     assert step_line(STEP, steps=16, recent=(2.6, 3.4)) == (
         "step    4/16  reward 0.814  length 38 (0% cut)  acceptance 0.967  35.5k tok/s"
         "  3.4 s (rollout 0.6 train 1.6)  36 s left at 3 s a step  heldout/avg@8 84.0%"
+        "  heldout/pass@8 99.0%"
     )
     assert " left " not in step_line(STEP, steps=4, recent=(2.6,))
     assert step_line({"step": 0, "eval/a/avg@2": 0.33}, steps=16) == "step    0/16  a/avg@2 33.0%"
@@ -43,7 +44,7 @@ def test_a_score_without_a_sensible_size_stays_short():
 def test_the_end_names_the_commands_that_go_on_from_here(tmp_path, monkeypatch, is_below):
     """Paths are relative to the folder that the run was started in, where it lies below."""
     rows = [
-        {"step": 0, "eval/heldout/avg@8": 0.33},
+        {"step": 0, "eval/heldout/avg@8": 0.33, "eval/heldout/pass@8": 0.4},
         {"step": 1, "time/step": 20.04, "time/train": 12.04, "time/rollout": 8.0},
         STEP | {"step": 2, "eval/heldout/avg@8": 0.30, "time/step": 0.1, "time/train": 0.1,
                 "time/rollout": 0.0},
@@ -54,6 +55,7 @@ def test_the_end_names_the_commands_that_go_on_from_here(tmp_path, monkeypatch, 
     assert closing_lines(RunDirectory(tmp_path / "runs" / "run"), rows) == [
         "Trained run: 2 rollout batches",
         "  heldout/avg@8: 33.0% before -> 30.0% after (-3.0 points; best 33.0% at step 0)",
+        "  heldout/pass@8: 40.0% before -> 99.0% after (+59.0 points; best 99.0% at step 2)",
         "  seconds: 20 (rollout 8, train 12)",
         f"  run directory: {run}",
         f"  curves:        {run}/curves.png",

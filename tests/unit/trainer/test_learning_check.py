@@ -126,6 +126,16 @@ def test_an_unusual_reward_is_reported_once_with_its_cure(rewards, step, words):
     assert check.warnings({"step": step}, batch) == []
 
 
+def test_steps_without_a_gradient_are_reported_at_first_and_every_tenth_time():
+    config = make_config()
+    check, useless = LearningCheck(config), make_batch(config, (1, 1, 0, 0))
+    found = [check.warnings({"step": step}, useless) for step in range(2, 23)]
+    assert [place for place, texts in enumerate(found) if texts] == [0, 10, 20]
+    assert found[10][0].endswith(" (11 such steps)") and "policy/entropy" in found[0][0]
+    check.warnings({"step": 23}, make_batch(config, (1, 0, 0, 0)))
+    assert check.useless_steps == 21
+
+
 def tolerances(acceptance, *, step=1, objective=None, optimizer=None, trainer=None, spread=0.0049):
     config = make_config(
         objective=objective or {"name": "gspo"},
