@@ -78,8 +78,8 @@ def describe_no_learning(batch: RolloutBatch, config: Config) -> str | None:
         messages.append(
             f"{what}, so no advantage differs from 0 and nothing is learned ({count} of "
             f"{len(responses)} graded as {reason!r}): see rollouts/ for the responses, and use "
-            "prompts that the model solves sometimes; if the reward rose before, compare pass@k and "
-            "policy/entropy, because a policy that has collapsed onto one answer needs a lower "
+            "prompts that the model solves sometimes; if the reward rose before, compare pass@k "
+            "and policy/entropy, because a policy that has collapsed onto one answer needs a lower "
             "optimizer.learning_rate"
         )
     return "warning: " + "; ".join(messages) if messages else None
