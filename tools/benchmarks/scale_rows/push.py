@@ -1,0 +1,45 @@
+"""How evenly the rounds of a weight push use the ranks' ports."""
+
+from collections.abc import Iterator
+
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
+from tools.benchmarks.push_simulation import simulate
+from tools.benchmarks.scale_rows import Row
+from tools.benchmarks.scale_rows._models import qwen3_30b, qwen3_235b, qwen25_72b
+
+TITLE = "The weight push: who sends at once"
+TEXT = """
+Time of the rounds over the time of the busiest port, where all ranks end a round together at its
+busiest port (`tools/benchmarks/push_simulation.py`); 1 is the best that any order of the same
+messages can reach. Models with 4 (235B, 30B) or 8 layers (72B), nodes of 8 ranks, rounds of 64 MiB
+in bfloat16, slices written directly. `before` is commit 4c2004c, by the same simulation.
+"""
+WIRE = 1 << 25  # elements: 64 MiB in bfloat16
+NODE = 8
+
+
+def _layouts() -> list[tuple[str, ModelShape, ActorLayout, EngineLayout, float]]:
+    """List name of the model, its shape, actor, engines and `before`."""
+    large, small, dense = qwen3_235b(4), qwen3_30b(4), qwen25_72b(8)
+    return [
+        ("30B", small, ActorLayout(2, data=4, expert=4), EngineLayout(4, 8), 2.80),
+        ("235B", large, ActorLayout(1, 2, 4, 8, expert=8), EngineLayout(8, 64), 13.9),
+        ("235B", large, ActorLayout(4, 2, 1, 8, expert=8), EngineLayout(8, 64), 11.2),
+        ("235B", large, ActorLayout(4, 2, 1, 8, expert=8), EngineLayout(8, 64, True), 12.3),
+        ("235B", large, ActorLayout(1, 1, 4, 16, expert=32), EngineLayout(8, 64, True), 15.6),
+        ("235B", large, ActorLayout(1, 2, 4, 8, expert=8), EngineLayout(8, 64, True), 1.95),
+        ("72B", dense, ActorLayout(8, 4, 1, 4), EngineLayout(8, 128), 2.89),
+        ("72B", dense, ActorLayout(4, 4, 1, 8), EngineLayout(8, 128), 3.22),
+        ("235B", large, ActorLayout(4, 4, 1, 16, expert=16), EngineLayout(8, 256), 31.4),
+        ("235B", large, ActorLayout(1, 2, 4, 128, expert=8), EngineLayout(8, 1024), 13.9),
+    ]
+
+
+def rows() -> Iterator[Row]:
+    """Yield time / ideal of every layout."""
+    for model, shape, actor, engine, before in _layouts():
+        found = simulate(shape, actor, engine, wire_elements=WIRE, ranks_per_node=NODE)
+        layout = f"{model} {str(actor)[6:]} -> {str(engine)[5:].partition(' x ')[0]}"
+        now = found.over_ideal
+        yield Row("time / ideal", layout, actor.world_size, before, now, "", "simulated")
