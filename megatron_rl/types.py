@@ -38,9 +38,26 @@ class SamplingSettings:
     seed: int
 
 
+class Elsewhere:
+    """Stands for a response's per-token values that this rank does not have; its length is L."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        raise AssertionError(f"the values of {self.length} tokens are on another rank")
+
+
 @dataclass(frozen=True, eq=False)
 class Response:
-    """One response to a prompt, with the versions of the weights that generated it."""
+    """One response to a prompt, with the versions of the weights that generated it.
+
+    The arrays are on the rank `owner` and on rank 0, which writes files; every other rank has an
+    `Elsewhere` in their place, and an empty text.
+    """
 
     prompt_index: int
     sample_index: int
@@ -50,6 +67,7 @@ class Response:
     finish_reason: FinishReason
     weight_version: int  # of the weights that generated the first token; -1: another run
     later_versions: tuple[tuple[int, int], ...] = ()  # (first token, version) of later weights
+    owner: int = -1  # -1: every rank has the arrays
 
     @property
     def versions(self) -> tuple[tuple[int, int], ...]:
@@ -101,7 +119,8 @@ class PromptGroup:
     slot: PromptSlot
     rollouts: tuple[Rollout, ...]  # G
     advantages: np.ndarray  # [G] float32; nan: computed once the batch to train is selected
-    behavior_logprobs: tuple[np.ndarray | None, ...]  # [G] of [L] float32; None: not computed
+    # [G] of [L] float32, where the response's arrays are; None: not computed
+    behavior_logprobs: tuple[np.ndarray | None, ...]
     entropy: float  # of the generating policy, mean over its generation call
     generated_at_step: int  # generated before the training of this step
     updates: int  # optimizer updates before the generation

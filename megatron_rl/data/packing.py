@@ -21,9 +21,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.data.token_rows import WRITER, Delivery, elsewhere
+from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
 from megatron_rl.types import Denominators, Minibatch, Rollout, TokenBatch
@@ -210,31 +211,53 @@ def scatter_to_packs(
 
 
 def gather_by_rollout(
-    packs: Sequence[TokenBatch], values: Sequence[Tensor], *, count: int, topology: Topology
+    packs: Sequence[TokenBatch],
+    values: Sequence[Tensor],
+    *,
+    count: int,
+    topology: Topology,
+    owners: Sequence[int] | None = None,
 ) -> list[np.ndarray | None]:
-    """Gather per-token values [T] of this rank's packs as one array per rollout, on every rank.
+    """Bring per-token values [T] of this rank's packs together as one array per rollout.
 
     An array contains the values of the response tokens in order; None for rollouts in no pack.
-    Collective over data parallelism.
+    owners: of the rollouts, as in `types.Response`. A rollout's array is on its owner and on rank
+    0, with an `Elsewhere` on the others; without owners it is on every rank. Collective over all
+    processes.
     """
-    indices = [index for pack in packs for index in pack.rollout_indices]
-    sizes: list[int] = []
-    for pack in packs:
-        parts = pack.response_mask.split(list(pack.lengths))
-        sizes += [int(part.sum()) for part in parts]
-    flat = [
-        value[pack.response_mask.to(value.device)].float().cpu()
-        for pack, value in zip(packs, values, strict=True)
-    ]
-    mine = (indices, sizes, torch.cat(flat).numpy())
-    everyone = [mine] * topology.dp_size
-    if topology.dp_size > 1:
-        dist.all_gather_object(everyone, mine, group=topology.dp_group)
     rows: list[np.ndarray | None] = [None] * count
-    for some_indices, some_sizes, some_values in everyone:
-        start = 0
-        for index, size in zip(some_indices, some_sizes, strict=True):
+    for pack, value in zip(packs, values, strict=True):
+        parts = value.float().cpu().split(list(pack.lengths))
+        masks = pack.response_mask.cpu().split(list(pack.lengths))
+        for index, part, mask in zip(pack.rollout_indices, parts, masks, strict=True):
             if index != FILLER:
-                rows[index] = some_values[start : start + size]
-            start += size
-    return rows
+                rows[index] = part[mask].numpy()
+    if topology.world_size == 1:
+        return rows
+    owners = owners or [-1] * count
+    sizes = [0] * count
+    having: list[list[int]] = [[] for _ in range(count)]
+    own = [(index, len(row)) for index, row in enumerate(rows) if row is not None]
+    for rank, pairs in enumerate(gather_from_ranks(own)):
+        for index, size in pairs:
+            sizes[index] = size
+            having[index].append(rank)
+    everyone = range(topology.world_size)
+    delivery = Delivery(
+        sizes,
+        # The ranks of a replica, which all have the values, send them in turn.
+        [ranks[index % len(ranks)] if ranks else WRITER for index, ranks in enumerate(having)],
+        [
+            () if not ranks else everyone if owner < 0 else (owner, WRITER)
+            for ranks, owner in zip(having, owners, strict=True)
+        ],
+    )
+    gathered = delivery.send(rows, "float32")
+    return [
+        None
+        if not ranks
+        else row
+        if topology.rank in (owner, WRITER) or owner < 0
+        else elsewhere(size)
+        for row, ranks, owner, size in zip(gathered, having, owners, sizes, strict=True)
+    ]

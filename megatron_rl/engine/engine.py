@@ -72,12 +72,15 @@ class RolloutEngine(Protocol):
         batches: int = 1,
         on_progress: ProgressCallback | None = None,
         on_response: OnFinished | None = None,
+        everywhere: bool = True,
     ) -> list[Response]:
         """Return `samples` responses per prompt on every rank, ordered by prompt, then sample.
 
         sampling: settings for all prompts, or one per prompt.
         batches: multiplies the time limit, for calls that generate several rollout batches.
         on_response: called on one rank for each response as soon as it is finished.
+        everywhere: every rank receives tokens, log-probs and texts; otherwise only rank 0 and the
+            rank that generated them (`types.Response.owner`).
 
         Engine i % num_engines answers prompt i. The same prompts and seed give the same responses
         for every engine layout. Raises on every rank if an engine fails, hangs, dies or exceeds

@@ -51,6 +51,7 @@ class FinishedResponses:
             text=generated.text,
             finish_reason="stop" if generated.finish_reason == "stop" else "length",
             weight_version=self.weight_version,
+            owner=generated.owner,
         )
 
     def _generated(self, position: int, output: Any) -> Generated:

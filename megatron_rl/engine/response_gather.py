@@ -1,15 +1,23 @@
-"""Gathering of all responses on every rank, as flat arrays instead of one object per token."""
+"""Sending of responses from the ranks that generated them to those that need them.
+
+Every rank receives which responses there are, how long they are and how they ended. Their columns
+(`COLUMNS`, and the text) stay on the rank that generated them and go to rank 0, which writes them;
+only where a call wants them everywhere, they go to every rank.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl.data.token_rows import WRITER, Delivery, elsewhere
+from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.types import FinishReason
 
+COLUMNS = {"token_ids": "int32", "logprobs": "float32"}  # one value per token
 _FINISH_REASONS = get_args(FinishReason)
 
 
@@ -22,45 +30,7 @@ class Generated:
     logprobs: np.ndarray  # [L] float32
     finish_reason: FinishReason
     text: str
-
-
-def _pack(responses: Sequence[Generated]) -> bytes:
-    texts = [response.text.encode() for response in responses]
-    header = [
-        (r.position, len(r.token_ids), _FINISH_REASONS.index(r.finish_reason), len(text))
-        for r, text in zip(responses, texts, strict=True)
-    ]
-    parts: list[np.ndarray] = [
-        np.array([len(responses)], np.int64),
-        np.array(header, np.int64).reshape(-1),
-        *(response.token_ids.astype(np.int32) for response in responses),
-        *(response.logprobs.astype(np.float32) for response in responses),
-    ]
-    return b"".join([part.tobytes() for part in parts] + texts)
-
-
-def _unpack(data: bytes) -> list[Generated]:
-    count = int(np.frombuffer(data, np.int64, 1)[0])
-    header = np.frombuffer(data, np.int64, 4 * count, 8).reshape(count, 4)
-    total = int(header[:, 1].sum())
-    offset = 8 + 32 * count
-    tokens = np.frombuffer(data, np.int32, total, offset)
-    logprobs = np.frombuffer(data, np.float32, total, offset + 4 * total)
-    text_offset, token_offset, responses = offset + 8 * total, 0, []
-    for position, length, reason, text_length in header.tolist():
-        span = slice(token_offset, token_offset + length)
-        responses.append(
-            Generated(
-                position=position,
-                token_ids=tokens[span],
-                logprobs=logprobs[span],
-                finish_reason=_FINISH_REASONS[reason],
-                text=data[text_offset : text_offset + text_length].decode(),
-            )
-        )
-        token_offset += length
-        text_offset += text_length
-    return responses
+    owner: int = -1  # as in `types.Response`
 
 
 def gather_seconds(own: float, *, device: torch.device) -> list[float]:
@@ -72,21 +42,49 @@ def gather_seconds(own: float, *, device: torch.device) -> list[float]:
     return seconds.tolist()
 
 
-def gather_responses(own: Sequence[Generated], *, device: torch.device) -> list[Generated]:
-    """Gather all ranks' responses ordered by position; collective over all processes."""
+def gather_responses(own: Sequence[Generated], *, everywhere: bool) -> list[Generated]:
+    """Return all ranks' responses ordered by position; collective over all processes.
+
+    everywhere: with their columns and texts on every rank; else on the rank that has them and on
+    rank 0.
+    """
+    own = sorted(own, key=lambda response: response.position)
     if dist.get_world_size() == 1:
-        return sorted(own, key=lambda response: response.position)
-    packed = torch.frombuffer(bytearray(_pack(own)), dtype=torch.uint8).to(device)
-    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
-    sizes[dist.get_rank()] = packed.numel()
-    dist.all_reduce(sizes)
-    padded = packed.new_zeros(int(sizes.max()))
-    padded[: packed.numel()] = packed
-    gathered = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, padded)
-    responses = [
-        response
-        for data, size in zip(gathered, sizes.tolist(), strict=True)
-        for response in _unpack(data[:size].cpu().numpy().tobytes())
+        return list(own)
+    texts = [np.frombuffer(response.text.encode(), np.uint8) for response in own]
+    heads = [
+        (r.position, len(r.token_ids), _FINISH_REASONS.index(r.finish_reason), len(text))
+        for r, text in zip(own, texts, strict=True)
     ]
-    return sorted(responses, key=lambda response: response.position)
+    gathered = gather_from_ranks(np.array(heads, np.int64).reshape(-1, 4))
+    ranks = np.repeat(np.arange(len(gathered)), [len(each) for each in gathered])
+    order = np.argsort(np.concatenate(gathered)[:, 0], kind="stable")
+    sources: list[int] = ranks[order].tolist()
+    positions, lengths, reasons, text_sizes = np.concatenate(gathered)[order].T.tolist()
+
+    targets = [range(len(gathered)) if everywhere else (WRITER,)] * len(sources)
+    mine = {response.position: place for place, response in enumerate(own)}
+    places = [mine.get(position) for position in positions]
+    columns: dict[str, Any] = {
+        name: Delivery(lengths, sources, targets).send(
+            [
+                elsewhere(length) if place is None else getattr(own[place], name).astype(dtype)
+                for place, length in zip(places, lengths, strict=True)
+            ],
+            dtype,
+        )
+        for name, dtype in COLUMNS.items()
+    }
+    letters = Delivery(text_sizes, sources, targets).send(
+        [None if place is None else texts[place] for place in places], "uint8"
+    )
+    return [
+        Generated(
+            position=position,
+            finish_reason=_FINISH_REASONS[reasons[index]],
+            text="" if (text := letters[index]) is None else text.tobytes().decode(),
+            owner=-1 if everywhere else sources[index],
+            **{name: rows[index] for name, rows in columns.items()},
+        )
+        for index, position in enumerate(positions)
+    ]

@@ -148,6 +148,7 @@ class VllmEngine:
         batches: int = 1,
         on_progress: ProgressCallback | None = None,
         on_response: OnFinished | None = None,
+        everywhere: bool = True,
     ) -> list[Response]:
         """Implement `RolloutEngine.generate` within `batches` times `time_limit`. Collective.
 
@@ -180,7 +181,7 @@ class VllmEngine:
             self._run(requests, batches=batches, on_finished=finished.add)
             return finished.own
 
-        generated = self._on_all_ranks(run)
+        generated = self._gather(run, everywhere=everywhere)
         assert [item.position for item in generated] == list(range(len(prompts) * samples))
         return list(map(finished.response, generated))
 
@@ -202,19 +203,19 @@ class VllmEngine:
             own, limit = [item[1:] for item in assigned], self.time_limit
             requests = self._partial.run(own, time_limit=limit, on_step=self._hooks.on_step)
             if not keep_cache:
-                self._partial.drop_caches()
+                self.drop_caches()
             return [
                 to_generated(position, requests[key], self._tokenizer)
                 for position, key, *_ in assigned
                 if position % self.layout.tensor == rank
             ]
 
-        return merge_outputs(parts, self._on_all_ranks(run), version=self._version)
+        generated = self._gather(run, everywhere=True)
+        return merge_outputs(parts, generated, version=self._version)
 
-    def _on_all_ranks(self, run: Callable[[], list[Generated]]) -> list[Generated]:
+    def _gather(self, run: Callable[[], list[Generated]], *, everywhere: bool) -> list[Generated]:
         """Return all ranks' results of `run`; an error of one rank is raised on every rank."""
-        own: list[Generated] = []
-        error: Exception | None = None
+        own, error = list[Generated](), None
         self._work.begin()
         start = time.perf_counter()
         try:
@@ -229,7 +230,7 @@ class VllmEngine:
         if sum_over_ranks(int(stopped), doing=doing):
             raise GenerationStopped
         self._engine_seconds = gather_seconds(seconds, device=self.topology.device)
-        return gather_responses(own, device=self.topology.device)
+        return gather_responses(own, everywhere=everywhere)
 
     def drop_caches(self) -> None:
         self._partial.drop_caches()
@@ -244,8 +245,7 @@ class VllmEngine:
         self._run(scoring_requests(sequences), on_finished=outputs.__setitem__)
         scores = []
         for index, sequence in enumerate(sequences):
-            positions = outputs[index].prompt_logprobs[1:]
-            pairs = zip(positions, sequence[1:], strict=True)
+            pairs = zip(outputs[index].prompt_logprobs[1:], sequence[1:], strict=True)
             scores.append(torch.tensor([position[token].logprob for position, token in pairs]))
         return scores
 

@@ -1,13 +1,15 @@
-"""Test of gathering responses as flat arrays on every rank, in the order of the call."""
+"""Tests of gathering responses: everywhere, or on rank 0 and where they were generated."""
 
 import numpy as np
-import torch
+import pytest
 
+from megatron_rl.data import token_rows
 from megatron_rl.engine.response_gather import Generated, gather_responses
+from megatron_rl.types import Elsewhere
 from tests.ranks import run_ranks
 
 
-def _response(position: int) -> Generated:
+def _response(position: int, owner: int = -1) -> Generated:
     # Ragged lengths, an empty response, a text with characters of one to four bytes.
     count = position % 4
     return Generated(
@@ -16,26 +18,55 @@ def _response(position: int) -> Generated:
         logprobs=-0.5 * np.arange(position, position + count, dtype=np.float32),
         finish_reason="stop" if position % 2 else "length",
         text="aé→𝜋"[:count],
+        owner=owner,
     )
-
-
-def _gather(rank, world_size):
-    # Rank 1 generated nothing, like the second rank of an engine.
-    gathered = []
-    for total in (9, 0):
-        own = [_response(position) for position in range(total) if (0, 2)[position % 2] == rank]
-        gathered.append(gather_responses(list(reversed(own)), device=torch.device("cpu")))
-    return [[_plain(response) for response in responses] for responses in gathered]
 
 
 def _plain(response: Generated) -> dict:
     return {
-        key: value.tolist() if isinstance(value, np.ndarray) else value
+        key: value.tolist()
+        if isinstance(value, np.ndarray)
+        else f"{len(value)} tokens"
+        if isinstance(value, Elsewhere)
+        else value
         for key, value in vars(response).items()
     }
 
 
-def test_gather_responses_returns_all_in_order_on_every_rank():
-    for nine, none in run_ranks(_gather, 3):
-        assert nine == [_plain(_response(position)) for position in range(9)]
-        assert none == []
+PIECES = (4, 2**26)  # bytes: a row at a time, or all at once
+
+
+def _gather(rank, world_size):
+    # Rank 1 generated nothing, like the second rank of an engine.
+    gathered = {}
+    for everywhere in (True, False):
+        for token_rows.PIECE_BYTES in PIECES:
+            for total in (9, 0):
+                own = [_response(at) for at in range(total) if (0, 2)[at % 2] == rank]
+                found = gather_responses(list(reversed(own)), everywhere=everywhere)
+                gathered[everywhere, token_rows.PIECE_BYTES, total] = list(map(_plain, found))
+    return gathered
+
+
+@pytest.fixture(scope="module")
+def gathered():
+    return run_ranks(_gather, 3)
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_everywhere_every_rank_has_all_responses_in_order(gathered, piece):
+    for of_rank in gathered:
+        assert of_rank[True, piece, 9] == [_plain(_response(position)) for position in range(9)]
+        assert of_rank[True, piece, 0] == []
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_otherwise_only_rank_0_and_the_owner_have_tokens_and_texts(gathered, piece):
+    for rank, of_rank in enumerate(gathered):
+        assert of_rank[False, piece, 0] == []
+        for position, response in enumerate(of_rank[False, piece, 9]):
+            owner, length = (0, 2)[position % 2], f"{position % 4} tokens"
+            whole = _plain(_response(position, owner))
+            if rank not in (0, owner):
+                whole |= {"token_ids": length, "logprobs": length, "text": ""}
+            assert response == whole

@@ -1,0 +1,125 @@
+"""Rows of per-token values on their way between ranks: on the host, unpadded, in pieces.
+
+A row is one value for each token of a response: ids, log-probs. It is on the rank that owns the
+response and on rank 0, which writes files; another rank receives the rows that it trains and
+nothing else. Every rank knows the length of every row and who needs it, so that all of them cut
+the same pieces without an agreement.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.distributed.agreement import gather_from_ranks, wire_device
+from megatron_rl.types import Elsewhere
+
+WRITER = 0  # the rank that has every row, for the files of the run
+PIECE_BYTES = 2**26  # sent or received by any rank in one collective; a longer row goes alone
+
+Row = np.ndarray | None  # None: this rank does not have it, or nobody has
+
+
+def elsewhere(length: int) -> np.ndarray:
+    """Stand in for a row that this rank does not have; everything but its length is an error."""
+    return cast(np.ndarray, Elsewhere(length))
+
+
+def is_here(row: Row) -> bool:
+    """True if this rank has the values of the row."""
+    return isinstance(row, np.ndarray)
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """Which rank sends each row, and which ones receive it; the same on every rank."""
+
+    sizes: Sequence[int]  # [N] values in each row
+    sources: Sequence[int]  # [N]
+    targets: Sequence[Collection[int]]  # [N]
+
+    def send(self, rows: Sequence[Row], dtype: str) -> list[Row]:
+        """Return `rows` with those that other ranks have sent to this one; collective.
+
+        dtype: of all rows. What is neither sent nor received stays as it is.
+        """
+        item = np.dtype(dtype).itemsize
+        rank, complete = dist.get_rank(), list(rows)
+        for piece in self._pieces(PIECE_BYTES // item):
+            received = self._exchange(rows, piece, item)
+            start = 0
+            for index in self._in_order_of_source(piece):
+                stop = start + self.sizes[index] * item
+                complete[index] = received[start:stop].view(dtype)
+                start = stop
+        for index, size in enumerate(self.sizes):
+            if not size and rank in self.targets[index]:
+                complete[index] = np.empty(0, dtype)
+        return complete
+
+    def _exchange(self, rows: Sequence[Row], piece: Sequence[int], item: int) -> np.ndarray:
+        """Send and receive the rows of one piece; the received ones by source, then index."""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        outgoing: list[list[np.ndarray]] = [[] for _ in range(world_size)]
+        incoming = [0] * world_size
+        for index in piece:
+            if self.sources[index] == rank:
+                row = rows[index]
+                assert is_here(row), f"row {index} is not on the rank that sends it"
+                for target in set(self.targets[index]) - {rank}:
+                    outgoing[target].append(np.ascontiguousarray(row).view(np.uint8))
+            elif rank in self.targets[index]:
+                incoming[self.sources[index]] += self.sizes[index] * item
+        flat = [row for each in outgoing for row in each]
+        sent = np.concatenate(flat) if flat else np.empty(0, np.uint8)
+        device = wire_device()  # the host, except where a trainer of one's own has started no gloo
+        received = torch.empty(sum(incoming), dtype=torch.uint8, device=device)
+        dist.all_to_all_single(
+            received,
+            torch.from_numpy(sent).to(device),
+            incoming,
+            [sum(map(len, each)) for each in outgoing],
+        )
+        return received.cpu().numpy()
+
+    def _in_order_of_source(self, piece: Sequence[int]) -> list[int]:
+        rank = dist.get_rank()
+        mine = [i for i in piece if self.sources[i] != rank and rank in self.targets[i]]
+        return sorted(mine, key=lambda index: (self.sources[index], index))
+
+    def _pieces(self, limit: int) -> Iterator[list[int]]:
+        """Indices that travel together: no rank sends or receives more than `limit` values."""
+        sent: Counter[int] = Counter()
+        received: Counter[int] = Counter()
+        piece: list[int] = []
+        for index, (size, source) in enumerate(zip(self.sizes, self.sources, strict=True)):
+            others = set(self.targets[index]) - {source}
+            if not others or not size:
+                continue
+            most = max(sent[source] + size * len(others), *(received[to] + size for to in others))
+            if piece and most > limit:
+                yield piece
+                sent, received, piece = Counter(), Counter(), []
+            sent[source] += size * len(others)
+            received.update(dict.fromkeys(others, size))
+            piece.append(index)
+        if piece:
+            yield piece
+
+
+def plan_delivery(
+    needed: Collection[int], *, sizes: Sequence[int], owners: Sequence[int]
+) -> Delivery:
+    """Plan to bring the rows `needed` on each rank from their owners; collective."""
+    targets: list[list[int]] = [[] for _ in sizes]
+    for rank, indices in enumerate(gather_from_ranks(sorted(needed))):
+        for index in indices:
+            if owners[index] >= 0 and rank not in (owners[index], WRITER):
+                targets[index].append(rank)
+    return Delivery(sizes, owners, targets)
