@@ -117,7 +117,7 @@ class Call:
             value = value.tolist()
         if not isinstance(value, list | tuple) or len(value) != len(items):
             raise TypeError(
-                f"{self.name} returned {_shown(value)} for {len(items)} responses; return a list "
+                f"{self.name} returned {shown(value)} for {len(items)} responses; return a list "
                 "with a number, or (reward, reason, answer), for each of them"
             )
         return list(value)
@@ -135,7 +135,7 @@ def read_grade(value: Any, *, name: str) -> list[Any]:
         if reward is not None and isinstance(reason, str) and isinstance(answer, str | None):
             return [reward, clean(reason), clean(answer)]
     raise TypeError(
-        f"{name} returned {_shown(value)}; return the reward, a finite number, or a tuple (reward, "
+        f"{name} returned {shown(value)}; return the reward, a finite number, or a tuple (reward, "
         "reason, answer): that number, a text, and a text or None. Several rewards are a dictionary"
         ' in place of the number, as {"correct": 1.0, "format": 0.5}; names are letters, digits and'
         f' _, and not "{SHAPED}"'
@@ -145,8 +145,8 @@ def read_grade(value: Any, *, name: str) -> list[Any]:
 def _as_reward(value: Any) -> float | dict[str, float] | None:
     """Convert to a finite number, or several by name; None for other values."""
     if not isinstance(value, dict):
-        return _as_number(value)
-    rewards = {name: _as_number(one) for name, one in value.items() if _is_name(name)}
+        return as_number(value)
+    rewards = {name: as_number(one) for name, one in value.items() if _is_name(name)}
     known = {name: one for name, one in rewards.items() if one is not None}
     return known if value and len(known) == len(value) else None
 
@@ -155,7 +155,7 @@ def _is_name(name: Any) -> bool:
     return isinstance(name, str) and bool(re.fullmatch(r"[A-Za-z]\w*", name)) and name != SHAPED
 
 
-def _as_number(value: Any) -> float | None:
+def as_number(value: Any) -> float | None:
     """Convert a finite number, also a NumPy or torch scalar, to float; None for other values."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
@@ -183,6 +183,7 @@ def _describe(error: Exception) -> dict[str, str]:
     return {"error": text}
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Format a wrong return value for an error, shortened."""
     text = repr(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."

@@ -211,9 +211,10 @@ class VerifierPool:
                 batch.retry_death(worker.places[0], end)
             self._replace(worker, selector)
             return
-        answer = worker.take(chunk)
-        if answer is None:
+        lines = worker.take(chunk)
+        if not lines:
             return
+        (answer,) = lines
         places, worker.places = worker.places, []
         if not worker.is_ready:
             if "error" in answer:

@@ -1,4 +1,4 @@
-"""The parent's side of a verifier process, and the output of all of them."""
+"""The parent's side of a worker process, and the printed output of all of them."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ _SEEN = re.compile(
 )
 
 
-def worker_environment(further: Sequence[str]) -> dict[str, str]:
+def worker_environment(further: Sequence[str] = ()) -> dict[str, str]:
     """Build the environment of a worker from the standard variables and those named in `further`.
 
     Raises VerifierError if a named variable is not set.
@@ -40,10 +40,13 @@ def worker_environment(further: Sequence[str]) -> dict[str, str]:
 
 
 class PrintedLines:
-    """Lines printed by the workers, which share one pipe, passed to `echo`."""
+    """Lines printed by the workers, which share one pipe, passed to `echo`.
 
-    def __init__(self, echo: Callable[[str], object]) -> None:
-        self._say = echo
+    longest: characters of a line that are passed on; None: all.
+    """
+
+    def __init__(self, echo: Callable[[str], object], *, longest: int | None = None) -> None:
+        self._say, self._longest = echo, longest
         source, self._sink = os.pipe()
         self._thread = threading.Thread(target=self._read, args=(source,), daemon=True)
         self._thread.start()
@@ -60,14 +63,16 @@ class PrintedLines:
     def _read(self, source: int) -> None:
         with os.fdopen(source, encoding="utf-8", errors="replace") as lines:
             for line in lines:
-                self._say(line.rstrip("\n"))
+                self._say(self._shorten(line.rstrip("\n")))
+
+    def _shorten(self, line: str) -> str:
+        if self._longest is None or len(line) <= self._longest:
+            return line
+        return f"{line[: self._longest]} [... {len(line):,} characters in this line]"
 
 
-class WorkerProcess:
-    """One worker process; `places` are the items it is grading, empty while it starts or waits.
-
-    It ends with the thread that creates it.
-    """
+class LineProcess:
+    """A process that exchanges lines of JSON with this one; it ends with its creator's thread."""
 
     def __init__(
         self, command: list[str], printed: PrintedLines, environment: Mapping[str, str]
@@ -81,22 +86,64 @@ class WorkerProcess:
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._input: IO[bytes] = self._process.stdin
+        self.input: IO[bytes] = self._process.stdin
         self.output: IO[bytes] = self._process.stdout
-        self._received = b""
+        self._received = bytearray()
         self.is_ready = False
-        self.takes_many = False
-        self._wants_row = False
-        self.places: list[int] = []
         self.deadline = time.monotonic() + START_SECONDS
 
     @property
     def is_waited_for(self) -> bool:
-        return not self.is_ready or bool(self.places)
+        """True if the process has something to do, so that closing its input does not end it."""
+        return not self.is_ready
 
     @property
     def has_ended(self) -> bool:
         return self._process.poll() is not None
+
+    def take(self, chunk: bytes) -> list[Any]:
+        """Append received bytes; return the decoded lines that are complete now."""
+        self._received += chunk
+        if b"\n" not in chunk:
+            return []
+        *lines, self._received = self._received.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def describe_end(self) -> str:
+        return f"exit status {self._process.wait()}"
+
+    def stop(self) -> None:
+        """Stop the process by closing its input; kill it if it is busy."""
+        with contextlib.suppress(BrokenPipeError):  # it has died with something unread
+            self.input.close()
+        if self.is_waited_for:
+            self._process.kill()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self.output.close()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self.stop()
+
+
+class WorkerProcess(LineProcess):
+    """A verifier process; `places` are the items it is grading, empty while it starts or waits."""
+
+    def __init__(
+        self, command: list[str], printed: PrintedLines, environment: Mapping[str, str]
+    ) -> None:
+        super().__init__(command, printed, environment)
+        self.takes_many = False
+        self._wants_row = False
+        self.places: list[int] = []
+
+    @property
+    def is_waited_for(self) -> bool:
+        return not self.is_ready or bool(self.places)
 
     def get_ready(self, stdout_text: dict[str, bool]) -> None:
         """Record that the verifier is loaded, and its calling convention."""
@@ -112,33 +159,5 @@ class WorkerProcess:
         self.places, self.deadline = places, time.monotonic() + time_limit + grace
         request = [item if self._wants_row else item[:3] for item in items]
         with contextlib.suppress(BrokenPipeError):  # it has died; reading its output shows that
-            self._input.write(json.dumps(request).encode() + b"\n")
-            self._input.flush()
-
-    def take(self, chunk: bytes) -> Any:
-        """Append received bytes; return the decoded line once it is complete, otherwise None."""
-        self._received += chunk
-        if not self._received.endswith(b"\n"):
-            return None
-        line, self._received = self._received, b""
-        return json.loads(line)
-
-    def describe_end(self) -> str:
-        return f"exit status {self._process.wait()}"
-
-    def stop(self) -> None:
-        """Stop the process by closing its input; kill it if it is busy."""
-        with contextlib.suppress(BrokenPipeError):  # it has died with something unread
-            self._input.close()
-        if self.is_waited_for:
-            self._process.kill()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self.output.close()
-
-    def kill(self) -> None:
-        self._process.kill()
-        self.stop()
+            self.input.write(json.dumps(request).encode() + b"\n")
+            self.input.flush()

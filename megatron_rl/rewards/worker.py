@@ -30,36 +30,42 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--memory-gib", type=float)
     arguments = parser.parse_args()
+    output = isolate(arguments.parent)
+    # The default action of SIGALRM ends the process, even inside C code with the interpreter's
+    # lock. The parent kills it sooner, unless the parent itself is suspended.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    with contextlib.suppress(BrokenPipeError):  # the parent is gone
+        try:
+            verifier = load_verifier(arguments.verifier)
+            call = Call(verifier, name=arguments.verifier, time_limit=arguments.time_limit)
+        except SignatureError as error:
+            send(output, {"error": str(error)})
+            return
+        except Exception:  # noqa: BLE001 - the parent raises it
+            send(output, {"error": traceback.format_exc()})
+            return
+        if arguments.memory_gib is not None:
+            _limit_memory(int(arguments.memory_gib * 2**30))
+        send(output, {"takes_many": call.takes_many, "wants_row": call.wants_row})
+        _serve(call, sys.stdin.buffer, output)
+
+
+def isolate(parent: int) -> RawIOBase:
+    """Make this process a worker of process `parent`; return the output for its answers."""
     # The kernel kills this process with its parent, also inside C code; its input also ends, but
     # only when every process that the parent has forked is gone.
-    end_with_parent(arguments.parent)
+    end_with_parent(parent)
     # Ctrl-C and SLURM's signals reach every process of a job, while the trainer still finishes
     # its step: a worker must end with its parent, not before.
     for request in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(request, signal.SIG_IGN)
-    # The default action of SIGALRM ends the process, even inside C code with the interpreter's
-    # lock. The parent kills it sooner, unless the parent itself is suspended.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     # Answers go to a copy of standard output, so that a verifier that prints does not corrupt them;
     # its printed lines go to standard error, line by line.
     output = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-    with contextlib.suppress(BrokenPipeError):  # the parent is gone
-        try:
-            verifier = load_verifier(arguments.verifier)
-            call = Call(verifier, name=arguments.verifier, time_limit=arguments.time_limit)
-        except SignatureError as error:
-            _send(output, {"error": str(error)})
-            return
-        except Exception:  # noqa: BLE001 - the parent raises it
-            _send(output, {"error": traceback.format_exc()})
-            return
-        if arguments.memory_gib is not None:
-            _limit_memory(int(arguments.memory_gib * 2**30))
-        _send(output, {"takes_many": call.takes_many, "wants_row": call.wants_row})
-        _serve(call, sys.stdin.buffer, output)
+    return output
 
 
 def _serve(call: Call, source: BinaryIO, output: RawIOBase) -> None:
@@ -67,7 +73,7 @@ def _serve(call: Call, source: BinaryIO, output: RawIOBase) -> None:
         signal.setitimer(signal.ITIMER_REAL, 2 * call.time_limit + 1)
         answers = call.grade([Item(*item) for item in json.loads(line)])
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _send(output, answers)
+        send(output, answers)
 
 
 def _limit_memory(wanted: int) -> None:
@@ -76,7 +82,8 @@ def _limit_memory(wanted: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def _send(output: RawIOBase, answer: object) -> None:
+def send(output: RawIOBase, answer: object) -> None:
+    """Write one line of JSON."""
     rest = memoryview(json.dumps(answer).encode() + b"\n")
     while rest:
         rest = rest[output.write(rest) :]

@@ -1,0 +1,19 @@
+"""Conversations of several turns: what answers the policy, in worker processes; needs no torch."""
+
+from megatron_rl.environments.interface import (
+    Answer,
+    BrokenEnvironmentError,
+    Environment,
+    EnvironmentFailure,
+    InfrastructureError,
+)
+from megatron_rl.environments.pool import EnvironmentPool
+
+__all__ = [
+    "Answer",
+    "BrokenEnvironmentError",
+    "Environment",
+    "EnvironmentFailure",
+    "EnvironmentPool",
+    "InfrastructureError",
+]

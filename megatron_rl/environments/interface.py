@@ -1,0 +1,147 @@
+"""The interface of environments, and checks of what they return.
+
+Environments run in their own worker processes (`megatron_rl.environments.pool`). This module and
+modules that define environments import neither torch nor vLLM, so that a worker starts in a second.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from megatron_rl.errors import UserError
+from megatron_rl.rewards.calling import as_number, shown
+from megatron_rl.rewards.verifier import load_verifier
+from megatron_rl.texts import clean
+
+MAX_OBSERVATION = 1_000_000  # characters; the context of any model is shorter
+_ROLES = ("user", "tool", "system", "developer", "ipython")
+FailureKind = Literal["timed_out", "failed", "lost"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The environment's answer to one turn of the policy.
+
+    observation: the text of a user's message, or several messages (dicts with role and content),
+    that the policy reads next. reward: added up over the turns; if no turn has one, the verifier
+    grades the last turn. done: True ends the conversation, and the observation is not used.
+    reason: a word or two for the records.
+    """
+
+    observation: str | list[dict[str, Any]] = ""
+    reward: float | None = None
+    done: bool = False
+    reason: str = ""
+
+
+class Environment(Protocol):
+    """One conversation's environment: made from a row of the prompt set and a seed.
+
+    The prompt is the first thing that the policy reads; `step` answers each turn that it writes.
+    The answers must be a function of (row, seed, messages so far): if the worker process of a
+    conversation is lost, its messages are sent again to a new environment.
+
+    Two methods are optional. `timed_out(message) -> Answer` answers a turn whose `step` exceeded
+    the time limit, in place of ending the conversation. `replay(turns)` restores the state after
+    `turns`, a list of (message, Answer), where calling `step` again would repeat side effects.
+    """
+
+    def __init__(self, row: Mapping[str, Any], seed: int) -> None: ...
+
+    async def step(self, message: str) -> Answer:
+        """Answer the turn that the policy has just written; may also be a plain function."""
+
+
+@dataclass(frozen=True)
+class EnvironmentFailure:
+    """A conversation that its environment could not continue.
+
+    kind: `timed_out`: a call exceeded the time limit; `failed`: the environment raised, returned no
+    valid answer or ended its process; `lost`: infrastructure that it needs was lost, whatever the
+    policy wrote. text: one line for the log.
+    """
+
+    kind: FailureKind
+    text: str
+
+
+class InfrastructureError(Exception):
+    """Raised by an environment if something it needs is lost, whatever the policy wrote.
+
+    The conversation is counted as `lost` and may be left out of the loss. Do not raise it for what
+    depends on the policy's text: leaving such conversations out would bias the gradient.
+    """
+
+
+class BrokenEnvironmentError(RuntimeError):
+    """An environment that cannot be loaded, or that failed with `on_error="end"`."""
+
+
+def load_environment(name: str) -> Any:
+    """Load the class or factory called `module:name`.
+
+    Raises UserError if the name has another form or names nothing that can be called, and whatever
+    importing its module raises.
+    """
+    if name.count(":") != 1 or name[:1] == ":" or name[-1:] == ":":
+        raise UserError(f"an environment is named module:class, got {name!r}")
+    return load_verifier(name)
+
+
+def read_answer(value: Any, *, name: str) -> dict[str, Any]:
+    """Convert an environment's return value to a JSON object of an Answer's fields.
+
+    Raises TypeError that describes the valid values.
+    """
+    if not isinstance(value, Answer):
+        raise TypeError(
+            f"{name} returned {shown(value)}; return megatron_rl.environments.Answer(observation, "
+            "reward, done, reason)"
+        )
+    reward = None if value.reward is None else as_number(value.reward)
+    if value.reward is not None and reward is None:
+        raise TypeError(
+            f"{name} returned the reward {shown(value.reward)}; return a finite number, or None"
+        )
+    if not isinstance(value.done, bool) or not isinstance(value.reason, str):
+        raise TypeError(
+            f"{name} returned done={shown(value.done)} and reason={shown(value.reason)}; return "
+            "True or False, and a text"
+        )
+    observation = _read_observation(value.observation, name=name)
+    fields = {"observation": observation, "reward": reward, "done": value.done}
+    return fields | {"reason": clean(value.reason)}
+
+
+def _read_observation(value: Any, *, name: str) -> str | list[dict[str, Any]]:
+    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
+        raise TypeError(
+            f"{name} returned the observation {shown(value)}; return a text, or a list of messages "
+            f"as {{'role': 'user', 'content': 'text'}} with a role of {', '.join(_ROLES)}"
+        )
+    characters = sum(len(message["content"]) for message in messages)
+    if characters > MAX_OBSERVATION:
+        raise TypeError(
+            f"{name} returned an observation of {characters:,} characters; shorten it to at most "
+            f"{MAX_OBSERVATION:,}, and better to what the model's context can take"
+        )
+    try:
+        json.dumps(messages, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name} returned messages that JSON cannot contain: {error}; use texts, finite "
+            "numbers, lists and dicts"
+        ) from error
+    cleaned: str | list[dict[str, Any]] = clean(value)
+    return cleaned
+
+
+def _is_message(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.get("role") in _ROLES
+        and isinstance(value.get("content"), str)
+        and all(isinstance(key, str) for key in value)
+    )

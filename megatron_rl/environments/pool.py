@@ -1,0 +1,148 @@
+"""Environments in worker processes, with a hard time limit for each call.
+
+What a model writes can make a tool run for hours, use all memory or end its process. A process that
+exceeds the limit is killed, its conversation gets a failure, and the others go on unchanged.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import Empty
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from megatron_rl.environments.dispatcher import Dispatcher
+from megatron_rl.environments.interface import Answer, BrokenEnvironmentError, EnvironmentFailure
+from megatron_rl.environments.process import EnvironmentProcess
+from megatron_rl.rewards.process import PrintedLines, worker_environment
+
+OnError = Literal["end", "zero"]
+Result = tuple[int, Answer | EnvironmentFailure]
+_LONGEST_LINE = 500  # characters of a printed line
+_MAX_LINES = 1000  # printed lines of all workers
+
+
+class EnvironmentPool:
+    """Worker processes that answer the turns of conversations, kept for all steps.
+
+    time_limit_seconds: limit of one call. on_error: reaction to an environment that fails. `end`
+    raises BrokenEnvironmentError; `zero` returns the failure. Failures of kind `timed_out` and
+    `lost` are always returned. environment: names of environment variables for the workers in
+    addition to the standard ones. echo: receives what environments print, and tracebacks.
+    Use it as a context manager, or call `close`. One thread at a time may use it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        workers: int,
+        time_limit_seconds: float,
+        on_error: OnError = "end",
+        environment: Sequence[str] = (),
+        echo: Callable[[str], object] = lambda line: print(line, file=sys.stderr),  # noqa: T201
+    ) -> None:
+        if workers < 1 or time_limit_seconds <= 0:
+            raise ValueError(f"need workers >= 1 and a time limit > 0, got {workers}, "
+                             f"{time_limit_seconds}")  # fmt: skip
+        self.name, self.on_error = name, on_error
+        self.tools: list[dict[str, Any]] = []  # JSON schemas, after `start`
+        self.answered = 0  # total number of results, to detect progress
+        self._not_ready, self._is_closed = workers, False
+        self._printed = PrintedLines(_limited(name, echo), longest=_LONGEST_LINE)
+        command = [
+            *(sys.executable, "-m", "megatron_rl.environments.worker", "--environment", name),
+            *("--time-limit", str(time_limit_seconds), "--parent", str(os.getpid())),
+        ]
+        variables = worker_environment(environment)
+        self._dispatcher = Dispatcher(
+            lambda: EnvironmentProcess(command, self._printed, variables),
+            name, workers=workers, time_limit=time_limit_seconds, echo=echo,
+        )  # fmt: skip
+        # The kernel ends a worker with the thread that started it, which lives as long as the pool.
+        self._thread = threading.Thread(
+            target=self._dispatcher.run, name="environments", daemon=True
+        )
+        self._thread.start()
+
+    def start(self) -> None:
+        """Wait until every worker has loaded the environment; raise if one fails."""
+        while self._not_ready:
+            self._take(None)
+
+    def begin(self, place: int, row: str, seed: int) -> None:
+        """Begin a conversation; place: its index in the call; row: the prompt set's row as JSON."""
+        self._dispatcher.command("begin", place, row, seed)
+
+    def send(self, place: int, message: str) -> None:
+        """Send a turn of the policy; `poll` returns the answer later."""
+        self._dispatcher.command("send", place, message)
+
+    def poll(self, timeout: float) -> list[Result]:
+        """Return the answers that have arrived; wait up to `timeout` seconds for the first."""
+        deadline = time.monotonic() + timeout
+        results: list[Result] = []
+        try:
+            while not results:
+                results += self._take(max(deadline - time.monotonic(), 0.0))
+            while True:
+                results += self._take(0.0)
+        except Empty:
+            self.answered += len(results)
+            return results
+
+    def end(self, place: int) -> None:
+        """End a conversation and drop its environment; an answer on its way is ignored."""
+        self._dispatcher.command("end", place)
+
+    def close(self) -> None:
+        """Stop the workers."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._dispatcher.command("close")
+        self._thread.join()
+        self._dispatcher.close_pipes()
+        self._printed.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _take(self, timeout: float | None) -> list[Result]:
+        """Take one result off the queue; raises Empty after `timeout` seconds."""
+        place, result = self._dispatcher.results.get(timeout=timeout)
+        if isinstance(result, Exception):
+            self._dispatcher.results.put((place, result))  # for the next call, too
+            raise result
+        if place < 0:
+            self._not_ready, self.tools = max(self._not_ready - 1, 0), result
+            return []
+        failed = isinstance(result, EnvironmentFailure) and result.kind == "failed"
+        if failed and self.on_error == "end":
+            raise BrokenEnvironmentError(result.text)
+        return [(place, result)]
+
+
+def _limited(name: str, echo: Callable[[str], object]) -> Callable[[str], object]:
+    """Return a function that passes on the first lines that environments print."""
+    count = 0
+
+    def pass_on(line: str) -> None:
+        nonlocal count
+        count += 1
+        if count <= _MAX_LINES:
+            echo(f"{name}: {line}")
+        elif count == _MAX_LINES + 1:
+            echo(f"{name}: printed {_MAX_LINES:,} lines; further lines are not shown")
+
+    return pass_on

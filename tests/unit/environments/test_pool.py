@@ -1,0 +1,259 @@
+"""The pool: what one conversation does costs no other one its answers, and no process is left."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from megatron_rl.environments.interface import (
+    Answer,
+    BrokenEnvironmentError,
+    EnvironmentFailure,
+)
+from megatron_rl.environments.pool import EnvironmentPool
+from tests.running import assert_end
+
+HERE = "tests.unit.environments.misbehaving"
+SHORT, LONG = 3.0, 60.0  # seconds; nothing that answers at all comes near the first one
+
+
+class Talk:
+    """Runs conversations of given turns to their ends, each as fast as its answers arrive."""
+
+    def __init__(self, pool):
+        self.pool = pool
+
+    def __call__(self, scripts):
+        """Return the answers of each conversation."""
+        for place in range(len(scripts)):
+            self.pool.begin(place, f'{{"name": "row{place}"}}', place + 10)
+            self.pool.send(place, scripts[place][0])
+        answers, open_ = [[] for _ in scripts], set(range(len(scripts)))
+        deadline = time.monotonic() + 120
+        while open_:
+            assert time.monotonic() < deadline, f"conversations {open_} do not end: {answers}"
+            for place, result in self.pool.poll(5.0):
+                answers[place].append(result)
+                over = isinstance(result, EnvironmentFailure) or result.done
+                if over or len(answers[place]) == len(scripts[place]):
+                    self.pool.end(place)
+                    open_.remove(place)
+                else:
+                    self.pool.send(place, scripts[place][len(answers[place])])
+        return answers
+
+
+def open_pool(name, *, workers=1, limit=LONG, **settings):
+    return EnvironmentPool(
+        f"{HERE}:{name}", workers=workers, time_limit_seconds=limit, on_error="zero", **settings
+    )
+
+
+@pytest.fixture(scope="module")
+def lines():
+    return []
+
+
+@pytest.fixture(scope="module")
+def short(lines):
+    with open_pool("Obedient", limit=SHORT, echo=lines.append) as pool:
+        yield Talk(pool)
+
+
+def expected(place, turns):
+    """The answers of a conversation in which nothing happens."""
+    return [Answer(f"row{place} {place + 10} {n} {'/'.join(turns[:n])}")
+            for n in range(1, len(turns) + 1)]  # fmt: skip
+
+
+def test_answers_are_of_their_conversation_on_any_number_of_workers():
+    scripts = [["a", "b b", "c"], ["x"], ["", "é\n\u2028\x00"]] * 20
+    for workers in (1, 3):
+        with open_pool("Obedient", workers=workers) as pool:
+            pool.start()
+            assert pool.tools == []
+            assert Talk(pool)(scripts) == [expected(n, turns) for n, turns in enumerate(scripts)]
+            assert pool.answered == 120
+
+
+def test_calls_of_an_async_environment_wait_together(tmp_path):
+    scripts = [[f"wait-for {tmp_path / 'mark'}"]] * 50 + [["a", f"touch {tmp_path / 'mark'}"]]
+    with open_pool("Obedient") as pool:  # one process
+        assert Talk(pool)(scripts) == [expected(n, turns) for n, turns in enumerate(scripts)]
+
+
+BAD = {  # turn: (kind, words of its one line)
+    "wait 60": ("timed_out", "did not answer turn 2: the call took longer than 3 s"),
+    "sleep 60": ("timed_out", "did not answer turn 2: the call took longer than 3 s"),
+    "spin": ("timed_out", "did not answer turn 2: the call took longer than 3 s"),
+    "die": ("failed", "failed in turn 2: its process died twice, exit status -11"),
+    "exit": ("failed", "failed in turn 2: SystemExit: 3 ("),
+    "raise": ("failed", "failed in turn 2: LookupError: broken on purpose ("),
+    "late": ("failed", "failed in turn 2: TimeoutError: of a client ("),
+    "lose": ("lost", "lost its infrastructure in turn 2: InfrastructureError: no sandbox left ("),
+    "long 10000000": ("failed", "an observation of 10,000,000 characters; shorten it to at most"),
+    "return nan": ("failed", "the reward nan; return a finite number"),
+    "return infinity": ("failed", "the reward inf; return a finite number"),
+    "return text-reward": ("failed", "the reward '1'; return a finite number"),
+    "return text": ("failed", "returned 'a text'; return megatron_rl.environments.Answer"),
+    "return nothing": ("failed", "returned None; return megatron_rl.environments.Answer"),
+    "return number-observation": ("failed", "the observation 3; return a text, or a list of"),
+    "return policy-message": ("failed", "with a role of user, tool, system"),
+    "return no-content": ("failed", "return a text, or a list of messages as {'role': 'user'"),
+    "return object": ("failed", "messages that JSON cannot contain: Object of type object"),
+    "return number-done": ("failed", "returned done=1 and reason=''; return True or False"),
+}
+
+
+def test_what_is_bad_is_one_line_and_the_other_conversations_answers_are_unchanged(short):
+    """All in one process, between conversations that are in progress when it is killed."""
+    good = ["a", "wait 0.2", "b", "c"]
+    scripts = [turns for bad in BAD for turns in (["hello", bad, "never"], good)]
+    answers = short(scripts)
+    for number, (kind, words) in enumerate(BAD.values()):
+        first, failure = answers[2 * number]
+        assert first == expected(2 * number, ["hello"])[0]
+        assert isinstance(failure, EnvironmentFailure)
+        assert failure.kind == kind, failure
+        assert words in failure.text
+        assert failure.text.startswith(f"{HERE}:Obedient ")
+        assert "\n" not in failure.text
+        assert len(failure.text) < 700
+        assert answers[2 * number + 1] == expected(2 * number + 1, good)
+
+
+def test_a_tool_that_prints_10_mb_costs_one_short_line(short, lines):
+    lines.clear()
+    turns = ["print 10000000", "b"]
+    assert short([turns]) == [expected(0, turns)]
+    deadline = time.monotonic() + 30
+    while not lines and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (line,) = lines
+    assert line.endswith("xx [... 10,000,000 characters in this line]")
+    assert len(line) < 700
+
+
+def test_half_characters_are_replaced(short):
+    (answers,) = short([["return surrogates", "return surrogate-message"]])
+    assert answers[0] == Answer("half ?", reason="cut ?")
+    assert answers[1] == Answer([{"role": "tool", "content": "half ?", "name": "t"}])
+
+
+def test_the_end_of_standard_input_and_no_secrets_are_what_an_environment_sees(short, monkeypatch):
+    answers = short([["read"], ["modules"], ["environment"]])
+    assert answers[0] == [Answer("nothing to read")]
+    assert answers[1] == [Answer("")]
+    monkeypatch.setenv("SOME_API_KEY", "secret")
+    with open_pool("Obedient") as pool:
+        assert "SOME_API_KEY" not in Talk(pool)([["environment"]])[0][0].observation
+    with open_pool("Obedient", environment=["SOME_API_KEY"]) as pool:
+        assert "SOME_API_KEY" in Talk(pool)([["environment"]])[0][0].observation
+
+
+def test_a_process_that_dies_once_is_replaced(tmp_path):
+    turns = ["a", f"die-once {tmp_path / 'mark'}", "c"]
+    with open_pool("Obedient", workers=2) as pool:
+        assert Talk(pool)([turns, ["a", "b"]]) == [expected(0, turns), expected(1, ["a", "b"])]
+
+
+def test_a_turn_over_the_limit_may_have_an_answer():
+    turns = ["a", "sleep 60", "b", "wait 60", "c"]
+    with open_pool("Deaf", limit=SHORT) as pool:
+        (answers,) = Talk(pool)([turns])
+    # The blocking call ended its process: in the new one `step` was called for "a" alone.
+    assert answers[1] == Answer("timed out after 1 turns")
+    assert answers[2].observation == "row0 10 2 a/b"
+    assert answers[3] == Answer("timed out after 3 turns")
+    assert answers[4].observation == "row0 10 4 a/b/wait 60/c"
+
+
+def test_an_environment_that_answers_differently_when_replayed_is_lost():
+    with open_pool("Unsteady", limit=SHORT) as pool:
+        scripts = [["hello", "wait 0.1", "a"], ["hello", "sleep 60"]]
+        answers = Talk(pool)(scripts)
+    assert answers[0][-1].kind == "lost"
+    assert "answered turn 1 differently when the conversation was replayed" in answers[0][-1].text
+    assert answers[1][-1].kind in ("lost", "timed_out")
+
+
+def test_replay_repeats_no_side_effect(tmp_path):
+    seen = tmp_path / "seen"
+    for name, calls in (("Obedient", 2), ("Remembering", 1)):
+        seen.unlink(missing_ok=True)
+        with open_pool(name, limit=SHORT) as pool:
+            turns = [f"count {seen}", "wait 0.1", f"die-once {tmp_path / name}"]
+            assert Talk(pool)([turns]) == [expected(0, turns)]
+        assert len(seen.read_text().splitlines()) == calls
+
+
+def test_on_error_end_raises_the_line_but_not_for_the_time_limit():
+    pool = EnvironmentPool(
+        f"{HERE}:Obedient", workers=1, time_limit_seconds=SHORT, on_error="end",
+        echo=lambda line: None,
+    )  # fmt: skip
+    with pool:
+        assert Talk(pool)([["wait 60"]])[0][0].kind == "timed_out"
+        assert Talk(pool)([["lose"]])[0][0].kind == "lost"
+        with pytest.raises(BrokenEnvironmentError, match=r"turn 2: LookupError: broken on purpose"):
+            Talk(pool)([["a", "raise"]])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Missing", "has no function Missing; name one of: .*Obedient"),
+        ("no_such_module:X", "No module named 'no_such_module'"),
+        ("without a colon", "an environment is named module:class, got 'without a colon'"),
+    ],
+)
+def test_an_environment_that_cannot_be_loaded_is_refused_at_the_start(name, words):
+    name = f"{HERE}:{name}" if name == "Missing" else name
+    with EnvironmentPool(name, workers=1, time_limit_seconds=LONG) as pool:
+        with pytest.raises(BrokenEnvironmentError, match=words):
+            pool.start()
+        with pytest.raises(BrokenEnvironmentError, match="did not start"):
+            pool.poll(5.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("RaisesAtOnce", "failed", "failed in turn 1: KeyError: 'no such row' ("),
+        ("Hangs", "timed_out", "did not answer turn 1: the call took longer than 3 s"),
+    ],
+)
+def test_an_environment_that_cannot_be_made_is_a_failure_of_the_first_turn(name, kind, words):
+    with open_pool(name, limit=SHORT, echo=lambda line: None) as pool:
+        for (failure,) in Talk(pool)([["a"], ["b"]]):
+            assert failure.kind == kind
+            assert words in failure.text
+
+
+def test_factories_and_plain_functions_are_environments():
+    with open_pool("plain") as pool:
+        assert Talk(pool)([["a", "b"]]) == [[Answer("A"), Answer("B")]]
+
+
+def test_a_place_is_used_again_while_an_old_call_is_in_progress(short):
+    pool = short.pool
+    pool.begin(0, '{"name": "old"}', 1)
+    pool.send(0, "wait 0.3")
+    pool.end(0)
+    assert short([["a", "wait 0.5"]]) == [expected(0, ["a", "wait 0.5"])]
+
+
+def test_processes_end_with_the_pool_busy_or_not():
+    with open_pool("Obedient", workers=2) as pool:
+        pids = [int(one.observation) for (one,) in Talk(pool)([["pid"], ["pid"]])]
+        assert len(set(pids)) == 2
+        pool.begin(0, "{}", 0)
+        pool.send(0, "spin")
+    assert_end(pids)
+
+
+def test_a_killed_idle_process_is_replaced(short):
+    ((pid,),) = short([["pid"]])
+    os.kill(int(pid.observation), signal.SIGKILL)
+    assert short([["a", "b"]]) == [expected(0, ["a", "b"])]
