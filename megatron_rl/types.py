@@ -1,6 +1,7 @@
 """Shared data types.
 
-Shape letters: T tokens in a pack, S sequences in a pack.
+Shape letters: T tokens in a pack, S sequences in a pack; of one response, L tokens that the policy
+sampled, K tokens with the observations of its environment between them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ if TYPE_CHECKING:  # a command checks a run, and starts it, without torch: its i
     from torch import Tensor
 
 
-FinishReason = Literal["stop", "length", "unfinished"]  # unfinished: continues with newer weights
+# unfinished: continues with newer weights; lost: its environment was lost, so it is not trained
+FinishReason = Literal["stop", "length", "unfinished", "lost"]
 
 
 @dataclass(frozen=True)
@@ -57,17 +59,44 @@ class Response:
 
     The arrays are on the rank `owner` and on rank 0, which writes files; every other rank has an
     `Elsewhere` in their place, and an empty text.
+
+    A conversation with an environment is one response: the turns of the policy, with an observation
+    after each turn but the last. Everything that is counted or divided by (t, L, means, limits of
+    length, versions) counts sampled tokens; only positions in a sequence count observations too.
     """
 
     prompt_index: int
     sample_index: int
-    token_ids: np.ndarray  # [L] int32
+    token_ids: np.ndarray  # [K] int32
     rollout_logprobs: np.ndarray  # [L] float32, of the sampled token; nan: unknown (another run)
-    text: str
+    text: str  # of the last turn
     finish_reason: FinishReason
     weight_version: int  # of the weights that generated the first token; -1: another run
     later_versions: tuple[tuple[int, int], ...] = ()  # (first token, version) of later weights
     owner: int = -1  # -1: every rank has the arrays
+    observed: tuple[tuple[int, int], ...] = ()  # (first, end) of each observation, in token_ids
+    messages: tuple[dict[str, Any], ...] = ()  # of a conversation, after those of the prompt
+    grade: GradeResult | None = None  # by the environment; None: a verifier grades
+
+    @property
+    def length(self) -> int:
+        """L, the number of tokens that the policy sampled."""
+        return len(self.token_ids) - sum(end - first for first, end in self.observed)
+
+    @property
+    def own(self) -> np.ndarray:
+        """Mask of the tokens that the policy sampled; [K] bool."""
+        import numpy as np  # not installed in a launcher environment
+
+        own = np.ones(len(self.token_ids), bool)
+        for first, end in self.observed:
+            own[first:end] = False
+        return own
+
+    @property
+    def turns(self) -> int:
+        """Number of turns of the policy; 1 without an environment."""
+        return len(self.observed) + 1
 
     @property
     def versions(self) -> tuple[tuple[int, int], ...]:
@@ -130,8 +159,8 @@ class PromptGroup:
 
     @property
     def longest(self) -> int:
-        """Length of the longest response in tokens."""
-        return max((len(rollout.response.token_ids) for rollout in self.rollouts), default=0)
+        """Length of the longest response in sampled tokens."""
+        return max((rollout.response.length for rollout in self.rollouts), default=0)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +19,12 @@ HOSTILE = (
     "&lt;b&gt; & \"'", "\u202egnihton\u2069", "\x1b[31m", "\n", "-->", "\u2028", "é", "{{7*7}}",
 )  # fmt: skip
 WORDS = [*HOSTILE, *(f" w{n}" for n in range(30))]
+OBSERVED = 3  # the token of observations in conversations
 
 
 def make_run(
     folder: Path, *, objective: str = "pnpo", seed: int = 1, steps: int = 14, traced: int = 4,
-    sets: tuple[str, ...] = ("heldout",), best: float = 1.0, **settings,
+    sets: tuple[str, ...] = ("heldout",), best: float = 1.0, turns: int = 1, **settings,
 ) -> Path:  # fmt: skip
     """Write a run of random numbers; `best` is its highest reward, `settings` config sections."""
     draw = random.Random(f"{folder.name} {seed}")
@@ -48,7 +50,9 @@ def make_run(
     if traced:
         _write_tokenizer(folder / "model")
         for step in range(1, steps + 1):
-            _write_step(directory, np.random.default_rng([seed, step]), step, traced, seed, best)
+            _write_step(
+                directory, np.random.default_rng([seed, step]), step, traced, seed, best, turns
+            )
     return folder
 
 
@@ -87,6 +91,24 @@ def _write_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
+def in_turns(response: Response, turns: int) -> Response:
+    """The same sampled tokens as a conversation, with three observed tokens between its turns."""
+    tokens, observed, messages = [], [], []
+    parts = np.array_split(response.token_ids, turns)
+    for turn, part in enumerate(parts):
+        if turn:
+            observed.append((len(tokens), len(tokens) + 3))
+            tokens += [OBSERVED] * 3
+            messages.append({"role": "user", "content": WORDS[OBSERVED] * 3})
+        tokens += part.tolist()
+        text = "".join(WORDS[token] for token in part)
+        messages.append({"role": "assistant", "content": text})
+    return replace(
+        response, token_ids=np.array(tokens, np.int32), text=text, observed=tuple(observed),
+        messages=tuple(messages),
+    )  # fmt: skip
+
+
 def _write_step(
     directory: RunDirectory,
     draw: np.random.Generator,
@@ -94,6 +116,7 @@ def _write_step(
     traced: int,
     seed: int,
     best: float,
+    turns: int,
 ) -> None:
     """Two groups; of the second as many responses as are traced have log-probs at every epoch."""
     directory.rollouts.mkdir(exist_ok=True)
@@ -121,6 +144,8 @@ def _write_step(
                 "stop",
                 step - 1,
             )
+            if turns > 1:
+                response = in_turns(response, turns)
             rollouts.append(Rollout(prompt, response, GradeResult(reward, "equal", HOSTILE[1])))
             behavior.append(before)
             if index % 2 and sample < traced:

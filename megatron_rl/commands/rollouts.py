@@ -104,7 +104,7 @@ def _print_group(rows: Sequence[dict[str, Any]], *, most: int) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from megatron_rl.runs.rollouts import printable, shorten
+    from megatron_rl.runs.rollouts import printable, response_text, shorten
 
     def text(value: object) -> Text:
         return Text(shorten(printable(value), most))
@@ -124,7 +124,7 @@ def _print_group(rows: Sequence[dict[str, Any]], *, most: int) -> None:
             text(f"{row['advantage']:+.3g}"),
             text(f"{row['tokens']}{' (cut)' if row['finish_reason'] == 'length' else ''}"),
             text("" if row["extracted"] is None else row["extracted"]),
-            text(row["response"]),
+            text(response_text(row)),
         )
     console.print("\n", table)
 

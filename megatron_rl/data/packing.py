@@ -136,7 +136,7 @@ def plan_minibatches(
             )
             for pack in packs[topology.dp_rank]
         ]
-        sizes = [len(rollouts[i].response.token_ids) for i in span if counted is None or counted[i]]
+        sizes = [rollouts[i].response.length for i in span if counted is None or counted[i]]
         denominators = Denominators(
             responses=float(max(1, sum(size > 0 for size in sizes))),
             tokens=float(max(1, sum(sizes))),
@@ -177,7 +177,8 @@ def build_pack(
         end = start + len(text) - 1
         tokens[start:end], labels[start:end] = text[:-1], text[1:]
         answer = slice(start + len(prompt) - 1, end)
-        mask[answer], logprobs[answer] = True, response.rollout_logprobs
+        mask[answer] = response.own
+        logprobs[answer][response.own] = response.rollout_logprobs
         start += length
     return TokenBatch(
         tokens=torch.from_numpy(tokens),
@@ -220,7 +221,7 @@ def gather_by_rollout(
 ) -> list[np.ndarray | None]:
     """Bring per-token values [T] of this rank's packs together as one array per rollout.
 
-    An array contains the values of the response tokens in order; None for rollouts in no pack.
+    An array contains the values of the sampled tokens in order; None for rollouts in no pack.
     owners: of the rollouts, as in `types.Response`. A rollout's array is on its owner and on rank
     0, with an `Elsewhere` on the others; without owners it is on every rank. Collective over all
     processes.

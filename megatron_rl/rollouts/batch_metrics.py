@@ -15,7 +15,7 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
     """Rewards, lengths and truncation of the rollouts that a step trains."""
     rewards = [rollout.grade_result.reward for rollout in batch.rollouts]
     reasons = [rollout.grade_result.reason for rollout in batch.rollouts]
-    lengths = [len(rollout.response.token_ids) for rollout in batch.rollouts]
+    lengths = [rollout.response.length for rollout in batch.rollouts]
     truncated = [rollout.response.finish_reason == "length" for rollout in batch.rollouts]
     by_source: dict[str, list[float]] = {}
     for rollout, reward in zip(batch.rollouts, rewards, strict=True):
@@ -77,7 +77,7 @@ def generation_metrics(
     if not any(batch.engine_seconds for batch in fresh):
         return {}
     if tokens is None:
-        tokens = sum(len(r.response.token_ids) for batch in fresh for r in batch.rollouts)
+        tokens = sum(r.response.length for batch in fresh for r in batch.rollouts)
         tokens += int(costs.get("dynamic/tokens_dropped", 0))
     engines = [sum(each) for each in zip(*(batch.engine_seconds for batch in fresh), strict=True)]
     mean = statistics.fmean(engines)

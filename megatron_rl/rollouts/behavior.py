@@ -67,7 +67,7 @@ class WindowLogprobs(BehaviorLogprobs):
             for index, (rollout, known) in enumerate(
                 zip(group.rollouts, group.behavior_logprobs, strict=True)
             )
-            if known is not None and len(rollout.response.token_ids) > len(known)
+            if known is not None and rollout.response.length > len(known)
         ]
         if not grown:
             return

@@ -13,7 +13,7 @@ from megatron_rl.types import PromptGroup, Response
 def token_versions(response: Response) -> np.ndarray:
     """Weight version that generated each token; [L] int64."""
     starts, versions = zip(*response.versions, strict=True)
-    return np.repeat(versions, np.diff([*starts, len(response.token_ids)]))
+    return np.repeat(versions, np.diff([*starts, response.length]))
 
 
 def _all_versions(groups: Sequence[PromptGroup]) -> np.ndarray:
@@ -57,7 +57,7 @@ class LagClock:
         if versions.min() >= 0:
             metrics["lag/versions_mean"] = float(self.step - 1 - versions.mean())
         if waiting:
-            lengths = [len(one.response.token_ids) for group in waiting for one in group.rollouts]
+            lengths = [one.response.length for group in waiting for one in group.rollouts]
             metrics["lag/waiting_length_mean"] = statistics.fmean(lengths)
         for lag in sorted(set(steps)):
             metrics[f"lag/fraction_of_{lag}"] = steps.count(lag) / len(steps)

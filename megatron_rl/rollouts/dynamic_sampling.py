@@ -39,8 +39,9 @@ class Filled(NamedTuple):
 
 
 def is_informative(group: Sequence[Rollout]) -> bool:
-    """True if the rewards of the group differ."""
-    return len({rollout.grade_result.reward for rollout in group}) > 1
+    """True if the rewards of the group differ, apart from those of lost conversations."""
+    rewards = {one.grade_result.reward for one in group if one.response.finish_reason != "lost"}
+    return len(rewards) > 1
 
 
 @dataclass
@@ -113,7 +114,7 @@ class DynamicSampling:
     def _drop(self, groups: Sequence[Sequence[Rollout]]) -> None:
         """Count generated groups that are not trained."""
         rollouts = _flat(groups)
-        self._add("tokens_dropped", sum(len(one.response.token_ids) for one in rollouts))
+        self._add("tokens_dropped", sum(one.response.length for one in rollouts))
         self._add("responses_dropped", len(rollouts))
 
     def _add(self, name: str, value: float) -> None:

@@ -63,7 +63,21 @@ def _advantages(rollouts: Sequence[Rollout], config: Config) -> np.ndarray:
     """Advantages of rollouts in group order; [groups, responses to each] float32."""
     rewards = torch.tensor([shape_reward(rollout, config) for rollout in rollouts])
     grouped = rewards.view(-1, config.rollout.responses_per_prompt)
+    lost = torch.tensor([rollout.response.finish_reason == "lost" for rollout in rollouts])
+    if lost.any():
+        grouped = fill_lost(grouped, lost.view_as(grouped))
     return compute_advantages(grouped, config.advantage).float().numpy()
+
+
+def fill_lost(rewards: Tensor, lost: Tensor) -> Tensor:
+    """Replace the rewards of lost conversations by the mean of the others of their group.
+
+    So they do not move the group's mean; without others they become 0. rewards, lost: [prompts,
+    responses_per_prompt].
+    """
+    known = (~lost).sum(dim=1, keepdim=True).clamp(min=1)
+    mean = torch.where(lost, 0, rewards).sum(dim=1, keepdim=True) / known
+    return torch.where(lost, mean, rewards)
 
 
 def compute_advantages(rewards: Tensor, settings: AdvantageSection) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from megatron_rl.rollouts.groups import build_groups
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.rollout_files import NEEDED, check_rollout_files, find_rollout_files
 from megatron_rl.rollouts.source import RolloutSource, RunContext
-from megatron_rl.runs.rollout_tables import count_thinned
+from megatron_rl.runs.rollout_tables import MESSAGES, OBSERVED, count_thinned, read_observed
 from megatron_rl.types import GradeResult, Prompt, PromptGroup, PromptSlot, Response, Rollout
 
 LOGPROBS = ("behavior_logprobs", "rollout_logprobs")  # columns in order of preference
@@ -207,11 +208,11 @@ def _rollout(
         template=config.data.template,
         arguments=config.data.template_arguments,
     )
-    cut = row.get("finish_reason") == "length"
+    ending = row.get("finish_reason")
     tokens = row.get("token_ids")
     if tokens is None:
-        ending = [] if cut else [tokenizer.eos_token_id]
-        tokens = [*tokenizer(text, add_special_tokens=False)["input_ids"], *ending]
+        end = [] if ending == "length" else [tokenizer.eos_token_id]
+        tokens = [*tokenizer(text, add_special_tokens=False)["input_ids"], *end]
     if not tokens:
         raise UserError("the response has no tokens")
     if len(prompt_ids) + len(tokens) > config.max_model_tokens:
@@ -223,15 +224,19 @@ def _rollout(
     size = len(tokenizer)
     if not 0 <= min((*prompt_ids, *tokens)) <= max((*prompt_ids, *tokens)) < size:
         raise UserError(f"a token lies outside the tokenizer's {size}: were they another model's?")
-    frozen, generated = (_logprobs(row.get(name), name, len(tokens)) for name in LOGPROBS)
+    observed = read_observed(row)
+    sampled = _count_sampled(observed, len(tokens))
+    frozen, generated = (_logprobs(row.get(name), name, sampled) for name in LOGPROBS)
     response = Response(
         prompt_index=row.get("prompt_index", place // config.rollout.responses_per_prompt),
         sample_index=place % config.rollout.responses_per_prompt,
         token_ids=np.array(tokens, np.int32),
-        rollout_logprobs=_unknown(len(tokens)) if generated is None else generated,
+        rollout_logprobs=_unknown(sampled) if generated is None else generated,
         text=text,
-        finish_reason="length" if cut else "stop",
+        finish_reason=ending if ending in ("length", "lost") else "stop",
         weight_version=-1,  # versions in files are of another run
+        observed=observed,
+        messages=tuple(json.loads(row.get(MESSAGES) or "[]")),
     )
     source = Prompt(
         index=response.prompt_index,
@@ -253,10 +258,22 @@ def _logprobs(values: Any, name: str, count: int) -> np.ndarray | None:
     array = np.array(values, np.float32)
     if array.shape != (count,) or not np.isfinite(array).all() or (array > 1e-4).any():
         raise UserError(
-            f"{name} has {len(values)} numbers for {count} response tokens; it needs a finite one, "
-            "not above 0, for each (with token_ids, if texts were cut into other tokens)"
+            f"{name} has {len(values)} numbers for {count} sampled tokens; it needs a finite one, "
+            "not above 0, for each (with token_ids, if texts were cut into other tokens; with "
+            f"{OBSERVED}, if an environment wrote some of them)"
         )
     return array
+
+
+def _count_sampled(observed: Sequence[tuple[int, int]], count: int) -> int:
+    """Count the tokens outside the observed ranges; UserError if these are out of order."""
+    bounds = [bound for one in observed for bound in one]
+    if sorted(bounds) != bounds or (bounds and not 0 < bounds[0] <= bounds[-1] < count):
+        raise UserError(
+            f"{OBSERVED} is {list(observed)!r:.80} for {count} tokens; its ranges must be in "
+            "order, without overlap, and between tokens that the policy sampled"
+        )
+    return count - sum(end - first for first, end in observed)
 
 
 def _behavior(

@@ -103,7 +103,7 @@ class PartialRolloutSource(RolloutSource):
 
     def _tokens(self) -> int:
         groups = self.run.buffer.unfinished.values()
-        return sum(len(one.response.token_ids) for group in groups for one in group.rollouts)
+        return sum(one.response.length for group in groups for one in group.rollouts)
 
     def _build_group(
         self,

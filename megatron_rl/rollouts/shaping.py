@@ -21,7 +21,7 @@ def shape_reward(rollout: Rollout, config: Config) -> float:
     penalty = shaping.overlong.penalty
     if shaping.overlong.kind == "hard":
         return -penalty if is_truncated(rollout) else reward
-    length = len(rollout.response.token_ids)
+    length = rollout.response.length
     return reward - penalty * overlong_fraction(length, limit=limit, buffer=shaping.overlong.buffer)
 
 
@@ -36,5 +36,11 @@ def is_truncated(rollout: Rollout) -> bool:
 
 
 def is_masked(rollout: Rollout, config: Config) -> bool:
-    """True if the tokens of the response are not trained."""
+    """True if the tokens of the response are not trained.
+
+    A lost environment is a failure of the machines and not of the response; all other failures of
+    an environment are trained, because what the policy wrote may have caused them.
+    """
+    if rollout.response.finish_reason == "lost":
+        return True
     return config.shaping.truncated == "mask" and is_truncated(rollout)

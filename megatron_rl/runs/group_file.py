@@ -30,6 +30,8 @@ SCHEMA = pa.schema(
         "finish_reason": pa.string(),
         "weight_version": pa.int64(),
         "later_versions": pa.list_(pa.list_(pa.int64(), 2)),
+        "observed": pa.list_(pa.list_(pa.int64(), 2)),
+        "messages": pa.string(),  # JSON
         "verdict": pa.string(),  # JSON of a GradeResult
         "advantage": pa.float32(),
         "behavior_logprobs": pa.list_(pa.float32()),
@@ -53,6 +55,8 @@ def write_groups(
             "finish_reason": rollout.response.finish_reason,
             "weight_version": rollout.response.weight_version,
             "later_versions": [list(each) for each in rollout.response.later_versions],
+            "observed": [list(each) for each in rollout.response.observed],
+            "messages": json.dumps(rollout.response.messages),
             "verdict": json.dumps(dataclasses.asdict(rollout.grade_result)),
             "advantage": advantage,
             "behavior_logprobs": logprobs,
@@ -109,5 +113,8 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         finish_reason=row["finish_reason"],
         weight_version=row["weight_version"],
         later_versions=tuple((start, version) for start, version in row["later_versions"]),
+        # null in a file that an earlier release wrote
+        observed=tuple((first, end) for first, end in row["observed"] or ()),
+        messages=tuple(json.loads(row["messages"] or "[]")),
     )
     return Rollout(Prompt(**prompt), response, GradeResult(**json.loads(row["verdict"])))

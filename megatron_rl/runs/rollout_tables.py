@@ -4,7 +4,8 @@ The column `sampled` of a complete file marks the rows that remain when it is th
 file contains only these rows, and their original positions in the column `place`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,31 @@ def build_rollout_table(rollouts: Sequence[Rollout]) -> pa.Table:
             "rollout_logprobs": column(_engine_logprobs, pa.list_(pa.float32())),
         }
     )
+    if any(rollout.response.messages for rollout in rollouts):
+        table = table.append_column(OBSERVED, column(_observed_ranges, RANGES))
+        table = table.append_column(
+            MESSAGES, column(lambda r: json.dumps(r.response.messages), pa.string())
+        )
     names = sorted({name for rollout in rollouts for name in rollout.grade_result.rewards})
     if not names:
         return table
     kind = pa.struct({name: pa.float64() for name in names})
     return table.append_column("rewards", column(lambda r: r.grade_result.rewards or None, kind))
+
+
+# Columns of conversations: the ranges of token_ids that an environment wrote, while rollout and
+# behavior log-probs are of the other tokens only; and the messages after those of the prompt.
+OBSERVED, MESSAGES = "observed", "messages"
+RANGES = pa.list_(pa.struct({"first": pa.int32(), "end": pa.int32()}))
+
+
+def read_observed(row: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    """Return the observed ranges of a row as `Response.observed`; empty without the column."""
+    return tuple((one["first"], one["end"]) for one in row.get(OBSERVED) or ())
+
+
+def _observed_ranges(rollout: Rollout) -> list[dict[str, int]]:
+    return [{"first": first, "end": end} for first, end in rollout.response.observed]
 
 
 VERSIONS = pa.list_(pa.struct({"token": pa.int32(), "version": pa.int64()}))

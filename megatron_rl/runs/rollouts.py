@@ -1,5 +1,6 @@
 """Recorded rollouts: reading them, and formatting them safely for a terminal."""
 
+import json
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -11,15 +12,16 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from megatron_rl.errors import UserError
-from megatron_rl.runs.rollout_tables import PLACE
+from megatron_rl.runs.rollout_tables import MESSAGES, OBSERVED, PLACE, read_observed
 from megatron_rl.types import Rollout
 
 Row = dict[str, Any]
 COLUMNS = (
     "prompt_index", "sample_index", "prompt", "ground_truth", "data_source", "response", "reward",
     "reason", "extracted", "finish_reason", "weight_version", "advantage", "lag",
-    PLACE,
+    PLACE, MESSAGES,
 )  # fmt: skip  # without per-token columns
+ENDINGS = {"length": "cut at the limit", "lost": "its environment was lost"}
 # Control characters, and characters that are invisible or change the direction of text.
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]"
@@ -53,13 +55,22 @@ def read_rollouts(folder: Path, step: int) -> list[Row]:
     try:
         present = set(pq.read_schema(file).names)
         table = pq.read_table(
-            file, columns=[name for name in (*COLUMNS, "token_ids") if name in present]
+            file, columns=[name for name in (*COLUMNS, "token_ids", OBSERVED) if name in present]
         )
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{file} is damaged: {error}; choose another step") from error
     index = table.column_names.index("token_ids")
     lengths = pc.list_value_length(table.column("token_ids"))
-    return table.set_column(index, "tokens", lengths).to_pylist()
+    rows = table.set_column(index, "tokens", lengths).to_pylist()
+    return [_with_messages(row) if OBSERVED in row else row for row in rows]
+
+
+def _with_messages(row: Row) -> Row:
+    """Parse the messages of a conversation; `tokens` are then those that the policy sampled."""
+    ranges = read_observed(row)
+    row["tokens"] -= sum(end - first for first, end in ranges)
+    del row[OBSERVED]
+    return row | {"turns": len(ranges) + 1, MESSAGES: json.loads(row[MESSAGES])}
 
 
 def rollout_row(rollout: Rollout) -> Row:
@@ -75,7 +86,12 @@ def rollout_row(rollout: Rollout) -> Row:
         "reason": grade_result.reason,
         "extracted": grade_result.extracted,
         "finish_reason": response.finish_reason,
-        "tokens": len(response.token_ids),
+        "tokens": response.length,
+        **(
+            {"turns": response.turns, MESSAGES: list(response.messages)}
+            if response.messages
+            else {}
+        ),
     }
 
 
@@ -100,18 +116,31 @@ def shorten(text: str, most: int) -> str:
     return f"{text[:head]} [... {left_out} characters ...] {text[len(text) - (most - head) :]}"
 
 
+def response_text(row: Mapping[str, Any]) -> str:
+    """Return the response, or a whole conversation with the role before each message."""
+    messages = _messages(row)
+    return "\n".join(f"{role}: {text}" for role, text in messages) or row["response"]
+
+
+def _messages(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return role and text of each message of a conversation; empty without an environment."""
+    return [(str(one.get("role")), str(one.get("content"))) for one in row.get(MESSAGES, ())]
+
+
 def describe_rollout(row: Mapping[str, Any], *, most: int, indent: str = "  ") -> str:
     """Format one line with reward, reason and length, then prompt, response and answer."""
     lines = [
         f"{indent}prompt {row['prompt_index']}, response {row['sample_index'] + 1}: "
-        f"reward {row['reward']:g} ({printable(row['reason'])}), {row['tokens']} tokens, "
-        f"{'cut at the limit' if row['finish_reason'] == 'length' else 'ended by itself'}"
+        f"reward {row['reward']:g} ({printable(row['reason'])}), {row['tokens']} tokens"
+        + (f" in {row['turns']} turns, " if MESSAGES in row else ", ")
+        + ENDINGS.get(row["finish_reason"], "ended by itself")
     ]
-    parts = {"prompt": row["prompt"], "response": row["response"]}
+    parts = [("prompt", row["prompt"])]
+    parts += _messages(row) or [("response", row["response"])]
     if row["extracted"] is not None:
-        parts["extracted"] = row["extracted"]
-    parts["truth"] = row["ground_truth"]
-    for name, text in parts.items():
+        parts.append(("extracted", row["extracted"]))
+    parts.append(("truth", row["ground_truth"]))
+    for name, text in parts:
         for number, line in enumerate(shorten(printable(text), most).split("\n")):
             lines.append(f"{indent}  {name if number == 0 else '':<9} | {line}".rstrip())
     return "\n".join(lines)

@@ -110,5 +110,5 @@ def describe_responses(rollouts: Sequence[Rollout]) -> dict[str, float]:
         TIME_LIMIT_KEY: reasons.count(TIME_LIMIT) / len(rollouts),
         FAILED_KEY: reasons.count(FAILED) / len(rollouts),
         "truncated_fraction": cut / len(rollouts),
-        "response_length_mean": sum(len(r.response.token_ids) for r in rollouts) / len(rollouts),
+        "response_length_mean": sum(r.response.length for r in rollouts) / len(rollouts),
     }

@@ -20,6 +20,7 @@ from megatron_rl.apps.report.traces import (
 )
 from megatron_rl.objectives import Objective
 from megatron_rl.objectives.spec import Bounds
+from megatron_rl.runs.rollout_tables import read_observed
 
 BYTES_PER_TOKEN = 24  # in the page, besides BYTES_PER_UPDATE
 BYTES_PER_UPDATE = 12
@@ -133,6 +134,7 @@ def _response(
     response: TracedResponse, objective: Objective | None, pieces: Pieces
 ) -> dict[str, Any]:
     row = response.row
+    observed = read_observed(row)
     shown: dict[str, Any] = {
         "sample": row["sample_index"],
         "reward": row["reward"],
@@ -140,17 +142,20 @@ def _response(
         "reason": row["reason"],
         "extracted": row["extracted"],
         "finish": row["finish_reason"],
-        "length": len(row["token_ids"]),
+        "length": len(row["token_ids"]) - sum(end - first for first, end in observed),
+        "turns": len(observed) + 1,
         "text": row["response"],
     }
     if response.policy is None or not response.behavior.size:
         return shown
-    texts, engine = pieces.of(row["token_ids"]), response.engine
+    ids, engine = row["token_ids"], response.engine
+    texts = pieces.of(ids)
     if texts is not None:
         shown["text"] = None  # the pieces contain the text
     shown["trace"] = {
-        "pieces": texts,
-        "ids": row["token_ids"],
+        "pieces": None if texts is None else _sampled(texts, observed),
+        "ids": _sampled(ids, observed),
+        "observed": _place_observations(texts or [f"#{token} " for token in ids], observed),
         "behavior": _packed(response.behavior),
         "engine": _packed(np.full_like(response.behavior, np.nan) if engine is None else engine),
         "policy": [_packed(line) for line in response.policy],
@@ -162,6 +167,24 @@ def _response(
             "kept": ["".join("01"[int(flag)] for flag in line) for line in kept],
         }
     return shown
+
+
+def _sampled(items: Sequence[Any], observed: Sequence[tuple[int, int]]) -> list[Any]:
+    """Return the items of the tokens that the policy sampled; [L]."""
+    bounds = [0, *(bound for one in observed for bound in one), len(items)]
+    spans = zip(bounds[::2], bounds[1::2], strict=True)
+    return [item for first, end in spans for item in items[first:end]]
+
+
+def _place_observations(
+    texts: Sequence[str], observed: Sequence[tuple[int, int]]
+) -> list[tuple[int, str]]:
+    """Return the text of each observation with the index of the sampled token that follows it."""
+    places, before = [], 0
+    for first, end in observed:
+        places.append((first - before, "".join(texts[first:end])))
+        before += end - first
+    return places
 
 
 def _packed(values: np.ndarray) -> str:

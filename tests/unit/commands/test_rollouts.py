@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl.cli import main
@@ -61,6 +62,22 @@ def test_one_group_is_shown_side_by_side(capsys, folder):
     assert {row["prompt_index"] for row in rows} == {5}
     code, out, _ = show(capsys, folder, "--step", 2, "--group", 5)
     assert code == 0 and out.count("  prompt | ") == 1 and out.count("+0.5") == GROUP / 2
+
+
+def test_conversations_are_shown_turn_by_turn(capsys, tmp_path):
+    run = make_run(tmp_path / "run", steps=1, turns=3)
+    code, out, _ = show(capsys, run, "--count", 1)
+    assert code == 0 and " tokens in 3 turns, ended by itself" in out
+    lines = [line.split("|")[0].strip() for line in out.splitlines() if "|" in line]
+    roles = [name for name in lines if name]
+    wanted = ["prompt", "assistant", "user", "assistant", "user", "assistant", "extracted", "truth"]
+    assert roles == wanted
+    (row,) = chosen(capsys, run, "--count", 1)
+    assert row["turns"] == 3 and len(row["messages"]) == 5 and "observed" not in row
+    table = pq.read_table(run / "rollouts" / "step_000001.parquet").to_pylist()
+    assert row["tokens"] in {len(one["rollout_logprobs"]) for one in table}
+    _, out, _ = show(capsys, run, "--group", 3)
+    assert out.count("user: ") == 2 * GROUP
 
 
 def test_a_model_s_text_cannot_reach_the_terminal(capsys, folder, tmp_path):

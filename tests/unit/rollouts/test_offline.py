@@ -122,9 +122,46 @@ def test_the_rollouts_of_a_run_come_back_as_they_were(tmp_path):
     assert describe_thinned(config(tmp_path / "run")).startswith("; 1 of 2 files have only a sam")
 
 
+def test_conversations_of_a_run_come_back_with_their_observations(tmp_path):
+    (tmp_path / "run").mkdir()
+    directory = RunDirectory(tmp_path / "run")
+    prompt = Prompt(0, ({"role": "user", "content": "?"},), (5, 6), "1", "s")
+    response = Response(
+        0, 0, np.array([7, 50, 51, 8, 0], np.int32), np.full(3, -0.3, np.float32), "last", "stop",
+        4, observed=((1, 3),), messages=({"role": "assistant", "content": "a"},),
+    )  # fmt: skip
+    rollout = Rollout(prompt, response, GradeResult(1.0, "", None))
+    logprobs = np.array([-0.1, -0.2, -0.3], np.float32)
+    directory.write_rollouts(
+        1, [rollout] * 2, advantages=[0.5] * 2, behavior_logprobs=[logprobs] * 2
+    )
+    rollouts, found = read_rollouts(config(tmp_path / "run"))
+    again = rollouts[0].response
+    assert (again.observed, again.messages) == (response.observed, response.messages)
+    assert (again.length, again.turns) == (3, 2) and found[0].tolist() == logprobs.tolist()
+    assert again.own.tolist() == [True, False, False, True, True]
+
+
+RANGES = [[{"first": 1, "end": 2}]]  # of the 2 tokens of "4" and its end: no turn follows
+
+
 @pytest.mark.parametrize(
     ("changes", "sections", "message"),
     [
+        (
+            {"token_ids": [[1, 2]] * 4, "observed": RANGES * 4},
+            {},
+            r"row 0: observed is \[\(1, 2\)\] for 2 tokens; its ranges must be in order",
+        ),
+        (
+            {
+                "token_ids": [[1, 2, 3]] * 4,
+                "observed": RANGES * 4,
+                "rollout_logprobs": [[-0.5, -0.1, -0.1]] * 4,
+            },
+            {},
+            r"row 0: rollout_logprobs has 3 numbers for 2 sampled tokens",
+        ),
         ({"reward": [1.0, None, 1.0, 0.0]}, {}, r"row 1: reward is None: it must be a finite"),
         ({"response": ["4", "5", "6", "6" * 20]}, {}, r"row 3: prompt and response have 26 tokens"),
         ({"rollout_logprobs": [[-0.5]] * 4}, {}, r"row 0: rollout_logprobs has 1 numbers for 2"),

@@ -11,9 +11,10 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import build_objective
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, UNPARSABLE_TRUTH
 from megatron_rl.rollouts.batch_metrics import batch_metrics
+from megatron_rl.rollouts.dynamic_sampling import is_informative
 from megatron_rl.rollouts.groups import build_groups
 from megatron_rl.rollouts.rollout_batch import build_rollout_batch
-from megatron_rl.rollouts.shaping import shape_reward
+from megatron_rl.rollouts.shaping import is_masked, shape_reward
 from megatron_rl.types import GradeResult, Prompt, PromptSlot, Response, Rollout
 
 
@@ -34,6 +35,34 @@ def rollout(reward, length, *, sample=0, prompt=0):
     return Rollout(
         Prompt(prompt, (), (1, 2), "", "x"), response, GradeResult(float(reward), "", None)
     )
+
+
+def test_lost_conversations_are_not_trained_and_do_not_move_their_group():
+    lost = rollout(0, 4, sample=1)
+    lost = dataclasses.replace(
+        lost, response=dataclasses.replace(lost.response, finish_reason="lost")
+    )
+    settings = config(rollout={"prompts_per_step": 2, "responses_per_prompt": 3})
+    rollouts = [rollout(1, 4), lost, rollout(0, 4, sample=2)] + [
+        rollout(1, 4, prompt=1), lost, rollout(1, 4, sample=2, prompt=1)]  # fmt: skip
+    slots = [PromptSlot(1, 0), PromptSlot(1, 1)]
+    groups = build_groups(rollouts, slots, config=settings, step=1, updates=0)
+    # Rewards 1, 1/2 (the mean of the others), 0: their sample standard deviation is 1/2.
+    assert groups[0].advantages.tolist() == pytest.approx([1, 0, -1], abs=1e-5)
+    assert groups[1].advantages.tolist() == [0, 0, 0]  # 1, lost, 1: nothing to learn
+    assert [is_masked(one, settings) for one in rollouts[:3]] == [False, True, False]
+    assert is_informative(rollouts[:3]) and not is_informative(rollouts[3:])
+
+
+def test_overlong_conversations_are_measured_by_what_the_policy_wrote():
+    one = rollout(1, 20)
+    spread = dataclasses.replace(
+        one.response, rollout_logprobs=np.zeros(11, np.float32), observed=((4, 10), (12, 15))
+    )
+    settings = config(shaping={"overlong": {"kind": "soft", "buffer": 10, "penalty": 1.0}})
+    assert shape_reward(one, settings) == 0.0  # 20 tokens
+    shorter = dataclasses.replace(one, response=spread)  # 20 - 6 - 3
+    assert shape_reward(shorter, settings) == pytest.approx(1 - 0.1)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,13 @@ import dataclasses
 import math
 
 import numpy as np
+import pyarrow.parquet as pq
 
 from megatron_rl.runs.group_file import read_groups, write_groups
 from megatron_rl.types import GradeResult, Prompt, PromptGroup, PromptSlot, Response, Rollout
 
 
-def make_group(step=2, *, rng=None):
+def make_group(step=2, *, rng=None, conversation=False):
     rng = rng or np.random.default_rng(step)
     prompt = Prompt(7, ({"role": "user", "content": "1+1? é\n"},), (5, 6), "2", "toy", '{"a": 1}')
     rollouts = tuple(
@@ -25,6 +26,14 @@ def make_group(step=2, *, rng=None):
             [(3, "stop", None, ()), (5, "length", "2", ((2, 4), (4, 5)))]
         )
     )  # fmt: skip
+    if conversation:
+        answer = dataclasses.replace(
+            rollouts[1].response,
+            rollout_logprobs=rng.standard_normal(2).astype(np.float32),
+            observed=((1, 3), (4, 4)),
+            messages=({"role": "assistant", "content": "é"}, {"role": "tool", "content": "\n"}),
+        )
+        rollouts = (rollouts[0], dataclasses.replace(rollouts[1], response=answer))
     return PromptGroup(
         slot=PromptSlot(step, 1),
         rollouts=rollouts,
@@ -51,9 +60,17 @@ def plain(value):
 
 
 def test_groups_are_read_back_exactly_and_in_order(tmp_path):
-    groups = [make_group(3), make_group(2)]
+    groups = [make_group(3), make_group(2), make_group(4, conversation=True)]
     write_groups(tmp_path / "held.parquet", groups)
     assert plain(read_groups(tmp_path / "held.parquet")) == plain(groups)
+
+
+def test_groups_of_an_earlier_release_have_one_turn(tmp_path):
+    file = tmp_path / "held.parquet"
+    write_groups(file, [make_group()])
+    table = pq.read_table(file).drop_columns(["observed", "messages"])
+    pq.write_table(table, file, write_page_checksum=True)
+    assert plain(read_groups(file)) == plain([make_group()])
 
 
 def test_what_was_not_computed_stays_so(tmp_path):

@@ -24,7 +24,7 @@ from megatron_rl.objectives.choice import OBJECTIVE_NAMES
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.rollout_tables import count_thinned
 from megatron_rl.types import Denominators
-from tests.made_runs import WORDS, make_run
+from tests.made_runs import OBSERVED, WORDS, make_run
 
 CONSTRAINED = {"pnpo": {"constraint": {"low": 0.02, "high": 0.03}},
                "gspo": {"constraint": {"low": 0.02, "high": 0.02}}}  # fmt: skip
@@ -91,6 +91,24 @@ def test_log_probs_in_the_page_are_exact(tmp_path):
         assert trace["pieces"] == [WORDS[token] for token in trace["ids"]]
         assert one["text"] is None and shown[2]["text"]
     assert life["objective"]["bounds"]["scale"] == "sqrt(L/t)"
+
+
+def test_observations_are_apart_from_the_tokens_of_the_policy(tmp_path):
+    """Everything that has a value has one per sampled token; observations have a place alone."""
+    make_run(tmp_path / "run", steps=1, traced=2, turns=3)
+    make_run(tmp_path / "plain", steps=1, traced=2)
+    shown = build_life(find_runs([tmp_path / "run"]), megabytes=4)[0]["groups"][0]["responses"]
+    for one in shown[:2]:
+        trace = one["trace"]
+        values = np.frombuffer(base64.b64decode(trace["behavior"]), "<f4")
+        assert one["turns"] == 3 and one["length"] == len(trace["ids"]) == len(values)
+        assert len(trace["pieces"]) == len(trace["kept"][0]) == len(values)
+        first, second = np.array_split(np.arange(len(values)), 3)[1:]
+        words = WORDS[OBSERVED] * 3
+        assert trace["observed"] == [(first[0], words), (second[0], words)]
+        assert OBSERVED not in trace["ids"] or trace["pieces"].count(WORDS[OBSERVED]) < 10
+    alone = build_life(find_runs([tmp_path / "plain"]), megabytes=4)[0]["groups"][0]["responses"]
+    assert alone[0]["turns"] == 1 and alone[0]["trace"]["observed"] == []
 
 
 def test_thinned_rollouts_contain_the_same_traced_groups(tmp_path):

@@ -1,0 +1,257 @@
+"""Conversations: the environment cancels in every ratio, and counts nowhere.
+
+Exact gradients by enumeration of every conversation of a small task, all named objectives against
+double loops over the sampled tokens alone, under context parallelism too, and the mistakes that
+each of these must catch.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rl.data import packing
+from megatron_rl.data.packing import gather_by_rollout, plan_minibatches, scatter_to_packs
+from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.objectives import TokenInputs, build_objective
+from megatron_rl.types import GradeResult, Prompt, Response, Rollout
+from tests.unit.distributed.eight_ranks import all_results
+from tests.unit.objectives import naive
+from tests.unit.objectives.conversation_tree import SHORT_TURNS, TURNS, ConversationTree
+from tests.unit.objectives.mutate import mutated
+from tools.objective_bias import weight_alone
+
+DRIFT = 0.7
+OBSERVED_FROM = 100  # tokens of observations; those of the policy are below
+
+
+def exact_gradients(tree):
+    """The estimators that are exact in expectation, relative to grad J; by name."""
+    policy, behavior = tree.base + DRIFT * tree.direction, tree.base
+    truth = tree.true_gradient(policy)
+    outcome = (tree.rewards - 0.3)[tree.of]
+    cases = {
+        "C_t A^theta z_t": (build_objective("exact_token_score"), tree.advantages(policy)),
+        "C_t A^beta sum z": (build_objective("exact_prefix_score"), tree.advantages(behavior)),
+        "C_L (R - b) sum z": (weight_alone("sequence_product"), outcome),
+    }
+    gaps = {}
+    for name, (objective, advantages) in cases.items():
+        found = tree.expected_gradient(
+            objective, policy=policy, behavior=behavior, advantages=advantages
+        )
+        gaps[name] = float((found - truth).norm() / truth.norm())
+    return gaps
+
+
+@pytest.mark.parametrize(("turns", "choices"), [(1, TURNS), (2, TURNS), (3, SHORT_TURNS)])
+def test_gradients_over_all_conversations_are_exact(turns, choices):
+    tree = ConversationTree(turns=turns, seed=0, choices=choices)
+    assert len(tree.tokens) == 2 * len(choices) ** turns * 3 ** (turns - 1)
+    assert float(tree.probabilities(tree.base).sum()) == pytest.approx(1)
+    assert max(exact_gradients(tree).values()) < 1e-10
+
+
+def conversations(seed, *, groups=3, samples=4):
+    """Rollouts of one to five turns with 0 to 30 observed tokens between them, and their drifts."""
+    draw = np.random.default_rng(seed)
+    rollouts, drifts = [], []
+    for group in range(groups):
+        tokens = tuple(draw.integers(3, 90, draw.integers(1, 12)).tolist())
+        prompt = Prompt(group, (), tokens, "", "")
+        for sample in range(samples):
+            token_ids, observed = [], []
+            for turn in range(draw.integers(1, 6)):
+                if turn:
+                    size = int(draw.integers(0, 31))
+                    observed.append((len(token_ids), len(token_ids) + size))
+                    token_ids += draw.integers(OBSERVED_FROM, 200, size).tolist()
+                token_ids += draw.integers(3, 90, draw.integers(1, 10)).tolist()
+            length = len(token_ids) - sum(end - first for first, end in observed)
+            response = Response(
+                group, sample, np.array(token_ids, np.int32),
+                -draw.exponential(1.0, length).astype(np.float32), "", "stop", 0,
+                observed=tuple(observed),
+            )  # fmt: skip
+            rollouts.append(Rollout(prompt, response, GradeResult(0.0, "", None)))
+            drift = draw.normal(0, 2e-3, length) + draw.normal(0, 1e-3)
+            drifts.append(drift.astype(np.float32))
+    advantages = draw.normal(size=len(rollouts)).astype(np.float32)
+    return rollouts, drifts, advantages
+
+
+def run(seed, topology):
+    """Loss and gradients [sum of L] of every objective for this rank's part of a minibatch.
+
+    The packs are those of the package; the model's log-probs on observations are nan.
+    """
+    rollouts, drifts, advantages = conversations(seed)
+    (minibatch,) = plan_minibatches(
+        rollouts, torch.from_numpy(advantages), minibatches=1, tokens_per_micro_batch=160,
+        topology=topology, sequence_parallel=False,
+    )  # fmt: skip
+    packs = minibatch.micro_batches
+    engine = [np.asarray(one.response.rollout_logprobs) for one in rollouts]
+    behavior = scatter_to_packs(packs, engine)
+    policy = scatter_to_packs(packs, [e + d for e, d in zip(engine, drifts, strict=True)])
+    check_packs(packs, behavior)
+    flat = [torch.from_numpy(np.concatenate(rows).astype(np.float64)) for rows in (
+        [(e + d).astype(np.float64) - e for e, d in zip(engine, drifts, strict=True)],
+        [np.full(len(e), a) for e, a in zip(engine, advantages, strict=True)],
+        engine,
+    )]  # fmt: skip
+    starts = np.cumsum([0, *map(len, engine)])
+    totals = {}
+    for name in naive.NAMED:
+        objective = build_objective(name).resolve(*flat)
+        total = torch.zeros(1 + starts[-1], dtype=torch.float64)
+        for pack, b, p in zip(packs, behavior, policy, strict=True):
+            layout = SequenceLayout(
+                pack.lengths, pack.response_mask, cp_rank=topology.cp_rank,
+                cp_size=topology.cp_size, cp_group=topology.cp_group,
+            )  # fmt: skip
+            nan = torch.full_like(p, math.nan).double()
+            x = layout.shard(torch.where(pack.response_mask, p.double(), nan)).requires_grad_()
+            before = layout.shard(b.double())
+            result = objective(
+                TokenInputs(x, before, layout.shard(pack.advantages_per_token().double()), before),
+                layout=layout,
+                denominators=minibatch.denominators,
+            )
+            result.loss.sum().backward()
+            total[0] += result.loss.detach().sum()
+            gradient = layout.gather(x.grad) / topology.cp_size
+            parts = zip(
+                pack.rollout_indices, gradient.split(list(pack.lengths)),
+                pack.response_mask.split(list(pack.lengths)), strict=True,
+            )  # fmt: skip
+            for index, part, mask in parts:
+                if index >= 0:
+                    where = slice(1 + starts[index], 1 + starts[index + 1])
+                    total[where] = part[mask]
+        totals[name] = total
+    return totals
+
+
+def check_packs(packs, behavior):
+    """Each label on the mask is a token of the policy, with its own log-prob."""
+    for pack, logprobs in zip(packs, behavior, strict=True):
+        assert (pack.labels[pack.response_mask] < OBSERVED_FROM).all()
+        assert torch.equal(logprobs, pack.rollout_logprobs)
+        assert not logprobs[~pack.response_mask].any()
+    assert any((pack.labels[~pack.response_mask] >= OBSERVED_FROM).any() for pack in packs)
+
+
+def expected(seed):
+    """The same by double loops over the sampled tokens alone."""
+    rollouts, drifts, advantages = conversations(seed)
+    responses = []
+    for rollout, drift, advantage in zip(rollouts, drifts, advantages, strict=True):
+        engine = np.asarray(rollout.response.rollout_logprobs)
+        now = (engine + drift).astype(np.float64)
+        responses.append({
+            "log_ratios": (now - engine).tolist(), "logprobs": now.tolist(),
+            "advantages": [float(advantage)] * len(engine), "gaps": [0.0] * len(engine),
+        })  # fmt: skip
+    results = {}
+    for name, spec in naive.NAMED.items():
+        loss, gradients, _ = naive.evaluate(spec, responses)
+        results[name] = [loss, *(value for row in gradients for value in row)]
+    return results
+
+
+def assert_same(totals, wanted):
+    for name, values in wanted.items():
+        np.testing.assert_allclose(totals[name], values, rtol=1e-9, atol=1e-13, err_msg=name)
+
+
+def assert_correct():
+    """What must hold of a correct package, and must break under every mistake below."""
+    assert max(exact_gradients(ConversationTree(turns=2, seed=1)).values()) < 1e-10
+    assert_same(run(1, Topology.single()), expected(1))
+
+
+def test_objectives_equal_loops_over_the_sampled_tokens():
+    assert_correct()
+
+
+MISTAKES = {
+    "observations are trained": (
+        packing.build_pack, "mask[answer] = response.own", "mask[answer] = True"
+    ),
+    "observations count in t": (
+        SequenceLayout._counts,
+        "running[self.local_index + 1] - before[ids], length[ids]",
+        "self.offsets + 1, length[ids]",
+    ),
+    "observations count in L": (
+        SequenceLayout._counts,
+        "length[ids]",
+        "self._to_device(self._host_lengths)[ids]",
+    ),
+    "observations count in the denominator": (
+        packing.plan_minibatches,
+        "rollouts[i].response.length",
+        "len(rollouts[i].response.token_ids)",
+    ),
+    "log-probs are shifted by an observation": (
+        packing.scatter_to_packs,
+        "values[pack.response_mask] =",
+        "values[pack.response_mask.roll(1)] =",
+    ),
+    "the engine's log-probs are shifted by an observation": (
+        packing.build_pack,
+        "logprobs[answer][response.own] =",
+        "logprobs[answer][: response.length] =",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_caught(mistake):
+    with mutated(*MISTAKES[mistake]), pytest.raises((AssertionError, ValueError)):
+        assert_correct()
+
+
+def test_values_of_conversations_come_back_to_their_rollouts():
+    rollouts, _, advantages = conversations(2)
+    (minibatch,) = plan_minibatches(
+        rollouts, torch.from_numpy(advantages), minibatches=1, tokens_per_micro_batch=160,
+        topology=Topology.single(), sequence_parallel=False,
+    )  # fmt: skip
+    packs = minibatch.micro_batches
+    rows = gather_by_rollout(
+        packs, [pack.rollout_logprobs for pack in packs], count=len(rollouts),
+        topology=Topology.single(),
+    )  # fmt: skip
+    for row, rollout in zip(rows, rollouts, strict=True):
+        assert np.array_equal(row, rollout.response.rollout_logprobs)
+        assert len(row) == rollout.response.length < len(rollout.response.token_ids) + 1
+    assert minibatch.denominators.tokens == sum(map(len, rows))
+
+
+def on_rank(rank, world_size):
+    """Loss and gradients of every objective on data times context parallelism, 8 x 1 to 1 x 8."""
+    results = {}
+    for cp_size in (1, 2, 4, 8):
+        dp_size = world_size // cp_size
+        along = [dist.new_group([*range(start, start + cp_size)])
+                 for start in range(0, world_size, cp_size)]  # fmt: skip
+        topology = Topology(
+            world_size=world_size, rank=rank, dp_size=dp_size, dp_rank=rank // cp_size,
+            cp_size=cp_size, cp_rank=rank % cp_size, cp_group=along[rank // cp_size],
+        )  # fmt: skip
+        totals = run(3, topology)
+        together = torch.cat(list(totals.values()))
+        dist.all_reduce(together)
+        parts = together.split([len(total) for total in totals.values()])
+        results[cp_size] = {name: part.numpy() for name, part in zip(totals, parts, strict=True)}
+    return results if rank == 0 else None
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4, 8])
+def test_layouts_do_not_matter(cp_size):
+    assert_same(all_results()[0]["conversations"][cp_size], expected(3))
