@@ -8,6 +8,7 @@ from megatron_rl.environments.interface import (
     InfrastructureError,
 )
 from megatron_rl.environments.pool import EnvironmentPool
+from megatron_rl.environments.tools import ToolEnvironment
 
 __all__ = [
     "Answer",
@@ -16,4 +17,5 @@ __all__ = [
     "EnvironmentFailure",
     "EnvironmentPool",
     "InfrastructureError",
+    "ToolEnvironment",
 ]

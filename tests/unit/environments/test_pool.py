@@ -21,13 +21,13 @@ SHORT, LONG = 3.0, 60.0  # seconds; nothing that answers at all comes near the f
 class Talk:
     """Runs conversations of given turns to their ends, each as fast as its answers arrive."""
 
-    def __init__(self, pool):
-        self.pool = pool
+    def __init__(self, pool, *, row=None):
+        self.pool, self.row = pool, row
 
     def __call__(self, scripts):
         """Return the answers of each conversation."""
         for place in range(len(scripts)):
-            self.pool.begin(place, f'{{"name": "row{place}"}}', place + 10)
+            self.pool.begin(place, self.row or f'{{"name": "row{place}"}}', place + 10)
             self.pool.send(place, scripts[place][0])
         answers, open_ = [[] for _ in scripts], set(range(len(scripts)))
         deadline = time.monotonic() + 120

@@ -1,0 +1,210 @@
+"""Tools: schemas as transformers makes them, calls as vLLM parses them, errors that are answers."""
+
+import asyncio
+import json
+
+import pytest
+
+from megatron_rl.environments.call_formats import PARSERS, parse_hermes, parse_llama3_json
+from megatron_rl.environments.interface import Answer, BrokenEnvironmentError, InfrastructureError
+from megatron_rl.environments.pool import EnvironmentPool
+from megatron_rl.environments.tools import MAX_CALLS, Tool, ToolEnvironment
+from megatron_rl.errors import UserError
+from tests.unit.environments.shop import Graded, Shop, price, stock
+from tests.unit.environments.test_pool import Talk
+
+ROW = {"prices": {"pear": 2.0}, "answer": "4"}
+
+
+def call(name, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def step(message, environment=Shop):
+    return asyncio.run(environment(ROW, 1).step(message))
+
+
+def tool(name, content):
+    return {"role": "tool", "name": name, "content": content}
+
+
+def test_schemas_are_those_of_transformers():
+    from transformers.utils import get_json_schema
+
+    def without_row(item: str, count: int = 1): ...
+
+    without_row.__name__, without_row.__doc__ = "price", price.__doc__
+    # transformers' type in parentheses is part of its pattern for the argument's name
+    without_row.__doc__ = without_row.__doc__.replace(" (int)", "")
+    expected = get_json_schema(without_row)
+    assert Tool(price).schema == expected
+    assert Tool(price).schema["function"]["parameters"]["properties"]["item"] == {
+        "type": "string",
+        "description": "The name of the item, in lower case: as the customer wrote it.",
+    }
+    (ours, theirs) = (one["function"] for one in (Tool(stock).schema, get_json_schema(stock)))
+    assert ours["description"] == theirs["description"]
+    assert ours["parameters"]["required"] == theirs["parameters"]["required"]
+    properties = ours["parameters"]["properties"]
+    assert properties["unit"] == theirs["parameters"]["properties"]["unit"]
+    # JSON Schema's own form in place of OpenAPI's `nullable`
+    assert properties["sizes"]["anyOf"] == [
+        {"type": "array", "items": {"type": "integer"}}, {"type": "null"}
+    ]  # fmt: skip
+
+
+TEXTS = [
+    "plain", "", "{", "}{", "so \\boxed{4}.", call("price", item="pear"),
+    "I look. " + call("a") + call("b", x=[1]), "<tool_call></tool_call>",
+    '<tool_call>{"name": "a", "arguments": {"x": {"y": "}"}}}', '{"name": "a", "parameters": {}}',
+    '{"name": "a", "arguments": {"x": "{"}}; {"name": "b", "parameters": {"y": 2}}',
+    'text {"name": "a", "parameters": {"é": "\\ud83d"}} more', '{"name": "a"}', "[1, {}]",
+    '{"name": "a", "parameters": {}} and {then', "<tool_call>1</tool_call>",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(PARSERS))
+def test_calls_are_those_that_vllm_parses(name):
+    from vllm.tool_parsers import ToolParserManager
+
+    class Tokenizer:  # vLLM's parsers only look up their special token
+        def get_vocab(self):
+            return {"<|python_tag|>": 1}
+
+    for text in TEXTS:
+        parser = ToolParserManager.get_tool_parser(name)(Tokenizer())
+        found = parser.extract_tool_calls(text, None)
+        theirs = [(c.function.name, json.loads(c.function.arguments)) for c in found.tool_calls]
+        ours = PARSERS[name](text)
+        # What vLLM hands on as text because a call is wrong is an error that the policy reads.
+        assert [(c.name, c.arguments) for c in ours if not c.problem] == theirs, text
+        if name == "llama3_json":
+            assert not any(c.problem for c in ours)
+
+
+def test_wrong_calls_are_problems_in_one_format_and_text_in_the_other():
+    assert [c.problem for c in parse_hermes("<tool_call>{'a'</tool_call>")] == [
+        "the call is not valid JSON: Expecting property name enclosed in double quotes: "
+        "line 1 column 2 (char 1)"
+    ]
+    deep = "<tool_call>" + "[" * 100_000
+    assert parse_hermes(deep)[0].problem in (
+        "the call is nested too deep", "the call is not valid JSON: Expecting value: line 1 column "
+        "100001 (char 100000)")  # fmt: skip
+    assert parse_llama3_json("so \\boxed{4}") == []
+    assert parse_llama3_json('{"a":' * 100_000) == []
+
+
+def test_a_call_is_answered_and_the_final_turn_is_graded():
+    assert step(call("price", item="pear", count=2)) == Answer([tool("price", "4.0")])
+    assert step(call("stock", item="x", sizes=[1])).observation == [
+        tool("stock", '{"item": "x", "unit": "piece", "sizes": [1]}')
+    ]
+    assert step("It is 4") == Answer(reward=1.0, done=True, reason="answered")
+    assert step("It is 5") == Answer(reward=0.0, done=True, reason="answered")
+    assert step("4", Graded) == Answer(reward=None, done=True, reason="answered")
+    llama = '{"name": "price", "parameters": {"item": "pear"}}'
+    assert step(llama, Graded) == Answer([tool("price", "2.0")])
+    both = call("price", item="pear") + call("price", item="pear", count=3)
+    assert [one["content"] for one in step(both).observation] == ["2.0", "6.0"]
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        (call("cost", item="pear"), "error: no tool is named cost; there are: price, stock, order"),
+        (call("price"), "error: item: Field required"),
+        (
+            call("price", item="pear", count="two"),
+            "error: count: Input should be a valid integer, unable to parse string as an integer",
+        ),
+        (call("price", item="pear", row={}), "error: row: Extra inputs are not permitted"),
+        (call("price", item="kiwi"), "error: KeyError: 'kiwi'"),
+        (call("stock", item="x", unit="kg"), "error: unit: Input should be 'piece' or 'box'"),
+        ('<tool_call>{"name": 1}', 'error: a call needs "name", a text, and "arguments", an'),
+    ],
+)
+def test_errors_of_a_call_are_what_the_policy_reads(message, error):
+    (answer,) = step(message).observation
+    assert answer["role"] == "tool"
+    assert answer["content"].startswith(error)
+
+
+def test_many_calls_and_long_results_are_cut():
+    contents = [one["content"] for one in step(call("price", item="pear") * 40).observation]
+    assert contents == ["2.0"] * MAX_CALLS + [f"error: more than {MAX_CALLS} calls"]
+    (answer,) = step(call("order", what="long")).observation
+    assert answer["content"] == "z" * 8000 + " [cut: 10,000,000 characters]"
+
+
+def test_lost_infrastructure_is_not_an_answer():
+    with pytest.raises(InfrastructureError):
+        step(call("order", what="lose"))
+
+
+def test_in_a_pool_a_hung_tool_is_answered_and_the_conversation_goes_on():
+    hang = [call("order", what="hang"), call("order", what="pears"), "4"]
+    die = [call("order", what="die")]
+    name = "tests.unit.environments.shop:Shop"
+    with EnvironmentPool(name, workers=1, time_limit_seconds=3.0, on_error="zero") as pool:
+        pool.start()
+        assert [one["function"]["name"] for one in pool.tools] == ["price", "stock", "order"]
+        row = json.dumps(ROW)
+        answers = Talk(pool, row=row)([hang, die, [call("price", item="pear"), "4"]])
+    assert answers[0] == [
+        Answer([tool("order", "error: timed out")]),
+        Answer([tool("order", "ordered pears ?")]),
+        Answer(reward=1.0, done=True, reason="answered"),
+    ]
+    assert answers[1][0].kind == "failed"
+    assert answers[2][0] == Answer([tool("price", "2.0")])
+    assert answers[2][1].reward == 1.0
+
+
+def no_type(x):
+    """Do it.
+
+    Args:
+        x: A number.
+    """
+
+
+def no_docstring(x: int): ...
+
+
+def no_description(x: int):
+    """Do it."""
+
+
+def by_position(x: int, /):
+    """Do it.
+
+    Args:
+        x: A number.
+    """
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (no_type, "tool no_type: parameter x has no type; annotate it, as x: int"),
+        (no_docstring, "tool no_docstring has no docstring; the policy reads it"),
+        (no_description, "its docstring does not describe x; add a line `x: description`"),
+        (by_position, "parameter x: int cannot be passed by name"),
+    ],
+)
+def test_a_tool_that_the_policy_could_not_use_is_refused(function, words):
+    class Environment(ToolEnvironment):
+        tools = (function,)
+
+    with pytest.raises(UserError, match=words):
+        Environment.describe_tools()
+
+
+def test_it_is_refused_before_the_first_conversation():
+    name = "tests.unit.environments.shop:Undescribed"
+    with (
+        EnvironmentPool(name, workers=1, time_limit_seconds=60.0) as pool,
+        pytest.raises(BrokenEnvironmentError, match="does not describe x"),
+    ):
+        pool.start()
