@@ -24,6 +24,7 @@ REQUIREMENTS = [
     "pyyaml",
     "rich",
     "safetensors>=0.4",
+    "scipy>=1.14",  # exact tests and Student's t in the tables of `megatron-rl study`
     "tensorboard",
     "tokenizers",
     "torch>=2.9",
@@ -44,7 +45,6 @@ DEVELOPMENT = [
     "pytest>=8",
     "pytest-xdist>=3.7",
     "ruff==0.17.5",
-    "scipy>=1.14",  # exact tests, of what docs/results.md says
     "types-PyYAML",
 ]
 

@@ -34,7 +34,7 @@ def make_run(
     )
     config = {
         "seed": seed, "run": {"name": folder.name, "dir": str(folder.parent)}, "objective": wide,
-        "model": {"path": "a model"}, "trainer": {"epochs": EPOCHS},
+        "model": {"path": "a model"}, "trainer": {"epochs": EPOCHS, "minibatches": 4},
     } | settings  # fmt: skip
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     rows = [{"step": 0} | {f"eval/{name}/avg@8": draw.uniform(0.2, 0.4) for name in sets}]

@@ -138,7 +138,7 @@ install_optional() {
 }
 
 install_launcher() {
-    step "${NEMO_RUN[0]}" install "${NEMO_RUN[@]}" "pyarrow>=15" "pydantic>=2.7" pyyaml \
+    step "${NEMO_RUN[0]}" install "${NEMO_RUN[@]}" "pyarrow>=15" "pydantic>=2.7" pyyaml "scipy>=1.14" \
         "setuptools>=68" wheel
     step "megatron_rl, editable, without its requirements" \
         install --no-deps --no-build-isolation --editable "$ROOT"

@@ -11,7 +11,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from megatron_rl.apps.study.summary import paired_interval
+from megatron_rl.apps.study.statistics import paired_interval
 
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER))

@@ -1,5 +1,6 @@
 """The runs of reuse.parquet and tolerances.parquet, and what is compared of each."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,12 +8,19 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from megatron_rl.apps.study.summary import has_run_away, macro_score
+from megatron_rl.apps.study.summary import macro_score
 
 FOLDER = Path(__file__).parent
 
 # Names under which the runs were made and stored, and what they are called since.
 RENAMED = {"gspo_lopsided": "gspo_tight_low", "lopsided": "pnpo_tight_low"}
+
+# This study's definition of a runaway (results.md, Method): the spread of log w_t exceeds 0.2 in
+# some step, and the mean reward of one of the next three batches is 0.1 or more below the best.
+SPREAD = "ratio/prefix_mean_log_std"
+RUNAWAY_SPREAD = 0.2
+RUNAWAY_FALL = 0.1
+RUNAWAY_STEPS = 3
 
 Point = tuple[
     str, ...
@@ -27,8 +35,22 @@ class Run:
         scores = [score for row in rows if (score := macro_score(row)) is not None]
         self.score = 100 * scores[-1]
         self.reward = 100 * statistics.fmean(row["reward/mean"] for row in self.rows)
-        self.spread = max(row["ratio/prefix_mean_log_std"] for row in self.rows)
+        self.spread = max(row[SPREAD] for row in self.rows)
         self.ran_away = has_run_away(self.rows)
+
+
+def has_run_away(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether the run has run away, as defined at the top of this file."""
+    trained = [row for row in rows if row.get("reward/mean") is not None]
+    best = -math.inf
+    for index, row in enumerate(trained):
+        best = max(best, row["reward/mean"])
+        after = trained[index + 1 : index + 1 + RUNAWAY_STEPS]
+        if (row.get(SPREAD) or 0.0) > RUNAWAY_SPREAD and any(
+            later["reward/mean"] <= best - RUNAWAY_FALL for later in after
+        ):
+            return True
+    return False
 
 
 def read_runs(study: str, axes: Sequence[str]) -> dict[Point, dict[int, Run]]:

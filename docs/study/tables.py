@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_rl.apps.study.statistics import paired_interval
 from megatron_rl.apps.study.study_plan import PlannedRun, load_study
-from megatron_rl.apps.study.summary import paired_interval
 
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER))

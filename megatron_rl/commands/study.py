@@ -87,6 +87,7 @@ def _echo(text: str) -> None:
 
 
 def _write(study: Any, axis: str) -> tuple[str, list[Any]]:
+    from megatron_rl.apps.study.contrasts import ContrastTables
     from megatron_rl.apps.study.results import write_results
     from megatron_rl.apps.study.summary import find_outcome, summarise
     from megatron_rl.runs.files import write_atomically
@@ -94,6 +95,12 @@ def _write(study: Any, axis: str) -> tuple[str, list[Any]]:
     states = write_results(study)
     outcomes = [outcome for state in states if (outcome := find_outcome(state))]
     text = summarise(outcomes, axis, first=str(next(iter(study.file.axes[axis]))))
+    if study.contrasts is not None:
+        text += "\n" + ContrastTables(study.contrasts, outcomes).render()
+    done, settings = sum(state.state == "done" for state in states), " ".join(study.overrides)
+    text += f"\nPlan: SHA-256 {study.digest} of the study file"
+    text += f", with {settings}" if settings else ""
+    text += f"; {done} of {len(states)} runs are done.\n"
     if study.folder.is_dir():
         write_atomically(study.folder / "summary.md", text)
     return text, states

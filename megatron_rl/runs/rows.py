@@ -11,6 +11,11 @@ PHASES = (
     "checkpoint",
 )  # fmt: skip  # of `time/`; they add up to `time/step`
 
+# Cost of a rollout batch in epochs of training: the paper's 510 and 283 s for a step of four epochs
+# and of one are c + 4 and c + 1 epochs.
+ROLLOUT_COST = 2.7
+ROLLOUT_COST_METADATA = "rollout_cost"  # of a study's results.parquet
+
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Read all complete rows of a run directory; an incomplete last line is ignored."""

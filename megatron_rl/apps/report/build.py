@@ -196,7 +196,7 @@ def _run(run: Run, scores: Sequence[str], threshold: float | None, *, of: int) -
     scored = {i for i, row in enumerate(run.rows) if any(key in row for key in scores)}
     kept = sorted(scored | set(spread_out(range(len(run.rows)), most=max_rows)))
     rows = [run.rows[i] for i in kept]
-    spent = progress(run.rows)
+    spent = progress(run, run.rows)
     seconds = {phase: sum(row.get(f"time/{phase}") or 0.0 for row in run.rows) for phase in PHASES}
     return {
         "name": run.name,

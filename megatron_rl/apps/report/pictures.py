@@ -12,7 +12,8 @@ Data = Mapping[str, Any]
 COLORS = ("#2f6db3", "#d9822b", "#2e9268", "#b3477d", "#7457b0", "#7a838f", "#b29500", "#2b9db0",
           "#9a5b3f", "#5b6770", "#d1495b", "#4d7c0f", "#17365d", "#d67ab1")  # fmt: skip
 SPENT = {"hours": "wall time (h)", "batches": "rollout batches", "tokens": "generated tokens",
-         "updates": "optimizer updates"}  # fmt: skip
+         "updates": "optimizer updates", "simulated": "simulated time (epochs)"}  # fmt: skip
+COMPARED = ("updates", "tokens", "simulated")  # on which reuse and no reuse are compared
 SCALES = {"local": r"local $\ell_t$", "cumulative": r"cumulative $S_t$",
           "sequence": r"sequence $S_L/L$", "prefix": r"prefix $S_t/t = \log w_t$"}  # fmt: skip
 
@@ -70,6 +71,24 @@ def _draw_learning(figure: Any, data: Data) -> bool:
     return True
 
 
+def _draw_costs(figure: Any, data: Data) -> bool:
+    if not any(run["steps"] for run in data["runs"]):
+        return False
+    has_scores = any(run["scores"] for run in data["runs"])
+    axes = figure.subplots(1 + has_scores, len(COMPARED), sharey="row", squeeze=False)
+    rows = [(_macro, "Held-out score (%)", "o")] * has_scores
+    rows.append((lambda run: run["smooth"], "Mean reward, smoothed", ""))
+    for row, (read, title, marker) in zip(axes, rows, strict=True):
+        for axis, unit in zip(row, COMPARED, strict=True):
+            for place, group in enumerate(data["groups"]):
+                runs = [data["runs"][index] for index in group["runs"]]
+                _band(axis, runs, read, color=COLORS[place % len(COLORS)], label=group["label"],
+                      marker=marker, unit=unit)  # fmt: skip
+            dress(axis, title, SPENT[unit])
+    _legend(axes[0][0], data)
+    return True
+
+
 def _macro(run: Data) -> list[float | None]:
     columns = list(run["scores"].values())
     rows = zip(*columns, strict=True) if columns else ((None,) for _ in run["reward"])
@@ -79,19 +98,25 @@ def _macro(run: Data) -> list[float | None]:
 def _band(
     axis: Any, runs: Sequence[Data], read: Callable[[Data], Sequence[float | None]], *,
     color: str, label: str | None = None, marker: str = "", alpha: float = 1.0, fill: bool = True,
+    unit: str = "batches",
 ) -> None:  # fmt: skip
-    """Plot the mean over runs at each rollout batch, with a band from minimum to maximum."""
-    table: dict[int, list[float]] = {}
+    """Plot the mean over runs after each rollout batch, with a band from minimum to maximum.
+
+    unit: the cost on the x-axis, as a mean over these runs.
+    """
+    table: dict[int, list[tuple[float, float]]] = {}
     for run in runs:
-        for batch, value in zip(run["spent"]["batches"], read(run), strict=True):
+        spent = run["spent"]
+        for batch, cost, value in zip(spent["batches"], spent[unit], read(run), strict=True):
             if value is not None:
-                table.setdefault(batch, []).append(value)
-    steps = sorted(table)
-    means = [fmean(table[step]) for step in steps]
-    axis.plot(steps, means, color=color, label=label, marker=marker, markersize=4, alpha=alpha)
+                table.setdefault(batch, []).append((cost, value))
+    columns = [tuple(zip(*table[step], strict=True)) for step in sorted(table)]
+    places = [fmean(costs) for costs, _ in columns]
+    means = [fmean(values) for _, values in columns]
+    axis.plot(places, means, color=color, label=label, marker=marker, markersize=4, alpha=alpha)
     if fill and len(runs) > 1:
-        low, high = [min(table[s]) for s in steps], [max(table[s]) for s in steps]
-        axis.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
+        low, high = [min(values) for _, values in columns], [max(values) for _, values in columns]
+        axis.fill_between(places, low, high, color=color, alpha=0.15, linewidth=0)
 
 
 def _draw_time(figure: Any, data: Data) -> bool:
@@ -100,7 +125,9 @@ def _draw_time(figure: Any, data: Data) -> bool:
     reached = [run["passage"]["hours"] for run in data["runs"] if run["passage"]]
     minutes = max(reached, default=0) < 2
     figure.suptitle(f"Cost until the smoothed reward first reached {data['threshold']:g}")
-    for axis, (unit, title) in zip(figure.subplots(1, 4, sharey=True), SPENT.items(), strict=True):
+    for axis, (unit, title) in zip(
+        figure.subplots(1, len(SPENT), sharey=True), SPENT.items(), strict=True
+    ):
         for place, group in enumerate(data["groups"]):
             passages = [data["runs"][index]["passage"] for index in group["runs"]]
             scale = 60 if minutes and unit == "hours" else 1
@@ -176,7 +203,8 @@ def _draw_seconds(figure: Any, data: Data) -> bool:
 # Width, height, and additional height per line after the fourth.
 _PICTURES: dict[str, tuple[tuple[float, float, float], Callable[[Any, Data], bool]]] = {
     "learning": ((11, 4, 0), _draw_learning),
-    "time_to_reward": ((12, 2.8, 0.25), _draw_time),
+    "costs": ((13, 6.5, 0), _draw_costs),
+    "time_to_reward": ((14, 2.8, 0.25), _draw_time),
     "log_ratios": ((14, 3.6, 0), _draw_ratios),
     "gate": ((11, 3.8, 0), _draw_gate),
     "seconds": ((11, 2.8, 0.25), _draw_seconds),

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from megatron_rl.errors import UserError
-from megatron_rl.runs.rows import read_metrics
+from megatron_rl.runs.rows import ROLLOUT_COST, ROLLOUT_COST_METADATA, read_metrics
 
 # Settings that may differ within a group: the seed, and settings that do not affect results.
 IGNORED_SETTINGS = (
@@ -33,6 +33,7 @@ class Run:
     config: dict[str, Any]
     rows: list[dict[str, Any]]  # of metrics.jsonl, by step
     axes: dict[str, str] = field(default_factory=dict)  # its values of the study's axes
+    rollout_cost: float = ROLLOUT_COST  # its study's, in epochs
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -74,13 +75,15 @@ def find_runs(paths: Iterable[str | Path]) -> list[Run]:
         folders |= dict.fromkeys(folder.resolve() for folder in inside)
     studies = {folder.parents[1] for folder in folders if folder.parent.name == "runs"}
     axes = {folder: place for study in studies for folder, place in _axes(study, folders).items()}
+    costs = {study: _rollout_cost(study) for study in studies}
     names = [folder.name for folder in folders]
     runs = []
     for folder in folders:
         shared = names.count(folder.name) > 1
         name = f"{folder.parent.name}/{folder.name}" if shared else folder.name
         config = _read_config(folder / "config.yaml")
-        runs.append(Run(folder, name, config, read_metrics(folder), axes.get(folder, {})))
+        cost = costs.get(folder.parents[1], ROLLOUT_COST)
+        runs.append(Run(folder, name, config, read_metrics(folder), axes.get(folder, {}), cost))
     recorded = [run for run in runs if run.rows]
     if not recorded:
         raise UserError(f"{', '.join(names)}: nothing is recorded in metrics.jsonl yet")
@@ -117,6 +120,13 @@ def _axes(study: Path, folders: Iterable[Path]) -> dict[Path, dict[str, str]]:
             axes[folder] = dict(zip(names, values, strict=True))
     rows = pq.read_table(file, columns=["run", *names]).to_pylist()
     return axes | {(study / "runs" / row.pop("run")).resolve(): row for row in rows}
+
+
+def _rollout_cost(study: Path) -> float:
+    """Read a rollout batch's cost from a study's results.parquet; the default without one."""
+    file = study / "results.parquet"
+    described = (pq.read_schema(file).metadata if file.is_file() else None) or {}
+    return float(described.get(ROLLOUT_COST_METADATA.encode(), ROLLOUT_COST))
 
 
 def group_runs(runs: Sequence[Run]) -> list[RunGroup]:

@@ -1,5 +1,6 @@
 """Series over a run: smoothed rewards, cumulative cost, best scores and time to a reward."""
 
+import itertools
 import math
 import re
 import statistics
@@ -32,8 +33,12 @@ def centered_mean(values: Sequence[float | None], *, window: int = WINDOW) -> li
     return smooth
 
 
-def progress(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Return the cost up to each row: rollout batches, hours, generated tokens and updates."""
+def progress(run: Run, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Return the cost up to each row: rollout batches, hours, tokens, updates and simulated time.
+
+    Simulated time is in epochs of training: the study's cost of each rollout batch, plus the
+    epochs. Unlike hours it does not depend on how busy the machine was.
+    """
     spent: dict[str, list[float]] = {"batches": [row["step"] for row in rows]}
     for name, (key, unit) in COSTS.items():
         total, column = 0.0, []
@@ -41,13 +46,19 @@ def progress(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
             total += (row.get(key) or 0.0) * unit
             column.append(total)
         spent[name] = column
+    per_epoch = run.config.get("trainer", {}).get("minibatches", 1)
+    batches = itertools.accumulate(bool(row.get("rollout/tokens")) for row in rows)
+    spent["simulated"] = [
+        run.rollout_cost * batch + updates / per_epoch
+        for batch, updates in zip(batches, spent["updates"], strict=True)
+    ]
     return spent
 
 
 def first_passage(run: Run, threshold: float) -> dict[str, float] | None:
     """Return the cost when the smoothed reward first reached the threshold; None if never."""
     smooth = centered_mean([row["reward/mean"] for row in run.steps])
-    spent = progress(run.steps)
+    spent = progress(run, run.steps)
     for index, value in enumerate(smooth):
         if value is not None and value >= threshold:
             return {name: column[index] for name, column in spent.items()}

@@ -28,8 +28,10 @@ import pyarrow.parquet as pq
 from megatron_rl.apps.study.state import RunState, read_state
 from megatron_rl.apps.study.study_plan import Study
 from megatron_rl.runs.files import written_whole
+from megatron_rl.runs.rows import ROLLOUT_COST_METADATA as COST
 
 RESULTS = "results.parquet"
+PLAN = "plan"  # metadata of the file: digest of the study file
 
 
 def build_results(states: Sequence[RunState]) -> pa.Table:
@@ -47,7 +49,11 @@ def write_results(study: Study) -> list[RunState]:
     states = [read_state(run) for run in study.runs]
     if any(state.rows for state in states):
         with written_whole(study.folder / RESULTS) as partial:
-            pq.write_table(build_results(states), partial, compression="zstd")
+            table = build_results(states)
+            # For the report, and to find the plan of a table that was copied.
+            described = {PLAN: study.digest, COST: f"{study.file.rollout_cost:g}"}
+            table = table.replace_schema_metadata(described)
+            pq.write_table(table, partial, compression="zstd")
     return states
 
 

@@ -12,6 +12,7 @@
     seeds: [1, 2, 3]
     cells:                     # points to run, in this order; null: all points
       - {length: 62, objective: [pnpo, gspo], seeds: [1, 2]}
+    contrasts: {...}           # primary contrasts: see contrast_plan.py
 
 Runs with the same seed are paired: they start from the same model, use the same prompts in the same
 order, and sample with the same seeds.
@@ -24,12 +25,13 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError
 
+from megatron_rl.apps.study.contrast_plan import ContrastPlan, ContrastSection, plan_contrasts
 from megatron_rl.apps.tasks.settings import TaskSettings
 from megatron_rl.config import (
     Config,
@@ -45,6 +47,7 @@ from megatron_rl.config import (
     with_absolute_paths,
 )
 from megatron_rl.config.sections import Count, Name
+from megatron_rl.runs.rows import ROLLOUT_COST
 
 PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._]*\Z")
 NOT_THE_EXPERIMENT = ("run", "logging")  # sections that do not affect results
@@ -72,6 +75,10 @@ class StudyFile(Section):
     values."""
     side_by_side: Count = 1
     """Maximum number of concurrent runs."""
+    contrasts: ContrastSection | None = None
+    """Primary contrasts, declared before any run; none by default."""
+    rollout_cost: float = Field(default=ROLLOUT_COST, gt=0)
+    """Cost of a rollout batch in epochs of training, for simulated time in the figures."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,9 @@ class Study:
 
     file: StudyFile
     runs: list[PlannedRun]
+    contrasts: ContrastPlan | None = None
+    digest: str = ""  # of the file's bytes: the first 12 digits that sha256sum prints
+    overrides: tuple[str, ...] = ()  # settings of every run that the file does not contain
 
     @property
     def folder(self) -> Path:
@@ -113,7 +123,9 @@ def load_study(path: str | Path, overrides: list[str]) -> Study:
     except ValidationError as error:
         problems = "\n  ".join(explain(error, StudyFile))
         raise ConfigError(f"wrong study file {path}:\n  {problems}") from None
-    return plan_study(file, overrides)
+    study = plan_study(file, overrides)
+    digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
+    return replace(study, digest=digest, overrides=tuple(overrides))
 
 
 def plan_study(file: StudyFile, overrides: list[str]) -> Study:
@@ -149,7 +161,12 @@ def plan_study(file: StudyFile, overrides: list[str]) -> Study:
         except ConfigError as error:
             raise ConfigError(f"run {name}: {error}") from None
         runs.setdefault(name, PlannedRun(name, point, seed, config, config_digest(config)))
-    return Study(file, list(runs.values()))
+    contrasts = None
+    if file.contrasts is not None:
+        values_of = {axis: list(values) for axis, values in axes.items()}
+        planned = {(tuple(sorted(run.point.items())), run.seed) for run in runs.values()}
+        contrasts = plan_contrasts(file.contrasts, values_of, planned)
+    return Study(file, list(runs.values()), contrasts)
 
 
 def _check_tasks(file: StudyFile) -> None:

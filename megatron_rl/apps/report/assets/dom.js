@@ -44,6 +44,7 @@ const UNITS = {
   hours: { title: "hours", format: duration },
   tokens: { title: "generated tokens", format: (n) => (n < 1e6 ? count(n) : `${show(n / 1e6)} M`) },
   updates: { title: "optimizer updates", format: count },
+  simulated: { title: "simulated time (epochs)", format: count },
 };
 
 const finite = (values) => values.filter((value) => value != null && Number.isFinite(value));

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from megatron_rl.apps.report.build import collect, write_report
 from megatron_rl.apps.report.runs import find_runs, group_runs
@@ -36,6 +37,10 @@ def data(study):
 
 def raw(study, name):
     return [json.loads(line) for line in (study / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def run_minibatches(study, name):
+    return yaml.safe_load((study / name / "config.yaml").read_text())["trainer"]["minibatches"]
 
 
 def column(rows, key):
@@ -169,6 +174,8 @@ def test_curves_and_first_passage(study, data):
             "tokens": np.nan_to_num(column(rows, "rollout/tokens")).cumsum(),
             "updates": np.nan_to_num(column(rows, "train/updates")).cumsum(),
         }
+        per_epoch = run_minibatches(study, run["name"])
+        spent["simulated"] = 2.7 * np.arange(len(rows)) + spent["updates"] / per_epoch
         for name, want in spent.items():
             np.testing.assert_allclose(run["spent"][name], want, rtol=1e-12)
         above = np.flatnonzero(np.nan_to_num(smooth) >= 0.45)
@@ -262,12 +269,27 @@ def test_gate_by_position_matches_the_metrics(study, data):
                         assert gate["each"][place][name][epoch][tenth] == pytest.approx(own)
 
 
+def test_simulated_time_has_its_study_s_cost_of_a_rollout_batch(tmp_path):
+    make_run(tmp_path / "runs" / "pnpo-seed1", steps=3)
+    make_run(tmp_path / "other", steps=3)
+    row = pa.table({"run": ["pnpo-seed1"], "axis/objective": ["pnpo"]})
+    row = row.replace_schema_metadata({"rollout_cost": "10"})
+    pq.write_table(row, tmp_path / "results.parquet")
+    for folder, cost in (("runs", 10), ("other", 2.7)):
+        (run,) = collect(group_runs(find_runs([tmp_path / folder])), threshold=None, megabytes=0)[
+            "runs"
+        ]
+        # Four epochs per rollout batch, and none for the evaluation before training.
+        expected = [step * (cost + EPOCHS) for step in range(4)]
+        assert run["spent"]["simulated"] == pytest.approx(expected)
+
+
 def test_write_report_writes_to_the_output_folder(study, tmp_path):
     written = write_report([study / "pnpo-1"], bundle=True)
     assert {path.parent for path in written} == {study / "pnpo-1"}
     assert {path.name for path in written} == {
-        "report.html", "learning.png", "time_to_reward.png", "log_ratios.png", "gate.png",
-        "seconds.png", "report.zip",
+        "report.html", "learning.png", "costs.png", "time_to_reward.png", "log_ratios.png",
+        "gate.png", "seconds.png", "report.zip",
     }  # fmt: skip
     import zipfile
 

@@ -1,8 +1,11 @@
 """Study files: which runs they ask for, with which settings, under which digests."""
 
+import hashlib
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_rl.apps.study.study_plan import StudyFile, config_digest, load_study, plan_study
 from megatron_rl.config import ConfigError, dump_config, load_config
@@ -163,3 +166,29 @@ def test_the_second_study_is_what_its_page_plans():
         for point in [run.point]
     }
     assert updates == {"4": 96, "1": 96, "4_long": 800}
+    # The page was committed before any run; the file repeats its table of contrasts.
+    page, contrasts = "\n".join(rows), study.contrasts
+    names = {"GSPO with its lower bound tuned": "gspo_tuned", "PNPO one-sided": "pnpo_one_sided"}
+    pairs = re.findall(r"^\| \d \| (.+?) - (.+?) \|", page, re.MULTILINE)
+    assert [tuple(names.get(name, name.strip("`")) for name in pair) for pair in pairs] == (
+        contrasts.section.pairs
+    )
+    candidates = {name: len(choices) for (_, name), choices in contrasts.choices.items()}
+    assert candidates == dict.fromkeys(contrasts.contenders, 3) | {"gspo_tuned": 9}
+    assert (contrasts.section.choose, contrasts.section.confirm) == ([1], [2])
+    assert [len(units) for units in contrasts.families.values()] == [2] * 4
+
+
+def test_a_study_file_s_contrasts_are_strict_and_its_digest_is_that_of_its_bytes(tmp_path):
+    section = {"pairs": [["gspo", "pnpo"]], "at": {"epochs": 4}, "choose": [1], "confirm": [2]}
+    content = {"name": "s", "base": BASE, "axes": AXES, "seeds": [1, 2], "contrasts": section}
+    file = tmp_path / "study.yaml"
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    study = load_study(file, ["optimizer.beta2=0.9"])
+    assert study.contrasts.families == {"all": []}
+    assert study.digest == hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+    assert study.overrides == ("optimizer.beta2=0.9",)
+    section["confirmed"] = [3]
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    with pytest.raises(ConfigError, match=r"contrasts\.confirmed.*confirm"):
+        load_study(file, [])

@@ -3,6 +3,7 @@
 The runs are processes that write what a run writes; `tests/functional/test_study.py` has real ones.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -264,7 +265,10 @@ def test_the_status_of_a_study_that_has_nothing_is_no_empty_table(tmp_path, caps
     with pytest.raises(SystemExit) as ended:
         main(["study", str(file), "--status"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out == "s: 0 of 4 done; begun: none\nNo run is done yet.\n"
+    output = capsys.readouterr().out
+    assert output.startswith("s: 0 of 4 done; begun: none\nNo run is done yet.\n")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+    assert output.endswith(f"\nPlan: SHA-256 {digest} of the study file; 0 of 4 runs are done.\n")
 
 
 def test_updates_are_those_that_were_made(tmp_path):

@@ -1,6 +1,5 @@
-"""Scores, runaways and paired intervals by hand."""
+"""Scores, falls and the table of paired differences by hand."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +8,8 @@ from megatron_rl.apps.study.state import RunState
 from megatron_rl.apps.study.summary import (
     Outcome,
     find_outcome,
-    has_run_away,
+    largest_fall,
     macro_score,
-    paired_interval,
     summarise,
 )
 
@@ -22,43 +20,30 @@ def test_macro_is_the_mean_over_sets_not_problems():
     assert macro_score({"reward/mean": 0.5}) is None
 
 
-def rows(*pairs):
-    return [{"step": 0}] + [
-        {"step": step, "reward/mean": reward, "ratio/prefix_mean_log_std": spread}
-        for step, (reward, spread) in enumerate(pairs, start=1)
-    ]
-
-
 @pytest.mark.parametrize(
-    ("found", "ran_away"),
+    ("rewards", "scores", "fall"),
     [
-        (rows((0.3, 0.05), (0.5, 0.3), (0.4, 0.1)), True),  # spread, then a fall of 0.1
-        (rows((0.3, 0.05), (0.5, 0.2), (0.3, 0.1)), False),  # not over 0.2
-        (rows((0.3, 0.05), (0.5, 0.3), (0.41, 0.1)), False),  # falls by less
-        (rows((0.5, 0.3), (0.5, 0.1), (0.5, 0.1), (0.3, 0.1)), True),  # the third after it
-        (rows((0.5, 0.3), (0.5, 0.1), (0.5, 0.1), (0.5, 0.1), (0.3, 0.1)), False),  # the fourth
-        (rows((0.6, 0.1), (0.45, 0.3), (0.45, 0.1)), True),  # below the best before
-        (rows((0.6, 0.1), (0.3, 0.1), (0.2, 0.3)), False),  # no batch after it
-        (rows((0.5, None), (0.1, None)), False),
-        ([], False),
+        ([0.3, 0.5, 0.4, 0.6], [0.3, 0.6], 0.1),  # recovered
+        ([0.3, 0.7, 0.6, 0.5], [0.3, 0.6], 0.2),  # step by step, the last batch included
+        ([0.3, 0.7, 0.9], [0.3, 0.8, 0.5], 0.3),  # the last score; rewards only rise
+        ([0.3, 0.7], [0.9, 0.2, 0.9], 0.0),  # only the last score counts
+        ([0.3], [], 0.0),
     ],
 )
-def test_the_definition_of_a_runaway(found, ran_away):
-    assert has_run_away(found) is ran_away
+def test_the_largest_fall(rewards, scores, fall):
+    assert largest_fall(rewards, scores) == pytest.approx(fall)
 
 
-def test_a_paired_interval_by_hand():
-    # Mean 2, standard deviation 1, 3 pairs: 4.303 / sqrt(3) = 2.484.
-    found = paired_interval([1.0, 2.0, 3.0])
-    assert (found.mean, found.pairs) == (2.0, 3)
-    assert found.half_width == pytest.approx(4.303 / math.sqrt(3))
-    assert paired_interval([0.5]).half_width == math.inf
-    assert str(paired_interval([0.005])) == "+0.5 (one pair)"
-    assert paired_interval([1.0] * 30).half_width == 0.0
+def test_a_run_that_falls_by_twenty_points_has_fallen():
+    """Exactly 20 points count, although 0.7 - 0.5 is below 0.2 in floating point."""
+    assert 0.7 - 0.5 < 0.2
+    assert Outcome({}, 1, 0.5, 0.5, 0.7 - 0.5).has_fallen
+    assert not Outcome({}, 1, 0.5, 0.5, 0.199).has_fallen
 
 
 def outcome(objective, seed, score, **point):
-    return Outcome({**point, "objective": objective}, seed, score, score / 2, 0.1, seed == 2)
+    fall = 0.25 if seed == 2 else 0.125
+    return Outcome({**point, "objective": objective}, seed, score, score / 2, fall, score)
 
 
 def test_the_summary_pairs_seeds_and_keeps_points_apart():
@@ -76,9 +61,10 @@ def test_the_summary_pairs_seeds_and_keeps_points_apart():
     assert "to pnpo (pairs)" in head
     # 25, 25 and -20 points: 10, and 4.303 * sqrt(675) / sqrt(3) = 64.5
     assert lines == [
-        "| length 62 | gspo | 4 | 61.3 | +10.0 ± 64.5 (3) | 30.6 | +5.0 ± 32.3 (3) | 0.100 | 1 |",
-        "| length 62 | pnpo | 3 | 71.7 |  | 35.8 |  | 0.100 | 1 |",
-        "| length 254 | gspo | 1 | 50.0 |  | 25.0 |  | 0.100 | 0 |",
+        "| length 62 | gspo | 4 | 61.3 | +10.0 ± 64.5 (3) | 30.6 | +5.0 ± 32.3 (3) | 61.3 "
+        "| 25.0 | 1 |",
+        "| length 62 | pnpo | 3 | 71.7 |  | 35.8 |  | 71.7 | 25.0 | 1 |",
+        "| length 254 | gspo | 1 | 50.0 |  | 25.0 |  | 50.0 | 12.5 | 0 |",
     ]
 
 
