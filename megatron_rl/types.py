@@ -53,6 +53,9 @@ class Elsewhere:
         raise AssertionError(f"the values of {self.length} tokens are on another rank")
 
 
+TOKEN_COLUMNS = {"token_ids": "int32", "rollout_logprobs": "float32"}  # arrays of a Response
+
+
 @dataclass(frozen=True, eq=False)
 class Response:
     """One response to a prompt, with the versions of the weights that generated it.

@@ -1,6 +1,7 @@
 """Pack rollouts into micro-batches by token budget, and bring per-token values back to rollouts.
 
-Every rank has all rollouts of a step, so each rank computes the plan itself by a pure function.
+Every rank knows all rollouts of a step and their lengths, so each rank computes the plan itself by
+a pure function; their tokens come to the ranks whose packs hold them (`data/token_rows.py`).
 Prompt groups are split in order into equal minibatches (one optimizer update each); inside
 a minibatch sequences are spread over data-parallel ranks and micro-batches, longest first into the
 emptiest pack. Every rank gets the same number of micro-batches; a pack that would be empty holds a
@@ -18,12 +19,13 @@ import heapq
 import itertools
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.data.token_rows import WRITER, Delivery, elsewhere
+from megatron_rl.data.token_rows import WRITER, Delivery, bring_tokens, elsewhere
 from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
@@ -111,11 +113,12 @@ def plan_minibatches(
     context-parallel shards. gemm_tokens: each shard of a pack is a multiple of it. computed [N]:
     the rollouts that packs hold, all by default; counted [N]: those that the global sizes count,
     all by default. Sizes are at least 1: a minibatch may have nothing to learn from.
+    Collective over all processes, unless every rank has the tokens of all rollouts.
     Raises ValueError when the groups cannot be divided into minibatches.
     """
     alignment = topology.alignment(sequence_parallel=sequence_parallel)
     multiple_of = pack_multiple(alignment, gemm_tokens=gemm_tokens)
-    planned = []
+    planned: list[tuple[list[list[int]], Denominators]] = []
     for span in split_groups(rollouts, minibatches=minibatches):
         packed = [i for i in span if computed is None or computed[i]]
         lengths = [padded_length(sequence_length(rollouts[i]), alignment=alignment) for i in packed]
@@ -126,23 +129,20 @@ def plan_minibatches(
             ranks=topology.dp_size,
             multiple=topology.round_size,
         )
-        micro_batches = [
-            build_pack(
-                rollouts,
-                advantages,
-                indices=[packed[i] for i in pack],
-                alignment=alignment,
-                gemm_tokens=gemm_tokens,
-            )
-            for pack in packs[topology.dp_rank]
-        ]
+        own = [[packed[i] for i in pack] for pack in packs[topology.dp_rank]]
         sizes = [rollouts[i].response.length for i in span if counted is None or counted[i]]
         denominators = Denominators(
             responses=float(max(1, sum(size > 0 for size in sizes))),
             tokens=float(max(1, sum(sizes))),
         )
-        planned.append(Minibatch(micro_batches, denominators))
-    return planned
+        planned.append((own, denominators))
+    own_rollouts = [index for own, _ in planned for pack in own for index in pack]
+    rollouts = bring_tokens(rollouts, own_rollouts)
+    build = partial(build_pack, rollouts, advantages, alignment=alignment, gemm_tokens=gemm_tokens)
+    return [
+        Minibatch([build(indices=pack) for pack in own], denominators)
+        for own, denominators in planned
+    ]
 
 
 def pack_multiple(alignment: int, *, gemm_tokens: int) -> int:

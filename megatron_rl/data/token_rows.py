@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_rl.distributed.agreement import gather_from_ranks, wire_device
-from megatron_rl.types import Elsewhere
+from megatron_rl.types import TOKEN_COLUMNS, Elsewhere, Rollout
 
 WRITER = 0  # the rank that has every row, for the files of the run
 PIECE_BYTES = 2**26  # sent or received by any rank in one collective; a longer row goes alone
@@ -33,7 +33,7 @@ def elsewhere(length: int) -> np.ndarray:
 
 def is_here(row: Row) -> bool:
     """True if this rank has the values of the row."""
-    return isinstance(row, np.ndarray)
+    return row is not None and not isinstance(row, Elsewhere)
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,42 @@ class Delivery:
             piece.append(index)
         if piece:
             yield piece
+
+
+def bring_tokens(rollouts: Sequence[Rollout], needed: Collection[int]) -> list[Rollout]:
+    """Return rollouts, with all arrays of those whose indices this rank needs.
+
+    Collective, unless every rank has all arrays.
+    """
+    owners = [rollout.response.owner for rollout in rollouts]
+    if max(owners, default=-1) < 0:
+        return list(rollouts)
+    sizes = [len(rollout.response.token_ids) for rollout in rollouts]
+    delivery = plan_delivery(needed, sizes=sizes, owners=owners)
+    columns = {
+        name: delivery.send([getattr(rollout.response, name) for rollout in rollouts], dtype)
+        for name, dtype in TOKEN_COLUMNS.items()
+    }
+    brought = list(rollouts)
+    for index in needed:
+        arrays: dict[str, Any] = {name: rows[index] for name, rows in columns.items()}
+        rollout = rollouts[index]
+        brought[index] = replace(rollout, response=replace(rollout.response, **arrays))
+    return brought
+
+
+def bring_rows(
+    rows: Sequence[Row], needed: Collection[int], *, rollouts: Sequence[Rollout]
+) -> list[Row]:
+    """Return one float32 row per rollout, with the values of those that this rank needs.
+
+    Collective, unless every rank has all rows. A row that is None is so on every rank.
+    """
+    owners = [rollout.response.owner for rollout in rollouts]
+    if max(owners, default=-1) < 0:
+        return list(rows)
+    sizes = [0 if row is None else len(row) for row in rows]
+    return plan_delivery(needed, sizes=sizes, owners=owners).send(rows, "float32")
 
 
 def plan_delivery(

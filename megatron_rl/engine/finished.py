@@ -47,7 +47,7 @@ class FinishedResponses:
             prompt_index=self.prompts[prompt].index,
             sample_index=sample,
             token_ids=generated.token_ids,
-            rollout_logprobs=generated.logprobs,
+            rollout_logprobs=generated.rollout_logprobs,
             text=generated.text,
             finish_reason="stop" if generated.finish_reason == "stop" else "length",
             weight_version=self.weight_version,
@@ -61,7 +61,7 @@ class FinishedResponses:
         return Generated(
             position=position,
             token_ids=np.array(tokens, np.int32),
-            logprobs=np.array(completion.logprobs.logprobs, np.float32),
+            rollout_logprobs=np.array(completion.logprobs.logprobs, np.float32),
             finish_reason=completion.finish_reason,
             text=decode(tokens, skip_special_tokens=True) if decode else "",
         )

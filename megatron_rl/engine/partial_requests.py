@@ -242,7 +242,7 @@ def _extend(part: RolloutWindow, position: int, generated: Generated, version: i
     return replace(
         started,
         token_ids=generated.token_ids,
-        rollout_logprobs=generated.logprobs,
+        rollout_logprobs=generated.rollout_logprobs,
         text=generated.text,
         finish_reason=generated.finish_reason,
         later_versions=later,
@@ -255,7 +255,7 @@ def to_generated(position: int, live: PartialRequest, tokenizer: Any) -> Generat
     return Generated(
         position=position,
         token_ids=np.array(live.tokens, np.int32),
-        logprobs=np.array(live.logprobs, np.float32),
+        rollout_logprobs=np.array(live.logprobs, np.float32),
         finish_reason=live.finish_reason,
         text=tokenizer.decode(live.tokens, skip_special_tokens=True)
         if tokenizer and finished

@@ -1,8 +1,8 @@
 """Sending of responses from the ranks that generated them to those that need them.
 
 Every rank receives which responses there are, how long they are and how they ended. Their columns
-(`COLUMNS`, and the text) stay on the rank that generated them and go to rank 0, which writes them;
-only where a call wants them everywhere, they go to every rank.
+(`types.TOKEN_COLUMNS`) and texts stay on the rank that generated them and go to rank 0, which
+writes them; only where a call wants them everywhere, they go to every rank.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,8 @@ import torch.distributed as dist
 
 from megatron_rl.data.token_rows import WRITER, Delivery, elsewhere
 from megatron_rl.distributed.agreement import gather_from_ranks
-from megatron_rl.types import FinishReason
+from megatron_rl.types import TOKEN_COLUMNS, FinishReason
 
-COLUMNS = {"token_ids": "int32", "logprobs": "float32"}  # one value per token
 _FINISH_REASONS = get_args(FinishReason)
 
 
@@ -27,7 +26,7 @@ class Generated:
 
     position: int  # among all responses of the call
     token_ids: np.ndarray  # [L] int32
-    logprobs: np.ndarray  # [L] float32
+    rollout_logprobs: np.ndarray  # [L] float32
     finish_reason: FinishReason
     text: str
     owner: int = -1  # as in `types.Response`
@@ -73,7 +72,7 @@ def gather_responses(own: Sequence[Generated], *, everywhere: bool) -> list[Gene
             ],
             dtype,
         )
-        for name, dtype in COLUMNS.items()
+        for name, dtype in TOKEN_COLUMNS.items()
     }
     letters = Delivery(text_sizes, sources, targets).send(
         [None if place is None else texts[place] for place in places], "uint8"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_rl.data.token_rows import is_here
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, UNPARSABLE_TRUTH
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.types import Rollout
@@ -20,11 +21,10 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
     by_source: dict[str, list[float]] = {}
     for rollout, reward in zip(batch.rollouts, rewards, strict=True):
         by_source.setdefault(rollout.prompt.data_source, []).append(reward)
-    logprobs = np.concatenate([r.response.rollout_logprobs for r in batch.rollouts])
     return {
         **{f"reward_by_source/{s}": statistics.fmean(by_source[s]) for s in sorted(by_source)},
         "policy/entropy": _mean_if_known([group.entropy for group in batch.groups]),
-        "rollout/entropy": -float(logprobs.mean(dtype=np.float64)),
+        "rollout/entropy": _engine_entropy(batch.rollouts),
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
         **_named_reward_means(batch.rollouts),
@@ -42,6 +42,14 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
         "response/truncated_fraction": statistics.fmean(truncated),
         "rollout/weight_version": min(r.response.weight_version for r in batch.rollouts),
     }
+
+
+def _engine_entropy(rollouts: Sequence[Rollout]) -> float:
+    """Negative mean of the engine's log-probs; nan where the rank lacks some: rank 0 has all."""
+    rows = [rollout.response.rollout_logprobs for rollout in rollouts]
+    return (
+        -float(np.concatenate(rows).mean(dtype=np.float64)) if all(map(is_here, rows)) else math.nan
+    )
 
 
 def _named_reward_means(rollouts: Sequence[Rollout]) -> dict[str, float]:

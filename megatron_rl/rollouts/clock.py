@@ -16,9 +16,13 @@ def token_versions(response: Response) -> np.ndarray:
     return np.repeat(versions, np.diff([*starts, response.length]))
 
 
-def _all_versions(groups: Sequence[PromptGroup]) -> np.ndarray:
+def _mean_version(groups: Sequence[PromptGroup]) -> float | None:
+    """Mean over all tokens of the weight version that generated each; None: another run."""
     responses = [rollout.response for group in groups for rollout in group.rollouts]
-    return np.concatenate([token_versions(response) for response in responses])
+    if min(version for one in responses for _, version in one.versions) < 0:
+        return None
+    total = sum(int(token_versions(response).sum()) for response in responses)
+    return total / sum(len(response.token_ids) for response in responses)
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,9 @@ class LagClock:
             "replay/fraction": statistics.fmean(group.times_trained > 0 for group in groups),
             "replay/max_uses": max(group.times_trained for group in groups),
         }
-        versions = _all_versions(groups)
-        if versions.min() >= 0:
-            metrics["lag/versions_mean"] = float(self.step - 1 - versions.mean())
+        version = _mean_version(groups)
+        if version is not None:
+            metrics["lag/versions_mean"] = self.step - 1 - version
         if waiting:
             lengths = [one.response.length for group in waiting for one in group.rollouts]
             metrics["lag/waiting_length_mean"] = statistics.fmean(lengths)

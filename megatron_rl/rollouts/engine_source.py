@@ -99,6 +99,7 @@ class EngineSource(RolloutSource):
                 batches=math.ceil(len(prompts) / settings.prompts_per_step),
                 on_progress=advance,
                 on_response=self.grader.begin(prompts, samples=size),
+                everywhere=False,
             )
         with clock.phase("reward"):  # grading that did not overlap with generation
             rollouts = iter(self.grader.finish(prompts, responses))

@@ -12,7 +12,13 @@ from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.reference import ReferencePolicy
 from megatron_rl.actor.settings import GEMM_TOKENS
 from megatron_rl.config import Config
-from megatron_rl.data.packing import gather_by_rollout, plan_minibatches, scatter_to_packs
+from megatron_rl.data.packing import (
+    FILLER,
+    gather_by_rollout,
+    plan_minibatches,
+    scatter_to_packs,
+)
+from megatron_rl.data.token_rows import bring_rows
 from megatron_rl.distributed.collectives import reduce_sum
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import PolicyObjective
@@ -24,7 +30,10 @@ from megatron_rl.types import Minibatch, PromptGroup, Rollout, TokenBatch
 
 @dataclass
 class RolloutBatch:
-    """Groups that one step trains, frozen while they are reused; the same on every rank."""
+    """Groups that one step trains, frozen while they are reused.
+
+    The same on every rank, except where the tokens and their log-probs are (`types.Response`).
+    """
 
     groups: list[PromptGroup]
     computed: list[bool]  # [N] rollouts that are in packs
@@ -49,7 +58,7 @@ class RolloutBatch:
 
     @property
     def behavior_logprobs(self) -> list[np.ndarray | None]:
-        """[N] arrays over response tokens; None if not computed."""
+        """[N] arrays over response tokens, where the response's are; None if not computed."""
         return [row for group in self.groups for row in group.behavior_logprobs]
 
     def lag(self, step: int) -> list[int]:
@@ -60,6 +69,11 @@ class RolloutBatch:
     def packs(self) -> list[TokenBatch]:
         """This data-parallel rank's micro-batches of all minibatches, in order."""
         return [pack for minibatch in self.minibatches for pack in minibatch.micro_batches]
+
+    @property
+    def own_rollouts(self) -> list[int]:
+        """Indices of the rollouts in this data-parallel rank's packs."""
+        return [i for pack in self.packs for i in pack.rollout_indices if i != FILLER]
 
     def freeze_behavior_logprobs(self, actor: MegatronActor | ReferencePolicy) -> None:
         """Compute behavior log-probs and entropy with the policy that generated; collective.
@@ -76,6 +90,7 @@ class RolloutBatch:
             [logprobs for logprobs, _ in scored],
             count=len(self.computed),
             topology=self.topology,
+            owners=[rollout.response.owner for rollout in self.rollouts],
         )
         entropy = self._mean([entropies for _, entropies in scored])
         each = iter(rows)
@@ -93,10 +108,7 @@ class RolloutBatch:
         self.groups = [
             replace(
                 group,
-                behavior_logprobs=tuple(
-                    np.asarray(rollout.response.rollout_logprobs, np.float32)
-                    for rollout in group.rollouts
-                ),
+                behavior_logprobs=tuple(r.response.rollout_logprobs for r in group.rollouts),
             )
             for group in self.groups
         ]
@@ -122,10 +134,10 @@ class RolloutBatch:
         self.lags = tuple(sorted(step - 1 - version for version in versions))
         if self.lags == (0,):
             return
-        rows = [
-            np.searchsorted(self.lags, step - 1 - token_versions(one)).astype(np.float32)
-            for one in responses
-        ]
+        rows: list[np.ndarray | None] = [None] * len(responses)
+        for index in self.own_rollouts:
+            lag = step - 1 - token_versions(responses[index])
+            rows[index] = np.searchsorted(self.lags, lag).astype(np.float32)
         for pack, values in zip(self.packs, scatter_to_packs(self.packs, rows), strict=True):
             pack.classes = values.long()
         for minibatch in self.minibatches:
@@ -158,7 +170,7 @@ def build_rollout_batch(
     topology: Topology,
     engine_seconds: Sequence[float] = (),
 ) -> RolloutBatch:
-    """Pack groups with their frozen log-probs.
+    """Pack groups with their frozen log-probs; collective.
 
     Rollouts of advantage 0 are packed only if the objective or `trainer.zero_advantage` needs them:
     their gradient is 0, but the denominators count them. Rollouts masked by `shaping.truncated` are
@@ -199,6 +211,7 @@ def build_rollout_batch(
     mark_traced(batch.packs, traced)
     frozen = batch.behavior_logprobs
     if all(row is not None for row, used in zip(frozen, computed, strict=True) if used):
-        for pack, values in zip(batch.packs, scatter_to_packs(batch.packs, frozen), strict=True):
+        rows = bring_rows(frozen, batch.own_rollouts, rollouts=rollouts)
+        for pack, values in zip(batch.packs, scatter_to_packs(batch.packs, rows), strict=True):
             pack.behavior_logprobs = values
     return batch

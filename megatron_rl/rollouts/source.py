@@ -33,7 +33,7 @@ class RunContext:
     def pack(
         self, groups: Sequence[PromptGroup], *, engine_seconds: Sequence[float] = ()
     ) -> RolloutBatch:
-        """Pack groups for this rank."""
+        """Pack groups for this rank; collective, because their tokens may be on others."""
         return build_rollout_batch(
             groups,
             config=self.config,

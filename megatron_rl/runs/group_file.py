@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_rl.types import GradeResult, Prompt, PromptGroup, PromptSlot, Response, Rollout
+from megatron_rl.types import (
+    TOKEN_COLUMNS,
+    Elsewhere,
+    GradeResult,
+    Prompt,
+    PromptGroup,
+    PromptSlot,
+    Response,
+    Rollout,
+)
 
 # Fields of a group, repeated in each of its rows; float64 stores a Python float exactly.
 GROUP = {"entropy": pa.float64(), "generated_at_step": pa.int64(), "updates": pa.int64(),
@@ -67,8 +76,9 @@ def write_groups(
         )
     ]
     schema = SCHEMA.with_metadata({ABOUT: json.dumps(about or {})})
-    table = pa.Table.from_pylist(rows, schema)
-    pq.write_table(table, file, compression="zstd", write_page_checksum=True)
+    with pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer:
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            writer.write_table(pa.Table.from_pylist(rows[start : start + ROWS_AT_ONCE], schema))
 
 
 def read_about(file: Path) -> dict[str, Any]:
@@ -76,32 +86,53 @@ def read_about(file: Path) -> dict[str, Any]:
     return dict(json.loads((pq.read_schema(file).metadata or {})[ABOUT]))
 
 
-def read_groups(file: Path) -> list[PromptGroup]:
-    """Read groups written by `write_groups`, bit for bit; raises OSError if the file is damaged."""
-    table = pq.read_table(file, schema=SCHEMA, page_checksum_verification=True)
-    rows: list[dict[str, Any]] = table.drop_columns(list(ARRAYS)).to_pylist()
-    for name, kind in ARRAYS.items():
-        for row, value in zip(rows, table[name], strict=True):
-            row[name] = None if not value.is_valid else value.values.to_numpy().astype(kind)
-    return [
-        _group(list(members)) for _, members in itertools.groupby(rows, key=lambda row: row["slot"])
-    ]
+def read_groups(file: Path, *, rank: int = 0, world_size: int = 1) -> list[PromptGroup]:
+    """Read groups written by `write_groups`, bit for bit; raises OSError if the file is damaged.
+
+    Of several ranks each owns every world_size-th group; its arrays and texts are there and on rank
+    0 (`types.Response`). A few rows are in memory at once.
+    """
+    grouped = itertools.groupby(_rows(file), key=lambda row: row["slot"])
+    if world_size == 1:
+        return [_group(list(members), owner=-1) for _, members in grouped]
+    groups = []
+    for place, (_, members) in enumerate(grouped):
+        owner = place % world_size
+        strip = _without_arrays if rank not in (0, owner) else dict
+        groups.append(_group([strip(row) for row in members], owner=owner))
+    return groups
 
 
-ARRAYS = {"token_ids": np.int32, "rollout_logprobs": np.float32, "behavior_logprobs": np.float32}
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
+        for batch in parquet.iter_batches(ROWS_AT_ONCE):
+            rows: list[dict[str, Any]] = batch.drop_columns(list(ARRAYS)).to_pylist()
+            for name, kind in ARRAYS.items():
+                for row, value in zip(rows, batch[name], strict=True):
+                    row[name] = None if not value.is_valid else value.values.to_numpy().astype(kind)
+            yield from rows
 
 
-def _group(rows: list[dict[str, Any]]) -> PromptGroup:
+def _without_arrays(row: Mapping[str, Any]) -> dict[str, Any]:
+    lengths = {name: Elsewhere(len(row[name])) for name in ARRAYS if row[name] is not None}
+    return {**row, **lengths, "text": "", "messages": "[]"}
+
+
+ROWS_AT_ONCE = 64  # in memory beside the groups, while a file is written or read
+ARRAYS = {**TOKEN_COLUMNS, "behavior_logprobs": "float32"}
+
+
+def _group(rows: list[dict[str, Any]], *, owner: int) -> PromptGroup:
     return PromptGroup(
         slot=PromptSlot(*rows[0]["slot"]),
-        rollouts=tuple(_rollout(row) for row in rows),
+        rollouts=tuple(_rollout(row, owner=owner) for row in rows),
         advantages=np.array([row["advantage"] for row in rows], np.float32),
         behavior_logprobs=tuple(row["behavior_logprobs"] for row in rows),
         **{name: rows[0][name] for name in GROUP},
     )
 
 
-def _rollout(row: dict[str, Any]) -> Rollout:
+def _rollout(row: dict[str, Any], *, owner: int) -> Rollout:
     prompt = json.loads(row["prompt"])
     prompt |= {"messages": tuple(prompt["messages"]), "token_ids": tuple(prompt["token_ids"])}
     response = Response(
@@ -113,8 +144,9 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         finish_reason=row["finish_reason"],
         weight_version=row["weight_version"],
         later_versions=tuple((start, version) for start, version in row["later_versions"]),
-        # null in a file that an earlier release wrote
-        observed=tuple((first, end) for first, end in row["observed"] or ()),
-        messages=tuple(json.loads(row["messages"] or "[]")),
+        # missing in a file that an earlier release wrote
+        observed=tuple((first, end) for first, end in row.get("observed", ())),
+        messages=tuple(json.loads(row.get("messages", "[]"))),
+        owner=owner,
     )
     return Rollout(Prompt(**prompt), response, GradeResult(**json.loads(row["verdict"])))

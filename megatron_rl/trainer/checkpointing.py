@@ -25,6 +25,7 @@ from megatron_rl.runtime.interruption import Interruption, RunInterrupted
 from megatron_rl.telemetry.console import Console
 from megatron_rl.trainer.skipped_updates import SkippedUpdates
 from megatron_rl.trainer.step_progress import StepProgress
+from megatron_rl.types import PromptGroup
 
 HELD = "held.parquet"  # in a checkpoint: groups that may still be trained
 UNDER_WAY = "step_progress.pt"  # in a checkpoint inside a step: the results of its updates
@@ -47,13 +48,11 @@ class CheckpointKeeper:
     wait_for_records: Callable[[], None]
     interruption: Interruption = field(default_factory=Interruption)
     buffer: GroupBuffer | None = None
-
     faults: SkippedUpdates | None = None
     done: int = 0  # steps that are finished and recorded
     step_progress: StepProgress | None = None  # the next one, once it has its rollout batch
-    _generated: Mapping[str, float] = field(
-        default_factory=dict
-    )  # metrics of rollouts that a killed run generated
+    # metrics of rollouts that a killed run generated
+    _generated: Mapping[str, float] = field(default_factory=dict)
     _saved: tuple[int, int] = (0, 0)  # step and updates of the newest checkpoint
     _is_writing: bool = False  # Megatron is; its errors may occur on a single rank
 
@@ -122,7 +121,7 @@ class CheckpointKeeper:
             return
         problem, groups, about = None, [], {}
         try:
-            groups, about = read_groups(file), read_about(file)
+            groups, about = self._read_groups(file, actor), read_about(file)
             if about["layout"] != actor.layout:
                 problem = "its log-probs were computed under another parallel layout"
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -150,7 +149,7 @@ class CheckpointKeeper:
         actor.load(folders.folder(step) / "actor")
         with sync_errors_across_ranks(doing=f"reading the progress of step {step}"):
             try:
-                self._load_step_progress(folders.folder(step), device=actor.topology.device)
+                self._load_step_progress(folders.folder(step), actor)
             except (KeyError, TypeError, ValueError) as error:  # although the sums are right
                 raise ConfigError(
                     f"{folders.folder(step)} has step progress or rollouts in the format of "
@@ -166,13 +165,20 @@ class CheckpointKeeper:
         mismatch = f"the loaded state has the sum {mine['sum']}, the saved {stated.get('sum')}"
         return self._first(None if is_same else mismatch)
 
-    def _load_step_progress(self, folder: Path, *, device: torch.device) -> None:
+    def _load_step_progress(self, folder: Path, actor: MegatronActor) -> None:
         """Load the buffer and the step progress of a checkpoint."""
         held, step_progress = folder / HELD, folder / UNDER_WAY
         if self.buffer is not None:
-            self.buffer.restore(read_groups(held) if held.is_file() else [])
+            self.buffer.restore(self._read_groups(held, actor) if held.is_file() else [])
         is_inside = step_progress.is_file()
+        device = actor.topology.device
         self.step_progress = StepProgress.load(step_progress, device=device) if is_inside else None
+
+    def _read_groups(self, file: Path, actor: MegatronActor) -> list[PromptGroup]:
+        """Read groups whose arrays each rank has a share of; partial rollouts need all of them."""
+        is_partial = self.config.lag.partial_rollouts is not None
+        world_size = 1 if is_partial else actor.topology.world_size
+        return read_groups(file, rank=self.rank, world_size=world_size)
 
     def _first(self, problem: str | None) -> str | None:
         """The first problem of any rank, with its rank; None if there is none. Collective."""

@@ -93,6 +93,7 @@ class Evaluator:
                 ),
                 on_progress=advance,
                 on_response=self.grader.begin(prompts, samples=self.samples),
+                everywhere=False,
             )
         rollouts = self.grader.finish(prompts, responses)
         self.recorder.record_evaluation(name, step, rollouts)

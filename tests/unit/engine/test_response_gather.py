@@ -15,7 +15,7 @@ def _response(position: int, owner: int = -1) -> Generated:
     return Generated(
         position=position,
         token_ids=np.arange(count, dtype=np.int32) + 151_000 + position,
-        logprobs=-0.5 * np.arange(position, position + count, dtype=np.float32),
+        rollout_logprobs=-0.5 * np.arange(position, position + count, dtype=np.float32),
         finish_reason="stop" if position % 2 else "length",
         text="aé→𝜋"[:count],
         owner=owner,
@@ -68,5 +68,5 @@ def test_otherwise_only_rank_0_and_the_owner_have_tokens_and_texts(gathered, pie
             owner, length = (0, 2)[position % 2], f"{position % 4} tokens"
             whole = _plain(_response(position, owner))
             if rank not in (0, owner):
-                whole |= {"token_ids": length, "logprobs": length, "text": ""}
+                whole |= {"token_ids": length, "rollout_logprobs": length, "text": ""}
             assert response == whole

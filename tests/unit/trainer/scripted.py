@@ -136,7 +136,15 @@ class ScriptedEngine:
         return str(int(prompt.index in self.solved or sample % 2))
 
     def generate(
-        self, prompts, *, samples, sampling, batches=1, on_progress=None, on_response=None
+        self,
+        prompts,
+        *,
+        samples,
+        sampling,
+        batches=1,
+        on_progress=None,
+        on_response=None,
+        everywhere=True,
     ):
         each = [one.seed for one in of_each(sampling, count=len(prompts))]
         self.events.append(("generate", self.weight_version, *dict.fromkeys(each)))
