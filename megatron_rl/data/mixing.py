@@ -1,14 +1,13 @@
 """Mix several prompt sets by weight, and order their prompts over a run."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.errors import UserError
 from megatron_rl.runtime.seeds import derive_seed
-from megatron_rl.types import Prompt
 
 
 @dataclass(frozen=True)
@@ -55,13 +54,3 @@ def share(count: int, weights: Sequence[float]) -> list[int]:
             f"rollout.prompts_per_step={count}; raise its weight, or rollout.prompts_per_step"
         )
     return shares
-
-
-def join_sets(sets: Sequence[Sequence[Prompt]]) -> list[Prompt]:
-    """All prompts, set after set, numbered through: a prompt's `index` names it in a run."""
-    joined: list[Prompt] = []
-    start = 0
-    for prompts in sets:
-        joined += [replace(prompt, index=start + prompt.index) for prompt in prompts]
-        start += 1 + max(prompt.index for prompt in prompts)
-    return joined

@@ -1,8 +1,9 @@
 """Load and tokenize prompt sets, and order their prompts over a run."""
 
+import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -24,8 +25,15 @@ from megatron_rl.errors import UserError
 from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.types import Prompt
 
+ROWS_AT_ONCE = 4096  # tokenized together
 
-def load_prompts(
+
+def load_prompts(path: str | Path, tokenizer: Any, **options: Any) -> list[Prompt]:
+    """Load all prompts that `read_prompts` yields, with its options."""
+    return list(read_prompts(path, tokenizer, **options))
+
+
+def read_prompts(
     path: str | Path,
     tokenizer: Any,
     *,
@@ -38,18 +46,19 @@ def load_prompts(
     system_prompt: str | None = None,
     first: int | None = None,
     echo: Callable[[str], object] = lambda text: None,
-) -> list[Prompt]:
-    """Load and tokenize the distinct prompts of a parquet, JSON lines or CSV file.
+) -> Iterator[Prompt]:
+    """Yield the distinct prompts of a parquet, JSON lines or CSV file with their tokens, in order.
 
     Rows that repeat an earlier row's messages and answer are left out: the published DAPO-Math-17k
     contains each of its 17 thousand problems about 100 times. `index` is the row in the file.
 
     too_long: whether a prompt of more than `max_prompt_tokens` tokens is an error or left out;
-    bad_rows: whether a malformed row is; `say` gets how many are. template: by the chat template,
+    bad_rows: whether a malformed row is; `echo` gets how many are. template: by the chat template,
     with template_arguments next to the messages, or `raw`: the messages' texts alone.
     system_prompt: before the messages of every row. first: read this many rows only; None: all.
     Raises ValueError if the file cannot be read, is empty or without the columns, if a row is
-    malformed, and if a prompt is too long; the message names the row.
+    malformed, and at the end if a prompt is too long; the message names the row. Some thousand rows
+    are in memory at once.
     """
     path = Path(path)
     check_tokenizer(tokenizer, template=template)
@@ -57,25 +66,25 @@ def load_prompts(
         itertools.islice(read_rows(path, columns := columns or Columns()), first),
         columns, path=path, bad_rows=bad_rows, system_prompt=system_prompt, echo=echo,
     )  # fmt: skip
-    chats = {number: row.messages for number, (row, _) in rows.items()}
-    token_ids = _tokenize(
-        chats, tokenizer, path=path, template=template, arguments=template_arguments or {}
-    )
-    longer = {number: len(ids) for number, ids in token_ids.items() if len(ids) > max_prompt_tokens}
-    if longer:
-        echo(_refuse_or_tell(longer, len(rows), max_prompt_tokens, too_long, path=path))
-    return [
-        Prompt(
-            index=number,
-            messages=row.messages,
-            token_ids=tuple(token_ids[number]),
-            ground_truth=row.ground_truth,
-            data_source=row.data_source,
-            row=whole,
-        )
-        for number, (row, whole) in rows.items()
-        if number not in longer
-    ]
+    longer = _TooLong(max_prompt_tokens)
+    while block := list(itertools.islice(rows, ROWS_AT_ONCE)):
+        token_ids = _tokenize(
+            {number: row.messages for number, row, _ in block},
+            tokenizer, path=path, template=template, arguments=template_arguments or {},
+        )  # fmt: skip
+        for number, row, whole in block:
+            ids = token_ids[number]
+            if not longer.count_if(number, len(ids)):
+                yield Prompt(
+                    index=number,
+                    messages=row.messages,
+                    token_ids=tuple(ids),
+                    ground_truth=row.ground_truth,
+                    data_source=row.data_source,
+                    row=whole,
+                )
+    if longer.count:
+        echo(longer.refuse_or_describe(too_long, path=path))
 
 
 @dataclass(frozen=True)
@@ -126,30 +135,27 @@ def _distinct_rows(
     bad_rows: str,
     system_prompt: str | None,
     echo: Callable[[str], object],
-) -> dict[int, tuple[Row, str]]:
-    """Rows by their number, parsed and as JSON, without those that repeat an earlier one."""
-    rows: dict[int, tuple[Row, str]] = {}
-    seen: set[tuple[str, str]] = set()
-    bad: list[ValueError] = []
+) -> Iterator[tuple[int, Row, str]]:
+    """Yield each row's number, and it parsed and as JSON, unless it repeats an earlier one."""
+    seen: set[bytes] = set()
+    bad, first_bad = 0, None
     for number, plain in numbered:
         try:
             row = parse_row(plain, columns, path=path, number=number, system_prompt=system_prompt)
         except ValueError as error:
             if bad_rows == "error":
                 raise UserError(f"{error}; {BAD_ROW_CURE}") from None
-            bad.append(error)
+            bad, first_bad = bad + 1, first_bad or error
             continue
-        key = (row.ground_truth, json.dumps(row.messages, sort_keys=True))
-        if key not in seen:
-            seen.add(key)
-            rows[number] = row, json.dumps(plain, default=str)
+        key = json.dumps([row.ground_truth, row.messages], sort_keys=True)
+        digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
+        if digest not in seen:
+            seen.add(digest)
+            yield number, row, json.dumps(plain, default=str)
     if bad:
-        echo(
-            f"{path}: {len(bad)} malformed rows left out (data.bad_rows=skip); the first: {bad[0]}"
-        )
-    if not rows:
+        echo(f"{path}: {bad} malformed rows left out (data.bad_rows=skip); the first: {first_bad}")
+    if not seen:
         raise UserError(f"{path} holds no prompts: all of its rows are malformed")
-    return rows
 
 
 def tokenize_messages(
@@ -212,18 +218,37 @@ def _apply_template(
     return texts
 
 
-def _refuse_or_tell(
-    longer: dict[int, int], count: int, limit: int, too_long: str, *, path: Path
-) -> str:
-    """Describe skipped prompts above the maximum length, or raise UserError."""
-    number, length = next(iter(longer.items()))
-    if too_long == "skip":
-        return (
-            f"{path}: {len(longer)} of {count} prompts have more than data.max_prompt_tokens="
-            f"{limit} tokens, the longest {max(longer.values())}: left out (data.too_long=skip)"
+@dataclass
+class _TooLong:
+    """Counts prompts above the maximum length."""
+
+    limit: int
+    rows: int = 0  # prompts that were looked at
+    count: int = 0
+    longest: int = 0
+    first: tuple[int, int] = (0, 0)  # its row, and its tokens
+
+    def count_if(self, number: int, length: int) -> bool:
+        """Count one prompt; True if it is too long."""
+        self.rows += 1
+        if length <= self.limit:
+            return False
+        self.first = self.first if self.count else (number, length)
+        self.count, self.longest = self.count + 1, max(self.longest, length)
+        return True
+
+    def refuse_or_describe(self, too_long: str, *, path: Path) -> str:
+        """Describe the skipped prompts, or raise UserError."""
+        if too_long == "skip":
+            return (
+                f"{path}: {self.count} of {self.rows} prompts have more than "
+                f"data.max_prompt_tokens={self.limit} tokens, the longest {self.longest}: left out "
+                "(data.too_long=skip)"
+            )
+        number, length = self.first
+        raise UserError(
+            f"{name_row(path, number)}: the prompt has {length} tokens, more than "
+            f"data.max_prompt_tokens={self.limit} (so have {self.count} of {self.rows} prompts, "
+            f"the longest {self.longest}); raise the limit, or leave them out by "
+            "data.too_long=skip"
         )
-    raise UserError(
-        f"{name_row(path, number)}: the prompt has {length} tokens, more than "
-        f"data.max_prompt_tokens={limit} (so have {len(longer)} of {count} prompts, the longest "
-        f"{max(longer.values())}); raise the limit, or leave them out by data.too_long=skip"
-    )

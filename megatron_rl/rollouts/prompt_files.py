@@ -1,12 +1,15 @@
-"""Reading of prompts: all of them on a rank, only the first rows in a command."""
+"""Reading of prompts: all of them on rank 0, only the first rows in a command."""
 
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.config.data_sections import ColumnsSection
 from megatron_rl.data.mixing import PromptMix
-from megatron_rl.data.prompts import PromptOrder, load_prompts
+from megatron_rl.data.prompt_table import write_prompts
+from megatron_rl.data.prompts import PromptOrder, read_prompts
 from megatron_rl.data.rows import FIRST_ROWS, Columns, count_rows
 from megatron_rl.data.tokenizer import describe_outside, load_tokenizer
 from megatron_rl.engine.stopping import find_stop_rule
@@ -21,20 +24,23 @@ def read_sets(
     shape: ModelShape,
     files: Files,
     *,
+    folder: Path,
     echo: Callable[[str], object] = lambda text: None,
-) -> dict[str, list[Prompt]]:
-    """Read every prompt of the sets; ConfigError if one cannot be used.
+) -> dict[str, Path]:
+    """Write every prompt of the sets to files in `folder`; ConfigError if one cannot be used.
 
-    echo: prints how many prompts are left out.
+    Return the file of a `PromptTable` for each set. echo: prints how many prompts are left out.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         tokenizer = load_tokenizer(config.model.path, template=config.data.template)
     except ValueError as error:
         raise ConfigError(f"model.path: {error}") from error
-    return {
-        key: _read_set(config, shape, tokenizer, key, file, echo=echo)
-        for key, file in files.items()
-    }
+    # New names: another node may still see an older file of this name, or its size.
+    tables = {key: folder / f"{uuid.uuid4()}.arrow" for key in files}
+    for key, file in files.items():
+        write_prompts(tables[key], _read_set(config, shape, tokenizer, key, file, echo=echo))
+    return tables
 
 
 def build_order(config: Config, sizes: Sequence[int]) -> PromptOrder | PromptMix:
@@ -69,7 +75,7 @@ def prompt_problems(
     first, sizes = {}, {}
     for key, file in files.items():
         try:
-            prompts = _read_set(config, shape, tokenizer, key, file, first=FIRST_ROWS)
+            prompts = list(_read_set(config, shape, tokenizer, key, file, first=FIRST_ROWS))
         except ConfigError as error:
             if str(error) not in problems:  # a tokenizer of another model is one for all sets
                 problems.append(str(error))
@@ -99,11 +105,11 @@ def _read_set(
     *,
     first: int | None = None,
     echo: Callable[[str], object] = lambda text: None,
-) -> list[Prompt]:
+) -> Iterator[Prompt]:
     path, columns = file
-    data = config.data
+    data, highest = config.data, 0
     try:
-        prompts = load_prompts(
+        for prompt in read_prompts(
             path,
             tokenizer,
             max_prompt_tokens=data.max_prompt_tokens,
@@ -115,12 +121,13 @@ def _read_set(
             system_prompt=data.system_prompt,
             first=first,
             echo=echo,
-        )
+        ):
+            highest = max(highest, *prompt.token_ids)
+            yield prompt
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error
-    if max((max(prompt.token_ids) for prompt in prompts), default=0) >= shape.vocab_size:
+    if highest >= shape.vocab_size:
         folder, size = config.model.path, shape.vocab_size
         raise ConfigError(
             f"model.path: {describe_outside(tokenizer, folder=folder, vocab_size=size)}"
         )
-    return prompts

@@ -10,6 +10,7 @@ runs/NAME/config.yaml        the resolved config
                              sample of them (`logging.keep_rollouts`)
           updates/           one file per step: statistics of each update by token age and position
           traces/            one file per step: log-probs of a few rollouts at each of their updates
+          prompts/           the prompt sets with their tokens, while the run works
           generated/         rollouts generated since the last checkpoint
           checkpoints/       step_NNNNNN/, complete or absent
           eval/              one parquet file per set and step
@@ -73,6 +74,7 @@ class RunDirectory:
         self.rollouts = self.path / "rollouts"
         self.updates = self.path / "updates"
         self.traces = self.path / "traces"
+        self.prompts = self.path / "prompts"
         self.generated = GeneratedGroups(self.path / "generated")
         self.checkpoints = CheckpointFolders(self.path / "checkpoints")
         self.evaluations = self.path / "eval"

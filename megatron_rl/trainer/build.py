@@ -85,26 +85,26 @@ def run_training(
     for line in (unwatched, _describe(config, world_size), describe_slow_packs(config)):
         if line is not None:
             console.echo(line)
-    prompts = share_prompt_sets(config, shape, echo=console.echo)
-    start.ended("checks")
-    with build_verifiers(config, topology, directory) as pool:
-        trainer = _build_trainer(
-            config,
-            objective=objective,
-            prompts=prompts,
-            directory=directory,
-            console=console,
-            topology=topology,
-            grader=Grader(pool, topology, progress.count),
-            interruption=interruption or Interruption(),
-            start=start,
-            progress=progress,
-        )
-        trainer.train()
-        progress.begin("export")
-        trainer.recorder.draw()
-        trainer.actor.export_hf(directory.model)
-        trainer.recorder.finish()
+    with share_prompt_sets(config, shape, directory.prompts, echo=console.echo) as prompts:
+        start.ended("checks")
+        with build_verifiers(config, topology, directory) as pool:
+            trainer = _build_trainer(
+                config,
+                objective=objective,
+                prompts=prompts,
+                directory=directory,
+                console=console,
+                topology=topology,
+                grader=Grader(pool, topology, progress.count),
+                interruption=interruption or Interruption(),
+                start=start,
+                progress=progress,
+            )
+            trainer.train()
+            progress.begin("export")
+            trainer.recorder.draw()
+            trainer.actor.export_hf(directory.model)
+            trainer.recorder.finish()
 
 
 def _ranks_per_node(topology: Topology) -> int:

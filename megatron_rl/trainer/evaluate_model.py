@@ -49,8 +49,10 @@ def run_evaluation(
         directory.evaluations.mkdir(parents=True)
     topology = groups.initialise(seed=config.seed, timeout=collective_timeout(config))
     console = Console(is_main_rank=rank == 0, log_file=directory.log_file)
-    sets = share_evaluation_sets(config, shape, echo=console.echo)
-    with build_verifiers(config, topology, directory) as pool:
+    with (
+        share_evaluation_sets(config, shape, directory.prompts, echo=console.echo) as sets,
+        build_verifiers(config, topology, directory) as pool,
+    ):
         with console.progress("starting vLLM"):
             engine = build_engine(config, topology)
         engine.receive(_read_weights(reader, engine), version=0)

@@ -160,6 +160,11 @@ def run_apart(folder, name, overrides):
         EngineSource.generate = original
 
 
+def read_prompts(config, actor, folder):
+    with build.share_prompt_sets(config, actor.shape, folder / "sets", echo=print) as sets:
+        return sets  # what is mapped can be used after the files are removed
+
+
 def queue_by_hand(folder, shared):
     """The run "queue" without its loop: batches 1 and 2 by the first weights, 3 by the second."""
     config = load_config(CONFIG, [*PLACES, *SHORT, "run.name=hand"])
@@ -167,7 +172,7 @@ def queue_by_hand(folder, shared):
     actor = MegatronActor(
         config.model.path, topology=topology, settings=build.build_actor_settings(config, topology)
     )
-    sets = build.share_prompt_sets(config, actor.shape, echo=print)
+    sets = read_prompts(config, actor, folder)
     grader = build.Grader(shared.made["pool"], topology)
     objective = build.build_objective(config.objective.name, **config.objective.overrides)
 
@@ -213,7 +218,7 @@ def in_flight_by_hand(folder, shared):
     actor = MegatronActor(
         config.model.path, topology=topology, settings=build.build_actor_settings(config, topology)
     )
-    prompts = build.share_prompt_sets(config, actor.shape, echo=print).training[:6]
+    prompts = read_prompts(config, actor, folder).training[:6]
     sampling = SamplingSettings(1.0, 1.0, max_tokens=30, seed=0)
 
     def push(version):

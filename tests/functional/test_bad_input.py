@@ -13,7 +13,7 @@ from megatron_rl.cli import main
 from megatron_rl.config import ConfigError, load_config
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.preflight.settings import check_settings
-from megatron_rl.rollouts.prompt_sets import read_prompt_sets
+from megatron_rl.rollouts.prompt_sets import share_prompt_sets
 from megatron_rl.trainer.build import run_training
 from tests.functional.tiny_runs import CONFIG, TASK, make_task, start_training_anew
 
@@ -173,11 +173,16 @@ def rank_error(*overrides):
     return str(error.value)
 
 
-def prompt_error(*overrides):
+def prompt_error(folder, *overrides):
     """Return the error of reading the prompts."""
     config = load_config(CONFIG, [*absolute(), *overrides])
-    with pytest.raises(ConfigError) as error:
-        read_prompt_sets(config, read_model_shape(config.model.path))
+    shape = read_model_shape(config.model.path)
+    with (
+        pytest.raises(ConfigError) as error,
+        share_prompt_sets(config, shape, folder / "prompts", echo=print),
+    ):
+        pass
+    assert not (folder / "prompts").exists()
     return str(error.value)
 
 
@@ -190,8 +195,10 @@ def test_train_rejects_invalid_prompts(capsys, tmp_path):
     assert (
         "data.train: " in output and "has no column prompt, reward_model.ground_truth; it" in output
     )
-    assert "more than data.max_prompt_tokens=10" in prompt_error("data.max_prompt_tokens=10")
-    output = prompt_error("rollout.prompts_per_step=8000")
+    assert "more than data.max_prompt_tokens=10" in prompt_error(
+        tmp_path, "data.max_prompt_tokens=10"
+    )
+    output = prompt_error(tmp_path, "rollout.prompts_per_step=8000")
     assert "8000 prompts cannot be drawn from a set of 4096" in output
 
 
@@ -231,7 +238,7 @@ def test_train_with_lost_checkpoint_does_not_start_again(capsys, tmp_path):
 def test_train_rejects_missing_chat_template_and_tokenizer(capsys, tmp_path):
     shutil.copytree(TASK / "model", tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").unlink()
-    assert "no chat template" in prompt_error(f"model.path={tmp_path}/model")
+    assert "no chat template" in prompt_error(tmp_path, f"model.path={tmp_path}/model")
     for file in (tmp_path / "model").glob("tokenizer*"):
         file.unlink()
     output = train_error(capsys, f"run.dir={tmp_path}", f"model.path={tmp_path}/model")

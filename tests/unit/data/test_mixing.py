@@ -5,7 +5,8 @@ from collections import Counter
 import pytest
 
 from megatron_rl.data import prompts
-from megatron_rl.data.mixing import PromptMix, join_sets, share
+from megatron_rl.data.mixing import PromptMix, share
+from megatron_rl.data.prompt_table import JoinedPrompts
 from megatron_rl.types import Prompt
 
 
@@ -68,4 +69,9 @@ def test_joined_prompts_are_numbered_through():
     def numbered(*numbers):
         return [Prompt(n, ({"role": "user", "content": "x"},), (1,), "1", "s") for n in numbers]
 
-    assert [prompt.index for prompt in join_sets([numbered(0, 4), numbered(0, 1)])] == [0, 4, 5, 6]
+    assert [prompt.index for prompt in JoinedPrompts([numbered(0, 4), numbered(0, 1)])] == [
+        0,
+        4,
+        5,
+        6,
+    ]
