@@ -121,12 +121,11 @@ def bring_tokens(rollouts: Sequence[Rollout], needed: Collection[int]) -> list[R
     owners = [rollout.response.owner for rollout in rollouts]
     if max(owners, default=-1) < 0:
         return list(rollouts)
-    sizes = [len(rollout.response.token_ids) for rollout in rollouts]
-    delivery = plan_delivery(needed, sizes=sizes, owners=owners)
-    columns = {
-        name: delivery.send([getattr(rollout.response, name) for rollout in rollouts], dtype)
-        for name, dtype in TOKEN_COLUMNS.items()
-    }
+    targets = find_targets(needed, owners=owners)
+    columns = {}
+    for name, dtype in TOKEN_COLUMNS.items():
+        rows = [getattr(rollout.response, name) for rollout in rollouts]
+        columns[name] = Delivery([len(row) for row in rows], owners, targets).send(rows, dtype)
     brought = list(rollouts)
     for index in needed:
         arrays: dict[str, Any] = {name: rows[index] for name, rows in columns.items()}
@@ -146,16 +145,15 @@ def bring_rows(
     if max(owners, default=-1) < 0:
         return list(rows)
     sizes = [0 if row is None else len(row) for row in rows]
-    return plan_delivery(needed, sizes=sizes, owners=owners).send(rows, "float32")
+    targets = find_targets(needed, owners=owners)
+    return Delivery(sizes, owners, targets).send(rows, "float32")
 
 
-def plan_delivery(
-    needed: Collection[int], *, sizes: Sequence[int], owners: Sequence[int]
-) -> Delivery:
-    """Plan to bring the rows `needed` on each rank from their owners; collective."""
-    targets: list[list[int]] = [[] for _ in sizes]
+def find_targets(needed: Collection[int], *, owners: Sequence[int]) -> list[list[int]]:
+    """Find the ranks that receive each row: those that need it and lack it; collective."""
+    targets: list[list[int]] = [[] for _ in owners]
     for rank, indices in enumerate(gather_from_ranks(sorted(needed))):
         for index in indices:
             if owners[index] >= 0 and rank not in (owners[index], WRITER):
                 targets[index].append(rank)
-    return Delivery(sizes, owners, targets)
+    return targets

@@ -52,14 +52,15 @@ def gather_responses(own: Sequence[Generated], *, everywhere: bool) -> list[Gene
         return list(own)
     texts = [np.frombuffer(response.text.encode(), np.uint8) for response in own]
     heads = [
-        (r.position, len(r.token_ids), _FINISH_REASONS.index(r.finish_reason), len(text))
+        (r.position, _FINISH_REASONS.index(r.finish_reason), len(text),
+         *(len(getattr(r, name)) for name in TOKEN_COLUMNS))
         for r, text in zip(own, texts, strict=True)
-    ]
-    gathered = gather_from_ranks(np.array(heads, np.int64).reshape(-1, 4))
+    ]  # fmt: skip
+    gathered = gather_from_ranks(np.array(heads, np.int64).reshape(-1, 3 + len(TOKEN_COLUMNS)))
     ranks = np.repeat(np.arange(len(gathered)), [len(each) for each in gathered])
     order = np.argsort(np.concatenate(gathered)[:, 0], kind="stable")
     sources: list[int] = ranks[order].tolist()
-    positions, lengths, reasons, text_sizes = np.concatenate(gathered)[order].T.tolist()
+    positions, reasons, text_sizes, *sizes = np.concatenate(gathered)[order].T.tolist()
 
     targets = [range(len(gathered)) if everywhere else (WRITER,)] * len(sources)
     mine = {response.position: place for place, response in enumerate(own)}
@@ -72,7 +73,7 @@ def gather_responses(own: Sequence[Generated], *, everywhere: bool) -> list[Gene
             ],
             dtype,
         )
-        for name, dtype in TOKEN_COLUMNS.items()
+        for (name, dtype), lengths in zip(TOKEN_COLUMNS.items(), sizes, strict=True)
     }
     letters = Delivery(text_sizes, sources, targets).send(
         [None if place is None else texts[place] for place in places], "uint8"

@@ -22,7 +22,7 @@ def _mean_version(groups: Sequence[PromptGroup]) -> float | None:
     if min(version for one in responses for _, version in one.versions) < 0:
         return None
     total = sum(int(token_versions(response).sum()) for response in responses)
-    return total / sum(len(response.token_ids) for response in responses)
+    return total / sum(response.length for response in responses)
 
 
 @dataclass(frozen=True)
