@@ -35,12 +35,17 @@ class Outcome:
 
 
 def macro_score(row: dict[str, Any], *, kind: str = "avg") -> float | None:
-    """Return the unweighted mean of avg@k (or pass@k) over the sets of a row; None without any."""
-    scores = [
-        value for key, value in row.items()
-        if key.startswith("eval/") and f"/{kind}@" in key and value is not None
-    ]  # fmt: skip
-    return statistics.fmean(scores) if scores else None
+    """Return the unweighted mean over sets of avg@k (or pass@k); None without any.
+
+    k: the largest one that a set has.
+    """
+    scores: dict[str, tuple[int, float]] = {}
+    for key, value in row.items():
+        name, _, metric = key.rpartition("/")
+        found, _, k = metric.partition("@")
+        if key.startswith("eval/") and found == kind and value is not None:
+            scores[name] = max(scores.get(name, (0, 0.0)), (int(k), value))
+    return statistics.fmean(value for _, value in scores.values()) if scores else None
 
 
 def largest_fall(rewards: Sequence[float], scores: Sequence[float]) -> float:

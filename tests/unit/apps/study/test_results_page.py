@@ -5,63 +5,32 @@ import itertools
 import re
 import runpy
 from collections.abc import Iterator
-from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from scipy import stats
 
-DOCS = Path(__file__).parents[4] / "docs"
+from tests.unit.apps.study.stored_study import (
+    DOCS,
+    PAGE,
+    REUSE,
+    TEXT,
+    TOLERANCES,
+    Values,
+    interval,
+    read_values,
+)
+
 SEEDS = (range(1, 99), range(1, 9), range(9, 99))  # all, the first eight, those after them
-PAGE = (DOCS / "results.md").read_text().partition("## The study of reuse")[2]
-TEXT = " ".join(PAGE.split())
-# As the runs were stored.
-NAMES = {"gspo_lopsided": "gspo_tight_low", "lopsided": "pnpo_tight_low"}
 RATES = {"2e-4": "0.0002", "4e-4": "0.0004", "8e-4": "0.0008"}
 
 MEASURES = ("score", "reward")
 
-Values = dict[tuple[str, ...], dict[int, dict[str, Any]]]  # by point and seed
-
-
-def read_values(study: str, axes: tuple[str, ...]) -> Values:
-    """Score, reward, largest spread, and the reward of each batch, in percent."""
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for row in pq.read_table(DOCS / "study" / f"{study}.parquet").to_pylist():
-        assert row["state"] == "done"
-        rows.setdefault(row["run"], []).append(row)
-    values: Values = {}
-    for some in rows.values():
-        some.sort(key=itemgetter("step"))
-        rewards = [row["reward/mean"] for row in some if row["reward/mean"] is not None]
-        scores = [value for key, value in some[-1].items() if re.match("eval/.*/avg@", key)]
-        spreads = [row["ratio/prefix_mean_log_std"] for row in some]
-        point = tuple(NAMES.get(v, v) for v in (some[0][f"axis/{axis}"] for axis in axes))
-        below = [row["gate/rejected_below_negative"] for row in some if row["step"]]
-        above = [row["gate/rejected_above_positive"] for row in some if row["step"]]
-        values.setdefault(point, {})[some[0]["seed"]] = {
-            "score": 100 * np.mean([score for score in scores if score is not None]),
-            "reward": 100 * np.mean(rewards),
-            "spread": max(spread for spread in spreads if spread is not None),
-            "first": (
-                *(some[0][k] for k in some[0] if re.match("eval/.*/avg@", k)),
-                rewards[0],
-                some[1]["policy/entropy"],
-            ),
-            "model": some[0]["model"],
-            "below": np.mean(below),
-            "above": sum(share > 0 for share in above),
-            "fall": 100 * max(np.maximum.accumulate(rewards) - rewards),
-        } | {f"reward {batch}": 100 * reward for batch, reward in enumerate(rewards)}
-    return values
-
 
 @pytest.fixture(scope="module")
 def reuse() -> Values:
-    return read_values("reuse", ("length", "rate", "epochs", "objective"))
+    return read_values("reuse", REUSE)
 
 
 def table_rows(heading: str) -> Iterator[dict[str, str]]:
@@ -74,15 +43,6 @@ def table_rows(heading: str) -> Iterator[dict[str, str]]:
         for name, cell in zip(names, cells, strict=True):
             row[name if name not in row else f"reward {name}"] = cell
         yield row
-
-
-def interval(some: dict[int, Any], others: dict[int, Any], key: str) -> tuple[float, float]:
-    """Mean and half-width of the paired differences."""
-    pairs = np.array([some[seed][key] - others[seed][key] for seed in some.keys() & others.keys()])
-    if len(pairs) < 2:
-        return pairs.mean() if len(pairs) else np.nan, np.nan
-    half = stats.t.ppf(0.975, len(pairs) - 1) * pairs.std(ddof=1) / len(pairs) ** 0.5
-    return pairs.mean(), half
 
 
 def by_model(reuse: Values) -> Iterator[tuple[float, float]]:
@@ -298,7 +258,7 @@ def test_the_table_of_differences_is_that_of_the_runs(reuse: Values) -> None:
 
 
 def test_the_table_of_tolerances_is_that_of_the_runs() -> None:
-    runs = read_values("tolerances", ("length", "objective", "tolerance"))
+    runs = read_values("tolerances", TOLERANCES)
     found = sorted(
         (p[0], p[1], round(r[101]["score"], 1), round(r[101]["reward"], 1)) for p, r in runs.items()
     )

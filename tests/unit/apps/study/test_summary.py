@@ -18,6 +18,8 @@ def test_macro_is_the_mean_over_sets_not_problems():
     row = {"eval/a/avg@4": 0.5, "eval/b/avg@8": 1.0, "eval/a/response_length_mean": 9.0}
     assert macro_score(row) == 0.75
     assert macro_score({"reward/mean": 0.5}) is None
+    row |= {"eval/a/pass@2": 0.6, "eval/a/pass@16": 0.9, "eval/a/pass@8": 0.7, "eval/b/pass@8": 0.5}
+    assert macro_score(row, kind="pass") == pytest.approx(0.7)  # pass@16 of a, pass@8 of b
 
 
 @pytest.mark.parametrize(
