@@ -38,7 +38,7 @@ def is_here(row: Row) -> bool:
 
 @dataclass(frozen=True)
 class Delivery:
-    """Which rank sends each row, and which ones receive it; the same on every rank."""
+    """The sender and the receivers of each row; the same on every rank."""
 
     sizes: Sequence[int]  # [N] values in each row
     sources: Sequence[int]  # [N]

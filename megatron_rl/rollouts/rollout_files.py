@@ -1,12 +1,16 @@
 """Files of `offline.rollouts`, and the check of their columns."""
 
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_rl.config import ConfigError
 
+ROWS_AT_ONCE = 64
 NEEDED = ("prompt", "response", "reward")
 
 
@@ -36,3 +40,25 @@ def check_rollout_files(path: Path) -> None:
                 f"offline.rollouts: {file} has no column {', '.join(missing)}; it needs "
                 f"{', '.join(NEEDED)} and has {', '.join(names)}"
             )
+
+
+def read_rows(file: Path, numbers: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of ascending `numbers` with them; a few rows are in memory at once."""
+    try:
+        with pq.ParquetFile(file) as parquet:
+            start, wanted = 0, deque(numbers)
+            for group in range(parquet.num_row_groups):
+                end = start + parquet.metadata.row_group(group).num_rows
+                if not wanted or wanted[0] >= end:
+                    start = end
+                    continue
+                for batch in parquet.iter_batches(ROWS_AT_ONCE, row_groups=[group]):
+                    places = []
+                    while wanted and wanted[0] < start + len(batch):
+                        places.append(wanted.popleft() - start)
+                    rows = batch.take(pa.array(places, pa.int64())).to_pylist()
+                    yield from zip((start + place for place in places), rows, strict=True)
+                    start += len(batch)
+                start = end
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigError(f"offline.rollouts: {file} cannot be read as parquet: {error}") from None

@@ -118,7 +118,7 @@ def _without_arrays(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, **lengths, "text": "", "messages": "[]"}
 
 
-ROWS_AT_ONCE = 64  # in memory beside the groups, while a file is written or read
+ROWS_AT_ONCE = 64  # in memory as rows while a file is written or read
 ARRAYS = {**TOKEN_COLUMNS, "behavior_logprobs": "float32"}
 
 

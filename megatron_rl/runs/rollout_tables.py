@@ -17,7 +17,7 @@ from megatron_rl.runs.files import written_whole
 from megatron_rl.types import Rollout
 
 SAMPLED, PLACE = "sampled", "place"
-BATCH = 64  # rows in memory at once while a file is thinned
+BATCH = 64  # rows in memory at once while a file is thinned, or read again
 
 
 def thin(batches: Iterable[pa.RecordBatch]) -> pa.Table:
@@ -50,7 +50,7 @@ def write_table(table: pa.Table, file: Path) -> None:
     """Write a table atomically, and create its folder if needed."""
     file.parent.mkdir(exist_ok=True)
     with written_whole(file) as partial:
-        pq.write_table(table, partial, compression="zstd")
+        pq.write_table(table, partial, compression="zstd", row_group_size=BATCH)
 
 
 def build_rollout_table(rollouts: Sequence[Rollout]) -> pa.Table:

@@ -1,20 +1,24 @@
 """Rollouts from files: read as they were written, grouped, and refused with the row's name."""
 
+import tracemalloc
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl.config import ConfigError, parse_config
+from megatron_rl.data.token_rows import is_here
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import build_objective
 from megatron_rl.rollouts import offline
 from megatron_rl.rollouts.batch_metrics import batch_metrics
 from megatron_rl.rollouts.clock import LagClock
-from megatron_rl.rollouts.offline import OfflineRollouts, describe_thinned, read_rollouts
+from megatron_rl.rollouts.offline import OfflineRollouts, describe_thinned
 from megatron_rl.rollouts.rollout_batch import build_rollout_batch
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.types import GradeResult, Prompt, PromptSlot, Response, Rollout
+from tests.ranks import run_ranks
 
 
 class Letters:
@@ -53,6 +57,20 @@ def config(path, **sections):
     return parse_config(values)
 
 
+def read_rollouts(settings):
+    """All rollouts with their log-probs, after the check that rank 0 makes."""
+    rollouts = OfflineRollouts.open(settings)
+    rollouts.check()
+    scored = list(rollouts.read(range(int(rollouts.ends[-1]))))
+    return [rollout for rollout, _ in scored], [values for _, values in scored]
+
+
+def groups_of(settings, slots, start, step, *, updates):
+    return OfflineRollouts.open(settings).groups(
+        slots, start, step, updates=updates, topology=Topology.single()
+    )
+
+
 def table(path, **changes):
     columns = {
         "prompt": ["2+2", "2+2", "3+3", "3+3"],
@@ -72,12 +90,13 @@ def test_any_parquet_of_prompts_responses_rewards_and_log_probs(tmp_path):
     assert rollouts[3].response.token_ids.tolist() == [14, 14, 0]
     assert [r.grade_result.reward for r in rollouts] == [1, 0, 1, 0]
     assert logprobs[3].tolist() == pytest.approx([-0.5, -1.0, -0.1])
-    source = OfflineRollouts(settings, rollouts, logprobs)
     slots = [PromptSlot(2, 0), PromptSlot(2, 1)]
-    groups = source.groups(slots, 1, 2, updates=7)  # group 1 of the run, then the first one again
+    groups = groups_of(
+        settings, slots, 1, 2, updates=7
+    )  # group 1 of the run, then the first one again
     assert [g.rollouts[0].prompt.token_ids[1] for g in groups] == [11, 10]
     assert [(g.slot, g.generated_at_step, g.updates) for g in groups] == [(s, 2, 7) for s in slots]
-    assert groups[0].behavior_logprobs[1] is logprobs[3]
+    assert groups[0].behavior_logprobs[1].tolist() == logprobs[3].tolist()
     assert groups[0].advantages.tolist() == pytest.approx([0.7071, -0.7071], abs=1e-3)
 
 
@@ -181,8 +200,11 @@ def test_a_file_without_log_probs_needs_a_model_that_gives_them(tmp_path):
     pq.write_table(pq.read_table(table(path)).drop_columns(["rollout_logprobs"]), path)
     with pytest.raises(ConfigError, match=r"name that model as offline\.behavior"):
         read_rollouts(config(path))
-    rollouts, logprobs = read_rollouts(config(path, offline={"behavior": "some/model"}))
+    settings = config(path, offline={"behavior": "some/model"})
+    rollouts, logprobs = read_rollouts(settings)
     assert len(rollouts) == 4 and logprobs == [None] * 4
+    (group,) = groups_of(settings, [PromptSlot(1, 0)], 0, 1, updates=0)
+    assert group.behavior_logprobs == (None, None)
 
 
 def without_engine(path, **changes):
@@ -198,9 +220,8 @@ def test_what_no_engine_said_is_not_known_instead_of_certain(tmp_path):
     rollouts, logprobs = read_rollouts(settings)
     assert logprobs[0].tolist() == pytest.approx([-0.5, -0.1])
     assert all(np.isnan(rollout.response.rollout_logprobs).all() for rollout in rollouts)
-    groups = OfflineRollouts(settings, rollouts, logprobs).groups(
-        [PromptSlot(1, 0), PromptSlot(1, 1)], 0, 1, updates=0
-    )
+    slots = [PromptSlot(1, 0), PromptSlot(1, 1)]
+    groups = groups_of(settings, slots, 0, 1, updates=0)
     batch = build_rollout_batch(
         groups, config=settings, objective=build_objective("pnpo"), topology=Topology.single()
     )
@@ -256,3 +277,89 @@ def test_a_column_or_a_file_that_is_missing_is_named(tmp_path):
 def test_settings_that_need_an_engine_are_refused(tmp_path, sections, message):
     with pytest.raises(ConfigError, match=message):
         config(tmp_path, **sections)
+
+
+def _rows_of_many(path, rows, tokens=500):
+    """Rows of one response each, in blocks of 64, with ids and log-probs."""
+    one = {
+        "prompt": "2+2", "response": "4", "reward": 1.0, "prompt_token_ids": [20, 10, 22],
+        "token_ids": [14] * tokens, "rollout_logprobs": [-0.5] * tokens,
+    }  # fmt: skip
+    table = pa.Table.from_pylist([one | {"reward": float(row % 7)} for row in range(rows)])
+    pq.write_table(table, path, row_group_size=64)
+    return path
+
+
+def test_a_file_is_read_and_checked_a_few_rows_at_a_time(tmp_path):
+    """640 rows of 1,000 numbers are 20 MB of Python objects (32 bytes each); a block is 2 MB."""
+    sections = {
+        "rollout": {"responses_per_prompt": 4, "max_response_tokens": 500},
+        "trainer": {"steps": 2},
+    }
+    rollouts = OfflineRollouts.open(
+        config(_rows_of_many(tmp_path / "data.parquet", 640), **sections)
+    )
+    tracemalloc.start()
+    rollouts.check()
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.reset_peak()
+    groups = rollouts.groups(
+        [PromptSlot(1, 0), PromptSlot(1, 1)], 150, 1, updates=0, topology=Topology.single()
+    )
+    _, of_step = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 8e6
+    assert of_step < 8e6
+    found = [rollout.grade_result.reward for group in groups for rollout in group.rollouts]
+    assert found == [float(row % 7) for row in range(600, 608)]
+
+
+def test_rows_are_found_across_blocks_and_files(tmp_path):
+    for name in ("a", "b"):
+        _rows_of_many(tmp_path / f"{name}.parquet", 150, tokens=2)
+    rollouts = OfflineRollouts.open(config(tmp_path))
+    places = [0, 1, 63, 64, 149, 150, 151, 299]
+    found = [rollout.grade_result.reward for rollout, _ in rollouts.read(places)]
+    assert found == [float(place % 150 % 7) for place in places]
+
+
+def _read_on_ranks(rank, world_size, path):
+    offline.load_tokenizer = lambda folder, template: Letters()
+    lines = []
+    settings = config(path, trainer={"steps": 2})
+    rollouts = OfflineRollouts.load(settings, lines.append)
+    groups = rollouts.groups(
+        [PromptSlot(1, group) for group in range(3)], 1, 1, updates=0,
+        topology=Topology(world_size=world_size, rank=rank, dp_size=world_size, dp_rank=rank),
+    )  # fmt: skip
+    found = []
+    for group in groups:
+        for rollout, values in zip(group.rollouts, group.behavior_logprobs, strict=True):
+            response = rollout.response
+            arrays = (response.token_ids, response.rollout_logprobs, values)
+            found.append(
+                (response.owner, rollout.prompt.token_ids, rollout.grade_result.reward,
+                 response.text, [row.tolist() if is_here(row) else len(row) for row in arrays])
+            )  # fmt: skip
+    pack = build_rollout_batch(
+        groups[:2], config=settings, objective=build_objective("pnpo"),
+        topology=Topology(world_size=world_size, rank=rank, dp_size=world_size, dp_rank=rank),
+    ).packs[0]  # fmt: skip
+    return found, pack.rollout_indices, pack.labels[pack.response_mask].tolist(), lines
+
+
+def test_every_rank_reads_a_share_and_rank_0_has_everything(tmp_path):
+    path = table(tmp_path / "data.parquet")
+    alone, _, _, lines = _read_on_ranks(0, 1, str(path))
+    assert lines == ["offline: 2 groups of 2, 2 passes"]
+    results = run_ranks(_read_on_ranks, 3, str(path))
+    for rank, (found, indices, tokens, _) in enumerate(results):
+        for place, (one, expected) in enumerate(zip(found, alone, strict=True)):
+            assert one[:3] == (place // 2, *expected[1:3])  # group 0 on rank 0, and so on
+            if rank in (0, place // 2):
+                assert one[3:] == expected[3:]
+            else:
+                assert one[3:] == ("", [len(row) for row in expected[4]])
+        trained = [token for i in indices if i >= 0 for token in alone[i][4][0]]
+        assert tokens == trained  # the pack has the tokens of its responses
+    assert sorted(i for _, indices, _, _ in results for i in indices if i >= 0) == [0, 1, 2, 3]

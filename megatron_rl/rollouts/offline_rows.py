@@ -1,0 +1,200 @@
+"""Rollouts from the rows of a file, and their way to the ranks that lack them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.config import Config
+from megatron_rl.data.prompts import tokenize_messages
+from megatron_rl.data.rows import add_system_prompt
+from megatron_rl.data.token_rows import WRITER, Delivery, elsewhere
+from megatron_rl.distributed.agreement import gather_from_ranks
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.errors import UserError
+from megatron_rl.rollouts.rollout_files import NEEDED
+from megatron_rl.runs.rollout_tables import MESSAGES, OBSERVED, read_observed
+from megatron_rl.types import TOKEN_COLUMNS, GradeResult, Prompt, Response, Rollout
+
+LOGPROBS = ("behavior_logprobs", "rollout_logprobs")  # columns in order of preference
+Scored = tuple[Rollout, np.ndarray | None]  # a rollout with the log-probs of what generated it
+
+
+def share_rollouts(
+    own: Mapping[int, Sequence[Scored]], *, count: int, topology: Topology
+) -> list[Scored]:
+    """Return the groups that all ranks have read, in order; collective.
+
+    own: this rank's groups by place; it owns their rollouts (`types.Response`). Rank 0 receives
+    their arrays and texts, and the other ranks everything else.
+    """
+    if topology.world_size == 1:
+        return [scored for place in range(count) for scored in own[place]]
+    whole = {
+        place: [_owned_by(topology.rank, scored) for scored in group]
+        for place, group in own.items()
+    }
+    texts = {
+        place: [_encode(rollout.response) for rollout, _ in group] for place, group in whole.items()
+    }
+    light = {
+        place: [
+            (*_without_arrays(scored), len(text))
+            for scored, text in zip(group, texts[place], strict=True)
+        ]
+        for place, group in whole.items()
+    }
+    gathered = {
+        place: group for share in gather_from_ranks(light) for place, group in share.items()
+    }
+    everyone = [one for place in range(count) for one in gathered[place]]
+    mine = [
+        (*scored, text)
+        for place in range(count)
+        for scored, text in (
+            zip(whole[place], texts[place], strict=True)
+            if place in whole
+            else (((rollout, values), None) for rollout, values, _ in gathered[place])
+        )
+    ]
+    owners = [rollout.response.owner for rollout, _, _ in everyone]
+    targets = [(WRITER,)] * len(owners)
+
+    def send(rows: Sequence[np.ndarray | None], sizes: Sequence[int], dtype: str) -> Any:
+        return Delivery(sizes, owners, targets).send(rows, dtype)
+
+    columns = {}
+    for name, dtype in TOKEN_COLUMNS.items():
+        rows = [getattr(rollout.response, name) for rollout, _, _ in mine]
+        columns[name] = send(rows, [len(row) for row in rows], dtype)
+    behavior = [values for _, values, _ in mine]
+    behavior = send(behavior, [0 if row is None else len(row) for row in behavior], "float32")
+    letters = send([text for _, _, text in mine], [size for _, _, size in everyone], "uint8")
+    shared = []
+    for index, (rollout, values, _) in enumerate(mine):
+        arrays: dict[str, Any] = {name: rows[index] for name, rows in columns.items()}
+        if letters[index] is not None:
+            arrays |= _decode(letters[index])
+        response = replace(rollout.response, **arrays)
+        row = None if values is None else behavior[index]
+        shared.append((replace(rollout, response=response), row))
+    return shared
+
+
+def _owned_by(rank: int, scored: Scored) -> Scored:
+    rollout, values = scored
+    return replace(rollout, response=replace(rollout.response, owner=rank)), values
+
+
+def _without_arrays(scored: Scored) -> Scored:
+    rollout, values = scored
+    response: Any = rollout.response
+    lengths = {name: elsewhere(len(getattr(response, name))) for name in TOKEN_COLUMNS}
+    response = replace(response, text="", messages=(), **lengths)
+    return replace(rollout, response=response), None if values is None else elsewhere(len(values))
+
+
+def _encode(response: Response) -> np.ndarray:
+    return np.frombuffer(json.dumps([response.text, response.messages]).encode(), np.uint8)
+
+
+def _decode(letters: np.ndarray) -> dict[str, Any]:
+    text, messages = json.loads(letters.tobytes())
+    return {"text": text, "messages": tuple(messages)}
+
+
+def _unknown(count: int) -> np.ndarray:
+    return np.full(count, np.nan, np.float32)
+
+
+def parse_rollout(row: dict[str, Any], tokenizer: Any, *, place: int, config: Config) -> Scored:
+    """Convert a row to a rollout with log-probs; tokenize texts without token ids."""
+    prompt, text, reward = (row[name] for name in NEEDED)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    messages = list(add_system_prompt(tuple(messages), config.data.system_prompt))
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise UserError(f"reward is {reward!r}: it must be a finite number")
+    prompt_ids = row.get("prompt_token_ids") or tokenize_messages(
+        messages,
+        tokenizer,
+        template=config.data.template,
+        arguments=config.data.template_arguments,
+    )
+    ending = row.get("finish_reason")
+    tokens = row.get("token_ids")
+    if tokens is None:
+        end = [] if ending == "length" else [tokenizer.eos_token_id]
+        tokens = [*tokenizer(text, add_special_tokens=False)["input_ids"], *end]
+    if not tokens:
+        raise UserError("the response has no tokens")
+    if len(prompt_ids) + len(tokens) > config.max_model_tokens:
+        raise UserError(
+            f"prompt and response have {len(prompt_ids) + len(tokens)} tokens, more than "
+            f"data.max_prompt_tokens + rollout.max_response_tokens={config.max_model_tokens}; "
+            "raise one of them"
+        )
+    size = len(tokenizer)
+    if not 0 <= min((*prompt_ids, *tokens)) <= max((*prompt_ids, *tokens)) < size:
+        raise UserError(f"a token lies outside the tokenizer's {size}: were they another model's?")
+    observed = read_observed(row)
+    sampled = _count_sampled(observed, len(tokens))
+    frozen, generated = (_logprobs(row.get(name), name, sampled) for name in LOGPROBS)
+    response = Response(
+        prompt_index=row.get("prompt_index", place // config.rollout.responses_per_prompt),
+        sample_index=place % config.rollout.responses_per_prompt,
+        token_ids=np.array(tokens, np.int32),
+        rollout_logprobs=_unknown(sampled) if generated is None else generated,
+        text=text,
+        finish_reason=ending if ending in ("length", "lost") else "stop",
+        weight_version=-1,  # versions in files are of another run
+        observed=observed,
+        messages=tuple(json.loads(row.get(MESSAGES) or "[]")),
+    )
+    source = Prompt(
+        index=response.prompt_index,
+        messages=tuple(messages),
+        token_ids=tuple(prompt_ids),
+        ground_truth=str(row.get("ground_truth", "")),
+        data_source=str(row.get("data_source", "offline")),
+    )
+    grade_result = GradeResult(
+        float(reward), row.get("reason") or "", row.get("extracted"),
+        rewards=dict(row.get("rewards") or {}),
+    )  # fmt: skip
+    return Rollout(source, response, grade_result), _behavior(row, frozen, generated)
+
+
+def _logprobs(values: Any, name: str, count: int) -> np.ndarray | None:
+    if values is None:
+        return None
+    array = np.array(values, np.float32)
+    if array.shape != (count,) or not np.isfinite(array).all() or (array > 1e-4).any():
+        raise UserError(
+            f"{name} has {len(values)} numbers for {count} sampled tokens; it needs a finite one, "
+            "not above 0, for each (with token_ids, if texts were cut into other tokens; with "
+            f"{OBSERVED}, if an environment wrote some of them)"
+        )
+    return array
+
+
+def _count_sampled(observed: Sequence[tuple[int, int]], count: int) -> int:
+    """Count the tokens outside the observed ranges; UserError if these are out of order."""
+    bounds = [bound for one in observed for bound in one]
+    if sorted(bounds) != bounds or (bounds and not 0 < bounds[0] <= bounds[-1] < count):
+        raise UserError(
+            f"{OBSERVED} is {list(observed)!r:.80} for {count} tokens; its ranges must be in "
+            "order, without overlap, and between tokens that the policy sampled"
+        )
+    return count - sum(end - first for first, end in observed)
+
+
+def _behavior(
+    row: dict[str, Any], frozen: np.ndarray | None, generated: np.ndarray | None
+) -> np.ndarray | None:
+    """Log-probs of the actor if the file has the column (null: not computed), else the engine's."""
+    return frozen if LOGPROBS[0] in row else generated
