@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_rl.commands.ending import leave
 from megatron_rl.config import Config, ConfigError, apply_override, parse_config, read_config_values
+from megatron_rl.preflight.layout import too_long
 
 # Config keys that fix one dimension of the layout -> its name in the search.
 LAYOUT_KEYS = {
@@ -92,10 +93,7 @@ def _plan(options: argparse.Namespace) -> str:
     )
     workload.response_lengths()  # rejects an impossible mean before the search
     if workload.longest > shape.max_position_embeddings:
-        raise ConfigError(
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {workload.longest} exceed the "
-            f"model's {shape.max_position_embeddings} positions; lower one of them"
-        )
+        raise ConfigError(too_long(config, shape))
     result = plan(shape, device, options.devices, workload, fixed)
     if not 1 <= options.choice <= len(result.options):
         raise ConfigError(f"--choice {options.choice}: give a row from 1 to {len(result.options)}")

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from megatron_rl.config.data_sections import ColumnsSection, DataSection, EvalSection
+from megatron_rl.config.environment_section import EnvironmentSection, environment_problems
 from megatron_rl.config.lag_sections import LagSection, ReplaySection
 from megatron_rl.config.ppo_sections import (
     DynamicSamplingSection,
@@ -41,6 +42,7 @@ class Config(Section):
     data: DataSection = DataSection()
     parallel: ParallelSection = ParallelSection()
     rollout: RolloutSection = RolloutSection()
+    environment: EnvironmentSection | None = None
     reward: RewardSection = RewardSection()
     advantage: AdvantageSection = AdvantageSection()
     objective: ObjectiveSection = ObjectiveSection()
@@ -83,7 +85,7 @@ class Config(Section):
                 "raise trainer.stall_seconds above it, or lower the limit"
             )
         problems += self._unused_settings() + self._objective_problems() + self._best_problems()
-        problems += self._lag_problems() + self._ppo_problems()
+        problems += self._lag_problems() + self._ppo_problems() + environment_problems(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -342,4 +344,6 @@ class Config(Section):
     @property
     def max_model_tokens(self) -> int:
         """Maximum tokens of a prompt and its response together."""
+        if self.environment is not None:
+            return self.environment.max_context_tokens
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens

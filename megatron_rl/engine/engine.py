@@ -1,11 +1,13 @@
 """Interface between training and generation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from megatron_rl.data.turns import TurnRenderer
+from megatron_rl.environments.pool import EnvironmentPool
 from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.push import SyncStats, WeightSource
 from megatron_rl.types import Prompt, Response, SamplingSettings
@@ -40,6 +42,22 @@ class RolloutWindow:
     started: Sequence[Response] = ()  # by prompt, then sample; empty at first
 
 
+@dataclass(frozen=True)
+class ConversationSettings:
+    """Environments and limits of conversations.
+
+    pool: on the first rank of each engine, None on the others. in_rounds: continue all
+    conversations together once every turn is answered, so that batches, and with them rounding on
+    a device, do not depend on the speed of the environments.
+    """
+
+    pool: EnvironmentPool | None
+    renderer: TurnRenderer
+    max_turns: int
+    max_turn_tokens: int
+    in_rounds: bool = False
+
+
 class GenerationStopped(Exception):  # noqa: N818 - not an error
     """Generation was interrupted before all responses were finished; all are discarded."""
 
@@ -58,6 +76,11 @@ class RolloutEngine(Protocol):
         """Version of the weights received last; -1 before the first."""
         ...
 
+    environment_costs: Mapping[str, float]
+    """Counts of the last `generate` with conversations, over all engines: `answers`, the `seconds`
+    waited for them, failures by kind, and tokens after the first turn, in all (`context_tokens`)
+    and from the prefix cache (`cached_tokens`)."""
+
     @property
     def engine_seconds(self) -> Sequence[float]:
         """Seconds each engine spent on its part of the last `generate`; the same on every rank."""
@@ -73,6 +96,7 @@ class RolloutEngine(Protocol):
         on_progress: ProgressCallback | None = None,
         on_response: OnFinished | None = None,
         everywhere: bool = True,
+        conversations: ConversationSettings | None = None,
     ) -> list[Response]:
         """Return `samples` responses per prompt on every rank, ordered by prompt, then sample.
 
@@ -81,6 +105,7 @@ class RolloutEngine(Protocol):
         on_response: called on one rank for each response as soon as it is finished.
         everywhere: every rank receives tokens, log-probs and texts; otherwise only rank 0 and the
             rank that generated them (`types.Response.owner`).
+        conversations: each response is a conversation with an environment; None: one turn.
 
         Engine i % num_engines answers prompt i. The same prompts and seed give the same responses
         for every engine layout. Raises on every rank if an engine fails, hangs, dies or exceeds

@@ -1,6 +1,6 @@
 """Conversion of finished requests to responses, on the rank that decodes them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,12 +31,19 @@ class FinishedResponses:
 
     def add(self, position: int, output: Any) -> None:
         """Add vLLM's output of the request at `position`."""
+        self._keep(position, lambda: self._generated(position, output))
+
+    def keep(self, generated: Generated) -> None:
+        """Add a response that is complete."""
+        self._keep(generated.position, lambda: generated)
+
+    def _keep(self, position: int, build: Callable[[], Generated]) -> None:
         self._num_finished += 1
         if self.on_progress is not None:
             self.on_progress(self._num_finished, self.expected)
         rank, ranks = self.share
         if position % ranks == rank:
-            self.own.append(self._generated(position, output))
+            self.own.append(build())
             if self.on_response is not None:
                 self.on_response(position, self.response(self.own[-1]))
 
@@ -49,9 +56,12 @@ class FinishedResponses:
             token_ids=generated.token_ids,
             rollout_logprobs=generated.rollout_logprobs,
             text=generated.text,
-            finish_reason="stop" if generated.finish_reason == "stop" else "length",
+            finish_reason=generated.finish_reason,
             weight_version=self.weight_version,
             owner=generated.owner,
+            observed=generated.observed,
+            messages=generated.messages,
+            grade=generated.grade,
         )
 
     def _generated(self, position: int, output: Any) -> Generated:
@@ -62,6 +72,6 @@ class FinishedResponses:
             position=position,
             token_ids=np.array(tokens, np.int32),
             rollout_logprobs=np.array(completion.logprobs.logprobs, np.float32),
-            finish_reason=completion.finish_reason,
+            finish_reason="stop" if completion.finish_reason == "stop" else "length",
             text=decode(tokens, skip_special_tokens=True) if decode else "",
         )

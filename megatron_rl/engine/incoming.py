@@ -5,8 +5,8 @@ the weights are rounded, but the engine still computes in its own dtype.
 """
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -55,3 +55,19 @@ def round_tensor(name: str, tensor: Tensor, mismatch: Mismatch) -> Tensor:
         scale = values.abs().amax().clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
         return ((values / scale).to(torch.float8_e4m3fn).float() * scale).to(tensor.dtype)
     return tensor
+
+
+def parameters_as_expected(
+    llm: Any, expected: dict[str, tuple[int, ...]], *, shape: ModelShape, dtype: torch.dtype
+) -> Mapping[str, Tensor] | None:
+    """Return vLLM's own parameters if names, shapes and dtype are as expected, else None."""
+    if shape.tied_embeddings:
+        expected.pop("lm_head.weight")  # the same parameter, listed once
+    parameters: Mapping[str, Tensor] = llm.apply_model(
+        lambda model: dict(model.named_parameters())
+    )[0]
+    as_expected = parameters.keys() == expected.keys() and all(
+        tuple(parameters[name].shape) == size and parameters[name].dtype == dtype
+        for name, size in expected.items()
+    )
+    return parameters if as_expected else None

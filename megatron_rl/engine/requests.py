@@ -1,8 +1,11 @@
 """Requests for vLLM: one per response, each with its own seed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from megatron_rl.engine.stopping import StopCriterion
 from megatron_rl.errors import UserError
@@ -101,3 +104,12 @@ def scoring_requests(sequences: Sequence[Sequence[int]]) -> list[SequenceRequest
         SequenceRequest(position=position, token_ids=sequence, params=params)
         for position, sequence in enumerate(sequences)
     ]
+
+
+def read_scores(outputs: Mapping[int, Any], sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return the log-probs of each sequence's tokens from the second on, [length - 1] float32."""
+    scores = []
+    for index, sequence in enumerate(sequences):
+        pairs = zip(outputs[index].prompt_logprobs[1:], sequence[1:], strict=True)
+        scores.append(torch.tensor([position[token].logprob for position, token in pairs]))
+    return scores

@@ -5,8 +5,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,22 @@ GRACE = 30.0  # seconds beyond the limit for the current step and for cleaning u
 POLL_INTERVAL_STEPS = 8  # between checks of the limits on all ranks of an engine
 
 
+class FurtherRequests(Protocol):
+    """Requests that follow from finished ones; the same on every rank of an engine."""
+
+    failure: Exception | None  # of this rank
+    answered: int  # how often something arrived that was waited for
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while further requests may come although none runs."""
+        ...
+
+    def take(self, *, wait: bool) -> list[SequenceRequest]:
+        """Return the requests that can start; wait: for a moment, since none runs. Collective."""
+        ...
+
+
 def run_requests(
     core: Any,
     requests: Sequence[SequenceRequest],
@@ -29,56 +45,89 @@ def run_requests(
     on_finished: Finished,
     on_step: Callable[[], object] = lambda: None,
     should_stop: Callable[[], bool] = lambda: False,
+    further: FurtherRequests | None = None,
 ) -> None:
     """Run all requests and call `on_finished(position, vLLM's RequestOutput)` as each finishes.
 
     core: vLLM's LLMEngine. All ranks of an engine call this with the same requests.
+    further: a source of requests that start between steps, until it waits for nothing.
     All ranks of the engine raise together, which leaves it idle: TimeoutError after `time_limit`
-    seconds or after `stall_limit` seconds without a finished response; the error of `on_finished`
-    if it raised (RuntimeError on the other ranks); GenerationStopped if `should_stop` returned
-    true on any rank. If a step does not return, because another rank of the engine hangs or died,
-    the process exits with a message: vLLM waits in a loop that cannot be interrupted.
+    seconds or after `stall_limit` seconds without a finished request or an answer; the error of
+    `on_finished` if it raised (RuntimeError on the other ranks); GenerationStopped if `should_stop`
+    returned true on any rank. If a step does not return, because another rank of the engine hangs
+    or died, the process exits with a message: vLLM waits in a loop that cannot be interrupted.
     """
-    finished: set[int] = set()
-    started = last_finished = time.monotonic()
-    names = {f"{time.monotonic_ns()}-{request.position}": request.position for request in requests}
+    limits = _Limits(time_limit, stall_limit)
+    running: dict[str, int] = {}  # positions of requests, by their names in vLLM
+
+    def add(new: Sequence[SequenceRequest]) -> None:
+        for request in new:
+            name = f"{time.monotonic_ns()}-{request.position}"
+            running[name] = request.position
+            core.add_request(name, {"prompt_token_ids": list(request.token_ids)}, request.params)
+
     try:
-        limits = (time_limit + GRACE, stall_limit + GRACE)
-        with preserved_generators(), hard_timeout(*limits) as finished_one:
-            for name, request in zip(names, requests, strict=True):
-                prompt = {"prompt_token_ids": list(request.token_ids)}
-                core.add_request(name, prompt, request.params)
-            steps, failure = 0, None
-            while len(finished) < len(requests):
-                if steps % POLL_INTERVAL_STEPS == 0:
-                    now = time.monotonic()
-                    late, stalled, failed, stopped = any_rank_of_engine(
-                        now - started > time_limit, now - last_finished > stall_limit,
-                        failure is not None, should_stop(),
-                    )  # fmt: skip
-                    if failed:
-                        raise failure or RuntimeError("another rank of this engine failed")
-                    if stopped:
-                        raise GenerationStopped
-                    if late or stalled:
-                        count = f"{len(finished)} of {len(requests)} responses were finished"
-                        limit = time_limit if late else stall_limit
-                        raise TimeoutError(f"{count} {_limit_message(limit, late=late)}")
+        with preserved_generators(), limits.hard_timeout() as made_progress:
+            add(requests)
+            finished, steps, failure = 0, 0, None
+            while running or (further is not None and further.is_waiting):
+                if not running or steps % POLL_INTERVAL_STEPS == 0:
+                    failure = failure or (further.failure if further is not None else None)
+                    limits.check(failure, should_stop(), finished, finished + len(running))
                 steps += 1
                 on_step()
-                for output in core.step():
+                if further is not None and further.is_waiting:
+                    answered = further.answered
+                    add(further.take(wait=not running))
+                    made_progress()  # the ranks of the engine took part
+                    if further.answered > answered:
+                        limits.made_progress()
+                for output in core.step() if running else ():
                     if output.finished:
-                        position = names[output.request_id]
-                        finished.add(position)
-                        last_finished = time.monotonic()
-                        finished_one()
+                        finished += 1
+                        limits.made_progress()
+                        made_progress()
+                        position = running.pop(output.request_id)
                         failure = failure or _error_of(on_finished, position, output)
+            failure = failure or (further.failure if further is not None else None)
             if failure is not None:
                 raise failure
     except BaseException:
         # Requests left in the queue would come back as results of the next call.
-        core.abort_request([name for name, position in names.items() if position not in finished])
+        core.abort_request(list(running))
         raise
+
+
+class _Limits:
+    """Time limits of one call, checked by all ranks of an engine together."""
+
+    def __init__(self, total: float, stall: float) -> None:
+        self.total, self.stall = total, stall
+        self.started = self.last_progress = time.monotonic()
+
+    def made_progress(self) -> None:
+        self.last_progress = time.monotonic()
+
+    def hard_timeout(self) -> AbstractContextManager[Callable[[], None]]:
+        return hard_timeout(self.total + GRACE, self.stall + GRACE)
+
+    def check(
+        self, failure: Exception | None, should_stop: bool, finished: int, total: int
+    ) -> None:
+        """Raise if a limit is exceeded, or if any rank of the engine failed or has to stop."""
+        now = time.monotonic()
+        late, stalled, failed, stopped = any_rank_of_engine(
+            now - self.started > self.total, now - self.last_progress > self.stall,
+            failure is not None, should_stop,
+        )  # fmt: skip
+        if failed:
+            raise failure or RuntimeError("another rank of this engine failed")
+        if stopped:
+            raise GenerationStopped
+        if late or stalled:
+            limit = self.total if late else self.stall
+            count = f"{finished} of {total} responses were finished"
+            raise TimeoutError(f"{count} {_limit_message(limit, late=late)}")
 
 
 def _limit_message(limit: float, *, late: bool) -> str:
@@ -109,6 +158,14 @@ def any_rank_of_engine(*reasons: bool) -> tuple[bool, ...]:
     combined = torch.tensor([int(reason) for reason in reasons])
     dist.all_reduce(combined, dist.ReduceOp.MAX, group=group.cpu_group)
     return tuple(bool(value) for value in combined)
+
+
+def tensor_group() -> Any:
+    """Return the group of this engine's ranks on the host; None for one rank."""
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    return None if group.world_size == 1 else group.cpu_group
 
 
 @contextmanager

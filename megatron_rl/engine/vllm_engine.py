@@ -7,6 +7,7 @@ without communicating.
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from torch import Tensor
 from megatron_rl.distributed.agreement import raise_across_ranks, sum_over_ranks
 from megatron_rl.distributed.straggler_barrier import StragglerBarrier
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.engine.conversations import Conversations
 from megatron_rl.engine.engine import (
+    ConversationSettings,
     EngineHooks,
     GenerationStopped,
     OnFinished,
@@ -25,7 +28,12 @@ from megatron_rl.engine.engine import (
     RolloutWindow,
 )
 from megatron_rl.engine.finished import FinishedResponses
-from megatron_rl.engine.incoming import Mismatch, check_tensors, round_tensors
+from megatron_rl.engine.incoming import (
+    Mismatch,
+    check_tensors,
+    parameters_as_expected,
+    round_tensors,
+)
 from megatron_rl.engine.partial_requests import (
     PartialRequests,
     assign_requests,
@@ -37,11 +45,12 @@ from megatron_rl.engine.requests import (
     SequenceRequest,
     check_prompts,
     of_each,
+    read_scores,
     sampling_requests,
     scoring_requests,
 )
 from megatron_rl.engine.response_gather import Generated, gather_responses, gather_seconds
-from megatron_rl.engine.running import GRACE, Finished, run_requests
+from megatron_rl.engine.running import GRACE, run_requests
 from megatron_rl.engine.starting import check_expert_parallel, fixed_arguments, start_vllm
 from megatron_rl.engine.stopping import find_stop_rule
 from megatron_rl.models.shape import ModelShape, read_model_shape
@@ -103,6 +112,7 @@ class VllmEngine:
         self._hooks = hooks or EngineHooks()
         self._version, self._asleep = -1, False
         self._engine_seconds = [0.0] * topology.world_size  # by rank
+        self.environment_costs: Mapping[str, float] = {}
         self._work = StragglerBarrier("generating", patience=stall_limit + 2 * GRACE)
         self._resharder = Resharder(self, resharding or ReshardSettings())
         self._tokenizer = tokenizer
@@ -149,6 +159,7 @@ class VllmEngine:
         on_progress: ProgressCallback | None = None,
         on_response: OnFinished | None = None,
         everywhere: bool = True,
+        conversations: ConversationSettings | None = None,
     ) -> list[Response]:
         """Implement `RolloutEngine.generate` within `batches` times `time_limit`. Collective.
 
@@ -157,31 +168,36 @@ class VllmEngine:
         If an engine fails or times out, its ranks raise that error and others RuntimeError.
         """
         settings = of_each(sampling, count=len(prompts))
-        self._check_prompts(prompts, tokens=max(item.max_tokens for item in settings))
+        longest = 1 if conversations else max(item.max_tokens for item in settings)
+        self._check_prompts(prompts, tokens=longest)
         engines, tensor = self.topology.world_size // self.layout.tensor, self.layout.tensor
-        requested = list(zip(range(len(prompts)), prompts, settings, strict=True))
-        own = requested[self.topology.rank // tensor :: engines]
+        numbered = list(zip(range(len(prompts)), prompts, settings, strict=True))
+        own = numbered[self.topology.rank // tensor :: engines]
         finished = FinishedResponses(
-            prompts,
-            samples,
-            expected=len(own) * samples,
+            prompts, samples, expected=len(own) * samples,
             share=(self.topology.rank % tensor, tensor),
-            tokenizer=self._tokenizer,
-            weight_version=self._version,
-            on_progress=self._work.with_progress(on_progress),
-            on_response=on_response,
-        )
+            tokenizer=self._tokenizer, weight_version=self._version, on_response=on_response,
+            # Of conversations the turns are counted, so that a slow one is not taken for a hang.
+            on_progress=on_progress if conversations else self._work.with_progress(on_progress),
+        )  # fmt: skip
+        further = None if conversations is None else Conversations(
+            own, conversations, finished, stop=self._stop, max_model_len=self.max_model_len,
+            on_advance=self._work.advance,
+        )  # fmt: skip
 
         def run() -> list[Generated]:
             # Prefixes cached by an earlier call would change rounding. Results must depend only on
             # the arguments and the weights, or a resumed run would differ in the last bits.
             if not self._partial.paused:
                 self._llm.reset_prefix_cache()
+            if further is not None:
+                return further.run(partial(self._run, batches=batches))
             requests = sampling_requests(own, samples=samples, stop=self._stop)
             self._run(requests, batches=batches, on_finished=finished.add)
             return finished.own
 
         generated = self._gather(run, everywhere=everywhere)
+        self.environment_costs = further.sum_costs() if further is not None else {}
         assert [item.position for item in generated] == list(range(len(prompts) * samples))
         return list(map(finished.response, generated))
 
@@ -243,11 +259,7 @@ class VllmEngine:
         self._require_weights()
         outputs: dict[int, Any] = {}
         self._run(scoring_requests(sequences), on_finished=outputs.__setitem__)
-        scores = []
-        for index, sequence in enumerate(sequences):
-            pairs = zip(outputs[index].prompt_logprobs[1:], sequence[1:], strict=True)
-            scores.append(torch.tensor([position[token].logprob for position, token in pairs]))
-        return scores
+        return read_scores(outputs, sequences)
 
     def sync_weights(self, actor: WeightSource, *, version: int) -> SyncStats:
         return self._resharder.push(actor, version=version)
@@ -258,11 +270,10 @@ class VllmEngine:
             raise RuntimeError("the engine is generating; sync weights between calls")
 
     def receive(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> float:
-        """Replace every parameter on this rank from full Hugging Face tensors.
+        """Replace every parameter on this rank from full Hugging Face tensors, as `overwrite` does.
 
-        Reads only this rank's slice; returns the seconds spent resetting the prefix cache. Raises
-        ValueError naming parameters that are missing, extra or of a wrong shape. After any error
-        the engine refuses to generate until a weight sync succeeds.
+        Reads only this rank's slice. Raises ValueError naming parameters that are missing, extra or
+        of a wrong shape.
         """
         request = {
             "weights": round_tensors(check_tensors(weights, self.shape), self.mismatch),
@@ -309,17 +320,8 @@ class VllmEngine:
         rounded = self.mismatch != "none"  # rounding needs whole tensors, before the loaders
         if self.topology.device.type != "cuda" or self.shape.experts is not None or rounded:
             return None
-        parameters: Mapping[str, Tensor] = self._llm.apply_model(
-            lambda model: dict(model.named_parameters())
-        )[0]
         expected = self.layout.parameter_shapes(self.shape, rank=self.topology.rank)
-        if self.shape.tied_embeddings:
-            expected.pop("lm_head.weight")  # the same parameter, listed once
-        as_expected = parameters.keys() == expected.keys() and all(
-            tuple(parameters[name].shape) == size and parameters[name].dtype == self.dtype
-            for name, size in expected.items()
-        )
-        return parameters if as_expected else None
+        return parameters_as_expected(self._llm, expected, shape=self.shape, dtype=self.dtype)
 
     def invalidate(self) -> None:
         self._version = -1
@@ -340,11 +342,9 @@ class VllmEngine:
         if self._version < 0:
             raise RuntimeError("the engine has no valid weights; sync weights before generating")
 
-    def _run(
-        self, requests: Sequence[SequenceRequest], *, on_finished: Finished, batches: int = 1
-    ) -> None:
+    def _run(self, requests: Sequence[SequenceRequest], *, batches: int = 1, **calls: Any) -> None:
         run_requests(
             self._llm.llm_engine, requests, time_limit=batches * self.time_limit,
-            stall_limit=self.stall_limit, on_finished=on_finished, on_step=self._hooks.on_step,
-            should_stop=self._hooks.should_stop,
+            stall_limit=self.stall_limit, on_step=self._hooks.on_step,
+            should_stop=self._hooks.should_stop, **calls,
         )  # fmt: skip

@@ -91,8 +91,13 @@ def _step_bytes(config: Config, run: RunDirectory) -> float:
         whole = files if keep == "all" else files[-keep:]
         return sum(file.stat().st_size for file in whole) / len(whole)
     rollout = config.rollout
-    tokens = rollout.prompts_per_step * rollout.responses_per_prompt * rollout.max_response_tokens
+    tokens = rollout.prompts_per_step * rollout.responses_per_prompt * _longest(config)
     return tokens * AVERAGE_LENGTH * ROLLOUT_BYTES_PER_TOKEN
+
+
+def _longest(config: Config) -> int:
+    """Return the maximum tokens of a response, with the observations of an environment."""
+    return config.max_model_tokens - config.data.max_prompt_tokens
 
 
 def _remaining_rollouts(config: Config, run: RunDirectory, step: float) -> float:
@@ -124,7 +129,7 @@ def _remaining_evaluations(config: Config, run: RunDirectory) -> float:
     steps, every = config.trainer.steps, config.eval.every
     times = 1 + steps // every + bool(steps % every)  # before training, and after the last step
     samples = 1 if config.eval.temperature == 0 else config.eval.samples
-    longest = config.rollout.max_response_tokens
+    longest = _longest(config)
     total = 0.0
     for name, (path, _) in config.evaluation_files.items():
         files = list(

@@ -85,11 +85,22 @@ def cut_problems(parallel: ParallelSection, shape: ModelShape) -> list[str]:
 def length_problems(config: Config, shape: ModelShape) -> list[str]:
     if config.max_model_tokens <= shape.max_position_embeddings:
         return []
-    return [
+    return [too_long(config, shape)]
+
+
+def too_long(config: Config, shape: ModelShape) -> str:
+    """Describe why a prompt and its response may have more tokens than the model has positions."""
+    positions = shape.max_position_embeddings
+    if config.environment is not None:
+        return (
+            f"environment.max_context_tokens={config.max_model_tokens} exceeds the model's "
+            f"{positions} positions; lower it"
+        )
+    return (
         f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_response_tokens="
-        f"{config.rollout.max_response_tokens} exceed the model's "
-        f"{shape.max_position_embeddings} positions; lower one of them"
-    ]
+        f"{config.rollout.max_response_tokens} exceed the model's {positions} positions; lower one "
+        "of them"
+    )
 
 
 def product_sizes(parallel: ParallelSection, shape: ModelShape) -> dict[str, int]:

@@ -52,7 +52,8 @@ def settings_problems(
     problems = [
         *_file_problems(config, config.prompt_files),
         *_logger_problems(config),
-        *_verifier_problems(config.reward.verifier),
+        *_module_problems("reward.verifier", config.reward.verifier),
+        *_environment_problems(config),
         *_loss_function_problems(config),
         *engine_argument_problems(config.rollout.engine),
     ]
@@ -94,7 +95,8 @@ def evaluation_problems(
     """List why an evaluation cannot start; also return the model's shape if it was read."""
     problems = [
         *_file_problems(config, files),
-        *_verifier_problems(config.reward.verifier),
+        *_module_problems("reward.verifier", config.reward.verifier),
+        *_environment_problems(config),
         *engine_argument_problems(config.rollout.engine),
     ]
     shape = _read_model(config.model.path, problems, key="--model")
@@ -221,22 +223,28 @@ def _file_problems(config: Config, files: Mapping[str, tuple[str, ColumnsSection
     return problems
 
 
-def _verifier_problems(name: str) -> list[str]:
-    """List why workers would not find the verifier, without importing it."""
+def _environment_problems(config: Config) -> list[str]:
+    if config.environment is None:
+        return []
+    return _module_problems("environment.name", config.environment.name)
+
+
+def _module_problems(key: str, name: str) -> list[str]:
+    """List why workers would not find `module:function`, without importing it."""
     module, _, function = name.partition(":")
     if not (module and function.isidentifier()):
-        return [f"reward.verifier={name}: write module:function, for example my_rewards:score"]
+        return [f"{key}={name}: write module:function, for example my_rewards:score"]
     if "/" in module or module.endswith(".py"):
         plain = ".".join(Path(module.removesuffix(".py")).parts)
         return [
-            f"reward.verifier={name}: write the module without .py and with dots between folders: "
+            f"{key}={name}: write the module without .py and with dots between folders: "
             f"{plain}:{function}"
         ]
     package = module.split(".")[0]
     # Workers also search the folder in which the command is started.
     if not (importlib.util.find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])):
         return [
-            f"reward.verifier={name}: there is no module {package} here or on the Python path; "
+            f"{key}={name}: there is no module {package} here or on the Python path; "
             "start in the folder of its file, or install it"
         ]
     return []

@@ -12,6 +12,7 @@ from megatron_rl.config import Config, ConfigError
 from megatron_rl.engine.engine_arguments import cpu_engine_problems
 from megatron_rl.models.safetensors_headers import check_headers
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.preflight.environment import EnvironmentTrial, start_environment_trial
 from megatron_rl.preflight.settings import evaluation_problems, settings_problems
 from megatron_rl.preflight.verifier import VerifierTrial, start_trial
 from megatron_rl.rollouts.prompt_files import Files, prompt_problems
@@ -42,18 +43,18 @@ def run_problems(config: Config, *, world_size: int, is_here: bool = True) -> li
         except ConfigError as error:
             problems.append(str(error))
         return problems + _weight_problems(config, shape, problems)
-    with start_trial(config.reward) as trial:
+    with start_trial(config.reward) as trial, start_environment_trial(config) as environment:
         problems, shape = settings_problems(config, world_size=world_size, is_here=is_here)
         return problems + _input_problems(
-            config, shape, config.prompt_files, trial, problems, is_here=is_here
+            config, shape, config.prompt_files, trial, environment, problems, is_here=is_here
         )
 
 
 def check_evaluation_run(config: Config, files: Files, *, world_size: int) -> None:
     """Raise ConfigError listing why this evaluation cannot start here."""
-    with start_trial(config.reward) as trial:
+    with start_trial(config.reward) as trial, start_environment_trial(config) as environment:
         problems, shape = evaluation_problems(config, files, world_size=world_size)
-        problems += _input_problems(config, shape, files, trial, problems)
+        problems += _input_problems(config, shape, files, trial, environment, problems)
     problems = [re.sub("^model.path: ", "--model: ", problem) for problem in problems]
     _raise_if_any("this evaluation cannot start", problems)
 
@@ -68,6 +69,7 @@ def _input_problems(
     shape: ModelShape | None,
     files: Files,
     trial: VerifierTrial,
+    environment: EnvironmentTrial,
     known: list[str],
     *,
     is_here: bool = True,
@@ -76,16 +78,20 @@ def _input_problems(
     problems = _weight_problems(config, shape, known)
     usable = {key: file for key, file in files.items() if not _is_named(key, known)}
     prompts: dict[str, Prompt] = {}
+    unusable = []
+    if not any(problem.startswith("environment.name=") for problem in known):
+        unusable = environment.problems()
     if shape is not None:
         if is_here and not has_cuda():
             problems += cpu_engine_problems(
                 head_dim=shape.head_dim, expert_parallel=config.rollout.expert_parallel
             )
         if not _is_named("model.path", known) and not _is_named("--model", known):
-            more, prompts = prompt_problems(config, shape, usable)
+            more, prompts = prompt_problems(environment.with_tools(), shape, usable)
             problems += more
+    prompt = next(iter(prompts.values()), None)
+    problems += unusable or environment.try_on(prompt)
     if not any(problem.startswith("reward.verifier=") for problem in known):
-        prompt = next(iter(prompts.values()), None)
         problems += trial.problems(prompt, keep_best=config.trainer.keep_best)
     return problems
 

@@ -2,11 +2,12 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from megatron_rl.data.token_rows import is_here
+from megatron_rl.engine.conversations import FAILURE_REASONS
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, UNPARSABLE_TRUTH
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.types import Rollout
@@ -41,6 +42,7 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
         "response/length_max": max(lengths),
         "response/truncated_fraction": statistics.fmean(truncated),
         "rollout/weight_version": min(r.response.weight_version for r in batch.rollouts),
+        **_conversation_metrics(batch.rollouts),
     }
 
 
@@ -50,6 +52,48 @@ def _engine_entropy(rollouts: Sequence[Rollout]) -> float:
     return (
         -float(np.concatenate(rows).mean(dtype=np.float64)) if all(map(is_here, rows)) else math.nan
     )
+
+
+def _conversation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Turns, observations and failures of conversations, and rewards by the number of turns."""
+    if not any(rollout.response.messages for rollout in rollouts):
+        return {}
+    responses = [rollout.response for rollout in rollouts]
+    reasons = [rollout.grade_result.reason for rollout in rollouts]
+    tokens = sum(len(one.token_ids) for one in responses)
+    by_turns: dict[int, list[float]] = {}
+    for rollout in rollouts:
+        by_turns.setdefault(rollout.response.turns, []).append(rollout.grade_result.reward)
+    return {
+        "conversation/turns_mean": statistics.fmean(one.turns for one in responses),
+        "conversation/turns_max": max(one.turns for one in responses),
+        "conversation/observed_fraction": 1 - sum(one.length for one in responses) / tokens,
+        "conversation/context_max": max(
+            len(one.prompt.token_ids) + len(one.response.token_ids) for one in rollouts
+        ),
+        **{
+            f"conversation/{kind}_fraction": reasons.count(reason) / len(reasons)
+            for kind, reason in FAILURE_REASONS.items()
+        },
+        **{
+            f"reward_by_turns/{turns}": statistics.fmean(rewards)
+            for turns, rewards in sorted(by_turns.items())
+        },
+    }
+
+
+def environment_metrics(costs: Mapping[str, float]) -> dict[str, float]:
+    """Answers of environments and the engine's prefix cache, from `engine.environment_costs`."""
+    if not costs.get("answers"):
+        return {}
+    metrics = {
+        "environment/answers": costs["answers"],
+        "environment/seconds_mean": costs.get("seconds", 0.0) / costs["answers"],
+    }
+    if costs.get("context_tokens"):
+        cached = costs.get("cached_tokens", 0) / costs["context_tokens"]
+        metrics["environment/cached_fraction"] = cached
+    return metrics
 
 
 def _named_reward_means(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -2,12 +2,13 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.data.prompts import PromptOrder
-from megatron_rl.engine.engine import RolloutEngine
-from megatron_rl.rollouts.batch_metrics import generation_metrics
+from megatron_rl.engine.engine import ConversationSettings, RolloutEngine
+from megatron_rl.rollouts.batch_metrics import environment_metrics, generation_metrics
 from megatron_rl.rollouts.behavior import BehaviorLogprobs
 from megatron_rl.rollouts.dynamic_sampling import Answers, DynamicSampling, Request
 from megatron_rl.rollouts.engine_check import check_engine_of_run
@@ -29,9 +30,11 @@ class EngineSource(RolloutSource):
     grader: Grader
     prompts: PromptSets
     behavior: BehaviorLogprobs
+    conversations: ConversationSettings | None = None  # None: one turn
 
     def __post_init__(self) -> None:
         self.sampling = DynamicSampling(self.run.config.dynamic_sampling.rounds)
+        self.environment_costs: Counter[str] = Counter()  # since the last `metrics`
 
     @property
     def can_resume_inside(self) -> bool:
@@ -100,7 +103,10 @@ class EngineSource(RolloutSource):
                 on_progress=advance,
                 on_response=self.grader.begin(prompts, samples=size),
                 everywhere=False,
+                conversations=self.conversations,
             )
+        if self.conversations is not None:
+            self.environment_costs.update(self.engine.environment_costs)
         with clock.phase("reward"):  # grading that did not overlap with generation
             rollouts = iter(self.grader.finish(prompts, responses))
         groups = [
@@ -128,4 +134,6 @@ class EngineSource(RolloutSource):
 
     def metrics(self, fresh: Sequence[RolloutBatch]) -> dict[str, float]:
         seconds = self.run.clock.seconds.get("rollout", 0.0)
-        return generation_metrics(fresh, self.sampling.take_costs(), seconds=seconds)
+        costs = self.sampling.take_costs() | environment_metrics(self.environment_costs)
+        self.environment_costs.clear()
+        return generation_metrics(fresh, costs, seconds=seconds)

@@ -1,14 +1,16 @@
 """Grading of responses: every rank grades its own responses in its worker processes."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
 from megatron_rl.distributed.agreement import sync_errors_across_ranks
 from megatron_rl.distributed.straggler_barrier import StragglerBarrier
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.engine.conversations import FAILURE_REASONS
 from megatron_rl.rewards.grading import GradingSession
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.process import START_SECONDS
@@ -24,6 +26,7 @@ class Grader:
     topology: Topology
     on_progress: Callable[[], object] = lambda: None
     _session: GradingSession | None = None
+    _of_environments: dict[int, GradeResult] = field(default_factory=dict)  # on this rank
     _graded: int = 0
     _prompts: int = 0  # since the last check, and the reasons of their grades
     _reasons: Counter[str] = field(default_factory=Counter)
@@ -39,10 +42,15 @@ class Grader:
         The position of sample s of prompt p is p * samples + s.
         """
         session = self._session = GradingSession(self.pool)
+        self._of_environments = {}
 
         def submit(place: int, response: Response) -> None:
+            if response.grade is not None:
+                self._of_environments[place] = response.grade
+                return
             prompt = prompts[place // samples]
-            item = Item(response.text, prompt.ground_truth, prompt.data_source, prompt.row)
+            row = with_conversation(prompt, response)
+            item = Item(response.text, prompt.ground_truth, prompt.data_source, row)
             try:
                 session.submit(place, item)
             except VerifierError as error:  # raised for an earlier response
@@ -65,13 +73,13 @@ class Grader:
                 raise VerifierError(_sentence(error, on_error=self.pool.on_error)) from error
             finally:
                 self._work.finish(while_waiting=self.on_progress)
-        grade_results = self._gather(own, count=len(responses))
+        grade_results = self._gather(own | self._of_environments, count=len(responses))
         self._prompts += len(prompts)
         self._reasons.update(grade_result.reason for grade_result in grade_results)
         samples = len(responses) // len(prompts)
         repeated = [prompt for prompt in prompts for _ in range(samples)]
         return [
-            Rollout(prompt=prompt, response=response, grade_result=grade_result)
+            Rollout(prompt=prompt, response=_without_grade(response), grade_result=grade_result)
             for prompt, response, grade_result in zip(
                 repeated, responses, grade_results, strict=True
             )
@@ -91,6 +99,13 @@ class Grader:
             raise VerifierError(
                 f"the verifier failed on each of {total} responses, so no reward means "
                 "anything; the log has the first error of every rank"
+            )
+        broken = {reason: reasons[reason] for reason in FAILURE_REASONS.values() if reasons[reason]}
+        if sum(broken.values()) == total:
+            counts = ", ".join(f"{count} times {reason}" for reason, count in broken.items())
+            raise VerifierError(
+                f"none of {total} conversations came to an end ({counts}), so no reward means "
+                "anything; the log has what the environments printed"
             )
         if reasons[TIME_LIMIT] + reasons[FAILED] == total:
             raise VerifierError(
@@ -115,6 +130,20 @@ class Grader:
             place: grade_result for share in shares for place, grade_result in share.items()
         }
         return [by_place[place] for place in range(count)]
+
+
+def with_conversation(prompt: Prompt, response: Response) -> str:
+    """Return the row of the prompt as JSON; `conversation` has all messages if there are turns."""
+    if not response.messages:
+        return prompt.row
+    return json.dumps(
+        json.loads(prompt.row) | {"conversation": [*prompt.messages, *response.messages]}
+    )
+
+
+def _without_grade(response: Response) -> Response:
+    """Drop the grade of an environment, which the rollout has."""
+    return response if response.grade is None else replace(response, grade=None)
 
 
 def _sentence(error: VerifierError, *, on_error: str) -> str:

@@ -50,8 +50,8 @@ class RolloutSource(Protocol):
     while the weights change, and `OfflineSource` reads them from files. A new way of generating is
     a fourth class with these methods, chosen in `trainer/build.py`. Engines on devices of their own
     would start the next generation in `collect` and return the batches that are finished, with the
-    buffer as their queue. Multi-turn episodes would return groups whose responses mask the tokens
-    of the environment. Neither changes the training loop.
+    buffer as their queue. Conversations with environments are responses of `EngineSource` that have
+    observed tokens. Neither changes the training loop.
     """
 
     @property

@@ -14,7 +14,7 @@ from megatron_rl.config import Config, ConfigError
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.distributed.agreement import run_on_rank_0, sync_errors_across_ranks
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.engine.engine import EngineHooks, RolloutEngine
+from megatron_rl.engine.engine import ConversationSettings, EngineHooks, RolloutEngine
 from megatron_rl.engine.vllm_engine import VllmEngine
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives import PolicyObjective, build_objective
@@ -50,6 +50,7 @@ from megatron_rl.trainer.actor_settings import (
     make_groups,
 )
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
+from megatron_rl.trainer.conversations import open_conversations
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.learning_check import describe_slow_packs
 from megatron_rl.trainer.loop import Trainer
@@ -85,7 +86,12 @@ def run_training(
     for line in (unwatched, _describe(config, world_size), describe_slow_packs(config)):
         if line is not None:
             console.echo(line)
-    with share_prompt_sets(config, shape, directory.prompts, echo=console.echo) as prompts:
+    log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
+    opened = open_conversations(config, topology, cores=cores_of_rank(topology), echo=log)
+    with (
+        opened as (shown, conversations),
+        share_prompt_sets(shown, shape, directory.prompts, echo=console.echo) as prompts,
+    ):
         start.ended("checks")
         with build_verifiers(config, topology, directory) as pool:
             trainer = _build_trainer(
@@ -96,6 +102,7 @@ def run_training(
                 console=console,
                 topology=topology,
                 grader=Grader(pool, topology, progress.count),
+                conversations=conversations,
                 interruption=interruption or Interruption(),
                 start=start,
                 progress=progress,
@@ -135,6 +142,7 @@ def _build_trainer(
     console: Console,
     topology: Topology,
     grader: Grader,
+    conversations: ConversationSettings | None,
     interruption: Interruption,
     start: StartUp,
     progress: Heartbeat,
@@ -162,14 +170,17 @@ def _build_trainer(
     start.ended("megatron")
     run = RunContext(config, actor, objective, buffer, console, clock)
     engine, source = _build_source(
-        run, grader, prompts, start=start, progress=progress, interruption=interruption
-    )
+        run, grader, prompts, conversations,
+        start=start, progress=progress, interruption=interruption,
+    )  # fmt: skip
     return Trainer(
         run=run,
         engine=engine,
         source=source,
         selector=BatchSelector(run, reference),
-        evaluator=Evaluator(config, engine, grader, prompts.evaluation, recorder, console),
+        evaluator=Evaluator(
+            config, engine, grader, prompts.evaluation, recorder, console, conversations
+        ),
         checkpoints=checkpoints,
         recorder=recorder,
         faults=faults,
@@ -194,6 +205,7 @@ def _build_source(
     run: RunContext,
     grader: Grader,
     prompts: PromptSets,
+    conversations: ConversationSettings | None,
     *,
     start: StartUp,
     progress: Heartbeat,
@@ -212,8 +224,9 @@ def _build_source(
     run.actor.sleep()  # vLLM measures the free memory when it starts
     engine = _start_engine(run, progress, interruption)
     start.ended("vllm")
-    kind = EngineSource if config.lag.partial_rollouts is None else PartialRolloutSource
-    return engine, kind(run, engine, grader, prompts, behavior)
+    if config.lag.partial_rollouts is not None:
+        return engine, PartialRolloutSource(run, engine, grader, prompts, behavior)
+    return engine, EngineSource(run, engine, grader, prompts, behavior, conversations)
 
 
 def _start_engine(

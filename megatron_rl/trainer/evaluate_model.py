@@ -20,7 +20,13 @@ from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.files import write_atomically
 from megatron_rl.telemetry.console import Console
 from megatron_rl.telemetry.metrics import PhaseClock
-from megatron_rl.trainer.build import build_engine, build_verifiers, collective_timeout
+from megatron_rl.trainer.build import (
+    build_engine,
+    build_verifiers,
+    collective_timeout,
+    cores_of_rank,
+)
+from megatron_rl.trainer.conversations import open_conversations
 from megatron_rl.trainer.evaluation import Evaluator, describe_responses
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.trainer.scores import ConfidenceInterval, SetScores, intervals
@@ -49,8 +55,11 @@ def run_evaluation(
         directory.evaluations.mkdir(parents=True)
     topology = groups.initialise(seed=config.seed, timeout=collective_timeout(config))
     console = Console(is_main_rank=rank == 0, log_file=directory.log_file)
+    log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
+    opened = open_conversations(config, topology, cores=cores_of_rank(topology), echo=log)
     with (
-        share_evaluation_sets(config, shape, directory.prompts, echo=console.echo) as sets,
+        opened as (shown, conversations),
+        share_evaluation_sets(shown, shape, directory.prompts, echo=console.echo) as sets,
         build_verifiers(config, topology, directory) as pool,
     ):
         with console.progress("starting vLLM"):
@@ -60,7 +69,7 @@ def run_evaluation(
         clock = PhaseClock(topology.device)
         recorder = Recorder(config, directory if rank == 0 else None, None, console, clock)
         grader = Grader(pool, topology)
-        evaluator = Evaluator(config, engine, grader, sets, recorder, console)
+        evaluator = Evaluator(config, engine, grader, sets, recorder, console, conversations)
         answers = {name: evaluator.answer(name, 0) for name in sets}
         grader.check(prompts=2)
         recorder.wait()

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import Config
-from megatron_rl.engine.engine import RolloutEngine
+from megatron_rl.engine.engine import ConversationSettings, RolloutEngine
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT
 from megatron_rl.rollouts.grading import Grader
 from megatron_rl.runtime.seeds import derive_seed
@@ -29,6 +29,7 @@ class Evaluator:
     sets: Mapping[str, Sequence[Prompt]]
     recorder: Recorder
     console: Console
+    conversations: ConversationSettings | None = None  # None: one turn
 
     def evaluate_if_due(self, step: int) -> dict[str, float]:
         """Evaluate every `eval.every` steps and after the last one; otherwise return nothing."""
@@ -94,6 +95,7 @@ class Evaluator:
                 on_progress=advance,
                 on_response=self.grader.begin(prompts, samples=self.samples),
                 everywhere=False,
+                conversations=self.conversations,
             )
         rollouts = self.grader.finish(prompts, responses)
         self.recorder.record_evaluation(name, step, rollouts)

@@ -28,7 +28,9 @@ LAYERS = {
     "data": {"types", "texts", "runtime", "distributed"},
     "resharding": {"types", "runtime", "distributed", "models"},
     "actor": {"types", "runtime", "distributed", "objectives", "models", "resharding", "data"},
-    "engine": {"types", "runtime", "distributed", "models", "resharding", "data"},
+    "engine": {
+        "types", "runtime", "distributed", "models", "resharding", "data", "environments",
+    },
     "runs": {"types", "runtime", "config", "models"},
     "telemetry": {"types", "runtime", "distributed", "config", "runs", "objectives"},
     "rollouts": {
@@ -36,11 +38,12 @@ LAYERS = {
         "models", "resharding", "actor", "engine", "telemetry", "runs",
     },
     "preflight": {"types", "runtime", "config", "data", "objectives", "models", "resharding",
-                  "engine", "runs", "rewards", "rollouts"},
+                  "engine", "runs", "rewards", "rollouts", "environments"},
     "conversion": {"config", "telemetry", "models", "resharding", "actor", "preflight", "runs"},
     "trainer": {
         "types", "runtime", "config", "distributed", "objectives", "data", "rewards", "models",
         "resharding", "actor", "engine", "runs", "telemetry", "rollouts", "preflight",
+        "environments",
     },
     "apps.launch": {"config", "runs", "runtime"},
     "apps.tasks": {"runs"},

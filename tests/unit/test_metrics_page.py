@@ -9,12 +9,12 @@ from megatron_rl.resharding.push import SyncStats
 from megatron_rl.runs.rows import PHASES, read_metrics
 from megatron_rl.telemetry.metrics import OVERVIEW, tensorboard_tag
 from tests.unit.resharding.test_push import PHASES as SYNC_PHASES
-from tests.unit.trainer.scripted import run_loop
+from tests.unit.trainer.scripted import ConversingEngine, run_loop
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 PLACES = {
     "set": r"[\w.-]+", "k": r"\d+", "source": ".+", "epoch": r"\d+", "phase": "|".join(PHASES),
-    "lag": r"\d+", "name": r"(?!shaped)[A-Za-z]\w*",
+    "lag": r"\d+", "turns": r"\d+", "name": r"(?!shaped)[A-Za-z]\w*",
     "kind": "acceptance|effective_sample_fraction|prefix_mean_log_std|chi_square|tokens",
     "end": r"[01]\.\d", "start": r"2\^\d\d", "part": "[a-z_]+",
 }  # fmt: skip
@@ -43,6 +43,7 @@ def emitted(tmp_path_factory):
         "named": {"named": True},
         "terms": {"kl": {"coefficient": 0.1}, "entropy_coefficient": 0.1},
         "lag": {"sections": {"lag": {"batches": 1}}},
+        "conversations": {"engine": ConversingEngine, "conversations": object()},
         "sampling": {"sections": {"dynamic_sampling": {"rounds": 1}}, "solved": (0, 1, 2)},
     }.items():
         folder = tmp_path_factory.mktemp(case)

@@ -1,18 +1,20 @@
 """Tests of gathering responses: everywhere, or on rank 0 and where they were generated."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from megatron_rl.data import token_rows
 from megatron_rl.engine.response_gather import Generated, gather_responses
-from megatron_rl.types import Elsewhere
+from megatron_rl.types import Elsewhere, GradeResult
 from tests.ranks import run_ranks
 
 
 def _response(position: int, owner: int = -1) -> Generated:
     # Ragged lengths, an empty response, a text with characters of one to four bytes.
     count = position % 4
-    return Generated(
+    one = Generated(
         position=position,
         token_ids=np.arange(count, dtype=np.int32) + 151_000 + position,
         rollout_logprobs=-0.5 * np.arange(position, position + count, dtype=np.float32),
@@ -20,6 +22,17 @@ def _response(position: int, owner: int = -1) -> Generated:
         text="aé→𝜋"[:count],
         owner=owner,
     )
+    return replace(one, **_conversation(position)) if position > 6 else one
+
+
+def _conversation(position: int) -> dict:
+    """Two tokens were sampled; one or none more was observed."""
+    return {
+        "rollout_logprobs": np.array([-1.0, -2.0], np.float32),
+        "observed": ((1, 1 + position % 2),),
+        "messages": ({"role": "assistant", "content": "é"}, {"role": "tool", "content": "1"}),
+        "grade": GradeResult(0.5, "told", None) if position % 2 else None,
+    }
 
 
 def _plain(response: Generated) -> dict:
@@ -68,5 +81,7 @@ def test_otherwise_only_rank_0_and_the_owner_have_tokens_and_texts(gathered, pie
             owner, length = (0, 2)[position % 2], f"{position % 4} tokens"
             whole = _plain(_response(position, owner))
             if rank not in (0, owner):
-                whole |= {"token_ids": length, "rollout_logprobs": length, "text": ""}
+                sampled = f"{len(whole['rollout_logprobs'])} tokens"
+                whole |= {"token_ids": length, "rollout_logprobs": sampled, "text": ""}
+                whole |= {"messages": (), "grade": None}  # the ranges are known everywhere
             assert response == whole

@@ -3,7 +3,8 @@
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -136,16 +137,9 @@ class ScriptedEngine:
         return str(int(prompt.index in self.solved or sample % 2))
 
     def generate(
-        self,
-        prompts,
-        *,
-        samples,
-        sampling,
-        batches=1,
-        on_progress=None,
-        on_response=None,
-        everywhere=True,
-    ):
+        self, prompts, *, samples, sampling, batches=1, on_progress=None, on_response=None,
+        everywhere=True, conversations=None,
+    ):  # fmt: skip
         each = [one.seed for one in of_each(sampling, count=len(prompts))]
         self.events.append(("generate", self.weight_version, *dict.fromkeys(each)))
         tokens, logprobs = np.array([7, 2], np.int32), np.array([-0.1, -0.1], np.float32)
@@ -170,6 +164,31 @@ class ScriptedEngine:
                 return {"sync/seconds": 0.0, "sync/bytes_sent": 0.0}
 
         return Stats()
+
+
+class ConversingEngine(ScriptedEngine):
+    """Each response is a conversation of two turns with one observed token between them.
+
+    Odd samples get 1 from the environment; the others are graded by the verifier.
+    """
+
+    environment_costs: ClassVar = {
+        "answers": 4, "seconds": 1.0, "context_tokens": 8, "cached_tokens": 2
+    }  # fmt: skip
+
+    def generate(self, prompts, *, on_response, **options):
+        def give(place, response):
+            grade = GradeResult(1.0, "told", None) if response.sample_index % 2 else None
+            replies = tuple({"role": "assistant", "content": text} for text in ("ask", "say"))
+            converted[place] = replace(
+                response, token_ids=np.array([7, 5, 2], np.int32), observed=((1, 2),), grade=grade,
+                messages=(replies[0], {"role": "user", "content": "5"}, replies[1]),
+            )  # fmt: skip
+            on_response(place, converted[place])
+
+        converted = {}
+        responses = super().generate(prompts, on_response=give, **options)
+        return [converted[place] for place in range(len(responses))]
 
 
 class ScriptedPool:
@@ -234,7 +253,7 @@ def run_loop(
     tmp_path, *, done=0, last=None, reasons=(), trainer=None, order=iter, unusable=(),
     sections=None, checkpoints=None, updates=0, held=(), events=None, keep=None,
     layout="one", writer=None, drifted=(), solved=(), named=False,
-    engine=ScriptedEngine, **overrides
+    engine=ScriptedEngine, conversations=None, **overrides
 ):  # fmt: skip
     """keep: an Interruption; checkpoints are then real, and the run goes on from what is there."""
     config = make_config(sections=sections, **(trainer or {}))
@@ -265,7 +284,7 @@ def run_loop(
     run = RunContext(config, actor, objective, buffer, console, clock)
     prompts = PromptSets(PROMPTS, PromptOrder(len(PROMPTS), seed=0), {"held": PROMPTS[:2]})
     behavior = EngineLogprobs() if config.behavior == "engine" else ModelLogprobs(actor)
-    source = EngineSource(run, engine, grader, prompts, behavior)
+    source = EngineSource(run, engine, grader, prompts, behavior, conversations)
     source.check = lambda: None  # the scripts compute nothing that could agree
     trainer = Trainer(
         run=run,

@@ -1,0 +1,74 @@
+"""Section of a config for conversations with an environment (`docs/agents.md`)."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from megatron_rl.config.sections import Count, Positive, Section
+
+
+class EnvironmentSection(Section):
+    """Conversations: every response has turns of the policy, which an environment answers."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
+    """Environment as `module:class` (`docs/agents.md`). Required."""
+    max_context_tokens: Count
+    """Maximum length of a whole conversation in tokens: prompt, turns and observations; what the
+    policy writes in all turns is limited by `rollout.max_response_tokens`. Required."""
+    max_turns: Count = 8
+    """Maximum number of turns of the policy in a conversation."""
+    max_turn_tokens: Count | None = None
+    """Maximum number of tokens of one turn; a longer turn is cut and answered as it is. null limits
+    a turn by `rollout.max_response_tokens` only."""
+    time_limit_seconds: Positive = 60.0
+    """Time limit in seconds for one answer; an environment that takes longer is killed, and its
+    conversation gets reward 0."""
+    workers: Count | None = None
+    """Number of processes of environments per engine; null uses one per CPU core of its ranks."""
+    on_error: Literal["end", "zero"] = "end"
+    """Reaction to an environment that raises, returns no valid answer or crashes: `end` ends the
+    run, `zero` ends the conversation with reward 0."""
+    in_rounds: bool = False
+    """Continue all conversations of an engine together, once each turn is answered. On CUDA,
+    results are then reproducible although environments answer at different speeds; it costs
+    time."""
+
+
+def environment_problems(config: Any) -> list[str]:
+    """List conflicts of `config.environment` with other sections of a `Config`."""
+    environment: EnvironmentSection | None = config.environment
+    if environment is None:
+        return []
+    written, context = config.rollout.max_response_tokens, environment.max_context_tokens
+    problems = []
+    for name, value in (
+        ("data.max_prompt_tokens", config.data.max_prompt_tokens),
+        ("rollout.max_response_tokens", written),
+    ):
+        if context <= value:
+            problems.append(
+                f"environment.max_context_tokens={context} must be above {name}={value}, which is "
+                "only a part of a conversation; raise it, or lower the other"
+            )
+    if (environment.max_turn_tokens or 0) > written:
+        problems.append(
+            f"environment.max_turn_tokens={environment.max_turn_tokens} is more than all turns "
+            f"may have, rollout.max_response_tokens={written}; lower it"
+        )
+    limit, stall = environment.time_limit_seconds, config.rollout.stall_seconds
+    if limit >= stall:
+        problems.append(
+            f"environment.time_limit_seconds={limit:g}: one answer may take longer than "
+            f"rollout.stall_seconds={stall:g}, after which the run ends; raise that, or lower the "
+            "limit"
+        )
+    if config.lag.partial_rollouts is not None:
+        problems.append(
+            "environment and lag.partial_rollouts cannot be combined: the state of an environment "
+            "is in no checkpoint, so a conversation cannot continue in a later step; unset one"
+        )
+    if config.offline.rollouts is not None:
+        problems.append(
+            "environment has no effect with offline.rollouts, which generates nothing; unset one"
+        )
+    return problems

@@ -1,0 +1,269 @@
+"""Conversations on one engine: environments answer the policy's turns while others are generated.
+
+A turn that has ended is continued by a new request whose prompt is everything so far and the
+observation. Nothing is tokenized again, and vLLM's prefix cache has the keys and values of all full
+blocks. All ranks of an engine continue the same conversations at the same step: its first rank has
+the environments, and broadcasts their answers.
+"""
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_rl.data.turns import Message, as_messages, without_repeated_end
+from megatron_rl.distributed.agreement import gather_from_ranks
+from megatron_rl.engine.engine import ConversationSettings
+from megatron_rl.engine.finished import FinishedResponses
+from megatron_rl.engine.requests import SequenceRequest, sampling_params
+from megatron_rl.engine.response_gather import Generated
+from megatron_rl.engine.running import POLL_INTERVAL_STEPS, tensor_group
+from megatron_rl.engine.stopping import StopCriterion
+from megatron_rl.environments.interface import Answer, EnvironmentFailure
+from megatron_rl.runtime.seeds import derive_seed
+from megatron_rl.types import FinishReason, GradeResult, Prompt, SamplingSettings
+
+WAIT_SECONDS = 1.0  # for an answer while nothing is generated, between two signs of life
+SCORED = "environment"  # the reason of a reward if the environment gave none
+FAILURE_REASONS = {
+    "timed_out": "environment timed out",
+    "failed": "environment failed",
+    "lost": "environment lost",
+}
+
+
+@dataclass
+class _Conversation:
+    """One response in progress."""
+
+    position: int
+    prompt: Prompt
+    sample: int
+    sampling: SamplingSettings
+    token_ids: list[int] = field(default_factory=list)  # K
+    logprobs: list[float] = field(default_factory=list)  # L
+    observed: list[tuple[int, int]] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    turn: list[int] = field(default_factory=list)  # tokens of the last turn
+    turns: int = 0
+    rewards: list[float] = field(default_factory=list)
+    reason: str = ""
+    sent: float = 0.0  # time at which the last turn was sent to the environment
+
+
+class Conversations:
+    """The conversations of one call on one engine; implements `running.FurtherRequests`.
+
+    prompts: with their numbers among all prompts of the call. on_advance: receives the number of
+    turns and answers so far.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[tuple[int, Prompt, SamplingSettings]],
+        settings: ConversationSettings,
+        finished: FinishedResponses,
+        *,
+        stop: StopCriterion,
+        max_model_len: int,
+        on_advance: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        self.settings, self.finished = settings, finished
+        self.stop, self.max_model_len = stop, max_model_len
+        self.failure: Exception | None = None  # of this rank; raised by all ranks of the engine
+        self.answered = 0
+        self.costs: dict[str, float] = defaultdict(float)  # of this rank
+        self._group, self._on_advance = tensor_group(), on_advance
+        self._awaited: set[int] = set()
+        self._held: list[tuple[int, Answer | EnvironmentFailure]] = []
+        self._turns = self._polls = 0
+        self._open = {
+            number * finished.samples + sample: _Conversation(
+                number * finished.samples + sample, prompt, sample, sampling
+            )
+            for number, prompt, sampling in prompts
+            for sample in range(finished.samples)
+        }
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while an environment has not answered a turn."""
+        return bool(self._awaited)
+
+    def run(self, run_requests: Callable[..., None]) -> list[Generated]:
+        """Bring all conversations to their end by `running.run_requests`."""
+        try:
+            run_requests(self._begin(), on_finished=self.add_turn, further=self)
+        finally:
+            if self.settings.pool is not None:
+                for position in self._open:  # after an error, or a request to stop
+                    self.settings.pool.end(position)
+        return self.finished.own
+
+    def sum_costs(self) -> dict[str, float]:
+        """Return the costs of all engines; collective over all processes."""
+        total: dict[str, float] = defaultdict(float)
+        for costs in gather_from_ranks(dict(self.costs)):
+            for name, value in costs.items():
+                total[name] += value
+        return dict(total)
+
+    def _begin(self) -> list[SequenceRequest]:
+        """Begin all conversations; returns the requests of their first turns.
+
+        The seed of an environment is that of its prompt: the conversations of a group have the same
+        environment, so that the group's mean reward is a baseline for each of them.
+        """
+        if self.settings.pool is not None:
+            for position, one in self._open.items():
+                seed = derive_seed(one.sampling.seed, "environment", one.prompt.index)
+                self.settings.pool.begin(position, one.prompt.row, seed)
+        return [self._request(one) for one in self._open.values()]
+
+    def add_turn(self, position: int, output: Any) -> None:
+        """Add vLLM's output of a turn, and send its text to the environment."""
+        self._awaited.add(position)
+        one, completion = self._open[position], output.outputs[0]
+        one.turn = list(completion.token_ids)
+        one.token_ids += one.turn
+        one.logprobs += list(completion.logprobs.logprobs)
+        has_ended = completion.finish_reason == "stop" and one.turn[-1] in self.stop.token_ids
+        decode = self.finished.tokenizer.decode
+        text = decode(one.turn[:-1] if has_ended else one.turn, skip_special_tokens=False)
+        one.messages.append({"role": "assistant", "content": text})
+        if self.settings.pool is not None:
+            if one.turns:
+                self.costs["cached_tokens"] += output.num_cached_tokens or 0
+                self.costs["context_tokens"] += len(output.prompt_token_ids)
+            self.settings.pool.send(position, text)
+        one.sent = time.monotonic()
+        one.turns += 1
+        self._turns += 1
+        self._on_advance(self._turns + self.answered)
+
+    def take(self, *, wait: bool) -> list[SequenceRequest]:
+        """Return requests for the conversations whose environments have answered.
+
+        wait: nothing is being generated, so that waiting up to `WAIT_SECONDS` delays nothing.
+        Collective over the ranks of the engine.
+        """
+        self._polls += 1
+        if self._group is not None and not wait and self._polls % POLL_INTERVAL_STEPS:
+            return []  # a broadcast in every step would delay generation
+        answers = self._poll(WAIT_SECONDS if wait else 0.0)
+        self.answered += len(answers)
+        if answers:
+            self._on_advance(self._turns + self.answered)
+        if self.settings.in_rounds:
+            self._held += answers
+            is_complete = wait and len(self._held) == len(self._awaited)
+            answers, self._held = (self._held, []) if is_complete else ([], self._held)
+        requests = [self._continue(*one) for one in sorted(answers, key=lambda one: one[0])]
+        return [request for request in requests if request is not None]
+
+    def _poll(self, timeout: float) -> list[tuple[int, Answer | EnvironmentFailure]]:
+        answers: list[tuple[int, Answer | EnvironmentFailure]] = []
+        error: Exception | None = None
+        if self.settings.pool is not None:
+            try:
+                answers = self.settings.pool.poll(timeout)
+            except Exception as caught:  # noqa: BLE001 - the other ranks wait for its broadcast
+                error = caught
+            now = time.monotonic()
+            self.costs["seconds"] += sum(now - self._open[place].sent for place, _ in answers)
+            self.costs["answers"] += len(answers)
+        if self._group is not None:
+            box = [(answers, error is not None)]
+            dist.broadcast_object_list(box, group=self._group, group_src=0)
+            answers, has_failed = box[0]
+            if has_failed and error is None:
+                error = RuntimeError("the environments of this engine failed on its first rank")
+        if error is not None:
+            raise error
+        return answers
+
+    def _continue(
+        self, position: int, answer: Answer | EnvironmentFailure
+    ) -> SequenceRequest | None:
+        """Add an answer to its conversation; returns the next turn's request if there is one."""
+        self._awaited.discard(position)
+        one = self._open[position]
+        if isinstance(answer, EnvironmentFailure):
+            if self.settings.pool is not None:
+                self.costs[answer.kind] += 1
+            # What the policy wrote may be the cause, so the conversation is trained, with no
+            # reward; only what has nothing to do with it may be left out.
+            reason: FinishReason = "lost" if answer.kind == "lost" else "stop"
+            grade = GradeResult(0.0, FAILURE_REASONS[answer.kind], None)
+            self._end(one, reason, grade)
+            return None
+        if answer.reward is not None:
+            one.rewards.append(answer.reward)
+        one.reason = answer.reason or one.reason
+        grade = GradeResult(math.fsum(one.rewards), one.reason or SCORED, None)
+        if answer.done:
+            self._end(one, "stop", grade if one.rewards else None)
+            return None
+        messages = as_messages(answer.observation)
+        observed = without_repeated_end(
+            self.settings.renderer.render(one.prompt.messages, messages),
+            turn=one.turn,
+            stop=self.stop.token_ids,
+        )
+        if one.turns >= self.settings.max_turns or self._room(one) - len(observed) < 1:
+            self._end(one, "length", grade if one.rewards else None)
+            return None
+        one.observed.append((len(one.token_ids), len(one.token_ids) + len(observed)))
+        one.token_ids += observed
+        one.messages += messages
+        return self._request(one)
+
+    def _request(self, one: _Conversation) -> SequenceRequest:
+        seed = one.sampling.seed
+        sampling = replace(
+            one.sampling,
+            seed=derive_seed(seed, "turn", one.turns) if one.turns else seed,
+            max_tokens=min(
+                self.settings.max_turn_tokens,
+                one.sampling.max_tokens - len(one.logprobs),
+                self._room(one),
+            ),
+        )
+        return SequenceRequest(
+            position=one.position,
+            token_ids=[*one.prompt.token_ids, *one.token_ids],
+            params=sampling_params(sampling, prompt=one.prompt, sample=one.sample, stop=self.stop),
+        )
+
+    def _room(self, one: _Conversation) -> int:
+        """Tokens that the context of the model still takes; 0 if the policy may write no more."""
+        if len(one.logprobs) >= one.sampling.max_tokens:
+            return 0
+        return self.max_model_len - len(one.prompt.token_ids) - len(one.token_ids)
+
+    def _end(
+        self, one: _Conversation, finish_reason: FinishReason, grade: GradeResult | None
+    ) -> None:
+        """End a conversation; its response is on the rank that decodes its position."""
+        del self._open[one.position]
+        if self.settings.pool is not None:
+            self.settings.pool.end(one.position)
+        generated = Generated(
+            position=one.position,
+            token_ids=np.array(one.token_ids, np.int32),
+            rollout_logprobs=np.array(one.logprobs, np.float32),
+            finish_reason=finish_reason,
+            text=one.messages[-1]["content"],
+            observed=tuple(one.observed),
+            messages=tuple(one.messages),
+            grade=grade,
+        )
+        try:
+            self.finished.keep(generated)
+        except Exception as error:  # noqa: BLE001 - the other ranks of the engine go on until a check
+            self.failure = self.failure or error

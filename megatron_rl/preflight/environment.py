@@ -1,0 +1,101 @@
+"""Trial of an environment before a run starts, in a process with a time limit."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.config import Config
+from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.data.turns import TurnRenderer, as_messages
+from megatron_rl.environments.interface import BrokenEnvironmentError, EnvironmentFailure
+from megatron_rl.environments.pool import EnvironmentPool
+from megatron_rl.preflight.verifier import describe
+from megatron_rl.types import Prompt
+
+GRACE_SECONDS = 30.0  # for a process that is killed at its time limit and started again
+
+
+@dataclass
+class EnvironmentTrial:
+    """A worker that loads the environment while other checks run, then answers one turn."""
+
+    config: Config
+    pool: EnvironmentPool | None
+    printed: list[str] = field(default_factory=list)
+
+    def problems(self) -> list[str]:
+        """List why the environment cannot be loaded."""
+        if self.pool is None:
+            return []
+        try:
+            self.pool.start()
+        except BrokenEnvironmentError as error:
+            return [self._name(describe(str(error), printed=self.printed))]
+        return []
+
+    def with_tools(self) -> Config:
+        """Return the config with the loaded environment's tools as an argument of the template."""
+        return self.config if self.pool is None else with_tools(self.config, self.pool.tools)
+
+    def try_on(self, prompt: Prompt | None) -> list[str]:
+        """List what is wrong with the answer to an empty first turn of this row."""
+        if self.pool is None or prompt is None:
+            return []
+        self.pool.begin(0, prompt.row, 0)
+        self.pool.send(0, "")
+        limit = self.pool_limit
+        try:
+            results = self.pool.poll(limit + GRACE_SECONDS)
+        except BrokenEnvironmentError as error:
+            return [self._name(describe(str(error), printed=self.printed))]
+        if not results:
+            return [self._name(f"it did not answer a turn in {limit:g} s in a trial")]
+        answer = results[0][1]
+        if isinstance(answer, EnvironmentFailure):
+            return [self._name(f"it {answer.kind.replace('_', ' ')} in a trial: {answer.text}")]
+        if answer.done:
+            return []
+        config = self.with_tools()
+        tokenizer = load_tokenizer(config.model.path, template=config.data.template)
+        renderer = TurnRenderer(tokenizer, config.data.template, config.data.template_arguments)
+        try:
+            renderer.render(prompt.messages, as_messages(answer.observation))
+        except ValueError as error:
+            return [self._name(str(error))]
+        return []
+
+    @property
+    def pool_limit(self) -> float:
+        assert self.config.environment is not None
+        return self.config.environment.time_limit_seconds
+
+    def _name(self, what: str) -> str:
+        assert self.config.environment is not None
+        return f"environment.name={self.config.environment.name}: {what}"
+
+
+@contextlib.contextmanager
+def start_environment_trial(config: Config) -> Iterator[EnvironmentTrial]:
+    """Start a worker that loads the environment, if there is one; stop it on exit."""
+    printed: list[str] = []
+    if config.environment is None:
+        yield EnvironmentTrial(config, None)
+        return
+    with EnvironmentPool(
+        config.environment.name,
+        workers=1,
+        time_limit_seconds=config.environment.time_limit_seconds,
+        on_error="zero",
+        echo=printed.append,
+    ) as pool:
+        yield EnvironmentTrial(config, pool, printed)
+
+
+def with_tools(config: Config, tools: list[dict[str, Any]]) -> Config:
+    """Return the config with tools among the arguments of the chat template, if there are any."""
+    if not tools or config.data.template == "raw":
+        return config
+    arguments = {**config.data.template_arguments, "tools": tools}
+    data = config.data.model_copy(update={"template_arguments": arguments})
+    return config.model_copy(update={"data": data})

@@ -1,0 +1,226 @@
+"""Conversations on real engines: the same bits however environments answer, and exact tokens."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.types import Prompt, SamplingSettings
+from tests.ranks import run_ranks
+
+SAMPLES, MAX_TURNS, MAX_TURN_TOKENS, CONTEXT = 4, 5, 6, 96
+SAMPLING = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=24, seed=5)
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'][0] }}={{ message['content'] }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}a={% endif %}"
+)
+
+
+def save_model(folder):
+    """A model of random weights, large enough that each matters, and a character tokenizer."""
+    import transformers
+
+    from megatron_rl.apps.tasks.tokens import build_tokenizer
+
+    tokenizer = build_tokenizer(256)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    config = transformers.Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256,
+        eos_token_id=tokenizer.eos_token_id, architectures=["Qwen2ForCausalLM"],
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=draw)
+            parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else 0.1 * noise)
+    model.save_pretrained(folder)
+
+
+class Engine:
+    """An engine with the model's weights, and one generation with each environment."""
+
+    def __init__(self, folder, tensor):
+        from megatron_rl.actor.groups import initialise
+        from megatron_rl.actor.weights import HfReader
+        from megatron_rl.data.prompts import tokenize_messages
+        from megatron_rl.data.tokenizer import load_tokenizer
+        from megatron_rl.data.turns import TurnRenderer
+        from megatron_rl.engine.vllm_engine import VllmEngine
+        from megatron_rl.models.shape import tensor_shapes
+
+        tokenizer = load_tokenizer(folder)
+        topology = initialise()
+        self.rank, self.renderer = topology.rank % tensor, TurnRenderer(tokenizer)
+        self.engine = VllmEngine(
+            folder, tokenizer=tokenizer, tensor=tensor, topology=topology, dtype=torch.float32,
+            max_model_len=CONTEXT, kv_cache_bytes=8 << 20, max_num_seqs=64,
+        )  # fmt: skip
+        reader = HfReader(folder)
+        weights = ((name, reader.slice(name)[:]) for name in tensor_shapes(self.engine.shape))
+        self.engine.receive(weights, version=0)
+        self.prompts = []
+        for index in range(6):
+            messages = ({"role": "user", "content": f"task {index}?" + "x" * 5 * index},)
+            tokens = tuple(tokenize_messages(messages, tokenizer, arguments={}))
+            self.prompts.append(Prompt(index, messages, tokens, "7", "test", "{}"))
+
+    def plain(self):
+        responses = self.engine.generate(self.prompts, samples=2, sampling=SAMPLING)
+        return [as_values(one) for one in responses]
+
+    def converse(self, name, *, prompts=None, in_rounds=False, on_error="end", **limits):
+        from megatron_rl.engine.engine import ConversationSettings
+        from megatron_rl.environments.pool import EnvironmentPool
+
+        pool = None
+        if self.rank == 0:
+            pool = EnvironmentPool(
+                f"tests.functional.talking:{name}", workers=2, time_limit_seconds=3.0,
+                on_error=on_error, echo=lambda line: None,
+            )  # fmt: skip
+            pool.start()
+        settings = ConversationSettings(
+            pool, self.renderer, max_turns=MAX_TURNS, max_turn_tokens=MAX_TURN_TOKENS,
+            in_rounds=in_rounds,
+        )  # fmt: skip
+        try:
+            return self.engine.generate(
+                self.prompts if prompts is None else prompts, samples=SAMPLES, sampling=SAMPLING,
+                conversations=replace(settings, **limits),
+            )  # fmt: skip
+        finally:
+            if pool is not None:
+                pool.close()
+
+
+def as_values(response):
+    """Everything of a response, arrays by their bytes."""
+    values = {name: getattr(response, name) for name in vars(response)}
+    arrays = ("token_ids", "rollout_logprobs")
+    return values | {name: np.asarray(values[name]).tobytes() for name in arrays}
+
+
+def on_rank(rank, world_size, folder):
+    """What each way of answering gives on one engine of all ranks."""
+    engine = Engine(folder, tensor=world_size)
+    before = engine.plain()
+    first = engine.converse("Digits")
+    check_costs(engine.engine.environment_costs, first)
+    broken = [replace(p, row=json.dumps({"hangs": p.index == 1, "raises": p.index == 4}))
+              for p in engine.prompts]  # fmt: skip
+    results = {
+        "first": first,
+        "again": engine.converse("Digits"),
+        "late": engine.converse("Late"),
+        "in rounds": engine.converse("Late", in_rounds=True),
+        "alone": engine.converse("Digits", prompts=engine.prompts[2:3]),
+        "ungraded": engine.converse("Ungraded"),
+        "two turns": engine.converse("Digits", max_turns=2),
+        "broken": engine.converse("Digits", prompts=broken, on_error="zero"),
+    }
+    costs = dict(engine.engine.environment_costs)
+    sequences = [
+        [*engine.prompts[place // SAMPLES].token_ids, *response.token_ids.tolist()][: CONTEXT - 1]
+        for place, response in enumerate(first)
+    ]
+    scored = engine.engine.score(sequences)
+    with pytest.raises(RuntimeError, match=r"no such page|on its first rank"):
+        engine.converse("Digits", prompts=broken[4:])
+    assert engine.plain() == before, "conversations changed what the engine generates"
+    return {
+        "results": {name: [as_values(one) for one in rows] for name, rows in results.items()},
+        "gaps": check_tokens(engine, first, scored),
+        "costs": costs,
+    }
+
+
+def check_costs(costs, responses):
+    """Turns are answered once each; what follows the first turn comes from the prefix cache."""
+    if costs:
+        assert costs["answers"] == sum(one.turns for one in responses)
+        assert 0 < costs["cached_tokens"] < costs["context_tokens"]
+
+
+def check_tokens(engine, responses, all_scores):
+    """Largest gap to log-probs of the whole; raises if an observation is not the template's."""
+    gaps = []
+    end = engine.renderer.tokenizer.eos_token_id
+    for place, (response, scores) in enumerate(zip(responses, all_scores, strict=True)):
+        prompt, tokens = engine.prompts[place // SAMPLES], response.token_ids.tolist()
+        assert response.turns <= MAX_TURNS and response.length <= SAMPLING.max_tokens
+        observations = [one["content"] for one in response.messages if one["role"] == "user"]
+        assert len(observations) == len(response.observed) == response.turns - 1
+        for (first, stop), text in zip(response.observed, observations, strict=True):
+            # A turn that the policy ended has its end once, as a sampled token.
+            glue = f"u={text}<|end|>a=" if tokens[first - 1] == end else f"<|end|>u={text}<|end|>a="
+            assert engine.renderer.tokenizer.decode(tokens[first:stop]) == glue
+        scored = scores[len(prompt.token_ids) - 1 :].numpy()
+        own = scored[response.own[: len(scored)]]
+        gaps.append(np.abs(own - response.rollout_logprobs[: len(own)]).max())
+    return float(max(gaps))
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "tensor 2"])
+def ranks(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    save_model(folder)
+    return run_ranks(on_rank, request.param, str(folder))
+
+
+def test_ranks_of_an_engine_have_the_same_conversations(ranks):
+    assert all(one["results"] == ranks[0]["results"] for one in ranks)
+
+
+@pytest.mark.parametrize("way", ["again", "late", "in rounds"])
+def test_bits_do_not_depend_on_how_environments_answer(ranks, way):
+    results = ranks[0]["results"]
+    assert results[way] == results["first"]
+    turns = {len(one["observed"]) + 1 for one in results["first"]}
+    endings = {one["finish_reason"] for one in results["first"]}
+    assert len(turns) > 2 and endings == {"stop", "length"}  # it is no test without both
+
+
+def test_a_conversation_is_the_same_alone(ranks):
+    results = ranks[0]["results"]
+    assert results["alone"] == results["first"][2 * SAMPLES : 3 * SAMPLES]
+
+
+def test_log_probs_are_those_of_the_whole_sequence(ranks):
+    assert ranks[0]["gaps"] < 1e-5
+
+
+def test_rewards_add_up_and_without_any_the_verifier_grades(ranks):
+    results = ranks[0]["results"]
+    assert all(one["grade"].reason == "told" for one in results["first"])
+    assert {one["grade"].reward for one in results["first"]} > {0.0, 1.0}
+    for one, graded in zip(results["ungraded"], results["first"], strict=True):
+        assert one | {"grade": None} == one and one["token_ids"] == graded["token_ids"]
+
+
+def test_the_limit_of_turns_cuts_conversations(ranks):
+    for cut, whole in zip(*(ranks[0]["results"][k] for k in ("two turns", "first")), strict=True):
+        assert whole["token_ids"].startswith(cut["token_ids"])
+        assert len(cut["observed"]) == min(1, len(whole["observed"]))
+        if len(whole["observed"]) > 1:
+            assert cut["finish_reason"] == "length"
+
+
+def test_a_broken_environment_ends_its_own_conversations_only(ranks):
+    results = ranks[0]["results"]
+    reasons = {1: "environment timed out", 4: "environment failed"}
+    found = set()
+    for place, (one, whole) in enumerate(zip(results["broken"], results["first"], strict=True)):
+        if (reason := reasons.get(place // SAMPLES)) and len(whole["observed"]) > 0:
+            assert (one["grade"].reward, one["grade"].reason) == (0.0, reason)
+            assert one["finish_reason"] == "stop" and len(one["observed"]) == 1
+            found.add(reason)
+        else:
+            assert one == whole
+    assert found == set(reasons.values())
+    costs = ranks[0]["costs"]
+    assert costs["timed_out"] > 0 and costs["failed"] > 0 and "lost" not in costs
