@@ -33,7 +33,9 @@ def topology_of(layout: ActorLayout, *, rank: int) -> Topology:
         cp_size=layout.context,
         dp_size=layout.data,
         ep_size=layout.expert,
+        expert_tp_size=layout.expert_tensor,
         virtual_stages=layout.virtual,
+        stage_layers=layout.stage_layers,
     )
 
 

@@ -50,8 +50,10 @@ def training_state(parameters: Iterable[Tensor], optimizer: MegatronOptimizer) -
 
 def describe_layout(sizes: Topology, config: TransformerConfig, dtype: torch.dtype) -> str:
     """Describe everything that determines the tensors of a rank and the rounding of products."""
+    stages = "" if sizes.stage_layers is None else f" layers {sizes.stage_layers}"
+    slices = "" if sizes.expert_tp_size in (None, sizes.tp_size) else f"x{sizes.expert_tp_size}"
     return (
-        f"tp{sizes.tp_size} pp{sizes.pp_size}x{sizes.virtual_stages} cp{sizes.cp_size} "
-        f"dp{sizes.dp_size} ep{sizes.ep_size} {config.transformer_impl} "
+        f"tp{sizes.tp_size} pp{sizes.pp_size}x{sizes.virtual_stages}{stages} cp{sizes.cp_size} "
+        f"dp{sizes.dp_size} ep{sizes.ep_size}{slices} {config.transformer_impl} "
         f"{dtype} megatron-core {megatron.core.__version__}"
     )

@@ -1,8 +1,8 @@
 """Dry run of Megatron-core as one rank of a layout, without the other ranks.
 
 Process groups are torch's "fake" ones: they have the right sizes and ranks but transfer no data.
-Received data and value-dependent decisions are filled in: other ranks behave like this one, and all
-experts receive equal shares of the tokens.
+Received data and value-dependent decisions are filled in: other ranks behave like this one, and
+experts receive equal shares of the tokens, times a factor on this rank.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Stage:
 
     device: the fake device. count_flops: called with attention's FLOPs. note_stall: called for
     each device synchronization that the simulated routing skips. selected: a stack with the number
-    of tokens routed to the local experts, read by the simulation of `masked_select`. hidden: the
-    shape of the tensors that pipeline stages exchange; set it before the first pack (all packs have
+    of tokens routed to the local experts, read by the simulation of `masked_select`. expert_share:
+    tokens of this rank's experts over an equal share, with expert parallelism. hidden: the shape of the tensors that pipeline stages exchange; set it before the first pack (all packs have
     equal shapes).
     """
 
@@ -80,9 +80,10 @@ class Stage:
         count_flops: Callable[[int], None],
         note_stall: Callable[[], None],
         selected: list[int],
+        expert_share: float = 1.0,
     ) -> None:
         self.device, self.count_flops, self.note_stall = device, count_flops, note_stall
-        self.selected = selected
+        self.selected, self.expert_share = selected, expert_share
         self.hidden: list[int] = []
 
     @contextlib.contextmanager
@@ -182,7 +183,7 @@ class Stage:
         return communicate_shapes
 
     def _preprocess(self) -> Callable[..., Any]:
-        """Run the exchange of token counts, then replace its result by equal shares."""
+        """Run the exchange of token counts, then replace its result by the assumed shares."""
         exchange = token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess
 
         def preprocess(dispatcher: Any, routing_map: Tensor) -> Tensor:
@@ -195,6 +196,9 @@ class Stage:
             shares[: chosen % experts] += 1
             first = dispatcher.local_expert_indices[0]
             local_shares = shares[first : first + local]  # of each rank's tokens
+            if ep_size > 1:  # no more than every token for each expert
+                local_shares = (local_shares * self.expert_share).ceil().long()
+                local_shares = local_shares.clamp(max=routing_map.size(0))
             received = local_shares.sum()
             if tp_size > 1 or ep_size > 1:
                 dispatcher.input_splits = shares.reshape(ep_size, local).sum(1).numpy()

@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -35,7 +36,9 @@ def initialise(
     pipeline: int = 1,
     context: int = 1,
     expert: int = 1,
+    expert_tensor: int | None = None,
     virtual_stages: int = 1,
+    stage_layers: Sequence[int] | None = None,
     seed: int = 0,
     timeout: timedelta = timedelta(minutes=30),
 ) -> Topology:
@@ -43,6 +46,8 @@ def initialise(
 
     The data-parallel size is the number of processes / (tensor * pipeline * context); raises
     ValueError if that is not an integer.
+    expert_tensor: tensor parallel size of the experts; None: `tensor`. stage_layers: the number of
+    layers of every model chunk; None: automatic.
     """
     _init_process_group(timeout)
     world_size, model_size = dist.get_world_size(), tensor * pipeline * context
@@ -58,11 +63,12 @@ def initialise(
             virtual_pipeline_model_parallel_size=virtual_stages if virtual_stages > 1 else None,
             context_parallel_size=context,
             expert_model_parallel_size=expert,
+            expert_tensor_parallel_size=expert_tensor,
             create_gloo_process_groups=True,
             distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
         )
         seed_everything(seed)
-    return topology_now(virtual_stages)
+    return topology_now(virtual_stages, stage_layers)
 
 
 def seed_everything(seed: int) -> None:
@@ -75,7 +81,7 @@ def seed_everything(seed: int) -> None:
         megatron_random.initialize_rng_tracker()
 
 
-def topology_now(virtual_stages: int = 1) -> Topology:
+def topology_now(virtual_stages: int = 1, stage_layers: Sequence[int] | None = None) -> Topology:
     """Return this process's rank and groups in the initialized process groups."""
     state = parallel_state
     return Topology(
@@ -97,5 +103,7 @@ def topology_now(virtual_stages: int = 1) -> Topology:
         dp_cp_group=state.get_data_parallel_group(with_context_parallel=True),
         ep_size=state.get_expert_model_parallel_world_size(),
         ep_rank=state.get_expert_model_parallel_rank(),
+        expert_tp_size=state.get_expert_tensor_parallel_world_size(),
         virtual_stages=virtual_stages,
+        stage_layers=None if stage_layers is None else tuple(stage_layers),
     )

@@ -11,6 +11,7 @@ from megatron_rl.actor.loss_contract import SUM_SEMANTICS
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.resharding.layouts import layout_of
 
 
 def build_transformer_config(
@@ -21,6 +22,7 @@ def build_transformer_config(
     return TransformerConfig(
         **_model(shape),
         **_layout(topology, settings),
+        **_stages(shape, topology),
         **_numerics(topology, settings),
         **_recompute(shape, settings),
         **_experts(shape, topology, grouped=on_te),
@@ -64,6 +66,17 @@ def _layout(topology: Topology, settings: ActorSettings) -> dict[str, Any]:
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",  # the only one with variable sequence lengths
     }
+
+
+def _stages(shape: ModelShape, topology: Topology) -> dict[str, Any]:
+    """List every model chunk's layers for Megatron, unless all chunks have the same number."""
+    chunks = layout_of(topology).chunks(shape)
+    if len({len(layers) for layers in chunks}) == 1:
+        return {}
+    rows = [["decoder"] * len(layers) for layers in chunks]
+    rows[0].insert(0, "embedding")
+    rows[-1].append("loss")
+    return {"pipeline_model_parallel_layout": rows}
 
 
 def _numerics(topology: Topology, settings: ActorSettings) -> dict[str, Any]:
@@ -113,5 +126,5 @@ def _experts(shape: ModelShape, topology: Topology, *, grouped: bool) -> dict[st
         "moe_router_pre_softmax": not experts.normalize_top_k,
         "moe_router_dtype": "fp32",
         "expert_model_parallel_size": topology.ep_size,
-        "expert_tensor_parallel_size": topology.tp_size,
+        "expert_tensor_parallel_size": topology.expert_tp_size or topology.tp_size,
     }

@@ -14,6 +14,7 @@ LAYOUT_KEYS = {
     "parallel.pipeline": "pipeline",
     "parallel.context": "context",
     "parallel.expert": "expert",
+    "parallel.expert_tensor": "expert_tensor",
     "rollout.tensor": "rollout_tensor",
     "trainer.recompute": "recompute",
     "trainer.tokens_per_micro_batch": "tokens",

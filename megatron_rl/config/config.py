@@ -264,11 +264,12 @@ class Config(Section):
                 "the product must equal the number of processes: change one of parallel.*, or "
                 f"start {unit} processes"
             )
-        over = processes // (parallel.tensor * parallel.pipeline)
-        if over % parallel.expert:
+        over, slices = processes // parallel.pipeline, parallel.expert_tensor_size
+        if over % (parallel.expert * slices):
+            times = f" * expert_tensor={slices}" if slices > 1 else ""
             problems.append(
-                f"parallel.expert={parallel.expert} does not divide context * data = {over}; "
-                "choose a divisor"
+                f"parallel.expert={parallel.expert}{times} does not divide tensor * context * "
+                f"data = {over}; choose a divisor"
             )
         if processes % tensor:
             problems.append(

@@ -56,6 +56,8 @@ class RunSection(Section):
     check_memory: bool = True
     """On CUDA, do a dry run before the start and refuse a run that does not fit into memory
     (`docs/scaling.md`)."""
+    largest_expert_share: Annotated[float, Field(ge=1)] = 1.5
+    """Tokens that the busiest expert-parallel rank receives in that check, over an equal share."""
 
 
 class ModelSection(Section):
@@ -85,9 +87,16 @@ class ParallelSection(Section):
     data: Count | None = None
     """Number of data-parallel replicas; null derives it from the number of processes."""
     expert: Count = 1
-    """Expert parallel size of a mixture-of-experts model; must divide context * data."""
+    """Expert parallel size of a mixture-of-experts model; expert * expert_tensor must divide tensor
+    * context * data."""
+    expert_tensor: Count | None = None
+    """Tensor parallel size of each expert, a divisor of `parallel.tensor`; null is 1 (whole
+    experts) if `parallel.expert` is above 1, and `parallel.tensor` otherwise."""
     virtual_stages: Count = 1
     """Number of interleaved model chunks per pipeline stage; 1 disables interleaving."""
+    stage_layers: list[Count] | None = None
+    """Number of layers of each pipeline stage (with virtual stages: of each model chunk, in model
+    order); null divides evenly where possible, otherwise with fewer layers at both ends."""
     sequence: bool = True
     """Use sequence parallelism if `parallel.tensor` is above 1."""
 
@@ -95,6 +104,13 @@ class ParallelSection(Section):
     def model_size(self) -> int:
         """Processes of one data-parallel replica."""
         return self.tensor * self.pipeline * self.context
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Tensor parallel size of each expert."""
+        if self.expert_tensor is not None:
+            return self.expert_tensor
+        return 1 if self.expert > 1 else self.tensor
 
 
 class RolloutSection(Section):

@@ -104,7 +104,9 @@ def run_conversion(conversion: Conversion) -> None:
         pipeline=layout.pipeline,
         context=layout.context,
         expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
         virtual_stages=layout.virtual,
+        stage_layers=layout.stage_layers,
     )
     console = Console(is_main_rank=topology.rank == 0)
     console.echo(conversion.describe())
@@ -173,8 +175,9 @@ def check_layout(parallel: ParallelSection, shape: ModelShape) -> ActorLayout:
     problems = cut_problems(parallel, shape)
     if problems:
         raise ConfigError("\n  ".join(problems))
-    # Experts are sharded over context * data: use as few replicas as that requires.
-    replicas = parallel.expert // math.gcd(parallel.expert, parallel.context)
+    # Experts are sharded over tensor * context * data: use as few replicas as that requires.
+    shards = parallel.expert * parallel.expert_tensor_size
+    replicas = shards // math.gcd(shards, parallel.tensor * parallel.context)
     layout = ActorLayout(
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
@@ -182,6 +185,8 @@ def check_layout(parallel: ParallelSection, shape: ModelShape) -> ActorLayout:
         data=parallel.data or replicas,
         virtual=parallel.virtual_stages,
         expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor_size,
+        stage_layers=None if parallel.stage_layers is None else tuple(parallel.stage_layers),
     )
     layout.pieces(shape, rank=0)  # raises ValueError for other conflicts
     return layout

@@ -41,7 +41,9 @@ class Topology:
     dp_cp_group: ProcessGroup | None = None
     ep_size: int = 1
     ep_rank: int = 0
+    expert_tp_size: int | None = None  # tensor parallelism of the experts; None: tp_size
     virtual_stages: int = 1  # model chunks per pipeline rank
+    stage_layers: tuple[int, ...] | None = None  # layers of each model chunk; None: automatic
 
     def __post_init__(self) -> None:
         product = self.tp_size * self.pp_size * self.cp_size * self.dp_size

@@ -4,8 +4,8 @@ import math
 
 from megatron_rl.config import Config, ConfigError, ParallelSection
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.resharding.divisions import chunk_layers, sharded_sizes, shares_key_heads
 from megatron_rl.resharding.layouts import EngineLayout
-from megatron_rl.resharding.pieces import sharded_sizes
 
 
 def check_layout(config: Config, shape: ModelShape, *, world_size: int) -> None:
@@ -50,36 +50,77 @@ def engine_layout_problems(config: Config, shape: ModelShape, world_size: int) -
 
 def cut_problems(parallel: ParallelSection, shape: ModelShape) -> list[str]:
     """List why the model cannot be sharded this way, for any number of processes."""
-    stages, chunks, expert = parallel.pipeline, parallel.virtual_stages, parallel.expert
     sizes = {
         "tensor": ("parallel.tensor", parallel.tensor),
-        "expert tensor": ("parallel.tensor", parallel.tensor),
-        "expert parallel": ("parallel.expert", expert),
+        "expert tensor": ("parallel.expert_tensor", parallel.expert_tensor_size),
+        "expert parallel": ("parallel.expert", parallel.expert),
     }
     sharded = [(*sizes[kind], whole, name) for kind, whole, name in sharded_sizes(shape)]
     problems = []
     for key, size, whole, name in sharded:
         if whole % size:
-            common = math.gcd(*(other for of, _, other, _ in sharded if of == key))
-            fitting = [str(divisor) for divisor in range(1, common + 1) if common % divisor == 0]
             problems.append(
                 f"{key}={size} does not divide the model's {whole} {name}; choose from "
-                f"{', '.join(fitting)}"
+                f"{_fitting(key, sharded, shape)}"
             )
-    if chunks > 1 and stages == 1:
+    if not shares_key_heads(shape, tp_size=parallel.tensor):
         problems.append(
+            f"parallel.tensor={parallel.tensor} neither divides the model's "
+            f"{shape.num_query_groups} key-value heads nor is a multiple of them; choose from "
+            f"{_fitting('parallel.tensor', sharded, shape)}"
+        )
+    return [*problems, *_stage_problems(parallel, shape), *_expert_problems(parallel, shape)]
+
+
+def _fitting(key: str, sharded: list[tuple[str, int, int, str]], shape: ModelShape) -> str:
+    """List the values of `key` that divide everything it shards."""
+    common = math.gcd(*(whole for of, _, whole, _ in sharded if of == key))
+    fitting = (size for size in range(1, common + 1) if common % size == 0)
+    if key == "parallel.tensor":
+        fitting = (size for size in fitting if shares_key_heads(shape, tp_size=size))
+    return ", ".join(map(str, fitting))
+
+
+def _stage_problems(parallel: ParallelSection, shape: ModelShape) -> list[str]:
+    stages, chunks = parallel.pipeline, parallel.virtual_stages
+    if chunks > 1 and stages == 1:
+        return [
             f"parallel.virtual_stages={chunks} interleaves pipeline stages, but parallel.pipeline "
             "is 1; set it to 1, or use more pipeline stages"
-        )
-    elif shape.num_layers % (stages * chunks):
+        ]
+    if parallel.stage_layers is not None:
+        try:
+            chunk_layers(shape.num_layers, chunks=stages * chunks, sizes=parallel.stage_layers)
+        except ValueError as error:
+            return [f"parallel.{error}, or be null"]
+    elif stages * chunks > shape.num_layers:
         product = f" * parallel.virtual_stages={chunks}" if chunks > 1 else ""
-        problems.append(
-            f"parallel.pipeline={stages}{product} does not divide the model's {shape.num_layers} "
-            "layers; every chunk must have the same number"
-        )
-    if expert > 1 and shape.experts is None:
-        problems.append(f"parallel.expert={expert}, but the model has no experts; set it to 1")
-    return problems
+        return [
+            f"parallel.pipeline={stages}{product} is more than the model's {shape.num_layers} "
+            "layers; every chunk needs a layer"
+        ]
+    return []
+
+
+def _expert_problems(parallel: ParallelSection, shape: ModelShape) -> list[str]:
+    tensor, expert, slices = parallel.tensor, parallel.expert, parallel.expert_tensor_size
+    if shape.experts is None:
+        keys = {"expert": expert > 1, "expert_tensor": parallel.expert_tensor is not None}
+        return [
+            f"parallel.{key}={getattr(parallel, key)}, but the model has no experts; "
+            f"set it to {'1' if key == 'expert' else 'null'}"
+            for key, is_set in keys.items()
+            if is_set
+        ]
+    if tensor % slices:
+        return [f"parallel.expert_tensor={slices} does not divide parallel.tensor={tensor}"]
+    if expert == 1 and slices < tensor:
+        # Megatron would reduce their gradients over data parallelism alone.
+        return [
+            f"parallel.expert_tensor={slices} is below parallel.tensor={tensor}, which needs "
+            "parallel.expert above 1; raise that, or set parallel.expert_tensor to null"
+        ]
+    return []
 
 
 def length_problems(config: Config, shape: ModelShape) -> list[str]:
@@ -105,12 +146,14 @@ def too_long(config: Config, shape: ModelShape) -> str:
 
 def product_sizes(parallel: ParallelSection, shape: ModelShape) -> dict[str, int]:
     """Return the dimensions of the layers' weights on one rank."""
-    ffn = shape.experts.ffn_hidden_size if shape.experts else shape.ffn_hidden_size
+    ffn = shape.ffn_hidden_size // parallel.tensor
+    if shape.experts:
+        ffn = shape.experts.ffn_hidden_size // parallel.expert_tensor_size
     heads = shape.num_attention_heads * shape.head_dim
     merged = heads + 2 * shape.num_query_groups * shape.head_dim
     return {
         "hidden size": shape.hidden_size,
         "queries' size": heads // parallel.tensor,
         "queries', keys' and values' size": merged // parallel.tensor,
-        "feed-forward size": ffn // parallel.tensor,
+        "feed-forward size": ffn,
     }

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape, tensor_shapes
+from megatron_rl.resharding.divisions import chunk_layers
 from megatron_rl.resharding.pieces import (
     Piece,
     Span,
     megatron_pieces,
-    stage_layers,
     vllm_parameter_shapes,
     vllm_pieces,
 )
@@ -25,6 +25,8 @@ class ActorLayout:
 
     `virtual` is the number of model chunks per pipeline stage. Experts are sharded over `expert`
     ranks and, within each expert, over `expert_tensor` ranks (None: equal to `tensor`).
+    `stage_layers` has the number of layers of every model chunk (None: `divisions.chunk_layers`
+    chooses them).
     """
 
     tensor: int = 1
@@ -34,11 +36,16 @@ class ActorLayout:
     virtual: int = 1
     expert: int = 1
     expert_tensor: int | None = None
+    stage_layers: tuple[int, ...] | None = None
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.tensor * self.pipeline * self.context * self.data
+
+    def depth(self, shape: ModelShape, *, stage: int) -> int:
+        """Return the number of layers of a pipeline stage."""
+        return sum(map(len, self.chunks(shape)[stage :: self.pipeline]))
 
     def shard_coordinates(self, rank: int) -> tuple[int, ...]:
         """Return `rank`'s coordinates in the sharding; ranks with equal ones have equal shards."""
@@ -50,9 +57,15 @@ class ActorLayout:
     def __str__(self) -> str:
         names = {"tp": self.tensor, "pp": self.pipeline, "cp": self.context, "dp": self.data}
         names |= {"vpp": self.virtual, "ep": self.expert}
-        return "actor " + " ".join(
-            f"{key}{size}" for key, size in names.items() if size > 1 or key == "tp"
-        )
+        parts = [f"{key}{size}" for key, size in names.items() if size > 1 or key == "tp"]
+        if self.expert_tensor not in (None, self.tensor):
+            parts.append(f"etp{self.expert_tensor}")
+        return " ".join(["actor", *parts])
+
+    def chunks(self, shape: ModelShape) -> tuple[range, ...]:
+        """Return the global layers of every model chunk, in model order."""
+        count = self.pipeline * self.virtual
+        return chunk_layers(shape.num_layers, chunks=count, sizes=self.stage_layers)
 
     def pieces(self, shape: ModelShape, *, rank: int, fused: bool = False) -> tuple[Piece, ...]:
         """Return the pieces on `rank`; with virtual stages names start with `chunk{i}.`."""
@@ -64,7 +77,7 @@ class ActorLayout:
                 f"the {stage_size} ranks of a pipeline stage"
             )
         pp_rank, tp_rank, ep_rank, expert_tp_rank = self.shard_coordinates(rank)
-        chunks = self.pipeline * self.virtual
+        chunks = self.chunks(shape)
         pieces: list[Piece] = []
         for virtual_rank in range(self.virtual):
             chunk = virtual_rank * self.pipeline + pp_rank
@@ -72,9 +85,9 @@ class ActorLayout:
                 shape,
                 tp_rank=tp_rank,
                 tp_size=self.tensor,
-                layers=stage_layers(shape.num_layers, pp_rank=chunk, pp_size=chunks),
+                layers=chunks[chunk],
                 first_stage=chunk == 0,
-                last_stage=chunk == chunks - 1,
+                last_stage=chunk == len(chunks) - 1,
                 ep_rank=ep_rank,
                 ep_size=self.expert,
                 expert_tp_rank=expert_tp_rank,
@@ -180,6 +193,8 @@ def layout_of(topology: Topology) -> ActorLayout:
         data=topology.dp_size,
         virtual=topology.virtual_stages,
         expert=topology.ep_size,
+        expert_tensor=topology.expert_tp_size,
+        stage_layers=topology.stage_layers,
     )
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape, weight_shapes
 from megatron_rl.models.weights import EMBEDDING, OUTPUT_LAYER, Weight
+from megatron_rl.resharding.divisions import require_divisible, require_fit, shares_key_heads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,45 +89,6 @@ def padded_vocabulary(vocab_size: int, *, tp_size: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def stage_layers(num_layers: int, *, pp_rank: int, pp_size: int) -> range:
-    """Return the global layers of one pipeline stage, divided evenly.
-
-    Raises ValueError if the stages do not divide the layers.
-    """
-    if num_layers % pp_size:
-        raise UserError(f"{num_layers} layers cannot be divided among {pp_size} pipeline stages")
-    depth = num_layers // pp_size
-    return range(pp_rank * depth, (pp_rank + 1) * depth)
-
-
-def _require_divisible(size: int, what: str, *, by: int, of: str) -> None:
-    if size % by:
-        raise UserError(f"{size} {what} cannot be divided by {of} {by}")
-
-
-def sharded_sizes(shape: ModelShape) -> tuple[tuple[str, int, str], ...]:
-    """List what the actor's parallel sizes must divide: (kind of size, number, name)."""
-    heads = (
-        ("tensor", shape.num_attention_heads, "attention heads"),
-        ("tensor", shape.num_query_groups, "key-value heads"),
-    )
-    if shape.experts is None:
-        return (*heads, ("tensor", shape.ffn_hidden_size, "feed-forward units"))
-    shared = shape.experts.shared_ffn_hidden_size
-    return (
-        *heads,
-        *([("tensor", shared, "units of the shared expert")] if shared else []),
-        ("expert tensor", shape.experts.ffn_hidden_size, "units of an expert"),
-        ("expert parallel", shape.experts.num_experts, "experts"),
-    )
-
-
-def _require_fit(shape: ModelShape, *, tp_size: int, ep_size: int, expert_tp_size: int) -> None:
-    sizes = {"tensor": tp_size, "expert tensor": expert_tp_size, "expert parallel": ep_size}
-    for kind, whole, name in sharded_sizes(shape):
-        _require_divisible(whole, name, by=sizes[kind], of=f"{kind} size")
-
-
 @dataclass(frozen=True)
 class _Target:
     """A local parameter: its name, global layer and expert, and its shard."""
@@ -176,16 +138,24 @@ def _simple_pieces(
 
 
 def _interleaved_qkv(weight: Weight, *, shape: ModelShape, target: _Target) -> Iterator[Piece]:
-    """Yield pieces in Megatron's order: per query group its query heads, its key, its value."""
+    """Yield pieces in Megatron's order: per query group its query heads, its key, its value.
+
+    The rows in this order are divided evenly; with more ranks than key heads a shard may begin
+    within a group, and even within a head.
+    """
     width = _width(weight_shapes(weight, shape=shape)[0])
     queries = shape.num_attention_heads // shape.num_query_groups * shape.head_dim
     heights = (queries, shape.head_dim, shape.head_dim)
-    offset = 0
-    for group in range(*_shard(shape.num_query_groups, target.rank, target.size)):
+    shard = _shard(shape.num_query_groups * sum(heights), target.rank, target.size)
+    start = 0
+    for group in range(shape.num_query_groups):
         for index, height in enumerate(heights):
-            rows = (group * height, (group + 1) * height)
-            yield _piece(weight, index, rows, width, target, offset)
-            offset += height
+            top, bottom = max(start, shard[0]), min(start + height, shard[1])
+            if top < bottom:
+                first = group * height - start
+                rows = (first + top, first + bottom)
+                yield _piece(weight, index, rows, width, target, top - shard[0])
+            start += height
 
 
 def _concatenated_qkv(weight: Weight, *, shape: ModelShape, target: _Target) -> Iterator[Piece]:
@@ -232,7 +202,7 @@ def megatron_pieces(
     layers = range(shape.num_layers) if layers is None else layers
     expert_rank = tp_rank if expert_tp_rank is None else expert_tp_rank
     expert_size = tp_size if expert_tp_size is None else expert_tp_size
-    _require_fit(shape, tp_size=tp_size, ep_size=ep_size, expert_tp_size=expert_size)
+    require_fit(shape, tp_size=tp_size, ep_size=ep_size, expert_tp_size=expert_size)
     padded_rows = padded_vocabulary(shape.vocab_size, tp_size=tp_size)
     pieces: list[Piece] = []
 
@@ -276,12 +246,12 @@ def vllm_pieces(
     ffn = shape.experts.ffn_hidden_size if shape.experts else shape.ffn_hidden_size
     of = "vLLM's tensor parallel size"
     if shape.experts and expert_parallel:
-        _require_divisible(shape.experts.num_experts, "experts", by=tp_size, of=of)
+        require_divisible(shape.experts.num_experts, "experts", by=tp_size, of=of)
     else:
-        _require_divisible(ffn, "feed-forward units", by=tp_size, of=of)
+        require_divisible(ffn, "feed-forward units", by=tp_size, of=of)
     if shape.experts and (shared := shape.experts.shared_ffn_hidden_size):
-        _require_divisible(shared, "units of the shared expert", by=tp_size, of=of)
-    if heads % tp_size or (groups % tp_size and tp_size % groups):
+        require_divisible(shared, "units of the shared expert", by=tp_size, of=of)
+    if heads % tp_size or not shares_key_heads(shape, tp_size=tp_size):
         raise UserError(
             f"{heads} attention heads and {groups} key-value heads do not fit "
             f"vLLM's tensor parallel size {tp_size}"

@@ -20,7 +20,9 @@ def make_groups(config: Config, **further: Any) -> Topology:
         pipeline=parallel.pipeline,
         context=parallel.context,
         expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor_size,
         virtual_stages=parallel.virtual_stages,
+        stage_layers=parallel.stage_layers,
         **further,
     )
 

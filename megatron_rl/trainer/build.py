@@ -311,6 +311,8 @@ def _describe(config: Config, world_size: int) -> str:
     replicas = world_size // parallel.model_size
     rollout, trainer = config.rollout, config.trainer
     extra = f", expert {parallel.expert}" if parallel.expert > 1 else ""
+    if parallel.expert > 1 and parallel.expert_tensor_size > 1:
+        extra += f" x tensor {parallel.expert_tensor_size}"
     if parallel.virtual_stages > 1:
         extra += f", {parallel.virtual_stages} virtual stages"
     return (

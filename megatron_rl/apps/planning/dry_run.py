@@ -16,6 +16,7 @@ import torch
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.dry_run import Stage, group_names
 from megatron_rl.apps.planning.fake_device import CPU, CUDA, fake_device
+from megatron_rl.apps.planning.footprint import prepared_pack_bytes
 from megatron_rl.apps.planning.meter import Meter, PhaseCount
 from megatron_rl.config import Config
 from megatron_rl.data.packing import padded_length, plan_minibatches
@@ -39,6 +40,8 @@ class DryRun:
     local_tokens: int  # tokens of a pack on this rank
     micro_batches: int  # micro-batches that were run
     micro_batches_of_update: int  # if every response had the maximum length
+    prepared_bytes: int  # of the packs of a rollout batch, beyond those that were run
+    communicators: int  # process groups of more than one rank that sent anything
     phases: Mapping[str, PhaseCount]  # behavior, update; an update is forward, backward and step
     states: Mapping[str, int]  # bytes of weights, gradients, optimizer on the device, awake
     asleep: Mapping[str, int]  # the same while the engine generates
@@ -51,9 +54,11 @@ class DryRun:
 
 
 def stage_ranks(config: Config, processes: int) -> list[int]:
-    """Return the first rank of the first, the middle and the last pipeline stage."""
-    stages = config.parallel.pipeline
-    return sorted({stage * (processes // stages) for stage in (0, stages // 2, stages - 1)})
+    """Return the first rank of the first, the middle, the largest and the last pipeline stage."""
+    stages, layers = config.parallel.pipeline, config.parallel.stage_layers or []
+    of_stage = [sum(layers[stage::stages]) for stage in range(stages)]
+    chosen = {0, stages // 2, stages - 1, of_stage.index(max(of_stage))}
+    return sorted(stage * (processes // stages) for stage in chosen)
 
 
 def dry_run_rank(
@@ -78,6 +83,7 @@ def dry_run_rank(
             count_flops=meter.add_flops,
             note_stall=meter.note_stall,
             selected=meter.selected,
+            expert_share=config.run.largest_expert_share,
         )
         with stage.rank(
             rank, processes, initialise=partial(make_groups, config), as_default=mode.as_default
@@ -138,6 +144,8 @@ def measure(
     phases = {name: count for name, count in meter.phases.items() if name != "start"}
     meter.begin("asleep")
     actor.sleep()
+    groups = {(each.group, each.ranks) for phase in phases.values() for each in phase.collectives}
+    of_batch = needed * config.trainer.minibatches
     sizes = ("tp", "pp", "cp", "dp", "ep")
     return DryRun(
         rank=topology.rank,
@@ -148,6 +156,8 @@ def measure(
         local_tokens=local,
         micro_batches=len(packs),
         micro_batches_of_update=needed,
+        prepared_bytes=max(0, of_batch - len(packs)) * prepared_pack_bytes(actor.shape, local),
+        communicators=sum(ranks > 1 for _, ranks in groups),
         phases=phases,
         states=states,
         asleep=dict(meter.live_bytes),

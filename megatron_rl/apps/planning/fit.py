@@ -15,7 +15,12 @@ from itertools import islice
 from typing import Any
 
 from megatron_rl.apps.planning.dry_run import DryRun, dry_run_rank, stage_ranks
-from megatron_rl.apps.planning.footprint import ENGINE_ASLEEP, RESERVE
+from megatron_rl.apps.planning.footprint import (
+    COMMUNICATOR,
+    ENGINE_ASLEEP,
+    RESERVE,
+    RESERVED_COMMUNICATORS,
+)
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.preflight.layout import layout_problems
@@ -83,6 +88,12 @@ def moments(config: Config, dry_run: DryRun, device_bytes: int | None) -> list[M
         "a sleeping engine": ENGINE_ASLEEP,
         "reserve": RESERVE,
     }
+    further = max(0, dry_run.communicators - RESERVED_COMMUNICATORS)
+    optional = {
+        "prepared packs": dry_run.prepared_bytes,
+        f"{further} further communicators": further * COMMUNICATOR,
+    }
+    training |= {name: size for name, size in optional.items() if size}
     push = {
         "the actor asleep": asleep,
         "the engine's weights": weights,
@@ -214,8 +225,10 @@ def candidates(config: Config, moment: Moment, *, processes: int) -> Iterator[di
 
 
 def _actor_candidates(config: Config, *, processes: int) -> Iterator[dict[str, Any]]:
-    """Yield smaller packs, recomputation, and larger parallel sizes."""
+    """Yield more expert parallelism, smaller packs, recomputation, and larger parallel sizes."""
     parallel, trainer = config.parallel, config.trainer
+    # First: most weights, gradients and optimizer states of a mixture are the experts'.
+    yield from ({"parallel.expert": times * parallel.expert} for times in (2, 4, 8))
     smaller: dict[str, Any] = {}
     if trainer.tokens_per_micro_batch > config.max_model_tokens:
         smaller = {"trainer.tokens_per_micro_batch": config.max_model_tokens}

@@ -24,6 +24,8 @@ ENGINE_ASLEEP = 4 * GIB
 # Memory that torch's allocator does not count or cannot use: the CUDA context, NCCL (0.5 to 0.7 GiB
 # per communicator: github.com/NVIDIA/nccl issue 964), cuBLAS workspaces, fragmentation.
 RESERVE = 6 * GIB
+COMMUNICATOR = GIB // 2  # of a process group beyond those that the reserve covers
+RESERVED_COMMUNICATORS = 4
 BUCKETS = 128 << 20  # two of `resharding.bucket_mib`
 WEIGHT, GRADIENT, OPTIMIZER = 2, 4, 12  # bytes per parameter; replicas share optimizer states
 ROUTER_BYTES = 6  # stored per token, expert and layer: a probability and two masks
@@ -44,18 +46,18 @@ class Footprint:
 def footprint(
     shape: ModelShape, parts: Parts, *, micro_batches: int, packs: int = 1, prompt_part: float = 0.0
 ) -> Footprint:
-    """Compute the footprint: in every phase, the larger of the first and the last pipeline stage.
+    """Compute the footprint: in every phase, that of the pipeline stage that needs the most.
 
     micro_batches: per rank and update. packs: prepared packs that a rank keeps for the rollout
     batch. prompt_part: fraction of a pack's tokens that are prompt tokens, without log-probs.
     """
     stages = []
-    for stage in sorted({0, parts.pipeline - 1}):
+    for stage in parts.stages(shape):
         states, asleep = state_bytes(shape, parts, stage=stage)
         update = activation_bytes(
             shape, parts, stage=stage, micro_batches=micro_batches, prompt_part=prompt_part
         )
-        prepared = packs * prepared_pack_bytes(shape, parts)
+        prepared = packs * prepared_pack_bytes(shape, parts.local_tokens)
         behavior = asleep + forward_bytes(shape, parts, stage=stage) + prepared
         stages.append((states, asleep, states + update + prepared, behavior))
     states, asleep, train, behavior = map(max, zip(*stages, strict=True))
@@ -69,7 +71,7 @@ def state_bytes(shape: ModelShape, parts: Parts, *, stage: int) -> tuple[int, in
     A sleeping actor keeps only its weights and Megatron's buffer for gathered activations.
     """
     counts = count_parameters(shape, parts, stage=stage)
-    optimizer = (counts.dense + counts.expert * parts.expert) / parts.replicas
+    optimizer = counts.dense / parts.replicas + counts.expert / parts.expert_replicas
     awake = (WEIGHT + GRADIENT) * counts.total + OPTIMIZER * optimizer
     return int(awake), WEIGHT * counts.total + int(gathered_bytes(shape, parts))
 
@@ -83,7 +85,7 @@ def activation_bytes(
     shape: ModelShape, parts: Parts, *, stage: int, micro_batches: int, prompt_part: float = 0.0
 ) -> int:
     """Return the bytes of stored activations and temporaries at the peak of an update."""
-    tokens, depth = parts.local_tokens, shape.num_layers // parts.pipeline
+    tokens, depth = parts.local_tokens, parts.depth(shape, stage=stage)
     layer, mlp = kept_per_token(shape, parts) * tokens, _mlp_per_token(shape, parts) * tokens
     entry = _entry_bytes(shape, parts)
     in_flight = micro_batches_in_flight(parts, stage=stage, micro_batches=micro_batches)
@@ -111,9 +113,16 @@ def kept_per_token(shape: ModelShape, parts: Parts) -> float:
     sizes = shape.sizes
     kept = norms_kept(shape.hidden_size) + 8 + attention_kept(sizes["query"], 0)
     if shape.qk_norm:
-        kept += 4 * sizes["query"] + 4 * sizes["key"]
-        kept += 4 * (shape.num_attention_heads + shape.num_query_groups)
-    return kept / parts.tensor + _keys_per_token(shape, parts) + _mlp_per_token(shape, parts)
+        kept += 4 * sizes["query"] + 4 * shape.num_attention_heads
+    kept /= parts.tensor
+    if shape.qk_norm:
+        kept += 4 * _key_size(shape, parts) * (1 + 1 / shape.head_dim)
+    return kept + _keys_per_token(shape, parts) + _mlp_per_token(shape, parts)
+
+
+def _key_size(shape: ModelShape, parts: Parts) -> float:
+    """Return the size of the keys on one rank: at least one head."""
+    return max(shape.sizes["key"] / parts.tensor, shape.head_dim)
 
 
 def norms_kept(hidden: float) -> float:
@@ -133,23 +142,30 @@ def mlp_kept(ffn: float, *, gated: bool = True) -> float:
 
 def _keys_per_token(shape: ModelShape, parts: Parts) -> float:
     """Return the bytes of keys and values: only this rank's own if the gathered ones are large."""
-    own = attention_kept(0, shape.sizes["key"]) / parts.tensor
+    own = attention_kept(0, _key_size(shape, parts))
     return own if own * parts.tokens > KEPT_BYTES else own * parts.context
 
 
 def _mlp_per_token(shape: ModelShape, parts: Parts) -> float:
     """Return the bytes that the MLP stores besides its input: gate, up and their product (6 f).
 
-    Experts receive `experts_per_token` copies of every token (2 h each) of all tensor-parallel
-    ranks.
+    Experts receive `experts_per_token` copies of every token (2 h each) of all ranks that share
+    each expert, times the largest share.
     """
     if shape.experts is None:
         return mlp_kept(shape.ffn_hidden_size) / parts.tensor
     experts = shape.experts
-    product = mlp_kept(experts.experts_per_token * experts.ffn_hidden_size)
+    product = mlp_kept(experts.experts_per_token * experts.ffn_hidden_size) * parts.expert_share
     product += mlp_kept(experts.shared_ffn_hidden_size or 0)
     router = ROUTER_BYTES * experts.num_experts
-    return (product + router) / parts.tensor + 2 * shape.hidden_size * experts.experts_per_token
+    return (product + router) / parts.tensor + _copies_per_token(shape, parts)
+
+
+def _copies_per_token(shape: ModelShape, parts: Parts) -> float:
+    """Return the bytes of the token copies that a rank's experts receive, per local token."""
+    assert shape.experts is not None, "requires a mixture of experts"
+    copies = 2.0 * shape.hidden_size * shape.experts.experts_per_token
+    return copies * parts.expert_slices / parts.tensor * parts.expert_share
 
 
 def _entry_bytes(shape: ModelShape, parts: Parts) -> float:
@@ -167,7 +183,7 @@ def _layer_working(shape: ModelShape, parts: Parts) -> float:
         return _expert_copies(shape, parts)
     tokens, ffn = parts.local_tokens, shape.ffn_hidden_size / parts.tensor
     dense = 4 * tokens * ffn + 2 * tokens * shape.hidden_size / parts.tensor
-    keys = 12 * shape.sizes["key"] / parts.tensor * parts.tokens  # gathered, float32 gradients
+    keys = 12 * _key_size(shape, parts) * parts.tokens  # gathered, float32 gradients
     queries = 8 * shape.sizes["query"] / parts.tensor * tokens
     return max(dense, keys + queries - _mlp_per_token(shape, parts) * tokens)
 
@@ -176,15 +192,14 @@ def _expert_copies(shape: ModelShape, parts: Parts) -> float:
     """Return the bytes of temporary token copies when the experts' outputs are combined.
 
     Each term has the size of all copies: the experts' outputs, separate and concatenated, and the
-    sent and received copies. Tensor parallelism adds the reordered outputs, their float32 copy
-    for the sum, and the sums.
+    sent and received copies. Tensor parallelism of the experts adds the reordered outputs, their
+    float32 copy for the sum, and the sums.
     """
-    assert shape.experts is not None, "requires a mixture of experts"
-    whole = 2.0 * parts.local_tokens * shape.hidden_size * shape.experts.experts_per_token
-    exchanged = whole / parts.tensor * (2 if parts.expert > 1 else 1)
-    if parts.tensor == 1:
+    whole, slices = parts.local_tokens * _copies_per_token(shape, parts), parts.expert_slices
+    exchanged = whole / slices * (1 / parts.expert_share + 1 if parts.expert > 1 else 1)
+    if slices == 1:
         return 2 * whole + exchanged
-    return 4 * whole + 2 * whole / parts.tensor + exchanged
+    return 4 * whole + 2 * whole / slices + exchanged
 
 
 def _head_bytes(shape: ModelShape, parts: Parts, prompt_part: float) -> float:
@@ -200,8 +215,7 @@ def forward_bytes(shape: ModelShape, parts: Parts, *, stage: int) -> float:
     if shape.experts is None:
         mlp = 6 * tokens * shape.ffn_hidden_size / parts.tensor
     else:
-        copies = 2 * tokens * shape.hidden_size * shape.experts.experts_per_token
-        mlp = _expert_copies(shape, parts) + copies
+        mlp = _expert_copies(shape, parts) + tokens * _copies_per_token(shape, parts)
     working = mlp + 4 * entry
     if stage == parts.pipeline - 1:
         tile = min(TILE_ELEMENTS["cuda"], MAX_TILE_TOKENS * shape.vocab_size // parts.tensor)
@@ -214,6 +228,6 @@ def gathered_bytes(shape: ModelShape, parts: Parts) -> float:
     return 2 * parts.local_tokens * shape.hidden_size if parts.tensor > 1 else 0
 
 
-def prepared_pack_bytes(shape: ModelShape, parts: Parts) -> int:
+def prepared_pack_bytes(shape: ModelShape, local_tokens: int) -> int:
     """Return the bytes of a pack on the device: cosines and sines (2 d), and 60 bytes per token."""
-    return parts.local_tokens * (2 * shape.head_dim + 60)
+    return local_tokens * (2 * shape.head_dim + 60)

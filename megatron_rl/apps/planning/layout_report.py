@@ -128,7 +128,9 @@ def config_of(option: Option, base: Config) -> Config:
         "context": parts.context,
         "data": parts.data,
         "expert": parts.expert,
+        "expert_tensor": parts.expert_tensor if parts.expert > 1 else None,
         "virtual_stages": 1,
+        "stage_layers": None,
     }
     values["rollout"] |= {
         "tensor": parts.rollout_tensor,

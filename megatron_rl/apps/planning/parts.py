@@ -19,17 +19,34 @@ Recompute = Literal["none", "selective", "full"]
 class Parts(ActorLayout):
     """Layout of the actor, its activation recomputation and the engines' tensor parallel size.
 
-    tokens: size of a pack, over all its context-parallel shards.
+    tokens: size of a pack, over all its context-parallel shards. expert_share: tokens of the
+    busiest expert-parallel rank over an equal share.
     """
 
     rollout_tensor: int = 1
     recompute: Recompute = "none"
     tokens: int = 16384
+    expert_share: float = 1.0
 
     @property
     def replicas(self) -> int:
         """Number of ranks with the same non-expert parameters."""
         return self.context * self.data
+
+    @property
+    def expert_slices(self) -> int:
+        """Number of ranks that share each expert."""
+        return self.tensor if self.expert_tensor is None else self.expert_tensor
+
+    @property
+    def expert_replicas(self) -> int:
+        """Number of ranks with the same expert parameters."""
+        return self.tensor * self.replicas // (self.expert * self.expert_slices)
+
+    def stages(self, shape: ModelShape) -> list[int]:
+        """Return the stages that may need the most: first, last, and one with the most layers."""
+        deepest = max(range(self.pipeline), key=lambda stage: self.depth(shape, stage=stage))
+        return sorted({0, deepest, self.pipeline - 1})
 
     @property
     def alignment(self) -> int:
@@ -43,7 +60,8 @@ class Parts(ActorLayout):
 
     def __str__(self) -> str:
         return (
-            f"tp{self.tensor} pp{self.pipeline} cp{self.context} ep{self.expert} dp{self.data} "
+            f"tp{self.tensor} pp{self.pipeline} cp{self.context} ep{self.expert} "
+            f"etp{self.expert_slices} dp{self.data} "
             f"vllm{self.rollout_tensor} recompute={self.recompute} tokens={self.tokens}"
         )
 
@@ -63,24 +81,30 @@ class RankParameters:
 
 def count_parameters(shape: ModelShape, parts: Parts, *, stage: int) -> RankParameters:
     """Count the parameters of a rank of pipeline stage `stage`, including vocabulary padding."""
-    return _count(shape, parts.tensor, parts.pipeline, parts.expert, stage)
+    return _count(
+        shape,
+        parts.tensor,
+        parts.expert,
+        parts.expert_slices,
+        depth=parts.depth(shape, stage=stage),
+        first=stage == 0,
+        last=stage == parts.pipeline - 1,
+    )
 
 
 @lru_cache(maxsize=4096)
 def _count(
-    shape: ModelShape, tensor: int, pipeline: int, expert: int, stage: int
+    shape: ModelShape, tensor: int, expert: int, slices: int, *, depth: int, first: bool, last: bool
 ) -> RankParameters:
-    depth = shape.num_layers // pipeline
-    last = stage == pipeline - 1
     dense = experts = 0
     for weight in shape.weights:
-        size = _elements(weight, shape, tensor)
+        size = _elements(weight, shape, slices if weight.part == "expert" else tensor)
         if weight.part == "layer":
             dense += depth * size
         elif weight.part == "expert":
             assert shape.experts is not None, "experts without a shape"
             experts += depth * size * shape.experts.num_experts // expert
-        elif (weight.part == "first" and stage == 0) or (weight.part == "last" and last):
+        elif (weight.part == "first" and first) or (weight.part == "last" and last):
             dense += size
         elif weight.part == "first" and last and shape.tied_embeddings:
             dense += size  # a copy of the embedding, which is the output layer

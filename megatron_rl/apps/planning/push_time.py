@@ -49,26 +49,28 @@ def push_bytes(shape: ModelShape, parts: Parts, per_node: int) -> PushBytes:
     The result is scaled up. Additional replicas do not change a rank's bytes, so a large cluster is
     planned as a smaller one with the same nodes.
     """
-    unit = math.lcm(parts.tensor * parts.pipeline * parts.expert, parts.rollout_tensor)
+    stage = math.lcm(parts.tensor, parts.expert * parts.expert_slices)
+    unit = math.lcm(stage * parts.pipeline, parts.rollout_tensor)
     sufficient = min(parts.world_size, parts.pipeline * per_node)
     ranks = min(parts.world_size, -(-sufficient // unit) * unit)
-    return _push_bytes(
-        shape, parts.tensor, parts.pipeline, parts.expert, parts.rollout_tensor, ranks, per_node
+    layout = ActorLayout(
+        tensor=parts.tensor,
+        pipeline=parts.pipeline,
+        expert=parts.expert,
+        expert_tensor=parts.expert_slices,
+        data=ranks // (parts.tensor * parts.pipeline),
     )
+    return _push_bytes(shape, layout, parts.rollout_tensor, per_node)
 
 
 @lru_cache(maxsize=256)
-def _push_bytes(
-    shape: ModelShape, tensor: int, pipeline: int, expert: int, rollout: int, ranks: int, node: int
-) -> PushBytes:
-    small = replace(shape, num_layers=pipeline)
-    depth, experts = shape.num_layers // pipeline, 1
+def _push_bytes(shape: ModelShape, layout: ActorLayout, rollout: int, node: int) -> PushBytes:
+    ranks = layout.world_size
+    small = replace(shape, num_layers=layout.pipeline)
+    depth, experts = shape.num_layers / layout.pipeline, 1
     if shape.experts is not None:
-        experts = shape.experts.num_experts // expert
-        small = replace(small, experts=replace(shape.experts, num_experts=expert))
-    layout = ActorLayout(
-        tensor=tensor, pipeline=pipeline, expert=expert, data=ranks // (tensor * pipeline)
-    )
+        experts = shape.experts.num_experts // layout.expert
+        small = replace(small, experts=replace(shape.experts, num_experts=layout.expert))
     slices = plan_slices(small, layout, EngineLayout(rollout, ranks), ranks_per_node=node)
     within = between = 0.0
     for name, of_tensor in slices.items():

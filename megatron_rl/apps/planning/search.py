@@ -108,7 +108,10 @@ def check_nodes(device: Device, devices: int) -> None:
 
 
 def layouts(shape: ModelShape, devices: int, fixed: Fixed) -> Iterator[Parts]:
-    """Yield every (tp, pp, cp, ep, dp, vLLM tp) whose product is the number of devices."""
+    """Yield every (tp, pp, cp, ep, dp, vLLM tp) whose product is the number of devices.
+
+    The experts' tensor parallel size is the config's default unless `fixed` has it.
+    """
     sizes = [size for size in range(1, min(devices, MAX_SIZE) + 1) if devices % size == 0]
 
     def choose(name: str, candidates: list[int]) -> list[int]:
@@ -120,13 +123,27 @@ def layouts(shape: ModelShape, devices: int, fixed: Fixed) -> Iterator[Parts]:
         data, rest = divmod(devices, tensor * pipeline * context)
         if rest or data == 0:
             continue
-        spread = context * data
         experts = [1]
         if shape.experts is not None:
             count = shape.experts.num_experts
-            experts = [n for n in range(1, count + 1) if count % n == 0 and spread % n == 0]
+            experts = [n for n in range(1, count + 1) if count % n == 0]
         for expert in choose("expert", experts):
-            yield Parts(tensor, pipeline, context, data, expert=expert, rollout_tensor=rollout)
+            sizes = {
+                "tensor": tensor,
+                "expert": expert,
+                "expert_tensor": fixed.get("expert_tensor"),
+            }
+            slices = ParallelSection(**sizes).expert_tensor_size
+            if devices // pipeline % (expert * slices) == 0 or "expert" in fixed:
+                yield Parts(
+                    tensor, pipeline, context, data, expert=expert, expert_tensor=slices,
+                    rollout_tensor=rollout, expert_share=expert_share(fixed, expert),
+                )  # fmt: skip
+
+
+def expert_share(fixed: Fixed, expert: int) -> float:
+    """Return the largest expert share; without expert parallelism a rank receives all tokens."""
+    return float(str(fixed.get("expert_share", 1.0))) if expert > 1 else 1.0
 
 
 def _misfit(
@@ -134,12 +151,20 @@ def _misfit(
 ) -> str:
     """Return why the model or the batch cannot or should not be divided this way, or ''."""
     sizes = ParallelSection(
-        tensor=parts.tensor, pipeline=parts.pipeline, context=parts.context, expert=parts.expert
+        tensor=parts.tensor,
+        pipeline=parts.pipeline,
+        context=parts.context,
+        expert=parts.expert,
+        expert_tensor=parts.expert_tensor if shape.experts else None,
     )
     if problems := cut_problems(sizes, shape):
         return problems[0]
-    if parts.expert > 1 and parts.replicas % parts.expert:
-        return f"expert {parts.expert} does not divide context * data = {parts.replicas}"
+    stage = parts.tensor * parts.replicas
+    if stage % (parts.expert * parts.expert_slices):
+        return (
+            f"expert {parts.expert} * expert_tensor {parts.expert_slices} does not divide tensor * "
+            f"context * data = {stage}"
+        )
     if parts.tensor > device.per_node:
         return f"tensor {parts.tensor} would span nodes of {device.per_node}"
     if workload.longest // parts.context < MIN_TOKENS and parts.context > 1:

@@ -44,7 +44,12 @@ class Traffic:
 
     def expert(self, size: float, calls: float) -> float:
         """Estimate collectives over expert-parallel ranks."""
-        return self.seconds(size, ranks=self.parts.expert, stride=self.parts.tensor, calls=calls)
+        parts = self.parts
+        return self.seconds(size, ranks=parts.expert, stride=parts.expert_slices, calls=calls)
+
+    def expert_tensor(self, size: float, calls: float) -> float:
+        """Estimate collectives over the ranks that share each expert."""
+        return self.seconds(size, ranks=self.parts.expert_slices, stride=1, calls=calls)
 
     def pipeline(self, size: float) -> float:
         """Estimate a transfer from one pipeline stage to the next."""
@@ -58,19 +63,18 @@ class Traffic:
     def replicas(self, shape: ModelShape, stage: int) -> float:
         """Estimate one update's reduce-scatter of float32 gradients and all-gather of weights.
 
-        Assumes no overlap with computation. Weights are bfloat16; with experts, Megatron's chained
-        optimizer gathers them twice.
+        Assumes no overlap with computation. Weights are bfloat16.
         """
         parts, counts = self.parts, count_parameters(shape, self.parts, stage=stage)
-        per_parameter = 4 + (2 if shape.experts is None else 4)
+        per_parameter = 4 + 2
         seconds = self.seconds(
             per_parameter * counts.dense, ranks=parts.replicas, stride=parts.tensor, calls=2
         )
         if counts.expert:
             seconds += self.seconds(
                 per_parameter * counts.expert,
-                ranks=parts.replicas // parts.expert,
-                stride=parts.tensor * parts.expert,
-                calls=3,
+                ranks=parts.expert_replicas,
+                stride=parts.expert_slices * parts.expert,
+                calls=2,
             )
         return seconds

@@ -65,7 +65,7 @@ class TrainingTime:
         return workload.packs(ranks=parts.data, budget=parts.tokens, alignment=parts.alignment)
 
     def _stages(self) -> Sequence[int]:
-        return sorted({0, self.parts.pipeline - 1})
+        return self.parts.stages(self.shape)
 
     def _pass_seconds(self, packs: Packs, *, backward: bool) -> float:
         """Estimate the busiest rank's packs on the slowest stage, plus the pipeline bubble."""
@@ -74,7 +74,7 @@ class TrainingTime:
 
     def _pack(self, pack: Packs, stage: int, *, backward: bool) -> float:
         """Estimate one micro-batch on one stage."""
-        depth = self.shape.num_layers // self.parts.pipeline
+        depth = self.parts.depth(self.shape, stage=stage)
         seconds = depth * self._layer(pack, backward=backward)
         if stage == self.parts.pipeline - 1:
             seconds += self._head(pack, backward=backward)
@@ -135,9 +135,8 @@ class TrainingTime:
         """Estimate (compute, communication): products twice, attention 3.5 times (recomputed)."""
         products, attention = self._layer_flops(pack)
         passes = 5 * kept_per_token(self.shape, self.parts) * pack.tokens / self.parts.context
-        weights = count_parameters(self.shape, self.parts, stage=0).total / (
-            self.shape.num_layers // self.parts.pipeline
-        )
+        depth = self.parts.depth(self.shape, stage=0)
+        weights = count_parameters(self.shape, self.parts, stage=0).total / depth
         accumulation = self._move((WEIGHT + 2 * GRADIENT) * weights)  # of weight gradients
         seconds = self._matmul(2 * products) + self._attend(3.5 * attention) + self._move(passes)
         compute = max(seconds + accumulation, 2 * self.efficiency.layer_launch)
@@ -154,13 +153,17 @@ class TrainingTime:
         traffic = Traffic(parts, self.device)
         tokens = pack.tokens / parts.context
         hidden = 2 * tokens * shape.hidden_size
-        keys = 4 * shape.sizes["key"] / parts.tensor * pack.tokens
+        keys = 4 * max(shape.sizes["key"] / parts.tensor, shape.head_dim) * pack.tokens
         number = 4 if calls == 1 else 6
         seconds = traffic.tensor(number * hidden, number) + traffic.context(calls * keys, calls)
+        if shape.num_query_groups < parts.tensor:  # queries, keys and values are gathered
+            merged = 2 * tokens * (shape.sizes["query"] + 2 * shape.sizes["key"])
+            seconds += traffic.tensor(merged, 1)
         if shape.experts is not None:
             copies = hidden * shape.experts.experts_per_token
             seconds += traffic.expert(2 * copies / parts.tensor, 4)
-            seconds += traffic.tensor(2 * copies, 2)
+            slices = parts.expert_slices
+            seconds += traffic.expert_tensor(2 * copies * slices / parts.tensor, 2)
         return seconds
 
     def _head(self, pack: Packs, *, backward: bool) -> float:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_rl.models.architectures import ARCHITECTURES
+from megatron_rl.resharding.divisions import chunk_layers
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.pieces import megatron_pieces, vllm_pieces
 from tests.unit.resharding.shapes import numbered_tensors, small_shape
@@ -38,15 +39,15 @@ def _megatron_qkv(tensors, layer: int, rank: int, size: int, shape, what: str) -
         )
         for name in "qkv"
     ]
-    return torch.cat(parts, dim=1).chunk(size)[rank].flatten(0, 1)
+    return torch.cat(parts, dim=1).flatten(0, 1).chunk(size)[rank]
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
 def test_megatron_pieces_match_megatron_sharding(tp_size):
-    shape = small_shape()
+    shape = small_shape()  # 8 query heads, 4 key heads: with tp 8 a shard is half of a group
     tensors = numbered_tensors(shape)
-    # 37 rows are padded to 64: shards of 64, 32 or 16 rows, of which the last ones are padding.
-    rows = {1: [37], 2: [32, 5], 4: [16, 16, 5, 0]}[tp_size]
+    # 37 rows are padded to 64: shards of 64, 32, 16 or 8 rows, of which the last ones are padding.
+    rows = [max(0, min(37 - start, 64 // tp_size)) for start in range(0, 64, 64 // tp_size)]
     for rank in range(tp_size):
         local = _fill(megatron_pieces(shape, tp_rank=rank, tp_size=tp_size), tensors)
         for layer in range(shape.num_layers):
@@ -94,19 +95,28 @@ def test_vllm_pieces_match_vllm_sharding(tp_size):
         assert torch.equal(local["model.layers.2.mlp.gate_up_proj.weight"], torch.cat([gate, up]))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     architecture=st.sampled_from(sorted(ARCHITECTURES)),
     tied=st.booleans(),
-    sizes=st.tuples(*[st.sampled_from([1, 2])] * 5, st.sampled_from([1, 2, 4])),
+    sizes=st.tuples(*[st.sampled_from([1, 2])] * 4, *[st.sampled_from([1, 2, 4])] * 2),
+    groups=st.sampled_from([1, 2, 4]),
+    whole_experts=st.booleans(),
+    stage_layers=st.permutations([1, 1, 3, 2]),
     fused=st.booleans(),
 )
-def test_megatron_pieces_cover_every_element_once_per_replica(architecture, tied, sizes, fused):
-    tensor, pipeline, context, data, virtual, expert = sizes
-    shape = small_shape(architecture, tied_embeddings=tied)
-    if shape.experts is None or (tensor * context * data) % (tensor * expert):
-        expert = 1
-    layout = ActorLayout(tensor, pipeline, context, data, virtual, expert)
+def test_megatron_pieces_cover_every_element_once_per_replica(
+    architecture, tied, sizes, groups, whole_experts, stage_layers, fused
+):
+    context, pipeline, virtual, data, tensor, expert = sizes
+    shape = small_shape(architecture, tied_embeddings=tied, num_layers=7, num_query_groups=groups)
+    expert_tensor = 1 if whole_experts else tensor
+    if shape.experts is None or (tensor * context * data) % (expert_tensor * expert):
+        expert, expert_tensor = 1, tensor
+    chosen = tuple(stage_layers) if pipeline * virtual == 4 else None
+    layout = ActorLayout(
+        tensor, pipeline, context, data, virtual, expert, expert_tensor, stage_layers=chosen
+    )
     tensors = numbered_tensors(shape)
     holders = {name: torch.zeros_like(value) for name, value in tensors.items()}
     for rank in range(layout.world_size):
@@ -118,7 +128,7 @@ def test_megatron_pieces_cover_every_element_once_per_replica(architecture, tied
     for name, held in holders.items():
         expected = copies
         if ".experts." in name:
-            expected = copies // expert
+            expected = tensor * copies // (expert * expert_tensor)
         elif "norm" in name or name.endswith(("mlp.gate.weight", "expert_gate.weight")):
             expected = copies * tensor
         elif name == "model.embed_tokens.weight" and tied and (pipeline, virtual) != (1, 1):
@@ -145,10 +155,36 @@ def test_vllm_pieces_cover_whole_model_per_engine(architecture):
 
 def test_pieces_reject_impossible_layouts():
     shape = small_shape()
-    for tp_size, what in itertools.product((3, 8), ("heads",)):
+    for tp_size, what in itertools.product((3, 16), ("heads",)):
         with pytest.raises(ValueError, match=what):
             megatron_pieces(shape, tp_size=tp_size)
-    with pytest.raises(ValueError, match="4 layers cannot be divided among 3"):
-        ActorLayout(pipeline=3).pieces(shape, rank=0)
+    with pytest.raises(ValueError, match="4 layers cannot be divided among 5"):
+        ActorLayout(pipeline=5).pieces(shape, rank=0)
+    with pytest.raises(ValueError, match=r"stage_layers=\[3, 2\] must .* 2 .* sum of 4"):
+        ActorLayout(pipeline=2, stage_layers=(3, 2)).pieces(shape, rank=0)
+    with pytest.raises(ValueError, match="4 key-value heads neither"):
+        megatron_pieces(small_shape(num_attention_heads=12), tp_size=6)
     with pytest.raises(ValueError, match="does not divide 4 ranks"):
         EngineLayout(tensor=3, world_size=4).pieces(shape, rank=0)
+
+
+@settings(deadline=None, max_examples=200)
+@given(chunks=st.integers(1, 24), num_layers=st.integers(1, 100))
+def test_automatic_chunks_are_even_or_smaller_at_both_ends(chunks, num_layers):
+    if num_layers < chunks:
+        return
+    layers = chunk_layers(num_layers, chunks=chunks)
+    assert [i for each in layers for i in each] == list(range(num_layers))
+    sizes = [len(each) for each in layers]
+    small = [size == min(sizes) for size in sizes]
+    assert max(sizes) - min(sizes) == (num_layers % chunks > 0)
+    if not all(small):  # the small ones are a prefix and a suffix, the suffix longer by 0 or 1
+        prefix, suffix = small.index(False), small[::-1].index(False)
+        assert sum(small) == prefix + suffix and suffix - prefix in (0, 1)
+
+
+def test_chunks_of_a_model_of_94_layers():
+    # Megatron's account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split
+    # give the same: (94 + 2) / 4 = 24 less one at both ends.
+    assert [len(each) for each in chunk_layers(94, chunks=4)] == [23, 24, 24, 23]
+    assert [len(each) for each in chunk_layers(94, chunks=8)] == [11, *[12] * 6, 11]
