@@ -25,6 +25,7 @@ from megatron_rl.apps.planning.footprint import activation_bytes, prepared_pack_
 from megatron_rl.apps.planning.parts import Parts
 from megatron_rl.config import Config, parse_config
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.resharding.divisions import shares_key_heads
 
 GIB = 2**30
 NAMES = ("DeepSeek-R1-Distill-Qwen-1.5B", "Qwen2.5-7B", "Qwen3-8B", "Qwen3-30B-A3B")
@@ -43,7 +44,9 @@ def layouts() -> Iterator[tuple[str, Parts]]:
     for name, sizes, (tokens, recompute) in itertools.product(NAMES, LAYOUTS, variants):
         shape = shape_of(name)
         tensor, pipeline, context, data = sizes
-        if shape.num_query_groups % tensor or (shape.experts and recompute == "selective"):
+        if not shares_key_heads(shape, tp_size=tensor) or (
+            shape.experts and recompute == "selective"
+        ):
             continue
         spread = context * data
         experts = [1] if shape.experts is None else sorted({2, spread})
@@ -81,7 +84,10 @@ def config_for(parts: Parts, model: Path) -> Config:
                 "pipeline": parts.pipeline,
                 "context": parts.context,
                 "expert": parts.expert,
+                "expert_tensor": parts.expert_slices if parts.expert > 1 else None,
+                "stage_layers": parts.stage_layers,
             },
+            "run": {"largest_expert_share": parts.expert_share},
             "rollout": {"max_response_tokens": RESPONSE},
             "trainer": {
                 "recompute": parts.recompute,
@@ -92,12 +98,12 @@ def config_for(parts: Parts, model: Path) -> Config:
 
 
 def compare(name: str, parts: Parts, model: Path) -> dict[str, Any]:
-    """Compare memory by formula and by dry run, for the larger of the first and the last stage."""
+    """Compare memory by formula and by dry run, for the stage that needs the most."""
     from megatron_rl.apps.planning.dry_run import dry_run_rank
 
     shape = shape_of(name)
     planned, measured, states = [], [], []
-    for stage in sorted({0, parts.pipeline - 1}):
+    for stage in parts.stages(shape):
         dry_run = dry_run_rank(
             config_for(parts, model),
             processes=parts.world_size,
@@ -111,7 +117,7 @@ def compare(name: str, parts: Parts, model: Path) -> dict[str, Any]:
             micro_batches=dry_run.micro_batches,
             prompt_part=PROMPT / (PROMPT + RESPONSE),
         )
-        packs = dry_run.micro_batches * prepared_pack_bytes(shape, parts)
+        packs = dry_run.micro_batches * prepared_pack_bytes(shape, parts.local_tokens)
         planned.append(awake + kept + packs)
         measured.append(dry_run.phases["update"].peak)
         measured_states = sum(size for key, size in dry_run.states.items() if key != "activations")

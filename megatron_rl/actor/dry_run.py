@@ -69,8 +69,9 @@ class Stage:
     device: the fake device. count_flops: called with attention's FLOPs. note_stall: called for
     each device synchronization that the simulated routing skips. selected: a stack with the number
     of tokens routed to the local experts, read by the simulation of `masked_select`. expert_share:
-    tokens of this rank's experts over an equal share, with expert parallelism. hidden: the shape of the tensors that pipeline stages exchange; set it before the first pack (all packs have
-    equal shapes).
+    tokens of this rank's experts over an equal share, with expert parallelism. hidden: the shape of
+    the tensors that pipeline stages exchange; set it before the first pack (all packs have equal
+    shapes).
     """
 
     def __init__(

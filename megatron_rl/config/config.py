@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from megatron_rl.config.data_sections import ColumnsSection, DataSection, EvalSection
 from megatron_rl.config.environment_section import EnvironmentSection, environment_problems
 from megatron_rl.config.lag_sections import LagSection, ReplaySection
+from megatron_rl.config.parallel_section import ParallelSection
 from megatron_rl.config.ppo_sections import (
     DynamicSamplingSection,
     EarlyStoppingSection,
@@ -19,7 +20,6 @@ from megatron_rl.config.sections import (
     ModelSection,
     ObjectiveSection,
     OptimizerSection,
-    ParallelSection,
     ReshardingSection,
     RewardSection,
     RolloutSection,

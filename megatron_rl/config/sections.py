@@ -75,44 +75,6 @@ class ModelSection(Section):
     disables FP8."""
 
 
-class ParallelSection(Section):
-    """The actor's layout; tensor * pipeline * context * data = number of processes."""
-
-    tensor: Count = 1
-    """Tensor parallel size."""
-    pipeline: Count = 1
-    """Number of pipeline stages."""
-    context: Count = 1
-    """Context parallel size: the number of ranks that each sequence is split over."""
-    data: Count | None = None
-    """Number of data-parallel replicas; null derives it from the number of processes."""
-    expert: Count = 1
-    """Expert parallel size of a mixture-of-experts model; expert * expert_tensor must divide tensor
-    * context * data."""
-    expert_tensor: Count | None = None
-    """Tensor parallel size of each expert, a divisor of `parallel.tensor`; null is 1 (whole
-    experts) if `parallel.expert` is above 1, and `parallel.tensor` otherwise."""
-    virtual_stages: Count = 1
-    """Number of interleaved model chunks per pipeline stage; 1 disables interleaving."""
-    stage_layers: list[Count] | None = None
-    """Number of layers of each pipeline stage (with virtual stages: of each model chunk, in model
-    order); null divides evenly where possible, otherwise with fewer layers at both ends."""
-    sequence: bool = True
-    """Use sequence parallelism if `parallel.tensor` is above 1."""
-
-    @property
-    def model_size(self) -> int:
-        """Processes of one data-parallel replica."""
-        return self.tensor * self.pipeline * self.context
-
-    @property
-    def expert_tensor_size(self) -> int:
-        """Tensor parallel size of each expert."""
-        if self.expert_tensor is not None:
-            return self.expert_tensor
-        return 1 if self.expert > 1 else self.tensor
-
-
 class RolloutSection(Section):
     """Generation: the rollout batch of each step and the vLLM engine."""
 

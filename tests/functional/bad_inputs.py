@@ -698,8 +698,8 @@ MODELS = [
         ("parallel.tensor=4",),
     ),
     Case(
-        "pipeline that does not divide layers",
-        ("parallel.pipeline=3", "2 layers"),
+        "more pipeline stages than layers",
+        ("parallel.pipeline=3 is more than the model's 2 layers", "needs a layer"),
         ("parallel.pipeline=3",),
     ),
 ]

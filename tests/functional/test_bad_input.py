@@ -53,7 +53,7 @@ def absolute():
     ("overrides", "output"),
     [
         (["parallel.tensor=4"], "parallel.tensor=4 does not divide the model's 2 attention heads"),
-        (["parallel.pipeline=3"], "parallel.pipeline=3 does not divide the model's 2 layers"),
+        (["parallel.pipeline=3"], "parallel.pipeline=3 is more than the model's 2 layers"),
         (
             ["rollout.tensor=4"],
             "rollout.tensor=4: vLLM's tensor parallel size 4 does not divide the 2 ranks",
@@ -81,6 +81,8 @@ def absolute():
         (["parallel.virtual_stages=2"], "but parallel.pipeline is 1"),
         (["parallel.virtual_stages=2", "parallel.pipeline=2"], "the model's 2 layers; every chunk"),
         (["parallel.expert=2"], "the model has no experts"),
+        (["parallel.expert_tensor=1"], "parallel.expert_tensor=1, but the model has no experts"),
+        (["parallel.stage_layers=[1]"], "parallel.stage_layers=[1] must list the layers of 1"),
         (["reward.verifier=my_rewards"], "reward.verifier=my_rewards: write module:function"),
         (["reward.verifier=my_rewards:score"], "there is no module my_rewards here or on the"),
         (["logging.wandb={project: p}"], "logging.wandb is set but wandb is not installed"),

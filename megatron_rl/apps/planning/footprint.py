@@ -117,7 +117,21 @@ def kept_per_token(shape: ModelShape, parts: Parts) -> float:
     kept /= parts.tensor
     if shape.qk_norm:
         kept += 4 * _key_size(shape, parts) * (1 + 1 / shape.head_dim)
+    kept += _gathered_per_token(shape, parts)
     return kept + _keys_per_token(shape, parts) + _mlp_per_token(shape, parts)
+
+
+def _gathered_per_token(shape: ModelShape, parts: Parts) -> float:
+    """Return the bytes of gathered queries, keys and values, with fewer key heads than ranks.
+
+    Megatron gathers those of all heads. Norms of queries and keys store views of them as inputs,
+    which keeps them all; the views are counted elsewhere.
+    """
+    if shape.num_query_groups >= parts.tensor or not shape.qk_norm:
+        return 0.0
+    sizes = shape.sizes
+    views = 2 * sizes["query"] / parts.tensor + 2 * shape.head_dim
+    return 2 * (sizes["query"] + 2 * sizes["key"]) - views
 
 
 def _key_size(shape: ModelShape, parts: Parts) -> float:

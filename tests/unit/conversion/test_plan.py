@@ -116,7 +116,7 @@ def test_plan_conversion_rejects_impossible_layouts(model, tmp_path):
     out = tmp_path / "out"
     for overrides, output in (
         (["parallel.tensor=3"], "parallel.tensor=3 does not divide the model's 2 attention heads"),
-        (["parallel.pipeline=4"], "parallel.pipeline=4 does not divide the model's 2 layers"),
+        (["parallel.pipeline=4"], "parallel.pipeline=4 is more than the model's 2 layers"),
         (["parallel.virtual_stages=2"], "parallel.pipeline is 1"),
         (["parallel.expert=2"], "the model has no experts"),
         (["parallel.tensro=2"], "did you mean parallel.tensor"),

@@ -46,7 +46,7 @@ def test_check_settings_shards_experts_by_their_own_size(tmp_path):
     assert check(tmp_path / "b", EXPERTS | kv, world_size=4, **four)
     with pytest.raises(ConfigError) as error:
         check(tmp_path / "c", {}, world_size=4, **four)
-    assert "parallel.tensor=4 does not divide the model's 2 key-value heads" in str(error.value)
+    assert "key-value" not in str(error.value)  # two ranks share a head
     assert "parallel.tensor=4 does not divide the model's 90 feed-forward units" in str(error.value)
     with pytest.raises(
         ConfigError, match=r"parallel.expert=4 .* model's 6 experts; choose from 1, 2, 3, 6$"
@@ -55,12 +55,40 @@ def test_check_settings_shards_experts_by_their_own_size(tmp_path):
 
 
 def test_check_settings_suggests_sizes_that_divide_everything(tmp_path):
-    """12 attention heads, 4 key-value heads and 90 feed-forward units: only 1 and 2 divide all."""
+    """12 attention heads and 90 units: 1, 2, 3, 6; 4 key-value heads allow 1 and 2 of them."""
     sizes = {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 96}
     with pytest.raises(ConfigError) as error:
         check(tmp_path, sizes, world_size=8, parallel={"tensor": 8})
     hints = [line.split("; ")[1] for line in str(error.value).splitlines() if "not divide" in line]
-    assert hints == ["choose from 1, 2"] * 3
+    assert hints == ["choose from 1, 2"] * 2
+    with pytest.raises(ConfigError, match=r"tensor=6 neither .* 4 key-value heads .* from 1, 2$"):
+        check(tmp_path / "six", sizes, world_size=6, parallel={"tensor": 6})
+
+
+def test_check_settings_refuses_expert_tensor_sizes_that_megatron_lacks(tmp_path):
+    for name, parallel, output in (
+        (
+            "odd",
+            {"tensor": 2, "expert": 2, "expert_tensor": 5},
+            "does not divide parallel.tensor=2",
+        ),
+        ("one", {"tensor": 2, "expert_tensor": 1}, "is below parallel.tensor=2, which needs"),
+    ):
+        with pytest.raises(ConfigError, match=f"parallel.expert_tensor=. {output}"):
+            check(tmp_path / name, EXPERTS, world_size=20, parallel=parallel)
+    parallel = {"tensor": 2, "expert": 2}
+    assert check(tmp_path / "whole", EXPERTS, world_size=2, parallel=parallel)
+
+
+def test_check_settings_names_the_rule_of_stage_layers(tmp_path):
+    parallel = {"pipeline": 2, "stage_layers": [1, 2]}
+    with pytest.raises(
+        ConfigError, match=r"parallel.stage_layers=\[1, 2\] must .* sum of 2, or be"
+    ):
+        check(tmp_path / "sum", {}, world_size=2, parallel=parallel)
+    sizes = {"num_hidden_layers": 3}
+    assert check(tmp_path / "three", sizes, world_size=2, parallel=parallel)
+    assert check(tmp_path / "even", sizes, world_size=2, parallel={"pipeline": 2})
 
 
 def test_check_settings_experts_with_tensor_need_sequence_parallelism(tmp_path):

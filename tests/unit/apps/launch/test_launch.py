@@ -98,7 +98,7 @@ def test_a_cluster_file_without_a_partition_or_that_is_missing(tmp_path):
         (["parallel.tensor=8", "parallel.context=2"], 24, "or start 16 processes"),
         (["parallel.data=4"], 8, "8 processes do not fit"),
         (["rollout.tensor=3"], 8, "rollout.tensor=3: vLLM's tensor"),
-        (["parallel.tensor=2", "parallel.expert=8"], 8, "context * data = 4; choose"),
+        (["parallel.tensor=2", "parallel.expert=16"], 8, "context * data = 8; choose"),
     ],
 )
 def test_processes_that_do_not_divide(overrides, processes, output):

@@ -28,8 +28,22 @@ EXPERTS = "Qwen3-30B-A3B"
             EXPERTS,
             Parts(tensor=2, context=2, data=1, expert=2, tokens=16384, recompute="selective"),
         ),
+        # 4 key-value heads over 8 ranks, whole experts, 2 and 6 of the 8 layers.
+        (
+            EXPERTS,
+            Parts(
+                tensor=8,
+                pipeline=2,
+                expert=8,
+                expert_tensor=1,
+                tokens=16384,
+                recompute="full",
+                stage_layers=(2, 6),
+                expert_share=1.5,
+            ),
+        ),
     ],
-    ids=["tensor and context", "pipeline", "recomputed", "experts recomputed"],
+    ids=["tensor and context", "pipeline", "recomputed", "experts recomputed", "235B's kind"],
 )
 def test_footprint_matches_a_dry_run(name, parts, tmp_path):
     row = compare(name, parts, write_config_json(shape_of(name), tmp_path / "model"))
