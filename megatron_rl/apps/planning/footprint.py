@@ -57,7 +57,7 @@ def footprint(
         update = activation_bytes(
             shape, parts, stage=stage, micro_batches=micro_batches, prompt_part=prompt_part
         )
-        prepared = packs * prepared_pack_bytes(shape, parts.local_tokens)
+        prepared = packs * prepared_pack_bytes(shape, parts)
         behavior = asleep + forward_bytes(shape, parts, stage=stage) + prepared
         stages.append((states, asleep, states + update + prepared, behavior))
     states, asleep, train, behavior = map(max, zip(*stages, strict=True))
@@ -242,6 +242,6 @@ def gathered_bytes(shape: ModelShape, parts: Parts) -> float:
     return 2 * parts.local_tokens * shape.hidden_size if parts.tensor > 1 else 0
 
 
-def prepared_pack_bytes(shape: ModelShape, local_tokens: int) -> int:
+def prepared_pack_bytes(shape: ModelShape, parts: Parts) -> int:
     """Return the bytes of a pack on the device: cosines and sines (2 d), and 60 bytes per token."""
-    return local_tokens * (2 * shape.head_dim + 60)
+    return parts.local_tokens * (2 * shape.head_dim + 60)
