@@ -122,7 +122,7 @@ def _read(options: argparse.Namespace) -> tuple[Config, dict[str, object]]:
     data = values.setdefault("data", {})
     data["train"] = data.get("train") or "data/train.parquet"
     config = parse_config(values)
-    fixed: dict[str, object] = {}
+    fixed: dict[str, object] = {"expert_share": config.run.largest_expert_share}
     for override in options.overrides:
         key = override.partition("=")[0]
         if key in LAYOUT_KEYS:

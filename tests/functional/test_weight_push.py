@@ -22,7 +22,9 @@ SAMPLES = 3
 SAMPLING = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=12, seed=11)
 
 
-def _save_model(folder: Path, *, tied: bool = False, experts: bool = False) -> None:
+def _save_model(
+    folder: Path, *, tied: bool = False, experts: bool = False, layers: int | None = None
+) -> None:
     import transformers
 
     sizes = {
@@ -39,6 +41,7 @@ def _save_model(folder: Path, *, tied: bool = False, experts: bool = False) -> N
     if experts:
         sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
         sizes |= {"num_hidden_layers": 2, "norm_topk_prob": True, "head_dim": 64}
+    sizes["num_hidden_layers"] = layers or sizes["num_hidden_layers"]
     name = "Qwen3Moe" if experts else "Qwen2"
     config = getattr(transformers, f"{name}Config")(**sizes, architectures=[f"{name}ForCausalLM"])
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -50,7 +53,7 @@ def _save_model(folder: Path, *, tied: bool = False, experts: bool = False) -> N
     model.save_pretrained(folder)
 
 
-def _actor(folder, sizes, expert=1):
+def _actor(folder, sizes, **experts):
     """Build the actor in one layout, after destroying the previous process groups."""
     from megatron.core import parallel_state
 
@@ -61,7 +64,7 @@ def _actor(folder, sizes, expert=1):
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     tensor, pipeline, context, _ = sizes
-    topology = initialise(tensor=tensor, pipeline=pipeline, context=context, expert=expert)
+    topology = initialise(tensor=tensor, pipeline=pipeline, context=context, **experts)
     return MegatronActor(folder, topology=topology, settings=ActorSettings())
 
 
@@ -109,11 +112,11 @@ def _compare_logprobs(actor, engine, version):
     return [response.token_ids.tolist() for response in responses]
 
 
-def _push_and_compare(rank, world_size, folder, tensor, layouts):
+def _push_and_compare(rank, world_size, folder, tensor, layouts, **experts):
     """Sync two different weights in every layout; returns the samples after each sync."""
     engine, samples = None, []
     for number, sizes in enumerate(layouts):
-        actor = _actor(folder, sizes)
+        actor = _actor(folder, sizes, **experts)
         if engine is None:
             generator, threads = torch.get_rng_state(), torch.get_num_threads()
             engine = _engine(folder, tensor, actor.topology)
@@ -177,6 +180,19 @@ def _push_experts(rank, world_size, folder):
 def test_sync_weights_from_expert_parallel_actor(tmp_path):
     _save_model(tmp_path, experts=True)
     assert all(run_ranks(_push_experts, 2, str(tmp_path)))
+
+
+def _push_shared_heads_and_whole_experts(rank, world_size, folder):
+    """Sync 3 layers, 2 key-value heads and 4 experts, from tensor size 4 and from 2 stages."""
+    layouts = [(4, 1, 1, 1), (2, 2, 1, 1)]
+    return _push_and_compare(rank, world_size, folder, 2, layouts, expert=2, expert_tensor=1)
+
+
+def test_sync_weights_with_shared_heads_uneven_stages_and_whole_experts(tmp_path):
+    _save_model(tmp_path, experts=True, layers=3)
+    ranks = run_ranks(_push_shared_heads_and_whole_experts, 4, str(tmp_path))
+    assert all(each == ranks[0] for each in ranks)
+    assert ranks[0][:2] == ranks[0][2:], "the samples depend on the layout"
 
 
 def _push_into_a_new_vllm(actor, engine):

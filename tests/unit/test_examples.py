@@ -24,7 +24,7 @@ QWEN2 = {
 # Of the models' own config.json files; the devices are those that each config's comment names.
 MODELS = {
     "r1_distill_1_5b_epochs1": 32, "r1_distill_1_5b_epochs4": 32, "qwen2_5_7b": 32,
-    "qwen2_5_32b": 64, "qwen3_30b_a3b": 32,
+    "qwen2_5_32b": 64, "qwen3_30b_a3b": 32, "qwen3_235b_a22b": 256,
 }  # fmt: skip
 R1_DISTILL = QWEN2 | {
     "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
@@ -46,6 +46,13 @@ SHAPES = {
         "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
         "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
         "moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "vocab_size": 151936, "max_position_embeddings": 40960,
+    },
+    "qwen3_235b_a22b": QWEN2 | {
+        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 4096, "intermediate_size": 12288,
+        "num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4,
+        "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "moe_intermediate_size": 1536, "decoder_sparse_step": 1, "mlp_only_layers": [],
         "vocab_size": 151936, "max_position_embeddings": 40960,
     },
 }  # fmt: skip

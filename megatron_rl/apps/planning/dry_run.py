@@ -17,7 +17,6 @@ from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.dry_run import Stage, group_names
 from megatron_rl.apps.planning.fake_device import CPU, CUDA, fake_device
 from megatron_rl.apps.planning.meter import Meter, PhaseCount
-from megatron_rl.apps.planning.workload import MEAN_PART
 from megatron_rl.config import Config
 from megatron_rl.data.packing import padded_length, plan_minibatches
 from megatron_rl.distributed.topology import Topology
@@ -40,7 +39,6 @@ class DryRun:
     local_tokens: int  # tokens of a pack on this rank
     micro_batches: int  # micro-batches that were run
     micro_batches_of_update: int  # if every response had the maximum length
-    prepared_bytes: int  # of a rollout batch's other packs, if responses have the planner's mean
     communicators: int  # process groups of more than one rank that sent anything
     phases: Mapping[str, PhaseCount]  # behavior, update; an update is forward, backward and step
     states: Mapping[str, int]  # bytes of weights, gradients, optimizer on the device, awake
@@ -142,12 +140,9 @@ def measure(
         meter.begin("update" if update == 0 else f"update {update + 1}")
         actor.update(minibatch, objective)
     phases = {name: count for name, count in meter.phases.items() if name != "start"}
-    prepared = meter.live_bytes.get("activations", 0)
     meter.begin("asleep")
     actor.sleep()
-    prepared -= meter.live_bytes.get("activations", 0)  # sleep frees the prepared packs
     groups = {(each.group, each.ranks) for phase in phases.values() for each in phase.collectives}
-    further = max(0, round(MEAN_PART * needed * config.trainer.minibatches) - len(packs))
     sizes = ("tp", "pp", "cp", "dp", "ep")
     return DryRun(
         rank=topology.rank,
@@ -158,7 +153,6 @@ def measure(
         local_tokens=local,
         micro_batches=len(packs),
         micro_batches_of_update=needed,
-        prepared_bytes=further * prepared // len(packs),
         communicators=sum(ranks > 1 for _, ranks in groups),
         phases=phases,
         states=states,

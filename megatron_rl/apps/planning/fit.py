@@ -89,11 +89,8 @@ def moments(config: Config, dry_run: DryRun, device_bytes: int | None) -> list[M
         "reserve": RESERVE,
     }
     further = max(0, dry_run.communicators - RESERVED_COMMUNICATORS)
-    optional = {
-        "prepared packs": dry_run.prepared_bytes,
-        f"{further} further communicators": further * COMMUNICATOR,
-    }
-    training |= {name: size for name, size in optional.items() if size}
+    if further:
+        training[f"{further} further communicators"] = further * COMMUNICATOR
     push = {
         "the actor asleep": asleep,
         "the engine's weights": weights,

@@ -128,12 +128,9 @@ def layouts(shape: ModelShape, devices: int, fixed: Fixed) -> Iterator[Parts]:
             count = shape.experts.num_experts
             experts = [n for n in range(1, count + 1) if count % n == 0]
         for expert in choose("expert", experts):
-            sizes = {
-                "tensor": tensor,
-                "expert": expert,
-                "expert_tensor": fixed.get("expert_tensor"),
-            }
-            slices = ParallelSection(**sizes).expert_tensor_size
+            given = choose("expert_tensor", [0])[0] or None
+            section = ParallelSection(tensor=tensor, expert=expert, expert_tensor=given)
+            slices = section.expert_tensor_size
             if devices // pipeline % (expert * slices) == 0 or "expert" in fixed:
                 yield Parts(
                     tensor, pipeline, context, data, expert=expert, expert_tensor=slices,

@@ -34,8 +34,12 @@ def shallow(tmp_path, **sections):
     return config
 
 
-# The one-epoch example has the same layout as the four-epoch one.
-@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"r1_distill_1_5b_epochs1"}))
+# The one-epoch example has the same layout as the four-epoch one. A dry run of 94 layers takes a
+# minute: docs/measurements/planner.md has its result.
+LONG_OR_EQUAL = {"r1_distill_1_5b_epochs1", "qwen3_235b_a22b"}
+
+
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - LONG_OR_EQUAL))
 def test_large_example_fits(tmp_path, name):
     dry_runs = fit.check_fit(example(tmp_path, name), processes=MODELS[name], device_bytes=DEVICE)
     assert sum(dry_runs[0].states.values()) > 2**30  # its true shape
