@@ -67,11 +67,18 @@ class Search:
 
 
 def search(
-    shape: ModelShape, device: Device, devices: int, workload: Workload, fixed: Fixed | None = None
+    shape: ModelShape,
+    device: Device,
+    devices: int,
+    workload: Workload,
+    fixed: Fixed | None = None,
+    *,
+    pushes: int = MAX_PUSH_PLANS,
 ) -> Search:
     """Estimate every layout. Raises UserError if the devices do not fill whole nodes.
 
-    fixed: given fields of `Parts` (tensor, pipeline, ..., recompute, tokens).
+    fixed: given fields of `Parts` (tensor, pipeline, ..., recompute, tokens). pushes: number of the
+    fastest layouts whose weight push is estimated.
     """
     check_nodes(device, devices)
     fixed = fixed or {}
@@ -92,9 +99,9 @@ def search(
             misfits = [estimate for estimate in estimates if isinstance(estimate, Rejection)]
             rejected.append(min(misfits, key=lambda misfit: misfit.needed))
     options.sort(key=lambda option: option.step_seconds)
-    pushed = [_with_push(shape, device, option) for option in options[:MAX_PUSH_PLANS]]
+    pushed = [_with_push(shape, device, option) for option in options[:pushes]]
     pushed.sort(key=lambda option: option.step_seconds)
-    return Search(shape, device, devices, workload, pushed + options[MAX_PUSH_PLANS:], rejected)
+    return Search(shape, device, devices, workload, pushed + options[pushes:], rejected)
 
 
 def check_nodes(device: Device, devices: int) -> None:

@@ -463,3 +463,16 @@ def test_a_launch_whose_process_nobody_collects_has_ended(tmp_path):
     assert not is_active(record)
     process.wait()
     assert not is_active(record)
+
+
+def test_the_example_of_235b_is_launched_dry_and_offline(monkeypatch, tmp_path):
+    """`launch --dry-run --offline` on 32 nodes of 8; 31 nodes do not fill a pipeline."""
+    monkeypatch.setattr(starting, "require_nemo_run", lambda: None)
+    monkeypatch.setattr(starting, "materialize", lambda launch: [f"sbatch {launch.folder}/x"])
+    cluster = load_cluster(write(tmp_path, SLURM | {"processes_per_node": 8}))
+    file, options = str(EXAMPLES / "qwen3_235b_a22b.yaml"), {"name": "a", "offline": True}
+    overrides = ["run.dir=/proc/shared/runs", "model.path=/shared/model"]
+    launch = plan_launch(file, cluster, overrides=overrides, nodes=32, **options)
+    assert "model.path: /shared/model" in starting.preview(launch, offline=True)
+    with pytest.raises(ConfigError, match="248 processes do not fit tensor 8"):
+        plan_launch(file, cluster, overrides=overrides, nodes=31, **options)

@@ -1,0 +1,51 @@
+"""Layouts of Qwen3-235B-A22B: which fit on devices of 80 GB, and their planned step."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_rl.apps.planning.built_in import MODELS
+from megatron_rl.apps.planning.devices import DEVICES
+from megatron_rl.apps.planning.search import MAX_ENGINE_SHARE, search
+from megatron_rl.apps.planning.workload import workload_of
+from megatron_rl.config import parse_config
+from tools.benchmarks.scale_rows import Row
+
+TITLE = "Layouts of Qwen3-235B-A22B on H100"
+TEXT = f"""
+By the formulas of `megatron-rl plan` (docs/planning.md): whole experts on each rank, engines of 8
+ranks, 512 prompts x 16 responses of up to 15,360 tokens (45% of it in the mean), four epochs of
+four minibatches, the busiest expert rank with 1.5 times its share. GiB is the fullest moment of
+training, behavior pass and weight sync on a device of 79.6 GiB, with 10 for a sleeping engine and
+the reserve; engines get the rest, at most {MAX_ENGINE_SHARE:.0%}. The seconds of a step lack the
+weight sync; none of these times has been measured. `before` is commit 4c2004c, where 94 layers
+allowed 1 or 2 pipeline stages, and 4 key-value heads a tensor size of at most 4.
+"""
+REFUSED = "refused"
+
+
+def rows() -> Iterator[Row]:
+    """Yield memory and step of every layout."""
+    shape, device = MODELS["Qwen3-235B-A22B"], DEVICES["h100"]
+    batch = {"prompts_per_step": 512, "responses_per_prompt": 16}
+    values = {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": batch}
+    workload = workload_of(parse_config(values))
+    for devices in (256, 512, 1024):
+        for pipeline in (4, 8):
+            for expert in (8, 16, 32, 64):
+                fixed: dict[str, Any] = {
+                    "tensor": 8, "pipeline": pipeline, "context": 1, "expert": expert,
+                    "rollout_tensor": 8, "expert_share": 1.5,
+                }  # fmt: skip
+                result = search(shape, device, devices, workload, fixed, pushes=0)
+                name = f"tp8 pp{pipeline} ep{expert} etp1"
+                if not result.options:
+                    (rejected,) = result.rejected
+                    yield Row("fits", name, devices, REFUSED, rejected.reason, "", "counted")
+                    continue
+                (option,) = result.options
+                moments = [option.memory[phase] for phase in ("train", "behavior", "push")]
+                gib = max(moments) * device.memory_gib
+                name += f", recompute {option.parts.recompute}"
+                yield Row("fullest moment", name, devices, REFUSED, gib, "GiB", "counted")
+                step = option.step_seconds
+                yield Row("step", name, devices, REFUSED, step, "s", "counted")
