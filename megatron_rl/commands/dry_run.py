@@ -88,6 +88,7 @@ def _dry_run(config: "Config", options: argparse.Namespace) -> str:
     from megatron_rl.apps.planning.dry_run import dry_run_rank, stage_ranks
     from megatron_rl.apps.planning.dry_run_report import as_values, describe
     from megatron_rl.apps.planning.fit import check_fit, describe_moments, moments, summarize_fit
+    from megatron_rl.apps.planning.response_bytes import response_bytes
     from megatron_rl.models.shape import read_model_shape
     from megatron_rl.preflight.layout import check_layout
 
@@ -114,9 +115,11 @@ def _dry_run(config: "Config", options: argparse.Namespace) -> str:
             config, processes=processes, device_bytes=device_bytes, progress=_progress
         )
     all_moments = [moments(config, result, device_bytes) for result in results]
+    responses = response_bytes(config, processes=processes)
     if options.json:
         values = [
-            as_values(result) | {"moments": [vars(moment) for moment in of_rank]}
+            as_values(result)
+            | {"moments": [vars(moment) for moment in of_rank], "responses": vars(responses)}
             for result, of_rank in zip(results, all_moments, strict=True)
         ]
         return json.dumps(values)
@@ -125,7 +128,7 @@ def _dry_run(config: "Config", options: argparse.Namespace) -> str:
         for result, of_rank in zip(results, all_moments, strict=True)
     ]
     flat = [moment for of_rank in all_moments for moment in of_rank]
-    return "\n\n".join([*pages, summarize_fit(flat)])
+    return "\n\n".join([str(responses), *pages, summarize_fit(flat)])
 
 
 def _progress(message: str) -> None:

@@ -1,0 +1,195 @@
+"""What travels to a rank, and what it keeps: responses, prompts, offline rollouts."""
+
+import random
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_rl.data.packing import assign_packs
+from megatron_rl.data.token_rows import WRITER
+from tools.benchmarks.scale_rows import Row
+
+TITLE = "Responses, prompts and offline rollouts"
+TEXT = """
+*Responses*: bytes that ranks receive in a step of 512 prompts x 16 responses of 1 to 32,768 tokens
+(uniform, 134 million in all), 8 bytes of token ids and log-probs each, with replicas of 32 ranks
+(of 8 at 8 ranks); engines of one rank. `before`, commit 4c2004c: each rank received the padded rows
+of all ranks, on its device. `now` is counted from the deliveries of one step. Rank 0 writes files.
+
+*Prompts* of 1,200 characters and 200 tokens each, of which a rank uses 512; *offline rollouts* of
+4,000 tokens with two columns of log-probs, in one row group: resident memory of a process of its
+own, beyond what it takes before. `before` is the same work done as at commit 4c2004c, beside it in
+the same run: an object for each prompt, pickled and unpickled once to reach another rank; a file
+read whole. *Start-up* is the median of three pairs, in seconds until a second rank has the prompts.
+"""
+MIB = 2**20
+PROMPTS, MANY, OFFLINE_ROWS = 50_000, 1_000_000, 1_000
+
+
+def count_responses(ranks: int, replica: int) -> dict[str, float]:
+    """Count the bytes of a step's token ids and engine log-probs, without texts."""
+    rng = random.Random(0)
+    lengths = [rng.randint(1, 32768) for _ in range(512 * 16)]
+    owners = [index // 16 % ranks for index in range(len(lengths))]  # the engine of the prompt
+    generated: Counter[int] = Counter()
+    for length, owner in zip(lengths, owners, strict=True):
+        generated[owner] += 8 * length
+    replicas = ranks // replica
+    packs = assign_packs(lengths, budget=2**17, ranks=replicas)
+    trained_by = {i: number for number, own in enumerate(packs) for pack in own for i in pack}
+    targets = [
+        range(trained_by[i] * replica, (trained_by[i] + 1) * replica) for i in range(len(lengths))
+    ]
+    received = {
+        "writer": _received([(WRITER,)] * len(lengths), lengths, owners)[WRITER],
+        "rank": max(
+            (size for rank, size in _received(targets, lengths, owners).items() if rank != WRITER),
+            default=0,
+        ),
+    }
+    return {**received, "before": ranks * max(generated.values())}
+
+
+def _received(targets: list, lengths: list[int], owners: list[int]) -> Counter[int]:
+    received: Counter[int] = Counter()
+    for to, length, owner in zip(targets, lengths, owners, strict=True):
+        received.update(dict.fromkeys(set(to) - {owner}, 8 * length))
+    return received
+
+
+PREPARE = """
+import re, sys, time
+from pathlib import Path
+def resident(name):
+    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+"""
+PROMPT_PROGRAM = (
+    PREPARE
+    + """
+import itertools
+from megatron_rl.data.prompt_table import PromptTable, write_prompts
+from megatron_rl.types import Prompt
+def prompts(count):
+    for number in range(count):
+        text = f"{number:06} " * 170
+        chat = ({"role": "user", "content": text},)
+        yield Prompt(number, chat, tuple(range(1000, 1200)), "1", "x", text)
+folder, how, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+write_prompts(folder / "warm.arrow", prompts(4096))
+if how == "now":
+    write_prompts(folder / "all.arrow", prompts(count))
+start = resident("RssAnon")
+kept = PromptTable(folder / "all.arrow") if how == "now" else list(prompts(count))
+used = [kept[place] for place in range(0, count, count // 512)]
+print(resident("RssAnon") - start)
+"""
+)
+START_PROGRAM = (
+    PREPARE
+    + """
+import json, pickle, statistics
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from megatron_rl.data.prompt_table import PromptTable, write_prompts
+from megatron_rl.data.prompts import read_prompts
+from megatron_rl.data.rows import Columns
+folder, count = Path(sys.argv[1]), int(sys.argv[2])
+file = folder / "prompts.jsonl"
+with file.open("w") as lines:
+    for number in range(count):
+        row = {"prompt": f"{number} " * 200, "answer": str(number), "data_source": "x"}
+        lines.write(json.dumps(row) + chr(10))
+words = Tokenizer(models.WordLevel({"?": 0} | {str(i): i + 1 for i in range(count)}, unk_token="?"))
+words.pre_tokenizer = pre_tokenizers.Whitespace()
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="?", unk_token="?")
+columns = Columns(answer="answer")
+def read():
+    return read_prompts(file, tokenizer, max_prompt_tokens=300, columns=columns, template="raw")
+def before():
+    return len(pickle.loads(pickle.dumps(list(read()))))
+def now():
+    write_prompts(folder / "start.arrow", read())
+    return len(PromptTable(folder / "start.arrow"))
+found = {before: [], now: []}
+for _ in range(3):
+    for work in found:
+        start = time.perf_counter()
+        assert work() == count
+        found[work].append(time.perf_counter() - start)
+print(*map(statistics.median, found.values()))
+"""
+)
+OFFLINE_PROGRAM = (
+    PREPARE
+    + """
+import pyarrow.parquet as pq
+from megatron_rl.rollouts.rollout_files import read_rows
+file, how, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+start = resident("VmHWM")
+if how == "now":
+    total = sum(len(row["token_ids"]) for _, row in read_rows(file, range(count)))
+else:
+    total = sum(len(row["token_ids"]) for row in pq.read_table(file).to_pylist())
+print(resident("VmHWM") - start)
+"""
+)
+
+
+def _measure(program: str, *arguments: object) -> list[float]:
+    output = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    return [float(number) for number in output.stdout.split()]
+
+
+def _write_rollouts(file: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rng = random.Random(0)
+    numbers = [[rng.randint(0, 150_000) for _ in range(4000)] for _ in range(50)]
+    logprobs = [[-rng.random() for _ in range(4000)] for _ in range(50)]
+    row = {"prompt": "2+2", "response": "4", "reward": 1.0}
+    table = pa.Table.from_pylist(
+        [
+            row | {"token_ids": numbers[i % 50], "rollout_logprobs": logprobs[i % 50],
+                   "behavior_logprobs": logprobs[(i + 1) % 50]}
+            for i in range(OFFLINE_ROWS)
+        ],
+        pa.schema({"prompt": pa.string(), "response": pa.string(), "reward": pa.float32(),
+                   "token_ids": pa.list_(pa.int32()), "rollout_logprobs": pa.list_(pa.float32()),
+                   "behavior_logprobs": pa.list_(pa.float32())}),
+    )  # fmt: skip
+    pq.write_table(table, file, compression="zstd")
+
+
+def rows() -> Iterator[Row]:
+    """Yield the rows of responses, prompts and offline rollouts."""
+    for ranks, replica in ((8, 8), (64, 32), (256, 32), (1024, 32)):
+        found = count_responses(ranks, replica)
+        layout, before = f"replicas of {replica}", found["before"] / MIB
+        yield Row("responses: a rank", layout, ranks, before, found["rank"] / MIB, "MiB", "counted")
+        yield Row("responses: rank 0 to write", layout, ranks, before, found["writer"] / MIB,
+                  "MiB", "counted")  # fmt: skip
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        before, now = _both(PROMPT_PROGRAM, folder, PROMPTS)
+        yield Row(f"memory of {PROMPTS:,} prompts", "any", 1, before, now, "MiB", "measured")
+        (now,) = _measure(PROMPT_PROGRAM, folder, "now", MANY)
+        yield Row(f"memory of {MANY:,} prompts", "any", 1, "not run", now, "MiB", "measured")
+        before, now = _measure(START_PROGRAM, folder, PROMPTS // 2)
+        what = f"start-up with {PROMPTS // 2:,} prompts"
+        yield Row(what, "any", 1, before, now, "s", "measured")
+        file = folder / "rollouts.parquet"
+        _write_rollouts(file)
+        before, now = _both(OFFLINE_PROGRAM, file, OFFLINE_ROWS)
+        what = f"peak of reading {OFFLINE_ROWS:,} offline rollouts"
+        yield Row(what, "any", 1, before, now, "MiB", "measured")
+
+
+def _both(program: str, path: Path, count: int) -> list[float]:
+    return [_measure(program, path, how, count)[0] for how in ("before", "now")]
