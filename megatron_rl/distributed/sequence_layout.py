@@ -12,8 +12,9 @@ need no communication. Sums along the sequences do: see `sequence_statistics.py`
 Shapes: T tokens in the pack, t = T / cp_size on this rank, S sequences.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,31 @@ from megatron_rl.distributed.collectives import Group, all_gather, group_size
 from megatron_rl.distributed.to_device import to_device
 
 INDEX = torch.int32  # dtype of per-token index tables; half the memory of torch's default int64
+PADDING = 8  # largest size of padded tables, in multiples of a rank's tokens
+
+
+class PaddedChunks(NamedTuple):
+    """Places of a rank's tokens in padded tables, whose rows are the chunks of its sequences.
+
+    One operation on a table works on all of its chunks. There is a single table if it has at most
+    PADDING elements per token; otherwise chunks of similar length share one, so that there are at
+    most log(longest chunk) / log(PADDING) + 1 tables, with less than PADDING elements per token.
+    """
+
+    shapes: tuple[tuple[int, int], ...]  # (rows, columns) of each table; they lie one by one
+    places: Tensor  # [t] int32: place of each token; its row begins at the first column
+    mirrored: Tensor  # [t] int32: the same with every chunk reversed
+
+    @property
+    def size(self) -> int:
+        """Elements of all tables."""
+        return sum(rows * columns for rows, columns in self.shapes)
+
+    def tables(self, flat: Tensor) -> Iterator[Tensor]:
+        """Yield views of the tables in `flat` [size]."""
+        sizes = [rows * columns for rows, columns in self.shapes]
+        for part, shape in zip(flat.split(sizes), self.shapes, strict=True):
+            yield part.view(shape)
 
 
 class SequenceLayout:
@@ -86,11 +112,6 @@ class SequenceLayout:
         return (self._host_lengths // (2 * self.cp_size))[:, None].expand(-1, 2)
 
     @cached_property
-    def chunk_lengths(self) -> list[int]:
-        """Lengths of this rank's 2S chunks in shard order; late chunks may be empty."""
-        return self._chunk_lengths.reshape(-1).tolist()
-
-    @cached_property
     def chunk_bounds(self) -> Tensor:
         """Start and end of each of the 2S chunks in the shard; [2, 2S] int32."""
         lengths = self._chunk_lengths.reshape(-1)
@@ -108,6 +129,25 @@ class SequenceLayout:
         """Offset of each local token in its chunk; [t] int32."""
         tokens = torch.arange(self.local_tokens, dtype=INDEX, device=self.device)
         return tokens - self.chunk_bounds[0][self.chunk_ids]
+
+    @cached_property
+    def padded_chunks(self) -> PaddedChunks:
+        """Padded tables of this rank's chunks, for scans."""
+        lengths = self._chunk_lengths.reshape(-1).long()  # [2S]; empty chunks have no row
+        tables = [lengths > 0]
+        if int(tables[0].sum() * lengths.max()) > PADDING * self.local_tokens:
+            powers = [PADDING**n for n in range(int(lengths.max()).bit_length())]
+            tables = [(lengths >= low) & (lengths < PADDING * low) for low in powers]
+        shapes, starts, size = [], torch.zeros_like(lengths), 0
+        for rows in tables:
+            if count := int(rows.sum()):
+                shape = count, int(lengths[rows].max())
+                starts[rows] = size + torch.arange(count) * shape[1]
+                shapes.append(shape)
+                size += shape[0] * shape[1]
+        begins, lasts = self._to_device(torch.stack((starts, starts + lengths - 1)).to(INDEX))
+        places = begins[self.chunk_ids] + self.chunk_columns
+        return PaddedChunks(tuple(shapes), places, lasts[self.chunk_ids] - self.chunk_columns)
 
     @cached_property
     def sequence_ids(self) -> Tensor:

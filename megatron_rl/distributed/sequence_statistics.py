@@ -3,7 +3,8 @@
 Each rank scans its own chunks; all ranks exchange one [S, 2, k] table with the chunk totals of k
 statistics in a single all-gather; then a running sum (or minimum) over the 2 * cp_size chunks gives
 the carry into each local chunk. Sequences are scanned independently: no prefix is computed by
-subtracting a larger one. All accumulation is in float64.
+subtracting a larger one. All accumulation is in float64. The chunks are rows of padded tables
+(`PaddedChunks`), so that the number of operations does not grow with the number of sequences.
 
 The backward of a prefix sum is the mirrored suffix sum, d/dx_k sum_t g_t S_t = sum_{t >= k} g_t,
 which also needs one all-gather of chunk totals.
@@ -121,19 +122,20 @@ class _Chunks(NamedTuple):
 def _scan_chunks(
     layout: SequenceLayout, x: Tensor, combine: Combine, *, reverse: bool = False
 ) -> _Chunks:
-    """Scan each chunk in a call of its own: neighbours cannot affect it, and long chunks are fast.
+    """Scan each chunk in a row of its own: its neighbours cannot affect it.
 
     reverse: scan from the last token to the first.
     """
-    lengths = [length for length in layout.chunk_lengths if length]
-    x = x.double()
-    if reverse:
-        x, lengths = x.flip(0), lengths[::-1]
-    parts = x.split(lengths)
-    scanned = [p.cumsum(0) if combine == "sum" else p.cummin(0).values for p in parts]
-    running = torch.cat(scanned)
-    if reverse:
-        running = running.flip(0)
+    rows = layout.padded_chunks
+    places = rows.mirrored if reverse else rows.places
+    flat = torch.full((rows.size,), IDENTITY[combine], dtype=torch.float64, device=x.device)
+    flat[places] = x.double()
+    for table in rows.tables(flat):
+        if combine == "sum":
+            table.cumsum_(1)
+        else:
+            table.copy_(table.cummin(1).values)
+    running = flat[places]  # [t]
     starts, ends = layout.chunk_bounds
     last = starts if reverse else ends - 1
     totals = torch.where(starts < ends, running[last.clamp(0, x.numel() - 1)], IDENTITY[combine])

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.distributed.sequence_layout import PADDING, SequenceLayout
 from megatron_rl.distributed.sequence_statistics import (
     Scan,
     prefix_sum,
@@ -65,6 +66,102 @@ def test_prefix_sum_precision_is_independent_of_huge_neighbours():
     assert running[2:4].tolist() == pytest.approx([1e-3, 2e-3], rel=1e-6)
     (running * x.detach()).sum().backward()
     assert x.grad[2:4].tolist() == pytest.approx([2e-3, 1e-3], rel=1e-6)
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations, each of which is a kernel or more on a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.count += 1
+        return function(*arguments, **(options or {}))
+
+
+def count_operations(sequences, length, combine="sum"):
+    layout = all_decisions(*[length - i % 7 for i in range(sequences)])
+    x = torch.randn(layout.full_tokens, dtype=torch.float64, requires_grad=True)
+    scan_together(layout, Scan(x, combine))  # the layout's tables are computed once
+    with Operations() as operations:
+        scanned = scan_together(layout, Scan(x, combine))[0]
+        if combine == "sum":
+            torch.autograd.grad(scanned.running.sum() + scanned.total.sum(), x)
+    return operations.count
+
+
+def test_the_number_of_operations_does_not_depend_on_the_number_of_sequences():
+    assert count_operations(4, 300) == count_operations(400, 300) == count_operations(4, 2000)
+    assert count_operations(4, 300, "min") == count_operations(400, 300, "min")
+
+
+UNEVEN = {
+    "one long": (4096, *[3] * 400),
+    "powers": tuple(2**n for n in range(13)),
+    "alone": (5000,),
+    "single tokens": (1,) * 700,
+    "one short": (3000, 3000, 1),
+    "seldom": (9, 4096, 1, 1, 2, 70, 700, 33),
+}
+
+
+@pytest.mark.parametrize("lengths", UNEVEN.values(), ids=UNEVEN)
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_padding_is_bounded_and_places_are_those_of_the_chunks(lengths, cp_size):
+    lengths = [2 * cp_size * length for length in lengths]
+    ranks = [
+        SequenceLayout(lengths, torch.ones(sum(lengths)), cp_rank=rank, cp_size=cp_size)
+        for rank in range(cp_size)
+    ]
+    for layout in ranks:
+        chunks = layout.padded_chunks
+        assert layout.local_tokens <= chunks.size <= PADDING * layout.local_tokens
+        assert len(chunks.shapes) <= 1 + math.log(max(lengths), PADDING)
+        flat = torch.full((chunks.size,), -1.0)
+        flat[chunks.places] = torch.arange(layout.local_tokens).float()
+        mirrored = torch.full((chunks.size,), -1.0)
+        mirrored[chunks.mirrored] = torch.arange(layout.local_tokens).float()
+        rows = [row for table in chunks.tables(flat) for row in table]
+        mirrors = [row for table in chunks.tables(mirrored) for row in table]
+        found = sorted(row[row >= 0].tolist() for row in rows)
+        bounds = zip(*layout.chunk_bounds.tolist(), strict=True)
+        assert found == [[*range(*pair)] for pair in bounds if pair[0] < pair[1]]
+        for row, mirror in zip(rows, mirrors, strict=True):
+            length = int((row >= 0).sum())
+            assert (row[length:] == -1).all() and torch.equal(mirror[:length].flip(0), row[:length])
+
+
+def bits(values):
+    return torch.tensor(values, dtype=torch.float64).view(torch.int64).tolist()
+
+
+@pytest.mark.parametrize("lengths", UNEVEN.values(), ids=UNEVEN)
+def test_scans_are_float64_loops_bit_for_bit(lengths):
+    """On the CPU, where an operation along a row adds one element after the other."""
+    layout = all_decisions(*lengths)
+    generator = torch.Generator().manual_seed(1)
+    x, grad = (
+        torch.randn(sum(lengths), generator=generator, dtype=torch.float64) for _ in range(2)
+    )
+    x.requires_grad_()
+    sums, minima = scan_together(layout, Scan(x), Scan(x.detach(), "min"))
+    (suffixes,) = torch.autograd.grad(sums.running, x, grad)
+    want = {"sums": [], "minima": [], "suffixes": []}
+    for values, weights in zip(x.detach().split(lengths), grad.split(lengths), strict=True):
+        total, least = 0.0, math.inf
+        for value in values.tolist():
+            want["minima"].append(least)
+            total, least = total + value, min(least, value)
+            want["sums"].append(total)
+        after, suffix = [], 0.0
+        for weight in reversed(weights.tolist()):
+            suffix += weight
+            after.append(suffix)
+        want["suffixes"] += reversed(after)
+    assert sums.running.detach().view(torch.int64).tolist() == bits(want["sums"])
+    assert minima.running.view(torch.int64).tolist() == bits(want["minima"])
+    assert suffixes.view(torch.int64).tolist() == bits(want["suffixes"])
 
 
 def test_infinity_stays_in_its_sequence():
