@@ -24,6 +24,7 @@ from megatron_rl.actor.learning_rate import learning_rate_at
 from megatron_rl.actor.loss_contract import as_megatron_loss
 from megatron_rl.actor.memory import TrainingState
 from megatron_rl.actor.packs import LocalPack, PackCache, check_pack
+from megatron_rl.actor.pipeline import pipeline_arguments
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.actor.step import StopRule, UpdateResult, take_step
 from megatron_rl.actor.weights import export_weights, named_parameters
@@ -246,15 +247,16 @@ class MegatronActor:
             output = model(pack.inputs, entropy=entropy)
             return output, as_megatron_loss(partial(compute, batch, pack))
 
-        longest = max(sum(batch.lengths) for batch in padded)
+        tokens = [sum(batch.lengths) // self.topology.cp_size for batch in padded]
         return get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[iter(padded) for _ in self.ddp_chunks],
             model=self.ddp_chunks,
             num_microbatches=len(padded),
-            seq_length=longest // self.topology.cp_size,
+            seq_length=max(tokens),
             micro_batch_size=1,
             forward_only=forward_only,
+            **pipeline_arguments(self.chunks[0].config, tokens=tokens),
         )
 
     def _filler(self) -> TokenBatch:

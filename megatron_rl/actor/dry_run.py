@@ -19,7 +19,6 @@ from megatron.core import optimizer as megatron_optimizer
 from megatron.core import parallel_state
 from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.optimizer import clip_grads
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.utils import (
@@ -69,9 +68,7 @@ class Stage:
     device: the fake device. count_flops: called with attention's FLOPs. note_stall: called for
     each device synchronization that the simulated routing skips. selected: a stack with the number
     of tokens routed to the local experts, read by the simulation of `masked_select`. expert_share:
-    tokens of this rank's experts over an equal share, with expert parallelism. hidden: the shape of
-    the tensors that pipeline stages exchange; set it before the first pack (all packs have equal
-    shapes).
+    tokens of this rank's experts over an equal share, with expert parallelism.
     """
 
     def __init__(
@@ -85,7 +82,6 @@ class Stage:
     ) -> None:
         self.device, self.count_flops, self.note_stall = device, count_flops, note_stall
         self.selected, self.expert_share = selected, expert_share
-        self.hidden: list[int] = []
 
     @contextlib.contextmanager
     def rank(
@@ -131,7 +127,6 @@ class Stage:
             (dist, "all_gather_object", _repeat_own),
             (actor_module, "build_chunks", build),
             (actor_module, "load_model", _nothing),
-            (P2PCommunicator, "_communicate_shapes", self._shapes()),
             (token_dispatcher.MoEAlltoAllTokenDispatcher, "preprocess", self._preprocess()),
             (token_dispatcher, "permute", self._permute()),
             # The compiled kernels of apex and Transformer Engine cannot run without real data.
@@ -170,18 +165,6 @@ class Stage:
                 for name in ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back")
             ),
         ]
-
-    def _shapes(self) -> Callable[..., Any]:
-        communicate = P2PCommunicator._communicate_shapes
-
-        def communicate_shapes(
-            communicator: Any, to_next: Any, to_previous: Any, recv_prev: bool, recv_next: bool
-        ) -> tuple[list[int], list[int]]:
-            communicate(communicator, to_next, to_previous, recv_prev, recv_next)
-            empty = [0, 0, 0]
-            return self.hidden if recv_prev else empty, self.hidden if recv_next else empty
-
-        return communicate_shapes
 
     def _preprocess(self) -> Callable[..., Any]:
         """Run the exchange of token counts, then replace its result by the assumed shares."""

@@ -90,3 +90,15 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
             if name.startswith("weight") and not hasattr(parameter, "tensor_model_parallel"):
                 dimension = shard_dimension[type(module)]
                 set_tensor_model_parallel_attributes(parameter, True, dimension, 1)
+
+
+def fuse_gradient_accumulation(model: torch.nn.Module) -> None:
+    """Let Transformer Engine's linears add their weight gradients to the float32 `main_grad`.
+
+    Otherwise each micro-batch's gradient is rounded to the weight's dtype and added afterwards.
+    Megatron's own option is not used: it also requires apex for the output layer, whose gradient
+    our head accumulates in float32 anyway.
+    """
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True

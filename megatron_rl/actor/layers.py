@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_rl.actor.elementwise import rms_norm, swiglu
-from megatron_rl.actor.rotary import Rotation
+from megatron_rl.actor.rotary import PackRotation
 from megatron_rl.distributed.attention_plan import AttentionPlan, build_attention_plan
 from megatron_rl.distributed.collectives import Group
 from megatron_rl.distributed.context_attention import context_attention
@@ -53,7 +53,7 @@ class PackContext(PackedSeqParams):
     qkv_format: str = "thd"
     layout: SequenceLayout | None = None
     host: SequenceLayout | None = None
-    rotation: Rotation | None = None
+    rotation: PackRotation | None = None
 
     @cached_property
     def plan(self) -> AttentionPlan:

@@ -18,7 +18,11 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_rl.actor.layer_choice import build_block_spec, mark_tensor_parallel
+from megatron_rl.actor.layer_choice import (
+    build_block_spec,
+    fuse_gradient_accumulation,
+    mark_tensor_parallel,
+)
 from megatron_rl.actor.layers import PackContext
 from megatron_rl.actor.settings import GEMM_TOKENS
 from megatron_rl.distributed.topology import Topology
@@ -70,6 +74,7 @@ class PolicyModel(GPTModel):
         rows = padded_vocabulary(shape.vocab_size, tp_size=topology.tp_size) // topology.tp_size
         self.vocab_shard = VocabShard(rows * topology.tp_rank, shape.vocab_size, topology.tp_group)
         mark_tensor_parallel(self)
+        fuse_gradient_accumulation(self)
 
     def forward(self, inputs: ModelInput, *, entropy: bool = False) -> Tensor:
         """Return hidden states, or on the last stage log-probs [1, t], 0 off the mask.
@@ -78,9 +83,12 @@ class PolicyModel(GPTModel):
         """
         self._check_tokens(inputs.tokens.shape[1])
         hidden = self.embedding(inputs.tokens, None) if self.pre_process else None
-        hidden = self.decoder(
-            hidden_states=hidden, attention_mask=None, packed_seq_params=inputs.context
-        )
+        rotation = inputs.context.rotation
+        assert rotation is not None, "a pack without its rotation"
+        with rotation.selected():
+            hidden = self.decoder(
+                hidden_states=hidden, attention_mask=None, packed_seq_params=inputs.context
+            )
         return self._run_head(hidden, inputs, entropy) if self.post_process else hidden
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

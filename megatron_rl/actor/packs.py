@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_rl.actor.layers import PackContext
 from megatron_rl.actor.model import ModelInput
-from megatron_rl.actor.rotary import build_rotation
+from megatron_rl.actor.rotary import PackRotation, RotationTables, build_rotation
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.to_device import to_device
 from megatron_rl.distributed.topology import Topology
@@ -51,9 +51,10 @@ class LocalPack:
 class PackCache:
     """Cache of prepared packs, each kept while the caller keeps the pack.
 
-    A rollout batch is used many times; layout, attention plan and rotation are computed once. The
-    key is the identity of the pack's response mask. Preparing a pack needs no device sync:
-    everything that depends on values is computed on the host. on_prepare: called on every use.
+    A rollout batch is used many times; layout and attention plan are computed once, and the tables
+    of the rotation once for all packs. The key is the identity of the pack's response mask.
+    Preparing a pack needs no device sync: everything that depends on values is computed on the
+    host. on_prepare: called on every use.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class PackCache:
         self.shape, self.topology, self.dtype = shape, topology, dtype
         self.on_prepare = on_prepare
         self._packs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._tables: RotationTables | None = None
 
     def prepare(self, batch: TokenBatch) -> LocalPack:
         """Return this rank's view of a pack, from the cache if possible."""
@@ -78,6 +80,7 @@ class PackCache:
     def clear(self) -> None:
         """Free the device memory of all packs; they are prepared again on the next use."""
         self._packs.clear()
+        self._tables = None
 
     def _build(self, batch: TokenBatch) -> LocalPack:
         device = self.topology.device
@@ -89,14 +92,21 @@ class PackCache:
         layout = host
         if device != batch.response_mask.device:
             layout = self._layout(batch, to_device(batch.response_mask, device))
-        rotation = build_rotation(to_device(positions, device), self.shape, dtype=self.dtype)
         inputs = ModelInput(
             tokens=to_device(tokens[None], device),
             labels=to_device(labels[response_positions], device),
             response_positions=to_device(response_positions, device),
-            context=PackContext(layout=layout, host=host, rotation=rotation),
+            context=PackContext(layout=layout, host=host, rotation=self._rotation(positions)),
         )
         return LocalPack(layout, inputs)
+
+    def _rotation(self, positions: Tensor) -> PackRotation:
+        """Return the rotation of positions [t] on the host; the tables grow by powers of two."""
+        device, longest = self.topology.device, int(positions.max()) + 1
+        if self._tables is None or longest > len(self._tables.cosine):
+            rows = torch.arange(1 << (longest - 1).bit_length(), device=device)
+            self._tables = build_rotation(rows, self.shape, dtype=self.dtype)
+        return PackRotation(self._tables, to_device(positions.int(), device))
 
     def _layout(self, batch: TokenBatch, response_mask: Tensor) -> SequenceLayout:
         return SequenceLayout(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from megatron_rl.actor.actor import MegatronActor
@@ -13,12 +14,14 @@ from megatron_rl.actor.cpu_adaptation import megatron_runtime
 from megatron_rl.actor.memory import PinnedMemory
 from megatron_rl.types import TokenBatch
 
+PIECE = 64 << 20  # bytes of a parameter that are exchanged at once
+
 
 class ReferencePolicy:
     """Weights of another model folder, sharded like the actor's and swapped in for scoring.
 
-    Parameters are swapped with the actor's one at a time: this needs device memory for only one
-    additional parameter, and the reference uses the policy's layouts, kernels and packs.
+    Parameters are swapped with the actor's piece by piece: this needs device memory for only two
+    pieces, and the reference uses the policy's layouts, kernels and packs.
 
     Raises ValueError naming the tensors that the folder lacks or has in another shape.
     """
@@ -58,7 +61,50 @@ class ReferencePolicy:
         return {name: parameter.detach() for name, parameter in named.items()}
 
     def _exchange(self) -> None:
-        for name, parameter in self._parameters().items():
-            active = parameter.clone()
-            parameter.copy_(self.inactive[name])
-            self.inactive[name].copy_(active)
+        pairs = [
+            pair
+            for name, parameter in self._parameters().items()
+            for pair in zip(_pieces(parameter), _pieces(self.inactive[name]), strict=True)
+        ]
+        on_cuda = self.actor.topology.device.type == "cuda"
+        swap_through_streams(pairs) if on_cuda else swap(pairs)
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield flat views of at most PIECE bytes."""
+    yield from tensor.view(-1).split(PIECE // tensor.element_size())
+
+
+def swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Exchange the values of both tensors of each pair."""
+    for active, inactive in pairs:
+        kept = active.clone()
+        active.copy_(inactive)
+        inactive.copy_(kept)
+
+
+def swap_through_streams(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Exchange tensors on the device with page-locked ones on the host, without a wait of the host.
+
+    Both directions of the link are used at the same time: while one pair's values go down, the next
+    pair's come up. Later work of the current stream runs after all copies.
+    """
+    current, up, down = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+    size = max((active.nbytes for active, _ in pairs), default=0)
+    buffers = [torch.empty(size, dtype=torch.uint8, device=pairs[0][0].device) for _ in range(2)]
+    emptied: list[torch.cuda.Event] = []  # by pair: its buffer was copied to the host
+    up.wait_stream(current)
+    for index, (active, inactive) in enumerate(pairs):
+        kept = buffers[index % 2][: active.nbytes].view(active.dtype)
+        with torch.cuda.stream(up):
+            if index >= 2:
+                up.wait_event(emptied[index - 2])
+            kept.copy_(active)
+            active.copy_(inactive, non_blocking=True)
+            read = up.record_event()
+        with torch.cuda.stream(down):
+            down.wait_event(read)  # the host's values were read, so they may be overwritten
+            inactive.copy_(kept, non_blocking=True)
+            emptied.append(down.record_event())
+    current.wait_stream(up)
+    current.wait_stream(down)

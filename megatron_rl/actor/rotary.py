@@ -9,9 +9,11 @@ compute the frequencies and the factor that scales cosines and sines.
 Shapes: t local tokens, H heads of size d.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,27 +22,20 @@ from megatron_rl.distributed.to_device import to_device
 from megatron_rl.models.shape import ModelShape
 
 
-class Rotation(Protocol):
-    """Cosines and sines of every local token; computed once per pack, shared by all layers."""
-
-    def apply(self, x: Tensor) -> Tensor:
-        """Rotate queries or keys; [t, H, d] -> [t, H, d]."""
-        ...
-
-
 @dataclass(frozen=True)
-class RotationByHalves(Rotation):
+class RotationByHalves:
     """Direct implementation of the formula, with tables of half a head."""
 
     cosine: Tensor  # [t, 1, d / 2] in the model's dtype
     sine: Tensor  # [t, 1, d / 2]
 
     def apply(self, x: Tensor) -> Tensor:
+        """Rotate queries or keys; [t, H, d] -> [t, H, d]."""
         return _RotateHalves.apply(x, self.cosine, self.sine)
 
 
 @dataclass(frozen=True)
-class RotationByHead(Rotation):
+class RotationByHead:
     """Bit-identical implementation for the CPU, where rows of half a head are too short to be fast.
 
     Each head is rotated as a whole: x cos + (x with its halves swapped) sin. The result has shape
@@ -51,11 +46,53 @@ class RotationByHead(Rotation):
     sine: Tensor  # [t, d], first half negated
 
     def apply(self, x: Tensor) -> Tensor:
+        """Rotate queries or keys; [t, H, d] -> [t, H, d]."""
         return _RotateHeads.apply(x, self.cosine, self.sine)
 
 
-def build_rotation(position_ids: Tensor, shape: ModelShape, *, dtype: torch.dtype) -> Rotation:
-    """Build the rotation for positions [t]; angles are float32, tables are rounded to dtype."""
+RotationTables = RotationByHalves | RotationByHead
+
+
+class PackRotation:
+    """Rotation of a pack's tokens by rows of the tables of all positions.
+
+    A prepared pack keeps only its positions. Rows exist during one pass of the model, where all
+    layers share them, and as long as autograd needs them; a layer that is recomputed in the
+    backward pass selects them again.
+
+    tables: of positions 0, 1, 2, ...; shared by all packs. positions: [t] int32.
+    """
+
+    def __init__(self, tables: RotationTables, positions: Tensor) -> None:
+        self.tables, self.positions = tables, positions
+        self._rows: RotationTables | None = None
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Rotate queries or keys; [t, H, d] -> [t, H, d]."""
+        return (self._rows or self._select()).apply(x)
+
+    @contextmanager
+    def selected(self) -> Iterator[None]:
+        """Keep this pack's rows for all layers in the block."""
+        self._rows = self._select()
+        try:
+            yield
+        finally:
+            self._rows = None
+
+    def _select(self) -> RotationTables:
+        cosine, sine = self.tables.cosine, self.tables.sine
+        return replace(
+            self.tables,
+            cosine=cosine.index_select(0, self.positions),
+            sine=sine.index_select(0, self.positions),
+        )
+
+
+def build_rotation(
+    position_ids: Tensor, shape: ModelShape, *, dtype: torch.dtype
+) -> RotationTables:
+    """Build the tables for positions [t]; angles are float32, tables are rounded to dtype."""
     frequencies, factor = rotary_frequencies(shape)
     angles = position_ids[:, None].float() * to_device(frequencies, position_ids.device)
     cosine, sine = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)

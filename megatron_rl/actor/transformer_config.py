@@ -64,6 +64,7 @@ def _layout(topology: Topology, settings: ActorSettings) -> dict[str, Any]:
         "overlap_p2p_comm": virtual > 1,
         "batch_p2p_comm": virtual == 1,
         "variable_seq_lengths": True,
+        "batch_p2p_sync": False,  # would wait for the device after each hop, for old torch
         "moe_token_dispatcher_type": "alltoall",  # the only one with variable sequence lengths
     }
 

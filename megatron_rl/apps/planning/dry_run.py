@@ -6,7 +6,7 @@ without computing anything. Packs are as full, and responses as long, as the con
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -86,14 +86,7 @@ def dry_run_rank(
         with stage.rank(
             rank, processes, initialise=partial(make_groups, config), as_default=mode.as_default
         ) as topology:
-            return measure(
-                config,
-                topology,
-                meter,
-                micro_batches=micro_batches,
-                updates=updates,
-                before_packs=stage.hidden.extend,
-            )
+            return measure(config, topology, meter, micro_batches=micro_batches, updates=updates)
 
 
 def _with_local_layers(config: Config) -> Config:
@@ -108,12 +101,8 @@ def measure(
     *,
     micro_batches: int | None = None,
     updates: int = 1,
-    before_packs: Callable[[list[int]], None] = lambda hidden: None,
 ) -> DryRun:
-    """Measure an actor on this topology, fake or real.
-
-    before_packs: called with the shape of the tensors that pipeline stages exchange.
-    """
+    """Measure an actor on this topology, fake or real."""
     meter.group_names = group_names()
     objective = build_objective(config.objective.name, **config.objective.overrides)
     nothing = torch.empty(0)  # meta tensors have no values to fit
@@ -128,8 +117,6 @@ def measure(
     minibatch = _minibatch(config, actor, sequences, micro_batches)
     packs = minibatch.micro_batches
     local = sum(packs[0].lengths) // topology.cp_size
-    shards = topology.tp_size if actor.sequence_parallel else 1
-    before_packs([local // shards, 1, actor.shape.hidden_size])
     meter.category = "activations"
     meter.begin("behavior")
     for pack, logprobs in zip(packs, actor.compute_logprobs(packs), strict=True):

@@ -28,6 +28,7 @@ COMMUNICATOR = GIB // 2  # of a process group beyond those that the reserve cove
 RESERVED_COMMUNICATORS = 4
 BUCKETS = 128 << 20  # two of `resharding.bucket_mib`
 WEIGHT, GRADIENT, OPTIMIZER = 2, 4, 12  # bytes per parameter; replicas share optimizer states
+PREPARED = 80  # bytes per token of a prepared pack, if all of its tokens are responses
 ROUTER_BYTES = 6  # stored per token, expert and layer: a probability and two masks
 
 
@@ -57,7 +58,7 @@ def footprint(
         update = activation_bytes(
             shape, parts, stage=stage, micro_batches=micro_batches, prompt_part=prompt_part
         )
-        prepared = packs * prepared_pack_bytes(shape, parts)
+        prepared = packs * prepared_pack_bytes(parts)
         behavior = asleep + forward_bytes(shape, parts, stage=stage) + prepared
         stages.append((states, asleep, states + update + prepared, behavior))
     states, asleep, train, behavior = map(max, zip(*stages, strict=True))
@@ -98,6 +99,7 @@ def activation_bytes(
     working = recomputed + _layer_working(shape, parts)
     if last:  # the peak is before the last layer's backward pass
         working = max(working, entry + _head_bytes(shape, parts, prompt_part))
+    kept += rotation_bytes(shape, parts)
     total = kept * in_flight + working + gathered_bytes(shape, parts)
     if parts.pipeline > 1:  # sent and received stage inputs are kept
         total += entry * (2 if last else in_flight + 1)
@@ -234,7 +236,7 @@ def forward_bytes(shape: ModelShape, parts: Parts, *, stage: int) -> float:
     if stage == parts.pipeline - 1:
         tile = min(TILE_ELEMENTS["cuda"], MAX_TILE_TOKENS * shape.vocab_size // parts.tensor)
         working = max(working, 2 * entry + 2 * tokens * shape.hidden_size + 8 * tile)
-    return working
+    return working + rotation_bytes(shape, parts)
 
 
 def gathered_bytes(shape: ModelShape, parts: Parts) -> float:
@@ -242,6 +244,11 @@ def gathered_bytes(shape: ModelShape, parts: Parts) -> float:
     return 2 * parts.local_tokens * shape.hidden_size if parts.tensor > 1 else 0
 
 
-def prepared_pack_bytes(shape: ModelShape, parts: Parts) -> int:
-    """Return the bytes of a pack on the device: cosines and sines (2 d), and 60 bytes per token."""
-    return parts.local_tokens * (2 * shape.head_dim + 60)
+def prepared_pack_bytes(parts: Parts) -> int:
+    """Return the bytes of a pack on the device: tokens, labels, positions, indices, log-probs."""
+    return PREPARED * parts.local_tokens
+
+
+def rotation_bytes(shape: ModelShape, parts: Parts) -> int:
+    """Return the bytes of the cosines and sines of one micro-batch, which its pass keeps."""
+    return 2 * shape.head_dim * parts.local_tokens

@@ -96,6 +96,28 @@ def test_updates_reuse_the_copies_of_the_first_pass(copies, cp_size):
         assert copies.pinned == 2 * once + 2
 
 
+def test_packs_share_the_tables_of_positions_which_grow_with_the_longest_sequence():
+    rollouts, advantages = make_rollouts()
+    lengths = [len(one.prompt.token_ids) + len(one.response.token_ids) - 1 for one in rollouts]
+    order = sorted(range(len(rollouts)), key=lambda index: lengths[index])
+    cache = PackCache(small_shape(), Topology.single(), dtype=torch.float32)
+
+    def tables(index):
+        batch = build_pack(
+            [rollouts[index]], advantages[index : index + 1], indices=[0], alignment=2
+        )
+        return batch, cache.prepare(batch).inputs.context.rotation.tables
+
+    kept = [tables(index) for index in reversed(order)]
+    assert all(one is kept[0][1] for _, one in kept)
+    assert lengths[order[-1]] <= len(kept[0][1].cosine) <= 2 * lengths[order[-1]]
+    cache.clear()
+    _, small = tables(order[0])
+    _, large = tables(order[-1])
+    assert len(small.cosine) < len(large.cosine)
+    assert torch.equal(large.cosine[: len(small.cosine)], small.cosine)
+
+
 def test_blocking_copies_are_detected(copies):
     host = torch.ones(3)
     with copies:

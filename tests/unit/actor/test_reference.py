@@ -1,8 +1,14 @@
 """The reference policy gives another model's log-probs and leaves the policy unchanged."""
 
+import random
+from contextlib import contextmanager
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_rl.actor import reference as reference_module
+from megatron_rl.actor.reference import swap, swap_through_streams
 from tests.functional.test_actor_layouts import make_model, make_rollouts
 from tests.ranks import run_ranks
 
@@ -52,3 +58,113 @@ def test_reference_scores_and_restores_the_policy(tmp_path):
     make_model(tmp_path / "other", tied=False, seed=4)
     make_model(tmp_path / "smaller", tied=True, seed=4)
     assert run_ranks(score_by_reference, 2, tmp_path) == ["done", "done"]
+
+
+class Device(TorchDispatchMode):
+    """Streams that execute copies in any order that their events allow.
+
+    A copy is queued in the current stream and executed by `run`, which takes the next command of a
+    stream that need not wait: of a random one, or of the first in `preferred`.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.queues, self.recorded = [], set()
+        self.current = self.stream()
+
+    def stream(self):
+        self.queues.append([])
+        return Stream(self, len(self.queues) - 1)
+
+    @contextmanager
+    def use(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        if function is not torch.ops.aten.copy_.default:
+            return function(*arguments, **(options or {}))
+        target, source, *_ = arguments
+        self.current.queue.append(lambda: target.copy_(source))
+        return target
+
+    def run(self, choose):
+        while any(self.queues):
+            ready = [queue for queue in self.queues if queue and self._is_ready(queue[0])]
+            command = choose(ready).pop(0)
+            if callable(command):
+                command()
+            elif command[0] == "record":
+                self.recorded.add(command[1])
+
+    def _is_ready(self, command):
+        return callable(command) or command[0] == "record" or command[1] in self.recorded
+
+
+class Stream:
+    """One stream of `Device`, with the methods of torch's."""
+
+    def __init__(self, device, number):
+        self.device, self.number = device, number
+
+    @property
+    def queue(self):
+        return self.device.queues[self.number]
+
+    def record_event(self):
+        event = object()
+        self.queue.append(("record", event))
+        return event
+
+    def wait_event(self, event):
+        self.queue.append(("wait", event))
+
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())
+
+
+def exchange_on(monkeypatch, pairs, choose, swapping=swap_through_streams):
+    """Queue the exchange after another write of the parameters, then execute it all."""
+    device = Device()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: device.current)
+    monkeypatch.setattr(torch.cuda, "Stream", device.stream)
+    monkeypatch.setattr(torch.cuda, "stream", device.use)
+    with device:
+        for active, _ in pairs:
+            active.copy_(active + 1)  # the last work of the current stream
+        swapping(pairs)
+        results = [torch.empty_like(active) for active, _ in pairs]
+        for result, (active, _) in zip(results, pairs, strict=True):
+            result.copy_(active)  # the next work of the current stream
+    device.run(choose)
+    return results
+
+
+def make_pairs():
+    sizes = [5, 3, 8, 1, 8, 2, 7]
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    return [
+        (torch.arange(end - size, end).float(), -torch.arange(end - size, end).float())
+        for size, end in zip(sizes, ends, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("order", ["first", "last", *range(60)])
+def test_streams_exchange_pairs_in_every_order(monkeypatch, order):
+    choices = {"first": lambda ready: ready[0], "last": lambda ready: ready[-1]}
+    choose = choices.get(order) or random.Random(order).choice
+    pairs, expected = make_pairs(), make_pairs()
+    for active, _ in expected:
+        active.add_(1)
+    swap(expected)
+    results = exchange_on(monkeypatch, pairs, choose)
+    for result, mine, other in zip(results, pairs, expected, strict=True):
+        assert all(map(torch.equal, mine, other)) and torch.equal(result, other[0])
+
+
+def test_pieces_cover_a_parameter(monkeypatch):
+    monkeypatch.setattr(reference_module, "PIECE", 16)
+    pieces = [*reference_module._pieces(torch.arange(11.0).view(11, 1))]
+    assert [len(piece) for piece in pieces] == [4, 4, 3]
+    assert torch.cat(pieces).tolist() == [*range(11)]

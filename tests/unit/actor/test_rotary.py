@@ -1,12 +1,13 @@
 """Rotary positions against their definition as a rotation of complex numbers."""
 
+import contextlib
 import json
 from dataclasses import replace
 
 import pytest
 import torch
 
-from megatron_rl.actor.rotary import RotationByHalves, build_rotation
+from megatron_rl.actor.rotary import PackRotation, RotationByHalves, build_rotation
 from megatron_rl.models.shape import read_model_shape
 from tests.unit.resharding.shapes import small_shape
 
@@ -43,6 +44,45 @@ def test_both_rotations_are_bit_identical():
         found.append((out, leaf.grad))
     assert by_head.apply(x).transpose(0, 1).is_contiguous()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("halves", [False, True])
+def test_rows_of_the_tables_are_bit_identical_to_tables_of_the_positions(dtype, halves):
+    shape = small_shape(head_dim=16, rotary_base=1e6)
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.randint(0, 4096, (203,), generator=generator)
+    x, grad = (torch.randn(203, 3, 16, generator=generator).to(dtype) for _ in range(2))
+    tables = build_rotation(torch.arange(4096), shape, dtype=dtype)
+    direct = build_rotation(positions, shape, dtype=dtype)
+    if halves:  # as on CUDA
+        tables, direct = (
+            RotationByHalves(one.cosine[:, None, 8:], one.sine[:, None, 8:])
+            for one in (tables, direct)
+        )
+    pack = PackRotation(tables, positions.int())
+    found = []
+    for rotation in (direct, pack, pack):  # the second time as in a layer that is recomputed
+        leaf = x.clone().requires_grad_()
+        with contextlib.ExitStack() as stack:
+            if rotation is pack and len(found) == 1:
+                stack.enter_context(pack.selected())
+            out = rotation.apply(leaf)
+        out.backward(grad)
+        found.append((out, leaf.grad))
+    for one in found[1:]:
+        assert all(map(torch.equal, one, found[0]))
+
+
+def test_a_pass_selects_the_rows_once():
+    tables = build_rotation(torch.arange(8), small_shape(head_dim=16), dtype=torch.float32)
+    pack = PackRotation(tables, torch.tensor([3, 1], dtype=torch.int32))
+    with pack.selected():
+        assert pack._rows is not None and len(pack._rows.cosine) == 2
+        rows = pack._rows
+        pack.apply(torch.ones(2, 1, 16))
+        assert pack._rows is rows
+    assert pack._rows is None  # nothing but the positions is kept
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
