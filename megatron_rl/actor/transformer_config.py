@@ -10,6 +10,7 @@ from megatron_rl.actor.layer_choice import uses_transformer_engine
 from megatron_rl.actor.loss_contract import SUM_SEMANTICS
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import layout_of
 
@@ -25,7 +26,7 @@ def build_transformer_config(
         **_stages(shape, topology),
         **_numerics(topology, settings),
         **_recompute(shape, settings),
-        **_experts(shape, topology, grouped=on_te),
+        **_experts(shape, settings, topology, grouped=on_te),
         transformer_impl="transformer_engine" if on_te else "local",
         **SUM_SEMANTICS,
     )
@@ -65,7 +66,7 @@ def _layout(topology: Topology, settings: ActorSettings) -> dict[str, Any]:
         "batch_p2p_comm": virtual == 1,
         "variable_seq_lengths": True,
         "batch_p2p_sync": False,  # would wait for the device after each hop, for old torch
-        "moe_token_dispatcher_type": "alltoall",  # the only one with variable sequence lengths
+        "moe_token_dispatcher_type": "alltoall",  # "flex" needs DeepEP; nothing here has run it
     }
 
 
@@ -111,10 +112,17 @@ def _recompute(shape: ModelShape, settings: ActorSettings) -> dict[str, Any]:
     return {}
 
 
-def _experts(shape: ModelShape, topology: Topology, *, grouped: bool) -> dict[str, Any]:
+def _experts(
+    shape: ModelShape, settings: ActorSettings, topology: Topology, *, grouped: bool
+) -> dict[str, Any]:
     experts = shape.experts
     if experts is None:
         return {}
+    if settings.fp8 == "blockwise":
+        raise UserError(
+            "fp8=blockwise for a mixture of experts: blocks of 128 tokens share a scale, but "
+            "Megatron pads the tokens of an expert to a multiple of 16; use fp8=tensorwise"
+        )
     return {
         "num_moe_experts": experts.num_experts,
         "moe_router_topk": experts.experts_per_token,
@@ -122,6 +130,8 @@ def _experts(shape: ModelShape, topology: Topology, *, grouped: bool) -> dict[st
         "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size,
         "moe_shared_expert_gate": experts.shared_ffn_hidden_size is not None,
         "moe_grouped_gemm": grouped,  # all local experts in one product
+        # Transformer Engine's kernels that sort tokens by expert; they exist only for CUDA.
+        "moe_permute_fusion": grouped and topology.device.type == "cuda",
         "moe_router_load_balancing_type": "none",
         # Softmax over the chosen experts is softmax over all of them, normalised over the chosen.
         "moe_router_pre_softmax": not experts.normalize_top_k,

@@ -198,6 +198,11 @@ def _transformer_engine_problems(config: Config, shape: ModelShape) -> list[str]
             for name, size in product_sizes(config.parallel, shape).items()
             if size % FP8_SIZES
         ]
+    if model.fp8 == "blockwise" and shape.experts is not None:
+        problems.append(
+            "model.fp8=blockwise: blocks of 128 tokens share a scale, but Megatron pads the tokens "
+            "of an expert to a multiple of 16; use model.fp8=tensorwise for a mixture of experts"
+        )
     return problems
 
 

@@ -1,22 +1,35 @@
 """Choice of Transformer Engine's layers, their sequence boundaries, and requirements of fp8."""
 
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core import utils
+from megatron.core.fp8_utils import get_fp8_align_size
+from megatron.core.transformer.moe import moe_utils
+from packaging.version import Version
 
 from megatron_rl.actor import layer_choice, transformer_config
 from megatron_rl.actor.layers import PackContext
 from megatron_rl.actor.model import PolicyModel
-from megatron_rl.actor.settings import ActorSettings
+from megatron_rl.actor.settings import GEMM_TOKENS, ActorSettings
 from megatron_rl.config import ParallelSection, parse_config
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shape import ExpertShape, ModelShape
 from megatron_rl.preflight import layout
 from megatron_rl.preflight import settings as preflight
 
 LOW = torch.bfloat16
+FUSED_PERMUTATION = (
+    "fused_permute",
+    "fused_permute_with_probs",
+    "fused_sort_chunks_by_index",
+    "fused_sort_chunks_by_index_with_probs",
+    "fused_unpermute",
+)
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 SHAPE = ModelShape(
     architecture="Qwen2ForCausalLM",
@@ -86,6 +99,66 @@ def test_fp8_is_passed_to_megatron_only_when_set(monkeypatch):
     assert config.transformer_impl == "transformer_engine"
     assert not config.fp8_param  # weights stay in bfloat16: they are exported and pushed
     assert (build().fp8, build().transformer_impl) == (None, "local")
+
+
+@pytest.fixture
+def released(monkeypatch):
+    """A release of Transformer Engine, for Megatron's checks of experts."""
+    monkeypatch.setattr(utils, "_te_version", Version("2.11.0"))
+
+
+EXPERTS = replace(SHAPE, experts=ExpertShape(8, 2, 32, True))
+
+
+def test_expert_tokens_are_padded_for_one_recipe_only(monkeypatch, released):
+    """Megatron pads each expert's tokens to what tensorwise scaling needs, not blockwise."""
+    assert get_fp8_align_size("tensorwise") % GEMM_TOKENS["tensorwise"] == 0
+    assert get_fp8_align_size("blockwise") % GEMM_TOKENS["blockwise"] != 0
+    monkeypatch.setattr(layer_choice.te, "HAVE_TE", True)
+    build = partial(transformer_config.build_transformer_config, topology=Topology())
+    config = build(EXPERTS, ActorSettings(dtype=LOW, fp8="tensorwise"))
+    assert config.fp8_recipe == "tensorwise" and config.moe_grouped_gemm
+    with pytest.raises(ValueError, match="pads the tokens of an expert to a multiple of 16; use"):
+        build(EXPERTS, ActorSettings(dtype=LOW, fp8="blockwise"))
+    assert build(SHAPE, ActorSettings(dtype=LOW, fp8="blockwise")).fp8_recipe == "blockwise"
+    given = {"model": {"path": "p", "fp8": "blockwise"}, "data": {"train": "t"}}
+    monkeypatch.setattr(preflight, "has_cuda", lambda: True)
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: name)
+    problems = preflight._transformer_engine_problems(parse_config(given), EXPERTS)
+    assert any("use model.fp8=tensorwise for a mixture of experts" in one for one in problems)
+
+
+@pytest.mark.parametrize(
+    ("device", "installed", "fused"), [(CUDA, True, True), (CUDA, False, False), (CPU, True, False)]
+)
+def test_tokens_are_sorted_by_kernels_where_they_exist(
+    monkeypatch, released, device, installed, fused
+):
+    monkeypatch.setattr(layer_choice.te, "HAVE_TE", installed)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for name in FUSED_PERMUTATION:
+        monkeypatch.setattr(moe_utils, name, object(), raising=False)
+    settings = ActorSettings(dtype=LOW, transformer_engine=None if device is CUDA else True)
+    config = transformer_config.build_transformer_config(EXPERTS, settings, Topology(device=device))
+    assert config.moe_permute_fusion is fused
+    assert config.moe_token_dispatcher_type == "alltoall"
+
+
+@pytest.mark.parametrize("micro_batches", [1, 8, 32])
+def test_products_into_float32_are_exact_to_float32(micro_batches):
+    """Weight gradients added by the product itself, or rounded per micro-batch and added after."""
+    generator = torch.Generator().manual_seed(0)
+    exact, rounded, fused = (torch.zeros(48, 64, dtype=kind) for kind in (torch.double, None, None))
+    for _ in range(micro_batches):
+        x, grad = (torch.randn(256, size, generator=generator).to(LOW) for size in (64, 48))
+        exact += grad.double().t() @ x.double()
+        rounded += grad.t() @ x  # bfloat16, as Megatron's hook adds it
+        fused += grad.float().t() @ x.float()  # of bfloat16 values, every product is exact
+
+    def error(value):
+        return ((value - exact).norm() / exact.norm()).item()
+
+    assert error(fused) < 1e-6 < 1e-3 < error(rounded) < 3e-3
 
 
 def test_contradictory_fp8_settings_raise():
