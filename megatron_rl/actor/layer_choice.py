@@ -101,4 +101,4 @@ def fuse_gradient_accumulation(model: torch.nn.Module) -> None:
     """
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True
+            setattr(module, "fuse_wgrad_accumulation", True)  # noqa: B010 - mypy takes it for a tensor
