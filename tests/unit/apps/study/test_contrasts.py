@@ -115,6 +115,10 @@ def test_nothing_is_chosen_or_tested_before_all_its_runs_are_done(outcomes):
         ["0 of 4 units are done", "", "", ""]
     ] * 2
     assert "(8 are planned)" in text and "Fisher" not in text
+    # One candidate's run is missing: its family has no choice, the other one has.
+    lost = [it for key, it in outcomes.items() if key != ("a_2", "0.002", "4", "grpo", 1)]
+    cells = table(ContrastTables(plan(), lost).render(), "## Choices")
+    assert [row[:2] for row in cells if row[2] == "not all runs are done"] == [["a", "grpo"]]
     # One run of a choice is missing: no p, and no correction of the other contrast either.
     contrasts = ContrastTables(plan(), list(outcomes.values())).contrasts()
     assert all(contrast.p is not None for contrast in contrasts)
