@@ -33,6 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_rl.actor import actor as actor_module
 from megatron_rl.actor import device as device_module
 from megatron_rl.actor import dry_run_kernels, layers
+from megatron_rl.actor import reference as reference_module
 from megatron_rl.distributed import context_attention
 from megatron_rl.distributed.topology import Topology
 
@@ -127,6 +128,7 @@ class Stage:
             (dist, "all_gather_object", _repeat_own),
             (actor_module, "build_chunks", build),
             (actor_module, "load_model", _nothing),
+            (reference_module, "load_model", _nothing),
             (token_dispatcher.MoEAlltoAllTokenDispatcher, "preprocess", self._preprocess()),
             (token_dispatcher, "permute", self._permute()),
             # The compiled kernels of apex and Transformer Engine cannot run without real data.

@@ -15,6 +15,7 @@ import torch
 
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.dry_run import Stage, group_names
+from megatron_rl.actor.reference import ReferencePolicy
 from megatron_rl.apps.planning.fake_device import CPU, CUDA, fake_device
 from megatron_rl.apps.planning.meter import Meter, PhaseCount
 from megatron_rl.config import Config
@@ -43,7 +44,7 @@ class DryRun:
     phases: Mapping[str, PhaseCount]  # behavior, update; an update is forward, backward and step
     states: Mapping[str, int]  # bytes of weights, gradients, optimizer on the device, awake
     asleep: Mapping[str, int]  # the same while the engine generates
-    asleep_host: int  # bytes that sleep offloads to the host
+    asleep_host: int  # pinned bytes on the host: what sleep offloads, and a reference policy
 
     @property
     def peak(self) -> int:
@@ -109,6 +110,10 @@ def measure(
     objective = objective.resolve(nothing, nothing, nothing).without_shares()
     actor = _build(config, topology, meter)
     states = dict(meter.live_bytes)
+    if "reference_logprobs" in objective.needs:
+        meter.category = "reference"
+        # A local variable, so that its weights stay allocated.
+        reference = ReferencePolicy(actor, config.reference_path)  # noqa: F841
     sequences = full_pack(config, topology, sequence_parallel=actor.sequence_parallel)
     needed = -(-_sequences_per_rank(config, topology) // len(sequences))
     if micro_batches is None:

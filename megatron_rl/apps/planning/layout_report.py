@@ -25,6 +25,9 @@ HEADER = (
     "                          |            pack   |                                             |"
     "    run |"
 )
+EXPERTS = """no training of a mixture of experts has been measured: these times are too short as
+  products are priced as dense ones, and sorting tokens by expert, uneven shares and the host's
+  reads of their sizes are not priced"""
 LEGEND = """tokens: per pack, before parallel.context splits it. offload: optimizer states to the
   host and back. GiB: of {room:.1f} on a device, including the engine (4 while it sleeps) and a
   reserve of 6. share: rollout.gpu_memory_utilization, for the engine's weights and cache."""
@@ -39,6 +42,7 @@ def describe(result: Search, config: Config, *, top: int, show_rejected: bool, c
         f"{load.epochs} epochs of {load.minibatches} minibatches",
         f"{len(result.options)} layouts fit, {len(result.rejected)} do not; estimated by formula, "
         "not measured",
+        *([EXPERTS] if result.shape.experts else []),
         HEADER,
         *_rows(result, config, top),
         LEGEND.format(room=result.device.memory_gib),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_rl.apps.planning.footprint import GRADIENT, state_bytes
+from megatron_rl.apps.planning.footprint import GRADIENT, WEIGHT, state_bytes
 from megatron_rl.apps.planning.generation import Engine
 from megatron_rl.apps.planning.parts import count_parameters
 from megatron_rl.apps.planning.search import Option, Search
@@ -28,7 +28,9 @@ class RunCost:
     evaluation_seconds: float  # of one evaluation of all sets
     assumed: tuple[str, ...]  # sets whose size is assumed to be PROBLEMS
     disk: Mapping[str, float]  # bytes by purpose
-    host_bytes: int  # per node, for optimizer states while the engine generates
+    host_bytes: (
+        int  # per node, for optimizer states while the engine generates and a reference policy
+    )
 
     @property
     def hours(self) -> float:
@@ -55,7 +57,7 @@ class RunCost:
             f"  evaluation: {evaluation}",
             f"  disk: {describe_size(sum(self.disk.values()))}: {disk}",
             f"  host memory: {describe_size(self.host_bytes)} per node for optimizer states while "
-            "the engine generates, plus the memory of each process",
+            "the engine generates and for a reference policy, plus the memory of each process",
         ]
 
 
@@ -68,6 +70,8 @@ def run_cost(option: Option, config: Config, result: Search) -> RunCost:
     )  # one before training
     awake, asleep = state_bytes(shape, parts, stage=0)
     parameters = count_parameters(shape, parts, stage=0).total
+    needs_reference = "reference_logprobs" in config.objective.choice.needs
+    reference = WEIGHT * parameters if needs_reference else 0
     return RunCost(
         steps=trainer.steps,
         devices=result.devices,
@@ -79,7 +83,7 @@ def run_cost(option: Option, config: Config, result: Search) -> RunCost:
         ),
         assumed=tuple(name for name, count in problems.items() if not count),
         disk=disk_needs(config, RunDirectory(Path(config.run.dir) / "planned"), shape),
-        host_bytes=(awake - asleep - GRADIENT * parameters)
+        host_bytes=(awake - asleep - GRADIENT * parameters + reference)
         * min(result.devices, result.device.per_node),
     )
 

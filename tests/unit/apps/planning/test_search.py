@@ -113,6 +113,10 @@ def test_report_has_a_row_per_layout_and_the_reasons(result):
     text = describe(result, BASE, top=3, show_rejected=False, choice=1)
     assert len([line for line in text.splitlines() if line[:3].strip().isdigit()]) >= 3
     assert "by formula, not measured" in text and "key-value heads" in text
+    experts = replace(result, shape=MODELS["Qwen3-30B-A3B"])
+    for of, is_unmeasured in ((result, False), (experts, True)):
+        page = describe(of, BASE, top=1, show_rejected=False, choice=1)
+        assert ("no training of a mixture of experts has been measured" in page) is is_unmeasured
     assert len(describe(result, BASE, top=3, show_rejected=True, choice=1).splitlines()) > len(
         result.rejected
     )
