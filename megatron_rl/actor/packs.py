@@ -80,7 +80,6 @@ class PackCache:
     def clear(self) -> None:
         """Free the device memory of all packs; they are prepared again on the next use."""
         self._packs.clear()
-        self._tables = None
 
     def _build(self, batch: TokenBatch) -> LocalPack:
         device = self.topology.device

@@ -37,6 +37,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "status 3 and suggests settings that fit.",
     )  # fmt: skip
     dry_run.add_argument(
+        "--host", type=float, metavar="GIB",
+        help="With --fit, memory of the host in GiB for each process: what the process pins there "
+        "(optimizer states while the engine generates, the reference policy) must fit too. "
+        "Default: not compared.",
+    )  # fmt: skip
+    dry_run.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda",
         help="Kind of device to simulate; decides kernel workspaces and the dtype chosen by "
         "trainer.dtype=auto. Default: %(default)s.",
@@ -101,6 +107,7 @@ def _dry_run(config: "Config", options: argparse.Namespace) -> str:
                 f"--rank {rank}: there are {processes} processes; give 0 to {processes - 1}"
             )
     device_bytes = None if options.fit is None else int(options.fit * 2**30)
+    host_bytes = None if options.host is None else int(options.host * 2**30)
     results = []
     if device_bytes is None:
         for rank in ranks:
@@ -112,9 +119,13 @@ def _dry_run(config: "Config", options: argparse.Namespace) -> str:
             )
     else:
         results = check_fit(
-            config, processes=processes, device_bytes=device_bytes, progress=_progress
+            config,
+            processes=processes,
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            progress=_progress,
         )
-    all_moments = [moments(config, result, device_bytes) for result in results]
+    all_moments = [moments(config, result, device_bytes, host_bytes) for result in results]
     responses = response_bytes(config, processes=processes)
     if options.json:
         values = [

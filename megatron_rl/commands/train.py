@@ -148,9 +148,15 @@ def _warn(line: str) -> None:
 
 
 def _check_memory(config: Config, world_size: int) -> None:
-    from megatron_rl.preflight.memory import check_memory
+    from megatron_rl.preflight.memory import check_memory, host_memory
 
-    warning = check_memory(config, world_size=world_size, device_bytes=cuda_memory())
+    on_this_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    warning = check_memory(
+        config,
+        world_size=world_size,
+        device_bytes=cuda_memory(),
+        host_bytes=host_memory() // on_this_node,
+    )
     if warning is not None:
         _warn(warning)
 

@@ -20,10 +20,18 @@ RANK_VARIABLES = (
 )
 
 
-def check_memory(config: Config, *, world_size: int, device_bytes: int | None) -> str | None:
+def host_memory() -> int:
+    """Return the memory of this host in bytes."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_memory(
+    config: Config, *, world_size: int, device_bytes: int | None, host_bytes: int | None = None
+) -> str | None:
     """Raise ConfigError if the run does not fit; return a warning if the check itself failed.
 
-    device_bytes: memory of one device; None without a device, which skips the check. The dry run
+    device_bytes: memory of one device; None without a device, which skips the check. host_bytes:
+    one process's share of its host's memory, if what it pins there is to be compared. The dry run
     uses its own process because it creates the process groups of the whole run.
     """
     if device_bytes is None or not config.run.check_memory:
@@ -35,6 +43,8 @@ def check_memory(config: Config, *, world_size: int, device_bytes: int | None) -
             sys.executable, "-m", "megatron_rl.cli", "dry-run", str(file),
             "--processes", str(world_size), "--fit", str(device_bytes / 2**30),
         ]  # fmt: skip
+        if host_bytes is not None:
+            command += ["--host", str(host_bytes / 2**30)]
         environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
         completed = subprocess.run(
             command, capture_output=True, text=True, check=False, env=environment

@@ -29,6 +29,7 @@ from megatron_rl.resharding.layouts import EngineLayout
 GIB = 2**30
 SUGGESTIONS = 2  # number of suggestions to find
 TRAINING, PUSH, GENERATING, ENGINE = "training", "a weight push", "generating", "the engine's share"
+HOST = "a process on the host"
 
 
 Progress = Callable[[str], None]
@@ -75,10 +76,13 @@ class Moment:
         return f"{self.name} needs {self.amount} ({self.items})"
 
 
-def moments(config: Config, dry_run: DryRun, device_bytes: int | None) -> list[Moment]:
+def moments(
+    config: Config, dry_run: DryRun, device_bytes: int | None, host_bytes: int | None = None
+) -> list[Moment]:
     """Return training, push and generating on one rank's device, and the engine in its share.
 
     Without `device_bytes`, returns only the first two, which do not depend on the device's size.
+    With `host_bytes`, one process's share of its host, includes what the process pins there.
     """
     weights, keys = _engine_bytes(config, dry_run)
     asleep = sum(dry_run.asleep.values())
@@ -109,7 +113,13 @@ def moments(config: Config, dry_run: DryRun, device_bytes: int | None) -> list[M
         "reserve": RESERVE,
     }
     engine = {"its weights": weights, "KV cache of one longest sequence": keys}
-    return [*first, Moment(GENERATING, device_bytes, generating), Moment(ENGINE, share, engine)]
+    on_host = {"optimizer states while the engine generates, reference policy": dry_run.asleep_host}
+    return [
+        *first,
+        Moment(GENERATING, device_bytes, generating),
+        Moment(ENGINE, share, engine),
+        *([] if host_bytes is None else [Moment(HOST, host_bytes, on_host)]),
+    ]
 
 
 def describe_moments(moments: list[Moment]) -> str:
@@ -145,7 +155,12 @@ def _engine_bytes(config: Config, dry_run: DryRun) -> tuple[int, int]:
 
 
 def find_lacking(
-    config: Config, *, processes: int, device_bytes: int, progress: Progress = _silent
+    config: Config,
+    *,
+    processes: int,
+    device_bytes: int,
+    host_bytes: int | None = None,
+    progress: Progress = _silent,
 ) -> tuple[list[Moment], list[DryRun]]:
     """Return the moments that do not fit, largest excess first, and the dry runs.
 
@@ -156,19 +171,34 @@ def find_lacking(
     for rank in ranks:
         progress(f"rank {rank} of {processes}")
         dry_runs.append(dry_run_rank(config, processes=processes, rank=rank))
-    all_moments = [m for dry_run in dry_runs for m in moments(config, dry_run, device_bytes)]
+    all_moments = [
+        moment
+        for dry_run in dry_runs
+        for moment in moments(config, dry_run, device_bytes, host_bytes)
+    ]
     lacking = [moment for moment in all_moments if moment.missing > 0]
     return sorted(lacking, key=lambda moment: -moment.missing), dry_runs
 
 
 def check_fit(
-    config: Config, *, processes: int, device_bytes: int, progress: Progress = _silent
+    config: Config,
+    *,
+    processes: int,
+    device_bytes: int,
+    host_bytes: int | None = None,
+    progress: Progress = _silent,
 ) -> list[DryRun]:
     """Return the dry runs; raise DoesNotFitError with suggested settings if the run does not fit.
 
     progress: called with a message at each step; the check takes minutes for large models.
     """
-    find = partial(find_lacking, processes=processes, device_bytes=device_bytes, progress=progress)
+    find = partial(
+        find_lacking,
+        processes=processes,
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        progress=progress,
+    )
     lacking, dry_runs = find(config)
     if not lacking:
         return dry_runs
@@ -177,6 +207,8 @@ def check_fit(
         for changes in islice(_suggestions(config, {}, lacking, find, progress), SUGGESTIONS)
     ]
     advice = "use more devices, or larger ones"
+    if lacking[0].name == HOST:
+        advice = "use more nodes, or nodes with more memory"
     if suggestions:
         advice = f"these settings fit: {', or '.join(suggestions)}"
     raise DoesNotFitError(
@@ -208,6 +240,8 @@ def _suggestions(
 
 def candidates(config: Config, moment: Moment, *, processes: int) -> Iterator[dict[str, Any]]:
     """Yield changes to try, those that cost the least speed first."""
+    if moment.name == HOST:  # ranks share the states of one model, however it is sharded
+        return
     rollout = config.rollout
     fractions = [tenths / 10 for tenths in range(1, 9)]
     if moment.name == GENERATING:

@@ -1,5 +1,7 @@
 """The large examples fit on their devices; errors suggest settings that fit."""
 
+import functools
+
 import pytest
 
 from megatron_rl import cli
@@ -88,6 +90,24 @@ def test_error_suggests_an_engine_share_that_fits(tmp_path, fraction, output):
     config = shallow(tmp_path, rollout={"gpu_memory_utilization": fraction})
     with pytest.raises(fit.DoesNotFitError, match=output):
         fit.check_fit(config, processes=1, device_bytes=SHALLOW_DEVICE)
+
+
+def test_pinned_memory_must_fit_on_the_host(tmp_path):
+    """Optimizer states while the engine generates, 12 bytes a parameter; a reference policy, 2."""
+    kl = {"name": "grpo", "kl": {"estimator": "k3", "coefficient": 0.1}}
+    plain = shallow(tmp_path)
+    with_reference = shallow(tmp_path, objective=kl)
+    pinned = []
+    for config in (plain, with_reference):
+        find = functools.partial(fit.find_lacking, config, processes=1, device_bytes=DEVICE)
+        lacking, (run,) = find(host_bytes=2**40)
+        assert not lacking
+        pinned.append(run.asleep_host / run.parameters)
+        (moment,), _ = find(host_bytes=run.asleep_host - 1)
+        assert moment.name == fit.HOST and moment.missing == 1
+    assert pinned[0] == pytest.approx(12, rel=1 / 16) and pinned[1] == pytest.approx(14, rel=1 / 8)
+    with pytest.raises(fit.DoesNotFitError, match=r"a process on the host needs .* use more nodes"):
+        fit.check_fit(plain, processes=1, device_bytes=DEVICE, host_bytes=2**30)
 
 
 def run_command(tmp_path, capsys, monkeypatch, *arguments):
