@@ -34,8 +34,7 @@ def gather_stacked(x: Tensor, *, group: Group) -> Tensor:
     if size == 1:
         return x.unsqueeze(0)
     stacked = x.new_empty((size, *x.shape))
-    # Into one tensor: NCCL would gather a list into a buffer of its own and copy the parts out.
-    dist.all_gather_into_tensor(stacked.view(-1), x.reshape(-1), group=group)
+    dist.all_gather(list(stacked.unbind(0)), x.contiguous(), group=group)
     return stacked
 
 

@@ -89,7 +89,7 @@ def test_updates_reuse_the_copies_of_the_first_pass(copies, cp_size):
         batch.advantages = batch.advantages.clone()
         walk(cache, batch)
         assert copies.pinned == once + 2
-        # When the engine wakes up nothing is left.
+        # When the engine wakes up no pack is left.
         cache.clear()
         assert not cache._packs
         walk(cache, batch)
