@@ -67,6 +67,7 @@ def test_a_run_continues_before_the_engine_takes_its_memory(tmp_path, monkeypatc
         console=Console(is_main_rank=False),
         topology=Topology.single(),
         grader=SimpleNamespace(pool=None),
+        conversations=None,
         interruption=Interruption(),
         start=StartUp(),
         progress=Heartbeat(),
