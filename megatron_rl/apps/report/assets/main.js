@@ -65,7 +65,7 @@ function header() {
   return [
     h("header", {}, h("h1", {}, DATA.title), h("p", {}, what), DATA.first.length < DATA.groups.length && facets(keep)),
     h("nav", {}, bar,
-      choice("x axis", Object.entries(UNITS).map(([name, { title }]) => [name, title.replace("rollout ", "").replace("generated ", "").replace("optimizer ", "")]), STATE.axis, (name) => { STATE.axis = name; changed(); })),
+      choice("x axis", Object.entries(UNITS).map(([name, { title }]) => [name, title.replace("rollout ", "").replace("generated ", "").replace("optimizer ", "").replace(" time (epochs)", "")]), STATE.axis, (name) => { STATE.axis = name; changed(); })),
   ];
 }
 
