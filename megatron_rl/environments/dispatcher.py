@@ -1,6 +1,5 @@
 """The thread that runs the environment processes of a pool."""
 
-import itertools
 import os
 import selectors
 import time
@@ -38,11 +37,10 @@ class Dispatcher:
     time_limit: float
     echo: Callable[[str], object]
     commands: "SimpleQueue[tuple[str, tuple[Any, ...]]]" = field(default_factory=SimpleQueue)
-    # (place, result); place -1: ready, with the tools; an exception: the pool is broken
+    # (key, result); key -1: a process is ready, with its tools, or the error that ended the thread
     results: "SimpleQueue[tuple[int, Any]]" = field(default_factory=SimpleQueue)
     _conversations: dict[int, Conversation] = field(default_factory=dict)
-    _homes: dict[int, EnvironmentProcess] = field(default_factory=dict)  # by a conversation's key
-    _keys: "itertools.count[int]" = field(default_factory=itertools.count)
+    _homes: dict[int, EnvironmentProcess] = field(default_factory=dict)
     _idle_deaths: int = 0
     _is_closing: bool = False
 
@@ -75,10 +73,6 @@ class Dispatcher:
         """Close the pipe that wakes the thread, after the thread has ended."""
         os.close(self._wake_up)
         os.close(self._bell)
-
-    def _report(self, conversation: Conversation, result: Answer | EnvironmentFailure) -> None:
-        if self._conversations.get(conversation.place) is conversation:  # not ended meanwhile
-            self.results.put((conversation.place, result))
 
     def _step(self, selector: selectors.BaseSelector) -> None:
         for process in self._processes:
@@ -116,21 +110,20 @@ class Dispatcher:
                 case "close":
                     self._is_closing = True
 
-    def _begin(self, place: int, row: str, seed: int) -> None:
-        self._conversations[place] = Conversation(next(self._keys), place, row, seed)
+    def _begin(self, key: int, row: str, seed: int) -> None:
+        self._conversations[key] = Conversation(key, row, seed)
 
-    def _send(self, place: int, message: str) -> None:
-        conversation = self._conversations[place]
+    def _send(self, key: int, message: str) -> None:
+        conversation = self._conversations[key]
         conversation.turns.append(Turn(message))
-        home = self._homes.get(conversation.key)
+        home = self._homes.get(key)
         if home is None:
-            home = min(self._processes, key=lambda one: one.load)
-            self._homes[conversation.key] = home
+            home = self._homes[key] = min(self._processes, key=lambda one: one.load)
         home.waiting.append(conversation)
 
-    def _end(self, place: int) -> None:
-        conversation = self._conversations.pop(place)
-        home = self._homes.pop(conversation.key, None)
+    def _end(self, key: int) -> None:
+        conversation = self._conversations.pop(key)
+        home = self._homes.pop(key, None)
         if home is not None:
             home.forget(conversation)
 
@@ -159,7 +152,7 @@ class Dispatcher:
             return
         turn = conversation.turns[-1]
         turn.answer, turn.timed_out, conversation.deaths = line["answer"], line["timed_out"], 0
-        self._report(conversation, Answer(**line["answer"]))
+        self.results.put((conversation.key, Answer(**line["answer"])))
 
     def _fail(self, conversation: Conversation, kind: FailureKind, text: str) -> None:
         if kind == "timed_out":
@@ -171,7 +164,7 @@ class Dispatcher:
         if home is not None:
             home.forget(conversation)
         failure = EnvironmentFailure(kind, f"{self.name} {verb} turn {number}: {text}")
-        self._report(conversation, failure)
+        self.results.put((conversation.key, failure))
 
     def _end_late(self, process: EnvironmentProcess, selector: selectors.BaseSelector) -> None:
         if not process.is_ready:

@@ -4,6 +4,7 @@ What a model writes can make a tool run for hours, use all memory or end its pro
 exceeds the limit is killed, its conversation gets a failure, and the others go on unchanged.
 """
 
+import itertools
 import os
 import sys
 import threading
@@ -51,6 +52,10 @@ class EnvironmentPool:
         self.tools: list[dict[str, Any]] = []  # JSON schemas, after `start`
         self.answered = 0  # total number of results, to detect progress
         self._not_ready, self._is_closed = workers, False
+        self._numbers = itertools.count()
+        # A key is never used again, so that no answer goes to a later conversation at its place.
+        self._keys: dict[int, int] = {}
+        self._places: dict[int, int] = {}
         self._printed = PrintedLines(_limited(name, echo), longest=_LONGEST_LINE)
         command = [
             *(sys.executable, "-m", "megatron_rl.environments.worker", "--environment", name),
@@ -74,11 +79,13 @@ class EnvironmentPool:
 
     def begin(self, place: int, row: str, seed: int) -> None:
         """Begin a conversation; place: its index in the call; row: the prompt set's row as JSON."""
-        self._dispatcher.command("begin", place, row, seed)
+        key = self._keys[place] = next(self._numbers)
+        self._places[key] = place
+        self._dispatcher.command("begin", key, row, seed)
 
     def send(self, place: int, message: str) -> None:
         """Send a turn of the policy; `poll` returns the answer later."""
-        self._dispatcher.command("send", place, message)
+        self._dispatcher.command("send", self._keys[place], message)
 
     def poll(self, timeout: float) -> list[Result]:
         """Return the answers that have arrived; wait up to `timeout` seconds for the first."""
@@ -95,7 +102,9 @@ class EnvironmentPool:
 
     def end(self, place: int) -> None:
         """End a conversation and drop its environment; an answer on its way is ignored."""
-        self._dispatcher.command("end", place)
+        key = self._keys.pop(place)
+        del self._places[key]
+        self._dispatcher.command("end", key)
 
     def close(self) -> None:
         """Stop the workers."""
@@ -120,12 +129,15 @@ class EnvironmentPool:
 
     def _take(self, timeout: float | None) -> list[Result]:
         """Take one result off the queue; raises Empty after `timeout` seconds."""
-        place, result = self._dispatcher.results.get(timeout=timeout)
+        key, result = self._dispatcher.results.get(timeout=timeout)
         if isinstance(result, Exception):
-            self._dispatcher.results.put((place, result))  # for the next call, too
+            self._dispatcher.results.put((key, result))  # for the next call, too
             raise result
-        if place < 0:
+        if key < 0:
             self._not_ready, self.tools = max(self._not_ready - 1, 0), result
+            return []
+        place = self._places.get(key)
+        if place is None:  # ended meanwhile
             return []
         failed = isinstance(result, EnvironmentFailure) and result.kind == "failed"
         if failed and self.on_error == "end":

@@ -30,11 +30,10 @@ class Turn:
 class Conversation:
     """All that a new environment of the conversation needs: row, seed and the turns so far.
 
-    key: names it in the processes; a place may be used again while an old call is in progress.
+    key: its number among all conversations of the pool.
     """
 
     key: int
-    place: int
     row: str
     seed: int
     turns: list[Turn] = field(default_factory=list)

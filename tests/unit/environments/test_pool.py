@@ -242,6 +242,12 @@ def test_a_place_is_used_again_while_an_old_call_is_in_progress(short):
     pool.send(0, "wait 0.3")
     pool.end(0)
     assert short([["a", "wait 0.5"]]) == [expected(0, ["a", "wait 0.5"])]
+    pool.begin(0, '{"name": "old"}', 1)
+    pool.send(0, "x")
+    while pool._dispatcher.results.empty():  # its answer has arrived and was not polled
+        time.sleep(0.01)
+    pool.end(0)
+    assert short([["a", "b"]]) == [expected(0, ["a", "b"])]
 
 
 def test_processes_end_with_the_pool_busy_or_not():
