@@ -14,6 +14,7 @@ from megatron_rl.environments.interface import (
     EnvironmentFailure,
     FailureKind,
 )
+from megatron_rl.environments.journal import Journal
 from megatron_rl.environments.process import Conversation, EnvironmentProcess, Turn
 from megatron_rl.rewards.process import START_SECONDS
 
@@ -41,6 +42,7 @@ class Dispatcher:
     results: "SimpleQueue[tuple[int, Any]]" = field(default_factory=SimpleQueue)
     _conversations: dict[int, Conversation] = field(default_factory=dict)
     _homes: dict[int, EnvironmentProcess] = field(default_factory=dict)
+    _journal: Journal | None = None
     _idle_deaths: int = 0
     _is_closing: bool = False
 
@@ -66,6 +68,7 @@ class Dispatcher:
         except Exception as error:  # noqa: BLE001 - raised by `poll`
             self.results.put((-1, error))
         finally:
+            self._use_journal(None)
             for process in self._processes:
                 process.stop()
 
@@ -101,6 +104,8 @@ class Dispatcher:
         while not self.commands.empty():
             kind, arguments = self.commands.get()
             match kind:
+                case "journal":
+                    self._use_journal(*arguments)
                 case "begin":
                     self._begin(*arguments)
                 case "send":
@@ -110,12 +115,20 @@ class Dispatcher:
                 case "close":
                     self._is_closing = True
 
-    def _begin(self, key: int, row: str, seed: int) -> None:
-        self._conversations[key] = Conversation(key, row, seed)
+    def _use_journal(self, journal: Journal | None) -> None:
+        if self._journal is not None:
+            self._journal.close()
+        self._journal = journal
+
+    def _begin(self, key: int, place: int, row: str, seed: int) -> None:
+        self._conversations[key] = Conversation(key, place, row, seed)
 
     def _send(self, key: int, message: str) -> None:
         conversation = self._conversations[key]
         conversation.turns.append(Turn(message))
+        if self._journal is not None and self._journal.answer(conversation):
+            self.results.put((key, Answer(**(conversation.turns[-1].answer or {}))))
+            return
         home = self._homes.get(key)
         if home is None:
             home = self._homes[key] = min(self._processes, key=lambda one: one.load)
@@ -152,6 +165,8 @@ class Dispatcher:
             return
         turn = conversation.turns[-1]
         turn.answer, turn.timed_out, conversation.deaths = line["answer"], line["timed_out"], 0
+        if self._journal is not None:
+            self._journal.add(conversation)
         self.results.put((conversation.key, Answer(**line["answer"])))
 
     def _fail(self, conversation: Conversation, kind: FailureKind, text: str) -> None:
@@ -169,9 +184,9 @@ class Dispatcher:
     def _end_late(self, process: EnvironmentProcess, selector: selectors.BaseSelector) -> None:
         if not process.is_ready:
             raise BrokenEnvironmentError(f"{self.name} did not start in {START_SECONDS:.0f} s")
-        started = [process.sent[key] for key in process.started]
+        started = self._started(process)
         new = self._replace(process, selector)
-        if len(started) > 1:
+        if len(started) != 1:
             new.alone.extendleft(reversed(started))
             return
         (late,) = started
@@ -188,9 +203,9 @@ class Dispatcher:
             raise BrokenEnvironmentError(
                 f"{self.name} did not start ({end}); the log has its output"
             )
-        started = [process.sent[key] for key in process.started]
+        started = self._started(process)
         new = self._replace(process, selector)
-        if not started:
+        if not process.started:
             self._idle_deaths += 1
             if self._idle_deaths > MAX_IDLE_DEATHS:
                 raise BrokenEnvironmentError(f"a process of {self.name} ended by itself ({end})")
@@ -199,6 +214,10 @@ class Dispatcher:
             if started[0].deaths == 2:  # once, it may be killed because the machine lacks memory
                 self._fail(started.pop(), "failed", f"its process died twice, {end}")
         new.alone.extendleft(reversed(started))
+
+    def _started(self, process: EnvironmentProcess) -> list[Conversation]:
+        """Return the conversations with a call in progress, but those that were ended meanwhile."""
+        return [process.sent[key] for key in process.started if key in self._conversations]
 
     def _replace(
         self, process: EnvironmentProcess, selector: selectors.BaseSelector

@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from queue import Empty
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from megatron_rl.environments.dispatcher import Dispatcher
 from megatron_rl.environments.interface import Answer, BrokenEnvironmentError, EnvironmentFailure
+from megatron_rl.environments.journal import Journal
 from megatron_rl.environments.process import EnvironmentProcess
 from megatron_rl.rewards.process import PrintedLines, worker_environment
 
@@ -77,11 +79,15 @@ class EnvironmentPool:
         while self._not_ready:
             self._take(None)
 
+    def use_journal(self, path: Path | None) -> None:
+        """Record answers in a file from now on, and take those from it that it has; None: stop."""
+        self._dispatcher.command("journal", None if path is None else Journal(path))
+
     def begin(self, place: int, row: str, seed: int) -> None:
         """Begin a conversation; place: its index in the call; row: the prompt set's row as JSON."""
         key = self._keys[place] = next(self._numbers)
         self._places[key] = place
-        self._dispatcher.command("begin", key, row, seed)
+        self._dispatcher.command("begin", key, place, row, seed)
 
     def send(self, place: int, message: str) -> None:
         """Send a turn of the policy; `poll` returns the answer later."""

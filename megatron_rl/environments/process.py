@@ -30,10 +30,11 @@ class Turn:
 class Conversation:
     """All that a new environment of the conversation needs: row, seed and the turns so far.
 
-    key: its number among all conversations of the pool.
+    key: its number among all conversations of the pool; place: its index in the call.
     """
 
     key: int
+    place: int
     row: str
     seed: int
     turns: list[Turn] = field(default_factory=list)

@@ -263,3 +263,27 @@ def test_a_killed_idle_process_is_replaced(short):
     ((pid,),) = short([["pid"]])
     os.kill(int(pid.observation), signal.SIGKILL)
     assert short([["a", "b"]]) == [expected(0, ["a", "b"])]
+
+
+@pytest.mark.parametrize("name", ["Obedient", "Remembering"])
+def test_answers_of_the_journal_repeat_no_side_effect(tmp_path, name):
+    seen, journal = tmp_path / "seen", tmp_path / "calls" / "journal.jsonl"
+    turns = [f"count {seen}", "b", f"count {seen}"]
+    first = [expected(n, turns) for n in range(2)]
+    with open_pool(name) as pool:
+        pool.use_journal(journal)
+        assert Talk(pool)([turns[:2]] * 2) == [one[:2] for one in first]
+    with journal.open("ab") as file:
+        file.write(b'{"turn": "cut')  # as a killed process leaves it
+    with open_pool(name) as pool:
+        pool.use_journal(journal)
+        assert Talk(pool)([turns] * 2) == first
+        # Without a call from the journal, with one where the state has to be made again: by
+        # `replay`, or by calling `step` for the earlier turns.
+        calls = {"Remembering": 2 + 2, "Obedient": 2 + 2 + 2}[name]
+        assert len(seen.read_text().splitlines()) == calls
+        assert Talk(pool)([turns] * 2) == first
+        assert Talk(pool)([["b"], ["b"]]) == [expected(0, ["b"]), expected(1, ["b"])]
+        pool.use_journal(None)
+    assert len(seen.read_text().splitlines()) == calls
+    assert len(journal.read_text().splitlines()) == 8  # 2 x 3, and two of the last call
