@@ -94,7 +94,7 @@ def test_every_study_is_valid(file):
 )
 def test_every_config_is_valid(file):
     load_config(file)
-    tiny = {"quickstart", "own_data", "dapo", "offline", *REGIMES}
+    tiny = {"quickstart", "own_data", "dapo", "offline", "tools", "ask", *REGIMES}
     assert file.stem in {*tiny, *MODELS}, "give its true shape here"
 
 
