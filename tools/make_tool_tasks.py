@@ -8,9 +8,8 @@ lookup: the prompt names a key, the first turn calls the tool `lookup` with it, 
 the key's digit in the row's table; another key has another digit.
 
 The model is a Qwen2 of about a hundred thousand parameters with its own tokenizer. It is fine-tuned
-on conversations of both tasks: first correct ones, then ones in which the key and the digit are
-mostly random. So it knows the form, and its answers are little better than blind; what RL has to
-find is that using the environment pays.
+on conversations of both tasks: first correct ones, then ones in which six of ten keys and digits
+are random. So it knows the form; what RL has to find is that using the environment pays.
 
 The output folder contains `ask` and `lookup`, each with `train.jsonl` and `heldout.jsonl`, and
 `model` in Hugging Face format; a second call with the same settings does nothing.
@@ -60,8 +59,8 @@ class Settings:
     batch: int = 64  # conversations per update
     learning_rate: float = 3e-3
     updates: int = 150  # on correct conversations
-    noisy_updates: int = 60  # on conversations that mostly ignore the environment
-    used: float = 0.15  # probability that a symbol of these is copied, not random
+    noisy_updates: int = 60  # on conversations that often ignore the environment
+    used: float = 0.4  # probability that a symbol of these is copied, not random
 
 
 class Conversation(NamedTuple):

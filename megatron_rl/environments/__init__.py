@@ -1,5 +1,6 @@
 """Conversations of several turns: what answers the policy, in worker processes; needs no torch."""
 
+from megatron_rl.environments.agent import AgentCommand, AgentEnvironment
 from megatron_rl.environments.interface import (
     Answer,
     BrokenEnvironmentError,
@@ -11,6 +12,8 @@ from megatron_rl.environments.pool import EnvironmentPool
 from megatron_rl.environments.tools import ToolEnvironment
 
 __all__ = [
+    "AgentCommand",
+    "AgentEnvironment",
     "Answer",
     "BrokenEnvironmentError",
     "Environment",

@@ -42,9 +42,10 @@ class Environment(Protocol):
     The answers must be a function of (row, seed, messages so far): if the worker process of a
     conversation is lost, its messages are sent again to a new environment.
 
-    Two methods are optional. `timed_out(message) -> Answer` answers a turn whose `step` exceeded
+    Three methods are optional. `timed_out(message) -> Answer` answers a turn whose `step` exceeded
     the time limit, in place of ending the conversation. `replay(turns)` restores the state after
     `turns`, a list of (message, Answer), where calling `step` again would repeat side effects.
+    `close()` releases what the environment has when the conversation is over.
     """
 
     def __init__(self, row: Mapping[str, Any], seed: int) -> None: ...

@@ -21,6 +21,7 @@ import json
 import os
 import sys
 import traceback
+from functools import partial
 from io import RawIOBase
 from typing import Any
 
@@ -51,7 +52,7 @@ class Worker:
     def __init__(self, make: Any, *, name: str, time_limit: float, output: RawIOBase) -> None:
         self._make, self._name, self._time_limit, self._output = make, name, time_limit, output
         self._environments: dict[int, Any] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self, source: int) -> None:
         """Serve the requests of the file descriptor `source` until it ends."""
@@ -62,11 +63,12 @@ class Worker:
         while line := await reader.readline():
             request = json.loads(line)
             if "end" in request:
-                self._environments.pop(request["end"], None)
+                if (task := self._tasks.get(request["end"])) is not None:
+                    task.cancel()
+                self._forget(request["end"])
                 continue
-            task = asyncio.create_task(self._serve(request))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task = self._tasks[request["key"]] = asyncio.create_task(self._serve(request))
+            task.add_done_callback(partial(self._finish, request["key"]))
         sys.stdout.flush()
         os._exit(0)  # threads and tasks of environments that are left do not delay the end
 
@@ -77,9 +79,22 @@ class Worker:
                 await self._rebuild(request)
             reply = await self._answer(key, turns[-1])
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the parent decides
-            self._environments.pop(key, None)
+            self._forget(key)
             reply = self._failure(error)
         send(self._output, {"key": key, **reply})
+
+    def _finish(self, key: int, task: asyncio.Task[None]) -> None:
+        del self._tasks[key]
+        if task.cancelled():  # the conversation was ended; the parent counts on a reply
+            send(self._output, {"key": key, "failure": "failed", "text": "ended", "trace": ""})
+
+    def _forget(self, key: int) -> None:
+        environment = self._environments.pop(key, None)
+        try:
+            if hasattr(environment, "close"):
+                environment.close()
+        except Exception:  # noqa: BLE001 - the conversation is over
+            traceback.print_exc()
 
     async def _rebuild(self, request: dict[str, Any]) -> None:
         key, (*earlier, _) = request["key"], request["turns"]

@@ -24,7 +24,7 @@ LAYERS = {
     "objectives": {"types", "distributed"},
     "config": {"objectives"},
     "rewards": {"types", "texts", "runtime"},
-    "environments": {"types", "texts", "rewards"},
+    "environments": {"types", "texts", "rewards", "runtime"},
     "data": {"types", "texts", "runtime", "distributed"},
     "resharding": {"types", "runtime", "distributed", "models"},
     "actor": {"types", "runtime", "distributed", "objectives", "models", "resharding", "data"},

@@ -1,0 +1,142 @@
+"""A user's agent as an environment: it calls the policy through OpenAI's chat completions.
+
+The agent's loop stays as it is; only the address of its model is ours. Its requests are answered by
+the turns that the policy samples, and the messages that a request adds are the observation of the
+turn before. So a request must extend the conversation: what the policy sampled cannot change.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from megatron_rl.environments.call_formats import CallFormat
+from megatron_rl.environments.endpoint import Endpoint, Session
+from megatron_rl.environments.interface import Answer
+from megatron_rl.errors import UserError
+from megatron_rl.rewards.calling import as_number, shown
+from megatron_rl.runtime.interruption import end_with_parent
+
+_MAX_ERROR = 300  # characters of a command's last line
+
+
+class AgentEnvironment:
+    """Derive a class with `run`, which returns the reward of the conversation.
+
+    prompt: column of the row with the first messages, a list or the text of a user. The agent's
+    first request must contain exactly these messages, which the policy has answered already.
+    call_format: how the model writes tool calls, for an agent that sends tools.
+    """
+
+    prompt: ClassVar[str] = "prompt"
+    call_format: ClassVar[CallFormat] = "hermes"
+
+    def __init__(self, row: Mapping[str, Any], seed: int) -> None:
+        self.row, self.seed = row, seed
+        self._session: Session | None = None
+        self._agent: asyncio.Task[Any] | None = None
+
+    def run(self, url: str) -> Any:
+        """Run the agent with the model at `url` (`http://127.0.0.1:...`) and return the reward.
+
+        `async`, or a plain function, which runs in a thread.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no method run(url)")
+
+    async def step(self, message: str) -> Answer:
+        """Answer the agent's request with this turn; return what the next request adds."""
+        if self._session is None:
+            self._session = (await Endpoint.of_this_process()).open(
+                self._first_messages(), call_format=self.call_format
+            )
+            self._agent = asyncio.create_task(self._run(self._session.url))
+            if await self._next_messages() is None:
+                raise UserError("the agent ended without a request to the model")
+        self._session.answer(message)
+        messages = await self._next_messages()
+        if messages is not None:
+            return Answer(messages)
+        assert self._agent is not None
+        reward = as_number(self._agent.result())
+        if reward is None:
+            returned = shown(self._agent.result())
+            raise UserError(f"the agent returned {returned}; return the reward, a finite number")
+        return Answer(reward=reward, done=True, reason="agent ended")
+
+    def close(self) -> None:
+        """End the agent of a conversation that is over."""
+        if self._session is not None:
+            self._session.close()
+        if self._agent is not None:
+            self._agent.cancel()
+
+    def _first_messages(self) -> list[dict[str, Any]]:
+        if self.prompt not in self.row:
+            raise UserError(
+                f"the row has no column {self.prompt!r} (its columns: {', '.join(self.row)}); set "
+                f"{type(self).__name__}.prompt to the column of the prompt"
+            )
+        value = self.row[self.prompt]
+        return [{"role": "user", "content": value}] if isinstance(value, str) else list(value)
+
+    async def _run(self, url: str) -> Any:
+        if inspect.iscoroutinefunction(self.run):
+            return await self.run(url)
+        return await asyncio.to_thread(self.run, url)
+
+    async def _next_messages(self) -> list[dict[str, Any]] | None:
+        """Wait for the agent's next request; None if the agent ended instead."""
+        assert self._session is not None
+        assert self._agent is not None
+        request = asyncio.create_task(self._session.next_messages())
+        try:
+            await asyncio.wait({request, self._agent}, return_when=asyncio.FIRST_COMPLETED)
+            if request.done():
+                return request.result()
+            self._agent.result()  # raises what the agent raised
+            return None
+        finally:
+            request.cancel()
+
+
+class AgentCommand(AgentEnvironment):
+    """An agent that is a program, also one of another virtual environment.
+
+    command: the program and its arguments. It finds the model's address in OPENAI_BASE_URL, as
+    OpenAI's client does, and the row as one line of JSON on standard input; the last line of its
+    output is the reward.
+    """
+
+    command: ClassVar[Sequence[str]] = ()
+
+    async def run(self, url: str) -> float:
+        """Run the program and read its reward."""
+        parent = os.getpid()
+        # PYTHONPATH has the modules of this environment, which another one must not load.
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        process = await asyncio.create_subprocess_exec(
+            *self.command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=variables | {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "none"},
+            preexec_fn=lambda: end_with_parent(parent),
+        )
+        try:
+            output, errors = await process.communicate(json.dumps(self.row).encode() + b"\n")
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                process.kill()
+        lines, problems = (text.decode(errors="replace").split("\n") for text in (output, errors))
+        last = next(filter(None, reversed(lines)), "")
+        with contextlib.suppress(ValueError):
+            if process.returncode == 0:
+                return float(last)
+        reason = next(filter(None, reversed(problems)), "")[:_MAX_ERROR]
+        raise UserError(
+            f"{self.command[0]} ended with status {process.returncode} and the last line "
+            f"{last[:_MAX_ERROR]!r} {reason}; print the reward, a number, as the last line"
+        )

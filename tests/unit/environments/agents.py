@@ -1,0 +1,132 @@
+"""Agents as a user has them, in this environment and as a program; no torch here."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from megatron_rl.environments.agent import AgentCommand, AgentEnvironment
+
+QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Guess."}]
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look.",
+          "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}}]  # fmt: skip
+
+
+def client(url):
+    from openai import AsyncOpenAI
+
+    return AsyncOpenAI(base_url=url, api_key="none")
+
+
+async def complete(url, messages, **more):
+    answer = await client(url).chat.completions.create(model="policy", messages=messages, **more)
+    return answer.choices[0]
+
+
+class Guesser(AgentEnvironment):
+    """Says higher or lower until the number is found; with OpenAI's client, unmodified."""
+
+    async def run(self, url):
+        messages = list(self.row["prompt"])
+        for _ in range(5):
+            choice = await complete(url, messages, temperature=0.3)
+            assert choice.finish_reason == "stop"
+            guess = int(choice.message.content)
+            if guess == self.row["secret"]:
+                return 1.0
+            messages.append(choice.message.model_dump(exclude_none=True))
+            hint = "higher" if guess < self.row["secret"] else "lower"
+            messages.append({"role": "user", "content": hint})
+        return 0.0
+
+
+class Looker(AgentEnvironment):
+    """Runs the model's tool calls, as agents do."""
+
+    async def run(self, url):
+        messages = list(self.row["prompt"])
+        while True:
+            choice = await complete(url, messages, tools=TOOLS)
+            messages.append(choice.message)
+            if choice.finish_reason != "tool_calls":
+                return float(choice.message.content == "blue")
+            for call in choice.message.tool_calls:
+                content = f"{call.function.name}: {call.function.arguments}"
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+
+
+class Blocking(AgentEnvironment):
+    """With the client that blocks, in a thread."""
+
+    def run(self, url):
+        from openai import OpenAI
+
+        answer = OpenAI(base_url=url, api_key="none").chat.completions.create(
+            model="policy", messages=self.row["prompt"]
+        )
+        return float(len(answer.choices[0].message.content))
+
+
+class Rewriter(AgentEnvironment):
+    """Summarizes what the model wrote."""
+
+    async def run(self, url):
+        first = await complete(url, self.row["prompt"])
+        summary = {"role": "assistant", "content": first.message.content[:2]}
+        await complete(url, [*self.row["prompt"], summary, {"role": "user", "content": "Go on."}])
+        return 1.0
+
+
+class OtherPrompt(AgentEnvironment):
+    async def run(self, url):
+        await complete(url, [{"role": "user", "content": "Something else."}])
+
+
+class Streaming(AgentEnvironment):
+    async def run(self, url):
+        await complete(url, self.row["prompt"], stream=True)
+
+
+class Silent(AgentEnvironment):
+    async def run(self, url):
+        return 1.0
+
+
+class Failing(AgentEnvironment):
+    async def run(self, url):
+        await complete(url, self.row["prompt"])
+        raise LookupError("my own mistake")
+
+
+class NoReward(AgentEnvironment):
+    async def run(self, url):
+        await complete(url, self.row["prompt"])
+
+
+class Waiting(AgentEnvironment):
+    """Leaves a mark when its conversation is ended."""
+
+    async def run(self, url):
+        try:
+            await complete(url, self.row["prompt"])
+            Path(self.row["started"]).touch()
+            await asyncio.sleep(600)
+        finally:
+            Path(self.row["mark"]).touch()
+
+
+class Program(AgentCommand):
+    command = (sys.executable, "-m", "tests.unit.environments.agent_program")
+
+
+class BrokenProgram(AgentCommand):
+    command = (sys.executable, "-c", "import sys; sys.exit('no such model')")
+
+
+class Verifiers(AgentCommand):
+    """An environment of the library verifiers, in a virtual environment that has it."""
+
+    command = (
+        os.environ.get("MEGATRON_RL_VERIFIERS_PYTHON", ""),
+        str(Path(__file__).with_name("verifiers_agent.py")),
+    )

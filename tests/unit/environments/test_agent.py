@@ -1,0 +1,184 @@
+"""Agents that call the policy by OpenAI's protocol: unmodified clients, fixed histories."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megatron_rl.environments.endpoint import Endpoint, Session
+from megatron_rl.environments.interface import Answer
+from megatron_rl.environments.pool import EnvironmentPool
+from tests.unit.environments.agents import QUESTION
+from tests.unit.environments.test_pool import Talk
+
+HERE = "tests.unit.environments.agents"
+ENDED = {"done": True, "reason": "agent ended"}
+
+if importlib.util.find_spec("openai") is None:
+    pytest.skip("OpenAI's client comes with vLLM, which is not installed", allow_module_level=True)
+
+
+def talk(name, scripts, *, limit=60.0, **row):
+    row = json.dumps({"prompt": QUESTION, **row})
+    lines = []
+    with EnvironmentPool(
+        f"{HERE}:{name}", workers=1, time_limit_seconds=limit, on_error="zero", echo=lines.append
+    ) as pool:
+        return Talk(pool, row=row)(scripts)
+
+
+def user(text):
+    return Answer([{"role": "user", "content": text}])
+
+
+def test_an_unmodified_client_is_answered_by_the_policys_turns():
+    answers = talk("Guesser", [["50", "20", "30"], ["30"], ["1", "2", "3", "4", "5"]], secret=30)
+    assert answers[0] == [user("lower"), user("higher"), Answer(reward=1.0, **ENDED)]
+    assert answers[1] == [Answer(reward=1.0, **ENDED)]
+    assert answers[2] == [user("higher")] * 4 + [Answer(reward=0.0, **ENDED)]
+
+
+def test_tool_calls_are_those_of_the_models_format():
+    call = '<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>'
+    answers = talk("Looker", [[f"I look. {call}{call}", "blue"], ["red"]])
+    first, second = answers[0]
+    assert [one["content"] for one in first.observation] == ['look: {"at": "\\u00e9"}'] * 2
+    assert [one["tool_call_id"] for one in first.observation] == ["call_0_0", "call_0_1"]
+    assert second == Answer(reward=1.0, **ENDED)
+    assert answers[1] == [Answer(reward=0.0, **ENDED)]
+
+
+def test_a_client_that_blocks_runs_in_a_thread():
+    assert talk("Blocking", [["four"], ["x"]]) == [
+        [Answer(reward=4.0, **ENDED)], [Answer(reward=1.0, **ENDED)]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Rewriter", "turn 1: RewrittenHistoryError: message 3 of the request is not that of the "
+                     "conversation, whose first 3 messages are fixed"),
+        ("OtherPrompt", "turn 1: RewrittenHistoryError: message 1 of the request is not that of"),
+        ("Streaming", "stream=true and n above 1 are not supported; ask for one whole turn"),
+        ("Silent", "turn 1: UserError: the agent ended without a request to the model"),
+        ("Failing", "turn 1: LookupError: my own mistake"),
+        ("NoReward", "the agent returned None; return the reward, a finite number"),
+        ("BrokenProgram", "ended with status 1 and the last line '' no such model; print the rew"),
+    ],
+)  # fmt: skip
+def test_what_an_agent_does_wrong_is_one_line(name, words):
+    ((failure,),) = talk(name, [["a turn"]])
+    assert failure.kind == "failed"
+    assert words in failure.text
+    assert "\n" not in failure.text
+
+
+def test_a_prompt_that_the_row_lacks_is_named():
+    with EnvironmentPool(
+        f"{HERE}:Silent", workers=1, time_limit_seconds=60.0, on_error="zero", echo=lambda _: None
+    ) as pool:
+        ((failure,),) = Talk(pool, row='{"question": "x"}')([["a"]])
+    assert (
+        "the row has no column 'prompt' (its columns: question); set Silent.prompt" in failure.text
+    )
+
+
+def appears(file):
+    deadline = time.monotonic() + 60
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return file.exists()
+
+
+def test_an_agent_ends_with_its_conversation(tmp_path):
+    mark, started = tmp_path / "mark", tmp_path / "started"
+    row = json.dumps({"prompt": QUESTION, "mark": str(mark), "started": str(started)})
+    with EnvironmentPool(f"{HERE}:Waiting", workers=1, time_limit_seconds=60.0) as pool:
+        pool.begin(0, row, 0)
+        pool.send(0, "a turn")
+        assert appears(started)  # it has its turn, and makes no further request
+        pool.end(0)
+        assert appears(mark)
+    # Also one that has not begun; the process goes on, and answers others.
+    with EnvironmentPool(f"{HERE}:Guesser", workers=1, time_limit_seconds=60.0) as pool:
+        for place in range(3):
+            pool.begin(place, row, 0)
+            pool.send(place, "30")
+            pool.end(place)
+        row = json.dumps({"prompt": QUESTION, "secret": 30})
+        assert Talk(pool, row=row)([["30"]]) == [[Answer(reward=1.0, **ENDED)]]
+
+
+def test_a_program_of_any_environment_is_an_agent():
+    answers = talk("Program", [["50", "20", "30"]], secret=30)
+    assert answers == [[user("lower"), user("higher"), Answer(reward=1.0, **ENDED)]]
+
+
+def test_only_its_own_address_reaches_a_conversation():
+    """The path has a random token, and the server listens on the loopback interface alone."""
+    import asyncio
+
+    import httpx
+
+    async def requests():
+        endpoint = await Endpoint().start()
+        session = endpoint.open(QUESTION, call_format="hermes")
+        assert session.url.startswith("http://127.0.0.1:")
+        assert len(session.url.split("/")[3]) >= 20
+        base = session.url.rsplit("/", 2)[0]
+        async with httpx.AsyncClient() as client:
+
+            async def post(url, content):
+                return (await client.post(f"{url}/chat/completions", content=content)).status_code
+
+            body = json.dumps({"messages": QUESTION})
+            statuses = [await post(f"{base}/guess/v1", body), await post(session.url, "{"),
+                        await post(session.url, "{}")]  # fmt: skip
+            waiting = asyncio.create_task(post(session.url, body))
+            await session.next_messages()
+            statuses.append(await post(session.url, body))  # a second request at once
+            session.close()
+            return [*statuses, await waiting, await post(session.url, body)]
+
+    assert asyncio.run(requests()) == [404, 400, 400, 409, 410, 410]
+
+
+def test_a_turn_stays_what_the_policy_wrote():
+    """No text of a turn passes through the client: only what comes after it is new."""
+    import asyncio
+
+    async def check():
+        session = Session("", QUESTION, call_format="hermes")
+        serving = asyncio.create_task(session.complete({"messages": QUESTION}))
+        assert await session.next_messages() == []
+        session.answer("half \ud83d <think>x</think>  ")
+        status, reply = await serving
+        assert (status, reply["choices"][0]["message"]["content"]) == (
+            200, "half \ud83d <think>x</think>  ")  # fmt: skip
+        said = reply["choices"][0]["message"]
+        for wrong in ({"content": "x"}, {"content": said["content"].strip()}, {"role": "user"}):
+            status, _ = await session.complete({"messages": [*QUESTION, said | wrong]})
+            assert status == 409
+
+    asyncio.run(check())
+
+
+def test_verifiers_environment_of_another_virtual_environment():
+    """An unmodified environment of verifiers 0.1.x; needs MEGATRON_RL_VERIFIERS_PYTHON."""
+    python = os.environ.get("MEGATRON_RL_VERIFIERS_PYTHON")
+    if python is None:
+        pytest.skip("MEGATRON_RL_VERIFIERS_PYTHON names no python that has verifiers")
+    subprocess.run([python, "-c", "import verifiers"], check=True)
+    answers = talk("Verifiers", [["50", "20", "30"], ["1"] * 4], secret=30, limit=300.0)
+    assert answers[0] == [user("lower"), user("higher"), Answer(reward=1.0, **ENDED)]
+    assert answers[1] == [user("higher")] * 3 + [Answer(reward=0.0, **ENDED)]
+
+
+def test_no_torch_is_imported():
+    code = f"import sys, {HERE}; import megatron_rl.environments; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
