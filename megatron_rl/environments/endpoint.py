@@ -202,7 +202,8 @@ def _essence(message: Message) -> tuple[Any, ...]:
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
         arguments = function.get("arguments")
-        with contextlib.suppress(TypeError, ValueError):
-            arguments = json.loads(arguments)
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError):
+                arguments = json.loads(arguments)
         calls.append((function.get("name"), json.dumps(arguments, sort_keys=True)))
     return message.get("role"), content, tuple(calls)
