@@ -22,11 +22,16 @@ if importlib.util.find_spec("openai") is None:
     pytest.skip("OpenAI's client comes with vLLM, which is not installed", allow_module_level=True)
 
 
-def talk(name, scripts, *, limit=60.0, **row):
+def talk(name, scripts, *, limit=60.0, variables=(), **row):
     row = json.dumps({"prompt": QUESTION, **row})
     lines = []
     with EnvironmentPool(
-        f"{HERE}:{name}", workers=1, time_limit_seconds=limit, on_error="zero", echo=lines.append
+        f"{HERE}:{name}",
+        workers=1,
+        time_limit_seconds=limit,
+        on_error="zero",
+        echo=lines.append,
+        environment=variables,
     ) as pool:
         return Talk(pool, row=row)(scripts)
 
@@ -174,7 +179,8 @@ def test_verifiers_environment_of_another_virtual_environment():
     if python is None:
         pytest.skip("MEGATRON_RL_VERIFIERS_PYTHON names no python that has verifiers")
     subprocess.run([python, "-c", "import verifiers"], check=True)
-    answers = talk("Verifiers", [["50", "20", "30"], ["1"] * 4], secret=30, limit=300.0)
+    answers = talk("Verifiers", [["50", "20", "30"], ["1"] * 4], secret=30, limit=300.0,
+                   variables=["MEGATRON_RL_VERIFIERS_PYTHON"])  # fmt: skip
     assert answers[0] == [user("lower"), user("higher"), Answer(reward=1.0, **ENDED)]
     assert answers[1] == [user("higher")] * 3 + [Answer(reward=0.0, **ENDED)]
 
