@@ -1,7 +1,6 @@
 """Agents as a user has them, in this environment and as a program; no torch here."""
 
 import asyncio
-import os
 import sys
 from pathlib import Path
 
@@ -121,12 +120,3 @@ class Program(AgentCommand):
 
 class BrokenProgram(AgentCommand):
     command = (sys.executable, "-c", "import sys; sys.exit('no such model')")
-
-
-class Verifiers(AgentCommand):
-    """An environment of the library verifiers, in a virtual environment that has it."""
-
-    command = (
-        os.environ.get("MEGATRON_RL_VERIFIERS_PYTHON", ""),
-        str(Path(__file__).with_name("verifiers_agent.py")),
-    )

@@ -21,8 +21,8 @@ SHORT, LONG = 3.0, 60.0  # seconds; nothing that answers at all comes near the f
 class Talk:
     """Runs conversations of given turns to their ends, each as fast as its answers arrive."""
 
-    def __init__(self, pool, *, row=None):
-        self.pool, self.row = pool, row
+    def __init__(self, pool, *, row=None, patience=120):
+        self.pool, self.row, self.patience = pool, row, patience
 
     def __call__(self, scripts):
         """Return the answers of each conversation."""
@@ -30,7 +30,7 @@ class Talk:
             self.pool.begin(place, self.row or f'{{"name": "row{place}"}}', place + 10)
             self.pool.send(place, scripts[place][0])
         answers, open_ = [[] for _ in scripts], set(range(len(scripts)))
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + self.patience
         while open_:
             assert time.monotonic() < deadline, f"conversations {open_} do not end: {answers}"
             for place, result in self.pool.poll(5.0):
