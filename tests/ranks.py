@@ -56,6 +56,11 @@ def start_process(
     return process
 
 
+def make_queue() -> Any:
+    """Return a queue for results of processes of `start_process`."""
+    return _context.Queue()
+
+
 def _begin(function: Callable, environment: dict[str, str], args: tuple) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # an interrupted test leaves none
     os.environ.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,22 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_rl.actor.batch_statistics import resolve_objective
+from megatron_rl.actor.batch_statistics import reduce_statistics, resolve_objective
 from megatron_rl.actor.build import build_chunks, build_optimizer, wrap_chunks
 from megatron_rl.actor.checkpoint import load_checkpoint, load_model, save_checkpoint
 from megatron_rl.actor.checkpoint_contents import read_state
 from megatron_rl.actor.cpu_adaptation import megatron_runtime
 from megatron_rl.actor.digest import describe_layout, digest_tensors, training_state
+from megatron_rl.actor.export import export_weights
 from megatron_rl.actor.learning_rate import learning_rate_at
 from megatron_rl.actor.loss_contract import as_megatron_loss
 from megatron_rl.actor.memory import TrainingState
 from megatron_rl.actor.packs import LocalPack, PackCache, check_pack
 from megatron_rl.actor.pipeline import pipeline_arguments
 from megatron_rl.actor.settings import ActorSettings
+from megatron_rl.actor.shard_writer import ShardWriter
 from megatron_rl.actor.step import StopRule, UpdateResult, take_step
-from megatron_rl.actor.weights import export_weights, named_parameters
+from megatron_rl.actor.weights import ProgressCallback, ignore_progress, named_parameters
 from megatron_rl.data.packing import build_pack
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import read_model_shape
@@ -58,6 +60,7 @@ class MegatronActor:
         self.topology, self.settings = topology, settings
         self.shape = read_model_shape(model_folder)
         self.updates = 0  # optimizer updates so far, which determine the learning rate
+        self.is_initial = True  # the weights are those of `model_folder`
         self.calibration: Calibration | None = None  # of bounds set by a target rejection rate
         self.packs = PackCache(
             self.shape, topology, dtype=settings.dtype, on_prepare=on_micro_batch
@@ -68,6 +71,7 @@ class MegatronActor:
             self.ddp_chunks = wrap_chunks(self.chunks, settings)
             self.optimizer = build_optimizer(self.ddp_chunks, settings)
         self.training_state = TrainingState(self.ddp_chunks, self.optimizer, device=topology.device)
+        self.writer = ShardWriter(topology.host_group)
         self.sequence_parallel = self.chunks[0].config.sequence_parallel
         self.asleep = False
 
@@ -128,8 +132,10 @@ class MegatronActor:
                 forward_only=False,
                 entropy="entropy" in objective.needs,
             )
-            statistics = self._reduce(
-                [statistics for statistics, _ in reports], classes=minibatch.classes
+            statistics = reduce_statistics(
+                [statistics for statistics, _ in reports],
+                classes=minibatch.classes,
+                topology=self.topology,
             )
             if power := self.settings.effective_samples_power:
                 rate *= statistics.everything().effective_sample_fraction() ** power
@@ -148,6 +154,7 @@ class MegatronActor:
                 self._trace(batches, [logprobs for _, logprobs in reports])
         if result.done:
             self.updates += 1
+            self.is_initial = False
             self.calibration = objective.measure(statistics) or self.calibration
         return result
 
@@ -173,20 +180,20 @@ class MegatronActor:
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint; `folder` appears only when complete. Works asleep. Collective."""
         with megatron_runtime():
-            save_checkpoint(
-                folder, updates=self.updates, calibration=self.calibration, **self._state()
-            )
+            about: dict[str, Any] = {"updates": self.updates, "calibration": self.calibration}
+            save_checkpoint(folder, writer=self.writer, **self._state(), **about)
 
     def load(self, folder: str | Path) -> None:
         """Load a checkpoint saved under this or another layout. Collective."""
         self.wake_up()
+        self.is_initial = False
         with megatron_runtime():
-            self.updates = load_checkpoint(folder, **self._state())
+            self.updates = load_checkpoint(folder, topology=self.topology, **self._state())
         stored = read_state(folder).get("calibration")
         self.calibration = None if stored is None else Calibration(**stored)
 
     def _state(self) -> dict[str, Any]:
-        return {"chunks": self.chunks, "topology": self.topology, "optimizer": self.optimizer}
+        return {"chunks": self.chunks, "optimizer": self.optimizer}
 
     def check_weights(self) -> None:
         """Raise FloatingPointError if any of this rank's parameters is not finite."""
@@ -210,14 +217,18 @@ class MegatronActor:
         state = training_state(self.named_parameters_local().values(), self.optimizer)
         return {"layout": self.layout, "sum": digest_tensors(state, device=self.topology.device)}
 
-    def export_hf(self, folder: str | Path) -> None:
-        """Write the policy as a Hugging Face folder that transformers and vLLM load. Collective."""
+    def export_hf(self, folder: str | Path, progress: ProgressCallback = ignore_progress) -> None:
+        """Write the policy as a Hugging Face folder that transformers and vLLM load. Collective.
+
+        progress: called with the numbers of finished and total steps.
+        """
         export_weights(
             self.named_parameters_local(),
             shape=self.shape,
             topology=self.topology,
             source=self.model_folder,
             folder=folder,
+            progress=progress,
         )
 
     def _check(self, micro_batches: Sequence[TokenBatch]) -> None:
@@ -331,18 +342,6 @@ class MegatronActor:
         if self.topology.pp_size > 1:
             dist.broadcast(flat, group=self.topology.pp_group, group_src=self.topology.pp_size - 1)
         return flat
-
-    def _reduce(self, reports: list[Statistics], *, classes: int) -> Statistics:
-        """Reduce the last stage's statistics over the minibatch and return them on every rank."""
-        total = Statistics.empty(self.topology.device, classes=classes)
-        if self.topology.is_last_stage:
-            total = reduce(Statistics.merge, reports, total)
-            total = total.all_reduce(self.topology.dp_cp_group)
-        if self.topology.pp_size > 1:
-            last = self.topology.pp_size - 1
-            for part in total.tensors:
-                dist.broadcast(part, group=self.topology.pp_group, group_src=last)
-        return total
 
 
 def _keep_output(batch: TokenBatch, pack: LocalPack, output: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,16 @@
-"""Minibatch statistics that some objectives need before the first micro-batch."""
+"""Statistics of a minibatch: those that some objectives need before it, and those of its update."""
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.distributed.collectives import Group, gather_ragged, reduce_sum
+from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives.objective import PolicyObjective, sign_noise
+from megatron_rl.objectives.statistics import Statistics
 from megatron_rl.types import TokenBatch
 
 
@@ -47,3 +51,23 @@ def _own(batch: TokenBatch, device: torch.device) -> tuple[Tensor, Tensor]:
     mask = batch.response_mask.to(device)
     advantages, behavior = batch.advantages_per_token(), batch.behavior_logprobs
     return advantages.to(device)[mask], behavior.to(device)[mask]
+
+
+def reduce_statistics(
+    reports: Sequence[Statistics], *, classes: int, topology: Topology
+) -> Statistics:
+    """Reduce the last stage's statistics over the minibatch and return them on every rank.
+
+    They decide rates and stops, so every rank needs the same bits. A device adds in any order, so
+    tensor parallel ranks take the sums of their first rank, and stages those of the last.
+    """
+    total = Statistics.empty(topology.device, classes=classes)
+    if topology.is_last_stage:
+        total = reduce(Statistics.merge, reports, total).all_reduce(topology.dp_cp_group)
+    for group, size, source in (
+        (topology.tp_group, topology.tp_size, 0),
+        (topology.pp_group, topology.pp_size, topology.pp_size - 1),
+    ):
+        for part in total.tensors if size > 1 else ():
+            dist.broadcast(part, group=group, group_src=source)
+    return total

@@ -86,7 +86,7 @@ def build_optimizer(
         use_distributed_optimizer=True,
         log_num_zeros_in_grad=False,
     )
-    optimizer = get_megatron_optimizer(config, ddp_chunks)
+    optimizer = get_megatron_optimizer(config, ddp_chunks, use_gloo_process_groups=False)
     ddp_chunks[0].config.grad_scale_func = optimizer.scale_loss
     for part in optimizer_parts(optimizer):
         _allocate_moments(part.optimizer)

@@ -14,17 +14,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
-    get_default_save_sharded_strategy,
-)
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.optimizer import MegatronOptimizer
 
@@ -33,10 +30,12 @@ from megatron_rl.actor.checkpoint_contents import COMPLETE, FOLDER, STATE, is_ch
 from megatron_rl.actor.memory import optimizer_parts
 from megatron_rl.actor.model import PolicyModel
 from megatron_rl.actor.optimizer_slices import sliced_optimizers
+from megatron_rl.actor.shard_writer import ShardWriter
 from megatron_rl.actor.weights import load_weights, named_parameters
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.objectives.calibration import Calibration
+from megatron_rl.runtime.checkpoint_format import stamp
 
 # Passed as copies: Megatron-core adds its process groups to the dictionary.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -68,7 +67,7 @@ def save_checkpoint(
     folder: str | Path,
     *,
     chunks: list[PolicyModel],
-    topology: Topology,
+    writer: ShardWriter,
     optimizer: MegatronOptimizer | None = None,
     updates: int = 0,
     calibration: Calibration | None = None,
@@ -78,6 +77,7 @@ def save_checkpoint(
 
     Every rank writes its slice of the optimizer and a share of the weights of its data-parallel
     group. Without an optimizer only weights are written.
+    writer: the one of earlier saves of this model, whose agreements it uses again.
     dtypes: original dtypes of the Hugging Face tensors, stored for converted models.
     """
     folder = Path(folder)
@@ -88,13 +88,11 @@ def save_checkpoint(
         partial.mkdir(parents=True)
     dist.barrier()
     state = _sharded_state(chunks, optimizer, is_loading=False)
-    writer = FullyParallelSaveStrategyWrapper(
-        get_default_save_sharded_strategy(), topology.dp_cp_group
-    )
-    dist_checkpointing.save(state, str(partial), writer, content_metadata=dict(_METADATA))
+    writer.write(state, partial, content_metadata=dict(_METADATA))
     dist.barrier()
     if dist.get_rank() == 0:
-        metadata: dict[str, Any] = {"updates": updates, "optimizer": optimizer is not None}
+        metadata = stamp(megatron_core=megatron.core.__version__)
+        metadata |= {"updates": updates, "optimizer": optimizer is not None}
         if calibration is not None:
             metadata["calibration"] = asdict(calibration)
         if dtypes is not None:
@@ -105,6 +103,23 @@ def save_checkpoint(
             shutil.rmtree(folder)
         partial.rename(folder)
     dist.barrier()
+
+
+class _ShareReader(FullyParallelLoadStrategyWrapper):
+    """Reads a share of the tensors on each rank of the group, which then exchanges them.
+
+    Who reads what is agreed on the host.
+    """
+
+    parallelization_group: Any
+    host_group: dist.ProcessGroup | None = None
+
+    def apply_loading_parallelization(self, sharded_state_dict: Any) -> Any:
+        group, self.parallelization_group = self.parallelization_group, self.host_group
+        try:
+            return super().apply_loading_parallelization(sharded_state_dict)
+        finally:
+            self.parallelization_group = group
 
 
 def load_checkpoint(
@@ -123,10 +138,10 @@ def load_checkpoint(
     state = read_state(folder)
     stored = optimizer if state["optimizer"] else None
     sharded = _sharded_state(chunks, stored, is_loading=True)
-    reader = FullyParallelLoadStrategyWrapper(
-        get_default_load_sharded_strategy(str(folder)), topology.dp_cp_group
-    )
-    loaded = dist_checkpointing.load(sharded, str(folder), reader)
+    reader = _ShareReader(get_default_load_sharded_strategy(str(folder)), topology.dp_cp_group)
+    reader.host_group = topology.host_group
+    # Without Megatron's check that ranks share the reading well, which gathers every shard.
+    loaded = dist_checkpointing.load(sharded, str(folder), reader, validate_access_integrity=False)
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[f"model{index}" if len(chunks) > 1 else "model"])
     if stored is not None:

@@ -15,6 +15,7 @@ from megatron_rl.actor.safe_pickle import check_pickle
 from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape, weight_shapes
 from megatron_rl.models.weights import Weight
+from megatron_rl.runtime.checkpoint_format import check_format
 
 FOLDER = "actor"  # in a run's checkpoint and in a converted model
 STATE = "actor.json"
@@ -29,14 +30,17 @@ def is_checkpoint(folder: str | Path) -> bool:
 def read_state(folder: str | Path) -> dict[str, Any]:
     """Read the number of updates, the optimizer flag, and dtypes of a converted model.
 
-    Raises ValueError if the folder is missing or its save did not finish.
+    Raises ValueError if the folder is missing, its save did not finish, or a later release wrote it
+    in a format that this one cannot read.
     """
     folder = Path(folder)
     if not is_checkpoint(folder):
         problem = "is not a complete checkpoint" if folder.is_dir() else "does not exist"
         raise UserError(f"checkpoint {folder} {problem}; choose one whose save finished")
+    state = {"optimizer": True, **json.loads((folder / STATE).read_text())}
+    check_format(folder, state)
     check_pickle(folder / ".metadata")  # before it is unpickled
-    return {"optimizer": True, **json.loads((folder / STATE).read_text())}
+    return state
 
 
 def stored_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:

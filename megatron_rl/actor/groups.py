@@ -1,9 +1,18 @@
-"""Initialization of Megatron-core's process groups and random generators."""
+"""Initialization of Megatron-core's process groups and random generators.
 
+A gloo group connects every pair of its ranks, and Megatron has about twenty groups. On CUDA only
+the group of all ranks has gloo in addition to NCCL, for objects and tensors on the host. Megatron's
+groups have NCCL alone. On the CPU all of them are gloo groups.
+"""
+
+import contextlib
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,6 +37,36 @@ def _init_process_group(timeout: timedelta) -> None:
     else:
         store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def device_backend() -> str | None:
+    """Return the backend of Megatron's groups; None: that of the default group."""
+    return "nccl" if device.has_cuda() else None
+
+
+@contextlib.contextmanager
+def _groups_of(backend: str | None) -> Iterator[None]:
+    """Let Megatron create its groups with this backend where it names none."""
+    create = parallel_state.create_group
+
+    def create_group(*args: Any, **options: Any) -> Any:
+        return create(*args, **{**options, "backend": options.get("backend") or backend})
+
+    with mock.patch.object(parallel_state, "create_group", create_group):
+        yield
+
+
+def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a group of the same ranks for objects and tensors on the host; collective over it.
+
+    Two ranks are connected when they first exchange something: few are, since gathering goes round
+    a ring.
+    """
+    if device_backend() is None:
+        return group
+    with mock.patch.dict(os.environ, TORCH_GLOO_LAZY_INIT="1"):
+        ranks = dist.get_process_group_ranks(group)
+        return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
 
 def initialise(
@@ -56,7 +95,7 @@ def initialise(
             f"tensor {tensor} * pipeline {pipeline} * context {context} = {model_size} does not "
             f"divide the {world_size} processes; start a multiple of {model_size} processes"
         )
-    with megatron_runtime():
+    with megatron_runtime(), _groups_of(device_backend()):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor,
             pipeline_model_parallel_size=pipeline,
@@ -64,11 +103,12 @@ def initialise(
             context_parallel_size=context,
             expert_model_parallel_size=expert,
             expert_tensor_parallel_size=expert_tensor,
-            create_gloo_process_groups=True,
+            create_gloo_process_groups=False,
             distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
         )
         seed_everything(seed)
-    return topology_now(virtual_stages, stage_layers)
+    shards = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return replace(topology_now(virtual_stages, stage_layers), host_group=_host_group(shards))
 
 
 def seed_everything(seed: int) -> None:
@@ -101,6 +141,7 @@ def topology_now(virtual_stages: int = 1, stage_layers: Sequence[int] | None = N
         dp_rank=state.get_data_parallel_rank(),
         dp_group=state.get_data_parallel_group(),
         dp_cp_group=state.get_data_parallel_group(with_context_parallel=True),
+        expert_dp_group=state.get_expert_data_parallel_group(),
         ep_size=state.get_expert_model_parallel_world_size(),
         ep_rank=state.get_expert_model_parallel_rank(),
         expert_tp_size=state.get_expert_tensor_parallel_world_size(),

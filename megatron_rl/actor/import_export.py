@@ -15,12 +15,12 @@ from megatron_rl.actor.build import build_chunks
 from megatron_rl.actor.checkpoint import load_checkpoint, save_checkpoint
 from megatron_rl.actor.checkpoint_contents import FOLDER
 from megatron_rl.actor.cpu_adaptation import megatron_runtime
+from megatron_rl.actor.export import begin_folder, export_weights
 from megatron_rl.actor.model import PolicyModel
 from megatron_rl.actor.settings import ActorSettings
+from megatron_rl.actor.shard_writer import ShardWriter
 from megatron_rl.actor.weights import (
     ProgressCallback,
-    begin_folder,
-    export_weights,
     load_weights,
     named_parameters,
     stored_dtypes,
@@ -46,7 +46,8 @@ def convert_to_checkpoint(
         chunks = _build(shape, dtypes, topology)
         parameters = named_parameters(chunks)
         load_weights(parameters, shape=shape, topology=topology, folder=source, progress=progress)
-        save_checkpoint(partial / FOLDER, chunks=chunks, topology=topology, dtypes=dtypes)
+        writer = ShardWriter(topology.host_group)
+        save_checkpoint(partial / FOLDER, chunks=chunks, writer=writer, dtypes=dtypes)
     if topology.rank == 0:
         partial.rename(target)
     dist.barrier()

@@ -23,6 +23,8 @@ class ReferencePolicy:
     Parameters are swapped with the actor's piece by piece: this needs device memory for only two
     pieces, and the reference uses the policy's layouts, kernels and packs.
 
+    A folder that the actor has read, and not changed since, is not read again.
+
     Raises ValueError naming the tensors that the folder lacks or has in another shape.
     """
 
@@ -32,6 +34,8 @@ class ReferencePolicy:
         tensors = list(named.values())
         copies = PinnedMemory().copies_of(tensors) if on_cuda else [t.clone() for t in tensors]
         self.inactive = dict(zip(named, copies, strict=True))
+        if actor.is_initial and Path(folder).resolve() == actor.model_folder.resolve():
+            return  # the copies are this folder's weights
         try:
             with megatron_runtime():
                 load_model(actor.chunks, shape=actor.shape, topology=actor.topology, folder=folder)

@@ -1,14 +1,11 @@
-"""Import and export of Hugging Face safetensors, one rectangle at a time, under any layout.
+"""Import of Hugging Face safetensors, one rectangle at a time, under any layout.
 
-Loading reads only this rank's slices. Export processes the tensors in order: rank 0 receives each
-tensor's rectangles from their owners and writes a file when SHARD_BYTES are collected, so no rank
-ever has the whole model in memory.
+Ranks with equal parameters read a share of them each and send it to the others, so that such ranks
+together read every byte once.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,25 +13,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Module
 
 from megatron_rl.actor.checkpoint_contents import FOLDER, check_stored, is_checkpoint, read_dtypes
+from megatron_rl.distributed.agreement import sync_errors_across_ranks
+from megatron_rl.distributed.collectives import Group, group_rank, group_size
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
-from megatron_rl.models.safetensors_headers import INDEX, SINGLE, check_headers, find_files
+from megatron_rl.models.safetensors_headers import check_headers, find_files
 from megatron_rl.models.shape import ModelShape, tensor_shapes
 from megatron_rl.resharding.layouts import has_fused_names, layout_of
 from megatron_rl.resharding.pieces import Piece
 from megatron_rl.resharding.verify import check_parameters
 
-SHARD_BYTES = 4 << 30
 ProgressCallback = Callable[[int, int], None]  # (done, total)
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".gguf")
 
 
-def _ignore_progress(done: int, total: int) -> None:
+def ignore_progress(done: int, total: int) -> None:
     """Ignore progress."""
 
 
@@ -110,6 +106,25 @@ def read_piece(reader: HfReader, piece: Piece) -> Tensor:
     return values
 
 
+def choose_readers(
+    parameters: Mapping[str, Tensor], topology: Topology
+) -> dict[str, tuple[Group, int]]:
+    """Choose who reads each parameter: its group of ranks with equal values, and a rank of that.
+
+    The ranks of a group read about equally many bytes.
+    """
+    readers: dict[str, tuple[Group, int]] = {}
+    loads: dict[Group, list[int]] = {}
+    for name in sorted(parameters, key=lambda name: (-parameters[name].nbytes, name)):
+        # Megatron's mark of parameters whose gradients are summed over other ranks.
+        is_expert = not getattr(parameters[name], "allreduce", True)
+        group = topology.expert_dp_group if is_expert else topology.dp_cp_group
+        load = loads.setdefault(group, [0] * group_size(group))
+        readers[name] = group, load.index(min(load))
+        load[readers[name][1]] += parameters[name].nbytes
+    return readers
+
+
 @torch.no_grad()
 def load_weights(
     parameters: Mapping[str, Tensor],
@@ -117,146 +132,32 @@ def load_weights(
     shape: ModelShape,
     topology: Topology,
     folder: str | Path,
-    progress: ProgressCallback = _ignore_progress,
+    progress: ProgressCallback = ignore_progress,
 ) -> None:
     """Load this rank's parameters from a Hugging Face folder; vocabulary padding becomes zero.
 
-    progress: called with the numbers of finished and total pieces. Raises ValueError if a tensor or
-    a parameter is missing, extra or of the wrong shape.
+    Collective. progress: called with the numbers of finished and total steps. Raises
+    ValueError if a tensor or a parameter is missing, extra or of the wrong shape, and an error of
+    any rank on all of them.
     """
-    reader = HfReader(folder)
-    reader.check(shape)
-    layout = layout_of(topology)
-    pieces = layout.pieces(shape, rank=topology.rank, fused=has_fused_names(parameters))
-    check_parameters(parameters, pieces, layout=layout)
-    for name, parameter in parameters.items():
-        if "word_embeddings" in name or "output_layer" in name:
-            parameter.zero_()
-    for done, piece in enumerate(pieces, start=1):
-        piece.of_parameter(parameters[piece.parameter]).copy_(read_piece(reader, piece))
-        progress(done, len(pieces))
-
-
-def _owners(
-    shape: ModelShape, topology: Topology, *, fused: bool
-) -> dict[str, list[tuple[int, Piece]]]:
-    """Map every HF tensor to rectangles that tile it, each with the first rank that has it."""
-    layout = layout_of(topology)
-    owners: dict[str, dict[tuple, tuple[int, Piece]]] = {name: {} for name in tensor_shapes(shape)}
-    for rank in range(topology.world_size):
-        for piece in layout.pieces(shape, rank=rank, fused=fused):
-            owners[piece.tensor].setdefault((piece.rows, piece.columns), (rank, piece))
-    return {name: list(tiles.values()) for name, tiles in owners.items()}
-
-
-class _ShardWriter:
-    """Writer on rank 0 that collects tensors and writes a file when they reach SHARD_BYTES."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.pending: dict[str, Tensor] = {}
-        self.bytes = self.total = 0
-        self.files: list[tuple[Path, list[str]]] = []
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        if self.pending and self.bytes + size > SHARD_BYTES:
-            self.flush()
-        self.pending[name] = tensor
-        self.bytes += size
-        self.total += size
-
-    def flush(self) -> None:
-        path = self.folder / f"part-{len(self.files):05d}.safetensors"
-        save_file(self.pending, path, metadata={"format": "pt"})
-        self.files.append((path, list(self.pending)))
-        self.pending, self.bytes = {}, 0
-
-    def finish(self) -> None:
-        """Rename the files as transformers expects; write an index if there are several."""
-        if self.pending:
-            self.flush()
-        if len(self.files) == 1:
-            self.files[0][0].rename(self.folder / SINGLE)
-            return
-        weight_map = {}
-        for index, (path, names) in enumerate(self.files, start=1):
-            name = f"model-{index:05d}-of-{len(self.files):05d}.safetensors"
-            path.rename(self.folder / name)
-            weight_map.update(dict.fromkeys(names, name))
-        content = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
-        (self.folder / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-
-
-@torch.no_grad()
-def export_weights(
-    parameters: Mapping[str, Tensor],
-    *,
-    shape: ModelShape,
-    topology: Topology,
-    source: str | Path,
-    folder: str | Path,
-    progress: ProgressCallback = _ignore_progress,
-) -> None:
-    """Write a Hugging Face folder; config and tokenizer files are copied from `source`.
-
-    Collective over all ranks: every rank executes the same transfers in the same order. Every
-    tensor keeps its dtype in `source`. The folder appears under its final name only when complete.
-    progress: called with the numbers of finished and total tensors.
-    """
-    folder = Path(folder)
-    partial = folder.with_name(f".{folder.name}.partial")
-    sizes, dtypes = tensor_shapes(shape), stored_dtypes(source, shape)
-    writer = None
-    if topology.rank == 0:
-        begin_folder(partial, source)
-        writer = _ShardWriter(partial)
-    owners = _owners(shape, topology, fused=has_fused_names(parameters))
-    for done, (name, tiles) in enumerate(owners.items(), start=1):
-        dtype = dtypes[name]
-        whole = torch.empty(sizes[name], dtype=dtype) if writer else None
-        for rank, piece in tiles:
-            part = _move(piece, parameters, rank=rank, topology=topology, dtype=dtype)
-            if whole is not None and part is not None:
-                piece.of_tensor(whole).copy_(part)
-        if writer is not None and whole is not None:
-            writer.add(name, whole)
-        progress(done, len(sizes))
-    if writer is not None:
-        writer.finish()
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
-    if topology.world_size > 1:
-        dist.barrier()
-
-
-def begin_folder(partial: Path, source: str | Path) -> None:
-    """Create a new folder with copies of all files of `source` except weights."""
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    for path in Path(source).iterdir():
-        if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES):
-            shutil.copy2(path, partial / path.name)
-
-
-def _move(
-    piece: Piece,
-    parameters: Mapping[str, Tensor],
-    *,
-    rank: int,
-    topology: Topology,
-    dtype: torch.dtype,
-) -> Tensor | None:
-    """Send the rectangle from its owner to rank 0 through the host; returns None elsewhere."""
-    part = None
-    if topology.rank == rank:
-        view = piece.of_parameter(parameters[piece.parameter])
-        part = view.to(device="cpu", dtype=dtype).contiguous()
-        if rank != 0:
-            dist.send(part, dst=0)
-    elif topology.rank == 0:
-        part = torch.empty(piece.shape, dtype=dtype)
-        dist.recv(part, src=rank)
-    return part if topology.rank == 0 else None
+    with sync_errors_across_ranks(doing=f"reading {folder}"):
+        reader = HfReader(folder)
+        reader.check(shape)
+        layout = layout_of(topology)
+        pieces = layout.pieces(shape, rank=topology.rank, fused=has_fused_names(parameters))
+        check_parameters(parameters, pieces, layout=layout)
+        readers = choose_readers(parameters, topology)
+        own = {name for name, (group, rank) in readers.items() if group_rank(group) == rank}
+        for name in own:
+            if "word_embeddings" in name or "output_layer" in name:
+                parameters[name].zero_()
+        own_pieces = [piece for piece in pieces if piece.parameter in own]
+        total = len(own_pieces) + len(readers)
+        for done, piece in enumerate(own_pieces, start=1):
+            values = read_piece(reader, piece)
+            piece.of_parameter(parameters[piece.parameter]).copy_(values)
+            progress(done, total)
+    for done, (name, (group, rank)) in enumerate(readers.items(), start=len(own_pieces) + 1):
+        if group_size(group) > 1:
+            dist.broadcast(parameters[name].detach(), group=group, group_src=rank)
+        progress(done, total)

@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from megatron_rl.runtime.open_files import OTHERS, hard_limit
 from megatron_rl.runtime.processes import has_cuda, quiet_libraries
 from megatron_rl.runtime.versions import ReleaseSet, release_set
+
+ENOUGH_RANKS = 1024
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ def _machine() -> list[Finding]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     findings.append(_compiler())
     findings.append(Finding("CPU", f"{os.cpu_count()} cores, {memory:.0f} GiB memory", ""))
+    findings.append(_open_files())
     if not _version("torch"):
         return [*findings, Finding("torch", "missing", "nothing can run", good=False)]
     import torch
@@ -117,6 +121,14 @@ def _machine() -> list[Finding]:
     use = "NCCL between devices" if cuda and nccl else "gloo between processes"
     findings.append(Finding("collectives", backends, use, good=nccl if cuda else gloo))
     return findings
+
+
+def _open_files() -> Finding:
+    """Return the limit of open files, and how many ranks on CUDA it suffices for."""
+    limit = hard_limit()
+    ranks = max(limit - OTHERS, 0)
+    use = f"enough for {ranks:,} ranks; more need a higher hard limit (ulimit -Hn)"
+    return Finding("open files", f"{limit:,} in each process", use, good=ranks >= ENOUGH_RANKS)
 
 
 def _compiler() -> Finding:

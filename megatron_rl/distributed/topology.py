@@ -21,6 +21,8 @@ class Topology:
 
     tp: tensor, cp: context, pp: pipeline, dp: data, ep: expert parallelism. `dp_cp` spans data and
     context parallelism: the ranks that share the same parameters and sum their gradients.
+    `host_group` has the ranks of `dp_cp` too; only it accepts objects and tensors on the host.
+    `expert_dp` spans the ranks that share the same experts.
     """
 
     world_size: int = 1
@@ -39,6 +41,8 @@ class Topology:
     dp_rank: int = 0
     dp_group: ProcessGroup | None = None
     dp_cp_group: ProcessGroup | None = None
+    host_group: ProcessGroup | None = None
+    expert_dp_group: ProcessGroup | None = None
     ep_size: int = 1
     ep_rank: int = 0
     expert_tp_size: int | None = None  # tensor parallelism of the experts; None: tp_size

@@ -27,6 +27,8 @@ _DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
+    # Its groups include one of all ranks, which would connect every pair of them a second time.
+    "TORCH_GLOO_LAZY_INIT": "1",
 }
 
 

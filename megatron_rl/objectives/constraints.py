@@ -268,7 +268,8 @@ def second_moment_gate(
     are ignored here and reported by the statistics.
     """
     trust = (log_ratios * advantages > 0) & torch.isfinite(log_ratios)
-    sizes = log_ratios[trust].double().abs().sort().values
+    # On the host: a device's cumsum may differ in the last bit between ranks and runs.
+    sizes = log_ratios[trust].double().abs().sort().values.cpu()
     means = sizes.square().cumsum(0) / torch.arange(1, len(sizes) + 1, device=sizes.device)
     num_kept = int((means <= constraint.threshold).sum())  # means of sorted squares never decrease
     if num_kept == len(sizes):

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl.distributed.collectives import group_size
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.types import PromptGroup, Rollout, TokenBatch
@@ -59,7 +60,7 @@ def gather_traces(
 ) -> dict[int, np.ndarray]:
     """Log-probs of the traced rollouts at each of their updates, [updates, L], by position.
 
-    Collective over data parallelism if any rollout is traced.
+    Collective over data and context parallelism if any rollout is traced.
     """
     if not places:
         return {}
@@ -73,9 +74,9 @@ def gather_traces(
         for place, mask, part in zip(pack.rollout_indices, masks, parts, strict=True):
             if place in places:
                 mine[place] = part[:, mask].numpy()
-    everyone = [mine] * topology.dp_size
-    if topology.dp_size > 1:
-        dist.all_gather_object(everyone, mine, group=topology.dp_group)
+    everyone = [mine] * group_size(topology.host_group)
+    if len(everyone) > 1:
+        dist.all_gather_object(everyone, mine, group=topology.host_group)
     return {place: values for some in everyone for place, values in some.items()}
 
 

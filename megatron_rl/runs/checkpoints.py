@@ -6,6 +6,7 @@ step_NNNNNN/         complete: its manifest, written last, lists every file with
 step_NNNNNN.damaged  quarantined by a resumed run; its damage.txt contains the reason
 """
 
+import contextlib
 import hashlib
 import json
 import re
@@ -16,6 +17,7 @@ from typing import Any
 
 from megatron_rl.errors import UserError
 from megatron_rl.runs.files import flush_to_disk
+from megatron_rl.runtime.checkpoint_format import check_format, stamp
 
 NAME = re.compile(r"step_(\d{6})$")
 MANIFEST = "trainer.json"
@@ -68,8 +70,8 @@ class CheckpointFolders:
         partial = self.partial(step)
         files = {name: {"bytes": (partial / name).stat().st_size, "sha256": sums[name]}
                  for name in sorted(sums)}  # fmt: skip
-        state = {"step": step, "run": self._run(), "skipped_in_a_row": skipped, "files": files,
-                 "digests": list(digests)}  # fmt: skip
+        state = {**stamp(), "step": step, "run": self._run(), "skipped_in_a_row": skipped,
+                 "files": files, "digests": list(digests)}  # fmt: skip
         (partial / MANIFEST).write_text(json.dumps(state, indent=1))
         flush_to_disk(partial / MANIFEST)
         old = self._set_off(self.folder(step))
@@ -85,6 +87,17 @@ class CheckpointFolders:
             return {**state, "files": dict(state["files"]), "digests": list(state["digests"])}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{MANIFEST} cannot be read ({error})") from None
+
+    def check_formats(self) -> None:
+        """Raise UserError if a later release wrote a checkpoint that this one cannot read.
+
+        Such a checkpoint is not damaged: it would be wrong to continue from an earlier one.
+        """
+        for step in self.steps():
+            with contextlib.suppress(OSError, json.JSONDecodeError, TypeError):  # damaged
+                check_format(
+                    self.folder(step), json.loads((self.folder(step) / MANIFEST).read_text())
+                )
 
     def problem(self, step: int, *, share: tuple[int, int] | None = None) -> str | None:
         """Return a description of the damage to a checkpoint, or None if there is none.

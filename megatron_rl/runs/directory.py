@@ -117,6 +117,7 @@ class RunDirectory:
                 f"{self.path} was started with other settings and cannot be continued with these; "
                 "restore them or choose another run.name:\n  " + "\n  ".join(changed)
             )
+        self.checkpoints.check_formats()
         self.check_checkpoints(load_config(self.config_file))
 
     def _changes(self, config: Config) -> dict[str, tuple[object, object]]:

@@ -31,6 +31,7 @@ from megatron_rl.runtime.interruption import (
     end_with_parent,
     handled_signals,
 )
+from megatron_rl.runtime.open_files import raise_limit
 
 LAUNCHER = "MEGATRON_RL_LAUNCHER"  # environment variable of a rank: id of its launcher process
 POLL_SECONDS = 0.1
@@ -84,7 +85,8 @@ def has_cuda() -> bool:
 
 
 def prepare_environment() -> None:
-    """Set environment variables that libraries read at import; existing values are kept."""
+    """Raise the limit of open files; set variables that libraries read at import, unless set."""
+    raise_limit()
     defaults = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
         "VLLM_NO_USAGE_STATS": "1",

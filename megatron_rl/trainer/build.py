@@ -110,7 +110,7 @@ def run_training(
             trainer.train()
             progress.begin("export")
             trainer.recorder.draw()
-            trainer.actor.export_hf(directory.model)
+            trainer.actor.export_hf(directory.model, progress.count)
             trainer.recorder.finish()
 
 
@@ -164,9 +164,10 @@ def _build_trainer(
     checkpoints = CheckpointKeeper(
         config, directory, console, topology.rank, recorder.wait, interruption, buffer, faults
     )
-    checkpoints.restore(actor)  # uses the memory that vLLM takes afterwards
+    # First, while the actor has the weights that it read, which are often the reference's.
     needs_reference = "reference_logprobs" in objective.needs
     reference = ReferencePolicy(actor, config.reference_path) if needs_reference else None
+    checkpoints.restore(actor)  # uses the memory that vLLM takes afterwards
     start.ended("megatron")
     run = RunContext(config, actor, objective, buffer, console, clock)
     engine, source = _build_source(

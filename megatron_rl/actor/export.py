@@ -1,0 +1,319 @@
+"""Export of the policy as Hugging Face safetensors, under any layout, by several writers.
+
+The tensors are divided into files in the model's order. A file is written by one rank, and as many
+files as there are writers are written at a time. Writers receive the rectangles of their tensors
+from ranks that have them in buckets of bytes. Every rank goes through the same steps, and in a step
+each writer receives one bucket.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rl.actor.weights import ProgressCallback, ignore_progress, stored_dtypes
+from megatron_rl.distributed.agreement import raise_across_ranks, run_on_rank_0, wire_device
+from megatron_rl.distributed.straggler_barrier import StragglerBarrier
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.errors import UserError
+from megatron_rl.models.safetensors_headers import INDEX, SINGLE
+from megatron_rl.models.shape import ModelShape, tensor_shapes
+from megatron_rl.resharding.layouts import has_fused_names, layout_of
+from megatron_rl.resharding.pieces import Piece
+
+SHARD_BYTES = 4 << 30  # of a file, in the memory of its writer
+BUCKET_BYTES = 128 << 20  # sent at once; a writer receives one at a time
+MAX_WRITERS = 16
+PATIENCE = 1800.0  # seconds without progress on any rank
+APPEARS_SECONDS = 30.0  # for a file of another node to be seen
+_ALIGNMENT = 8  # bytes: a bucket may contain several dtypes
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".gguf")
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Rectangles of one file's tensors that travel together from one rank to the writer."""
+
+    owner: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file of the export, its writer and what the writer receives, in order."""
+
+    name: str
+    writer: int
+    tensors: tuple[str, ...]
+    buckets: tuple[_Bucket, ...]
+
+
+class ExportPlan:
+    """Who sends and writes what; computed alike on every rank.
+
+    shape, dtypes: of every tensor of the model. fused: whether the parameters have the names of
+    Transformer Engine's layers.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        topology: Topology,
+        *,
+        dtypes: Mapping[str, torch.dtype],
+        fused: bool,
+    ) -> None:
+        self.sizes, self.dtypes = tensor_shapes(shape), dtypes
+        owners = find_owners(shape, topology, fused=fused)
+        contents = list(self._split())
+        writers = min(len(contents), MAX_WRITERS, topology.world_size)
+        names = [SINGLE]
+        if len(contents) > 1:
+            count = f"{len(contents):05d}"
+            names = [f"model-{n:05d}-of-{count}.safetensors" for n in range(1, len(contents) + 1)]
+        self.files = [
+            # Writers are spread over the ranks, and so over the nodes.
+            _File(
+                name,
+                index % writers * topology.world_size // writers,
+                tuple(tensors),
+                tuple(self._buckets(tensors, owners)),
+            )
+            for index, (name, tensors) in enumerate(zip(names, contents, strict=True))
+        ]
+        self.waves = [
+            self.files[start : start + writers] for start in range(0, len(self.files), writers)
+        ]
+        self.steps = sum(max(len(file.buckets) for file in wave) for wave in self.waves)
+
+    def _bytes(self, tensor: str) -> int:
+        return torch.Size(self.sizes[tensor]).numel() * self.dtypes[tensor].itemsize
+
+    def _split(self) -> Iterator[list[str]]:
+        """Divide the tensors into files of at most SHARD_BYTES, or one tensor."""
+        pending: list[str] = []
+        total = 0
+        for name in self.sizes:
+            size = self._bytes(name)
+            if pending and total + size > SHARD_BYTES:
+                yield pending
+                pending, total = [], 0
+            pending.append(name)
+            total += size
+        yield pending
+
+    def _buckets(
+        self, tensors: Sequence[str], owners: Mapping[str, Sequence[tuple[int, Piece]]]
+    ) -> Iterator[_Bucket]:
+        """Combine the rectangles that one rank has of a file's tensors up to BUCKET_BYTES."""
+        by_owner: dict[int, list[Piece]] = {}
+        for name in tensors:
+            for rank, piece in owners[name]:
+                by_owner.setdefault(rank, []).extend(self._rows(piece))
+        for rank, pieces in by_owner.items():
+            pending: list[Piece] = []
+            total = 0
+            for piece in pieces:
+                size = self.bytes_of(piece)
+                if pending and total + size > BUCKET_BYTES:
+                    yield _Bucket(rank, tuple(pending))
+                    pending, total = [], 0
+                pending.append(piece)
+                total += size
+            yield _Bucket(rank, tuple(pending))
+
+    def _rows(self, piece: Piece) -> Iterator[Piece]:
+        """Cut a rectangle into rows that fit a bucket."""
+        start, stop = piece.rows
+        row = piece.shape[1] * self.dtypes[piece.tensor].itemsize
+        step = max(1, BUCKET_BYTES // row)
+        for first in range(start, stop, step):
+            yield piece.crop((first, min(first + step, stop)), piece.columns)
+
+    def bytes_of(self, piece: Piece) -> int:
+        """Return the bytes of a rectangle in a bucket."""
+        size = piece.size * self.dtypes[piece.tensor].itemsize
+        return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+    def index(self) -> str:
+        """Return the text of the index, which maps each tensor to its file."""
+        weight_map = {name: file.name for file in self.files for name in file.tensors}
+        total = sum(self._bytes(name) for name in self.sizes)
+        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        return json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+
+def find_owners(
+    shape: ModelShape, topology: Topology, *, fused: bool
+) -> dict[str, list[tuple[int, Piece]]]:
+    """Map every HF tensor to rectangles that tile it, each with the first rank that has it."""
+    layout = layout_of(topology)
+    first: dict[tuple[int, ...], int] = {}  # of the ranks with equal shards
+    for rank in range(topology.world_size):
+        first.setdefault(layout.shard_coordinates(rank), rank)
+    owners: dict[str, dict[tuple, tuple[int, Piece]]] = {name: {} for name in tensor_shapes(shape)}
+    for rank in first.values():
+        for piece in layout.pieces(shape, rank=rank, fused=fused):
+            owners[piece.tensor].setdefault((piece.rows, piece.columns), (rank, piece))
+    return {name: list(tiles.values()) for name, tiles in owners.items()}
+
+
+@torch.no_grad()
+def export_weights(
+    parameters: Mapping[str, Tensor],
+    *,
+    shape: ModelShape,
+    topology: Topology,
+    source: str | Path,
+    folder: str | Path,
+    progress: ProgressCallback = ignore_progress,
+) -> None:
+    """Write a Hugging Face folder; config and tokenizer files are copied from `source`.
+
+    Collective over all ranks; the folder must be on a file system that they share. Every tensor
+    keeps its dtype in `source`. The folder appears under its final name only when complete.
+    progress: called with the numbers of finished and total steps, also while this rank waits for
+        others that make progress. Raises an error of any rank on all of them.
+    """
+    folder = Path(folder)
+    partial = folder.with_name(f".{folder.name}.partial")
+    dtypes = stored_dtypes(source, shape)
+    plan = ExportPlan(shape, topology, dtypes=dtypes, fused=has_fused_names(parameters))
+
+    def begin() -> str:
+        begin_folder(partial, source)
+        return secrets.token_hex(6)
+
+    token = run_on_rank_0(begin, doing=f"creating {partial}")
+    barrier = StragglerBarrier(f"exporting the model {token}", patience=PATIENCE)
+    barrier.begin()
+    report = barrier.with_progress(progress)
+    error = _run(plan, parameters, partial=partial, rank=topology.rank, progress=report)
+    barrier.finish(while_waiting=lambda: progress(plan.steps, plan.steps))
+    raise_across_ranks(error, doing=f"writing {folder}")
+    run_on_rank_0(lambda: _complete(plan, partial, folder), doing=f"completing {folder}")
+
+
+def _run(
+    plan: ExportPlan,
+    parameters: Mapping[str, Tensor],
+    *,
+    partial: Path,
+    rank: int,
+    progress: ProgressCallback,
+) -> Exception | None:
+    """Go through all steps; return this rank's error, after which it only receives."""
+    error: Exception | None = None
+    done = 0
+    for wave in plan.waves:
+        own = next((file for file in wave if file.writer == rank), None)
+        tensors: dict[str, Tensor] = {}
+        for name in own.tensors if own is not None else ():
+            tensors[name] = torch.empty(plan.sizes[name], dtype=plan.dtypes[name])
+        for step in range(max(len(file.buckets) for file in wave)):
+            buckets = [
+                (file.writer, file.buckets[step]) for file in wave if step < len(file.buckets)
+            ]
+            received = _exchange(plan, buckets, parameters, rank=rank)
+            for bucket, values in received:
+                _place(plan, bucket, values, tensors)
+            done += 1
+            progress(done, plan.steps)
+        if own is not None and error is None:
+            try:
+                partial.mkdir(parents=True, exist_ok=True)  # another node may not see it yet
+                save_file(tensors, partial / own.name, metadata={"format": "pt"})
+            except Exception as caught:  # noqa: BLE001 - raised on all ranks after the last step
+                error = caught
+            progress(done, plan.steps)
+    return error
+
+
+def _exchange(
+    plan: ExportPlan,
+    buckets: Sequence[tuple[int, _Bucket]],
+    parameters: Mapping[str, Tensor],
+    *,
+    rank: int,
+) -> list[tuple[_Bucket, Tensor]]:
+    """Send this rank's buckets of one step to their writers; return the one that it receives."""
+    works: list[dist.Work | None] = []
+    received: list[tuple[_Bucket, Tensor]] = []
+    sent: list[Tensor] = []
+    for writer, bucket in buckets:
+        if bucket.owner == rank:
+            values = _pack(plan, bucket, parameters)
+            if writer == rank:
+                received.append((bucket, values))
+            else:
+                sent.append(values)  # kept until it is sent
+                works.append(dist.isend(values, dst=writer))
+        elif writer == rank:
+            size = sum(plan.bytes_of(piece) for piece in bucket.pieces)
+            values = torch.empty(size, dtype=torch.uint8, device=wire_device())
+            received.append((bucket, values))
+            works.append(dist.irecv(values, src=bucket.owner))
+    for work in works:
+        assert work is not None, "every rank is in the group of all ranks"
+        work.wait()
+    return received
+
+
+def _pack(plan: ExportPlan, bucket: _Bucket, parameters: Mapping[str, Tensor]) -> Tensor:
+    """Return the bytes of a bucket's rectangles in the dtypes of the export."""
+    parts = []
+    for piece in bucket.pieces:
+        values = piece.of_parameter(parameters[piece.parameter]).to(plan.dtypes[piece.tensor])
+        flat = values.contiguous().view(-1).view(torch.uint8)
+        parts.append(F.pad(flat, (0, -len(flat) % _ALIGNMENT)))
+    return torch.cat(parts).to(wire_device())
+
+
+def _place(
+    plan: ExportPlan, bucket: _Bucket, values: Tensor, tensors: Mapping[str, Tensor]
+) -> None:
+    """Copy the rectangles of a bucket into the tensors of its file."""
+    values, start = values.cpu(), 0
+    for piece in bucket.pieces:
+        dtype = plan.dtypes[piece.tensor]
+        part = values[start : start + piece.size * dtype.itemsize].view(dtype)
+        piece.of_tensor(tensors[piece.tensor]).copy_(part.view(piece.shape))
+        start += plan.bytes_of(piece)
+
+
+def _complete(plan: ExportPlan, partial: Path, folder: Path) -> None:
+    """Write the index if there are several files, and give the folder its name."""
+    deadline = time.monotonic() + APPEARS_SECONDS
+    while missing := [file.name for file in plan.files if not (partial / file.name).is_file()]:
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{partial} lacks {len(missing)} files of other ranks, first {missing[0]}; write "
+                "to a file system that all nodes share"
+            )
+        time.sleep(0.1)
+    if len(plan.files) > 1:
+        (partial / INDEX).write_text(plan.index())
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)
+
+
+def begin_folder(partial: Path, source: str | Path) -> None:
+    """Create a new folder with copies of all files of `source` except weights."""
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    for path in Path(source).iterdir():
+        if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES):
+            shutil.copy2(path, partial / path.name)

@@ -1,0 +1,74 @@
+"""Process groups: on CUDA one group of all ranks has sockets, counted by Megatron's own code."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_rl.runtime.open_files import count_sockets, group_sizes
+from tests import ranks
+from tests.ranks import run_ranks
+from tools.benchmarks.group_sockets import count, create_groups, measure
+
+RANKS = 64
+LAYOUTS = (
+    {"tensor": 8, "pipeline": 4},
+    {"pipeline": 2, "context": 4, "expert": 8},
+    {"tensor": 4, "pipeline": 2, "expert": 8},
+    {"tensor": 2, "context": 2},
+)
+
+
+def _count_all(results):
+    for layout in LAYOUTS:
+        for on_cuda in (False, True):
+            groups = create_groups(0, RANKS, layout, on_cuda=on_cuda)
+            results.put((sorted(len(members) for members, _ in groups), count(groups)))
+
+
+@pytest.fixture(scope="module")
+def counted():
+    """Sizes of the groups of rank 0 and its sockets, on CPU and CUDA, by layout."""
+    results = ranks.make_queue()
+    process = ranks.start_process(_count_all, results)
+    try:
+        return [[results.get(timeout=300) for _ in range(2)] for _ in LAYOUTS]
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("index", range(len(LAYOUTS)))
+def test_sockets_are_those_of_one_group_on_cuda_and_of_all_on_cpu(counted, index):
+    on_cpu, on_cuda = counted[index]
+    sizes = group_sizes(RANKS, **{"tensor": 1, "pipeline": 1, "context": 1, "expert": 1}
+                        | LAYOUTS[index])  # fmt: skip
+    assert on_cpu[0] == on_cuda[0] == sorted([RANKS, *sizes])
+    for (_, sockets), is_cuda in ((on_cpu, False), (on_cuda, True)):
+        assert sockets == count_sockets(RANKS, sizes, on_cuda=is_cuda)
+    assert on_cuda[1] == RANKS - 1 < on_cpu[1] / 2
+
+
+def _groups_without_sockets(rank, world_size):
+    layout = {"tensor": 2, "context": 2}
+    return measure(rank, world_size, layout, True, None), dist.get_world_size()
+
+
+def test_objects_are_gathered_by_a_group_that_connects_few_ranks():
+    """Of 8 ranks, in a layout with 17 groups; the one for objects has two neighbors and itself."""
+    assert max(added for added, _ in run_ranks(_groups_without_sockets, 8)) < 16
+
+
+def test_objects_travel_only_over_groups_with_gloo():
+    """On CUDA the others would copy objects to the device, or have no backend for host tensors."""
+    package = Path(__file__).parents[3] / "megatron_rl"
+    found = 0
+    for file in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            if node.func.attr in ("all_gather_object", "gather_object", "broadcast_object_list"):
+                groups = [ast.unparse(one.value) for one in node.keywords if one.arg == "group"]
+                assert groups in ([], ["topology.host_group"]), f"{file}:{node.lineno}: {groups}"
+                found += 1
+    assert found > 4

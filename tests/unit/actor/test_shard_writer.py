@@ -1,0 +1,81 @@
+"""Saves after the first use its agreements again, and those of another structure do not."""
+
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from tests.functional.test_actor_layouts import make_model
+from tests.ranks import run_ranks
+
+RANKS = 4
+
+
+class CountedObjects:
+    """Counts the shard descriptions that this rank receives in object collectives."""
+
+    def __init__(self, collective):
+        self.collective, self.shards = collective, 0
+
+    def __call__(self, objects, *args, **options):
+        self.collective(objects, *args, **options)
+        self.shards += sum(len(one) for one in objects if isinstance(one, list))
+
+
+def _fill(actor, seed):
+    """Weights and moments that no other rank or save has."""
+    from megatron_rl.actor.digest import training_state
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in training_state([], actor.optimizer):
+            tensor.copy_(torch.rand(tensor.shape, generator=generator))
+        for parameter in actor.named_parameters_local().values():
+            parameter.fill_(seed)
+
+
+def save_often(rank, world_size, root, layout):
+    """Shards that each save exchanges, and whether each folder loads to what was saved."""
+    from megatron_rl.actor import groups
+    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.actor.checkpoint import save_checkpoint
+    from megatron_rl.actor.cpu_adaptation import megatron_runtime
+    from megatron_rl.actor.settings import ActorSettings
+
+    root, topology = Path(root), groups.initialise(**layout)
+    folder = root / "-".join(map(str, layout.values()))
+    if rank == 0:
+        folder.mkdir()
+    actor = MegatronActor(root / "model", topology=topology, settings=ActorSettings())
+    digests, exchanged = [], []
+    for number in range(4):
+        _fill(actor, 10 * number + rank // 2)  # replicas are equal
+        digests.append(actor.digest())
+        with mock.patch.object(
+            dist, "all_gather_object", CountedObjects(dist.all_gather_object)
+        ) as gathered:
+            actor.save(folder / str(number))
+        exchanged.append(gathered.shards)
+    with megatron_runtime():  # weights alone are another structure
+        save_checkpoint(folder / "weights", chunks=actor.chunks, writer=actor.writer)
+    actor.save(folder / "again")
+    weights = [p.detach().clone() for p in actor.named_parameters_local().values()]
+    right = []
+    for name, digest in [*enumerate(digests), ("again", digests[-1])]:
+        _fill(actor, 99)
+        actor.load(folder / str(name))
+        right.append(actor.digest() == digest)
+    _fill(actor, 99)
+    actor.load(folder / "weights")
+    loaded = actor.named_parameters_local().values()
+    right.append(all(torch.equal(a, b) for a, b in zip(loaded, weights, strict=True)))
+    return exchanged, right
+
+
+def test_later_saves_exchange_no_shards_and_load_to_the_same_bits(tmp_path):
+    make_model(tmp_path / "model", tied=False)
+    for layout in ({"pipeline": 2}, {"tensor": 2, "pipeline": 2}):
+        for exchanged, right in run_ranks(save_often, RANKS, str(tmp_path), layout):
+            assert exchanged[0] > 0 and exchanged[1:] == [0, 0, 0]
+            assert all(right) and len(right) == 6
