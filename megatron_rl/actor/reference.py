@@ -35,6 +35,8 @@ class ReferencePolicy:
         copies = PinnedMemory().copies_of(tensors) if on_cuda else [t.clone() for t in tensors]
         self.inactive = dict(zip(named, copies, strict=True))
         if actor.is_initial and Path(folder).resolve() == actor.model_folder.resolve():
+            if on_cuda:
+                torch.cuda.synchronize()  # before others read the copies or change the weights
             return  # the copies are this folder's weights
         try:
             with megatron_runtime():
