@@ -147,37 +147,32 @@ class EngineLayout:
         )
 
 
-Owners = dict[int, Piece]  # by rank
 Rectangle = tuple[Span, Span]
+Owned = dict[str, dict[Rectangle, dict[int, Piece]]]  # by tensor, rectangle, group
+Needs = dict[str, dict[Piece, list[int]]]  # groups by tensor and piece
 
 
-def find_owners(
-    shape: ModelShape, layout: ActorLayout, *, fused: bool
-) -> dict[str, dict[Rectangle, Owners]]:
-    """Find, per HF tensor, each distinct rectangle and the ranks that own it."""
-    pieces_by_tensor: dict[str, dict[Rectangle, Owners]] = {}
-    for ranks in _group_equal_ranks(layout):
+def find_owners(shape: ModelShape, layout: ActorLayout, *, fused: bool) -> Owned:
+    """Find, per HF tensor, each distinct rectangle and the groups of ranks that own it."""
+    owned: Owned = {}
+    for group, ranks in enumerate(group_equal_ranks(layout)):
         for piece in layout.pieces(shape, rank=ranks[0], fused=fused):
-            owners = pieces_by_tensor.setdefault(piece.tensor, {}).setdefault(
-                (piece.rows, piece.columns), {}
-            )
-            for rank in ranks:
-                owners.setdefault(rank, piece)
-    return pieces_by_tensor
+            rectangles = owned.setdefault(piece.tensor, {})
+            rectangles.setdefault((piece.rows, piece.columns), {}).setdefault(group, piece)
+    return owned
 
 
-def find_needs(shape: ModelShape, layout: EngineLayout) -> dict[str, dict[Piece, list[int]]]:
-    """Find, per HF tensor in model order, each piece and the ranks that need it."""
-    pieces_by_tensor: dict[str, dict[Piece, list[int]]] = {
-        name: {} for name in tensor_shapes(shape)
-    }
-    for ranks in _group_equal_ranks(layout):
+def find_needs(shape: ModelShape, layout: EngineLayout) -> Needs:
+    """Find, per HF tensor in model order, each piece and the groups of ranks that need it."""
+    needs: Needs = {name: {} for name in tensor_shapes(shape)}
+    for group, ranks in enumerate(group_equal_ranks(layout)):
         for piece in layout.pieces(shape, rank=ranks[0]):
-            pieces_by_tensor[piece.tensor].setdefault(piece, []).extend(ranks)
-    return pieces_by_tensor
+            needs[piece.tensor].setdefault(piece, []).append(group)
+    return needs
 
 
-def _group_equal_ranks(layout: ActorLayout | EngineLayout) -> list[list[int]]:
+def group_equal_ranks(layout: ActorLayout | EngineLayout) -> list[list[int]]:
+    """Group the ranks that have, or need, equal shards."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(layout.world_size):
         groups.setdefault(layout.shard_coordinates(rank), []).append(rank)

@@ -5,15 +5,13 @@ ranks end a round together, at its busiest port. `ideal` is the busiest port of 
 order of the same messages can take less.
 """
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.models.shape import ModelShape, tensor_shapes
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.push_schedule import schedule
-from megatron_rl.resharding.senders import plan_slices
 
 
 @dataclass(frozen=True)
@@ -50,23 +48,24 @@ def simulate(
     destination: EngineLayout,
     *,
     wire_elements: int,
+    tensor_elements: int | None = None,
     ranks_per_node: int | None = None,
 ) -> Simulated:
     """Compute the elements that each rank sends and receives in each round."""
-    out: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    into: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    slices = plan_slices(shape, source, destination, ranks_per_node=ranks_per_node)
-    scheduled = schedule(
-        slices, tensor_shapes(shape), world_size=source.world_size, wire_elements=wire_elements,
+    plan, scheduled = schedule(
+        shape, source, destination, wire_elements=wire_elements, tensor_elements=tensor_elements,
         ranks_per_node=ranks_per_node,
     )  # fmt: skip
-    for number, each, path in scheduled:
-        for sender, to in path.hops():
-            out[number][sender] += each.size
-            into[number][to] += each.size
-    arrays = np.zeros((2, max(out) + 1 if out else 1, source.world_size), np.int64)
-    for array, counts in zip(arrays, (out, into), strict=True):
-        for number, by_rank in counts.items():
-            for rank, elements in by_rank.items():
-                array[number, rank] = elements
-    return Simulated(*arrays)
+    ports: dict[int, np.ndarray] = {}  # transfers of a turn, out and into [2, ranks]
+    rounds: list[np.ndarray] = []
+    for _, parts in scheduled:
+        for number, part in parts:
+            if id(part.turn) not in ports:
+                hops = np.array([hop for path in part.turn.paths for hop in path.hops()], np.int64)
+                ports[id(part.turn)] = np.stack(
+                    [np.bincount(ends, minlength=plan.world_size) for ends in hops.reshape(-1, 2).T]
+                )
+            while len(rounds) <= number:
+                rounds.append(np.zeros((2, plan.world_size), np.int64))
+            rounds[number] += part.size * ports[id(part.turn)]
+    return Simulated(*np.stack(rounds, axis=1))
