@@ -119,13 +119,7 @@ class EngineLayout:
 
     def check(self, shape: ModelShape) -> None:
         """Raise ValueError if the engines do not use all ranks or cannot shard the model."""
-        if self.world_size % self.tensor:
-            raise UserError(
-                f"vLLM's tensor parallel size {self.tensor} does not divide {self.world_size} ranks"
-            )
-        if self.expert_parallel and shape.experts is None:
-            raise UserError("an expert parallel engine needs a model with experts")
-        vllm_pieces(shape, tp_size=self.tensor, expert_parallel=self.expert_parallel)
+        self.pieces(shape, rank=0)
 
     def parameter_shapes(self, shape: ModelShape, *, rank: int) -> dict[str, tuple[int, ...]]:
         """Return the shape in which vLLM loads each parameter of its model on `rank`."""
@@ -138,7 +132,12 @@ class EngineLayout:
 
     def pieces(self, shape: ModelShape, *, rank: int) -> tuple[Piece, ...]:
         """Return the pieces that `rank` needs, with vLLM's parameter names."""
-        self.check(shape)
+        if self.world_size % self.tensor:
+            raise UserError(
+                f"vLLM's tensor parallel size {self.tensor} does not divide {self.world_size} ranks"
+            )
+        if self.expert_parallel and shape.experts is None:
+            raise UserError("an expert parallel engine needs a model with experts")
         return vllm_pieces(
             shape,
             tp_rank=rank % self.tensor,

@@ -11,8 +11,7 @@ two dimensions (vLLM's experts) is flattened to two, with its last dimension as 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_rl.errors import UserError
@@ -89,23 +88,22 @@ def padded_vocabulary(vocab_size: int, *, tp_size: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-@dataclass(frozen=True)
-class _Target:
-    """A local parameter: its name, global layer and expert, and its shard."""
+class _Cut(NamedTuple):
+    """A piece without names: which of the weight's HF tensors, its rectangle, its first row."""
 
-    parameter: str
-    layer: int
-    expert: int
-    rank: int
-    size: int
-    top: int = 0  # offset in the parameter, where vLLM stacks experts
+    tensor: int
+    rows: Span
+    columns: Span
+    top: int = 0
 
 
-def _piece(
-    weight: Weight, index: int, rows: Span, columns: Span, target: _Target, offset: int
-) -> Piece:
-    name = weight.hf[index].format(layer=target.layer, expert=target.expert)
-    return Piece(name, rows, columns, target.parameter, target.top + offset)
+def _named(
+    cuts: Sequence[_Cut], weight: Weight, parameter: str, *, layer: int, expert: int, top: int = 0
+) -> Iterator[Piece]:
+    """Yield the pieces of one layer or expert; `top` is its first row where experts are stacked."""
+    names = [name.format(layer=layer, expert=expert) for name in weight.hf]
+    for tensor, rows, columns, row in cuts:
+        yield Piece(names[tensor], rows, columns, parameter, top + row)
 
 
 def _shard(total: int, rank: int, size: int) -> Span:
@@ -116,29 +114,29 @@ def _width(size: tuple[int, ...]) -> Span:
     return (0, size[1] if len(size) == 2 else 1)
 
 
-def _simple_pieces(
-    weight: Weight, *, shape: ModelShape, target: _Target, padded_rows: int
-) -> Iterator[Piece]:
-    """Yield the pieces of every kind except qkv; `padded_rows` is the padded vocabulary."""
+def _simple_cuts(
+    weight: Weight, *, shape: ModelShape, rank: int, size: int, padded_rows: int
+) -> Iterator[_Cut]:
+    """Yield the cuts of every kind except qkv; `padded_rows` is the padded vocabulary."""
     sizes = weight_shapes(weight, shape=shape)
     height, width = sizes[0][0], _width(sizes[0])
     if weight.cut == "replicated":
-        yield _piece(weight, 0, (0, height), width, target, 0)
+        yield _Cut(0, (0, height), width)
     elif weight.cut == "vocabulary":
-        start, stop = _shard(padded_rows, target.rank, target.size)
+        start, stop = _shard(padded_rows, rank, size)
         if start < height:  # a shard may consist of padding only
-            yield _piece(weight, 0, (start, min(stop, height)), width, target, 0)
+            yield _Cut(0, (start, min(stop, height)), width)
     elif weight.cut == "columns":
-        yield _piece(weight, 0, (0, height), _shard(width[1], target.rank, target.size), target, 0)
+        yield _Cut(0, (0, height), _shard(width[1], rank, size))
     else:
         assert weight.cut == "gate_up", f"no rule for {weight.cut}"
-        span = _shard(height, target.rank, target.size)
+        span = _shard(height, rank, size)
         for index in range(2):
-            yield _piece(weight, index, span, width, target, index * (span[1] - span[0]))
+            yield _Cut(index, span, width, index * (span[1] - span[0]))
 
 
-def _interleaved_qkv(weight: Weight, *, shape: ModelShape, target: _Target) -> Iterator[Piece]:
-    """Yield pieces in Megatron's order: per query group its query heads, its key, its value.
+def _interleaved_qkv(weight: Weight, *, shape: ModelShape, rank: int, size: int) -> Iterator[_Cut]:
+    """Yield cuts in Megatron's order: per query group its query heads, its key, its value.
 
     The rows in this order are divided evenly; with more ranks than key heads a shard may begin
     within a group, and even within a head.
@@ -146,31 +144,29 @@ def _interleaved_qkv(weight: Weight, *, shape: ModelShape, target: _Target) -> I
     width = _width(weight_shapes(weight, shape=shape)[0])
     queries = shape.num_attention_heads // shape.num_query_groups * shape.head_dim
     heights = (queries, shape.head_dim, shape.head_dim)
-    shard = _shard(shape.num_query_groups * sum(heights), target.rank, target.size)
+    shard = _shard(shape.num_query_groups * sum(heights), rank, size)
     start = 0
     for group in range(shape.num_query_groups):
         for index, height in enumerate(heights):
             top, bottom = max(start, shard[0]), min(start + height, shard[1])
             if top < bottom:
                 first = group * height - start
-                rows = (first + top, first + bottom)
-                yield _piece(weight, index, rows, width, target, top - shard[0])
+                yield _Cut(index, (first + top, first + bottom), width, top - shard[0])
             start += height
 
 
-def _concatenated_qkv(weight: Weight, *, shape: ModelShape, target: _Target) -> Iterator[Piece]:
-    """Yield pieces in vLLM's order: query, key, value heads; too few key heads are repeated."""
-    sizes = weight_shapes(weight, shape=shape)
+def _concatenated_qkv(weight: Weight, *, shape: ModelShape, rank: int, size: int) -> Iterator[_Cut]:
+    """Yield cuts in vLLM's order: query, key, value heads; too few key heads are repeated."""
     offset = 0
-    for index, size in enumerate(sizes):
-        heads = size[0] // shape.head_dim
-        if heads >= target.size:
-            first, last = _shard(heads, target.rank, target.size)
+    for index, whole in enumerate(weight_shapes(weight, shape=shape)):
+        heads = whole[0] // shape.head_dim
+        if heads >= size:
+            first, last = _shard(heads, rank, size)
         else:
-            first = target.rank * heads // target.size
+            first = rank * heads // size
             last = first + 1
         rows = (first * shape.head_dim, last * shape.head_dim)
-        yield _piece(weight, index, rows, _width(size), target, offset)
+        yield _Cut(index, rows, _width(whole), offset)
         offset += rows[1] - rows[0]
 
 
@@ -206,31 +202,38 @@ def megatron_pieces(
     padded_rows = padded_vocabulary(shape.vocab_size, tp_size=tp_size)
     pieces: list[Piece] = []
 
-    def add(weight: Weight, name: str, layer: int = 0, expert: int = 0) -> None:
+    def add(weight: Weight, name: str, places: Iterable[tuple[int, int, int, int]]) -> None:
         rank, size = (expert_rank, expert_size) if weight.part == "expert" else (tp_rank, tp_size)
-        target = _Target(prefix + name, layer, expert, rank, size)
         if weight.cut == "qkv":
-            pieces.extend(_interleaved_qkv(weight, shape=shape, target=target))
+            cuts = list(_interleaved_qkv(weight, shape=shape, rank=rank, size=size))
         else:
-            pieces.extend(
-                _simple_pieces(weight, shape=shape, target=target, padded_rows=padded_rows)
+            cuts = list(
+                _simple_cuts(weight, shape=shape, rank=rank, size=size, padded_rows=padded_rows)
             )
+        for local_layer, layer, local_expert, expert in places:
+            parameter = prefix + name.format(layer=local_layer, expert=local_expert)
+            pieces.extend(_named(cuts, weight, parameter, layer=layer, expert=expert))
 
     for weight in shape.weights:
         name = weight.fused if fused and weight.fused else weight.megatron
         if weight.part == "first" and first_stage:
-            add(weight, name)
+            add(weight, name, [(0, 0, 0, 0)])
         elif weight.part == "first" and last_stage and shape.tied_embeddings:
-            add(weight, "output_layer.weight")
+            add(weight, "output_layer.weight", [(0, 0, 0, 0)])
         elif weight.part == "last" and last_stage:
-            add(weight, name)
+            add(weight, name, [(0, 0, 0, 0)])
         elif weight.part in ("layer", "expert"):
             total = shape.experts.num_experts if weight.part == "expert" and shape.experts else 1
             local_experts = range(*_shard(total, ep_rank, ep_size)) if total > 1 else range(1)
-            for local_layer, layer in enumerate(layers):
-                for local_expert, expert in enumerate(local_experts):
-                    local = name.format(layer=local_layer, expert=local_expert)
-                    add(weight, local, layer, expert)
+            add(
+                weight,
+                name,
+                (
+                    (local_layer, layer, local_expert, expert)
+                    for local_layer, layer in enumerate(layers)
+                    for local_expert, expert in enumerate(local_experts)
+                ),
+            )
     return tuple(pieces)
 
 
@@ -269,20 +272,18 @@ def vllm_pieces(
                     0,
                     1,
                 )
+        if weight.cut == "qkv":
+            cuts = list(_concatenated_qkv(weight, shape=shape, rank=rank, size=size))
+        else:
+            cuts = list(
+                _simple_cuts(weight, shape=shape, rank=rank, size=size, padded_rows=padded_rows)
+            )
+        height = sum(cut.rows[1] - cut.rows[0] for cut in cuts)
         for layer in layers:
-            stacked = 0
-            for expert in local_experts:
-                name = weight.vllm.format(layer=layer)
-                target = _Target(name, layer, expert, rank, size, top=stacked)
-                if weight.cut == "qkv":
-                    new = tuple(_concatenated_qkv(weight, shape=shape, target=target))
-                else:
-                    simple = _simple_pieces(
-                        weight, shape=shape, target=target, padded_rows=padded_rows
-                    )
-                    new = tuple(simple)
-                pieces.extend(new)
-                stacked += sum(piece.shape[0] for piece in new)
+            name = weight.vllm.format(layer=layer)
+            for place, expert in enumerate(local_experts):
+                top = place * height
+                pieces.extend(_named(cuts, weight, name, layer=layer, expert=expert, top=top))
     return tuple(pieces)
 
 

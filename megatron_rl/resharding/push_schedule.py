@@ -21,7 +21,8 @@ import numpy as np
 
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
-from megatron_rl.resharding.senders import SLICE_EXTRA, Part, Plan, Slice, Step
+from megatron_rl.resharding.routes import Path
+from megatron_rl.resharding.senders import SLICE_EXTRA, WITHIN, Part, Plan, Slice, Step
 
 STEPS = 4  # at least as many in a round, so that several pipeline stages send in it
 
@@ -32,11 +33,13 @@ class Message:
 
     sender: the rank that sends it to this one: the source, or a rank of this node that forwards it.
     to: the ranks that this rank sends it to; a destination forwards it as soon as it has arrived.
+    destinations: all ranks that receive it.
     """
 
     source: int
     sender: int
     to: tuple[int, ...]
+    destinations: tuple[int, ...]
     slices: list[Slice] = field(default_factory=list)
 
     @property
@@ -159,42 +162,65 @@ def plan_for_rank(
         shape, source, destination, wire_elements=wire_elements, tensor_elements=tensor_elements,
         fused=fused, ranks_per_node=ranks_per_node,
     )  # fmt: skip
-    group = plan.group_of[rank]
-    rounds: list[dict[int, Message]] = []
-    arrives: dict[str, int] = {}  # the last round in which this rank receives part of a tensor
-    local: dict[str, list[Slice]] = {}
+    own = _OwnPart(plan, rank)
     sent = within = last = 0
     for step, parts in steps:
-        name = step.tensor
-        arrives.setdefault(name, -1)
+        own.arrives.setdefault(step.tensor, -1)
         for number, part in parts:
             sent += part.size * part.turn.received
             within += part.size * len(part.within)
             last = number + 1 if part.turn.paths else last
-            if rank in part.within:
-                local.setdefault(name, []).append(part.local((rank,), group))
-            for path in part.turn.of(rank):
-                rounds += [{} for _ in range(number + 1 - len(rounds))]
-                message = rounds[number].get(id(path))
-                if message is None:
-                    message = Message(path.source, *path.ends(rank))
-                    rounds[number][id(path)] = message
-                message.slices.append(part.slice(path, plan.group_of[path.source]))
-                if rank != path.source:
-                    arrives[name] = number
-    rounds += [{} for _ in range(last - len(rounds))]
+            own.add(step.tensor, number, part)
+    # Tensors are yielded in order, since a module may still lack others.
+    latest = itertools.accumulate(own.arrives.values(), max)
     return RankPlan(
         rank=rank,
-        rounds=tuple(
-            Round(
-                sends=[message for message in messages.values() if message.source == rank],
-                receives=[message for message in messages.values() if message.source != rank],
-            )
-            for messages in rounds
-        ),
-        local=local,
-        # Tensors are yielded in order, since a module may still lack others.
-        last_round=dict(zip(arrives, itertools.accumulate(arrives.values(), max), strict=True)),
+        rounds=own.rounds(last),
+        local=own.local,
+        last_round=dict(zip(own.arrives, latest, strict=True)),
         elements_sent=sent,
         elements_local=within,
     )
+
+
+class _OwnPart:
+    """The messages and local slices of one rank, and the last round in which a tensor arrives."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self._plan, self._rank, self._group = plan, rank, plan.group_of[rank]
+        self._rounds: list[dict[int, Message]] = []  # by the identity of the path
+        self._ends: dict[int, tuple[int, tuple[int, ...], tuple[int, ...]]] = {}
+        self.arrives: dict[str, int] = {}
+        self.local: dict[str, list[Slice]] = {}
+
+    def add(self, name: str, number: int, part: Part) -> None:
+        """Add what this rank sends, receives or copies of a part in round `number`."""
+        if self._rank in part.within:
+            own = part.slice(WITHIN, (self._rank,), group=self._group)
+            self.local.setdefault(name, []).append(own)
+        for path in part.turn.of(self._rank):
+            message = self._message(number, path)
+            group = self._plan.group_of[path.source]
+            message.slices.append(part.slice(path.source, message.destinations, group=group))
+            if self._rank != path.source:
+                self.arrives[name] = number
+
+    def _message(self, number: int, path: Path) -> Message:
+        self._rounds += [{} for _ in range(number + 1 - len(self._rounds))]
+        messages = self._rounds[number]
+        if id(path) not in messages:
+            if id(path) not in self._ends:
+                self._ends[id(path)] = *path.ends(self._rank), path.destinations
+            messages[id(path)] = Message(path.source, *self._ends[id(path)])
+        return messages[id(path)]
+
+    def rounds(self, count: int) -> tuple[Round, ...]:
+        """Return `count` rounds, the same number on every rank."""
+        empty: list[dict[int, Message]] = [{} for _ in range(count - len(self._rounds))]
+        return tuple(
+            Round(
+                sends=[each for each in messages.values() if each.source == self._rank],
+                receives=[each for each in messages.values() if each.source != self._rank],
+            )
+            for messages in self._rounds + empty
+        )

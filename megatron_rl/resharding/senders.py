@@ -71,15 +71,10 @@ class Part(NamedTuple):
     turn: Turn
     within: frozenset[int]  # ranks that need it and have it
 
-    def slice(self, path: Path, group: int) -> Slice:
-        """Return the slice that takes `path` from a rank of `group`."""
-        crops = (each.crop(self.rows, self.columns) for each in (self.owned[group], self.needed))
-        return Slice(path.source, path.destinations, *crops)
-
-    def local(self, destinations: tuple[int, ...], group: int) -> Slice:
-        """Return the slice that ranks of `group` copy within themselves."""
-        crops = (each.crop(self.rows, self.columns) for each in (self.owned[group], self.needed))
-        return Slice(WITHIN, destinations, *crops)
+    def slice(self, source: int, destinations: tuple[int, ...], *, group: int) -> Slice:
+        """Return the slice of a source in `group`, or WITHIN ranks of that group."""
+        owned = self.owned[group].crop(self.rows, self.columns)
+        return Slice(source, destinations, owned, self.needed.crop(self.rows, self.columns))
 
 
 class Step(NamedTuple):
@@ -221,6 +216,8 @@ class Plan:
 
     def _turn(self, cut: _Cut) -> Turn:
         """Return the next routes of a slice of this size; other sizes begin with other senders."""
+        if cut.pattern.turns == 1:
+            return cut.pattern.turn(0)
         key = (id(cut.pattern), cut.size)
         number = self._turns.get(key)
         if number is None:
@@ -296,9 +293,12 @@ def plan_slices(
     for step in plan.steps():
         found = slices.setdefault(step.tensor, [])
         for part in step.parts:
-            found += [part.slice(path, plan.group_of[path.source]) for path in part.turn.paths]
+            ends = [(path.source, path.destinations) for path in part.turn.paths]
             by_group: dict[int, list[int]] = {}
             for rank in sorted(part.within):
                 by_group.setdefault(plan.group_of[rank], []).append(rank)
-            found += [part.local(tuple(ranks), group) for group, ranks in by_group.items()]
+            ends += [(WITHIN, tuple(ranks)) for ranks in by_group.values()]
+            for source, to in ends:
+                group = plan.group_of[to[0] if source == WITHIN else source]
+                found.append(part.slice(source, to, group=group))
     return slices

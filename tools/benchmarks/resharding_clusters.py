@@ -4,11 +4,12 @@ python -m tools.benchmarks.resharding_clusters
 """
 
 import time
+from collections import defaultdict
 
-from megatron_rl.models.shape import ExpertShape, ModelShape, tensor_shapes
+from megatron_rl.models.shape import ExpertShape, ModelShape
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.push_schedule import plan_for_rank, schedule
-from megatron_rl.resharding.senders import plan_slices
+from megatron_rl.resharding.routes import Turn
 from tools.benchmarks.resharding import count_parameters, make_shape
 
 BUCKET = 64 << 20
@@ -96,20 +97,20 @@ class _Traffic:
         world_size = source.world_size
         self.links = [[[0] * world_size for _ in range(2)] for _ in range(2)]  # [link][direction]
         self.into_node = [0] * (world_size // node)
-        slices = plan_slices(shape, source, destination, ranks_per_node=node)
-        scheduled = schedule(
-            slices,
-            tensor_shapes(shape),
-            world_size=world_size,
-            wire_elements=BUCKET // 2,
-            ranks_per_node=node,
+        _, steps = schedule(
+            shape, source, destination, wire_elements=BUCKET // 2, ranks_per_node=node
         )
-        for _, each, path in scheduled:
-            for sender, to in path.hops():
+        turns: dict[int, Turn] = {}
+        sizes: dict[int, int] = defaultdict(int)  # elements that take the same routes
+        for part in (part for _, parts in steps for _, part in parts):
+            turns[id(part.turn)] = part.turn
+            sizes[id(part.turn)] += part.size
+        for key, turn in turns.items():
+            for sender, to in (hop for path in turn.paths for hop in path.hops()):
                 link = int(sender // node != to // node)
-                self.links[link][0][sender] += 2 * each.size
-                self.links[link][1][to] += 2 * each.size
-                self.into_node[to // node] += 2 * each.size * link
+                self.links[link][0][sender] += 2 * sizes[key]
+                self.links[link][1][to] += 2 * sizes[key]
+                self.into_node[to // node] += 2 * sizes[key] * link
 
     @property
     def out(self) -> list[int]:

@@ -12,8 +12,10 @@ TITLE = "The weight push: who sends at once"
 TEXT = """
 Time of the rounds over the time of the busiest port, where all ranks end a round together at its
 busiest port (`tools/benchmarks/push_simulation.py`); 1 is the best that any order of the same
-messages can reach. Models with 4 (235B, 30B) or 8 layers (72B), nodes of 8 ranks, rounds of 64 MiB
-in bfloat16, slices written directly. `before` is commit 4c2004c, by the same simulation.
+messages can reach. Models with 4 (235B, 30B) or 8 layers (72B), nodes of 8 ranks, in bfloat16.
+Slices are written directly, with buckets of 64 MiB, or assembled to whole tensors for vLLM's
+loaders, with buckets of 64 MiB and 1 GiB. `before` is commit 4c2004c with slices written directly,
+by the same simulation.
 """
 WIRE = 1 << 25  # elements: 64 MiB in bfloat16
 NODE = 8
@@ -37,9 +39,19 @@ def _layouts() -> list[tuple[str, ModelShape, ActorLayout, EngineLayout, float]]
 
 
 def rows() -> Iterator[Row]:
-    """Yield time / ideal of every layout."""
+    """Yield time / ideal of every layout, written directly and through loaders."""
+    ways = {
+        "direct, 64 MiB": (WIRE, None),
+        "loaders, 64 MiB": (WIRE // 4, WIRE // 2),
+        "loaders, 1 GiB": (4 * WIRE, 8 * WIRE),
+    }
     for model, shape, actor, engine, before in _layouts():
-        found = simulate(shape, actor, engine, wire_elements=WIRE, ranks_per_node=NODE)
         layout = f"{model} {str(actor)[6:]} -> {str(engine)[5:].partition(' x ')[0]}"
-        now = found.over_ideal
-        yield Row("time / ideal", layout, actor.world_size, before, now, "", "simulated")
+        for way, (wire, tensors) in ways.items():
+            found = simulate(
+                shape, actor, engine, wire_elements=wire, tensor_elements=tensors,
+                ranks_per_node=NODE,
+            )  # fmt: skip
+            was = before if tensors is None else "-"
+            what, now = f"time / ideal, {way}", found.over_ideal
+            yield Row(what, layout, actor.world_size, was, now, "", "simulated")

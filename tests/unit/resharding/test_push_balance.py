@@ -1,0 +1,94 @@
+"""All ranks send at once: the rounds' time over that of the busiest port, and what a plan costs."""
+
+import pytest
+
+from megatron_rl.models.shape import ExpertShape
+from megatron_rl.resharding import layouts, routes, senders
+from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
+from megatron_rl.resharding.push_schedule import plan_for_rank
+from tests.unit.resharding.shapes import small_shape
+from tools.benchmarks.push_simulation import simulate
+
+# The ratios of Qwen3-235B-A22B and Qwen2.5-72B, 1/64 of their sizes.
+EXPERTS = small_shape(
+    "Qwen3MoeForCausalLM", num_layers=4, hidden_size=64, num_attention_heads=16, num_query_groups=4,
+    head_dim=8, vocab_size=2048, experts=ExpertShape(64, 8, 24, True),
+)  # fmt: skip
+DENSE = small_shape(
+    num_layers=8, hidden_size=128, num_attention_heads=16, num_query_groups=8, head_dim=8,
+    ffn_hidden_size=464, vocab_size=2048,
+)  # fmt: skip
+LAYOUTS = [  # shape, actor, engine, bound
+    (EXPERTS, ActorLayout(1, 2, 4, 8, expert=8), EngineLayout(8, 64), 2.0),
+    (EXPERTS, ActorLayout(4, 2, 1, 8, expert=8), EngineLayout(8, 64), 2.0),
+    (EXPERTS, ActorLayout(4, 2, 1, 8, expert=8), EngineLayout(8, 64, True), 2.0),
+    (EXPERTS, ActorLayout(1, 1, 4, 16, expert=32), EngineLayout(8, 64, True), 2.0),
+    (EXPERTS, ActorLayout(1, 2, 4, 8, expert=8), EngineLayout(8, 64, True), 2.0),
+    (DENSE, ActorLayout(8, 4, 1, 4), EngineLayout(8, 128), 1.5),
+    (DENSE, ActorLayout(4, 4, 1, 8), EngineLayout(8, 128), 1.5),
+]
+
+
+@pytest.mark.parametrize(("shape", "actor", "engine", "bound"), LAYOUTS)
+def test_rounds_take_little_more_than_the_busiest_port(shape, actor, engine, bound):
+    found = simulate(shape, actor, engine, wire_elements=8000, ranks_per_node=8)
+    assert len(found.out) >= 8
+    assert found.over_ideal <= bound, (found.over_ideal, found.senders)
+    assert found.senders > 0.8 * actor.world_size
+
+
+def _count(monkeypatch, module, name):
+    calls, inner = [], getattr(module, name)
+
+    def counted(*arguments, **options):
+        calls.append(name)
+        return inner(*arguments, **options)
+
+    monkeypatch.setattr(module, name, counted)
+    return calls
+
+
+def test_plan_costs_the_same_with_replicas(monkeypatch):
+    """16 times the ranks: the same pieces, patterns and slices on a rank, which makes only its own.
+
+    Each node of 4 ranks has one stage, so all replicas of a node send to another one.
+    """
+    shape = small_shape("Qwen3MoeForCausalLM")
+    counted = [
+        _count(monkeypatch, layouts, "megatron_pieces"),
+        _count(monkeypatch, layouts, "vllm_pieces"),
+        _count(monkeypatch, senders, "Pattern"),
+        _count(monkeypatch, senders, "_Kind"),
+        _count(monkeypatch, senders, "Slice"),
+    ]
+    counts = []
+    for replicas in (2, 32):
+        source = ActorLayout(2, 2, data=replicas, expert=2)
+        plan = plan_for_rank(
+            shape, source, EngineLayout(4, source.world_size), rank=1, wire_elements=2000,
+            ranks_per_node=4,
+        )  # fmt: skip
+        own = sum(len(message.slices) for r in plan.rounds for message in (*r.sends, *r.receives))
+        own += sum(map(len, plan.local.values()))
+        assert own == len(counted[4]) and plan.elements_sent > 0
+        counts.append([len(calls) for calls in counted])
+        for calls in counted:
+            calls.clear()
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize(("nodes", "owners"), [(3, 4), (4, 3), (4, 4), (6, 4), (8, 2), (2, 12)])
+def test_far_nodes_are_served_in_equal_shares(nodes, owners):
+    """Owners are one rank on each of the first nodes, the others lack the slice."""
+    world = 2 * (nodes + owners)
+    pattern = routes.Pattern(
+        range(0, 2 * owners, 2), range(2 * owners, world), world_size=world, node_size=2, paths={}
+    )
+    sent, first = [0] * world, [0] * world
+    for number in range(pattern.turns):
+        for path in pattern.turn(number).paths:
+            for ranks in path.by_node:
+                sent[path.source] += 1
+                first[ranks[0]] += 1
+    assert len({sent[rank] for rank in range(0, 2 * owners, 2)}) == 1
+    assert len(set(first[2 * owners :])) == 1 and sum(first) == nodes * pattern.turns
