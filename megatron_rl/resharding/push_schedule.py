@@ -13,8 +13,10 @@ slices. A round ends for all ranks where one of them has no room: ranks that hav
 less in the whole push as well, because the order mixes all senders in proportion.
 """
 
+import gc
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -141,6 +143,19 @@ def schedule(
     return plan, ((s, list(placing.place(s, size=plan.sizes[s.tensor]))) for s in steps)
 
 
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Pause Python's collector: it would search millions of new objects, of which none is free."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_without_garbage_collection()
 def plan_for_rank(
     shape: ModelShape,
     source: ActorLayout,

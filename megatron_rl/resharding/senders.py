@@ -81,17 +81,14 @@ class Step(NamedTuple):
     """Parts of one tensor that are sent together: all of them, or a block of rows of each.
 
     load: elements that each rank sends and receives, [ranks]. receives: by rank.
+    progress: the share of the push that this step is: its load over all ranks, more than 0.
     """
 
     tensor: str
     parts: tuple[Part, ...]
     load: np.ndarray
     receives: np.ndarray
-
-    @property
-    def progress(self) -> int:
-        """Return the share of the push that this step is, more than 0."""
-        return int(self.load.sum()) + 1
+    progress: int
 
 
 class _Cut(NamedTuple):
@@ -115,7 +112,7 @@ class _Kind:
 
     def __init__(self, cuts: Sequence[_Cut], *, block_elements: int | None) -> None:
         self.blocks: list[list[_Cut]] = []
-        self._sums: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
+        self._sums: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray, int]] = {}
         count = 1
         if cuts and block_elements:
             turns = [cut.pattern.turn(0) for cut in cuts]
@@ -132,13 +129,14 @@ class _Kind:
 
     def sums(
         self, number: int, routes: Sequence[tuple[_Cut, Turn]]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return load and receives of block `number`, [ranks] each."""
+    ) -> tuple[np.ndarray, np.ndarray, int]:
+        """Return load and receives of block `number`, [ranks] each, and its progress."""
         key = (number, *(id(turn) for _, turn in routes))
         if key not in self._sums:
-            load = sum((cut.size + SLICE_EXTRA) * turn.messages for cut, turn in routes)
+            loads = [(cut.size + SLICE_EXTRA) * turn.messages for cut, turn in routes]
+            load = np.sum(loads, axis=0)
             receives = np.any([turn.receives for _, turn in routes], axis=0)
-            self._sums[key] = np.asarray(load), receives
+            self._sums[key] = load, receives, int(load.sum()) + 1
         return self._sums[key]
 
 
@@ -241,7 +239,7 @@ class Plan:
             )  # fmt: skip
             steps.append(Step(name, parts, *kind.sums(number, routes)))
         nothing = np.zeros(self.world_size, np.int64)
-        return steps or [Step(name, (), nothing, nothing > 0)]
+        return steps or [Step(name, (), nothing, nothing > 0, 1)]
 
     def steps(self, *, apart: bool = False) -> Iterator[Step]:
         """Yield all steps in transfer order.
