@@ -116,11 +116,11 @@ class _Kind:
         count = 1
         if cuts and block_elements:
             turns = [cut.pattern.turn(0) for cut in cuts]
-            busiest = sum(cut.size * turn.messages for cut, turn in zip(cuts, turns, strict=True))
-            extra = SLICE_EXTRA * sum(turn.messages for turn in turns).max()
-            room = block_elements - int(extra)
+            messages = np.stack([turn.messages for turn in turns])  # [cuts, ranks]
+            busiest = int((np.array([cut.size for cut in cuts]) @ messages).max())
+            room = block_elements - SLICE_EXTRA * int(messages.sum(0).max())
             # Without room for the extras of all parts, each row is a block.
-            count = -(-int(busiest.max()) // room) if room > 0 else busiest.max()
+            count = -(-busiest // room) if room > 0 else busiest
         for cut in cuts:
             for number, block in enumerate(_row_blocks(cut, count)):
                 if number == len(self.blocks):
@@ -296,7 +296,7 @@ def plan_slices(
             for rank in sorted(part.within):
                 by_group.setdefault(plan.group_of[rank], []).append(rank)
             ends += [(WITHIN, tuple(ranks)) for ranks in by_group.values()]
-            for source, to in ends:
-                group = plan.group_of[to[0] if source == WITHIN else source]
-                found.append(part.slice(source, to, group=group))
+            for sender, to in ends:
+                group = plan.group_of[to[0] if sender == WITHIN else sender]
+                found.append(part.slice(sender, to, group=group))
     return slices
