@@ -10,6 +10,7 @@ two dimensions (vLLM's experts) is flattened to two, with its last dimension as 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -225,15 +226,8 @@ def megatron_pieces(
         elif weight.part in ("layer", "expert"):
             total = shape.experts.num_experts if weight.part == "expert" and shape.experts else 1
             local_experts = range(*_shard(total, ep_rank, ep_size)) if total > 1 else range(1)
-            add(
-                weight,
-                name,
-                (
-                    (local_layer, layer, local_expert, expert)
-                    for local_layer, layer in enumerate(layers)
-                    for local_expert, expert in enumerate(local_experts)
-                ),
-            )
+            every = itertools.product(enumerate(layers), enumerate(local_experts))
+            add(weight, name, [(*layer, *expert) for layer, expert in every])
     return tuple(pieces)
 
 
