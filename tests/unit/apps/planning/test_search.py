@@ -199,9 +199,8 @@ def test_push_bytes_match_the_push_schedule(parts):
     assert math.isfinite(volume.between)
 
 
-def test_push_times_are_estimated_for_the_fastest_options(result, monkeypatch):
-    monkeypatch.setattr("megatron_rl.apps.planning.search.MAX_PUSH_PLANS", 3)
-    few = search(SMALL, H100, 8, WORKLOAD).options
+def test_push_times_are_estimated_for_the_fastest_options(result):
+    few = search(SMALL, H100, 8, WORKLOAD, pushes=3).options
     assert [option.seconds["push"] > 0 for option in few[:5]] == [True, True, True, False, False]
     without = [option.step_seconds - option.seconds["push"] for option in few]
     assert max(without[:3]) <= min(without[3:])
