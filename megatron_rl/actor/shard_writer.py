@@ -14,7 +14,6 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
@@ -33,7 +32,9 @@ class ShardWriter:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._structure: list[tuple] | None = None
-        self._strategy: SaveShardedStrategy | None = None
+        self._strategy: FullyParallelSaveStrategyWrapper | TorchDistSaveShardedStrategy | None = (
+            None
+        )
 
     def write(self, state: dict[str, Any], folder: Path, *, content_metadata: dict) -> None:
         """Write this rank's shards of a state; the folder must be empty. Collective."""
@@ -52,7 +53,7 @@ class ShardWriter:
             content_metadata=content_metadata,
         )
 
-    def _new_strategy(self) -> SaveShardedStrategy:
+    def _new_strategy(self) -> FullyParallelSaveStrategyWrapper | TorchDistSaveShardedStrategy:
         """Return a strategy without agreements from earlier saves."""
         base = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
         if group_size(self._group) == 1:

@@ -255,8 +255,8 @@ MUTATIONS = {
     ),
     "sequences are not scanned apart": (
         sequence_statistics._scan_chunks,
-        "x.split(lengths)",
-        "x.split([sum(lengths)])",
+        "rows.tables(flat)",
+        "[flat[None]]",
     ),
     "the backward scan runs forward": (
         sequence_statistics._sum_backward,
