@@ -3,6 +3,7 @@
 python docs/study/draw.py
 """
 
+import itertools
 import statistics
 import sys
 from collections.abc import Sequence
@@ -27,14 +28,18 @@ RATE = "0.0004"
 MARKERS = {"1": "^", "4": "o", "8": "s"}  # by epochs
 APART = {"1": 1.0, "4": 0.93, "8": 1.07}  # so that the same reuse x rate is not on one spot
 FEWEST = 3  # pairs of an interval that is drawn
+COST_LENGTH = "62"  # of costs.png
+STYLES = {"1": ":", "4": "-", "8": "--"}  # by epochs
+ROLLOUT_COST = 2.7  # epochs of training that take as long as generating a rollout batch
 LENGTHS = ("38", "62", "254", "510")  # with slips anywhere
 PLACES = {"62_early": "slips early", "62": "slips anywhere", "62_late": "slips late"}
 
 
 def main() -> None:
-    """All six."""
+    """Draw all figures."""
     runs = read_reuse()
     draw_learning(runs)
+    draw_costs(runs)
     draw_lag(runs, "38", "lag.png")
     draw_lag(runs, "62", "lag_62.png")
     draw_length(runs)
@@ -55,6 +60,44 @@ def draw_learning(runs: dict[Point, dict[int, Run]]) -> None:
     every[0].set_ylabel("mean reward of a rollout batch")
     every[1].legend(fontsize=7)
     _save(figure, "learning.png")
+
+
+def draw_costs(runs: dict[Point, dict[int, Run]]) -> None:
+    """Mean reward over updates, generated tokens and simulated time; means over seeds.
+
+    The time of a run is rollout batches x ROLLOUT_COST + epochs, in epochs of training.
+    """
+    figure, every = plt.subplots(1, 3, figsize=(11, 3.4), sharey=True)
+    for objective, color in COLORS.items():
+        for epochs, style in STYLES.items():
+            found = runs.get((COST_LENGTH, RATE, epochs, objective), {})
+            if not found:
+                continue
+            rewards = _rewards(found)
+            tokens = [0.0, *itertools.accumulate(_mean_tokens(found))]
+            batches = range(1, len(rewards) + 1)
+            places = (
+                sorted(rewards),
+                [tokens[batch] / 1e3 for batch in batches],
+                [batch * ROLLOUT_COST + (batch - 1) * float(epochs) for batch in batches],
+            )
+            means = [statistics.fmean(rewards[before]) for before in sorted(rewards)]
+            for axis, at in zip(every, places, strict=True):
+                axis.plot(at, means, style, color=color, linewidth=1.4)
+    for axis, label in zip(
+        every,
+        ("updates", "generated tokens (thousands)", "simulated time (epochs of training)"),
+        strict=True,
+    ):
+        axis.set_xlabel(f"{label} before the batch" if axis is every[0] else label)
+        axis.grid(alpha=0.3)
+    for objective, color in COLORS.items():
+        every[0].plot([], [], color=color, label=objective)
+    for epochs, style in STYLES.items():
+        every[0].plot([], [], style, color="black", label=f"{epochs} epoch{'s' * (epochs != '1')}")
+    every[0].set_ylabel("mean reward of a rollout batch")
+    every[0].legend(fontsize=7)
+    _save(figure, "costs.png")
 
 
 def draw_lag(runs: dict[Point, dict[int, Run]], at_length: str, picture: str) -> None:
@@ -189,6 +232,13 @@ def _rewards(found: dict[int, Run]) -> dict[int, list[float]]:
             before = row["updates"] - row["updates"] // row["step"]
             rewards.setdefault(before, []).append(row["reward/mean"])
     return rewards
+
+
+def _mean_tokens(found: dict[int, Run]) -> list[float]:
+    """Generated tokens of each rollout batch, averaged over the runs."""
+    tokens = ([row["rollout/tokens"] for row in run.rows] for run in found.values())
+    columns = zip(*tokens, strict=True)
+    return [statistics.fmean(column) for column in columns]
 
 
 def _spread_by_tenth(found: dict[int, Run]) -> dict[int, list[float]]:

@@ -33,6 +33,7 @@ SETTINGS = (
     r"`[^`]*`", r"\d[\d.]*e-\d", r"\d+(, \d+)*( and \d+)? tokens", r"seeds? \d+( to \d+)?",
     r"6 rollout batches instead of 24", r"weight 1, no gate",
     r"eight fresh seeds at 62 \(9 to 16\)", r"254 with eight epochs, 510\)",
+    r"first reaches 75", r"c = 2\.7 epochs, from the paper's 283 and 510 s",
     r"threshold of 0\.2", r"exceeded 0\.2", r"whose spread of 0\.2 was set at",
     r"excludes? 0", r" 0 by chance", r"tuned at 38\.",
     r"0\.005 below and 0\.08 above \(GSPO 0\.02 and 0\.0272\), at 254",
@@ -124,6 +125,33 @@ def claims_of_reuse(reuse: Values) -> Iterator[str]:
     yield "spreads up to {} and {})".format(*spreads)
     assert set(one_sided) == set(gspo) == set(pnpo) == set(range(1, 9))
     yield f"({against(reuse, '38 0.0004 1', 'gspo', 'pnpo')}) is that of one collapse"
+
+
+def claims_of_costs() -> Iterator[str]:
+    runs = read_rows("reuse", REUSE)
+    found: dict[str, list[tuple[float, float]]] = {}
+    last = {}
+    for name in ("gspo", "gspo_tight_low", "grpo"):
+        for epochs in (1, 4, 8):
+            cell = runs["62", "0.0004", str(epochs), name]
+            three = [cell[seed] for seed in (1, 2, 3)]
+            rewards = np.mean([column(rows, "reward/mean") for rows in three], axis=0)
+            tokens = np.cumsum(np.mean([column(rows, "rollout/tokens") for rows in three], axis=0))
+            last[name, epochs] = 100 * rewards[-1]
+            if (reached := np.flatnonzero(rewards >= 0.75)).size:
+                batch = reached[0]
+                time = 2.7 * (batch + 1) + epochs * batch
+                found.setdefault(name, []).append((tokens[batch] / 1000, time))
+    (a, x), (b, y), (c, z) = found["gspo"]
+    yield f"after {a:.0f}, {b:.0f} and {c:.0f} thousand generated tokens with 1, 4 and 8 epochs"
+    (d, u), (e, v), (f, w) = found["gspo_tight_low"]
+    yield f"and after {d:.0f}, {e:.0f} and {f:.0f} of `gspo_tight_low`"
+    yield f"these are {x:.1f}, {y:.1f} and {z:.1f}, and {u:.1f}, {v:.1f} and {w:.1f} epochs"
+    (a, x), (b, y) = found["grpo"]
+    yield f"({a:.0f} thousand with 1 epoch, {b:.0f} with 4) but no time ({x:.1f}, {y:.1f})"
+    assert len(found["grpo"]) == 2
+    yield "and with 8 epochs it stays below"
+    yield f"({last['gspo', 1]:.1f} against {last['gspo', 4]:.1f} for GSPO with four)"
 
 
 def claims_of_gspo(reuse: Values, tuning: Values) -> Iterator[str]:
@@ -313,6 +341,7 @@ def claims() -> list[str]:
     return [
         *claims_in_short(reuse),
         *claims_of_reuse(reuse),
+        *claims_of_costs(),
         *claims_of_gspo(reuse, tuning),
         *claims_of_early_errors(reuse),
         *claims_of_runaways(reuse),
