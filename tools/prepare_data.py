@@ -76,12 +76,12 @@ def main() -> None:
                         help=f"of {', '.join(SOURCES)}; default: all")  # fmt: skip
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "0")
-    asked = dict(one.partition("=")[::2] for one in options.sets or SOURCES)
-    if unknown := asked.keys() - SOURCES.keys():
+    wanted = dict(one.partition("=")[::2] for one in options.sets or SOURCES)
+    if unknown := wanted.keys() - SOURCES.keys():
         sys.exit(f"prepare_data: {', '.join(unknown)}: there are {', '.join(SOURCES)}")
     options.output.mkdir(parents=True, exist_ok=True)
     failed = False
-    for name, file in asked.items():
+    for name, file in wanted.items():
         source, output = SOURCES[name], options.output / SOURCES[name].file
         if output.exists() and not file:
             print(f"{name}: already in {output}")

@@ -69,7 +69,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Print the table, and write the config of the chosen row if asked."""
+    """Print the table, and write the config of the chosen row if --write is given."""
     print(_plan(options))
     return leave(0)
 

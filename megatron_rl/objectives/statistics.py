@@ -79,7 +79,7 @@ class Statistics:
 
     sums: Tensor  # [sum of SIZES] float64: SUMS, [BANDS, BAND_SUMS], [BANDS, BINS], [2, BINS]
     maxima: Tensor  # [MAXIMA + FAULTS] float64
-    classes: Tensor | None = None  # [C, tenths of t/L, BAND_SUMS] float64, where asked
+    classes: Tensor | None = None  # [C, tenths of t/L, BAND_SUMS] float64, if requested
 
     @classmethod
     def empty(cls, device: torch.device | str = "cpu", *, classes: int = 0) -> "Statistics":

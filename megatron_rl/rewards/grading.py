@@ -36,7 +36,7 @@ class GradingSession:
         self._submitted.put((place, item))
 
     def finish(
-        self, *, on_progress: Callable[[int], object] = lambda judged: None
+        self, *, on_progress: Callable[[int], object] = lambda num_graded: None
     ) -> dict[int, GradeResult]:
         """Wait for all results and return them by place; raise the first error.
 
@@ -44,7 +44,7 @@ class GradingSession:
         """
         self._submitted.put(None)
         while self._thread.is_alive():
-            on_progress(self._pool.judged)
+            on_progress(self._pool.num_graded)
             self._thread.join(LOOK_SECONDS)
         if self._error is not None:
             raise self._error

@@ -63,7 +63,7 @@ class VerifierPool:
         if workers < 1 or time_limit <= 0:
             raise ValueError(f"need workers >= 1 and time_limit > 0, got {workers}, {time_limit}")
         self.verifier, self.time_limit = verifier, time_limit
-        self._batch_size, self.on_error, self._say = batch_size, on_error, echo
+        self._batch_size, self.on_error, self._echo = batch_size, on_error, echo
         self._command = [
             *(sys.executable, "-m", "megatron_rl.rewards.worker", "--verifier", verifier),
             *("--time-limit", str(time_limit), "--parent", str(os.getpid())),
@@ -74,7 +74,7 @@ class VerifierPool:
         # A worker ends with the thread that started it (for the kernel, threads are parents), so
         # all are started by one thread that lives as long as the pool.
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="starts verifiers")
-        self.judged = 0  # total number of results, to detect progress
+        self.num_graded = 0  # total number of results, to detect progress
         self._printed = PrintedLines(lambda line: echo(f"{verifier}: {line}"))
         self._workers = [self._start_worker() for _ in range(workers)]
 
@@ -83,7 +83,7 @@ class VerifierPool:
         nothing = _Batch([], self._named, on_error=self.on_error)
         with selectors.DefaultSelector() as selector:
             while not all(worker.is_ready for worker in self._workers):
-                self._hand_out(nothing, selector)
+                self._assign_items(nothing, selector)
                 self._collect(nothing, selector)
 
     def try_on(self, item: Item) -> list[GradeResult]:
@@ -95,7 +95,7 @@ class VerifierPool:
         grade_results = self._verify([item._replace(text=text) for text in texts], on_error="end")
         if any(grade_result.reason == TIME_LIMIT for grade_result in grade_results):
             raise VerifierError(
-                f"{self.verifier} did not judge a response within reward.time_limit_seconds="
+                f"{self.verifier} did not grade a response within reward.time_limit_seconds="
                 f"{self.time_limit:g} in a trial; raise it, or let the module load what is slow"
             )
         return grade_results
@@ -154,21 +154,21 @@ class VerifierPool:
                     if more is not None:
                         batch.add(more())
                     batch.take_up_delayed()
-                    self._hand_out(batch, selector)
+                    self._assign_items(batch, selector)
                     self._collect(batch, selector, patience=MORE_SECONDS if more else math.inf)
         except BaseException:
             self._restart_busy()  # otherwise their late answers would go to the next batch
             raise
         if batch.failures:
             count = len(batch.failures)
-            self._say(f"{self.verifier}: {count} judgements failed; the first: {batch.failures[0]}")
+            self._echo(f"{self.verifier}: {count} grades failed; the first: {batch.failures[0]}")
         return batch.in_order()
 
     def _start_worker(self) -> WorkerProcess:
         start = self._starter.submit(WorkerProcess, self._command, self._printed, self._environment)
         return start.result()
 
-    def _hand_out(self, batch: "_Batch", selector: selectors.BaseSelector) -> None:
+    def _assign_items(self, batch: "_Batch", selector: selectors.BaseSelector) -> None:
         for worker in self._workers:
             if worker.is_ready and not worker.places and batch.waiting:
                 share = -(-len(batch.waiting) // len(self._workers))
@@ -196,7 +196,7 @@ class VerifierPool:
                     raise VerifierError(f"a verifier did not start in {START_SECONDS:.0f} s")
                 if not batch.take_back(worker.places):
                     batch.finish(worker.places[0], GradeResult(0.0, TIME_LIMIT, None))
-                self.judged += 1
+                self.num_graded += 1
                 self._replace(worker, selector)
 
     def _read(
@@ -222,7 +222,7 @@ class VerifierPool:
             worker.get_ready(answer)
         else:
             batch.take_answers(places, answer)
-            self.judged += len(places)
+            self.num_graded += len(places)
         selector.unregister(worker.output)
 
     def _replace(self, worker: WorkerProcess, selector: selectors.BaseSelector) -> None:

@@ -46,7 +46,7 @@ class PrintedLines:
     """
 
     def __init__(self, echo: Callable[[str], object], *, longest: int | None = None) -> None:
-        self._say, self._longest = echo, longest
+        self._echo, self._longest = echo, longest
         source, self._sink = os.pipe()
         self._thread = threading.Thread(target=self._read, args=(source,), daemon=True)
         self._thread.start()
@@ -63,7 +63,7 @@ class PrintedLines:
     def _read(self, source: int) -> None:
         with os.fdopen(source, encoding="utf-8", errors="replace") as lines:
             for line in lines:
-                self._say(self._shorten(line.rstrip("\n")))
+                self._echo(self._shorten(line.rstrip("\n")))
 
     def _shorten(self, line: str) -> str:
         if self._longest is None or len(line) <= self._longest:

@@ -57,9 +57,9 @@ class Evaluator:
                 by_name.setdefault(score, []).append(scores.mean(score))
             described = describe_responses(rollouts)
             metrics |= {f"eval/{name}/{key}": value for key, value in described.items()}
-            if (unjudged := described[TIME_LIMIT_KEY] + described[FAILED_KEY]) > 0:
+            if (ungraded := described[TIME_LIMIT_KEY] + described[FAILED_KEY]) > 0:
                 self.console.echo(
-                    f"eval {name}: {unjudged:.2%} of the responses were not graded (time limit "
+                    f"eval {name}: {ungraded:.2%} of the responses were not graded (time limit "
                     f"{described[TIME_LIMIT_KEY]:.2%}, verifier failed {described[FAILED_KEY]:.2%})"
                     " and count as wrong"
                 )

@@ -260,7 +260,7 @@ REWARDS = [
     ),
     Case(
         "it hangs",
-        ("did not judge a response within reward.time_limit_seconds=0.5", "raise it"),
+        ("did not grade a response within reward.time_limit_seconds=0.5", "raise it"),
         (OUR_SCORE, "reward.time_limit_seconds=0.5"),
         reward("def score(text, truth, source):\n    while True:\n        pass\n"),
     ),

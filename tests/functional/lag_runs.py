@@ -61,7 +61,7 @@ RUNS = {
                   "objective.constraint={low: 0.2, high: 0.28}"),
     "sao": (ONE, ENGINE, "objective={name: sao}"),
 }  # fmt: skip
-KILLED_AFTER, ASKED_AFTER = 2, 3
+KILLED_AFTER, INTERRUPTED_AFTER = 2, 3
 
 
 class Killed(BaseException):
@@ -108,7 +108,7 @@ def run(folder, name, overrides):
 
 
 def run_killed(folder, name, overrides):
-    """Killed after its second step; where there are five, asked to end after the third.
+    """Killed after its second step; where there are five, interrupted after the third.
 
     The fourth then goes on with responses of the fifth batch.
     """
@@ -132,7 +132,7 @@ def run_killed(folder, name, overrides):
 
     disturb(KILLED_AFTER, kill)
     if EVEN[0] in overrides:
-        disturb(ASKED_AFTER, saving.CheckpointKeeper.checkpoint_and_exit)
+        disturb(INTERRUPTED_AFTER, saving.CheckpointKeeper.checkpoint_and_exit)
     run(folder, name, overrides)
 
 
@@ -230,18 +230,19 @@ def in_flight_by_hand(folder, shared):
             tensor.data += 0.02 * torch.randn(tensor.shape, generator=generator)
 
     push(0)
-    asked = {
+    requests = {
         keep: RolloutWindow(prompts, 2, replace(sampling, seed=keep), tokens=8) for keep in (1, 0)
     }
     # What is not kept comes first: it leaves nothing behind.
     begun = {
-        keep: engine.continue_generation([asked[keep]], keep_cache=bool(keep))[0] for keep in (0, 1)
+        keep: engine.continue_generation([requests[keep]], keep_cache=bool(keep))[0]
+        for keep in (0, 1)
     }
     plain = engine.generate(prompts, samples=2, sampling=replace(sampling, max_tokens=8, seed=1))
     actor.export_hf(folder / "before")
     change()
     push(1)
-    rest = [replace(asked[keep], tokens=30, started=begun[keep]) for keep in (0, 1)]
+    rest = [replace(requests[keep], tokens=30, started=begun[keep]) for keep in (0, 1)]
     found = dict(enumerate(engine.continue_generation(rest, keep_cache=True)))
     actor.export_hf(folder / "after")
     # By hand: the new weights go on with prompt and tokens as a prompt of their own.

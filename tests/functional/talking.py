@@ -25,7 +25,9 @@ class Digits:
         if len(self.turns) == 2 and self.row.get("raises"):
             raise ValueError("no such page")
         text = "".join(str(byte % 10) for byte in digest[1 : 1 + digest[0] % 13])
-        return Answer(text, reward=float(digest[20] % 2), done=digest[21] % 6 == 0, reason="told")
+        return Answer(
+            text, reward=float(digest[20] % 2), done=digest[21] % 6 == 0, reason="scripted"
+        )
 
 
 class Late(Digits):

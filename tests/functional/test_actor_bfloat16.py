@@ -138,7 +138,7 @@ def _gap(one, other):
 @pytest.mark.parametrize(
     ("layout", "world_size"), [({}, 1), ({"tensor": 2}, 2)], ids=["one process", "tp2"]
 )
-def test_bfloat16_computes_what_float32_does_to_its_precision(root, layout, world_size):
+def test_bfloat16_equals_float32_within_its_precision(root, layout, world_size):
     report = json.loads(run_ranks(_run, world_size, str(root), layout)[0])
     low, full = report["bfloat16"], report["float32"]
 

@@ -116,16 +116,16 @@ def reports(root):
 
 
 @pytest.mark.parametrize("model", WAYS)
-def test_a_checkpoint_keeps_every_bit_through_other_layouts_and_back(reports, model):
+def test_checkpoint_is_bit_identical_through_other_layouts_and_back(reports, model):
     assert [report[model, "way back"] for report in reports] == [True] * RANKS
 
 
 @pytest.mark.parametrize("model", WAYS)
-def test_a_checkpoint_written_megatrons_own_way_loads_to_the_same_bits(reports, model):
+def test_checkpoint_written_by_megatron_loads_bit_identically(reports, model):
     assert [report[model, "own way"] for report in reports] == [True] * RANKS
 
 
-def test_every_rank_writes_and_reads_a_share(root, reports):
+def test_every_rank_writes_and_reads_its_share(root, reports):
     """Data parallel over all ranks: a quarter each, besides the small table of the checkpoint."""
     files = (root / "qwen2-checkpoints" / "0").glob("*.distcp")
     written = {file.name: file.stat().st_size for file in files}

@@ -212,7 +212,7 @@ def _compare_computed(root, topology):
 
 
 def run_layout(rank, world_size, root, layout, checkpoint):
-    """Everything one layout is asked; runs on every rank."""
+    """Run all checks of one layout on every rank."""
     from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.data.packing import gather_by_rollout
@@ -280,7 +280,7 @@ def test_logprobs_are_those_of_transformers(root, reference, model):
     _close(reference[model], transformers_logprobs(root / model))
 
 
-def test_first_minibatch_ratio_is_exactly_one_and_the_objectives_differ(reference):
+def test_first_minibatch_ratio_is_exactly_one_and_objectives_differ(reference):
     for name in OBJECTIVES:
         first, second, repeated = reference[name]
         assert first["deviation"] == 0.0
@@ -309,7 +309,7 @@ def _check_traces(report, reference):
             _close(rows[:3], want[:3])
 
 
-def test_traces_hold_what_each_update_saw(reference):
+def test_traces_contain_log_probs_of_each_update(reference):
     _check_traces(reference, reference)
 
 
@@ -323,7 +323,7 @@ def _check_computed(report):
         assert (loss, norm) == (0.0, 0.0) if minibatch % 4 == 1 else norm > 1e-3
 
 
-def test_what_need_not_be_computed_changes_nothing(reference):
+def test_skipping_unneeded_rollouts_changes_nothing(reference):
     _check_computed(reference)
 
 

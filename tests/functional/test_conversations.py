@@ -172,7 +172,7 @@ def ranks(request, tmp_path_factory):
     return run_ranks(on_rank, request.param, str(folder))
 
 
-def test_ranks_of_an_engine_have_the_same_conversations(ranks):
+def test_ranks_of_engine_have_same_conversations(ranks):
     assert all(one["results"] == ranks[0]["results"] for one in ranks)
 
 
@@ -185,24 +185,24 @@ def test_bits_do_not_depend_on_how_environments_answer(ranks, way):
     assert len(turns) > 2 and endings == {"stop", "length"}  # it is no test without both
 
 
-def test_a_conversation_is_the_same_alone(ranks):
+def test_conversation_alone_equals_conversation_in_batch(ranks):
     results = ranks[0]["results"]
     assert results["alone"] == results["first"][2 * SAMPLES : 3 * SAMPLES]
 
 
-def test_log_probs_are_those_of_the_whole_sequence(ranks):
+def test_log_probs_equal_those_of_whole_sequence(ranks):
     assert ranks[0]["gaps"] < 1e-5
 
 
-def test_rewards_add_up_and_without_any_the_verifier_grades(ranks):
+def test_rewards_of_turns_add_up_and_verifier_grades_without_them(ranks):
     results = ranks[0]["results"]
-    assert all(one["grade"].reason == "told" for one in results["first"])
+    assert all(one["grade"].reason == "scripted" for one in results["first"])
     assert {one["grade"].reward for one in results["first"]} > {0.0, 1.0}
     for one, graded in zip(results["ungraded"], results["first"], strict=True):
         assert one | {"grade": None} == one and one["token_ids"] == graded["token_ids"]
 
 
-def test_the_limit_of_turns_cuts_conversations(ranks):
+def test_limit_of_turns_cuts_conversations(ranks):
     for cut, whole in zip(*(ranks[0]["results"][k] for k in ("two turns", "first")), strict=True):
         assert whole["token_ids"].startswith(cut["token_ids"])
         assert len(cut["observed"]) == min(1, len(whole["observed"]))
@@ -210,7 +210,7 @@ def test_the_limit_of_turns_cuts_conversations(ranks):
             assert cut["finish_reason"] == "length"
 
 
-def test_a_broken_environment_ends_its_own_conversations_only(ranks):
+def test_broken_environment_ends_its_own_conversations_only(ranks):
     results = ranks[0]["results"]
     reasons = {1: "environment timed out", 4: "environment failed"}
     found = set()

@@ -73,7 +73,7 @@ def rows(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", SHRUNKEN)
-def test_a_shrunken_example_trains_for_one_step(rows, name):
+def test_shrunken_example_trains_for_one_step(rows, name):
     parallel = load_config(EXAMPLES / f"{name}.yaml", list(SMALLER.get(name, ()))).parallel
     assert SHRUNKEN[name][2] % parallel.model_size == 0
     first, step = rows[name]

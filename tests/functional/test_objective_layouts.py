@@ -95,7 +95,7 @@ def updated(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_update_does_not_depend_on_the_layout(updated, name):
+def test_update_is_independent_of_layout(updated, name):
     root, one, eight = updated
     assert eight[name] == pytest.approx(one[name], rel=1e-5, abs=1e-7)
     before = load_file(root / "model" / "model.safetensors")
@@ -111,7 +111,7 @@ def _weights(folder: Path):
     return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
 
 
-def test_the_optional_terms_are_there(updated):
+def test_optional_terms_are_recorded(updated):
     _, one, _ = updated
     for name in ("pnpo", "grpo"):
         plain = one[name]  # policy loss, gradient norm

@@ -53,7 +53,7 @@ def run(folder, arguments):
     return command.read()
 
 
-def test_the_reward_is_1_for_the_right_answer_only(folder, monkeypatch):
+def test_reward_is_1_for_right_answer_only(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     from my_rewards import score
 
@@ -63,7 +63,7 @@ def test_the_reward_is_1_for_the_right_answer_only(folder, monkeypatch):
     assert score("", "0567", "") == 0.0
 
 
-def test_the_commands_run(folder):
+def test_commands_of_page_run(folder):
     train, rollouts, report, reuse, gspo, wider = commands()
     run(folder, [*train, *SMALL])
     before, step = read_metrics(folder / "runs" / "sort")

@@ -229,14 +229,14 @@ def test_releases_that_pip_would_mix(root, reference, launch, engine, core):
         _agree(report[f"tp2-{model}"], reference[f"one-{model}"], root, "tp2", model)
 
 
-def test_all_parallelism_at_once(root, reference, launch):
+def test_all_kinds_of_parallelism_together(root, reference, launch):
     (name,) = ON_FOUR
     report = launch(4, *TOGETHER[-1], ON_FOUR, WITH_BIASES_OR_EXPERTS)[0]
     for model in WITH_BIASES_OR_EXPERTS:
         _agree(report[f"{name}-{model}"], reference[f"one-{model}"], root, name, model)
 
 
-def test_the_table_of_releases_is_what_runs_here():
+def test_table_of_releases_matches_installed_release():
     pinned = {one.transformer_engine_install: one.megatron_core for one in SETS if one.cuda}
     assert pinned.keys() == {engine for engine, _ in TOGETHER}
     for engine, core in TOGETHER:

@@ -27,7 +27,7 @@ STUDY = {
 }  # fmt: skip
 
 
-def test_a_killed_study_goes_on_where_its_run_was(tmp_path):
+def test_killed_study_resumes_its_run(tmp_path):
     """The run outlives the study's kill just long enough to save; then the same command ends it."""
     make_task()
     file, folder = tmp_path / "study.yaml", tmp_path / "s" / "runs" / "gspo-seed1"

@@ -39,7 +39,7 @@ def learned(rows):
     return [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in rows]
 
 
-def test_it_learns_from_fresh_weights_only(tmp_path, capfd):
+def test_run_learns_from_fresh_weights_only(tmp_path, capfd):
     """Fails on a flipped sign of objective or advantage (the reward falls), on a stale engine (the
     gap opens) and on a gate that rejects nothing, everything, or the wrong tokens (acceptance)."""
     run = megatron_rl.train(  # as a user starts it: new interpreters
@@ -127,7 +127,7 @@ def assert_same_run(run, whole):
             assert tables[0].equals(tables[1])
 
 
-def test_traces_and_what_the_report_makes_of_them_are_what_the_updates_counted(whole):
+def test_traces_and_report_match_counts_of_updates(whole):
     """Every computed response is traced: by epoch, counted anew, acceptance and drift are equal.
 
     Two shards add up a prefix in another order than the report does: two tokens at a bound may
@@ -154,7 +154,7 @@ def test_traces_and_what_the_report_makes_of_them_are_what_the_updates_counted(w
         assert 4 * values.size == row["tokens"]
 
 
-def test_what_was_updated_is_the_objective_of_the_rewards_and_it_went_up(whole):
+def test_updates_increase_objective_of_rewards(whole):
     """In float64 from rewards and traces alone: what each step minimised, and where it led to.
 
     A sign, an advantage or a gate that is not as defined gives another loss; an optimizer that
@@ -187,7 +187,7 @@ def test_what_was_updated_is_the_objective_of_the_rewards_and_it_went_up(whole):
         assert np.corrcoef(advantages, moves)[0, 1] > 0.3
 
 
-def test_a_killed_run_continues_as_if_nothing_had_happened(tmp_path, whole):
+def test_killed_run_resumes_bit_for_bit(tmp_path, whole):
     arguments = (f"run.dir={tmp_path}", "run.name=killed", "trainer.steps=3", "run.resume=auto")
     process = start_and_wait((*arguments, *SHORT), tmp_path / "killed", rows=3)
     ranks = psutil.Process(process.pid).children()
@@ -199,14 +199,15 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(tmp_path, whole):
     assert_same_run(tmp_path / "killed", whole)
 
 
-def test_a_run_that_is_asked_to_end_saves_and_continues_there(tmp_path, whole):
+def test_interrupted_run_saves_and_resumes_there(tmp_path, whole):
     """No checkpoint is due before the last step: the signal alone saves one, wherever it comes.
 
     Self-tests in every step, which the other run does not have, change nothing.
     """
-    run = tmp_path / "asked"
-    arguments = (f"run.dir={tmp_path}", "run.name=asked", "trainer.steps=3", "run.resume=auto",
-                 *SHORT, "trainer.checkpoint_every=10", "trainer.self_test_every=1")  # fmt: skip
+    run = tmp_path / "interrupted"
+    arguments = (f"run.dir={tmp_path}", "run.name=interrupted", "run.resume=auto",
+                 "trainer.steps=3", *SHORT, "trainer.checkpoint_every=10",
+                 "trainer.self_test_every=1")  # fmt: skip
     process = start_and_wait(arguments, run, rows=2)
     process.send_signal(signal.SIGINT)  # which the ranks hear of as SIGTERM
     status, output = process.wait(timeout=300), process.read()
@@ -234,7 +235,7 @@ def score_with_transformers(model, tokenizer, row):
     return table.gather(1, labels)[:, 0], -(table.exp() * table).sum(-1)
 
 
-def test_the_exported_model_is_the_trained_one(tmp_path, whole):
+def test_exported_model_is_trained_model(tmp_path, whole):
     """Under another layout: step 2 starts from the model that a run of one step exported.
 
     Its prompts are those of a run that never changed its layout.
@@ -258,11 +259,11 @@ def test_the_exported_model_is_the_trained_one(tmp_path, whole):
     # Continued with two whole copies: neither the checkpoint nor the order of data minds.
     metrics = train(*arguments, "trainer.steps=2", "parallel.context=1", "parallel.data=2")[-1]
     for step in ("step_000001.parquet", "step_000002.parquet"):
-        asked = [
+        positions = [
             pq.read_table(run / "rollouts" / step, columns=["prompt_index", "prompt"])
             for run in (tmp_path / "a", whole)
         ]
-        assert asked[0].equals(asked[1])
+        assert positions[0].equals(positions[1])
     rows = pq.read_table(tmp_path / "a" / "rollouts" / "step_000002.parquet").to_pylist()
     assert len(rows) == 16 * 8
     moved, kl, entropies = 0.0, [], []
@@ -281,7 +282,7 @@ def test_the_exported_model_is_the_trained_one(tmp_path, whole):
     assert metrics["time/reference"] > 0 and metrics["memory/train_peak_gib"] > 0.1
 
 
-def test_an_error_of_one_s_own_verifier_ends_every_rank_and_is_in_the_log(tmp_path):
+def test_error_of_user_verifier_ends_every_rank_and_is_logged(tmp_path):
     broken = "reward.verifier=tests.unit.rewards.misbehaving_verifiers:break_in_a_run"
     process = start_training(f"run.dir={tmp_path}", "run.name=a", *SHORT, broken)
     status, output = process.wait(timeout=300), process.read()

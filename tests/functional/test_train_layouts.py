@@ -59,7 +59,7 @@ EXPERTS = {
     ],
     ids=["pp2-virtual2", "dp2-ep2"],
 )
-def test_a_layout_trains_with_fresh_weights(tmp_path, name, sizes, layout):
+def test_layout_trains_with_fresh_weights(tmp_path, name, sizes, layout):
     make_model(tmp_path / "model", name, **sizes)
     rows = train(
         f"run.dir={tmp_path}", "run.name=a", f"model.path={tmp_path}/model", *TINY, *layout

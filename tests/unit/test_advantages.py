@@ -27,13 +27,13 @@ def test_group_relative_by_hand():
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1 / 3])
-def test_a_group_of_equal_rewards_teaches_exactly_nothing(reward):
+def test_group_of_equal_rewards_has_zero_advantages(reward):
     # 0.1 seven times has a float32 mean that is not 0.1: divided by 1e-6 it would be a gradient.
     advantages = group_relative_advantages(torch.full((2, 7), reward))
     assert advantages.eq(0).all()
 
 
-def test_a_baseline_may_be_shifted_and_may_be_a_constant():
+def test_baseline_can_be_shifted_or_constant():
     # AsymRE: V = the group's mean 0.25 - 0.1; where all are equal what is left is the shift.
     rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0] * 4], dtype=torch.float64)
     shifted = group_relative_advantages(rewards, std="none", shift=-0.1)
@@ -48,7 +48,7 @@ def test_one_response_per_prompt_has_no_group_signal():
     assert group_relative_advantages(torch.tensor([[3.0]])).tolist() == [[0.0]]
 
 
-def test_a_bad_reward_is_named():
+def test_bad_reward_is_named():
     rewards = torch.tensor([[0.0, 1.0], [0.0, float("nan")]])
     with pytest.raises(ValueError, match="response 1 to prompt 1 is nan"):
         group_relative_advantages(rewards)
@@ -79,7 +79,7 @@ def test_batch_baseline_by_hand():
     assert batch_baseline_advantages(rewards, std="none").tolist() == [[0.5] * 2, [-0.5] * 2]
 
 
-def test_optimal_value_lies_between_the_mean_and_the_best():
+def test_optimal_value_lies_between_mean_and_best():
     rewards = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
     value = math.log((math.e + 1) / 2)
     assert optimal_value_advantages(rewards, beta=1.0)[0].tolist() == pytest.approx(

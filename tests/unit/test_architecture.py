@@ -12,7 +12,7 @@ MAX_FUNCTION_LINES = 60
 
 # Each package and the packages of ours that it may import, lowest first. What trains imports no
 # app:
-# `test_what_trains_imports_no_app` checks that apart from this table.
+# `test_training_code_imports_no_app` checks that apart from this table.
 LAYERS = {
     "errors": set(),  # every package may import it
     "types": set(),
@@ -89,12 +89,12 @@ def imports_of(file: Path) -> set[str]:
     return names
 
 
-def test_every_package_is_placed_in_the_layers():
+def test_every_package_is_placed_in_layers():
     parts = {part_of(file) for file in FILES} - {"apps.__init__"}
     assert parts <= set(LAYERS)
 
 
-def test_every_package_is_in_the_code_layout():
+def test_every_package_is_in_code_layout():
     page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
     table = page.partition("## Code layout")[2].partition("## Contracts")[0]
     names = [name.replace(".", "/") for name in LAYERS if name != "__init__"]
@@ -116,7 +116,7 @@ def test_imports_go_one_way():
     assert not wrong, "\n".join(wrong)
 
 
-def test_what_trains_imports_no_app():
+def test_training_code_imports_no_app():
     leaves = {"commands", "cli", "python_api", "__init__"}
     wrong = [
         f"{file.relative_to(PACKAGE)} imports {name}"
@@ -128,7 +128,7 @@ def test_what_trains_imports_no_app():
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_file_imports_itself_in_a_circle():
+def test_imports_between_files_are_acyclic():
     files = {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts): file
              for file in FILES}  # fmt: skip
     graph = {name: {one for one in imports_of(file) if one in files and one != name}
@@ -146,7 +146,7 @@ def test_single_importers():
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_mathematics_needs_only_torch():
+def test_mathematics_needs_only_torch():
     import sys
 
     wrong = [
@@ -160,7 +160,7 @@ def test_the_mathematics_needs_only_torch():
     assert not wrong, "\n".join(wrong)
 
 
-def test_objectives_never_see_a_rank():
+def test_objectives_never_see_rank():
     words = ("rank", "world_size", "torch.distributed", "all_reduce", "all_gather")
     wrong = []
     for file in FILES:

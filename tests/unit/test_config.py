@@ -24,7 +24,7 @@ def write(tmp_path, text):
     return file
 
 
-def test_defaults_are_the_published_configuration(tmp_path):
+def test_defaults_are_published_configuration(tmp_path):
     config = load_config(write(tmp_path, MINIMAL))
     # Appendix C of the PNPO paper: 256 prompts x 8, minibatches of 64 groups = 4 per epoch,
     # lr 1e-6, 10 warm-up steps, weight decay 0.1, evaluation 32 samples at 0.7 / top-p 0.9.
@@ -46,14 +46,14 @@ def test_warmup_is_counted_in_rollout_batches(tmp_path):
     assert load_config(file, ["optimizer.warmup_steps=0"]).warmup_updates == 0
 
 
-def test_overrides_win_and_yaml_floats_without_a_point_are_numbers(tmp_path):
+def test_overrides_win_and_yaml_floats_without_point_are_numbers(tmp_path):
     file = write(tmp_path, MINIMAL + "optimizer: {learning_rate: 3e-6}\n")  # YAML 1.1: a string
     config = load_config(file, ["optimizer.weight_decay=1e-2", "parallel.context=2", "seed=7"])
     assert config.optimizer.learning_rate == 3e-6
     assert (config.optimizer.weight_decay, config.parallel.context, config.seed) == (0.01, 2, 7)
 
 
-def test_every_error_comes_at_once_with_the_nearest_key(tmp_path):
+def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
     text = MINIMAL + "parallel: {contxt: 2}\nseed: -1\nmodle: {path: x}\ntrainer: {epoch: 1}\n"
     with pytest.raises(ConfigError) as error:
         load_config(write(tmp_path, text), ["trainer.steps=abc"])
@@ -141,23 +141,23 @@ def test_every_error_comes_at_once_with_the_nearest_key(tmp_path):
         ("a: [\n", [], "not valid YAML"),
     ],
 )
-def test_wrong_values_name_the_cure(tmp_path, text, overrides, output):
+def test_wrong_values_name_suggestion(tmp_path, text, overrides, output):
     with pytest.raises(ConfigError, match=re.escape(output)):
         load_config(write(tmp_path, text), overrides)
 
 
-def test_a_missing_file_is_named():
+def test_missing_file_is_named():
     with pytest.raises(ConfigError, match=r"nowhere\.yaml does not exist"):
         load_config("nowhere.yaml")
 
 
-def test_the_printed_config_reads_back_to_the_same_config(tmp_path):
+def test_printed_config_reads_back_to_same_config(tmp_path):
     config = load_config(write(tmp_path, MINIMAL), ["eval.sets.aime=a.parquet", "seed=3"])
     again = load_config(write(tmp_path, dump_config(config)))
     assert again == config
 
 
-def test_a_set_is_a_path_or_a_path_with_columns(tmp_path):
+def test_set_is_path_or_path_with_columns(tmp_path):
     """What is written is the shorter form; columns fall back to those of all sets."""
     own = {"path": "b", "columns": {"prompt": "q", "answer": "a", "source": None}}
     given = [
@@ -170,7 +170,7 @@ def test_a_set_is_a_path_or_a_path_with_columns(tmp_path):
     assert with_absolute_paths(config).eval == config.eval
 
 
-def test_the_stable_keys_exist():
+def test_stable_keys_exist():
     stable = {
         "parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.data",
         "rollout.tensor", "rollout.prompts_per_step", "rollout.responses_per_prompt",
@@ -180,7 +180,7 @@ def test_the_stable_keys_exist():
     assert stable <= set(valid_keys(Config))
 
 
-def test_paths_hold_in_every_folder_from_the_start(tmp_path, monkeypatch):
+def test_paths_are_absolute_from_start(tmp_path, monkeypatch):
     """A run is continued and converted from elsewhere; what does not exist keeps its name."""
     (tmp_path / "here").mkdir()
     (tmp_path / "t.parquet").touch()
@@ -206,7 +206,7 @@ def test_paths_hold_in_every_folder_from_the_start(tmp_path, monkeypatch):
         "model.path: m\ndata: {train: t, columns.prompt: q}\noptimizer: {learning_rate: 3e-6}",
     ],
 )
-def test_dotted_keys_in_a_file_mean_what_they_mean_as_overrides(tmp_path, text):
+def test_dotted_keys_in_file_equal_overrides(tmp_path, text):
     config = load_config(write(tmp_path, text))
     assert (config.model.path, config.data.train) == ("m", "t")
     assert config.optimizer.learning_rate == 3e-6
@@ -214,13 +214,13 @@ def test_dotted_keys_in_a_file_mean_what_they_mean_as_overrides(tmp_path, text):
     assert override.model.path == "other"
 
 
-def test_names_of_the_users_own_keep_their_dots(tmp_path):
+def test_user_defined_names_keep_dots(tmp_path):
     sets = load_config(write(tmp_path, MINIMAL + "eval: {sets: {aime.24: a.parquet}}\n")).eval.sets
     assert list(sets) == ["aime.24"]
 
 
 @pytest.mark.parametrize("dotted", ["model.path: b\n" + MINIMAL, MINIMAL + "model.path: b\n"])
-def test_a_setting_with_and_without_dots_is_refused(tmp_path, dotted):
+def test_setting_with_and_without_dots_is_refused(tmp_path, dotted):
     with pytest.raises(ConfigError, match=r"^model\.path is given twice, with and without dots"):
         load_config(write(tmp_path, dotted))
 
@@ -235,7 +235,7 @@ def test_a_setting_with_and_without_dots_is_refused(tmp_path, dotted):
         ("data:\n  train: t\n  train: u\n", "'train' is given twice, in lines 2 and 3"),
     ],
 )
-def test_a_key_that_is_given_twice_is_refused_with_both_lines(tmp_path, text, output):
+def test_key_that_is_given_twice_is_refused_with_both_lines(tmp_path, text, output):
     with pytest.raises(ConfigError, match=output):
         load_config(write(tmp_path, text))
 
@@ -245,7 +245,7 @@ def test_merge_keys_of_yaml_still_work(tmp_path):
     assert load_config(write(tmp_path, text)).advantage.std == "population"
 
 
-def test_an_objective_is_a_name_or_a_mapping(tmp_path):
+def test_objective_is_name_or_mapping(tmp_path):
     file = write(tmp_path, MINIMAL + "objective: gspo\n")
     assert load_config(file).objective.name == "gspo"
     changed = load_config(file, ["objective.constraint.low=1.0e-2"]).objective
@@ -289,7 +289,7 @@ def test_an_objective_is_a_name_or_a_mapping(tmp_path):
         ("run.resume=always", "run.resume='always': must be 'never' or 'auto'"),
     ],
 )
-def test_a_value_of_another_kind_is_answered_in_plain_words(tmp_path, override, output):
+def test_wrong_type_is_described_in_plain_words(tmp_path, override, output):
     """No type of Python's or pydantic's in a message."""
     with pytest.raises(ConfigError, match=re.escape(output)) as error:
         load_config(write(tmp_path, MINIMAL), [override])
@@ -297,7 +297,7 @@ def test_a_value_of_another_kind_is_answered_in_plain_words(tmp_path, override, 
 
 
 @pytest.mark.parametrize("key", valid_keys(Config))
-def test_no_setting_answers_with_types_of_python(key):
+def test_error_messages_contain_no_python_types(key):
     """Also settings that take a number or a mapping, a name or a mapping: one line, plain words."""
     for bad in ([{"x": [1]}], "a b", True, -1e30, {"zzz": {"y": 1}}):
         values = {"model": {"path": "m"}, "data": {"train": "t"}}

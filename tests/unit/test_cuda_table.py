@@ -10,7 +10,7 @@ DIFFERS = re.compile(
 FOR_THE_CPU = {"actor/cpu_adaptation.py"}  # what differs there differs on the CPU
 
 
-def test_every_branch_on_the_device_is_in_the_table():
+def test_every_branch_on_device_is_in_table():
     page = (ROOT / "docs" / "architecture.md").read_text()
     section = page.split("### What only CUDA runs")[1].split("\n#")[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]

@@ -70,7 +70,7 @@ REGIMES = {
 
 
 @pytest.mark.parametrize("name", REGIMES)
-def test_a_regime_is_the_quickstart_but_for_what_defines_it(name):
+def test_regime_differs_from_quickstart_only_in_defining_settings(name):
     quickstart, regime = (load_config(EXAMPLES / f"{one}.yaml") for one in ("quickstart", name))
     one, other = quickstart.model_dump(), regime.model_dump()
     assert {key for key in one if one[key] != other[key]} == REGIMES[name]
@@ -99,7 +99,7 @@ def test_every_config_is_valid(file):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_true_model_can_be_cut_as_configured(tmp_path, name):
+def test_true_model_can_be_cut_as_configured(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(SHAPES[name]))
     shape, config = read_model_shape(tmp_path), load_config(EXAMPLES / f"{name}.yaml")
     assert not layout_problems(config, shape, MODELS[name])
@@ -109,7 +109,7 @@ def test_the_true_model_can_be_cut_as_configured(tmp_path, name):
 
 
 @pytest.mark.parametrize(("epochs", "steps", "every"), [(1, 600, 50), (4, 150, 10)])
-def test_the_papers_settings(epochs, steps, every):
+def test_settings_of_paper(epochs, steps, every):
     """Appendix C and section 5.1 of the paper."""
     config = load_config(EXAMPLES / f"r1_distill_1_5b_epochs{epochs}.yaml")
     assert (config.trainer.steps, config.trainer.epochs, config.eval.every) == (
@@ -128,7 +128,7 @@ def test_the_papers_settings(epochs, steps, every):
     assert (config.eval.samples, config.eval.temperature, config.eval.top_p) == (32, 0.7, 0.9)
 
 
-def test_the_two_regimes_differ_in_what_defines_them():
+def test_regimes_differ_only_in_defining_settings():
     one, four = (load_config(EXAMPLES / f"r1_distill_1_5b_epochs{n}.yaml") for n in (1, 4))
     changed = one.model_dump()
     changed["trainer"] |= {"epochs": 4, "steps": 150}
@@ -183,7 +183,7 @@ def test_every_script_runs_three_ways(checkout, script):
     assert slurm == [".venv-launcher", "launch", plain[2], *nodes, *plain[3:]]
 
 
-def test_scripts_say_what_is_missing(checkout):
+def test_scripts_name_missing_files(checkout):
     assert "LAUNCH=slurm needs CLUSTER=FILE" in started(checkout, SCRIPTS[0], LAUNCH="slurm")
     assert "must be local or slurm" in started(checkout, SCRIPTS[0], LAUNCH="cloud")
     assert "ABLATION=x: must be" in started(checkout, "r1_distill_1_5b_ablations.sh", ABLATION="x")
@@ -194,7 +194,7 @@ def test_scripts_say_what_is_missing(checkout):
     [name for name in SCRIPTS if name.startswith(("qwen", "r1_")) and "ablations" not in name],
 )
 @pytest.mark.parametrize("name", ["pnpo", "gspo", "grpo"])
-def test_objectives_with_the_papers_tolerances_by_one_variable(checkout, script, name):
+def test_script_variable_selects_objective_with_tolerances_of_paper(checkout, script, name):
     _, _, _, file, *overrides = started(checkout, script, OBJECTIVE=name)
     objective = load_config(EXAMPLES.parents[1] / file, overrides).objective
     assert (objective.name, objective.overrides) == (name, {})  # the named one, unchanged
@@ -215,7 +215,7 @@ def test_each_ablation_changes_one_part(checkout):
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_the_files_to_read_first_exist(page):
+def test_files_to_read_first_exist(page):
     root = EXAMPLES.parents[1]
     files = re.findall(r"^\| `(\S+\.py)` \|", (root / page).read_text(), re.MULTILINE)
     assert len(files) == 6

@@ -19,7 +19,7 @@ def module_reward(text, ground_truth, data_source):
     return 0.5
 
 
-def test_importing_the_package_imports_no_library():
+def test_importing_package_imports_no_library():
     program = (
         "import sys, megatron_rl; print(sorted({'torch', 'pydantic', 'vllm'} & {*sys.modules}))"
     )
@@ -44,7 +44,7 @@ def test_wrong_settings_are_errors_of_this_process(tmp_path):
         megatron_rl.train(SETTINGS, reward="m:f")
 
 
-def test_a_run_that_cannot_start_raises_what_it_printed(tmp_path, monkeypatch, capsys):
+def test_failed_start_raises_printed_error(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     config = parse_config(SETTINGS)
     with pytest.raises(RuntimeError, match=r"(?s)exit status 1:.*model.path: none is not a folder"):
@@ -52,7 +52,7 @@ def test_a_run_that_cannot_start_raises_what_it_printed(tmp_path, monkeypatch, c
     assert "data.train: none.jsonl does not exist" in capsys.readouterr().out
 
 
-def test_a_function_of_a_module_is_named_and_another_one_is_copied(tmp_path, monkeypatch):
+def test_module_function_is_named_and_local_function_is_copied(tmp_path, monkeypatch):
     assert python_api._name_reward(module_reward, tmp_path) == f"{__name__}:module_reward"
     from megatron_rl.rewards.math_answer import verify_math_answer
 
@@ -71,7 +71,7 @@ def test_a_function_of_a_module_is_named_and_another_one_is_copied(tmp_path, mon
     ]
 
 
-def test_an_interrupt_is_passed_on_once_and_the_run_saves(monkeypatch, capsys, tmp_path):
+def test_interrupt_is_forwarded_once_and_run_saves(monkeypatch, capsys, tmp_path):
     """A notebook's stop button raises KeyboardInterrupt wherever this process is."""
     program = """import signal, sys
 signal.signal(signal.SIGTERM, lambda *_: (print("saved"), sys.exit(75)))

@@ -14,7 +14,7 @@ from megatron_rl.cli import main
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_version_has_one_source(capsys):
+def test_version_has_one_source(capsys):
     command = [sys.executable, "setup.py", "--version"]
     built = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
@@ -27,7 +27,7 @@ def test_the_version_has_one_source(capsys):
     assert newest is not None and newest[1] in (megatron_rl.__version__, "Unreleased")
 
 
-def test_the_license_is_that_of_megatron_core_and_vllm():
+def test_license_equals_megatron_core_and_vllm():
     text = (ROOT / "LICENSE").read_text()
     assert "Apache License" in text and "Version 2.0, January 2004" in text
     assert 'license="Apache-2.0"' in (ROOT / "setup.py").read_text()

@@ -90,7 +90,7 @@ class Run:
         found = run_forked(deed, rank, self.arguments)
         self.seconds += time.monotonic() - began
         with self.folder.with_suffix(".txt").open("a") as printed:
-            printed.write(found["said"] + f"\n-- status {found['status']}\n")
+            printed.write(found["output"] + f"\n-- status {found['status']}\n")
         self.problems += [f"left behind: {one}" for one in found["left"]]
         self.ended = found["status"] == 0
         return found["status"]

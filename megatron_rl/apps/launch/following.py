@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_rl.apps.launch import slurm
 from megatron_rl.apps.launch.record import Record
-from megatron_rl.apps.launch.scripts import ASKED_TO_END, EXITS
+from megatron_rl.apps.launch.scripts import EXITS, INTERRUPTED_STATUSES
 from megatron_rl.config import ConfigError
 from megatron_rl.runs.lock import LOCK, find_holder
 from megatron_rl.runs.rows import is_finished, read_metrics
@@ -84,7 +84,7 @@ def describe(record: Record) -> tuple[str, int]:
     for job in record.jobs:
         lines.append(f"{record.name}: {_describe_job(slurm.job_state(job))}")
     for each in read_exits(record.folder):
-        meaning = {0: "done", **dict.fromkeys(ASKED_TO_END, "interrupted")}
+        meaning = {0: "done", **dict.fromkeys(INTERRUPTED_STATUSES, "interrupted")}
         restarted = f", restarted {each.restarts} times" if each.restarts else ""
         lines.append(
             f"  job {each.job} ended with status {each.status} "

@@ -6,7 +6,7 @@ from megatron_rl.apps.launch.cluster import SlurmCluster
 from megatron_rl.apps.launch.launch_plan import Launch
 
 # Exit statuses of an interrupted run: 75 after saving; 128 + SIGTERM or SIGUSR1 during start-up.
-ASKED_TO_END = (75, 143, 138)
+INTERRUPTED_STATUSES = (75, 143, 138)
 EXITS = "exits"  # file with one line per exit of a job: id, number of restarts, status
 LAUNCHER_LOG = "launcher.log"  # in `logs`: output of the launcher process of a local run
 FIRST = ".first-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"  # status of the rank that failed first
@@ -78,8 +78,8 @@ def batch_lines(launch: Launch, *, requeue: int, link: int) -> str:
     """
     folder = shlex.quote(str(launch.folder))
     stalls = shlex.quote(str(launch.run_folder / "stalls"))
-    asked = "|".join(str(status) for status in ASKED_TO_END)
-    asked_and_running = "|".join(f"{status}:RUNNING" for status in ASKED_TO_END)
+    interrupted = "|".join(str(status) for status in INTERRUPTED_STATUSES)
+    interrupted_and_running = "|".join(f"{status}:RUNNING" for status in INTERRUPTED_STATUSES)
     lines = [
         "set +xv",
         "unset SLURM_UNBUFFEREDIO  # with it ranks write to terminals, and draw progress bars",
@@ -90,21 +90,21 @@ def batch_lines(launch: Launch, *, requeue: int, link: int) -> str:
         lines += [
             "# What the job before this one left to do.",
             'earlier=$(tail -n 1 "$exits" 2>/dev/null | cut -d" " -f3)',
-            f'case "$earlier" in ""|{asked}) ;; *) exit "$earlier" ;; esac',
+            f'case "$earlier" in ""|{interrupted}) ;; *) exit "$earlier" ;; esac',
         ]
     lines += [
         "finish() {",
         "    status=$?",
         "    set +e",
         f'    [ "$status" -ne 0 ] && status=$(cat {_first(launch)} 2>/dev/null || echo $status)',
-        f'    [ "$status" -ne 0 ] && hung && status={ASKED_TO_END[0]}  # its watcher has ended it',
+        f'    [ "$status" -ne 0 ] && hung && status={INTERRUPTED_STATUSES[0]}  # ended by its watchdog',
         '    kill $preemption 2>/dev/null',
         '    echo "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0} $status" >>"$exits"',
         '    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)',
         '    again=""',
         '    case "$status:$state" in',
         "        0:*) ;;",
-        f"        {asked_and_running}) again='it was asked to end' ;;",
+        f"        {interrupted_and_running}) again='it was interrupted' ;;",
         "        *:RUNNING) all_nodes_answer || again='a node does not answer' ;;",
         "    esac",
         f'    if [ -n "$again" ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {requeue} ]; then',

@@ -20,7 +20,12 @@ from megatron_rl.apps.launch.following import is_active, is_alive, read_exits
 from megatron_rl.apps.launch.launch_plan import Launch, unchecked
 from megatron_rl.apps.launch.nemo import materialize, require_nemo_run, run_here, submit
 from megatron_rl.apps.launch.record import Record, find_record, has_record
-from megatron_rl.apps.launch.scripts import ASKED_TO_END, LAUNCHER_LOG, local_script, rank_script
+from megatron_rl.apps.launch.scripts import (
+    INTERRUPTED_STATUSES,
+    LAUNCHER_LOG,
+    local_script,
+    rank_script,
+)
 from megatron_rl.config import ConfigError, dump_config
 from megatron_rl.runs.rows import read_metrics
 
@@ -188,7 +193,7 @@ def _run_until_finished(launch: Launch) -> None:
     for attempt in (1, 2):
         run_here(launch, attempt=attempt, on_start=lambda: _handle_signals(forward))
         exits = read_exits(str(launch.folder))
-        was_interrupted = bool(exits) and exits[-1].status in ASKED_TO_END
+        was_interrupted = bool(exits) and exits[-1].status in INTERRUPTED_STATUSES
         if stop_requested.is_set() or not (preempted.is_set() and was_interrupted):
             break
 

@@ -150,14 +150,16 @@ def _check_axes(
 def _check_names(
     section: ContrastSection, axes: Mapping[str, Collection[str]], compare: str
 ) -> None:
-    asked: list[tuple[str, str, Sequence[object]]]
-    asked = [(f"at.{axis}", axis, [value]) for axis, value in section.at.items()]
-    asked += [(f"pooled.{name}", compare, list(v)) for name, v in section.pooled.items()]
-    asked += [("falls", compare, list(group)) for group in section.falls or ()]
+    selections: list[tuple[str, str, Sequence[object]]]
+    selections = [(f"at.{axis}", axis, [value]) for axis, value in section.at.items()]
+    selections += [(f"pooled.{name}", compare, list(v)) for name, v in section.pooled.items()]
+    selections += [("falls", compare, list(group)) for group in section.falls or ()]
     single = [name for pair in section.pairs for name in pair if name not in section.pooled]
-    asked.append(("pairs", compare, single))
+    selections.append(("pairs", compare, single))
     if section.units != SEED:
-        asked += [(f"families.{name}", section.units, u) for name, u in section.families.items()]
+        selections += [
+            (f"families.{name}", section.units, u) for name, u in section.families.items()
+        ]
         units = [str(unit) for some in section.families.values() for unit in some]
         if repeated := {unit for unit in units if units.count(unit) > 1}:
             raise ConfigError(f"contrasts.families: {min(repeated)} is in more than one family")
@@ -168,7 +170,7 @@ def _check_names(
     for name in section.pooled:
         if name in axes[compare]:
             raise ConfigError(f"contrasts.pooled.{name}: {compare} has a value of this name")
-    for where, axis, values in asked:
+    for where, axis, values in selections:
         for value in values:
             if str(value) not in axes[axis]:
                 raise ConfigError(

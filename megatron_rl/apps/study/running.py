@@ -141,13 +141,13 @@ class StudyProgress:
         minutes = (time.monotonic() - self.begun) / 60
         parts.append(f"{minutes:.0f} min")
         given_up = {*self.failed, *self.unfinished}
-        asked = sum(
+        requested = sum(
             run.config.trainer.steps - self.steps_before[run.name]
             for run in self.study.runs
             if run.name not in given_up
         )
-        if made and asked > made:
-            parts.append(f"about {(asked - made) * minutes / made:.0f} left")
+        if made and requested > made:
+            parts.append(f"about {(requested - made) * minutes / made:.0f} left")
         return ", ".join(parts)
 
     def note_end(self, run: PlannedRun, started: Started, status: int) -> bool:
@@ -167,7 +167,7 @@ class StudyProgress:
             self.echo(f"{run.name} failed with status {status}: {started.log_file}")
         return False
 
-    def end(self, *, was_asked: bool) -> int:
+    def end(self, *, is_interrupted: bool) -> int:
         """List the runs that are not done; returns the study's exit status."""
         self.echo(self.line([]))
         for name in self.failed:
@@ -178,9 +178,9 @@ class StudyProgress:
         if self.unfinished:
             names = ", ".join(self.unfinished)
             self.echo(f"  not finished: {names}; start the study again to continue")
-        if self.failed and not was_asked:
+        if self.failed and not is_interrupted:
             return 1
-        return INTERRUPTED if was_asked or self.unfinished else 0
+        return INTERRUPTED if is_interrupted or self.unfinished else 0
 
 
 def _last_step(run: PlannedRun) -> int:
@@ -200,8 +200,10 @@ def make_tasks(study: Study, run: PlannedRun, python: str, echo: Callable[[str],
     """
     paths = [run.config.model.path, *(path for path, _ in run.config.prompt_files.values())]
     for folder, settings in study.file.tasks.items():
-        asked = any(Path(path).absolute().is_relative_to(Path(folder).absolute()) for path in paths)
-        if not asked:
+        is_covered = any(
+            Path(path).absolute().is_relative_to(Path(folder).absolute()) for path in paths
+        )
+        if not is_covered:
             continue
         if (stamp := Path(folder) / "made.json").is_file():
             existing = json.loads(stamp.read_text()).get("settings", {})
@@ -256,9 +258,9 @@ def run_study(
     On a signal, runs on this machine save their step and stop; jobs on a cluster continue.
     on_end: called after each run.
     """
-    asked = threading.Event()
+    stop_requested = threading.Event()
     for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(one, lambda number, frame: asked.set())
+        signal.signal(one, lambda number, frame: stop_requested.set())
     progress = StudyProgress(study, echo)
     waiting = []
     for run in study.runs:
@@ -270,8 +272,8 @@ def run_study(
             waiting.append(run)
     active: dict[str, tuple[PlannedRun, Started]] = {}
     output, is_passed_on = -math.inf, False
-    while active or (waiting and not asked.is_set()):
-        for run in [] if asked.is_set() else list(waiting):
+    while active or (waiting and not stop_requested.is_set()):
+        for run in [] if stop_requested.is_set() else list(waiting):
             if len(active) >= study.file.side_by_side:
                 break
             if not make_tasks(study, run, python, echo):
@@ -286,13 +288,13 @@ def run_study(
         for name, (run, started) in list(active.items()):
             if (status := started.status()) is not None:
                 del active[name]
-                if not (asked.is_set() and status == INTERRUPTED) and progress.note_end(
+                if not (stop_requested.is_set() and status == INTERRUPTED) and progress.note_end(
                     run, started, status
                 ):
                     waiting.insert(0, run)
                 on_end()
-        if asked.is_set() and not is_passed_on:
+        if stop_requested.is_set() and not is_passed_on:
             is_passed_on = True
             active = {name: one for name, one in active.items() if one[1].end()}
         time.sleep(POLL_SECONDS)
-    return progress.end(was_asked=asked.is_set())
+    return progress.end(is_interrupted=stop_requested.is_set())

@@ -235,16 +235,16 @@ def _chosen(
     selection: dict[str, Any], axes: dict[str, dict[str, Any]], where: str
 ) -> dict[str, list[str]]:
     """Return axis -> selected values, in axis order; ConfigError for unknown axes or values."""
-    for axis, asked in selection.items():
+    for axis, wanted in selection.items():
         if axis not in axes:
             raise ConfigError(f"{where}: {axis} is no axis; there are {', '.join(axes)}")
-        for value in asked if isinstance(asked, list) else [asked]:
+        for value in wanted if isinstance(wanted, list) else [wanted]:
             if str(value) not in axes[axis]:
                 raise ConfigError(
                     f"{where}: {axis} has no value {value!r}; it has {', '.join(axes[axis])}"
                 )
     return {
-        axis: [str(value) for value in (asked if isinstance(asked, list) else [asked])]
+        axis: [str(value) for value in (wanted if isinstance(wanted, list) else [wanted])]
         for axis in axes
-        for asked in [selection.get(axis, list(axes[axis]))]
+        for wanted in [selection.get(axis, list(axes[axis]))]
     }

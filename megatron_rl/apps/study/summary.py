@@ -26,7 +26,7 @@ class Outcome:
     reward: float  # mean over all rollout batches: the area under the learning curve
     fall: float  # largest, of the reward at any time or of the score at the end; 0 if none
     solved: float | None = None  # macro mean of pass@k at the end
-    unjudged: float = 0.0  # maximum fraction of an evaluation that was not graded (counts as wrong)
+    ungraded: float = 0.0  # maximum fraction of an evaluation that was not graded (counts as wrong)
 
     @property
     def has_fallen(self) -> bool:
@@ -72,11 +72,11 @@ def find_outcome(state: RunState) -> Outcome | None:
         statistics.fmean(rewards),
         largest_fall(rewards, scores),
         macro_score(last, kind="pass"),
-        max(map(_unjudged, state.rows), default=0.0),
+        max(map(_ungraded, state.rows), default=0.0),
     )
 
 
-def _unjudged(row: dict[str, Any]) -> float:
+def _ungraded(row: dict[str, Any]) -> float:
     """Return the maximum over sets of the fraction of responses that were not graded."""
     ends = ("/time_limit_fraction", "/failed_fraction")
     by_set: dict[str, float] = {}
@@ -120,9 +120,9 @@ def summarise(outcomes: Sequence[Outcome], axis: str, *, first: str) -> str:
                 f"| {100 * max(run.fall for run in runs.values()):.1f} "
                 f"| {sum(run.has_fallen for run in runs.values())} |"
             )
-    lost = max((outcome.unjudged for outcome in outcomes), default=0.0)
+    lost = max((outcome.ungraded for outcome in outcomes), default=0.0)
     if lost:
-        lines += ["", f"Up to {lost:.2%} of the responses of an evaluation were not judged, by the "
+        lines += ["", f"Up to {lost:.2%} of the responses of an evaluation were not graded, by the "
                   "time limit or because the verifier failed: they count as wrong."]  # fmt: skip
     return "\n".join(lines) + "\n"
 

@@ -45,7 +45,7 @@ def run(
             os.close(file)
         output.seek(0)
         text = output.read().decode(errors="replace")
-    ended = {"status": status, "said": text, "seconds": seconds, "ended_at": time.time()}
+    ended = {"status": status, "output": text, "seconds": seconds, "ended_at": time.time()}
     return ended | {"left": find_left(started)}
 
 
@@ -65,7 +65,7 @@ def find_left(started: list[Forked]) -> list[str]:
         time.sleep(0.05)
 
 
-def run_all(asked: list[dict[str, Any]], answer: str) -> None:
+def run_all(requests: list[dict[str, Any]], answer: str) -> None:
     """Several runs, one after the other; writes what became of each as JSON."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    Path(answer).write_text(json.dumps([run(**each) for each in asked]))
+    Path(answer).write_text(json.dumps([run(**each) for each in requests]))

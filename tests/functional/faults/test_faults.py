@@ -43,15 +43,15 @@ FURTHER_RUNS = [
 
 def run_all(folder, wanted):
     """The runs, one after the other; what became of each by its name, a resumed one's with `+`."""
-    asked, names = [], []
+    runs_to_start, names = [], []
     for each in wanted:
         name = each.get("name", each["fault"])
         names.append(name + "+" if name in names else name)
         arguments = ["train", "--config", str(CONFIG), *PLACES, *SHORT, f"run.dir={folder}",
                      f"run.name={name}", *each.get("more", [])]  # fmt: skip
-        asked.append({"fault": each["fault"], "rank": each["rank"], "arguments": arguments})
+        runs_to_start.append({"fault": each["fault"], "rank": each["rank"], "arguments": arguments})
     answer = folder / "answer.json"
-    process = start_process(runs.run_all, asked, str(answer))
+    process = start_process(runs.run_all, runs_to_start, str(answer))
     process.join(timeout=300 * len(wanted))
     assert process.exitcode == 0
     return dict(zip(names, json.loads(answer.read_text()), strict=True))
@@ -85,31 +85,33 @@ def ended(folder):
         ),
     ],
 )
-def test_a_hang_is_named_and_ends_the_run_for_a_restart(folder, ended, name, phase, sign, frame):
+def test_hang_names_rank_and_ends_run_for_restart(folder, ended, name, phase, sign, frame):
     run = ended[name]
-    assert run["status"] == 75, run["said"]
-    assert f" s in {phase}: rank 1 {sign}" in run["said"], run["said"]
-    assert "restart it with run.resume=auto" in run["said"]
+    assert run["status"] == 75, run["output"]
+    assert f" s in {phase}: rank 1 {sign}" in run["output"], run["output"]
+    assert "restart it with run.resume=auto" in run["output"]
     (report,) = (folder / name / "stalls").glob("*.txt")
     text = report.read_text()
-    assert str(report) in run["said"]
+    assert str(report) in run["output"]
     assert frame in text.split("ranks 1:")[1].split("ranks 0:")[0], text
     assert run["left"] == []
     # Of use with `pytest -s`, for docs/reliability.md.
     print(name, f"{run['ended_at'] - report.stat().st_mtime:.1f} s from report to end:", text[:200])
 
 
-def test_after_a_hang_it_goes_on_and_a_full_disk_costs_checkpoints_and_no_more(folder, ended):
+def test_run_resumes_after_hang_and_full_disk_skips_only_checkpoints(folder, ended):
     run, path = ended["stop_in_an_update+"], folder / "stop_in_an_update"
-    assert run["status"] == 0 and run["left"] == [], run["said"]
-    assert "continuing stop_in_an_update after step 1" in run["said"]
+    assert run["status"] == 0 and run["left"] == [], run["output"]
+    assert "continuing stop_in_an_update after step 1" in run["output"]
     assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3, 4]
-    assert all(f"step {step}: self-tests passed" in run["said"] for step in (2, 3, 4)), run["said"]
+    assert all(f"step {step}: self-tests passed" in run["output"] for step in (2, 3, 4)), run[
+        "output"
+    ]
     for step in (2, 3):  # while Megatron writes, and after it
-        assert f"step {step} is not saved: " in run["said"], run["said"]
+        assert f"step {step} is not saved: " in run["output"], run["output"]
     end = "No space left on device; training continues, and the last checkpoint is of step 1"
-    assert run["said"].count(end) == 2, run["said"]
-    assert "step 2 is not saved: rank 0: " in run["said"]
+    assert run["output"].count(end) == 2, run["output"]
+    assert "step 2 is not saved: rank 0: " in run["output"]
     names = {one.name for one in (path / "checkpoints").iterdir()}
     assert names == {"step_000001", "step_000004"}
 
@@ -117,19 +119,19 @@ def test_after_a_hang_it_goes_on_and_a_full_disk_costs_checkpoints_and_no_more(f
 def test_values_that_are_not_finite_on_one_rank(folder, ended):
     """Neither rank takes such an update; a weight ends the run, neither saved nor pushed."""
     run, path = ended["compute_nonsense"], folder / "compute_nonsense"
-    assert run["status"] == 1 and run["left"] == [], run["said"]
-    assert "step 1, update 2 is skipped" in run["said"], run["said"]
-    assert "step 1, update 4 is skipped: the gradient norm" in run["said"], run["said"]
-    assert "parameters are not finite" in run["said"] and "rank 1" in run["said"], run["said"]
+    assert run["status"] == 1 and run["left"] == [], run["output"]
+    assert "step 1, update 2 is skipped" in run["output"], run["output"]
+    assert "step 1, update 4 is skipped: the gradient norm" in run["output"], run["output"]
+    assert "parameters are not finite" in run["output"] and "rank 1" in run["output"], run["output"]
     assert [row["step"] for row in read_metrics(path)] == [0, 1]
     assert CheckpointFolders(path / "checkpoints").intact_steps() == [1]
 
 
 @only_in_all
-def test_a_verifier_that_always_hangs_ends_the_run_and_its_workers(ended):
+def test_verifier_that_always_hangs_ends_run_and_its_workers(ended):
     run = ended["hanging_verifier"]
-    assert run["status"] == 1 and run["left"] == [], run["said"]
-    assert "none of 8 responses was graded within reward.time_limit_seconds=0.2" in run["said"]
+    assert run["status"] == 1 and run["left"] == [], run["output"]
+    assert "none of 8 responses was graded within reward.time_limit_seconds=0.2" in run["output"]
 
 
 @only_in_all
@@ -142,9 +144,9 @@ def test_a_verifier_that_always_hangs_ends_the_run_and_its_workers(ended):
         ("engine_weights", "after the weight push the log-probs of engine 1 differ"),
     ],
 )
-def test_a_self_test_ends_the_run_by_its_name(folder, ended, name, what):
+def test_failed_self_test_ends_run_and_is_named(folder, ended, name, what):
     """Where one rank breaks its contract, in the first step that tries it."""
     run = ended[f"break_{name}"]
-    assert run["status"] == 1 and run["left"] == [], run["said"]
-    assert f"self-test {name} failed in step 2: {what}" in run["said"], run["said"]
+    assert run["status"] == 1 and run["left"] == [], run["output"]
+    assert f"self-test {name} failed in step 2: {what}" in run["output"], run["output"]
     assert [row["step"] for row in read_metrics(folder / f"break_{name}")] == [0, 1]

@@ -134,7 +134,7 @@ def answers(tmp_path_factory):
     return run_ranks(save_and_restore, RANKS, str(root))
 
 
-def test_a_kill_at_any_file_operation_of_a_save_leaves_a_whole_checkpoint(answers):
+def test_kill_at_any_file_operation_of_save_leaves_intact_checkpoint(answers):
     """The one before or the new one, every bit of it on both ranks, and nothing hidden beside."""
     for found, *_ in answers:
         assert all(is_that and hidden == [] for _, _, is_that, hidden in found), found
@@ -147,11 +147,11 @@ def test_a_kill_at_any_file_operation_of_a_save_leaves_a_whole_checkpoint(answer
     assert answers[0][0] == answers[1][0]
 
 
-def test_what_was_restored_is_saved_again(answers):
+def test_restored_state_is_saved_again_unchanged(answers):
     assert all(steps[-1] == 4 for _, steps, _ in answers)
 
 
-def test_a_weight_that_is_not_finite_on_one_rank_is_not_saved(answers):
+def test_non_finite_weight_on_one_rank_is_not_saved(answers):
     messages, own = (error for _, _, error in answers)
     output = "saving the checkpoint of step {}: {}1 parameters are not finite"
     step = make_config().trainer.checkpoint_every

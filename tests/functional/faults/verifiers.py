@@ -1,4 +1,4 @@
-"""A verifier that hangs in every judgement but those of its trial; no torch here."""
+"""A verifier that hangs on every response but those of its trial; no torch here."""
 
 
 def hang(text, ground_truth, data_source):

@@ -123,7 +123,7 @@ def test_every_part_is_drawn(page):
     assert page.run(widest) <= page.run("return innerWidth")
 
 
-def test_filter_hides_a_setting_everywhere(page):
+def test_filter_hides_setting_everywhere(page):
     assert page.run(ROWS) == 8
     page.run('document.querySelector(".chip").click()')
     assert page.run(ROWS) == 4
@@ -134,7 +134,7 @@ def test_filter_hides_a_setting_everywhere(page):
     assert page.run(ROWS) == 8
 
 
-def test_axis_and_threshold_change_the_figures(page, folder):
+def test_axis_and_threshold_change_figures(page, folder):
     groups = group_runs(find_runs([folder]))
     label = 'return document.querySelector("#curves .chart").uplot.axes[0].label'
     assert page.run(label) == "rollout batches"
@@ -162,7 +162,7 @@ def test_gate_epochs_and_steps_are_selectable(page):
     assert "in epoch 2" in text_of(page, "#gate figcaption")
 
 
-def test_response_values_match_the_files(page, folder):
+def test_response_values_match_files(page, folder):
     """Compare decisions and values of tokens with the parquet files, in float64 loops."""
     run, step, sample = page.run(
         "const [, name, step, , sample] = document.querySelector('.strip.open a')"
@@ -204,7 +204,7 @@ def test_link_opens_one_response(page, folder):
     assert page.run('return document.querySelectorAll(".worst tbody tr").length') == 20
 
 
-def test_link_opens_the_same_prompt_of_another_run(page):
+def test_link_opens_same_prompt_of_another_run(page):
     """Runs trace the same prompts if possible; links compare step, index and prompt."""
     opened = text_of(page, "#opened")
     assert page.run('return document.querySelectorAll(".elsewhere a").length') == 1
@@ -223,7 +223,7 @@ def test_hostile_text_is_shown_as_text(page):
     assert page.run('return document.querySelectorAll("img, iframe, object").length') == 0
 
 
-def test_page_without_traces_shows_a_message(browser, tmp_path):
+def test_page_without_traces_shows_message(browser, tmp_path):
     make_run(tmp_path / "plain", traced=0, steps=3, sets=())
     write_report([tmp_path / "plain"])
     page = tmp_path / "plain" / "report.html"
@@ -267,7 +267,7 @@ def test_many_settings_are_filtered_by_label_parts(browser, tmp_path):
     assert browser.output() == []
 
 
-def test_fraction_axis_has_a_minimum_range(page):
+def test_fraction_axis_has_minimum_range(page):
     """Accepted fractions differ by a few hundredths; the axis shows a range of at least 0.2."""
     low, high = page.run(
         "const { y } = document.querySelectorAll('#gate .chart')[1].uplot.scales;"
@@ -308,7 +308,7 @@ def test_partial_rewards_short_responses_and_narrow_phases(browser, tmp_path, mo
     assert browser.output() == []
 
 
-def test_page_of_a_run_with_one_evaluation(browser, tmp_path):
+def test_page_of_run_with_one_evaluation(browser, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/a/avg@1": 0.5}\n')
     write_report([tmp_path])
     browser.open(tmp_path / "report.html")

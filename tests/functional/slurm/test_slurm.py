@@ -156,7 +156,7 @@ def steps_of(run: Path) -> int:
     return rows[-1]["step"] if rows else -1
 
 
-def test_a_run_survives_what_happens_to_it(slurm, launcher):
+def test_run_survives_preemption_time_limit_and_node_failure(slurm, launcher):
     """Preempted, out of time, its node lost: in the end the weights of an undisturbed run."""
     run, pace = launcher.run_folder("disturbed"), launcher.pace("disturbed", 1.0)
     job = launcher.start("disturbed")
@@ -202,13 +202,13 @@ def test_a_run_survives_what_happens_to_it(slurm, launcher):
     assert "ODD=two words" in (run / "launch" / "001" / "rank.sh").read_text().replace("'", "")
 
 
-def test_a_chain_goes_on_where_a_simulated_preemption_ended(slurm, launcher):
-    """The first of two jobs is asked to end after two steps, and none is queued again."""
+def test_chained_job_resumes_after_simulated_preemption(slurm, launcher):
+    """The first of two jobs is interrupted after two steps, and none is queued again."""
     values = json.loads((launcher.folder / "slurm.yaml").read_text())
     launcher.write_cluster("once", values | {"requeue": 0})
     pace = launcher.pace("chained", 0.3)
     launcher.start("chained", "--chain", "2", "--simulate-preemption", "2", cluster="once")
-    launcher.wait_until("asked", lambda: launcher.exits("chained"), "chained")
+    launcher.wait_until("interrupted", lambda: launcher.exits("chained"), "chained")
     pace.unlink()
     launcher.wait_until("at its end", lambda: len(launcher.exits("chained")) == 2, "chained")
     assert launcher.exits("chained") == ["75", "0"]
@@ -218,7 +218,7 @@ def test_a_chain_goes_on_where_a_simulated_preemption_ended(slurm, launcher):
 @pytest.mark.skipif(
     not os.environ.get("MEGATRON_RL_ALL_FAULTS"), reason="MEGATRON_RL_ALL_FAULTS=1 runs it: minutes"
 )
-def test_a_job_that_hangs_is_queued_again_and_ends_as_the_undisturbed_one(slurm, launcher):
+def test_hung_job_is_requeued_and_ends_as_undisturbed_job(slurm, launcher):
     """One of two nodes' ranks is stopped: the watchers end both, and nobody starts it by hand."""
     settings = ("trainer.stall_seconds=45", "trainer.checkpoint_every=2", "trainer.steps=8")
     run, pace = launcher.run_folder("hung"), launcher.pace("hung", 1.0)
@@ -240,7 +240,7 @@ def test_a_job_that_hangs_is_queued_again_and_ends_as_the_undisturbed_one(slurm,
     print(*reports, launcher("logs", "hung"), sep="\n")
 
 
-def test_a_cancelled_job_is_not_queued_again(slurm, launcher):
+def test_cancelled_job_is_not_requeued(slurm, launcher):
     jobs = launcher.start("cancelled", "--chain", "2")
     states = lambda: set(slurm.ask(f"squeue -h -t all -j {jobs} -o %T").split())  # noqa: E731
     launcher.wait_until("running", lambda: "RUNNING" in states(), "cancelled")
@@ -250,7 +250,7 @@ def test_a_cancelled_job_is_not_queued_again(slurm, launcher):
     assert output.count("CANCELLED") == 2, output
 
 
-def test_a_failing_job_is_not_queued_again_and_its_status_is_told(slurm, launcher):
+def test_failed_job_is_not_requeued_and_its_status_is_shown(slurm, launcher):
     """One rank finds what the launcher cannot know, and is the first: srun then ends the other."""
     late = launcher.folder / "late"
     late.write_text(f'#!/bin/sh\n[ "$SLURM_PROCID" = 0 ] || sleep 5\nexec {sys.executable} "$@"\n')
@@ -269,7 +269,7 @@ def test_a_failing_job_is_not_queued_again_and_its_status_is_told(slurm, launche
     assert launcher.exits("failing") == ["1"]
 
 
-def test_a_dry_run_shows_the_script_that_is_submitted_and_leaves_nothing(slurm, launcher):
+def test_dry_run_prints_submitted_script_and_leaves_no_files(slurm, launcher):
     arguments = (
         "tiny.yaml",
         "--cluster",
@@ -289,7 +289,7 @@ def test_a_dry_run_shows_the_script_that_is_submitted_and_leaves_nothing(slurm, 
     launcher("cancel", "shown")
 
 
-def test_what_slurm_would_refuse_is_refused_before(slurm, launcher):
+def test_settings_rejected_by_slurm_are_refused_before_submitting(slurm, launcher):
     values = json.loads((launcher.folder / "slurm.yaml").read_text())
     before = slurm.ask("squeue -h -t all -o %i")
     for change, reason in (
@@ -306,7 +306,7 @@ def test_what_slurm_would_refuse_is_refused_before(slurm, launcher):
     assert set(after.split()) <= set(before.split())
 
 
-def test_the_runs_of_a_study_are_jobs(slurm, launcher):
+def test_runs_of_study_are_jobs(slurm, launcher):
     """Side by side, each on one node; the login node tables them, and starts none again."""
     base = json.loads((launcher.folder / "tiny.yaml").read_text())
     base["parallel"], base["trainer"]["steps"] = {}, 2
@@ -328,7 +328,7 @@ def test_the_runs_of_a_study_are_jobs(slurm, launcher):
     assert (launcher.run_folder("jobs") / "results.parquet").exists()
 
 
-def test_on_one_machine_a_simulated_preemption_changes_nothing(launcher):
+def test_simulated_preemption_on_one_machine_changes_nothing(launcher):
     """NeMo-Run's local executor; the weights are compared with those of two nodes."""
     shown = launcher("launch", "tiny.yaml", "--cluster", "slurm.yaml", "run.name=here",
                      "--dry-run", "--offline")  # fmt: skip
@@ -336,7 +336,7 @@ def test_on_one_machine_a_simulated_preemption_changes_nothing(launcher):
     assert "=== not checked (--offline)\nmodel.path: " in shown
     pace = launcher.pace("here", 0.3)
     launcher.start("here", "--simulate-preemption", "2", cluster="local")
-    launcher.wait_until("asked", lambda: launcher.exits("here"), "here")
+    launcher.wait_until("interrupted", lambda: launcher.exits("here"), "here")
     pace.unlink()
     launcher("logs", "-f", "here")
     assert "COMPLETED" in launcher("status", "here")

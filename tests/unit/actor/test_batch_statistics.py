@@ -35,7 +35,7 @@ def reduce_perturbed(rank, world_size):
     return results
 
 
-def test_ranks_that_differ_in_the_last_bit_decide_the_same():
+def test_ranks_differing_in_last_bit_decide_identically():
     first, *others = run_ranks(reduce_perturbed, 4)
     for parts, fraction in first:
         assert len(parts) == 3 and 0.9 < fraction < 1.1

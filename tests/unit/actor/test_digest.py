@@ -6,7 +6,7 @@ from megatron_rl.actor import digest
 from megatron_rl.actor.digest import digest_tensors
 
 
-def test_digest_changes_with_one_bit_and_with_a_swap():
+def test_digest_changes_with_one_bit_and_swapped_values():
     for dtype in (torch.float32, torch.bfloat16):
         values = torch.randn(50, generator=torch.Generator().manual_seed(1)).to(dtype)
         before = digest_tensors([values])

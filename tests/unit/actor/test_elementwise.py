@@ -48,7 +48,7 @@ def test_swiglu(monkeypatch):
     _compare(lambda x: swiglu(x * 1), plain, _draw(300, 1, 10))
 
 
-def test_swiglu_refuses_a_second_backward_pass():
+def test_swiglu_refuses_second_backward_pass():
     x = _draw(4, 1, 10).requires_grad_()
     inner = x * 1
     out = swiglu(inner)

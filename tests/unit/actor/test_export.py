@@ -107,7 +107,7 @@ def read_all(folder):
 
 
 @pytest.mark.parametrize("model", [model for model, _ in LAYOUTS])
-def test_several_writers_write_the_tensors_that_were_read(exported, root, model):
+def test_several_writers_write_identical_tensors(exported, root, model):
     import transformers
 
     source, _ = read_all(root / model)
@@ -119,7 +119,7 @@ def test_several_writers_write_the_tensors_that_were_read(exported, root, model)
     assert all(torch.equal(one, wanted[name]) for name, one in found.state_dict().items())
 
 
-def test_writers_are_spread_over_the_ranks(exported):
+def test_writers_are_spread_over_ranks(exported):
     assert [writers for writers, _, _ in exported] == [[0], [1], [2], []]
 
 
@@ -128,7 +128,7 @@ def test_waiting_ranks_count_progress(exported, root):
     assert (root / "waited-for" / "model.safetensors").is_file()
 
 
-def test_error_of_a_writer_is_raised_on_all_ranks(exported, root):
+def test_error_of_writer_is_raised_on_all_ranks(exported, root):
     assert all("disk full" in error for _, _, error in exported)
     assert not (root / "failed").exists()
 

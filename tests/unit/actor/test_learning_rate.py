@@ -11,12 +11,12 @@ def _rates(count, **settings):
     return [learning_rate_at(update, settings) for update in range(count)]
 
 
-def test_warmup_starts_above_zero_and_ends_at_the_full_rate():
+def test_warmup_starts_above_zero_and_ends_at_full_rate():
     assert _rates(6, warmup_updates=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert _rates(2, warmup_updates=0) == [1.0, 1.0]
 
 
-def test_decays_reach_the_minimum_at_the_last_update():
+def test_decays_reach_minimum_at_last_update():
     linear = _rates(9, warmup_updates=4, decay="linear", min_learning_rate=0.2)
     assert linear[4:] == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.2])
     cosine = _rates(8, warmup_updates=4, decay="cosine")

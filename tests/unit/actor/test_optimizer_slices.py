@@ -24,7 +24,7 @@ def test_boxes_contain_every_element_once_in_row_order(shape, largest):
         )
 
 
-def test_a_matrix_takes_three_boxes_at_most():
+def test_matrix_takes_three_boxes_at_most():
     # Rows of 4: elements 6 to 17 are the end of row 1, rows 2 and 3, the beginning of row 4.
     assert list(cut_into_boxes((5, 4), 6, 17)) == [
         ((1, 2), (1, 2)),

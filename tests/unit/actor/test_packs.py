@@ -70,7 +70,7 @@ def walk(cache, batch):
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
-def test_updates_reuse_the_copies_of_the_first_pass(copies, cp_size):
+def test_updates_reuse_copies_of_first_pass(copies, cp_size):
     topology = Topology(world_size=cp_size, cp_size=cp_size, device=META)
     rollouts, advantages = make_rollouts()
     batch = build_pack(rollouts, advantages, indices=range(6), alignment=4)
@@ -96,7 +96,7 @@ def test_updates_reuse_the_copies_of_the_first_pass(copies, cp_size):
         assert copies.pinned == 2 * once + 1  # the tables of positions stay
 
 
-def test_packs_share_the_tables_of_positions_which_grow_with_the_longest_sequence():
+def test_packs_share_position_tables_that_grow_with_longest_sequence():
     rollouts, advantages = make_rollouts()
     lengths = [len(one.prompt.token_ids) + len(one.response.token_ids) - 1 for one in rollouts]
     order = sorted(range(len(rollouts)), key=lambda index: lengths[index])

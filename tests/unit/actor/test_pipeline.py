@@ -77,7 +77,7 @@ def compare_hops(rank, world_size, root):
     return "done"
 
 
-def test_no_shapes_are_exchanged_and_no_bit_changes(tmp_path):
+def test_fixed_shapes_are_not_exchanged_and_results_are_bit_identical(tmp_path):
     make_model(tmp_path, tied=True)
     assert run_ranks(compare_hops, 4, tmp_path) == ["done"] * 4
 
@@ -100,6 +100,6 @@ def send_another_shape(rank, world_size, root):
     return "done"
 
 
-def test_a_tensor_of_another_shape_is_not_sent(tmp_path):
+def test_tensor_of_another_shape_is_refused(tmp_path):
     make_model(tmp_path, tied=True)
     assert run_ranks(send_another_shape, 2, tmp_path) == ["done"] * 2

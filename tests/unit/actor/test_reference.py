@@ -53,7 +53,7 @@ def score_by_reference(rank, world_size, root):
     return "done"
 
 
-def test_reference_scores_and_restores_the_policy(tmp_path):
+def test_reference_scores_and_restores_policy(tmp_path):
     make_model(tmp_path / "policy", tied=False)
     make_model(tmp_path / "other", tied=False, seed=4)
     make_model(tmp_path / "smaller", tied=True, seed=4)
@@ -163,7 +163,7 @@ def test_streams_exchange_pairs_in_every_order(monkeypatch, order):
         assert all(map(torch.equal, mine, other)) and torch.equal(result, other[0])
 
 
-def test_pieces_cover_a_parameter(monkeypatch):
+def test_pieces_cover_parameter(monkeypatch):
     monkeypatch.setattr(reference_module, "PIECE", 16)
     pieces = [*reference_module._pieces(torch.arange(11.0).view(11, 1))]
     assert [len(piece) for piece in pieces] == [4, 4, 3]

@@ -12,7 +12,7 @@ from megatron_rl.models.shape import read_model_shape
 from tests.unit.resharding.shapes import small_shape
 
 
-def test_a_pair_is_rotated_by_position_times_frequency():
+def test_pair_is_rotated_by_position_times_frequency():
     shape = small_shape(head_dim=4, rotary_base=100.0)  # frequencies 1 and 1 / 10
     positions = torch.tensor([0, 3, 1])  # any order: packs and zigzag shards
     x = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -48,7 +48,7 @@ def test_both_rotations_are_bit_identical():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("halves", [False, True])
-def test_rows_of_the_tables_are_bit_identical_to_tables_of_the_positions(dtype, halves):
+def test_rows_of_tables_are_bit_identical_to_tables_of_positions(dtype, halves):
     shape = small_shape(head_dim=16, rotary_base=1e6)
     generator = torch.Generator().manual_seed(0)
     positions = torch.randint(0, 4096, (203,), generator=generator)
@@ -74,7 +74,7 @@ def test_rows_of_the_tables_are_bit_identical_to_tables_of_the_positions(dtype, 
         assert all(map(torch.equal, one, found[0]))
 
 
-def test_a_pass_selects_the_rows_once():
+def test_forward_pass_selects_rows_once():
     tables = build_rotation(torch.arange(8), small_shape(head_dim=16), dtype=torch.float32)
     pack = PackRotation(tables, torch.tensor([3, 1], dtype=torch.int32))
     with pack.selected():

@@ -73,7 +73,7 @@ def save_often(rank, world_size, root, layout):
     return exchanged, right
 
 
-def test_later_saves_exchange_no_shards_and_load_to_the_same_bits(tmp_path):
+def test_later_saves_exchange_no_shards_and_load_bit_identically(tmp_path):
     make_model(tmp_path / "model", tied=False)
     for layout in ({"pipeline": 2}, {"tensor": 2, "pipeline": 2}):
         for exchanged, right in run_ranks(save_often, RANKS, str(tmp_path), layout):

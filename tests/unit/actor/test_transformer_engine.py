@@ -63,7 +63,7 @@ SHAPE = ModelShape(
         (False, CUDA, (9, 0), LOW, False, False),
     ],
 )
-def test_when_transformer_engine_is_used(
+def test_transformer_engine_is_used_under_its_conditions(
     monkeypatch, installed, device, capability, dtype, setting, used
 ):
     monkeypatch.setattr(layer_choice.te, "HAVE_TE", installed)
@@ -80,11 +80,11 @@ def test_devices_with_wrong_gradients_warn(monkeypatch):
         assert layer_choice.uses_transformer_engine(settings, device=CUDA)
 
 
-@pytest.mark.parametrize("asked", [{"transformer_engine": True}, {"fp8": "tensorwise"}])
-def test_required_but_missing_transformer_engine_raises(monkeypatch, asked):
+@pytest.mark.parametrize("required", [{"transformer_engine": True}, {"fp8": "tensorwise"}])
+def test_required_but_missing_transformer_engine_raises(monkeypatch, required):
     monkeypatch.setattr(layer_choice.te, "HAVE_TE", False)
     with pytest.raises(ValueError, match="finds no Transformer Engine: `megatron-rl doctor`"):
-        layer_choice.uses_transformer_engine(ActorSettings(dtype=LOW, **asked), device=CUDA)
+        layer_choice.uses_transformer_engine(ActorSettings(dtype=LOW, **required), device=CUDA)
 
 
 def test_fp8_is_passed_to_megatron_only_when_set(monkeypatch):
@@ -179,7 +179,7 @@ def test_shards_lie_as_in_transformer_engines_documentation():
         assert layout.sequence_ids.tolist() == [0, 0, 0, 0, 1, 1]
 
 
-def test_boundaries_are_those_of_the_whole_pack():
+def test_boundaries_cover_whole_pack():
     layout = SequenceLayout((8, 4), torch.ones(12), cp_rank=1, cp_size=2)
     messages = PackContext(layout=layout).boundaries
     assert messages.qkv_format == "thd"

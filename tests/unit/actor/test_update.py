@@ -169,7 +169,7 @@ def _try_self_tests(actor, objective):
     del actor.update
 
 
-def judge_updates(rank, world_size, root):
+def check_updates(rank, world_size, root):
     """What updates are judged by, and what a rule, a power and a fitted constraint do."""
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.objectives import build_objective
@@ -287,7 +287,7 @@ def model(tmp_path_factory):
     return folder
 
 
-def test_non_finite_values_never_reach_the_weights(model):
+def test_non_finite_values_never_reach_weights(model):
     messages = run_ranks(update_with_bad_numbers, 2, model)
     assert messages[0] == messages[1]  # all ranks skip, for the same reason
     named, overflow = messages[0]
@@ -304,7 +304,7 @@ def test_assert_sum_semantics_refuses_averaging(model):
     assert "scaled by 0.25" in buffers
 
 
-def test_a_finalize_that_divides_changes_the_gradient(model):
+def test_finalize_that_divides_changes_gradient(model):
     # The loss contract reports one token per micro-batch, so dividing by them is dividing by their
     # number: one micro-batch hides it, several do not.
     ((as_is, divided),) = run_ranks(norms_of_one_and_several_micro_batches, 1, model)
@@ -313,9 +313,9 @@ def test_a_finalize_that_divides_changes_the_gradient(model):
     assert divided[1] < 0.6 * as_is[1]
 
 
-def test_an_update_is_judged_by_the_whole_minibatch_on_any_number_of_ranks(tmp_path):
+def test_update_criteria_use_whole_minibatch_on_any_number_of_ranks(tmp_path):
     make_model(tmp_path / "untied", tied=False)
-    (alone,) = run_ranks(judge_updates, 1, tmp_path / "untied")
-    both = run_ranks(judge_updates, 2, tmp_path / "untied")
+    (alone,) = run_ranks(check_updates, 1, tmp_path / "untied")
+    both = run_ranks(check_updates, 2, tmp_path / "untied")
     assert both[0] == both[1]
     assert both[0] == pytest.approx(alone, rel=1e-4)

@@ -17,7 +17,7 @@ from megatron_rl.cli import main
         (["doctor", "run", "seed=1"], "unknown argument 'seed=1'"),
     ],
 )
-def test_unknown_option_suggests_the_setting(capsys, words, output):
+def test_unknown_option_suggests_setting(capsys, words, output):
     with pytest.raises(SystemExit) as end:
         main(words)
     messages = capsys.readouterr().err

@@ -18,7 +18,7 @@ def test_doctor_lists_training_requirements(capsys):
     assert "ready to train" in output
 
 
-def test_doctor_prints_nothing_before_the_table():
+def test_doctor_prints_nothing_before_table():
     done = subprocess.run(
         [sys.executable, "-m", "megatron_rl.cli", "doctor"], capture_output=True, text=True,
         check=False,
@@ -82,14 +82,14 @@ def test_unsupported_release_is_named_with_its_cure(monkeypatch):
     assert "use Python 3.11, 3.12, 3.13" in doctor._together().use
 
 
-def test_brackets_of_a_command_are_printed(monkeypatch, capsys):
+def test_brackets_of_command_are_printed(monkeypatch, capsys):
     output = doctor.Finding("part", "found", "pip install 'x[y]'")
     monkeypatch.setattr(doctor, "examine", lambda: [output])
     doctor.print_report()
     assert "'x[y]'" in capsys.readouterr().out
 
 
-def test_doctor_reports_the_sampler_of_vllm(monkeypatch):
+def test_doctor_reports_sampler_of_vllm(monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     assert finding("vLLM's sampler").found == "newer model runner"
     for value in ("0", None):  # left to itself it takes the older one where Triton cannot run

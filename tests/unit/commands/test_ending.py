@@ -85,7 +85,7 @@ def test_describe_failure_while_training_names_log_and_command(
     assert f"{type(error).__name__}: {str(error).splitlines()[0]}" in log.read_text()
 
 
-def test_describe_full_disk_names_the_path(run, monkeypatch):
+def test_describe_full_disk_names_path(run, monkeypatch):
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/runs/a/rollouts/step_000001.parquet")
     assert "on the disk of /runs/a/rollouts/step_000001.parquet: free some; all saved data" in (
         describe(full, run, monkeypatch).text
@@ -97,7 +97,7 @@ def test_describe_full_disk_names_the_path(run, monkeypatch):
     assert f"the disk of {folder}: free some" in describe(quota, run, monkeypatch).text
 
 
-def test_describe_config_error_omits_the_resume_command(run, monkeypatch):
+def test_describe_config_error_omits_resume_command(run, monkeypatch):
     failure = describe(ConfigError("model.path: bad"), run, monkeypatch)
     assert failure.lines(to_continue="x") == "megatron-rl: error: model.path: bad\n"
 
@@ -138,7 +138,7 @@ def test_fail_with_internal_error_raises_it_again(cause, message):
         fail(caught.value, None)
 
 
-def test_describe_internal_error_includes_the_traceback():
+def test_describe_internal_error_includes_traceback():
     try:
         Band(torch.zeros(3), torch.zeros(1))
     except ValueError as error:

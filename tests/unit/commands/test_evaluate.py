@@ -57,7 +57,7 @@ def build_run(folder, **sections):
     ],
     ids=str,
 )  # fmt: skip
-def test_training_rules_do_not_reject_an_evaluation(tmp_path, sections):
+def test_training_rules_do_not_reject_evaluation(tmp_path, sections):
     build_run(tmp_path, **sections)
     (tmp_path / "model").mkdir()
     config = evaluation_config(str(tmp_path), ["new.jsonl"], ["eval.samples=3"])
@@ -69,8 +69,8 @@ def test_evaluation_ignores_rollout_mismatch(tmp_path):
     (tmp_path / "model").mkdir()
     rollout = evaluation_config(str(tmp_path), None, []).rollout
     assert (rollout.mismatch, rollout.tensor) == ("none", 2)
-    asked = evaluation_config(str(tmp_path), None, ["rollout.mismatch=bf16"]).rollout
-    assert asked.mismatch == "bf16"
+    rollout = evaluation_config(str(tmp_path), None, ["rollout.mismatch=bf16"]).rollout
+    assert rollout.mismatch == "bf16"
 
 
 def test_unused_setting_is_rejected(tmp_path):
@@ -86,7 +86,7 @@ def test_evaluation_allows_more_processes_than_responses():
     assert not engine_layout_problems(config, small_shape(), 16)
 
 
-def test_a_run_keeps_its_settings_but_not_its_layout(tmp_path):
+def test_run_keeps_its_settings_but_not_its_layout(tmp_path):
     build_run(tmp_path)
     with pytest.raises(ConfigError, match="no trained model yet; evaluate a checkpoint by"):
         evaluation_config(str(tmp_path), None, [])
@@ -124,7 +124,7 @@ def test_table_has_one_row_per_set_and_macro():
     ]
 
 
-def test_errors_name_the_options_that_were_given(tmp_path, monkeypatch, capsys):
+def test_errors_name_options_that_were_given(tmp_path, monkeypatch, capsys):
     """Each file and the model once, by the words of the command line; nothing of `data.train`."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:

@@ -38,7 +38,7 @@ def test_newest_step_is_shown_with_prompt_response_reward_and_truth(capsys, fold
     assert f"megatron-rl rollouts {folder} --step 3 --group " in out
 
 
-def test_thinned_step_is_labeled_as_a_sample(capsys, folder, tmp_path):
+def test_thinned_step_is_labeled_as_sample(capsys, folder, tmp_path):
     run = shutil.copytree(folder, tmp_path / "run")
     RunDirectory(run).thin_rollouts([1])
     _, out, _ = show(capsys, run, "--step", 1)
@@ -80,7 +80,7 @@ def test_conversations_are_shown_turn_by_turn(capsys, tmp_path):
     assert out.count("user: ") == 2 * GROUP
 
 
-def test_a_model_s_text_cannot_reach_the_terminal(capsys, folder, tmp_path):
+def test_model_s_text_cannot_reach_terminal(capsys, folder, tmp_path):
     """Escape sequences and marks that turn a line stand there by their number."""
     for words in (("--count", "8"), ("--group", "7")):
         _, out, _ = show(capsys, folder, *words, "--step", 3)
@@ -101,7 +101,7 @@ def test_a_model_s_text_cannot_reach_the_terminal(capsys, folder, tmp_path):
         (["{run}", "--count", "0"], "--count 0: give 1 or more"),
     ],
 )
-def test_missing_selection_lists_the_available_ones(capsys, folder, words, message):
+def test_missing_selection_lists_available_ones(capsys, folder, words, message):
     code, out, err = show(capsys, *(word.format(run=folder) for word in words))
     assert (code, out) == (1, "")
     assert err.startswith("megatron-rl: error: ") and message in err and err.count("\n") == 1

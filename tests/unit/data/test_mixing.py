@@ -34,7 +34,7 @@ def test_every_step_has_its_shares_and_every_set_its_own_epochs():
     assert second == Counter(range(12, 20))
 
 
-def test_each_permutation_of_a_mix_is_made_once(monkeypatch):
+def test_each_permutation_of_mix_is_made_once(monkeypatch):
     """Also where steps of two epochs of each of four sets are asked for in turn, as under lag."""
     made = []
     derive = prompts.derive_seed
@@ -45,7 +45,7 @@ def test_each_permutation_of_a_mix_is_made_once(monkeypatch):
     assert len(made) == len(set(made)) == 4 * 2
 
 
-def test_steps_follow_from_the_seed_alone_and_are_mixed():
+def test_steps_follow_from_seed_alone_and_are_mixed():
     mix = PromptMix((50, 50), (1, 1), seed=1)
     order = mix.indices(3, 40)
     assert order == PromptMix((50, 50), (1, 1), seed=1).indices(3, 40)
@@ -54,13 +54,13 @@ def test_steps_follow_from_the_seed_alone_and_are_mixed():
     assert sides != sorted(sides) and sides != sorted(sides, reverse=True)
 
 
-def test_the_recorded_order():
+def test_recorded_order():
     """From the first version: a change would silently alter every resumed run."""
     mix = PromptMix((4, 4), (1, 1), seed=0)
     assert [mix.indices(step, 4) for step in range(2)] == [[3, 1, 6, 7], [2, 4, 0, 5]]
 
 
-def test_a_set_that_is_too_small_is_refused():
+def test_set_that_is_too_small_is_refused():
     with pytest.raises(ValueError, match="a step of 6 prompts cannot be drawn from a set of 5"):
         PromptMix((5, 10), (3, 1), seed=1).indices(0, 8)
 

@@ -64,7 +64,7 @@ def _plan(
     )
 
 
-def test_what_an_engine_got_wrong_is_not_taken_for_what_nobody_said():
+def test_wrong_log_probs_of_engine_differ_from_missing_ones():
     """nan of an engine reaches the objective, which names it; nan of another run is not known."""
     wrong = _rollout(0, 0, (1, 2), (7, math.nan))
     wrong = replace(wrong, response=replace(wrong.response, token_ids=(7, 8)))
@@ -76,7 +76,7 @@ def test_what_an_engine_got_wrong_is_not_taken_for_what_nobody_said():
     assert kept.isnan().any() and unknown is None
 
 
-def test_one_sequence_by_hand():
+def test_pack_of_one_sequence_by_hand():
     # Prompt 1 2 3, response 7 8; position 2 predicts 7, position 3 predicts 8; the last token is
     # not fed in. cp 2 pads 4 positions to a multiple of 4.
     plan = _plan([_rollout(0, 0, (1, 2, 3), (7, 8))] * 2, cp_size=2, minibatches=1, budget=4)
@@ -119,7 +119,7 @@ def test_every_response_token_is_trained_on_once(dp_size, cp_size):
     assert len(counts) == 1  # every rank walks alike
 
 
-def test_packs_respect_the_budget_and_the_longest_gets_its_own():
+def test_packs_respect_budget_and_longest_gets_its_own():
     packs = assign_packs([4, 4, 100, 8, 8], budget=16, ranks=1)
     assert max(sum([4, 4, 100, 8, 8][i] for i in pack) for pack in packs[0]) == 100
     lengths = [10, 9, 8, 7, 6, 5, 4, 3, 2, 1]
@@ -128,7 +128,7 @@ def test_packs_respect_the_budget_and_the_longest_gets_its_own():
     assert max(sum(lengths[i] for i in pack) for rank in packs for pack in rank) <= 15
 
 
-def test_a_rank_without_sequences_gets_a_filler():
+def test_rank_without_sequences_gets_filler():
     plan = _plan(_rollouts(groups=1, samples=2), dp_size=3, dp_rank=2, minibatches=1)
     pack = plan[0].micro_batches[0]
     assert pack.rollout_indices == (FILLER,)
@@ -165,7 +165,7 @@ def test_values_come_back_to_their_rollouts():
 
 
 @pytest.mark.parametrize(("cp_size", "gemm_tokens", "multiple"), [(1, 16, 16), (2, 16, 32)])
-def test_the_last_sequence_fills_up_what_matrix_products_need(cp_size, gemm_tokens, multiple):
+def test_last_sequence_is_padded_for_matrix_products(cp_size, gemm_tokens, multiple):
     plain = _plan(_rollouts(), cp_size=cp_size)
     count = sum(int(pack.response_mask.sum()) for each in plain for pack in each.micro_batches)
     for budget in range(32, 120):
@@ -185,7 +185,7 @@ def test_the_last_sequence_fills_up_what_matrix_products_need(cp_size, gemm_toke
             assert 0 <= sum(pack.lengths) - needed < multiple
 
 
-def test_a_filler_is_what_matrix_products_need_too():
+def test_filler_is_padded_for_matrix_products():
     plans = [_plan(_rollouts(1, 1), dp_size=2, dp_rank=rank, minibatches=1, gemm_tokens=16)
              for rank in range(2)]  # fmt: skip
     assert [plan[0].micro_batches[0].rollout_indices for plan in plans] == [(0,), (FILLER,)]
@@ -193,7 +193,7 @@ def test_a_filler_is_what_matrix_products_need_too():
 
 
 @pytest.mark.parametrize("dp_size", [1, 2])
-def test_what_need_not_be_computed_is_in_no_pack_but_in_the_sizes(dp_size):
+def test_rollouts_without_signal_are_in_global_sizes_but_in_no_pack(dp_size):
     rollouts = _rollouts()
     computed = [False, False, True, False, *[False] * 4]  # nothing of the second minibatch
     plans = [

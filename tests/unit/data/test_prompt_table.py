@@ -44,14 +44,14 @@ def test_prompts_are_read_back_as_they_were(tmp_path):
     assert table[7] == prompts[7]  # a file that is open can be read after its removal
 
 
-def test_a_file_of_whole_blocks_or_of_nothing_has_no_further_prompt(tmp_path):
+def test_file_with_whole_blocks_or_empty_has_no_extra_prompt(tmp_path):
     write_prompts(tmp_path / "0.arrow", map(_prompt, range(ROWS_AT_ONCE)))
     assert len(list(PromptTable(tmp_path / "0.arrow"))) == ROWS_AT_ONCE
     write_prompts(tmp_path / "1.arrow", [])
     assert list(PromptTable(tmp_path / "1.arrow")) == []
 
 
-def test_every_field_of_a_prompt_is_in_the_file():
+def test_every_field_of_prompt_is_in_file():
     assert SCHEMA.names == [field.name for field in dataclasses.fields(Prompt)]
 
 

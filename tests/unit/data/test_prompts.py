@@ -47,7 +47,7 @@ def write(path, rows):
     return path
 
 
-def test_a_row_becomes_a_prompt_with_the_template_and_nothing_else(tmp_path):
+def test_prompt_is_rendered_row_without_additions(tmp_path):
     path = write(tmp_path / "set.parquet", [build_row(), build_row("b", "1/2")])
     first, second = load_prompts(path, build_tokenizer(), max_prompt_tokens=5)
     assert first.token_ids == (0, 1, 2, 3, 4)  # <ab>= : no end-of-sequence token added
@@ -56,7 +56,7 @@ def test_a_row_becomes_a_prompt_with_the_template_and_nothing_else(tmp_path):
     assert second.data_source == "made_up"
 
 
-def test_a_number_as_ground_truth_is_taken_as_text(tmp_path):
+def test_numeric_ground_truth_becomes_text(tmp_path):
     path = write(tmp_path / "set.parquet", [build_row(truth=34)])
     (prompt,) = load_prompts(path, build_tokenizer(), max_prompt_tokens=5)
     assert prompt.ground_truth == "34"
@@ -75,13 +75,13 @@ def test_a_number_as_ground_truth_is_taken_as_text(tmp_path):
         (build_row("abab"), r"row 1: the prompt has 7 tokens, more than data.max_prompt_tokens=5"),
     ],
 )
-def test_a_bad_row_is_named(tmp_path, row, message):
+def test_bad_row_is_named(tmp_path, row, message):
     path = write(tmp_path / "set.parquet", [build_row(), row])
     with pytest.raises(ValueError, match=message):
         load_prompts(path, build_tokenizer(), max_prompt_tokens=5)
 
 
-def test_a_prompt_that_is_a_plain_text_is_the_user_s_message(tmp_path):
+def test_plain_text_prompt_becomes_user_message(tmp_path):
     path = write(tmp_path / "set.parquet", [build_row(prompt="ab")])
     (prompt,) = load_prompts(path, build_tokenizer(), max_prompt_tokens=5)
     assert prompt.messages == ({"role": "user", "content": "ab"},)
@@ -109,7 +109,7 @@ def write_csv(path, rows):
     return path
 
 
-def test_a_table_of_texts_is_read(tmp_path):
+def test_table_of_texts_is_read(tmp_path):
     """A field may hold commas, quotes and line breaks, and is never taken for a number."""
     rows = [{"question": 'a,b\n""b""', "answer": "007", "level": {"name": "x"}}] + QUESTIONS
     path = write_csv(tmp_path / "mine.csv", rows)
@@ -132,14 +132,14 @@ def test_a_table_of_texts_is_read(tmp_path):
         (b"question,answer\n", "holds no prompts"),
     ],
 )
-def test_a_table_that_is_none_is_named(tmp_path, text, message):
+def test_file_that_is_no_table_is_named(tmp_path, text, message):
     path = tmp_path / "mine.csv"
     path.write_bytes(text)
     with pytest.raises(ValueError, match=re.escape(message)):
         check_prompt_file(path, Columns(prompt="question", answer="answer"))
 
 
-def test_other_keys_of_a_message_reach_the_template(tmp_path):
+def test_extra_keys_of_message_reach_template(tmp_path):
     """And nulls, with which parquet fills up the keys of other rows, do not."""
     named = {"role": "user", "content": "ab", "name": "b"}
     rows = [build_row(prompt=[named]), build_row(prompt=[{"role": "user", "content": "ab"}])]
@@ -151,7 +151,7 @@ def test_other_keys_of_a_message_reach_the_template(tmp_path):
     assert first.token_ids == (*second.token_ids, 2)
 
 
-def test_a_system_prompt_is_the_first_message_of_every_row(tmp_path):
+def test_system_prompt_is_first_message_of_every_row(tmp_path):
     path = write_lines(tmp_path / "set.jsonl", [build_row(), build_row(prompt="b")])
     prompts = load_prompts(path, build_tokenizer(), max_prompt_tokens=9, system_prompt="ba")
     assert [prompt.messages[0] for prompt in prompts] == [{"role": "system", "content": "ba"}] * 2
@@ -197,7 +197,7 @@ def test_questions_and_answers_of_one_s_own(tmp_path, write_file, ending):
         ('{"question": "\udcff", "answer": 1}', r"mine\.jsonl, line 2 is not JSON: 'utf-8' codec"),
     ],
 )
-def test_a_bad_line_is_named_before_any_tokenizer_is_loaded(tmp_path, line, message):
+def test_bad_line_is_named_before_any_tokenizer_is_loaded(tmp_path, line, message):
     path = tmp_path / "mine.jsonl"
     path.write_bytes((json.dumps(QUESTIONS[0]) + "\n" + line).encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=message):
@@ -250,13 +250,13 @@ def test_files_that_are_not_prompt_sets_are_refused(tmp_path):
     ("tokenizer", "message"),
     [({"template": None}, "no chat template"), ({"eos": None}, "no eos_token")],
 )
-def test_a_tokenizer_without_what_training_needs_is_refused(tmp_path, tokenizer, message):
+def test_tokenizer_without_required_parts_is_refused(tmp_path, tokenizer, message):
     path = write(tmp_path / "set.parquet", [build_row()])
     with pytest.raises(ValueError, match=message):
         load_prompts(path, build_tokenizer(**tokenizer), max_prompt_tokens=5)
 
 
-def test_a_folder_without_a_tokenizer_is_one_clear_error(tmp_path):
+def test_folder_without_tokenizer_is_one_clear_error(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         load_tokenizer(tmp_path / "none")
     with pytest.raises(
@@ -265,12 +265,12 @@ def test_a_folder_without_a_tokenizer_is_one_clear_error(tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_a_saved_tokenizer_is_loaded(tmp_path):
+def test_saved_tokenizer_is_loaded(tmp_path):
     build_tokenizer().save_pretrained(tmp_path)
     assert load_tokenizer(tmp_path).eos_token_id == 5
 
 
-def test_every_epoch_is_a_new_permutation_cut_into_whole_steps():
+def test_every_epoch_is_new_permutation_cut_into_whole_steps():
     order = PromptOrder(10, seed=3)
     # 10 prompts make 3 steps of 3 an epoch; the tenth sits out.
     first = [index for step in range(3) for index in order.indices(step, 3)]
@@ -283,7 +283,7 @@ def test_every_epoch_is_a_new_permutation_cut_into_whole_steps():
     assert min(seen.values()) > 160
 
 
-def test_the_order_depends_on_seed_and_step_alone():
+def test_order_depends_on_seed_and_step_alone():
     expected = PromptOrder(50, seed=1).indices(17, 8)
     other = PromptOrder(50, seed=1)
     other.indices(3, 8)  # asking for other steps moves nothing
@@ -296,7 +296,7 @@ def test_the_order_depends_on_seed_and_step_alone():
 
 
 @pytest.mark.parametrize("count", [0, 11])
-def test_a_step_larger_than_the_set_is_refused(count):
+def test_step_larger_than_set_is_refused(count):
     with pytest.raises(ValueError, match="without repeating one"):
         PromptOrder(10, seed=0).indices(0, count)
 
@@ -332,7 +332,7 @@ def test_malformed_rows_are_named_or_left_out_and_counted(tmp_path):
         load_prompts(path, build_tokenizer(), max_prompt_tokens=5, bad_rows="skip")
 
 
-def test_arguments_reach_the_chat_template(tmp_path):
+def test_arguments_reach_chat_template(tmp_path):
     path = write(tmp_path / "set.parquet", [build_row()])
     template = TEMPLATE + "{% if loud %}b{% endif %}"
     tokenizer = build_tokenizer(template=template)
@@ -341,14 +341,14 @@ def test_arguments_reach_the_chat_template(tmp_path):
     assert loud.token_ids == (*plain.token_ids, 2)
 
 
-def test_folders_and_names_need_the_library(tmp_path, monkeypatch):
+def test_folders_and_hub_names_need_datasets_library(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     for path in (tmp_path, "hf:owner/name"):
         with pytest.raises(ValueError, match="needs the library datasets; pip install it"):
             load_prompts(path, build_tokenizer(), max_prompt_tokens=5)
 
 
-def test_what_datasets_has_saved_is_read(tmp_path):
+def test_folder_saved_by_datasets_is_read(tmp_path):
     datasets = pytest.importorskip("datasets")
     rows = [build_row(), build_row("b", "8")]
     datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "one"))

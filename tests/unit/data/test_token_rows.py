@@ -50,7 +50,7 @@ def _deliver(rank, world_size):
     return [row.tolist() if is_here(row) else len(row) for row in brought], dict(counts)
 
 
-def test_a_rank_receives_the_rows_it_needs_and_no_other_byte():
+def test_rank_receives_only_rows_it_needs():
     results = run_ranks(_deliver, RANKS)
     for rank, (rows, counts) in enumerate(results):
         for index, row in enumerate(rows):
@@ -63,7 +63,7 @@ def test_a_rank_receives_the_rows_it_needs_and_no_other_byte():
     assert sum(counts["received"] for _, counts in results) > 0
 
 
-def test_pieces_are_cut_where_a_rank_would_send_or_receive_too_much(monkeypatch):
+def test_pieces_are_cut_where_rank_would_send_or_receive_too_much(monkeypatch):
     delivery = Delivery([3, 3, 3, 3], [1, 1, 2, 2], [(0,), (0,), (0,), (3,)])
     assert list(delivery._pieces(6)) == [[0, 1], [2, 3]]  # rank 0 receives 3 + 3, then 3
     assert list(delivery._pieces(9)) == [[0, 1, 2, 3]]
@@ -72,7 +72,7 @@ def test_pieces_are_cut_where_a_rank_would_send_or_receive_too_much(monkeypatch)
     assert list(to_two._pieces(1)) == [[0], [2]]
 
 
-def test_values_elsewhere_have_a_length_and_nothing_else():
+def test_values_of_other_ranks_have_only_length():
     row = elsewhere(3)
     assert len(row) == 3
     assert not is_here(row)
@@ -106,7 +106,7 @@ def _gather_rollouts(rank, world_size):
     return found
 
 
-def test_values_of_packs_come_back_to_owners_and_the_writer():
+def test_values_of_packs_come_back_to_owners_and_writer():
     expected = {
         1: [17.0], 3: [23.0, 24.0, 25.0],  # the ends of the first and second 8, plus 10 * 1
         2: [26.0, 27.0], 5: [31.0, 32.0, 33.0, 34.0, 35.0],

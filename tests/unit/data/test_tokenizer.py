@@ -29,13 +29,13 @@ def save(folder, *, config, tokenizer_class):
     [(LLAMA, "PreTrainedTokenizerFast"), (LLAMA, "TokenizersBackend"),
      (QWEN, "PreTrainedTokenizerFast")],
 )  # fmt: skip
-def test_the_class_is_that_of_auto_tokenizer(tmp_path, config, tokenizer_class):
+def test_class_equals_auto_tokenizer(tmp_path, config, tokenizer_class):
     save(tmp_path, config=config, tokenizer_class=tokenizer_class)
     ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert type(ours) is type(theirs)
 
 
-def test_the_class_of_a_model_that_was_saved_by_transformers(tmp_path):
+def test_class_of_model_saved_by_transformers(tmp_path):
     tiny.build_tokenizer(128).save_pretrained(tmp_path)
     for kind in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"):
         (tmp_path / "config.json").write_text(json.dumps(QWEN | {"model_type": kind}))
@@ -45,7 +45,7 @@ def test_the_class_of_a_model_that_was_saved_by_transformers(tmp_path):
         assert ours(text)["input_ids"] == theirs(text)["input_ids"]
 
 
-def test_a_raw_prompt_is_the_text_with_what_the_tokenizer_adds(tmp_path):
+def test_raw_prompt_is_text_with_what_tokenizer_adds(tmp_path):
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = build_tokenizer(template=None)
@@ -74,7 +74,7 @@ def test_rows_are_counted_without_reading_them(tmp_path):
     assert count_rows("hf:someone/something") == float("inf")
 
 
-def test_a_command_checks_a_run_without_torch():
+def test_command_checks_run_without_torch():
     """Its import alone takes longer than all checks."""
     code = (
         "import sys; sys.modules['torch'] = None; import megatron_rl.preflight.start; "

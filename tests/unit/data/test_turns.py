@@ -19,7 +19,7 @@ def renderer(chat_template, **options):
     return TurnRenderer(tokenizer, **options)
 
 
-def test_an_observation_is_rendered_as_the_template_renders_the_whole():
+def test_observation_equals_rendering_of_whole_conversation():
     one = renderer(CHAT)
     whole = [*PROMPT, {"role": "assistant", "content": "x?"}, {"role": "tool", "content": "7"},
              {"role": "user", "content": "so?"}]  # fmt: skip
@@ -29,7 +29,7 @@ def test_an_observation_is_rendered_as_the_template_renders_the_whole():
     assert one.tokenizer.decode(tokens) == "<|end|>t=7<|end|>u=so?<|end|>a="
 
 
-def test_a_sampled_end_is_not_repeated_and_a_cut_turn_gets_one():
+def test_sampled_end_is_not_repeated_and_cut_turn_gets_one():
     one = renderer(CHAT)
     end = one.tokenizer.eos_token_id
     tokens = one.render(PROMPT, as_messages("7"))
@@ -39,7 +39,7 @@ def test_a_sampled_end_is_not_repeated_and_a_cut_turn_gets_one():
     assert without_repeated_end(tokens, turn=[9, end], stop=[]) == tokens  # no end, but a token
 
 
-def test_a_template_without_roles_and_a_raw_prompt():
+def test_template_without_roles_and_raw_prompt():
     plain = renderer("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
     assert plain.tokenizer.decode(plain.render(PROMPT, as_messages("7"))) == "7:"
     raw = renderer(None, template="raw")
@@ -47,7 +47,7 @@ def test_a_template_without_roles_and_a_raw_prompt():
     assert raw.render(PROMPT, as_messages("")) == []
 
 
-def test_text_like_the_mark_changes_nothing():
+def test_text_equal_to_marker_changes_nothing():
     from megatron_rl.data import turns
 
     one = renderer(CHAT)
@@ -63,6 +63,6 @@ def test_text_like_the_mark_changes_nothing():
          "leaves out the text of an assistant's message"),
     ],
 )  # fmt: skip
-def test_a_template_that_cannot_continue_is_refused(chat_template, message):
+def test_template_that_cannot_continue_is_refused(chat_template, message):
     with pytest.raises(UserError, match=message):
         renderer(chat_template).render(PROMPT, [{"role": "tool", "content": "7"}])

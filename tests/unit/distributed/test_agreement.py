@@ -28,7 +28,7 @@ def _fail(rank, world_size):
     return messages
 
 
-def test_errors_keep_their_type_and_other_ranks_name_the_failed_rank():
+def test_errors_keep_type_and_name_failed_rank():
     first, second, third = run_ranks(_fail, 3)
     assert first == [
         None,
@@ -81,7 +81,7 @@ def _exit_late(rank, world_size, result):
     partial.rename(result)
 
 
-def test_missing_rank_raises_timeout_within_the_limit(tmp_path):
+def test_missing_rank_raises_timeout_within_limit(tmp_path):
     result = tmp_path / "result"
     with contextlib.suppress(AssertionError):  # rank 1 exits with status 1
         run_ranks(_exit_late, 2, result)
@@ -108,7 +108,7 @@ def _fail_in_a_block(rank, world_size):
     return messages
 
 
-def test_error_in_a_block_is_raised_on_every_rank():
+def test_error_in_block_is_raised_on_every_rank():
     assert run_ranks(_fail_in_a_block, 2) == [
         [None, "OSError: writing: disk full"],
         [None, "OtherRankError: writing: rank 0: OSError: disk full"],

@@ -62,7 +62,7 @@ def _attend_on_rank(rank, world_size, lengths, fused, group=None):
 # CUDA uses the fused path; here torch's attention on the CPU replaces the CUDA kernels.
 @pytest.mark.parametrize("fused", [False, True], ids=["cpu", "fused"])
 @pytest.mark.parametrize("lengths", [LENGTHS, SHORT_LENGTHS, LONG_LENGTHS, (16, 16, 16)])
-def test_attention_of_one_process_equals_the_definition(fused, lengths):
+def test_attention_of_one_process_equals_definition(fused, lengths):
     _check([_attend_on_rank(0, 1, lengths, fused)], lengths)
 
 
@@ -142,7 +142,7 @@ def test_fused_plan_has_one_block_per_segment():
     ]
 
 
-def test_output_is_independent_of_other_sequences_in_the_pack():
+def test_output_is_independent_of_other_sequences_in_pack():
     query, key, value, _ = _inputs()
     layout = SequenceLayout(LENGTHS, torch.ones(sum(LENGTHS), dtype=torch.bool))
     plan = build_attention_plan(layout)
@@ -202,7 +202,7 @@ class _Sizes(TorchDispatchMode):
 
 @pytest.mark.parametrize("tokens", [960, 3840])
 @pytest.mark.parametrize("cp_size", [1, 2])
-def test_memory_is_linear_in_the_tokens(tokens, cp_size):
+def test_memory_is_linear_in_tokens(tokens, cp_size):
     """The largest tensor is a mask of RUN_QUERIES rows whose width is a power of two; the full
     score matrix would be 10 times larger."""
     cpu_attention._triangle.cache_clear()

@@ -27,7 +27,7 @@ def test_sums_skip_masked_tokens():
     assert sequence_sum(layout, x).tolist() == [3, 3, 3, 3, 30, 30]
 
 
-def test_min_scan_excludes_the_current_token():
+def test_min_scan_excludes_current_token():
     layout = SequenceLayout((4, 2), torch.tensor([1, 1, 0, 1, 1, 1]).bool())
     x = torch.tensor([2.0, 1.0, -9.0, 3.0, 5.0, 6.0])
     (before,) = scan_together(layout, Scan(x, "min"))
@@ -35,7 +35,7 @@ def test_min_scan_excludes_the_current_token():
     assert before.total.tolist() == [1, 5]
 
 
-def test_prefix_sum_gradient_is_the_suffix_sum():
+def test_prefix_sum_gradient_is_suffix_sum():
     # d/dx_k (S_1 + 10 S_2 + 100 S_3) = all coefficients from k on; masked tokens get none.
     layout = SequenceLayout((4, 1), torch.tensor([1, 0, 1, 1, 1]).bool())
     x = torch.zeros(5, requires_grad=True)
@@ -91,7 +91,7 @@ def count_operations(sequences, length, combine="sum"):
     return operations.count
 
 
-def test_the_number_of_operations_does_not_depend_on_the_number_of_sequences():
+def test_number_of_operations_does_not_depend_on_number_of_sequences():
     assert count_operations(4, 300) == count_operations(400, 300) == count_operations(4, 2000)
     assert count_operations(4, 300, "min") == count_operations(400, 300, "min")
 
@@ -108,7 +108,7 @@ UNEVEN = {
 
 @pytest.mark.parametrize("lengths", UNEVEN.values(), ids=UNEVEN)
 @pytest.mark.parametrize("cp_size", [1, 2])
-def test_padding_is_bounded_and_places_are_those_of_the_chunks(lengths, cp_size):
+def test_padding_is_bounded_and_positions_match_chunks(lengths, cp_size):
     lengths = [2 * cp_size * length for length in lengths]
     ranks = [
         SequenceLayout(lengths, torch.ones(sum(lengths)), cp_rank=rank, cp_size=cp_size)

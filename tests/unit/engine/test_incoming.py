@@ -16,7 +16,7 @@ def test_round_tensor_bf16_keeps_eight_bits():
     assert given[0] == 1 + 3 / 1024  # the actor's weights are not modified
 
 
-def test_round_tensor_fp8_scales_each_matrix_to_the_largest_number():
+def test_round_tensor_fp8_scales_each_matrix_to_largest_number():
     # The largest number is 448, so the scale is 1: steps between 16 and 32 are 2, ties round to
     # even; the smallest step is 2^-9.
     given = torch.tensor([[448.0, 17.5], [-18.5, 2.0**-9]])
@@ -45,6 +45,6 @@ def test_round_tensor_fp8_skips_other_weights(name, shape):
     assert not torch.equal(round_tensor(expert, matrix, "fp8_e4m3"), matrix)
 
 
-def test_round_tensors_without_mismatch_returns_the_same_tensors():
+def test_round_tensors_without_mismatch_returns_same_tensors():
     given = torch.randn(2, 2)
     assert next(round_tensors(iter([(LAYER, given)]), "none"))[1] is given

@@ -18,6 +18,6 @@ def _prompt(*tokens: int) -> Prompt:
         (_prompt(1, 50), r"outside 0\.\.49"),
     ],
 )
-def test_check_prompts_names_the_invalid_prompt(prompt, message):
+def test_check_prompts_names_invalid_prompt(prompt, message):
     with pytest.raises(ValueError, match=message):
         check_prompts([_prompt(1, 49), prompt], vocab_size=50, longest=3)

@@ -31,7 +31,7 @@ def _conversation(position: int) -> dict:
         "rollout_logprobs": np.array([-1.0, -2.0], np.float32),
         "observed": ((1, 1 + position % 2),),
         "messages": ({"role": "assistant", "content": "é"}, {"role": "tool", "content": "1"}),
-        "grade": GradeResult(0.5, "told", None) if position % 2 else None,
+        "grade": GradeResult(0.5, "scripted", None) if position % 2 else None,
     }
 
 
@@ -74,7 +74,7 @@ def test_everywhere_every_rank_has_all_responses_in_order(gathered, piece):
 
 
 @pytest.mark.parametrize("piece", PIECES)
-def test_otherwise_only_rank_0_and_the_owner_have_tokens_and_texts(gathered, piece):
+def test_only_rank_0_and_owner_have_tokens_and_texts(gathered, piece):
     for rank, of_rank in enumerate(gathered):
         assert of_rank[False, piece, 0] == []
         for position, response in enumerate(of_rank[False, piece, 9]):

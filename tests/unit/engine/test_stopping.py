@@ -33,7 +33,7 @@ def test_find_stop_rule_combines_configs_tokenizer_and_settings(tmp_path):
     assert find_stop_rule(tmp_path, tokenizer(7), vocab_size=9).token_ids == (5, 2, 7)
 
 
-def test_find_stop_rule_without_stop_token_raises_and_names_the_setting(tmp_path):
+def test_find_stop_rule_without_stop_token_raises_and_names_setting(tmp_path):
     write(tmp_path, config=None)
     with pytest.raises(ValueError, match=r"never end; set rollout\.stop_token_ids"):
         find_stop_rule(tmp_path, tokenizer(None), vocab_size=9)

@@ -38,14 +38,14 @@ def user(text):
     return Answer([{"role": "user", "content": text}])
 
 
-def test_an_unmodified_client_is_answered_by_the_policys_turns():
+def test_unmodified_client_receives_turns_of_policy():
     answers = talk("Guesser", [["50", "20", "30"], ["30"], ["1", "2", "3", "4", "5"]], secret=30)
     assert answers[0] == [user("lower"), user("higher"), Answer(reward=1.0, **ENDED)]
     assert answers[1] == [Answer(reward=1.0, **ENDED)]
     assert answers[2] == [user("higher")] * 4 + [Answer(reward=0.0, **ENDED)]
 
 
-def test_tool_calls_are_those_of_the_models_format():
+def test_tool_calls_follow_format_of_model():
     call = '<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>'
     answers = talk("Looker", [[f"I look. {call}{call}", "blue"], ["red"]])
     first, second = answers[0]
@@ -55,7 +55,7 @@ def test_tool_calls_are_those_of_the_models_format():
     assert answers[1] == [Answer(reward=0.0, **ENDED)]
 
 
-def test_a_client_that_blocks_runs_in_a_thread():
+def test_client_that_blocks_runs_in_thread():
     assert talk("Blocking", [["four"], ["x"]]) == [
         [Answer(reward=4.0, **ENDED)], [Answer(reward=1.0, **ENDED)]
     ]  # fmt: skip
@@ -74,14 +74,14 @@ def test_a_client_that_blocks_runs_in_a_thread():
         ("BrokenProgram", "ended with status 1 and the last line '' no such model; print the rew"),
     ],
 )  # fmt: skip
-def test_what_an_agent_does_wrong_is_one_line(name, words):
+def test_agent_error_is_one_line(name, words):
     ((failure,),) = talk(name, [["a turn"]])
     assert failure.kind == "failed"
     assert words in failure.text
     assert "\n" not in failure.text
 
 
-def test_a_prompt_that_the_row_lacks_is_named():
+def test_missing_prompt_of_row_is_named():
     with EnvironmentPool(
         f"{HERE}:Silent", workers=1, time_limit_seconds=60.0, on_error="zero", echo=lambda _: None
     ) as pool:
@@ -98,7 +98,7 @@ def appears(file):
     return file.exists()
 
 
-def test_an_agent_ends_with_its_conversation(tmp_path):
+def test_agent_ends_with_its_conversation(tmp_path):
     mark, started = tmp_path / "mark", tmp_path / "started"
     row = json.dumps({"prompt": QUESTION, "mark": str(mark), "started": str(started)})
     with EnvironmentPool(f"{HERE}:Waiting", workers=1, time_limit_seconds=60.0) as pool:
@@ -117,12 +117,12 @@ def test_an_agent_ends_with_its_conversation(tmp_path):
         assert Talk(pool, row=row)([["30"]]) == [[Answer(reward=1.0, **ENDED)]]
 
 
-def test_a_program_of_any_environment_is_an_agent():
+def test_program_of_any_environment_is_agent():
     answers = talk("Program", [["50", "20", "30"]], secret=30)
     assert answers == [[user("lower"), user("higher"), Answer(reward=1.0, **ENDED)]]
 
 
-def test_only_its_own_address_reaches_a_conversation():
+def test_only_its_own_address_reaches_conversation():
     """The path has a random token, and the server listens on the loopback interface alone."""
     import asyncio
 
@@ -151,7 +151,7 @@ def test_only_its_own_address_reaches_a_conversation():
     assert asyncio.run(requests()) == [404, 400, 400, 409, 410, 410]
 
 
-def test_a_turn_stays_what_the_policy_wrote():
+def test_turn_of_policy_is_unchanged():
     """No text of a turn passes through the client: only what comes after it is new."""
     import asyncio
 

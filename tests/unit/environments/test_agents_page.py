@@ -24,7 +24,7 @@ def talk(environment, *turns):
     return [asyncio.run(environment.step(turn)) for turn in turns]
 
 
-def test_the_calculator_computes_and_returns_errors():
+def test_calculator_computes_and_returns_errors():
     environment = load("Calculator", "my_agent.py")({"answer": "51"}, 0)
     calls = [json.dumps({"name": "calculate", "arguments": {"expression": text}})
              for text in ("3*17", "3", "1/0")]  # fmt: skip
@@ -38,7 +38,7 @@ def test_the_calculator_computes_and_returns_errors():
     assert list(schema["function"]["parameters"]["properties"]) == ["expression"]
 
 
-def test_the_game_ends_when_the_number_is_found_or_after_seven_guesses():
+def test_game_ends_when_number_is_found_or_after_seven_guesses():
     game = load("Guess", "my_game.py")
     answers = talk(game({"answer": "40"}, 0), "", "50", "30", "40")
     assert [one.observation for one in answers[:3]] == ["higher", "lower", "higher"]
@@ -46,7 +46,7 @@ def test_the_game_ends_when_the_number_is_found_or_after_seven_guesses():
     assert talk(game({"answer": "40"}, 0), *"1234567")[-1].reason == "not found"
 
 
-def test_the_openai_agent_gets_its_reward(tmp_path, monkeypatch):
+def test_openai_agent_gets_its_reward(tmp_path, monkeypatch):
     (tmp_path / "my_openai_agent.py").write_text(FILES["my_openai_agent.py"])
     monkeypatch.syspath_prepend(tmp_path)
     row = json.dumps({"question": "Guess.", "answer": "40"})

@@ -77,7 +77,7 @@ def test_answers_are_of_their_conversation_on_any_number_of_workers():
             assert pool.answered == 120
 
 
-def test_calls_of_an_async_environment_wait_together(tmp_path):
+def test_calls_of_async_environment_wait_together(tmp_path):
     scripts = [[f"wait-for {tmp_path / 'mark'}"]] * 50 + [["a", f"touch {tmp_path / 'mark'}"]]
     with open_pool("Obedient") as pool:  # one process
         assert Talk(pool)(scripts) == [expected(n, turns) for n, turns in enumerate(scripts)]
@@ -106,7 +106,7 @@ BAD = {  # turn: (kind, words of its one line)
 }
 
 
-def test_what_is_bad_is_one_line_and_the_other_conversations_answers_are_unchanged(short):
+def test_bad_answer_is_one_line_and_other_conversations_are_unchanged(short):
     """All in one process, between conversations that are in progress when it is killed."""
     good = ["a", "wait 0.2", "b", "c"]
     scripts = [turns for bad in BAD for turns in (["hello", bad, "never"], good)]
@@ -123,7 +123,7 @@ def test_what_is_bad_is_one_line_and_the_other_conversations_answers_are_unchang
         assert answers[2 * number + 1] == expected(2 * number + 1, good)
 
 
-def test_a_tool_that_prints_10_mb_costs_one_short_line(short, lines):
+def test_tool_that_prints_10_mb_costs_one_short_line(short, lines):
     lines.clear()
     turns = ["print 10000000", "b"]
     assert short([turns]) == [expected(0, turns)]
@@ -135,13 +135,13 @@ def test_a_tool_that_prints_10_mb_costs_one_short_line(short, lines):
     assert len(line) < 700
 
 
-def test_half_characters_are_replaced(short):
+def test_lone_surrogates_are_replaced(short):
     (answers,) = short([["return surrogates", "return surrogate-message"]])
     assert answers[0] == Answer("half ?", reason="cut ?")
     assert answers[1] == Answer([{"role": "tool", "content": "half ?", "name": "t"}])
 
 
-def test_the_end_of_standard_input_and_no_secrets_are_what_an_environment_sees(short, monkeypatch):
+def test_environment_sees_closed_stdin_and_no_secrets(short, monkeypatch):
     answers = short([["read"], ["modules"], ["environment"]])
     assert answers[0] == [Answer("nothing to read")]
     assert answers[1] == [Answer("")]
@@ -152,13 +152,13 @@ def test_the_end_of_standard_input_and_no_secrets_are_what_an_environment_sees(s
         assert "SOME_API_KEY" in Talk(pool)([["environment"]])[0][0].observation
 
 
-def test_a_process_that_dies_once_is_replaced(tmp_path):
+def test_process_that_dies_once_is_replaced(tmp_path):
     turns = ["a", f"die-once {tmp_path / 'mark'}", "c"]
     with open_pool("Obedient", workers=2) as pool:
         assert Talk(pool)([turns, ["a", "b"]]) == [expected(0, turns), expected(1, ["a", "b"])]
 
 
-def test_a_turn_over_the_limit_may_have_an_answer():
+def test_turn_over_limit_may_have_answer():
     turns = ["a", "sleep 60", "b", "wait 60", "c"]
     with open_pool("Deaf", limit=SHORT) as pool:
         (answers,) = Talk(pool)([turns])
@@ -169,7 +169,7 @@ def test_a_turn_over_the_limit_may_have_an_answer():
     assert answers[4].observation == "row0 10 4 a/b/wait 60/c"
 
 
-def test_an_environment_that_answers_differently_when_replayed_is_lost():
+def test_conversation_with_different_replay_is_lost():
     with open_pool("Unsteady", limit=SHORT) as pool:
         scripts = [["hello", "wait 0.1", "a"], ["hello", "sleep 60"]]
         answers = Talk(pool)(scripts)
@@ -188,7 +188,7 @@ def test_replay_repeats_no_side_effect(tmp_path):
         assert len(seen.read_text().splitlines()) == calls
 
 
-def test_on_error_end_raises_the_line_but_not_for_the_time_limit():
+def test_on_error_end_raises_except_for_time_limit():
     pool = EnvironmentPool(
         f"{HERE}:Obedient", workers=1, time_limit_seconds=SHORT, on_error="end",
         echo=lambda line: None,
@@ -208,7 +208,7 @@ def test_on_error_end_raises_the_line_but_not_for_the_time_limit():
         ("without a colon", "an environment is named module:class, got 'without a colon'"),
     ],
 )
-def test_an_environment_that_cannot_be_loaded_is_refused_at_the_start(name, words):
+def test_environment_that_cannot_be_loaded_is_refused_at_start(name, words):
     name = f"{HERE}:{name}" if name == "Missing" else name
     with EnvironmentPool(name, workers=1, time_limit_seconds=LONG) as pool:
         with pytest.raises(BrokenEnvironmentError, match=words):
@@ -224,7 +224,7 @@ def test_an_environment_that_cannot_be_loaded_is_refused_at_the_start(name, word
         ("Hangs", "timed_out", "did not answer turn 1: the call took longer than 3 s"),
     ],
 )
-def test_an_environment_that_cannot_be_made_is_a_failure_of_the_first_turn(name, kind, words):
+def test_environment_that_cannot_be_made_is_failure_of_first_turn(name, kind, words):
     with open_pool(name, limit=SHORT, echo=lambda line: None) as pool:
         for (failure,) in Talk(pool)([["a"], ["b"]]):
             assert failure.kind == kind
@@ -236,7 +236,7 @@ def test_factories_and_plain_functions_are_environments():
         assert Talk(pool)([["a", "b"]]) == [[Answer("A"), Answer("B")]]
 
 
-def test_a_place_is_used_again_while_an_old_call_is_in_progress(short):
+def test_place_is_reused_while_old_call_is_in_progress(short):
     pool = short.pool
     pool.begin(0, '{"name": "old"}', 1)
     pool.send(0, "wait 0.3")
@@ -250,7 +250,7 @@ def test_a_place_is_used_again_while_an_old_call_is_in_progress(short):
     assert short([["a", "b"]]) == [expected(0, ["a", "b"])]
 
 
-def test_processes_end_with_the_pool_busy_or_not():
+def test_processes_end_with_pool_busy_or_not():
     with open_pool("Obedient", workers=2) as pool:
         pids = [int(one.observation) for (one,) in Talk(pool)([["pid"], ["pid"]])]
         assert len(set(pids)) == 2
@@ -259,14 +259,14 @@ def test_processes_end_with_the_pool_busy_or_not():
     assert_end(pids)
 
 
-def test_a_killed_idle_process_is_replaced(short):
+def test_killed_idle_process_is_replaced(short):
     ((pid,),) = short([["pid"]])
     os.kill(int(pid.observation), signal.SIGKILL)
     assert short([["a", "b"]]) == [expected(0, ["a", "b"])]
 
 
 @pytest.mark.parametrize("name", ["Obedient", "Remembering"])
-def test_answers_of_the_journal_repeat_no_side_effect(tmp_path, name):
+def test_replay_from_journal_repeats_no_side_effect(tmp_path, name):
     seen, journal = tmp_path / "seen", tmp_path / "calls" / "journal.jsonl"
     turns = [f"count {seen}", "b", f"count {seen}"]
     first = [expected(n, turns) for n in range(2)]

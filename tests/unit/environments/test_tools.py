@@ -82,7 +82,7 @@ def test_calls_are_those_that_vllm_parses(name):
             assert not any(c.problem for c in ours)
 
 
-def test_wrong_calls_are_problems_in_one_format_and_text_in_the_other():
+def test_wrong_calls_are_errors_in_one_format_and_text_in_other():
     assert [c.problem for c in parse_hermes("<tool_call>{'a'</tool_call>")] == [
         "the call is not valid JSON: Expecting property name enclosed in double quotes: "
         "line 1 column 2 (char 1)"
@@ -95,7 +95,7 @@ def test_wrong_calls_are_problems_in_one_format_and_text_in_the_other():
     assert parse_llama3_json('{"a":' * 100_000) == []
 
 
-def test_a_call_is_answered_and_the_final_turn_is_graded():
+def test_tool_call_is_executed_and_final_turn_is_graded():
     assert step(call("price", item="pear", count=2)) == Answer([tool("price", "4.0")])
     assert step(call("stock", item="x", sizes=[1])).observation == [
         tool("stock", '{"item": "x", "unit": "piece", "sizes": [1]}')
@@ -124,7 +124,7 @@ def test_a_call_is_answered_and_the_final_turn_is_graded():
         ('<tool_call>{"name": 1}', 'error: a call needs "name", a text, and "arguments", an'),
     ],
 )
-def test_errors_of_a_call_are_what_the_policy_reads(message, error):
+def test_policy_receives_errors_of_tool_call(message, error):
     (answer,) = step(message).observation
     assert answer["role"] == "tool"
     assert answer["content"].startswith(error)
@@ -137,12 +137,12 @@ def test_many_calls_and_long_results_are_cut():
     assert answer["content"] == "z" * 8000 + " [cut: 10,000,000 characters]"
 
 
-def test_lost_infrastructure_is_not_an_answer():
+def test_infrastructure_failure_is_lost_conversation():
     with pytest.raises(InfrastructureError):
         step(call("order", what="lose"))
 
 
-def test_in_a_pool_a_hung_tool_is_answered_and_the_conversation_goes_on():
+def test_conversation_continues_after_hung_tool_in_pool():
     hang = [call("order", what="hang"), call("order", what="pears"), "4"]
     die = [call("order", what="die")]
     name = "tests.unit.environments.shop:Shop"
@@ -193,7 +193,7 @@ def by_position(x: int, /):
         (by_position, "parameter x: int cannot be passed by name"),
     ],
 )
-def test_a_tool_that_the_policy_could_not_use_is_refused(function, words):
+def test_tool_unsupported_by_template_is_refused(function, words):
     class Environment(ToolEnvironment):
         tools = (function,)
 
@@ -201,7 +201,7 @@ def test_a_tool_that_the_policy_could_not_use_is_refused(function, words):
         Environment.describe_tools()
 
 
-def test_it_is_refused_before_the_first_conversation():
+def test_unusable_environment_is_refused_before_first_conversation():
     name = "tests.unit.environments.shop:Undescribed"
     with (
         EnvironmentPool(name, workers=1, time_limit_seconds=60.0) as pool,

@@ -43,7 +43,7 @@ def test_tensor_shapes_equal_those_saved_by_transformers(name, tied, tmp_path):
     assert tensor_shapes(read_model_shape(tmp_path)) == saved
 
 
-def test_read_model_shape_accepts_both_keys_of_the_rotary_base(tmp_path):
+def test_read_model_shape_accepts_both_keys_of_rotary_base(tmp_path):
     config = _config("Qwen2", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     config.save_pretrained(tmp_path)
     assert read_model_shape(tmp_path).rotary_base == 5e5
@@ -53,7 +53,7 @@ def test_read_model_shape_accepts_both_keys_of_the_rotary_base(tmp_path):
     assert read_model_shape(tmp_path).rotary_base == 7e5
 
 
-def test_yarn_positions_are_the_original_positions_times_the_factor(tmp_path):
+def test_yarn_positions_are_original_positions_times_factor(tmp_path):
     # Qwen2.5's model cards add yarn to 32,768 positions; other configs give the product.
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     for positions in (32768, 131072):
@@ -88,6 +88,6 @@ def test_read_model_shape_refuses_unsupported_features_by_name(changes, named, t
         read_model_shape(tmp_path)
 
 
-def test_read_model_shape_of_a_folder_without_config_raises(tmp_path):
+def test_read_model_shape_of_folder_without_config_raises(tmp_path):
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
         read_model_shape(tmp_path)

@@ -15,7 +15,7 @@ def make(folder, weights):
     return folder
 
 
-def test_fingerprint_of_a_small_model_covers_every_byte(tmp_path):
+def test_fingerprint_of_small_model_covers_every_byte(tmp_path):
     weights = bytes(range(256)) * 40
     original = make(tmp_path / "a", weights)
     assert model_fingerprint(shutil.copytree(original, tmp_path / "b")) == model_fingerprint(
@@ -25,7 +25,7 @@ def test_fingerprint_of_a_small_model_covers_every_byte(tmp_path):
     assert model_fingerprint(other) != model_fingerprint(original)
 
 
-def test_fingerprint_samples_of_a_large_model_include_its_end(tmp_path, monkeypatch):
+def test_fingerprint_samples_of_large_model_include_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(fingerprint, "SAMPLE", 64)
     monkeypatch.setattr(fingerprint, "SAMPLES", 8)
     weights = np.random.default_rng(1).bytes(10_000)

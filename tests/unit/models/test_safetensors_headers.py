@@ -18,13 +18,13 @@ def test_read_header_returns_shapes_and_dtypes(tmp_path):
     assert find_files(tmp_path) == dict.fromkeys("ab", "model.safetensors")
 
 
-def test_read_header_of_a_file_without_tensors_is_empty(tmp_path):
+def test_read_header_of_file_without_tensors_is_empty(tmp_path):
     save_file({}, tmp_path / "model.safetensors")
     assert read_header(tmp_path / "model.safetensors") == {}
 
 
 @pytest.mark.parametrize("change", [-1, 1])
-def test_read_header_refuses_a_file_of_the_wrong_size(tmp_path, change):
+def test_read_header_refuses_file_of_wrong_size(tmp_path, change):
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(5)}, file)
     whole = file.read_bytes()
@@ -35,7 +35,7 @@ def test_read_header_refuses_a_file_of_the_wrong_size(tmp_path, change):
         read_header(file)
 
 
-def test_read_header_refuses_a_header_longer_than_the_file(tmp_path):
+def test_read_header_refuses_header_longer_than_file(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
     with pytest.raises(ValueError, match=r"not a complete safetensors file \(10 bytes\)"):
@@ -49,6 +49,6 @@ def test_read_header_refuses_invalid_json(tmp_path):
             read_header(tmp_path / "x")
 
 
-def test_find_files_reads_the_index(tmp_path):
+def test_find_files_reads_index(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x"}}))
     assert find_files(tmp_path) == {"a": "x"}

@@ -55,7 +55,7 @@ def test_values_are_named_with_their_place(name, changes, message):
         policy_loss(name, **arguments(**changes))
 
 
-def test_what_the_mask_excludes_may_be_anything():
+def test_masked_values_may_be_anything():
     clean, metrics = policy_loss("pnpo", **arguments())
     rubbish = arguments(policy_logprobs=(0, 3, math.nan), behavior_logprobs=(1, 0, math.inf))
     loss, same_metrics = policy_loss("pnpo", **rubbish)
@@ -65,7 +65,7 @@ def test_what_the_mask_excludes_may_be_anything():
 
 @pytest.mark.parametrize("name", OBJECTIVE_NAMES)
 @pytest.mark.parametrize("field", ["policy_logprobs", "behavior_logprobs", "rollout_logprobs"])
-def test_an_impossible_token_is_named_and_one_off_the_mask_is_nothing(name, field):
+def test_impossible_token_is_named_unless_masked(name, field):
     # A log-prob of -inf at position 1 of response 1: its weight is infinite or 0, rejected or not.
     given = arguments(rollout_logprobs=torch.full((2, 4), -1.2))
     wanted, _ = policy_loss(name, **given)
@@ -77,7 +77,7 @@ def test_an_impossible_token_is_named_and_one_off_the_mask_is_nothing(name, fiel
         policy_loss(name, **given)
 
 
-def test_a_weight_that_overflows_is_an_error_not_infinity():
+def test_weight_that_overflows_is_error_not_infinity():
     far = arguments(behavior_logprobs=torch.full((2, 4), -1e4))
     with pytest.raises(ValueError, match=r"sequence 0 .*position 1 .*weight overflows"):
         policy_loss("local_surrogate", **far)
@@ -129,7 +129,7 @@ def test_combinations_without_meaning(name, overrides, message):
         build_objective(name, **overrides)
 
 
-def test_a_constraint_of_a_whole_minibatch_is_fitted_first():
+def test_batch_constraint_is_resolved_first():
     layout = SequenceLayout((2,), torch.ones(2).bool())
     inputs = TokenInputs(torch.zeros(2), torch.zeros(2), torch.ones(2))
     objective = build_objective("m2po")

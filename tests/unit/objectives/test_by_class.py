@@ -52,7 +52,7 @@ def test_each_class_is_summed_apart_and_nothing_is_lost():
     assert table[..., 0].sum() == 16 and 0 < table[..., 2].sum() < 15  # the gate rejects some
 
 
-def test_what_the_sums_say():
+def test_fractions_follow_from_sums():
     """Four tokens, three of them movable, two inside with weights 1 and 3."""
     sums = {
         "inside_positive": 1, "inside_negative": 1, "above_positive": 1, "inside_zero": 1,
@@ -74,7 +74,7 @@ def test_what_the_sums_say():
     assert nothing.pop("tokens") == 0 and all(value.isnan() for value in nothing.values())
 
 
-def test_the_sums_of_bands_are_those_of_a_single_class():
+def test_sums_of_bands_are_those_of_single_class():
     generator = torch.Generator().manual_seed(1)
     mask = torch.rand(400, generator=generator) < 0.8
     behavior = -torch.rand(400, generator=generator)

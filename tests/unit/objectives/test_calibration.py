@@ -35,7 +35,7 @@ def drifted(length, spread, *, seed=0, responses=2000):
 
 
 @pytest.mark.parametrize("name", ["pnpo", "pnpo_one_sided", "gspo", "grpo", "cispo"])
-def test_the_next_update_rejects_the_shares_at_any_length_and_drift(name):
+def test_next_update_rejects_shares_at_any_length_and_drift(name):
     objective = build_objective(name, constraint=SHARES)
     for length, spread in ((4, 0.3), (64, 1e-3)):
         statistics = evaluate(objective, *drifted(length, spread))
@@ -47,7 +47,7 @@ def test_the_next_update_rejects_the_shares_at_any_length_and_drift(name):
         assert found["gate/rejected_above_positive"] == pytest.approx(0.02, abs=0.01)
 
 
-def test_by_hand():
+def test_calibration_by_hand():
     # Sequence weights of A < 0: -0.1 to -0.8. Half of them lie below -0.45, a quarter below -0.65.
     log_ratios = -torch.arange(1, 9, dtype=torch.float64) / 10
     advantages = -torch.ones(8, dtype=torch.float64)
@@ -66,7 +66,7 @@ def test_by_hand():
     assert objective.measure(risen).low == 0
 
 
-def test_position_scales_and_dual_clips_stay_what_they_are():
+def test_position_scales_and_dual_clips_are_unchanged():
     pnpo = build_objective("pnpo", constraint=SHARES).calibrate(Calibration(0.1, 0.2))
     assert pnpo.spec.constraint.scale == "sqrt(L/t)" and pnpo.spec.constraint.low == 0.1
     grpo = build_objective("grpo", constraint=SHARES).calibrate(Calibration(0.1, 0.2))
@@ -74,7 +74,7 @@ def test_position_scales_and_dual_clips_stay_what_they_are():
     assert grpo.calibrate(Calibration(0.3, 0.4)).spec.constraint.dual == pytest.approx(math.log(10))
 
 
-def test_others_measure_nothing():
+def test_other_constraints_measure_nothing():
     objective = build_objective("gspo")
     statistics = evaluate(objective, *drifted(4, 0.1))
     assert objective.measure(statistics) is None and not statistics.by_sign().any()
@@ -96,7 +96,7 @@ def test_shares_without_meaning_are_refused(constraint):
         build_objective("gspo", constraint=constraint)
 
 
-def test_statistics_of_parts_give_the_same_bounds():
+def test_statistics_of_parts_give_same_bounds():
     objective = build_objective("pnpo", constraint=SHARES)
     log_ratios, advantages, lengths = drifted(8, 0.05, responses=60)
     whole = objective.measure(evaluate(objective, log_ratios, advantages, lengths))
@@ -124,5 +124,5 @@ def test_mistakes_are_caught():
     for mistake in mistakes:
         with mutated(*mistake), pytest.raises(AssertionError):
             for name in ("pnpo", "gspo"):
-                test_the_next_update_rejects_the_shares_at_any_length_and_drift(name)
-            test_by_hand()
+                test_next_update_rejects_shares_at_any_length_and_drift(name)
+            test_calibration_by_hand()

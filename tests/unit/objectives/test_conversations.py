@@ -174,7 +174,7 @@ def assert_correct():
     assert_same(run(1, Topology.single()), expected(1))
 
 
-def test_objectives_equal_loops_over_the_sampled_tokens():
+def test_objectives_equal_loops_over_sampled_tokens():
     assert_correct()
 
 

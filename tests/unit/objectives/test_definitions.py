@@ -137,7 +137,7 @@ def with_icepop_factors(name, responses):
     return responses
 
 
-def test_every_named_objective_has_a_second_definition():
+def test_every_named_objective_has_second_definition():
     assert set(naive.NAMED) == set(OBJECTIVE_NAMES) - {"oapl"}
 
 
@@ -168,7 +168,7 @@ LENGTHS = st.lists(st.floats(0, 3.6).map(lambda x: int(10**x)), min_size=1, max_
     scale=st.sampled_from([0.0, 3e-4, 3e-3, 0.3]),
     extreme=st.booleans(),
 )
-def test_long_responses_equal_a_second_implementation(name, seed, lengths, scale, extreme):
+def test_long_responses_equal_second_implementation(name, seed, lengths, scale, extreme):
     rng = np.random.default_rng(seed)
     responses, rows = make_batch(rng, lengths, scale, extreme=extreme)
     responses = with_icepop_factors(name, responses)
@@ -176,7 +176,7 @@ def test_long_responses_equal_a_second_implementation(name, seed, lengths, scale
 
 
 @pytest.mark.parametrize("name", naive.NAMED)
-def test_the_second_implementation_equals_the_double_loops(name):
+def test_second_implementation_equals_double_loops(name):
     rng = np.random.default_rng(1)
     for scale in (3e-4, 0.3):
         responses, _ = make_batch(rng, [1, 150, 37, 2, 64], scale)

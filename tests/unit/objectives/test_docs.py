@@ -43,14 +43,14 @@ def execute(snippet, monkeypatch, **modules):
     return namespace
 
 
-def test_the_plain_call(batch, monkeypatch):
+def test_plain_call_of_page(batch, monkeypatch):
     names = dict(batch, policy_logprobs=batch["policy_logprobs"].requires_grad_())
     exec(SNIPPETS[0], names)
     assert names["loss"] == policy_loss("pnpo", **batch)[0]
     assert names["metrics"]["gate/acceptance"] <= 1
 
 
-def test_the_verl_registration(batch, monkeypatch):
+def test_verl_registration_of_page(batch, monkeypatch):
     registry = {}
 
     def register_policy_loss(name):
@@ -90,7 +90,7 @@ def test_the_verl_registration(batch, monkeypatch):
         registry["megatron_rl_pnpo"](**given, config=SimpleNamespace(global_batch_info={}))
 
 
-def test_the_trl_trainer(batch, monkeypatch):
+def test_trl_trainer_of_page(batch, monkeypatch):
     trainer = execute(SNIPPETS[2], monkeypatch, trl={"GRPOTrainer": object})["PNPOTrainer"]
 
     def loss_of(rows, *, objective, parts=1, processes=1, steps_per_generation=1):
@@ -129,7 +129,7 @@ def test_the_trl_trainer(batch, monkeypatch):
         assert sum(averaged) / 2 == pytest.approx(wanted, rel=1e-6)
 
 
-def test_every_objective_is_in_the_table():
+def test_every_objective_is_in_table():
     table = PAGE.with_name("objectives.md").read_text()
     for name in OBJECTIVE_NAMES:
         assert f"\n| `{name}` |" in table, f"docs/objectives.md has no row for {name}"

@@ -35,7 +35,7 @@ def assert_exact(got, wanted):
     torch.testing.assert_close(got, wanted, atol=1e-10, rtol=1e-10)
 
 
-def test_the_enumeration_is_complete(setting):
+def test_enumeration_is_complete(setting):
     task, policy, _ = setting
     assert len(task.tokens) == 31  # 1 + 2 + 4 ended after 1, 2, 3 and 8 * 3 at the horizon
     assert float(tree.token_logprobs(task, policy).sum(1).exp().sum()) == pytest.approx(1)
@@ -55,7 +55,7 @@ def test_exact_token_score_with_policy_advantages_is_grad_j(setting):
     assert_exact(got, tree.true_gradient(task, policy))
 
 
-def test_the_token_score_needs_the_advantages_of_the_policy(setting):
+def test_token_score_needs_advantages_of_policy(setting):
     # With the behavior's it is the mixture that the paper warns of. The prefix score takes either:
     # the later A^theta have expectation 0 under the policy, which leaves C_k A^theta_k z_k.
     task, policy, behavior = setting
@@ -76,7 +76,7 @@ def test_whole_response_importance_sampling_is_exact_with_outcome_advantages(set
 
 
 @pytest.mark.parametrize("name", ["local_surrogate", "exact_prefix_score", "exact_token_score"])
-def test_at_the_behavior_policy_every_unconstrained_form_is_exact(setting, name):
+def test_at_behavior_policy_every_unconstrained_form_is_exact(setting, name):
     task, _, behavior = setting
     same = (task, behavior, behavior)
     advantages = tree.position_advantages(task, behavior)
@@ -85,7 +85,7 @@ def test_at_the_behavior_policy_every_unconstrained_form_is_exact(setting, name)
     )
 
 
-def test_the_local_surrogate_is_biased_away_from_the_behavior_policy(setting):
+def test_local_surrogate_is_biased_away_from_behavior_policy(setting):
     task, policy, behavior = setting
     got = gradient(
         setting, build_objective("local_surrogate"), tree.position_advantages(task, behavior)
@@ -95,7 +95,7 @@ def test_the_local_surrogate_is_biased_away_from_the_behavior_policy(setting):
 
 
 @pytest.mark.parametrize("name", ["pnpo", "gspo", "grpo", "ctpo", "minpro"])
-def test_first_order_bias_vanishes_with_the_drift(name):
+def test_first_order_bias_vanishes_with_drift(name):
     # At drift 0 all weights are 1: on fixed lengths each is grad J. At 1e-6 the bias is of the
     # order of the drift, and nothing is gated or clipped.
     task = tree.make_task(vocabulary=3, horizon=4, ends=False, seed=3)
@@ -109,7 +109,7 @@ def test_first_order_bias_vanishes_with_the_drift(name):
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_kl_penalties_have_the_gradient_of_what_they_estimate(estimator):
+def test_kl_penalties_have_gradient_of_what_they_estimate(estimator):
     # One state, four actions: sum_a beta(a) grad(rho k) against the divergence differentiated.
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(3, 4, dtype=torch.float64, generator=generator)

@@ -40,7 +40,7 @@ def evaluate(objective):
         ("prefix_mean", "pnpo", {"aggregation": "response_mean", "constraint": "none"}),
     ],
 )
-def test_function_gives_the_numbers_of_the_named_objective(function, named, options):
+def test_function_equals_named_objective(function, named, options):
     expected = evaluate(build_objective(named, **options))
     options.pop("constraint", None)
     loss, gradient, metrics = evaluate(
@@ -53,7 +53,7 @@ def test_function_gives_the_numbers_of_the_named_objective(function, named, opti
         assert metrics[name] == expected[2][name]
 
 
-def test_reduced_loss_is_rejected_with_the_shape_to_return():
+def test_reduced_loss_is_rejected_with_shape_to_return():
     with pytest.raises(ValueError, match=r"own_losses:mean returned shape \(\); return one loss"):
         evaluate(build_objective("function", function=f"{MODULE}:mean"))
 
@@ -66,7 +66,7 @@ def test_reduced_loss_is_rejected_with_the_shape_to_return():
         (f"{MODULE}:four", "takes 4 arguments; it must take 5: policy_logprobs, behavior"),
     ],
 )
-def test_check_function_names_the_fix(name, message):
+def test_check_function_names_fix(name, message):
     with pytest.raises(ValueError, match=re.escape(f"objective.function={name}")) as error:
         check_function(name)
     assert message in str(error.value)

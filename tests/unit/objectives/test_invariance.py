@@ -230,7 +230,7 @@ BACKWARD_SCAN = {"gspo", "exact_prefix_score", "oapl"}
 
 
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
-def test_one_all_gather_per_micro_batch_whatever_is_scanned(case):
+def test_one_all_gather_per_micro_batch_for_any_scans(case):
     # Two chunk totals in float64: 16 bytes per sequence, rank and statistic.
     corrected = case[0] != "function" and "sequence" in case[1]
     statistics = 1 + (case[0] in SECOND_SCAN) + corrected

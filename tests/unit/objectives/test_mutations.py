@@ -333,7 +333,7 @@ def assert_late_tokens_have_more_room():
     test_definitions.check(*cppo, [moved], [(3, np.arange(3))])
 
 
-def test_the_unchanged_package_passes():
+def test_unchanged_package_passes():
     assert_correct()
 
 
@@ -432,7 +432,7 @@ def same_as_one_process(mistake):
     return True
 
 
-def test_the_unchanged_package_is_the_same_at_cp_two():
+def test_unchanged_package_is_same_at_cp_two():
     assert same_as_one_process(None)
 
 

@@ -48,7 +48,7 @@ def test_pnpo_weights_gate_and_denominator():
     assert loss[3].item() == pytest.approx(-(2 / 4) * (-1 + 3e-3), rel=1e-12)
 
 
-def test_gspo_clips_the_sequence_ratio_by_the_sign_of_the_advantage():
+def test_gspo_clips_sequence_ratio_by_sign_of_advantage():
     # Two responses of 2; s = exp(3e-4) stays below 1 + 4e-4, s = exp(-4e-4) is below 1 - 3e-4.
     log_ratios = [2e-4, 4e-4, -4e-4, -4e-4]
     _, grad, metrics = evaluate("gspo", log_ratios, [1.0, 1.0], [1] * 4, (2, 2))
@@ -72,7 +72,7 @@ def test_grpo_token_mean_and_dual_clip():
     assert grad.tolist() == pytest.approx([-1 / 4, 0, -0.7 / 4, 0], rel=1e-12)
 
 
-def test_balanced_damps_wrong_answers_to_the_noise_of_right_ones():
+def test_balanced_scales_wrong_answers_to_noise_of_right_ones():
     # Every token has beta = exp(-1): (1 - beta)^2 cancels. One right token with A = 1, four wrong
     # ones with A = -1: c = sqrt(1 / 4) = 0.5; with A = -0.25 it would be 2, and stays 1.
     objective = build_objective("balanced")
@@ -87,7 +87,7 @@ def test_balanced_damps_wrong_answers_to_the_noise_of_right_ones():
         build_objective("balanced", negative=0.5)
 
 
-def test_unknown_names_and_options_name_the_nearest():
+def test_unknown_names_and_options_name_nearest():
     with pytest.raises(ValueError, match="did you mean 'pnpo'"):
         build_objective("pnpoo")
     with pytest.raises(ValueError, match="did you mean 'aggregation'"):

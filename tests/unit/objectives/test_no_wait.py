@@ -20,7 +20,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", OBJECTIVE_NAMES)
 @pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "all options"])
-def test_forward_backward_and_merging_never_read_a_value(name, options):
+def test_forward_backward_and_merging_never_read_value(name, options):
     if name == "oapl":
         options = {}
     lengths = (4, 300, 12)

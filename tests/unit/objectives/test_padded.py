@@ -70,7 +70,7 @@ def test_parts_add_up_with_global_denominators(name):
     assert sum(parts).item() == pytest.approx(loss.item(), rel=1e-12)
 
 
-def test_a_row_without_decisions_is_not_a_response():
+def test_row_without_decisions_is_not_response():
     given = batch()
     loss, _ = policy_loss("pnpo", **given)
     empty = {k: torch.cat((v, torch.zeros_like(v[:1]))) for k, v in given.items()}
@@ -92,7 +92,7 @@ def test_half_precision_is_refused(name, dtype):
     assert policy_loss("pnpo", **given | {"advantages": given["advantages"].to(dtype)})[0] == wanted
 
 
-def test_a_summary_is_a_dozen_of_the_same_numbers():
+def test_summary_is_dozen_of_same_numbers():
     given = {**batch(), "entropy": torch.ones(6, 30)}
     loss, everything = policy_loss("pnpo", **given)
     same, summary = policy_loss("pnpo", **given, metrics="summary")
@@ -104,7 +104,7 @@ def test_a_summary_is_a_dozen_of_the_same_numbers():
         policy_loss("pnpo", **given, metrics="few")
 
 
-def test_only_torch_is_needed():
+def test_padded_objectives_need_only_torch():
     # A fresh interpreter in which importing anything heavy fails.
     import subprocess
     import sys

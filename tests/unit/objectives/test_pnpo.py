@@ -45,11 +45,11 @@ def assert_equal(seed):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_named_objective_is_the_equation(seed):
+def test_named_objective_equals_equation(seed):
     assert_equal(seed)
 
 
-def test_they_have_the_same_tolerances():
+def test_pnpo_objectives_have_same_tolerances():
     options = inspect.signature(pnpo_loss).parameters
     wanted = HardGate(low=options["low"].default, high=options["high"].default, scale="sqrt(L/t)")
     assert NAMED["pnpo"].constraint == wanted

@@ -50,7 +50,7 @@ def evaluate(
 
 @pytest.mark.parametrize("name", OBJECTIVE_NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_first_step_has_ratio_exactly_one(name, dtype):
+def test_ratio_of_first_step_is_exactly_one(name, dtype):
     # Behavior log-probs recomputed on the same packs: bit for bit the policy's.
     logprobs = -torch.rand(500, generator=torch.Generator().manual_seed(0)).to(dtype)
     result = build_objective(name).resolve(0 * logprobs, torch.ones(500), logprobs)(
@@ -85,7 +85,7 @@ def test_positions_fall_into_their_bands():
     assert len(fractions) == 10
 
 
-def test_a_decile_holds_its_upper_end():
+def test_decile_includes_its_upper_end():
     # L = 10: t/L = 0.1, 0.2, ... each alone in its decile, whatever floats make of 3/10.
     table = np.zeros(10)
     for t in range(1, 11):
@@ -122,7 +122,7 @@ def moves_the_policy(name):
 
 
 @pytest.mark.parametrize("name", OBJECTIVE_NAMES)
-def test_responses_without_advantage_change_nothing_that_is_said_of_the_gate(name):
+def test_responses_without_advantage_do_not_change_gate_statistics(name):
     # Five responses, the second and the fourth of a group of equal rewards: packed, and left out.
     lengths, generator = [30, 50, 1, 20, 44], torch.Generator().manual_seed(9)
     log_ratio = [0.3 * torch.randn(n, dtype=torch.float64, generator=generator) for n in lengths]
@@ -148,7 +148,7 @@ def test_responses_without_advantage_change_nothing_that_is_said_of_the_gate(nam
         assert packed["gate/acceptance"] < 1, "the gate must do something here"
 
 
-def test_where_no_token_has_an_advantage_nothing_was_rejected():
+def test_batch_without_advantages_rejects_nothing():
     metrics = evaluate("pnpo", torch.tensor([0.1, -0.1]).double(), advantages=torch.zeros(2))
     assert metrics["tokens_with_advantage"] == 0
     assert metrics["gate/acceptance"] == metrics["weight/effective_sample_fraction"] == 1
@@ -157,7 +157,7 @@ def test_where_no_token_has_an_advantage_nothing_was_rejected():
     assert metrics["by_fraction/1.0/prefix_mean_log_mean"] == 0  # S_2 / 2, over all tokens
 
 
-def test_a_band_says_all_of_its_tokens():
+def test_band_counts_all_its_tokens():
     # Two responses of two tokens: t = 1 in band 2^00 and 0.5, t = 2 in 2^01 and 1.0. GRPO clips
     # rho_1 = e of the first (A > 0, above) and rho_2 = 1/e of the second (A < 0, below).
     log_ratio = torch.tensor([1.0, -0.5, 0.1, -1.0]).double()
@@ -209,7 +209,7 @@ def test_blocks_of_tokens_add_up(monkeypatch):
         evaluate("grpo", log_ratio, **given)
 
 
-def test_drift_to_the_behavior_policy():
+def test_drift_to_behavior_policy():
     log_ratio = torch.tensor([0.2, -0.1]).double()
     metrics = evaluate("grpo", log_ratio)
     k3 = [math.expm1(x) - x for x in (0.2, -0.1)]
@@ -220,7 +220,7 @@ def test_drift_to_the_behavior_policy():
     assert metrics["ratio/prefix_mean_log_std"] == pytest.approx(0.075)
 
 
-def test_quantiles_are_right_up_to_a_bin():
+def test_quantiles_are_right_up_to_bin():
     values = torch.randn(20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     values = values * 3e-3
     counts = torch.bincount(histogram_bin(values), minlength=BINS).double()
@@ -255,7 +255,7 @@ def test_merging_with_nothing_changes_nothing():
     assert Statistics.empty().merge(statistics).to_metrics() == statistics.to_metrics()
 
 
-def test_a_micro_batch_without_decisions_adds_nothing():
+def test_micro_batch_without_decisions_adds_nothing():
     layout = SequenceLayout([4], torch.zeros(4).bool())
     result = build_objective("pnpo")(
         TokenInputs(

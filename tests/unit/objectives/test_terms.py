@@ -33,7 +33,7 @@ def evaluate(objective, given):
     # is rejected for A > 0 only, below for A < 0 only.
     [(1.0, [False, True]), (-1.0, [True, False])],
 )
-def test_the_one_sided_gate_rejects_as_a_clip_does(advantage, kept):
+def test_one_sided_gate_rejects_like_clip(advantage, kept):
     given = {
         **one_row([0.1]),
         "policy_logprobs": torch.tensor([[-0.9], [-1.1]], dtype=torch.float64).requires_grad_(),
@@ -66,7 +66,7 @@ def test_kl_k3_by_hand():
     assert metrics["loss/kl"] == pytest.approx(loss)
 
 
-def test_entropy_bonus_lowers_the_loss_by_its_mean():
+def test_entropy_bonus_lowers_loss_by_mean_entropy():
     given = one_row([0.0, 0.0], advantage=0.0)
     entropy = torch.tensor([[1.0, 3.0]], dtype=torch.float64, requires_grad=True)
     loss, metrics = policy_loss_with_entropy(given, entropy)
@@ -100,14 +100,14 @@ def test_rollout_correction_scales_each_token(correction, factors):
     assert metrics["mismatch/logprob_abs_diff_mean"] == pytest.approx(2 * math.log(3) / 3)
 
 
-def test_oapl_is_a_square_of_the_response():
+def test_oapl_is_squared_error_of_response():
     # beta 2, S_L = 0.1 + 0.3: (0.8 - 0.5)^2, and d/dl_k = 2 * 2 * 0.3 for both tokens.
     loss, gradient, _ = evaluate(("oapl", {"beta": 2.0}), one_row([0.1, 0.3], advantage=0.5))
     assert loss == pytest.approx(0.09, rel=1e-12)
     assert gradient == pytest.approx([1.2, 1.2], rel=1e-12)
 
 
-def test_dr_grpo_divides_by_a_constant_length():
+def test_dr_grpo_divides_by_constant_length():
     # arXiv 2503.20783: 1/N sum_i 1/1000 sum_t; two rows of 1 and 2 tokens, all ratios 1.
     behavior = torch.full((2, 2), -1.0)
     objective = build_objective("ppo", aggregation="response_sum", constant=1000.0)
@@ -124,7 +124,7 @@ def test_dr_grpo_divides_by_a_constant_length():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("gradient", ["detached", "through_weight"])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_a_token_that_icepop_drops_may_have_any_ratio(dtype, gradient, advantage):
+def test_token_dropped_by_icepop_may_have_any_ratio(dtype, gradient, advantage):
     # rho_2 = e^1000 is infinite, and with A < 0 no bound of icepop's is above it; but the engine
     # disagrees by e^3 > 5 there, so that the token's term is 0. A term of inf * 0 would be nan.
     behavior = torch.tensor([[-1.0, -1001.0, -1.0]], dtype=dtype)
@@ -156,7 +156,7 @@ def test_a_token_that_icepop_drops_may_have_any_ratio(dtype, gradient, advantage
         (-1000.0, -3.0, -1.0),  # rho = 0, and q = e^999 overflows: rho q = e^2
     ],
 )
-def test_a_kl_penalty_at_an_extreme_ratio(estimator, policy, behavior, reference):
+def test_kl_penalty_at_extreme_ratio(estimator, policy, behavior, reference):
     options = {"kl": {"coefficient": 0.5, "estimator": estimator}}
     table = torch.tensor([[policy]], requires_grad=True)
     loss, metrics = policy_loss(

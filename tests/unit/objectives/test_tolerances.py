@@ -10,7 +10,7 @@ from megatron_rl.objectives.choice import OBJECTIVE_NAMES
 from megatron_rl.objectives.tolerances import suggest_tolerances
 
 
-def test_the_suggestion_keeps_about_three_quarters():
+def test_suggestion_keeps_about_three_quarters():
     """Phi(high / s) - Phi(-low / s), the page's formula, of what is suggested for s."""
     found = suggest_tolerances(choose_objective("pnpo", {}), spread=0.0284, length=38)
     assert found == {"low": 0.028, "high": 0.039}  # s, and 9.5 / 7 of it, in two digits
@@ -18,19 +18,19 @@ def test_the_suggestion_keeps_about_three_quarters():
     assert normal.cdf(0.039 / 0.0284) - normal.cdf(-0.028 / 0.0284) == pytest.approx(0.75, abs=0.01)
 
 
-def test_the_paper_s_tolerances_are_those_of_the_paper_s_spread():
+def test_tolerances_of_paper_match_its_spread():
     found = suggest_tolerances(choose_objective("pnpo", {}), spread=7e-4, length=5000)
     assert found == {"low": 7e-4, "high": 9.5e-4}
 
 
-def test_a_power_of_the_position_and_an_open_side_are_kept():
+def test_power_of_position_and_open_side_are_kept():
     widening = choose_objective("ctpo_geomean", {})  # bounds in log space times t^-0.5
     assert suggest_tolerances(widening, spread=0.01, length=100) == {"low": 0.1, "high": 0.14}
     open_below = choose_objective("gspo", {"constraint": {"low": None}})
     assert suggest_tolerances(open_below, spread=0.01, length=100) == {"high": 0.014}
 
 
-def test_only_bounds_on_a_mean_over_the_response_depend_on_it():
+def test_only_bounds_on_response_mean_depend_on_length():
     found = {
         name: suggest_tolerances(choose_objective(name, {}), spread=0.01, length=40)
         for name in OBJECTIVE_NAMES

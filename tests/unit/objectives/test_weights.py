@@ -22,7 +22,7 @@ def ratios_of(values):
 
 @settings(max_examples=40, deadline=None)
 @given(values=LOG_RATIOS, other=st.floats(-5, 5), cut=st.integers(0, 59))
-def test_properties_of_the_prefix_mean(values, other, cut):
+def test_prefix_mean_has_its_properties(values, other, cut):
     ratios = ratios_of(values)
     log_w = compute_log_weight("prefix_mean", ratios)
     # The local ratio at t = 1, the sequence ratio at t = L.
@@ -38,7 +38,7 @@ def test_properties_of_the_prefix_mean(values, other, cut):
     assert torch.equal(again[: cut + 1], log_w[: cut + 1])
 
 
-def test_the_gate_widens_to_the_front_and_ends_at_the_base_interval():
+def test_gate_narrows_along_response_to_base_interval():
     layout = SequenceLayout([100], torch.ones(100).bool())
     lower, upper = log_bounds(NAMED["pnpo"].constraint, layout, torch.float64)
     assert upper[-1].item() == pytest.approx(math.log1p(9.5e-4), rel=1e-12)
@@ -48,7 +48,7 @@ def test_the_gate_widens_to_the_front_and_ends_at_the_base_interval():
     assert (lower.diff() > 0).all()
 
 
-def test_no_lower_bound_where_the_tolerance_reaches_zero():
+def test_lower_bound_vanishes_at_zero_tolerance():
     # eps_low * sqrt(L / t) >= 1 for t <= 0.7^2 * 100: a ratio is positive, nothing is below.
     gate = type(NAMED["pnpo"].constraint)(low=0.7, high=0.1, scale="sqrt(L/t)")
     layout = SequenceLayout([100], torch.ones(100).bool())

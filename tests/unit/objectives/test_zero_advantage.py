@@ -41,7 +41,7 @@ def loss_and_gradients(objective, rows, denominators):
 
 # A user's own loss may add to the gradient anywhere, so it is always computed.
 @pytest.mark.parametrize("case", [case for case in CASES if "function" not in str(case)], ids=str)
-def test_zero_advantage_adds_to_loss_or_gradient_only_where_the_objective_says_so(case):
+def test_zero_advantage_adds_to_loss_or_gradient_only_where_objective_says_so(case):
     objective = build(case)
     denominators = Denominators(responses=10.0, tokens=float(minibatch()[0].sum()))
     everything, gradients = loss_and_gradients(objective, range(len(PADDED)), denominators)

@@ -44,7 +44,7 @@ def needs(run, free, **sections):
     return low
 
 
-def test_check_disk_counts_existing_files_of_a_resumed_run(tmp_path, free):
+def test_check_disk_counts_existing_files_of_resumed_run(tmp_path, free):
     from megatron_rl.models.shape import tensor_shapes
 
     parameters = sum(_product(size) for size in tensor_shapes(small_shape()).values())

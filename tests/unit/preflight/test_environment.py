@@ -22,7 +22,7 @@ def config(environment, **sections):
     return parse_config(values)
 
 
-def test_the_context_replaces_the_sum_of_prompt_and_response():
+def test_context_replaces_sum_of_prompt_and_response():
     assert config({}).max_model_tokens == 64
     assert config({}).environment.max_turn_tokens is None
 
@@ -49,7 +49,7 @@ def test_settings_that_conflict_are_refused(environment, sections, message):
         config(environment, **sections)
 
 
-def test_tools_become_an_argument_of_the_chat_template():
+def test_tools_become_argument_of_chat_template():
     tools = [{"type": "function"}]
     shown = with_tools(config({}), tools)
     assert shown.data.template_arguments == {"tools": tools}
@@ -65,7 +65,7 @@ def test_tools_become_an_argument_of_the_chat_template():
         (f"{TALKING}:Refuses", "{}", "refuses rows like this"),
     ],
 )
-def test_an_environment_is_loaded_and_tried_on_a_row(name, row, message, tmp_path):
+def test_environment_is_loaded_and_tested_on_row(name, row, message, tmp_path):
     tokenizer = build_tokenizer(64)
     tokenizer.save_pretrained(tmp_path)
     settings = config({"name": name}, model={"path": str(tmp_path)})

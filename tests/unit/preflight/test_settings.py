@@ -80,7 +80,7 @@ def test_check_settings_refuses_expert_tensor_sizes_that_megatron_lacks(tmp_path
     assert check(tmp_path / "whole", EXPERTS, world_size=2, parallel=parallel)
 
 
-def test_check_settings_names_the_rule_of_stage_layers(tmp_path):
+def test_check_settings_names_rule_of_stage_layers(tmp_path):
     parallel = {"pipeline": 2, "stage_layers": [1, 2]}
     with pytest.raises(
         ConfigError, match=r"parallel.stage_layers=\[1, 2\] must .* sum of 2, or be"

@@ -94,7 +94,7 @@ def test_transfer_on_cuda_blocks_host_only_at_end(full, live, monkeypatch):
         push.changed()  # the only call that reads from the device; meta tensors cannot be read
 
 
-def test_transfer_timeout_on_cuda_names_the_round(monkeypatch):
+def test_transfer_timeout_on_cuda_names_round(monkeypatch):
     push = _transfer(
         monkeypatch, _Stream(asked=10**9), rank=3, full=False, live=True, time_limit=0.01
     )

@@ -183,7 +183,7 @@ def test_automatic_chunks_are_even_or_smaller_at_both_ends(chunks, num_layers):
         assert sum(small) == prefix + suffix and suffix - prefix in (0, 1)
 
 
-def test_chunks_of_a_model_of_94_layers():
+def test_chunks_of_model_of_94_layers():
     # Megatron's account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split
     # give the same: (94 + 2) / 4 = 24 less one at both ends.
     assert [len(each) for each in chunk_layers(94, chunks=4)] == [23, 24, 24, 23]

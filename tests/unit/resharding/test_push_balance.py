@@ -30,7 +30,7 @@ LAYOUTS = [  # shape, actor, engine, bound
 
 
 @pytest.mark.parametrize(("shape", "actor", "engine", "bound"), LAYOUTS)
-def test_rounds_take_little_more_than_the_busiest_port(shape, actor, engine, bound):
+def test_rounds_take_little_more_than_busiest_port(shape, actor, engine, bound):
     found = simulate(shape, actor, engine, wire_elements=8000, ranks_per_node=8)
     assert len(found.out) >= 8
     assert found.over_ideal <= bound, (found.over_ideal, found.senders)
@@ -48,7 +48,7 @@ def _count(monkeypatch, module, name):
     return calls
 
 
-def test_plan_costs_the_same_with_replicas(monkeypatch):
+def test_plan_costs_same_with_replicas(monkeypatch):
     """16 times the ranks: the same pieces, patterns and slices on a rank, which makes only its own.
 
     Each node of 4 ranks has one stage, so all replicas of a node send to another one.

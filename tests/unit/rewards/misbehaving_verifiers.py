@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 
-def verify_as_told(text, ground_truth, data_source):
+def verify_scripted(text, ground_truth, data_source):
     """Does what `text` says, and otherwise gives its length as the reward."""
     match text.split():
         case ["raise"]:
@@ -45,10 +45,10 @@ def verify_as_told(text, ground_truth, data_source):
     return float(len(text)), data_source, ground_truth
 
 
-def verify_many_as_told(texts, ground_truths, data_sources):
+def verify_many_scripted(texts, ground_truths, data_sources):
     """The same for lists; `count` gives the number of responses that came together."""
     return [
-        (float(len(texts)), "counted", None) if text == "count" else verify_as_told(text, *rest)
+        (float(len(texts)), "counted", None) if text == "count" else verify_scripted(text, *rest)
         for text, *rest in zip(texts, ground_truths, data_sources, strict=True)
     ]
 

@@ -22,7 +22,7 @@ ITEM = Item("so 7", "7", "set", json.dumps({"level": 3}))
     [(0, 0.0), (True, 1.0), (0.5, 0.5), (np.float32(0.5), 0.5), (np.int64(2), 2.0),
      (np.bool_(True), 1.0), (np.array(0.5), 0.5), (torch.tensor(0.25), 0.25)],
 )  # fmt: skip
-def test_a_number_is_a_reward(value, reward):
+def test_number_is_reward(value, reward):
     grade_result = read_grade(value, name="r:f")
     assert grade_result == [reward, NUMBER, None]
     assert type(grade_result[0]) is float  # what JSON can carry
@@ -35,7 +35,7 @@ def test_a_number_is_a_reward(value, reward):
      ("right", 1.0, None), (1.0, None, None), (1.0, "right", 7), object(), torch.ones(3),
      {}, {"format": "1"}, {"format": float("nan")}, {1: 1.0}, {"a b": 1.0}, {"shaped": 1.0}],
 )  # fmt: skip
-def test_anything_else_is_named_with_what_to_return(value):
+def test_invalid_reward_names_expected_types(value):
     with pytest.raises(TypeError) as error:
         read_grade(value, name="my_rewards:score")
     output = str(error.value)
@@ -43,7 +43,7 @@ def test_anything_else_is_named_with_what_to_return(value):
     assert "return the reward, a finite number, or a tuple (reward, reason, answer)" in output
 
 
-def test_several_rewards_by_name_stand_in_place_of_the_number():
+def test_named_rewards_replace_number():
     rewards = {"correct": np.float32(1), "format": 0.5}
     plain = {"correct": 1.0, "format": 0.5}
     grade_result = read_grade(rewards, name="r:f")
@@ -53,7 +53,7 @@ def test_several_rewards_by_name_stand_in_place_of_the_number():
     assert grade(lambda texts, truths, sources: [rewards] * 2, ITEM, ITEM) == [grade_result] * 2
 
 
-def test_half_a_character_in_a_text_becomes_one_that_files_take():
+def test_lone_surrogate_in_text_is_replaced():
     cut = json.loads('"7\\ud83d"')  # as json.loads of an answer that was cut inside an emoji
     grade_result = read_grade((1.0, cut, cut), name="r:f")
     assert grade_result == [1.0, "7?", "7?"]
@@ -82,7 +82,7 @@ def test_another_signature_is_refused_before_any_response(verifier, message):
     assert message in str(error.value) and "docs/rewards.md" in str(error.value)
 
 
-def test_the_whole_row_is_given_to_who_asks_for_it():
+def test_verifier_with_row_parameter_gets_row():
     def score(text, ground_truth, data_source, row):
         return row["level"], f"{text}|{ground_truth}|{data_source}", None
 
@@ -90,7 +90,7 @@ def test_the_whole_row_is_given_to_who_asks_for_it():
     assert grade(lambda *item: len(item), ITEM) == [[3.0, NUMBER, None]]  # nobody else gets it
 
 
-def test_lists_for_who_asks_for_texts():
+def test_verifier_with_texts_parameter_gets_lists():
     def score(texts, ground_truths, data_sources, rows):
         assert (ground_truths, data_sources) == (["7", "7"], ["set", "set"])
         return np.array([len(text) + row["level"] for text, row in zip(texts, rows, strict=True)])
@@ -101,7 +101,7 @@ def test_lists_for_who_asks_for_texts():
         assert f"my_rewards:score returned {value!r} for 2 responses; return a list" in str(answer)
 
 
-def test_async_judgements_run_together_and_each_has_its_own_end():
+def test_async_grades_run_concurrently_and_end_separately():
     import asyncio
 
     running = []

@@ -13,15 +13,15 @@ from megatron_rl.rewards.verifier import Item, VerifierError
 from megatron_rl.rollouts.grading import Grader
 from megatron_rl.types import GradeResult, Prompt, Response
 
-MISBEHAVING = "tests.unit.rewards.misbehaving_verifiers:verify_as_told"
+MISBEHAVING = "tests.unit.rewards.misbehaving_verifiers:verify_scripted"
 
 
 class Pool:
-    """Judges a number as itself; waits for `free` first."""
+    """Grade a number by its value; waits for `free` first."""
 
     def __init__(self):
         self.free, self.calls = threading.Event(), []
-        self.judged = 0
+        self.num_graded = 0
 
     def verify_all(self, items, *, more):
         self.calls.append(len(items))
@@ -39,7 +39,7 @@ def wait_until(true):
         time.sleep(0.001)
 
 
-def test_the_first_is_judged_before_the_last_is_submitted():
+def test_first_response_is_graded_before_last_is_submitted():
     pool = Pool()
     judging = GradingSession(pool)
     judging.submit(2, 7)
@@ -55,7 +55,7 @@ def test_the_first_is_judged_before_the_last_is_submitted():
     assert pool.calls[0] == 1  # the others joined it, or came after it
 
 
-def test_an_error_comes_back_while_generating_and_at_the_end():
+def test_error_comes_back_while_generating_and_at_end():
     pool = Pool()
     judging = GradingSession(pool)
     pool.free.set()
@@ -67,8 +67,8 @@ def test_an_error_comes_back_while_generating_and_at_the_end():
         judging.finish()
 
 
-def test_what_joins_is_judged_while_another_is_not_done(tmp_path):
-    """Real workers: the first item ends when the second one, submitted later, has been judged."""
+def test_later_response_is_graded_while_earlier_one_runs(tmp_path):
+    """Real workers: the first item ends when the second one, submitted later, has been graded."""
     with VerifierPool(workers=2, time_limit=60.0, verifier=MISBEHAVING) as pool:
         pool.start()
         judging = GradingSession(pool)
@@ -78,12 +78,12 @@ def test_what_joins_is_judged_while_another_is_not_done(tmp_path):
         assert {grade_result.reason for grade_result in judging.finish().values()} == {"source"}
 
 
-def test_a_long_call_within_its_limit_is_progress(tmp_path):
+def test_long_call_within_its_limit_is_progress(tmp_path):
     """The call ends once progress was counted twice meanwhile: a watchdog sees no hang."""
     counted = []
 
     def count():
-        counted.append(judge.pool.judged)
+        counted.append(grader.pool.num_graded)
         if counted.count(0) == 2:
             (tmp_path / "mark").touch()
 
@@ -93,13 +93,13 @@ def test_a_long_call_within_its_limit_is_progress(tmp_path):
     with VerifierPool(workers=1, time_limit=60.0, verifier=MISBEHAVING) as pool:
         pool.start()
         assert not pool.is_within_limits  # nobody judges
-        judge = Grader(pool, Topology.single(), count)
-        judge.begin([prompt], samples=1)(0, response)
-        (rollout,) = judge.finish([prompt], [response])
+        grader = Grader(pool, Topology.single(), count)
+        grader.begin([prompt], samples=1)(0, response)
+        (rollout,) = grader.finish([prompt], [response])
     assert rollout.grade_result.reason == "source" and counted.count(0) >= 2
 
 
-def test_a_call_past_its_limit_is_no_progress():
+def test_call_beyond_its_limit_is_no_progress():
     with VerifierPool(workers=1, time_limit=60.0, verifier=MISBEHAVING) as pool:
         (worker,) = pool._workers
         worker.places, worker.deadline = [0], time.monotonic() + 60
@@ -109,7 +109,7 @@ def test_a_call_past_its_limit_is_no_progress():
         worker.places = []
 
 
-def test_nothing_to_judge_is_no_verdict():
+def test_empty_batch_has_no_grades():
     pool = Pool()
     pool.free.set()
     assert GradingSession(pool).finish() == {}

@@ -18,7 +18,7 @@ COUNT = int(os.environ.get("MEGATRON_RL_HOSTILE_ANSWERS", "500"))
 TRUTHS = ("42", r"\frac{1}{2}", "x^2+1", "(1,2)", r"5 \text{ cm}")
 
 
-def test_none_hangs_ends_a_worker_or_runs_as_code_on_any_number_of_workers(tmp_path):
+def test_hostile_responses_neither_hang_nor_end_workers(tmp_path):
     canary, output = tmp_path / "canary", []
     answers = hostile_answers(COUNT, seed=1, canary=canary) + [
         rf"\boxed{{{one}}}" for one in EXPLOSIVE[: 1 if COUNT < 10_000 else None]
@@ -26,10 +26,10 @@ def test_none_hangs_ends_a_worker_or_runs_as_code_on_any_number_of_workers(tmp_p
     items = [Item(text, TRUTHS[i % 5], "fuzz") for i, text in enumerate(answers)]
     grade_results = []
     for workers in (2, 1):
-        asked = items if workers == 2 else items[: COUNT // 4]
+        selected = items if workers == 2 else items[: COUNT // 4]
         # `end`: an exception, or a process that dies twice over an answer, would be raised.
         with VerifierPool(workers=workers, time_limit=5.0, echo=output.append) as pool:
-            grade_results.append(pool.verify_all(asked))
+            grade_results.append(pool.verify_all(selected))
     assert not canary.exists()
     assert output == []
     reasons = Counter(grade_result.reason for grade_result in grade_results[0])
@@ -49,12 +49,12 @@ def test_none_hangs_ends_a_worker_or_runs_as_code_on_any_number_of_workers(tmp_p
         ("9" * 2001, "answer too long"),
     ],
 )
-def test_what_would_take_the_parser_long_is_not_parsed(answer, reason):
+def test_expensive_expressions_are_not_parsed(answer, reason):
     assert verify_math_answer(f"Answer: {answer}", "1", "")[:2] == (0.0, reason)
     assert verify_math_answer("Answer: " + "(" * 9 + "1" + ")" * 9, "1", "")[:2] == (1.0, "equal")
 
 
-def test_of_a_long_text_the_end_is_read():
+def test_end_of_long_text_is_read():
     assert verify_math_answer("x" * 3_000_000 + r"\boxed{7}", "7", "")[0] == 1.0
     assert verify_math_answer(r"\boxed{7}" + "x" * 3_000_000, "7", "")[1] == "no answer"
 

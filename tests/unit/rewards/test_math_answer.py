@@ -34,7 +34,7 @@ from megatron_rl.rewards.verifier import UNPARSABLE_TRUTH
         ("", None),
     ],
 )
-def test_the_answer_of_a_response(text, answer):
+def test_extract_answer_from_response(text, answer):
     assert extract_answer(text) == answer
 
 
@@ -68,11 +68,11 @@ def test_extraction_takes_one_pass_over_whatever_is_written():
         ("\x00\ud800 nonsense", "2", 0.0),
     ],
 )
-def test_an_answer_against_the_ground_truth(answer, truth, reward):
+def test_compare_answer_with_ground_truth(answer, truth, reward):
     assert verify_math_answer(f"so \\boxed{{{answer}}}", truth, "set")[0] == reward
 
 
-def test_the_verdict_says_why():
+def test_grade_has_reason():
     assert verify_math_answer("hm", "7", "set") == (0.0, "no answer", None)
     assert verify_math_answer(r"\boxed{8}", "7", "set") == (0.0, "wrong answer", "8")
     assert verify_math_answer(r"\boxed{7}", " 7 ", "set") == (1.0, "same text", "7")
@@ -83,7 +83,7 @@ def test_the_verdict_says_why():
 
 
 @pytest.mark.parametrize("truth", ["", r"\text{}", r"\frac{1}{", "x^2+"])
-def test_a_ground_truth_that_cannot_be_read_is_no_wrong_answer(truth):
+def test_unreadable_ground_truth_has_its_own_reason(truth):
     """Only the very same text can be right for it."""
     assert verify_math_answer(r"\boxed{8}", truth, "set") == (0.0, UNPARSABLE_TRUTH, "8")
     assert verify_math_answer(r"\boxed{8}", "7", "set")[1] == "wrong answer"

@@ -18,7 +18,7 @@ from tests.running import assert_end
 
 HANGING = ("spin", "sleep 60", r"\boxed{1000", r"\boxed{9^")
 BY_NAME = "tests.unit.rewards.misbehaving_verifiers:score_by_name"
-MISBEHAVING = "tests.unit.rewards.misbehaving_verifiers:verify_as_told"
+MISBEHAVING = "tests.unit.rewards.misbehaving_verifiers:verify_scripted"
 
 
 def as_items(*texts):
@@ -46,7 +46,7 @@ def pool():
         yield pool
 
 
-def test_verdicts_come_in_the_order_of_the_items(pool):
+def test_grades_keep_order_of_items(pool):
     # The first one ends last.
     grade_results = pool.verify_all(as_items("sleep 0.2", *("x" * n for n in range(50))))
     assert [grade_result.reward for grade_result in grade_results] == [9.0, *map(float, range(50))]
@@ -65,7 +65,7 @@ def test_workers_are_kept_from_call_to_call(pool):
     assert len(set(pids)) <= 2
 
 
-def test_a_hang_costs_its_time_limit_and_only_its_own_reward(pool):
+def test_hang_costs_time_limit_and_only_its_own_reward(pool):
     start = time.monotonic()
     grade_results = pool.verify_all(as_items("ab", "spin", "abc", "sleep 60", "abcd"))
     limit = GradeResult(0.0, "time limit", None)
@@ -74,14 +74,14 @@ def test_a_hang_costs_its_time_limit_and_only_its_own_reward(pool):
     assert time.monotonic() - start < 50
 
 
-def test_what_a_verifier_prints_is_said_line_by_line_with_its_name():
+def test_output_of_verifier_is_printed_by_line_with_its_name():
     lines = []
     with VerifierPool(verifier=MISBEHAVING, echo=lines.append) as pool:
         assert pool.verify_all(as_items("print", "abc"))[1].reward == 3.0
     assert lines == [f"{MISBEHAVING}: noise on standard output", f"{MISBEHAVING}: and on error"]
 
 
-def test_an_exception_of_the_verifier_is_raised_with_its_traceback(pool):
+def test_exception_of_verifier_is_raised_with_its_traceback(pool):
     with pytest.raises(VerifierError, match=r"(?s)response 1 of 3.*truth.*LookupError: broken"):
         pool.verify_all(as_items("a", "raise", "b"))
     # What was under way then does not leak into the next call.
@@ -89,7 +89,7 @@ def test_an_exception_of_the_verifier_is_raised_with_its_traceback(pool):
 
 
 @pytest.mark.parametrize("text", ["raise", "die", "return-nothing"])
-def test_on_error_zero_is_no_reward_and_counted_apart(text):
+def test_on_error_zero_gives_no_reward_and_is_counted(text):
     output = []
     with VerifierPool(
         workers=2, verifier=MISBEHAVING, on_error="zero", echo=output.append, time_limit=30.0
@@ -97,7 +97,7 @@ def test_on_error_zero_is_no_reward_and_counted_apart(text):
         grade_results = pool.verify_all(as_items("a", text, "abc"))
     assert grade_results[1] == GradeResult(0.0, FAILED, None)
     assert [grade_results[0].reward, grade_results[2].reward] == [1.0, 3.0]
-    assert "1 judgements failed; the first: the verifier failed on response 1 of 3" in output[-1]
+    assert "1 grades failed; the first: the verifier failed on response 1 of 3" in output[-1]
 
 
 def test_on_error_retry_tries_again_and_counts(tmp_path, monkeypatch):
@@ -111,9 +111,9 @@ def test_on_error_retry_tries_again_and_counts(tmp_path, monkeypatch):
         assert pool.verify_all(as_items("ab"))[0].reward == 2.0
 
 
-def test_one_response_of_many_costs_no_other_one_its_reward():
+def test_failed_response_costs_no_other_reward():
     """A verifier that takes lists: what fails in company is judged again, each alone."""
-    name = "tests.unit.rewards.misbehaving_verifiers:verify_many_as_told"
+    name = "tests.unit.rewards.misbehaving_verifiers:verify_many_scripted"
     with VerifierPool(workers=2, time_limit=60.0, verifier=name, on_error="zero") as pool:
         texts = ["a", "raise", *"b" * 9, "sleep 60", "die", "count"]
         grade_results = pool.verify_all(as_items(*texts))
@@ -125,30 +125,32 @@ def test_one_response_of_many_costs_no_other_one_its_reward():
         assert counts[:4] == [4.0] * 4 and max(counts[4:]) <= 2.0
 
 
-def test_a_trial_shows_what_a_run_would_meet(pool):
+def test_trial_raises_errors_of_run(pool):
     pool.try_on(Item("", "7", "source"))
-    with pytest.raises(VerifierError, match=r"did not judge a response within .*limit_seconds=60"):
+    with pytest.raises(VerifierError, match=r"did not grade a response within .*limit_seconds=60"):
         pool.try_on(Item("", "sleep 60", "source"))
-    with pytest.raises(VerifierError, match=r"(?s)verify_as_told returned None; return the reward"):
+    with pytest.raises(
+        VerifierError, match=r"(?s)verify_scripted returned None; return the reward"
+    ):
         pool.try_on(Item("", "return-nothing", "source"))
 
 
-def test_a_process_that_dies_over_a_response_twice_is_an_error(pool):
+def test_process_that_dies_over_response_twice_is_error(pool):
     with pytest.raises(VerifierError, match=r"response 0 of 2.*died twice, exit status -11"):
         pool.verify_all(as_items("die", "b"))
     assert pool.verify_all(as_items("ab"))[0].reward == 2.0
 
 
-def test_a_process_that_dies_once_is_replaced(pool, tmp_path):
+def test_process_that_dies_once_is_replaced(pool, tmp_path):
     grade_results = pool.verify_all(as_items("a", f"die-once {tmp_path / 'mark'}", "abc"))
     assert [v.reason for v in grade_results] == ["source"] * 3
 
 
-def test_a_worker_loads_neither_torch_nor_vllm(pool):
+def test_worker_loads_neither_torch_nor_vllm(pool):
     assert pool.verify_all(as_items("modules"))[0].reason == ""
 
 
-def test_a_factorial_that_would_take_hours_is_cut_short():
+def test_huge_factorial_is_not_evaluated():
     with VerifierPool(time_limit=60.0) as pool:
         start = time.monotonic()
         texts = [r"\boxed{100000000!}", r"\boxed{9^{9^{9^9}}}", r"\boxed{5}"]
@@ -158,7 +160,7 @@ def test_a_factorial_that_would_take_hours_is_cut_short():
         assert time.monotonic() - start < 50
 
 
-def test_the_first_judgement_pays_for_no_import():
+def test_first_grade_excludes_import_time():
     program = """
 import sys
 from megatron_rl.rewards.verifier import MATH_ANSWER, load_verifier
@@ -171,7 +173,7 @@ print(sorted(set(sys.modules) - loaded))
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_a_verifier_that_cannot_be_loaded_is_an_error_at_the_first_use():
+def test_verifier_that_cannot_be_loaded_is_error_at_first_use():
     pool = VerifierPool(verifier="megatron_rl.rewards.nowhere:verify")
     with pool, pytest.raises(VerifierError, match=r"(?s)did not start.*No module named .*nowhere"):
         pool.verify_all(as_items("a"))
@@ -209,7 +211,7 @@ def test_named_rewards_are_added_up_by_their_weights(weights, text, expected):
             pool.verify_all(as_items("correct"))
 
 
-def test_a_worker_without_enough_memory_names_the_setting():
+def test_worker_without_enough_memory_names_setting():
     with (
         VerifierPool(verifier=MISBEHAVING, memory_gib=1.0) as pool,
         pytest.raises(VerifierError, match=r"MemoryError\n.*reward.memory_gib=1 GiB .*raise it"),
@@ -219,7 +221,7 @@ def test_a_worker_without_enough_memory_names_the_setting():
         assert pool.verify_all(as_items("fill 5"))[0].reward == 1.0  # more than the default
 
 
-def test_a_verifier_with_another_signature_is_one_sentence():
+def test_wrong_signature_is_one_sentence():
     name = "tests.unit.rewards.misbehaving_verifiers:have_another_signature"
     with VerifierPool(verifier=name) as pool, pytest.raises(VerifierError) as error:
         pool.start()
@@ -227,7 +229,7 @@ def test_a_verifier_with_another_signature_is_one_sentence():
     assert "a reward of TRL (completions, kwargs)" in str(error.value)
 
 
-def test_a_started_pool_has_loaded_the_verifier(tmp_path, monkeypatch):
+def test_started_pool_has_loaded_verifier(tmp_path, monkeypatch):
     """Of the folder that the command is started in, as a verifier of one's own is."""
     program = "def score(text, ground_truth, data_source, row):\n    return row['level']\n"
     (tmp_path / "my_rewards.py").write_text(program)
@@ -239,7 +241,7 @@ def test_a_started_pool_has_loaded_the_verifier(tmp_path, monkeypatch):
         assert pool.verify_all([item]) == [GradeResult(0.5, "scored", None)]
 
 
-def test_a_worker_whose_parent_is_gone_says_nothing():
+def test_worker_without_parent_prints_nothing():
     command = [sys.executable, "-m", "megatron_rl.rewards.worker", "--verifier", MISBEHAVING,
                "--parent", str(os.getpid())]  # fmt: skip
     worker = subprocess.Popen(
@@ -256,7 +258,7 @@ def test_a_worker_whose_parent_is_gone_says_nothing():
     worker.stderr.close()
 
 
-def test_wrong_settings_and_a_closed_pool_are_refused():
+def test_wrong_settings_and_closed_pool_are_refused():
     with pytest.raises(ValueError, match="workers >= 1"):
         VerifierPool(workers=0)
     pool = VerifierPool(verifier=MISBEHAVING)
@@ -265,7 +267,7 @@ def test_wrong_settings_and_a_closed_pool_are_refused():
         pool.verify_all(as_items("a"))
 
 
-def test_workers_do_not_outlive_a_parent_that_is_killed():
+def test_workers_end_with_killed_parent():
     # One worker has nothing to do, the other one is inside C code that never returns.
     program = f"""
 import sys, threading, time
@@ -290,7 +292,7 @@ pool.verify_all([Item("spin", "", "")])
     parent.stdout.close()
 
 
-def test_a_worker_outlives_the_thread_that_needed_it():
+def test_worker_outlives_thread_that_started_it():
     """The kernel takes the thread that starts a process for its parent."""
     with VerifierPool(workers=1, verifier=MISBEHAVING, on_error="zero", echo=str) as pool:
         thread = threading.Thread(target=pool.verify_all, args=(as_items("die"),))

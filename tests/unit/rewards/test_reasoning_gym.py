@@ -44,20 +44,20 @@ def _helper(answer):
     return len(answer)
 
 
-def test_only_what_the_checker_reaches_counts():
+def test_evaluating_calls_finds_only_reachable_calls():
     assert evaluating_calls(Honest) == []
     assert evaluating_calls(Reckless) == ["eval"]
     assert evaluating_calls(RecklessElsewhere) == ["eval"]
 
 
 @pytest.mark.parametrize("name", ["binary_matrix", "spiral_matrix", "string_insertion", "n_queens"])
-def test_checkers_that_evaluate_an_answer_are_refused(name):
+def test_checkers_that_evaluate_answer_are_refused(name):
     pytest.importorskip("reasoning_gym")
     with pytest.raises(ValueError, match="would run what a model"):
         open_task(name, seed=1, size=1)
 
 
-def test_a_made_file_is_judged_by_the_task_s_own_checker(tmp_path):
+def test_generated_file_is_graded_by_checker_of_task(tmp_path):
     pytest.importorskip("reasoning_gym")
     file = tmp_path / "set.parquet"
     command = [sys.executable, "tools/make_reasoning_gym.py", "chain_sum", "--count", "5",
@@ -80,7 +80,7 @@ def test_a_made_file_is_judged_by_the_task_s_own_checker(tmp_path):
             verify("", truth + "0", row["data_source"], row)
 
 
-def test_a_task_of_which_many_answers_are_right_names_none():
+def test_task_with_many_right_answers_has_no_ground_truth():
     pytest.importorskip("reasoning_gym")
     coloring = open_task("graph_color", seed=1, size=2)[1]["metadata"]["possible_answer"]
     row = {"task": {"name": "graph_color", "seed": 1, "size": 2, "settings": "{}", "index": 1}}
@@ -90,7 +90,7 @@ def test_a_task_of_which_many_answers_are_right_names_none():
     assert verify("None", "None", "reasoning_gym", row)[0] == 0.0  # as a run tries it
 
 
-def test_bad_names_and_settings_are_said():
+def test_bad_names_and_settings_are_refused():
     pytest.importorskip("reasoning_gym")
     with pytest.raises(ValueError, match=r"has no task 'chain_sums'; it has .*chain_sum"):
         open_task("chain_sums", seed=1, size=1)

@@ -34,38 +34,38 @@ def bad(name):
 
 
 def fill(first, rounds, *, allowed, spare=()):
-    """What fills the slots, what is kept for later, and what was asked."""
-    asked, answers = [], iter(rounds)
+    """Return the groups in the slots, their names, the requests, the costs and the spare groups."""
+    sent, answers = [], iter(rounds)
 
     def ask(requests):
         (request,) = requests
         if request.number == 0:
             assert request.prompts == len(request.slots) == len(first)
             return Answers([first], (3.0, 4.0))
-        asked.append((request.number, request.prompts))
+        sent.append((request.number, request.prompts))
         return Answers([next(answers)], (1.0, 2.0))
 
     sampling, spare = DynamicSampling(allowed), list(spare)
     slots = [PromptSlot(1, place) for place in range(len(first))]
     filled = sampling.fill([slots], ask=ask, spare=spare)
     names = [[r.prompt.index for r in one.rollouts][::2] for one in filled]
-    return filled, names, asked, sampling.take_costs(), spare
+    return filled, names, sent, sampling.take_costs(), spare
 
 
-def test_without_rounds_nothing_is_asked_and_nothing_counted():
-    filled, names, asked, costs, _ = fill([good(0), bad(1)], [], allowed=0)
-    assert (names, asked, costs) == ([[0, 1]], [], {})
+def test_zero_rounds_request_and_count_nothing():
+    filled, names, requests, costs, _ = fill([good(0), bad(1)], [], allowed=0)
+    assert (names, requests, costs) == ([[0, 1]], [], {})
     assert filled[0].engine_seconds == (3.0, 4.0)
 
 
-def test_good_groups_keep_their_slots_and_further_ones_fill_the_holes_in_order():
+def test_good_groups_keep_slots_and_extra_groups_fill_gaps_in_order():
     # Two of four are good, so two more are likely to take four; three of those are good.
     first = [bad(0), good(1), bad(2), good(3)]
     spare = [PromptSlot(2, 3), PromptSlot(2, 2)]
-    filled, names, asked, costs, rest = fill(
+    filled, names, requests, costs, rest = fill(
         first, [[good(10), bad(11), good(12), good(13)]], allowed=3, spare=spare
     )
-    assert asked == [(1, 4)]
+    assert requests == [(1, 4)]
     assert names == [[10, 1, 12, 3], [13]]
     assert filled[1].slots == [PromptSlot(2, 3)] and rest == [PromptSlot(2, 2)]
     assert filled[0].engine_seconds == (4.0, 6.0) and filled[1].engine_seconds == (0.0, 0.0)
@@ -79,29 +79,29 @@ def test_good_groups_keep_their_slots_and_further_ones_fill_the_holes_in_order()
     }
 
 
-def test_rounds_are_bounded_and_what_is_lacking_stays():
+def test_rounds_are_bounded_and_missing_groups_stay_missing():
     first = [bad(0), bad(1), good(2)]
     # One of three is good: two more take six, of which a round asks for three.
-    _, names, asked, costs, _ = fill(
+    _, names, requests, costs, _ = fill(
         first, [[bad(10), bad(11), bad(12)], [bad(20), good(21), bad(22)]], allowed=2
     )
-    assert asked == [(1, 3), (2, 3)]
+    assert requests == [(1, 3), (2, 3)]
     assert names == [[21, 1, 2]]
     assert (costs["dynamic/rounds"], costs["dynamic/groups_lacking"]) == (2, 1)
     assert costs["dynamic/tokens_dropped"] == 6 * 6  # 0, three of round 1, two of round 2
 
 
-def test_a_round_asks_only_for_as_many_as_are_likely_to_be_enough():
+def test_round_requests_expected_number_of_prompts():
     # Three of four are good, and one is lacking: 1 / (3 / 4), rounded up, are two prompts. Of six
-    # then, three are good: again one is lacking, and again two are asked for.
+    # then, three are good: again one is lacking, and again two are requests for.
     first = [bad(0), good(1), good(2), good(3)]
-    _, names, asked, costs, _ = fill(first, [[bad(10), bad(11)], [good(20), bad(21)]], allowed=3)
-    assert asked == [(1, 2), (2, 2)]
+    _, names, requests, costs, _ = fill(first, [[bad(10), bad(11)], [good(20), bad(21)]], allowed=3)
+    assert requests == [(1, 2), (2, 2)]
     assert names == [[20, 1, 2, 3]]
     assert costs["dynamic/groups_generated"] == 8
 
 
-def test_what_no_later_slot_can_hold_is_dropped_and_counted():
+def test_groups_without_later_slot_are_dropped_and_counted():
     _, names, _, costs, _ = fill([bad(0), good(1)], [[good(10), good(11)]], allowed=1)
     assert names == [[10, 1]]
     assert (costs["dynamic/groups_kept_for_later"], costs["dynamic/tokens_dropped"]) == (0, 12)
@@ -112,7 +112,7 @@ def run(folder, **options):
     return run_loop(folder, trainer={"steps": 4}, sections=sections, **options)
 
 
-def test_parts_are_filled_as_they_would_be_alone_by_one_call_a_round():
+def test_parts_filled_together_equal_parts_filled_alone():
     """The slots of three steps: the first lacks one group, the second none, the third both."""
     answers = {
         (1, 0): [bad(0), good(1)], (1, 1): [bad(10), bad(11)], (1, 2): [good(12), good(13)],
@@ -153,7 +153,7 @@ def test_parts_are_filled_as_they_would_be_alone_by_one_call_a_round():
         assert costs[key] == sum(one[key] for _, _, one in apart)
 
 
-def test_where_all_groups_are_good_a_run_is_the_plain_one(tmp_path):
+def test_run_with_only_good_groups_equals_plain_run(tmp_path):
     run_loop(tmp_path / "plain", trainer={"steps": 4})
     run(tmp_path / "dynamic")
     assert [
@@ -162,7 +162,7 @@ def test_where_all_groups_are_good_a_run_is_the_plain_one(tmp_path):
     ] == learned(tmp_path / "plain")
 
 
-def test_a_run_trains_on_groups_that_teach_and_keeps_what_is_left(tmp_path):
+def test_run_trains_on_groups_with_signal_and_keeps_spares(tmp_path):
     _, trainer = run(tmp_path / "run", solved=(0, 1, 2))
     rows = read_metrics(tmp_path / "run")[1:]
     kept = sum(row.get("dynamic/groups_kept_for_later", 0) for row in rows)
@@ -181,12 +181,12 @@ def test_a_run_trains_on_groups_that_teach_and_keeps_what_is_left(tmp_path):
 
 def test_calls_that_fill_one_step_ask_for_different_prompts(tmp_path):
     """A drawn lag fills the slots of step 3 in up to three calls, which asked for the same."""
-    asked = []
+    requests = []
 
     class Noting(ScriptedEngine):
         def generate(self, prompts, *, sampling, **options):
             if isinstance(sampling, list):  # else an evaluation
-                asked.extend(
+                requests.extend(
                     (one.seed, prompt.index) for one, prompt in zip(sampling, prompts, strict=True)
                 )
             return super().generate(prompts, sampling=sampling, **options)
@@ -198,12 +198,12 @@ def test_calls_that_fill_one_step_ask_for_different_prompts(tmp_path):
     for use in ("rollout",), ("rollout", 1):
         for step in range(1, 7):
             seed = derive_seed(42, use[0], step, *use[1:])
-            prompts = [index for of, index in asked if of == seed]
+            prompts = [index for of, index in requests if of == seed]
             assert len(prompts) == len(set(prompts)) == 4
 
 
 @pytest.mark.parametrize("done", [1, 2, 3])
-def test_a_resumed_run_goes_on_with_what_was_kept(tmp_path, done):
+def test_resumed_run_uses_kept_groups(tmp_path, done):
     run(tmp_path / "whole", solved=(0, 1, 2))
     held: list = []
     (tmp_path / "part").mkdir()

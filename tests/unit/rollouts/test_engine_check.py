@@ -33,10 +33,10 @@ class ScriptedEngines:
     layout: EngineLayout
     wrong: dict
     dtype = torch.float32
-    asked = 0
+    num_requests = 0
 
     def generate(self, prompts, *, samples, sampling):
-        self.asked = len(prompts)
+        self.num_requests = len(prompts)
         engines = self.layout.world_size // self.layout.tensor
         return [
             Response(
@@ -54,15 +54,15 @@ def check(wrong, prompts=PROMPTS):
     return gap, engines, actor
 
 
-def test_every_engine_answers_in_packs_within_the_budget():
+def test_every_engine_answers_in_packs_within_budget():
     gap, engines, actor = check({})
     assert gap == 0.0
-    assert engines.asked == 16 * PROMPTS_PER_ENGINE  # of three prompts
+    assert engines.num_requests == 16 * PROMPTS_PER_ENGINE  # of three prompts
     # A sequence of 2 + 2 - 1 tokens, padded to 4: 16 of them fill a pack.
-    assert actor.packs == engines.asked // 16
+    assert actor.packs == engines.num_requests // 16
 
 
-def test_one_wrong_engine_of_sixteen_is_named():
+def test_wrong_engine_of_sixteen_is_named():
     assert check({15: 5e-5})[0] == pytest.approx(5e-5, rel=1e-2)  # float32's rounding at 1
     # The mean over all sixteen would be 5e-4 / 16 = 3e-5, less than the 1e-4 that is allowed.
     with pytest.raises(RuntimeError, match=r"engine 15 differ .* by 0.0005.*1 of 16 engines"):

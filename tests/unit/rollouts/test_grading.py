@@ -17,10 +17,10 @@ def response(messages):
                     messages=messages)  # fmt: skip
 
 
-def test_a_verifier_gets_the_whole_conversation_in_the_row():
+def test_verifier_gets_whole_conversation_in_row():
     row = json.loads(with_conversation(PROMPT, response(TURNS)))
     assert row == {"level": 3, "conversation": [*PROMPT.messages, *TURNS]}
 
 
-def test_without_turns_the_row_is_unchanged():
+def test_row_without_turns_is_unchanged():
     assert with_conversation(PROMPT, response(())) == PROMPT.row

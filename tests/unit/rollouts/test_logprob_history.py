@@ -11,7 +11,7 @@ from tests.unit.trainer.scripted import run_loop
 from tests.unit.trainer.test_learning_check import make_batch, make_config
 
 
-def test_whole_groups_are_traced_and_the_lot_belongs_to_the_prompt():
+def test_whole_groups_are_traced_chosen_by_prompt():
     rollouts = make_batch(make_config(), [0, 1] * 20).rollouts  # groups of two
     every = [True] * 40
     chosen = choose_traced(rollouts, every, count=6, seed=3)
@@ -29,7 +29,7 @@ def test_whole_groups_are_traced_and_the_lot_belongs_to_the_prompt():
     assert choose_traced(rollouts, [False] * 40, count=6, seed=3) == []
 
 
-def test_the_sample_of_a_step_is_whole_groups_drawn_by_prompt_and_those_that_are_traced():
+def test_step_sample_has_whole_groups_and_all_traced_ones():
     groups = make_batch(make_config(), [0, 1] * 20).groups  # of two
     drawn = choose_sampled(groups, [], count=6, seed=3)
     assert sum(drawn) == 6 and drawn[::2] == drawn[1::2]
@@ -43,7 +43,7 @@ def test_the_sample_of_a_step_is_whole_groups_drawn_by_prompt_and_those_that_are
 @pytest.mark.parametrize(
     ("keep", "whole"), [("all", [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4]), ("sampled", [])]
 )
-def test_older_steps_are_thinned_as_it_is_asked_for(tmp_path, keep, whole):
+def test_older_steps_are_thinned_as_configured(tmp_path, keep, whole):
     options = {"sections": {"logging": {"traced_responses": 4}}, "trainer": {"steps": 4}}
     run_loop(tmp_path / "all", **options)
     options["sections"]["logging"]["keep_rollouts"] = keep
@@ -61,7 +61,7 @@ def test_older_steps_are_thinned_as_it_is_asked_for(tmp_path, keep, whole):
         assert set(traced.column("rollout").to_pylist()) <= set(places)
 
 
-def test_a_resumed_run_that_keeps_less_thins_what_it_finds(tmp_path):
+def test_resumed_run_with_smaller_setting_thins_existing_steps(tmp_path):
     options = {"trainer": {"steps": 3}}
     run_loop(tmp_path, last=2, **options)
     run_loop(tmp_path, done=2, sections={"logging": {"keep_rollouts": 1}}, **options)
@@ -69,7 +69,7 @@ def test_a_resumed_run_that_keeps_less_thins_what_it_finds(tmp_path):
     assert [count_thinned([file]) for file in files] == [1, 1, 0]
 
 
-def test_a_run_keeps_log_probs_of_every_epoch(tmp_path):
+def test_run_keeps_log_probs_of_every_epoch(tmp_path):
     """The scripted policy's log-probs are minus the number of updates; 3 epochs x 2 minibatches."""
     run_loop(tmp_path)
     for step in (1, 2):
@@ -83,7 +83,7 @@ def test_a_run_keeps_log_probs_of_every_epoch(tmp_path):
             assert np.array(rows).shape == (3, behavior.size)
 
 
-def test_nothing_is_traced_where_nothing_is_asked_for(tmp_path):
+def test_zero_setting_traces_nothing(tmp_path):
     config = parse_config(make_config().model_dump() | {"logging": {"traced_responses": 0}})
     batch = make_batch(config, (1, 0, 1, 0))
     assert batch.traces() == {}

@@ -100,7 +100,7 @@ def test_any_parquet_of_prompts_responses_rewards_and_log_probs(tmp_path):
     assert groups[0].advantages.tolist() == pytest.approx([0.7071, -0.7071], abs=1e-3)
 
 
-def test_the_rollouts_of_a_run_come_back_as_they_were(tmp_path):
+def test_rollouts_of_run_are_read_back_unchanged(tmp_path):
     directory = RunDirectory(tmp_path / "run")
     (tmp_path / "run").mkdir()
     written, advantages, logprobs = [], [], []
@@ -141,7 +141,7 @@ def test_the_rollouts_of_a_run_come_back_as_they_were(tmp_path):
     assert describe_thinned(config(tmp_path / "run")).startswith("; 1 of 2 files have only a sam")
 
 
-def test_conversations_of_a_run_come_back_with_their_observations(tmp_path):
+def test_conversations_of_run_are_read_back_with_observations(tmp_path):
     (tmp_path / "run").mkdir()
     directory = RunDirectory(tmp_path / "run")
     prompt = Prompt(0, ({"role": "user", "content": "?"},), (5, 6), "1", "s")
@@ -190,12 +190,12 @@ RANGES = [[{"first": 1, "end": 2}]]  # of the 2 tokens of "4" and its end: no tu
         ({"token_ids": [[1, 200]] * 4}, {}, r"row 0: a token lies outside the tokenizer's 100"),
     ],
 )
-def test_what_cannot_be_used_is_named(tmp_path, changes, sections, message):
+def test_unusable_rows_are_named(tmp_path, changes, sections, message):
     with pytest.raises(ConfigError, match=message):
         read_rollouts(config(table(tmp_path / "data.parquet", **changes), **sections))
 
 
-def test_a_file_without_log_probs_needs_a_model_that_gives_them(tmp_path):
+def test_file_without_log_probs_needs_model_to_compute_them(tmp_path):
     path = tmp_path / "data.parquet"
     pq.write_table(pq.read_table(table(path)).drop_columns(["rollout_logprobs"]), path)
     with pytest.raises(ConfigError, match=r"name that model as offline\.behavior"):
@@ -213,7 +213,7 @@ def without_engine(path, **changes):
     return pq.write_table(given.rename_columns({"rollout_logprobs": "behavior_logprobs"}), path)
 
 
-def test_what_no_engine_said_is_not_known_instead_of_certain(tmp_path):
+def test_log_probs_without_engine_are_missing_not_zero(tmp_path):
     path = tmp_path / "data.parquet"
     without_engine(path)
     settings = config(path)
@@ -245,7 +245,7 @@ def test_what_no_engine_said_is_not_known_instead_of_certain(tmp_path):
         ({"objective": {"name": "icepop"}}, r"objective\.name=icepop needs the engine's log-probs"),
     ],
 )
-def test_the_engine_s_log_probs_are_missed_where_they_are_needed(tmp_path, sections, message):
+def test_missing_engine_log_probs_are_refused_if_needed(tmp_path, sections, message):
     path = tmp_path / "data.parquet"
     without_engine(path)
     with pytest.raises(ConfigError, match=message):
@@ -253,7 +253,7 @@ def test_the_engine_s_log_probs_are_missed_where_they_are_needed(tmp_path, secti
     read_rollouts(config(table(path), **sections))
 
 
-def test_a_column_or_a_file_that_is_missing_is_named(tmp_path):
+def test_missing_column_or_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"has no parquet file"):
         read_rollouts(config(tmp_path))
     path = tmp_path / "data.parquet"
@@ -274,7 +274,7 @@ def test_a_column_or_a_file_that_is_missing_is_named(tmp_path):
         ),
     ],
 )
-def test_settings_that_need_an_engine_are_refused(tmp_path, sections, message):
+def test_settings_that_need_engine_are_refused(tmp_path, sections, message):
     with pytest.raises(ConfigError, match=message):
         config(tmp_path, **sections)
 
@@ -290,7 +290,7 @@ def _rows_of_many(path, rows, tokens=500):
     return path
 
 
-def test_a_file_is_read_and_checked_a_few_rows_at_a_time(tmp_path):
+def test_file_is_read_and_checked_in_small_blocks(tmp_path):
     """640 rows of 1,000 numbers are 20 MB of Python objects (32 bytes each); a block is 2 MB."""
     sections = {
         "rollout": {"responses_per_prompt": 4, "max_response_tokens": 500},
@@ -348,7 +348,7 @@ def _read_on_ranks(rank, world_size, path):
     return found, pack.rollout_indices, pack.labels[pack.response_mask].tolist(), lines
 
 
-def test_every_rank_reads_a_share_and_rank_0_has_everything(tmp_path):
+def test_every_rank_reads_its_share_and_rank_0_has_everything(tmp_path):
     path = table(tmp_path / "data.parquet")
     alone, _, _, lines = _read_on_ranks(0, 1, str(path))
     assert lines == ["offline: 2 groups of 2, 2 passes"]

@@ -56,13 +56,13 @@ def whole(step, groups=4):
     return [PromptSlot(step, group) for group in range(groups)]
 
 
-def test_without_lag_each_step_generates_and_trains_its_own_slots():
+def test_zero_lag_step_generates_and_trains_its_own_slots():
     for step, (new, trained, lags) in enumerate(walk(make_schedule()), start=1):
         assert new == trained == whole(step)
         assert lags == [0] * 4
 
 
-def test_a_queue_is_filled_before_the_first_step_and_ends_empty():
+def test_queue_is_filled_before_first_step_and_ends_empty():
     walked = walk(make_schedule(lag={"batches": 2}, steps=5))
     # Three batches at once, then one a step; nothing is generated that no step will train.
     assert [{slot.step for slot in new} for new, _, _ in walked] == [
@@ -86,7 +86,7 @@ def test_publishing_every_third_step_generates_three_batches_at_once():
     assert [lags[0] for _, _, lags in walked] == [0, 1, 2, 3, 4, 2, 3]
 
 
-def test_a_drawn_lag_belongs_to_the_slot_and_covers_its_range():
+def test_drawn_lag_depends_on_slot_and_covers_range():
     schedule = make_schedule(lag={"batches": {"uniform": [1, 3]}}, groups=8, steps=40)
     walked = walk(schedule)
     assert [trained for _, trained, _ in walked] == [whole(step, 8) for step in range(1, 41)]
@@ -133,13 +133,13 @@ def test_least_trained_takes_turns():
     assert set(counts.values()) == {2}
 
 
-def test_prompts_of_two_steps_never_overlap_within_a_pass():
+def test_prompts_of_two_steps_never_overlap_within_pass():
     schedule = make_schedule(groups=8, steps=9, replay={"capacity": 2, "fresh": 0.5})
     assert [schedule.prompts(step) for step in (1, 2, 3)] == [(0, 8), (2, 4), (3, 4)]
     assert [make_schedule().prompts(step) for step in (1, 2, 3)] == [(0, 4), (1, 4), (2, 4)]
 
 
-def test_a_trace_gives_back_the_lags_of_the_run_that_left_it(tmp_path):
+def test_trace_reproduces_lags_of_its_run(tmp_path):
     uniform = make_schedule(lag={"batches": {"uniform": [0, 2]}}, steps=6)
     lags = [lags for _, _, lags in walk(uniform)]
     file = tmp_path / "schedule.jsonl"
@@ -169,12 +169,12 @@ def test_a_trace_gives_back_the_lags_of_the_run_that_left_it(tmp_path):
         ({"lag": {"batches": {"trace": "missing"}}}, "missing is no record of lags"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_cure(settings, output):
+def test_impossible_lags_are_refused_with_suggestion(settings, output):
     with pytest.raises(ValueError, match=re.escape(output)):
         make_schedule(**settings)
 
 
-def test_a_trace_that_does_not_fit_is_refused(tmp_path):
+def test_trace_of_other_settings_is_refused(tmp_path):
     file = tmp_path / "schedule.jsonl"
     for text, output in (
         ('{"step": 1, "lag": [0, 0, 0, 0]}\n', "has 1 steps, and trainer.steps=8"),
@@ -190,7 +190,7 @@ def test_a_trace_that_does_not_fit_is_refused(tmp_path):
         make_schedule(lag={"batches": {"trace": str(file)}}, steps=1)
 
 
-def test_policies_refuse_what_is_no_number():
+def test_policies_refuse_non_numbers():
     for value in (True, 1.5, "2", None, {}):
         with pytest.raises(ValueError, match=r"lag\.batches"):
             build_policy(value, seed=0)

@@ -54,7 +54,7 @@ def test_lost_conversations_are_not_trained_and_do_not_move_their_group():
     assert is_informative(rollouts[:3]) and not is_informative(rollouts[3:])
 
 
-def test_overlong_conversations_are_measured_by_what_the_policy_wrote():
+def test_overlong_penalty_counts_tokens_of_policy():
     one = rollout(1, 20)
     spread = dataclasses.replace(
         one.response, rollout_logprobs=np.zeros(11, np.float32), observed=((4, 10), (12, 15))
@@ -86,7 +86,7 @@ def test_rewards_by_hand(shaping, expected):
 
 
 @pytest.mark.parametrize("reason", [TIME_LIMIT, FAILED, UNPARSABLE_TRUTH])
-def test_what_was_not_graded_is_no_wrong_answer(reason):
+def test_ungraded_response_is_not_wrong_answer(reason):
     one = rollout(0, 10)
     ungraded = dataclasses.replace(one, grade_result=GradeResult(0.0, reason, None))
     assert shape_reward(ungraded, config(shaping={"signed": True})) == 0.0
@@ -102,7 +102,7 @@ def batch_of(rollouts, settings):
     )
 
 
-def test_a_masked_response_is_in_the_baseline_and_nowhere_else():
+def test_masked_response_counts_only_in_baseline():
     rollouts = [rollout(1, 10), rollout(0, 20, sample=1),
                 rollout(1, 5, prompt=1), rollout(0, 6, sample=1, prompt=1)]  # fmt: skip
     plain, masked = (
@@ -120,14 +120,14 @@ def test_a_masked_response_is_in_the_baseline_and_nowhere_else():
     assert sorted(packed) == [0, 2, 3]
 
 
-def test_a_minibatch_of_nothing_but_masked_responses_has_sizes_to_divide_by():
+def test_minibatch_of_masked_responses_has_nonzero_sizes():
     rollouts = [rollout(1, 20), rollout(0, 20, sample=1),
                 rollout(1, 5, prompt=1), rollout(0, 6, sample=1, prompt=1)]  # fmt: skip
     first, _ = batch_of(rollouts, config(shaping={"truncated": "mask"})).minibatches
     assert (first.denominators.responses, first.denominators.tokens) == (1, 1)
 
 
-def test_what_is_trained_on_is_the_shaped_reward():
+def test_training_uses_shaped_reward():
     rollouts = [rollout(1, 10), rollout(1, 18, sample=1),
                 rollout(1, 5, prompt=1), rollout(1, 6, sample=1, prompt=1)]  # fmt: skip
     batch = batch_of(rollouts, config(shaping={"overlong": {"buffer": 4}, "signed": True}))
@@ -138,6 +138,6 @@ def test_what_is_trained_on_is_the_shaped_reward():
     assert (metrics["reward/mean"], metrics["reward/shaped_mean"]) == (1, 0.875)
 
 
-def test_a_buffer_longer_than_the_limit_is_refused():
+def test_buffer_longer_than_limit_is_refused():
     with pytest.raises(ConfigError, match=r"shaping\.overlong\.buffer=21 is more than"):
         config(shaping={"overlong": {"buffer": 21}})

@@ -140,7 +140,7 @@ def _both(rank, world_size, folder):
     return whole, spread, received
 
 
-def test_packs_are_the_same_bits_wherever_the_tokens_are(tmp_path):
+def test_packs_are_bit_identical_for_any_token_placement(tmp_path):
     results = run_ranks(_both, RANKS, str(tmp_path))
     for rank, (whole, spread, received) in enumerate(results):
         assert spread[:4] == whole[:4]

@@ -28,7 +28,7 @@ def test_own_and_older_formats_are_read():
     check_format("folder", {"updates": 3})  # of a release that wrote no format
 
 
-def test_weights_of_a_later_format_are_refused(tmp_path):
+def test_weights_of_later_format_are_refused(tmp_path):
     write_actor(tmp_path / "now", stamp() | {"updates": 3})
     assert read_state(tmp_path / "now")["updates"] == 3
     write_actor(tmp_path / "old", {"updates": 3, "optimizer": False})
@@ -38,7 +38,7 @@ def test_weights_of_a_later_format_are_refused(tmp_path):
         read_state(tmp_path / "new")
 
 
-def test_run_with_a_checkpoint_of_a_later_format_is_refused_and_kept(tmp_path):
+def test_run_with_checkpoint_of_later_format_is_refused_and_kept(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.create(build_config())
     for step in (3, 6):

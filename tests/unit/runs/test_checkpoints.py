@@ -17,7 +17,7 @@ def write(folders, step, content=b"12345"):
     folders.complete(step, sums=sums, digests=[{"layout": "one", "sum": "0"}])
 
 
-def test_only_complete_checkpoints_count_and_old_ones_go(tmp_path):
+def test_only_complete_checkpoints_count_and_old_ones_are_removed(tmp_path):
     folders = CheckpointFolders(tmp_path)
     for step in (2, 4, 6):
         write(folders, step)
@@ -29,7 +29,7 @@ def test_only_complete_checkpoints_count_and_old_ones_go(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_kill_while_pruning_leaves_nothing_under_a_checkpoint_s_name(tmp_path, monkeypatch):
+def test_kill_while_pruning_leaves_no_partial_checkpoint(tmp_path, monkeypatch):
     """The first deletion of a file is the kill: what is half deleted has another name by then."""
     folders = CheckpointFolders(tmp_path)
     for step in (1, 2):
@@ -67,7 +67,7 @@ def test_each_kind_of_damage_is_named(tmp_path):
     assert "cannot be read" in folders.problem(3)
 
 
-def test_a_manifest_that_proves_nothing_is_none(tmp_path):
+def test_manifest_without_sums_is_refused(tmp_path):
     folders = CheckpointFolders(tmp_path)
     write(folders, 3)
     for files in ({"actor/weights": 5}, {"actor/weights": {"bytes": 5}}, []):
@@ -77,7 +77,7 @@ def test_a_manifest_that_proves_nothing_is_none(tmp_path):
         assert (found is None) == (files == [])  # an empty checkpoint is whole
 
 
-def test_set_aside_keeps_everything_with_the_reason(tmp_path):
+def test_quarantine_keeps_everything_with_reason(tmp_path):
     folders = CheckpointFolders(tmp_path)
     for _ in range(2):
         write(folders, 3)
@@ -89,7 +89,7 @@ def test_set_aside_keeps_everything_with_the_reason(tmp_path):
     assert folders.steps() == []
 
 
-def test_a_step_is_saved_again_in_place(tmp_path):
+def test_step_saved_again_replaces_checkpoint(tmp_path):
     folders = CheckpointFolders(tmp_path)
     write(folders, 3)
     write(folders, 3, b"again")
@@ -98,9 +98,7 @@ def test_a_step_is_saved_again_in_place(tmp_path):
     shutil.rmtree(folders.folder(3))
 
 
-def test_a_kill_between_the_two_renames_of_a_replacement_leaves_the_one_before(
-    tmp_path, monkeypatch
-):
+def test_kill_between_renames_leaves_previous_checkpoint(tmp_path, monkeypatch):
     folders = CheckpointFolders(tmp_path)
     write(folders, 3)
     rename = module.Path.rename
@@ -120,7 +118,7 @@ def test_a_kill_between_the_two_renames_of_a_replacement_leaves_the_one_before(
     assert (folders.folder(3) / "actor" / "weights").read_bytes() == b"12345"
 
 
-def test_a_sound_checkpoint_of_another_run_or_step_is_none_of_this_one(tmp_path):
+def test_checkpoint_of_another_run_or_step_is_refused(tmp_path):
     runs = [CheckpointFolders(tmp_path / name / "checkpoints") for name in ("mine", "other")]
     for folders in runs:
         folders.path.mkdir(parents=True)

@@ -46,7 +46,7 @@ def write_checkpoint(directory, step):
     directory.checkpoints.complete(step, sums=sums, digests=[])
 
 
-def test_an_existing_run_is_not_overwritten(tmp_path):
+def test_existing_run_is_not_overwritten(tmp_path):
     directory = RunDirectory(tmp_path / "a")
     directory.check_usable(build_config())  # nothing there yet
     directory.create(build_config())
@@ -57,7 +57,7 @@ def test_an_existing_run_is_not_overwritten(tmp_path):
         directory.check_usable(build_config())
 
 
-def test_a_run_continues_only_under_its_own_settings(tmp_path):
+def test_run_continues_only_under_its_own_settings(tmp_path):
     directory = RunDirectory(tmp_path / "a")
     directory.create(build_config())
     record(directory, 0)
@@ -83,7 +83,7 @@ def test_experts_stay_on_one_rank_or_on_several(tmp_path):
     directory.check_usable(parse_config(wider))
 
 
-def test_a_run_that_was_out_of_memory_continues_with_less(tmp_path):
+def test_resume_accepts_settings_with_less_memory(tmp_path):
     directory = RunDirectory(tmp_path / "a")
     directory.create(build_config())
     record(directory, 0)
@@ -104,7 +104,7 @@ sys.stdin.read()
 """
 
 
-def test_one_process_at_a_time_uses_a_directory(tmp_path):
+def test_directory_is_locked_by_one_process(tmp_path):
     command = [sys.executable, "-c", HOLD, str(tmp_path / "a")]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout is not None and holder.stdout.readline()
@@ -117,7 +117,7 @@ def test_one_process_at_a_time_uses_a_directory(tmp_path):
     directory.lock()  # nothing has to be cleaned up
 
 
-def test_what_a_failed_save_left_goes_when_the_run_continues(tmp_path):
+def test_resume_removes_remains_of_failed_save(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.create(build_config())
     (directory.checkpoints.partial(8) / "actor").mkdir(parents=True)
@@ -145,7 +145,7 @@ def restore(directory, actor):
     return CheckpointKeeper(build_config(), directory, console, 0, lambda: None).restore(actor)
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(tmp_path):
+def test_damaged_checkpoint_is_quarantined_and_previous_one_loads(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.create(build_config())
     for step in (3, 6):
@@ -159,7 +159,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(tmp_path)
     assert "SHA-256 differs" in (aside / "damage.txt").read_text()
 
 
-def test_a_checkpoint_that_loads_as_something_else_is_set_aside(tmp_path):
+def test_checkpoint_with_wrong_digest_is_quarantined(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.create(build_config())
     for step in (3, 6):
@@ -173,7 +173,7 @@ def test_a_checkpoint_that_loads_as_something_else_is_set_aside(tmp_path):
     assert "has the sum 12345, the saved 54321" in (aside / "damage.txt").read_text()
 
 
-def test_without_a_sound_checkpoint_nothing_begins_again(tmp_path):
+def test_run_without_intact_checkpoint_does_not_restart(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.create(build_config())
     write_checkpoint(directory, 3)
@@ -203,7 +203,7 @@ def see_damage_alone(rank, world_size, path):
     return keeper.restore(actor)
 
 
-def test_all_ranks_take_the_one_before_if_one_alone_sees_damage(tmp_path):
+def test_damage_seen_by_one_rank_makes_all_ranks_use_previous_checkpoint(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.create(build_config())
     for step in (3, 6):
@@ -219,7 +219,7 @@ def make_model(folder, weights):
     (folder / "model.safetensors").write_bytes(weights)
 
 
-def test_a_moved_model_is_the_same_and_another_one_is_not(tmp_path):
+def test_moved_model_is_accepted_and_another_one_refused(tmp_path):
     for name, weights in (("m", b"1"), ("moved", b"1"), ("other", b"2")):
         make_model(tmp_path / name, weights)
 
@@ -235,7 +235,7 @@ def test_a_moved_model_is_the_same_and_another_one_is_not(tmp_path):
         directory.check_usable(config("other"))
 
 
-def test_what_a_resumed_run_changes_is_written_down(tmp_path):
+def test_changed_settings_of_resumed_run_are_recorded(tmp_path):
     directory = RunDirectory(tmp_path / "a")
     directory.create(build_config())
     record(directory, 7)
@@ -257,7 +257,7 @@ def test_what_a_resumed_run_changes_is_written_down(tmp_path):
     assert rows["trainer.steps"]["after_step"] == 6
 
 
-def test_rewind_leaves_what_an_uninterrupted_run_would_have(tmp_path):
+def test_rewind_equals_uninterrupted_run(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.create(build_config())
     log = MetricLog(tmp_path, LoggingSection(tensorboard=False), config={})
@@ -277,7 +277,7 @@ def test_rewind_leaves_what_an_uninterrupted_run_would_have(tmp_path):
     assert not list(directory.evaluations.iterdir())
 
 
-def test_rollouts_keep_everything_a_study_needs(tmp_path):
+def test_rollouts_contain_everything_studies_need(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.create(build_config())
     directory.write_rollouts(
@@ -291,7 +291,7 @@ def test_rollouts_keep_everything_a_study_needs(tmp_path):
     assert (row["prompt"], row["response"], row["extracted"]) == ("1+1", "2", "2")
 
 
-def test_named_rewards_are_kept_beside_their_sum(tmp_path):
+def test_named_rewards_are_stored_with_their_sum(tmp_path):
     directory = RunDirectory(tmp_path)
     rollout = build_rollout()
     named = {"format": 0.1, "correct": 1.0}
@@ -306,7 +306,7 @@ def test_named_rewards_are_kept_beside_their_sum(tmp_path):
     assert table["rewards"].to_pylist() == [named, None]  # the second was not graded
 
 
-def test_odd_characters_of_verifiers_and_data_never_stop_a_record(tmp_path):
+def test_odd_characters_do_not_break_recording(tmp_path):
     """The whole path: what enters by a verdict or a row can be written."""
     (tmp_path / "set.jsonl").write_text(
         '{"q": "cut \\ud83d", "a": "7\\ude00", "data_source": "\\ud83d", "more": ["\\ud83d"]}\n'

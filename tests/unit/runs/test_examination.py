@@ -42,7 +42,7 @@ def problems(run):
     return {part.name: part.problem for part in examine_run(run.path) if part.problem}
 
 
-def test_a_sound_run(run, capsys):
+def test_intact_run_has_no_findings(run, capsys):
     found = {part.name: part.found for part in examine_run(run.path)}
     # 0.6 = (0.4 + 0.8) / 2 at step 4
     assert found["metrics"] == "steps 0 to 4, best evaluation 60.0 at step 4"
@@ -57,7 +57,7 @@ def test_a_sound_run(run, capsys):
     assert "Run is intact." in capsys.readouterr().out
 
 
-def test_steps_of_which_only_a_sample_is_kept_are_counted(run):
+def test_sampled_steps_are_counted(run):
     for step in (1, 2):
         table = pa.table({"x": [1, 2, 3], "sampled": [False, True, True]})
         pq.write_table(table, run.rollouts / f"step_{step:06d}.parquet")
@@ -95,7 +95,7 @@ def test_examine_run_reports_damage_without_changing_it(run, capsys):
     assert sorted(run.path.rglob("*")) == before
 
 
-def test_what_is_no_run_is_refused(tmp_path, run):
+def test_folder_without_run_is_refused(tmp_path, run):
     with pytest.raises(ConfigError, match=r"is not a run directory: it has no config.yaml"):
         examine_run(tmp_path)
     run.config_file.write_text("trainer: {steps: many}")

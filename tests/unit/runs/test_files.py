@@ -24,14 +24,14 @@ def spy_on_disk(monkeypatch):
     return events
 
 
-def test_the_content_is_on_the_disk_before_the_name_and_the_name_afterwards(tmp_path, monkeypatch):
+def test_content_is_synced_before_rename(tmp_path, monkeypatch):
     events = spy_on_disk(monkeypatch)
     files.write_atomically(tmp_path / "config.yaml", "seed: 1\n")
     partial = ("flush", ".config.yaml.partial")
     assert events == [partial, ("replace", "config.yaml"), ("flush", tmp_path.name)]
 
 
-def test_what_a_checkpoint_refers_to_is_on_the_disk_before_its_manifest(tmp_path, monkeypatch):
+def test_files_of_checkpoint_are_synced_before_manifest(tmp_path, monkeypatch):
     """A power cut would otherwise leave a checkpoint without the steps before it."""
     events = spy_on_disk(monkeypatch)
     run_loop(tmp_path, keep=Interruption(), trainer={"checkpoint_every": 2})

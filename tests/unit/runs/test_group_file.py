@@ -65,7 +65,7 @@ def test_groups_are_read_back_exactly_and_in_order(tmp_path):
     assert plain(read_groups(tmp_path / "held.parquet")) == plain(groups)
 
 
-def test_groups_of_an_earlier_release_have_one_turn(tmp_path):
+def test_groups_of_earlier_release_have_one_turn(tmp_path):
     file = tmp_path / "held.parquet"
     write_groups(file, [make_group()])
     table = pq.read_table(file).drop_columns(["observed", "messages"])
@@ -73,7 +73,7 @@ def test_groups_of_an_earlier_release_have_one_turn(tmp_path):
     assert plain(read_groups(file)) == plain([make_group()])
 
 
-def test_what_was_not_computed_stays_so(tmp_path):
+def test_missing_values_stay_missing(tmp_path):
     group = dataclasses.replace(make_group(), behavior_logprobs=(None, None), entropy=math.nan)
     write_groups(tmp_path / "held.parquet", [group])
     (read,) = read_groups(tmp_path / "held.parquet")

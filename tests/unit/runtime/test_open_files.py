@@ -18,7 +18,7 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE), hard)
 """
 
 
-def test_soft_limit_is_raised_to_the_hard_one():
+def test_soft_limit_is_raised_to_hard_one():
     done = subprocess.run(
         [sys.executable, "-c", RAISED], capture_output=True, text=True, check=True
     )
@@ -35,7 +35,7 @@ def limit(monkeypatch):
     return set_limit
 
 
-def test_limit_too_small_for_the_ranks_is_named(limit):
+def test_limit_too_small_for_ranks_is_named(limit):
     layout = {"tensor": 8, "pipeline": 4, "context": 1, "expert": 1}
     groups = open_files.group_sizes(1024, **layout)
     limit(1535)  # 1,023 sockets and 512 other files

@@ -33,7 +33,7 @@ def environment(monkeypatch):
     return monkeypatch
 
 
-def test_nobody_started_us(environment):
+def test_without_launcher_there_is_one_rank(environment):
     assert join_processes() is None
     # An sbatch script has a SLURM_PROCID too, but is no step of parallel tasks.
     environment.setenv("SLURM_PROCID", "0")
@@ -87,7 +87,7 @@ def test_srun_started_us(environment, tmp_path):
     assert [os.environ[name] for name in PLACES] == ["5", "8", "1", "4", "n1", "20007"]
 
 
-def test_what_the_user_set_is_kept(environment):
+def test_user_environment_variables_are_kept(environment):
     environment.setenv("HF_HUB_OFFLINE", "0")
     environment.setenv("OMP_NUM_THREADS", "7")
     prepare_environment()
@@ -95,7 +95,7 @@ def test_what_the_user_set_is_kept(environment):
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1"  # nothing phones home unless asked for
 
 
-def test_a_home_that_cannot_be_written_is_left_alone(environment, tmp_path):
+def test_unwritable_home_is_not_used(environment, tmp_path):
     for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "TRITON_HOME"):
         environment.delenv(name, raising=False)
     environment.setenv("HOME", str(tmp_path))
@@ -114,7 +114,7 @@ def test_a_home_that_cannot_be_written_is_left_alone(environment, tmp_path):
     [(2, 1, False, "2"), (2, 2, False, "1"), (7, 3, False, "2"), (2, 4, False, "1"),
      (64, 8, True, "1")],
 )  # fmt: skip
-def test_ranks_share_the_cores_of_their_node(environment, cores, ranks, cuda, threads):
+def test_ranks_share_cores_of_node(environment, cores, ranks, cuda, threads):
     environment.delenv("OMP_NUM_THREADS", raising=False)
     environment.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     environment.setattr(processes, "has_cuda", lambda: cuda)
@@ -149,14 +149,12 @@ def ranks(tmp_path, monkeypatch):
 
 
 def test_ranks_know_their_places_and_end_well(ranks, tmp_path):
-    ranks(f'echo "$RANK $LOCAL_RANK $WORLD_SIZE $*" > {tmp_path}/told$RANK')
+    ranks(f'echo "$RANK $LOCAL_RANK $WORLD_SIZE $*" > {tmp_path}/arguments$RANK')
     assert start_processes(["train", "seed=1"], world_size=2) == 0
-    assert (tmp_path / "told1").read_text() == "1 1 2 -m megatron_rl.cli train seed=1\n"
+    assert (tmp_path / "arguments1").read_text() == "1 1 2 -m megatron_rl.cli train seed=1\n"
 
 
-def test_a_rank_that_is_killed_is_named_and_the_others_are_ended(
-    ranks, capfd, tmp_path, monkeypatch
-):
+def test_killed_rank_is_named_and_others_are_ended(ranks, capfd, tmp_path, monkeypatch):
     # Rank 0 never ends by itself, nor does what it has started.
     monkeypatch.setattr(processes, "CLEAN_UP_SECONDS", 0.2)
     pid = tmp_path / "pid"
@@ -173,9 +171,7 @@ def test_a_rank_that_is_killed_is_named_and_the_others_are_ended(
     assert_end([int(pid.read_text())])
 
 
-def test_what_ranks_have_started_takes_leave_and_what_has_ended_is_not_waited_for(
-    ranks, tmp_path, monkeypatch
-):
+def test_children_of_ranks_end_and_ended_ones_are_not_waited_for(ranks, tmp_path, monkeypatch):
     """Where nobody collects orphans, as in many containers; here this process, which does not."""
     monkeypatch.setattr(processes, "CLEAN_UP_SECONDS", 120.0)
     begin, adopt = time.monotonic(), ctypes.CDLL(None).prctl
@@ -189,7 +185,7 @@ def test_what_ranks_have_started_takes_leave_and_what_has_ended_is_not_waited_fo
     assert time.monotonic() - begin < 100
 
 
-def test_a_rank_that_fails_gives_its_exit_status(ranks, capfd):
+def test_exit_status_is_that_of_failed_rank(ranks, capfd):
     ranks("[ $RANK = 0 ] && exit 3; exec sleep 600")
     assert start_processes([], world_size=2) == 3
     assert capfd.readouterr().err == ""  # it has said itself what was wrong
@@ -203,7 +199,7 @@ Failure(int(os.environ["RANK"]), cause, text, in_training=True).leave_in(os.envi
 """
 
 
-def test_the_cause_of_a_failure_is_printed_once_and_last(ranks, tmp_path, capfd):
+def test_cause_of_failure_is_printed_once_and_last(ranks, tmp_path, capfd):
     """Rank 1 repeats what rank 0 has met, or misses it, and ends first; rank 0 still prints."""
     (tmp_path / "leave.py").write_text(LEAVE_FAILURE)
     leave = f"{sys.executable} {tmp_path}/leave.py"
@@ -231,7 +227,7 @@ def send_when(*files, again=(), number=signal.SIGINT):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_request_to_end_is_passed_on_and_waited_for(ranks, tmp_path, number):
+def test_stop_request_is_forwarded_and_awaited(ranks, tmp_path, number):
     end = f"sleep 0.5; touch {tmp_path}/saved$RANK; exit {INTERRUPTED}"
     ranks(f"trap '{end}' TERM; touch {tmp_path}/$RANK; for _ in $(seq 600); do sleep 0.1; done")
     send_when(tmp_path / "0", tmp_path / "1", number=number)
@@ -241,7 +237,7 @@ def test_a_request_to_end_is_passed_on_and_waited_for(ranks, tmp_path, number):
     assert signal.getsignal(number) is handler
 
 
-def test_a_request_before_the_ranks_listen_is_no_failure(ranks, tmp_path, capfd):
+def test_stop_request_before_ranks_listen_is_no_failure(ranks, tmp_path, capfd):
     """As in the first second, while Python imports: SIGTERM simply ends them."""
     ranks(f"touch {tmp_path}/$RANK; exec sleep 600")
     send_when(tmp_path / "0", tmp_path / "1")
@@ -250,15 +246,15 @@ def test_a_request_before_the_ranks_listen_is_no_failure(ranks, tmp_path, capfd)
     assert "a second signal kills it immediately" in output and "was killed by" not in output
 
 
-def test_a_second_request_ends_at_once(ranks, tmp_path, monkeypatch):
+def test_second_stop_request_ends_immediately(ranks, tmp_path, monkeypatch):
     monkeypatch.setattr(interruption, "ECHO_SECONDS", 0.0)
-    hear = f"trap 'touch {tmp_path}/asked$RANK' TERM"
-    ranks(f"{hear}; touch {tmp_path}/$RANK; for _ in $(seq 600); do sleep 0.1; done")
-    send_when(tmp_path / "0", tmp_path / "1", again=[tmp_path / "asked0", tmp_path / "asked1"])
+    trap = f"trap 'touch {tmp_path}/stopped$RANK' TERM"
+    ranks(f"{trap}; touch {tmp_path}/$RANK; for _ in $(seq 600); do sleep 0.1; done")
+    send_when(tmp_path / "0", tmp_path / "1", again=[tmp_path / "stopped0", tmp_path / "stopped1"])
     assert start_processes([], world_size=2) == 128 + signal.SIGTERM
 
 
-def test_the_echo_of_a_request_is_no_second_one(monkeypatch):
+def test_repeated_signal_is_no_second_request(monkeypatch):
     now = iter([10.0, 10.1, 10.0 + ECHO_SECONDS + 0.1, 100.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
     interruption, ends = Interruption(), []
@@ -270,20 +266,20 @@ def test_the_echo_of_a_request_is_no_second_one(monkeypatch):
     assert interruption.received == signal.SIGTERM
 
 
-def test_a_rank_answers_while_its_main_thread_cannot():
+def test_rank_responds_while_main_thread_is_blocked():
     """The first signal disturbs neither it nor its children; the second ends it inside C code."""
     program = """
 import ctypes, multiprocessing, time
 from megatron_rl.runtime import interruption
 interruption.ECHO_SECONDS = 0.0
-asked = interruption.Interruption()
-asked.listen()
-asked.defer()
+request = interruption.Interruption()
+request.listen()
+request.defer()
 manager = multiprocessing.get_context("spawn").Manager()  # as Megatron has one for checkpoints
 print(manager._process.pid, flush=True)
-while asked.received is None:
+while request.received is None:
     time.sleep(0.01)
-print(list(manager.list([asked.received.name])), flush=True)
+print(list(manager.list([request.received.name])), flush=True)
 ctypes.CDLL(None).sleep(600)
 """
     process = subprocess.Popen(
@@ -303,7 +299,7 @@ ctypes.CDLL(None).sleep(600)
     )
 
 
-def test_in_set_up_the_first_request_ends_a_rank_at_once():
+def test_stop_request_during_set_up_ends_rank_immediately():
     """Nothing is lost yet, and set-up may take minutes, inside C code too."""
     program = """
 import ctypes
@@ -356,7 +352,7 @@ int cuDeviceGetCount(int *count) {
 
 
 @pytest.mark.parametrize(("visible", "devices"), [("0,1", 2), ("", 0), (None, 0)])
-def test_the_driver_says_how_many_devices_there_are(tmp_path, visible, devices):
+def test_devices_are_counted_by_driver(tmp_path, visible, devices):
     """Which heeds CUDA_VISIBLE_DEVICES: here a stand-in, that counts them; torch is not asked."""
     (tmp_path / "driver.c").write_text(DRIVER)
     library = tmp_path / "libcuda.so.1"

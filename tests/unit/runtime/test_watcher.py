@@ -82,7 +82,7 @@ def watch(tmp_path, *actions):
     ("action", "sign", "frame"),
     [("stop", "is stopped", "in <module>"), ("spin", "does not wait", "in do_nothing_for_ever")],
 )
-def test_a_rank_that_hangs_is_named_and_nothing_is_left(tmp_path, action, sign, frame):
+def test_hung_rank_is_named_and_no_process_remains(tmp_path, action, sign, frame):
     """Also while it holds the interpreter's lock, or is stopped and cannot answer."""
     children, output = watch(tmp_path, "wait", action)
     assert f"in train: rank 5 {sign}" in output, output
@@ -101,7 +101,7 @@ def test_ranks_that_work_are_left_alone(tmp_path):
     assert output == "" and not (tmp_path / "stalls").exists()
 
 
-def test_time_in_which_all_were_stopped_counts_for_nobody(tmp_path):
+def test_suspended_time_does_not_count(tmp_path):
     """As under `scontrol suspend`: the first look after it must find nobody late."""
     from megatron_rl.runtime.watchdog import Watcher
 
@@ -133,7 +133,7 @@ def test_time_in_which_all_were_stopped_counts_for_nobody(tmp_path):
     assert looks == [0.0, 0.5, 1.5, 2.0]  # at most two pauses of 0.5 s between two looks
 
 
-def test_a_slot_says_phase_budget_and_count(tmp_path):
+def test_slot_has_phase_budget_and_count(tmp_path):
     with (tmp_path / "board").open("w+b") as file:
         make_board(file.fileno(), ranks=2)
         board = map_board(file.fileno())
@@ -153,7 +153,7 @@ def sample_stacks(rank, *, state="S", idle=9.0, stack="torch/distributed/c10d.py
     return StackSample(rank, 100 + rank, state, "train", idle, stack, stack)
 
 
-def test_who_stands_out():
+def test_identify_stalled_ranks():
     def ranks(*looks):
         return [one.rank for one in identify_stalled_ranks(looks)[0]]
 
@@ -172,7 +172,7 @@ def test_who_stands_out():
     assert ranks(sample_stacks(0, stack="mine.py")) == [0]
 
 
-def test_threads_are_told_apart():
+def test_threads_are_distinguished():
     text = (
         'Thread 0x00007f01 (most recent call first):\n  File "a.py", line 1 in f\n\n'
         'Current thread 0x00007f02 (most recent call first):\n  File "b.py", line 2 in g\n'

@@ -5,7 +5,7 @@ import torch
 from megatron_rl.telemetry.peak_memory import PeakMemory
 
 
-def test_what_a_sleeping_engine_gave_back_is_left_out(monkeypatch):
+def test_memory_released_by_sleeping_engine_is_excluded(monkeypatch):
     counted = {"now": 0, "most": 0}  # by torch: it counts memory that the engine has unmapped
 
     def hold(change):

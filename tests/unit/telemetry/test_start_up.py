@@ -6,7 +6,7 @@ import pytest
 from megatron_rl.telemetry.start_up import StartUp
 
 
-def test_every_second_since_the_process_began_belongs_to_one_part():
+def test_phases_cover_time_since_process_start():
     start = StartUp()
     for part in ("engine_check", "imports", "push"):
         start.ended(part)

@@ -53,7 +53,7 @@ def history(folder):
     return rows, run
 
 
-def test_steps_that_a_rewind_repeats_arrive_under_the_runs_own_id(tmp_path):
+def test_repeated_steps_after_rewind_keep_run_id(tmp_path):
     folder = tmp_path / "a-common-name"
     folder.mkdir()
     environment = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(tmp_path)}

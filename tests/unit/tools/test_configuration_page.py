@@ -4,11 +4,11 @@ from megatron_rl.config import Config, valid_keys
 from tools.configuration_page import PAGE, page
 
 
-def test_the_page_is_what_the_tool_makes():
+def test_page_equals_output_of_tool():
     assert PAGE.read_text() == page(), "run python tools/configuration_page.py"
 
 
-def test_every_key_has_a_row_with_its_default_and_its_rule():
+def test_every_key_has_row_with_its_default_and_its_rule():
     rows = [line.split(" | ") for line in page().splitlines() if line.startswith("| `")]
     output = {row[0].strip("| `"): row[1:] for row in rows}
     # A section within a section is a key of its own, beside those in it.

@@ -71,7 +71,7 @@ def test_numeric_checks_fail_on_wrong_results(monkeypatch, check, module, name):
     assert "error is" in failing(name, check)
 
 
-def test_objective_is_compared_with_the_cpu(monkeypatch):
+def test_objective_is_compared_with_cpu(monkeypatch):
     from megatron_rl import objectives
 
     calls, right = itertools.count(), objectives.policy_loss
@@ -168,7 +168,7 @@ def test_layer_checks_fail_on_differences(monkeypatch, check, logprob, norm, dev
     assert output in failing("layers", check)
 
 
-def test_operations_of_an_update():
+def test_operations_of_update():
     # hidden 4, 2 heads of 2, 1 of keys; a layer 4 * (2 * 4 + 4 + 3 * 8) = 144, the head 4 * 10;
     # 6 * 184 * 3 tokens; pairs 1 + 2 + 3 = 6, 12 * 1 * 4 * 6.
     config = {"hidden_size": 4, "num_attention_heads": 2, "num_key_value_heads": 1,

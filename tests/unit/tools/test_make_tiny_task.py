@@ -27,13 +27,13 @@ spec.loader.exec_module(tiny)
 PROBLEM = tiny.Problem(4, (("+", 8), ("-", 3), ("-", 9)))
 
 
-def test_solution_has_every_step_and_a_boxed_answer():
+def test_solution_has_every_step_and_boxed_answer():
     assert PROBLEM.question == "Work out 4 + 8 - 3 - 9 modulo 10."
     assert PROBLEM.solution(random.Random(0), 0.0) == "4+8=2-3=9-9=0\n\\boxed{0}"
     assert PROBLEM.answer == 0
 
 
-def test_noise_is_the_rate_of_wrong_steps():
+def test_noise_equals_rate_of_wrong_steps():
     generator = random.Random(0)
     wrong = [PROBLEM.solution(generator, 1.0) for _ in range(200)]
     assert all(solution[4] != "2" for solution in wrong)  # every first step is wrong
@@ -43,7 +43,7 @@ def test_noise_is_the_rate_of_wrong_steps():
     assert abs(right / 200 - 72 / 729) < 0.06
 
 
-def test_sets_are_disjoint_and_determined_by_the_seed():
+def test_sets_are_disjoint_and_determined_by_seed():
     settings = tiny.Settings(train=70, heldout=30, shortest=2, longest=2)
     # There are 10 * 20 = 200 problems, so that some of 100 random ones would repeat.
     first = tiny.draw_distinct(random.Random("x"), settings, 100)
@@ -124,7 +124,7 @@ def test_fine_tuning_rounds_identically_on_older_processors():
     assert train(**without, **older) != portable
 
 
-def test_stored_model_is_used_only_for_the_default_settings(tmp_path):
+def test_stored_model_is_used_only_for_default_settings(tmp_path):
     """The written weights equal the stored ones bit for bit."""
     from safetensors.torch import load_file
 

@@ -22,7 +22,7 @@ def tokenizer():
     return build_tokenizer()
 
 
-def test_the_form_is_that_of_the_chat_template(tokenizer):
+def test_format_equals_chat_template(tokenizer):
     generator = random.Random(1)
     for _ in range(20):
         one = draw_conversation(generator, 0.5)
@@ -44,7 +44,7 @@ def test_the_form_is_that_of_the_chat_template(tokenizer):
 
 
 @pytest.mark.parametrize(("task", "environment"), [("ask", Ask), ("lookup", Lookup)])
-def test_the_environment_rewards_its_own_answer_and_no_other(task, environment):
+def test_environment_rewards_its_own_answer_and_no_other(task, environment):
     rows = draw_rows(random.Random(3), Settings(train=50, heldout=10), task)
     assert len(rows) == 60
     for row in rows:
@@ -64,7 +64,7 @@ def test_the_environment_rewards_its_own_answer_and_no_other(task, environment):
 
 
 @pytest.mark.parametrize("task", ["ask", "lookup"])
-def test_a_tenth_is_the_blind_ceiling(task):
+def test_no_symbol_predicts_answer_better_than_chance(task):
     """No symbol of the prompt says more about the answer than chance."""
     rows = draw_rows(random.Random(4), Settings(train=4000, heldout=0), task)
     for place in (9, 10, 11, -2):  # the number's digits, and the key or the last digit

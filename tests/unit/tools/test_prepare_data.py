@@ -43,7 +43,7 @@ def test_files_become_prompts_with_distinct_problems(tmp_path):
         check_prompt_file(file, Columns())
 
 
-def test_what_cannot_be_made_is_said_with_the_way_to_it(tmp_path):
+def test_unavailable_data_names_how_to_get_it(tmp_path):
     done = prepare(tmp_path, f"amc23={tmp_path}/none.jsonl", "aime24")
     assert done.returncode == 1
     assert "none.jsonl does not exist" in done.stderr

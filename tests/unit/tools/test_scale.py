@@ -6,7 +6,7 @@ from tools.benchmarks.scale import NAMES, PAGE, module_named, replace_section
 from tools.benchmarks.scale_rows import HEAD, Row
 
 
-def test_row_is_a_line_of_the_table():
+def test_row_is_line_of_table():
     row = Row("sockets", "tp8 pp4", 1024, 2836, 0.12345, "a rank", "counted")
     line = row.to_line()
     assert line == "| sockets | tp8 pp4 | 1,024 | 2,836 | 0.123 | a rank | counted |"
@@ -22,7 +22,7 @@ def test_section_is_replaced_where_it_is():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_modules_have_title_text_and_a_section(name):
+def test_modules_have_title_text_and_section(name):
     module = module_named(name)
     assert module.TITLE and module.TEXT and callable(module.rows)
     assert f"<!-- rows: {name} -->\n## {module.TITLE}\n" in PAGE.read_text()

@@ -178,7 +178,7 @@ class ConversingEngine(ScriptedEngine):
 
     def generate(self, prompts, *, on_response, **options):
         def give(place, response):
-            grade = GradeResult(1.0, "told", None) if response.sample_index % 2 else None
+            grade = GradeResult(1.0, "scripted", None) if response.sample_index % 2 else None
             replies = tuple({"role": "assistant", "content": text} for text in ("ask", "say"))
             converted[place] = replace(
                 response, token_ids=np.array([7, 5, 2], np.int32), observed=((1, 2),), grade=grade,
@@ -192,10 +192,10 @@ class ConversingEngine(ScriptedEngine):
 
 
 class ScriptedPool:
-    """Judges by the text; the first judgements of all get these reasons for no reward."""
+    """Grade by the text; the first responses get these reasons for no reward."""
 
     time_limit = 5.0
-    judged = 0
+    num_graded = 0
     is_within_limits = False
 
     def __init__(self, *reasons, named=False):
@@ -215,7 +215,7 @@ class ScriptedPool:
 
 
 class NoCheckpoints:
-    """Saves nothing; asked to end after step `last`."""
+    """Saves nothing; interrupted after step `last`."""
 
     step_progress = None
 

@@ -22,7 +22,7 @@ from megatron_rl.types import Prompt
 from tests.unit.trainer.scripted import make_config
 
 
-def test_a_run_continues_before_the_engine_takes_its_memory(tmp_path, monkeypatch):
+def test_checkpoint_loads_before_engine_allocates_memory(tmp_path, monkeypatch):
     config = parse_config(
         {
             "model": {"path": "m"}, "data": {"train": "t"},
@@ -76,13 +76,13 @@ def test_a_run_continues_before_the_engine_takes_its_memory(tmp_path, monkeypatc
     assert trainer.checkpoints.done == 3
 
 
-def test_no_engine_starts_without_the_tokenizer_that_makes_texts_for_the_verifier(tmp_path):
+def test_missing_tokenizer_is_refused_before_engine_starts(tmp_path):
     settings = {"model": {"path": str(tmp_path)}, "data": {"train": "t.jsonl"}}
     with pytest.raises(ValueError, match="has no tokenizer"):
         build.build_engine(parse_config(settings), Topology.single())
 
 
-def test_a_verifier_that_returns_no_reward_is_refused_by_one_clear_error():
+def test_verifier_without_reward_is_refused_by_one_error():
     name = "tests.unit.rewards.misbehaving_verifiers:return_a_pair"
     prompt = Prompt(0, (), (1,), "7", "set")
     with (
@@ -94,7 +94,7 @@ def test_a_verifier_that_returns_no_reward_is_refused_by_one_clear_error():
         build._start_verifiers(pool, prompt, make_config())
 
 
-def test_a_majority_vote_of_numbers_is_no_score_to_keep_the_best_by():
+def test_majority_vote_of_numbers_cannot_select_best():
     """Refused by the command, and by the ranks that another launcher starts."""
     name = "tests.unit.rewards.misbehaving_verifiers:break_in_a_run"  # here it returns 0
     prompt = Prompt(0, (), (1,), "7", "set")
@@ -116,7 +116,7 @@ def test_a_majority_vote_of_numbers_is_no_score_to_keep_the_best_by():
 @pytest.mark.parametrize(
     ("ranks_here", "cores", "workers"), [("2", 16, 8), ("3", 16, 5), ("4", 2, 1), (None, 6, 3)]
 )
-def test_verifiers_are_as_many_as_a_rank_has_cores(monkeypatch, ranks_here, cores, workers):
+def test_verifier_processes_equal_cores_of_rank(monkeypatch, ranks_here, cores, workers):
     """Without a launcher that says how many ranks a node has, all are thought to be here: two."""
     monkeypatch.setattr(build.os, "sched_getaffinity", lambda process: set(range(cores)))
     if ranks_here is None:

@@ -13,7 +13,7 @@ STEP = {
 }  # fmt: skip
 
 
-def test_a_step_says_what_is_done_what_is_left_and_how_long_a_step_takes():
+def test_step_line_has_progress_remaining_time_and_step_time():
     """12 steps are left, and the last two took 3 s on average: 36 s."""
     assert step_line(STEP, steps=16, recent=(2.6, 3.4)) == (
         "step    4/16  reward 0.814  length 38 (0% cut)  acceptance 0.967  35.5k tok/s"
@@ -28,11 +28,11 @@ def test_a_step_says_what_is_done_what_is_left_and_how_long_a_step_takes():
     ("seconds", "words"),
     [(41.2, "41 s"), (150, "2 min"), (5990, "100 min"), (7200, "2.0 h"), (90 * 3600, "90.0 h")],
 )
-def test_durations_are_as_precise_as_an_estimate(seconds, words):
+def test_duration_precision_matches_estimate(seconds, words):
     assert duration(seconds) == words
 
 
-def test_a_score_without_a_sensible_size_stays_short():
+def test_score_without_sensible_size_stays_short():
     assert [percent(one) for one in (0.954, -0.5, 1e30, None, float("nan"))] == [
         "95.4%", "-50.0%", "1e+32%", "none", "none",
     ]  # fmt: skip
@@ -41,7 +41,7 @@ def test_a_score_without_a_sensible_size_stays_short():
 
 
 @pytest.mark.parametrize("is_below", [True, False])
-def test_the_end_names_the_commands_that_go_on_from_here(tmp_path, monkeypatch, is_below):
+def test_last_lines_name_next_commands(tmp_path, monkeypatch, is_below):
     """Paths are relative to the folder that the run was started in, where it lies below."""
     rows = [
         {"step": 0, "eval/heldout/avg@8": 0.33, "eval/heldout/pass@8": 0.4},
@@ -65,7 +65,7 @@ def test_the_end_names_the_commands_that_go_on_from_here(tmp_path, monkeypatch, 
     ]
 
 
-def test_a_run_of_one_fast_step_has_a_singular_and_its_seconds(tmp_path):
+def test_run_of_one_step_uses_singular_and_seconds(tmp_path):
     rows = [{"step": 1, "time/step": 0.03, "time/train": 0.02, "eval/a/avg@2": None}]
     lines = closing_lines(RunDirectory(tmp_path / "run"), rows)
     assert lines[:2] == ["Trained run: 1 rollout batch", "  seconds: 0.03 (train 0.02)"]

@@ -45,14 +45,14 @@ def test_early_stopping_without_bounds_is_off():
         ),
     ],
 )
-def test_rule_applies_from_the_second_epoch(bounds, within, crossing, message):
+def test_early_stopping_applies_from_second_epoch(bounds, within, crossing, message):
     early_stopping = build(**bounds)
     assert early_stopping.rule(1) is None  # the first epoch is never stopped
     assert early_stopping.rule(2)(within) is None
     assert message in early_stopping.rule(2)(crossing)
 
 
-def test_crossing_update_is_not_made_and_the_next_batch_follows(tmp_path):
+def test_update_beyond_limit_is_not_made_and_next_batch_follows(tmp_path):
     """Two steps of 3 epochs x 2 minibatches; only the fifth update drifts."""
     events, trainer = run_loop(tmp_path, sections={"early_stopping": {"kl": 0.1}}, drifted=(5,))
     first, second = read_metrics(tmp_path)[1:]

@@ -47,14 +47,14 @@ def run(folder, *, steps=4, **sections):
     return run_loop(folder, trainer={"steps": steps}, sections=sections)
 
 
-def test_the_default_is_no_lag(tmp_path):
+def test_default_has_no_lag(tmp_path):
     run_loop(tmp_path)
     for row in read_metrics(tmp_path)[1:]:
         assert (row["lag/steps_max"], row["lag/updates_mean"], row["replay/fraction"]) == (0, 0, 0)
     assert [row["updates"] for row in read_rows(tmp_path / "schedule.jsonl")] == [0, 6]
 
 
-def test_what_is_frozen_is_of_the_policy_that_generated(tmp_path):
+def test_behavior_log_probs_are_of_generating_policy(tmp_path):
     """Fails where log-probs are computed as a group is trained: they would be -6 and -12."""
     run(tmp_path, lag={"batches": 2})
     assert [frozen(tmp_path, step) for step in (1, 2, 3, 4)] == [{0.0}, {0.0}, {0.0}, {-6.0}]
@@ -68,7 +68,7 @@ def test_what_is_frozen_is_of_the_policy_that_generated(tmp_path):
         assert set(versions) == {max(0, step - 3)}
 
 
-def test_a_queue_trains_the_prompts_of_the_plain_run_shifted(tmp_path):
+def test_queue_trains_prompts_of_plain_run_later(tmp_path):
     """The same prompts in the same order with the same seeds; only the weights are older."""
     plainly, _ = run(tmp_path / "plain")
     late, _ = run(tmp_path / "late", lag={"batches": 1})
@@ -113,9 +113,7 @@ class SeededEngine(ScriptedEngine):
     ],
     ids=str,
 )
-def test_what_the_same_weights_generate_is_one_call_with_the_results_of_several(
-    tmp_path, monkeypatch, sections
-):
+def test_one_call_for_same_weights_equals_several_calls(tmp_path, monkeypatch, sections):
     options = {"sections": sections, "solved": (0, 1), "engine": SeededEngine}
     together, _ = run_loop(tmp_path / "together", trainer={"steps": 6}, **options)
     generate = EngineSource.generate
@@ -145,7 +143,7 @@ def test_what_the_same_weights_generate_is_one_call_with_the_results_of_several(
     ],
     ids=str,
 )
-def test_a_batch_baseline_is_of_the_batch_that_is_trained_also_after_a_resume(tmp_path, sections):
+def test_batch_baseline_uses_trained_batch_also_after_resume(tmp_path, sections):
     """Prompts 0 to 2 are always solved, the others every second time: no two batches are alike."""
     options = {
         "sections": sections | {"advantage": {"estimator": "batch_baseline"}},
@@ -178,7 +176,7 @@ def test_publishing_every_second_step_pushes_and_generates_every_second_step(tmp
     assert "sync/seconds" not in rows[0] and "sync/seconds" in rows[1]
 
 
-def test_an_evaluation_needs_the_present_weights(tmp_path):
+def test_evaluation_syncs_current_weights(tmp_path):
     with pytest.raises(ValueError, match=r"make eval\.every a multiple"):
         run(tmp_path, lag={"sync_weights_every": 3})
 
@@ -205,7 +203,7 @@ def test_replayed_groups_keep_their_log_probs_and_are_counted(tmp_path):
     ],
     ids=str,
 )
-def test_a_run_continued_with_a_full_buffer_goes_on_as_if_nothing_had_happened(tmp_path, sections):
+def test_run_resumed_with_full_buffer_equals_uninterrupted_run(tmp_path, sections):
     """After every step; what is held goes through a file, as in a checkpoint."""
     _, trainer = run(tmp_path / "whole", **sections)
     for done in (1, 2, 3):
@@ -229,14 +227,14 @@ def test_a_run_continued_with_a_full_buffer_goes_on_as_if_nothing_had_happened(t
     assert not trainer.run.buffer.groups or "replay" in sections
 
 
-def test_the_engine_s_log_probs_are_the_denominator_where_asked(tmp_path):
+def test_engine_log_probs_are_denominator_if_configured(tmp_path):
     """The scripted engine says -0.1 of every token; the actor scores nothing."""
     events, _ = run(tmp_path, behavior="engine", lag={"batches": 1})
     assert "behavior" not in {event[0] for event in events}
     assert frozen(tmp_path, 1) == frozen(tmp_path, 4) == {float(np.float32(-0.1))}
 
 
-def test_decoupled_ratios_start_at_the_present_policy_and_keep_the_engine_s_log_probs(tmp_path):
+def test_decoupled_ratios_start_at_current_policy_and_keep_engine_log_probs(tmp_path):
     correction = {"high": 2.0}
     events, _ = run_loop(
         tmp_path, trainer={"steps": 3}, sections={"behavior": "engine", "lag": {"batches": 1}},
@@ -286,18 +284,18 @@ def count_no_replay(monkeypatch):
     [
         (
             freeze_late,
-            test_what_is_frozen_is_of_the_policy_that_generated,
+            test_behavior_log_probs_are_of_generating_policy,
         ),
         (
             tell_another_version,
-            test_what_is_frozen_is_of_the_policy_that_generated,
+            test_behavior_log_probs_are_of_generating_policy,
         ),
-        (lose_the_order, test_a_queue_trains_the_prompts_of_the_plain_run_shifted),
+        (lose_the_order, test_queue_trains_prompts_of_plain_run_later),
         (freeze_late, test_replayed_groups_keep_their_log_probs_and_are_counted),
         (count_no_replay, test_replayed_groups_keep_their_log_probs_and_are_counted),
     ],
 )
-def test_a_broken_contract_is_seen(tmp_path, monkeypatch, mutate, check):
+def test_broken_contract_raises(tmp_path, monkeypatch, mutate, check):
     mutate(monkeypatch)
     with pytest.raises(AssertionError):
         check(tmp_path)
@@ -318,7 +316,7 @@ class Saver(NoCheckpoints):
             write_groups(self.file, groups)
 
 
-def test_the_order_of_what_is_held_does_not_matter(tmp_path):
+def test_order_of_buffer_does_not_matter(tmp_path):
     """A buffer that lost its order would train other groups: the schedule sorts for itself."""
     sections = {"replay": {"capacity": 3, "fresh": 0.5}}
     held: list = []

@@ -55,7 +55,7 @@ def make_batch(config, rewards, *, finish_reason="stop", objective=None):
         ({}, ("oapl", {}), [True] * 4),
     ],
 )
-def test_a_group_of_equal_rewards_is_computed_where_it_is_needed(trainer, objective, computed):
+def test_group_of_equal_rewards_is_computed_if_needed(trainer, objective, computed):
     name, options = objective
     objective = build_objective(name, **options)
     batch = make_batch(make_config(trainer=trainer), (1, 0, 1, 1), objective=objective)
@@ -70,14 +70,14 @@ def test_a_group_of_equal_rewards_is_computed_where_it_is_needed(trainer, object
     assert metrics["rollout/entropy"] == 0.375  # of 0.5 and 0.25
 
 
-def test_one_response_without_advantage_in_a_group_is_left_out_too():
+def test_single_response_without_advantage_is_skipped():
     config = make_config(rollout={"prompts_per_step": 2, "responses_per_prompt": 2},
                          advantage={"estimator": "batch_baseline"})  # fmt: skip
     batch = make_batch(config, (0.5, 0.5, 1, 0))
     assert batch.computed == [False, False, True, True]
 
 
-def test_a_batch_that_can_teach_something_is_passed_over_in_silence():
+def test_batch_with_signal_prints_no_warning():
     config = make_config()
     assert describe_no_learning(make_batch(config, (1, 0, 1, 1)), config) is None
 
@@ -91,7 +91,7 @@ def test_a_batch_that_can_teach_something_is_passed_over_in_silence():
         ((0, 0, 0, 0), "length", ["max_response_tokens=8", "same reward, 0,"]),
     ],
 )
-def test_what_keeps_a_run_from_learning_is_said_with_its_cause(rewards, finish_reason, words):
+def test_missing_signal_is_reported_with_cause(rewards, finish_reason, words):
     config = make_config()
     text = describe_no_learning(make_batch(config, rewards, finish_reason=finish_reason), config)
     assert text.startswith("warning: ")
@@ -99,7 +99,7 @@ def test_what_keeps_a_run_from_learning_is_said_with_its_cause(rewards, finish_r
         assert word in text
 
 
-def test_packs_for_less_than_the_longest_sequence_are_said_to_be_slow():
+def test_packs_shorter_than_longest_sequence_give_warning():
     assert describe_slow_packs(make_config()) is None  # 8 + 8 tokens fit into 16
     text = describe_slow_packs(make_config(trainer={"tokens_per_micro_batch": 15}))
     assert "tokens_per_micro_batch=15" in text
@@ -117,7 +117,7 @@ def test_packs_for_less_than_the_longest_sequence_are_said_to_be_slow():
         ((0, -1, 0, 0), 1, []),
     ],
 )
-def test_an_unusual_reward_is_reported_once_with_its_cure(rewards, step, words):
+def test_unusual_reward_is_reported_once_with_its_cure(rewards, step, words):
     config = make_config()
     check, batch = LearningCheck(config), make_batch(config, rewards)
     found = check.warnings({"step": step}, batch)
@@ -126,7 +126,7 @@ def test_an_unusual_reward_is_reported_once_with_its_cure(rewards, step, words):
     assert check.warnings({"step": step}, batch) == []
 
 
-def test_steps_without_a_gradient_are_reported_at_first_and_every_tenth_time():
+def test_steps_without_gradient_are_reported_at_first_and_every_tenth_time():
     config = make_config()
     check, useless = LearningCheck(config), make_batch(config, (1, 1, 0, 0))
     found = [check.warnings({"step": step}, useless) for step in range(2, 23)]
@@ -173,15 +173,15 @@ def test_tolerances_of_other_lengths_are_answered_by_those_that_fit():
         },
     ],
 )
-def test_an_acceptance_that_is_usual_or_cannot_differ_is_passed_over(case):
+def test_usual_or_fixed_acceptance_gives_no_warning(case):
     assert tolerances(**case) is None
 
 
-def test_too_wide_is_judged_at_the_full_learning_rate():
+def test_too_wide_bounds_are_checked_at_full_learning_rate():
     assert "of step 11 unchanged" in tolerances(1.0, step=11, optimizer={"warmup_steps": 10})
 
 
 @pytest.mark.parametrize("case", [{"objective": {"name": "grpo"}}, {"spread": float("nan")}])
-def test_without_a_rule_the_cure_is_a_lower_rate(case):
+def test_suggestion_without_rule_is_lower_learning_rate(case):
     text = tolerances(0.5, **case)
     assert "rejected 50%" in text and "lower optimizer.learning_rate" in text

@@ -32,7 +32,7 @@ from tests.unit.trainer import scripted
 from tests.unit.trainer.scripted import PROMPTS, ScriptedEngine, ScriptedPool, make_config, run_loop
 
 
-def test_a_step_generates_once_freezes_once_and_reuses(tmp_path):
+def test_step_generates_once_scores_once_and_reuses(tmp_path):
     events, trainer = run_loop(tmp_path)
     kinds = [event[0] for event in events]
     # 3 epochs x 2 minibatches
@@ -76,7 +76,7 @@ def test_unusable_updates_are_skipped_counted_and_kept(tmp_path):
     assert trainer.actor.updates == 10  # neither the count nor the learning rate's clock went on
 
 
-def test_too_many_unusable_updates_in_a_row_end_the_run(tmp_path):
+def test_too_many_consecutive_skipped_updates_end_run(tmp_path):
     with pytest.raises(
         FloatingPointError, match="3 consecutive updates had no usable gradient"
     ) as e:
@@ -87,7 +87,7 @@ def test_too_many_unusable_updates_in_a_row_end_the_run(tmp_path):
     )
 
 
-def test_a_kl_term_scores_the_reference_once_per_rollout_batch(tmp_path):
+def test_kl_term_scores_reference_once_per_rollout_batch(tmp_path):
     events, _ = run_loop(tmp_path, kl={"coefficient": 0.5, "estimator": "k1"})
     kinds = [event[0] for event in events]
     assert kinds.count("reference") == 2  # two steps
@@ -122,7 +122,7 @@ def test_every_kind_of_deviation_reaches_its_estimator():
         assert differ == [estimator == "batch_baseline"] * 3
 
 
-def test_rows_hold_the_stable_metrics(tmp_path):
+def test_rows_hold_stable_metrics(tmp_path):
     run_loop(tmp_path)
     rows = read_metrics(tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -143,7 +143,7 @@ def test_rows_hold_the_stable_metrics(tmp_path):
     assert abs(rows[1]["mismatch/logprob_abs_diff_mean"] - 0.1) < 1e-6
 
 
-def test_greedy_evaluation_judges_one_response_to_each_prompt_by_its_own_answer(tmp_path):
+def test_greedy_evaluation_grades_one_response_per_prompt(tmp_path):
     config = make_config()
     config = parse_config(config.model_dump() | {"eval": {"temperature": 0, "samples": 2}})
     prompts = [replace(PROMPTS[0], index=i, ground_truth=answer) for i, answer in enumerate("100")]
@@ -159,9 +159,7 @@ def test_greedy_evaluation_judges_one_response_to_each_prompt_by_its_own_answer(
     assert evaluator.evaluate(0)["eval/held/avg@1"] == 2 / 3
 
 
-def test_an_evaluation_says_what_was_not_judged_and_has_no_vote_without_answers(
-    tmp_path, monkeypatch
-):
+def test_evaluation_reports_ungraded_and_omits_vote_without_answers(tmp_path, monkeypatch):
     """Each of the four first verdicts has no answer; one ran out of time, two failed."""
     output = []
     monkeypatch.setattr(Console, "echo", lambda self, text="": output.append(text))
@@ -181,7 +179,7 @@ def test_an_evaluation_says_what_was_not_judged_and_has_no_vote_without_answers(
     assert evaluation_scores(tmp_path, metric="eval_macro/maj@2") == {2: 0.5}
 
 
-def test_a_continued_run_takes_the_walk_of_the_uninterrupted_one(tmp_path):
+def test_resumed_run_equals_uninterrupted_run(tmp_path):
     whole, _ = run_loop(tmp_path / "whole")
     rest, _ = run_loop(tmp_path / "rest", done=1)
     generated = [event for event in whole if event[0] == "generate"]
@@ -189,7 +187,7 @@ def test_a_continued_run_takes_the_walk_of_the_uninterrupted_one(tmp_path):
     assert [event for event in rest if event[0] == "generate"] == generated[2:]
 
 
-def test_rewards_that_say_nothing_about_the_response_are_counted(tmp_path):
+def test_missing_grades_are_counted(tmp_path):
     reasons = ("time limit", "time limit", "ground truth not understood")
     run_loop(tmp_path, reasons=(*["of the evaluation"] * 4, *reasons))
     row = read_metrics(tmp_path)[1]
@@ -198,13 +196,13 @@ def test_rewards_that_say_nothing_about_the_response_are_counted(tmp_path):
     assert row["reward/unparsable_truth_fraction"] == 1 / 16
 
 
-def test_a_batch_without_one_judgement_in_time_is_an_error(tmp_path):
+def test_batch_without_any_grade_raises(tmp_path):
     # the evaluation before training has 2 prompts x 2 responses
     with pytest.raises(VerifierError, match=r"none of 4 .* reward.time_limit_seconds=5, .* raise"):
         run_loop(tmp_path, reasons=["time limit"] * 4)
 
 
-def test_whether_anything_was_judged_is_decided_over_several_prompts():
+def test_missing_grades_raise_only_over_several_prompts():
     """One prompt decides nothing, however often; two do, also of two calls."""
     response = Response(0, 0, np.zeros(1, np.int32), np.zeros(1, np.float32), "1", "stop", 0)
 
@@ -213,7 +211,7 @@ def test_whether_anything_was_judged_is_decided_over_several_prompts():
         grader.finish(PROMPTS[:1], [response])
 
     grader = Grader(ScriptedPool("time limit", "equal", "time limit", FAILED), Topology.single())
-    for _ in range(2):  # the first was not judged, the second was
+    for _ in range(2):  # the first was not graded, the second was
         answer(grader)
         grader.check(prompts=2)
     answer(grader)
@@ -228,12 +226,12 @@ def test_whether_anything_was_judged_is_decided_over_several_prompts():
         grader.check(prompts=2)
 
 
-def test_one_prompt_that_no_verifier_ends_on_does_not_end_the_run(tmp_path, monkeypatch):
+def test_one_ungraded_prompt_does_not_end_run(tmp_path, monkeypatch):
     """Under a drawn lag the last steps generate for a single slot: here for that of prompt 0."""
-    judge_all = ScriptedPool.verify_all
+    verify_all_scripted = ScriptedPool.verify_all
 
     def time_out(pool, items, *, more):
-        grade_results = judge_all(pool, items := [*items, *more()], more=list)
+        grade_results = verify_all_scripted(pool, items := [*items, *more()], more=list)
         return [
             GradeResult(0.0, TIME_LIMIT, None) if item.ground_truth == "odd" else grade_result
             for item, grade_result in zip(items, grade_results, strict=True)
@@ -247,7 +245,7 @@ def test_one_prompt_that_no_verifier_ends_on_does_not_end_the_run(tmp_path, monk
     assert len(read_metrics(tmp_path)) == 7
 
 
-def test_the_order_in_which_responses_end_changes_nothing(tmp_path):
+def test_order_of_finished_responses_changes_nothing(tmp_path):
     """Nor does how many have ended when the workers look: verdicts belong to places."""
     for name, order in (("first", iter), ("last", reversed)):
         run_loop(tmp_path / name, order=order)
@@ -264,13 +262,13 @@ def test_the_order_in_which_responses_end_changes_nothing(tmp_path):
     assert rows[0][1]["rollout/engine_imbalance"] == 1.5  # 3 s, on average 2
 
 
-def test_a_run_that_is_asked_to_end_ends_between_two_steps(tmp_path):
+def test_stop_request_ends_run_between_steps(tmp_path):
     events, trainer = run_loop(tmp_path, last=1)
     assert trainer.checkpoints.saved == [1]
     assert events[-1] == ("push", 1, 6)  # the walk of step 1 to its end, nothing of step 2
 
 
-def test_a_collective_waits_minutes_and_longer_than_the_watcher():
+def test_collective_timeout_exceeds_watchdog():
     def seconds(**sections):
         values = {"model": {"path": "m"}, "data": {"train": "t"}} | sections
         return collective_timeout(parse_config(values)).total_seconds()
@@ -281,7 +279,7 @@ def test_a_collective_waits_minutes_and_longer_than_the_watcher():
     assert seconds(trainer={"stall_seconds": None}) == 30 * 60
 
 
-def test_what_the_writing_rank_cannot_write_is_raised_for_all(tmp_path, monkeypatch):
+def test_write_error_of_rank_0_is_raised_on_all_ranks(tmp_path, monkeypatch):
     def fail(log, row, **more):
         raise OSError(28, "No space left on device")
 
@@ -299,7 +297,7 @@ def test_what_the_writing_rank_cannot_write_is_raised_for_all(tmp_path, monkeypa
     assert error.value.__notes__ == ["writing the rollouts of step 1"]
 
 
-def test_the_phases_of_a_step_add_up_to_it(tmp_path, monkeypatch):
+def test_phases_add_up_to_step(tmp_path, monkeypatch):
     """Of work, not of seconds: the clock counts the calls that Python has made."""
     calls = 0
 
@@ -320,7 +318,7 @@ def test_the_phases_of_a_step_add_up_to_it(tmp_path, monkeypatch):
         assert 0.98 * row["time/step"] <= sum(phases.values()) <= row["time/step"]
 
 
-def test_a_checkpoint_gets_its_name_when_the_records_of_its_step_are_on_disk(tmp_path):
+def test_checkpoint_is_renamed_after_records_are_on_disk(tmp_path):
     """However late the thread is: a kill at any moment loses nothing that is not written again."""
     directory = RunDirectory(tmp_path)
     directory.create(make_config())
@@ -356,7 +354,7 @@ def test_a_checkpoint_gets_its_name_when_the_records_of_its_step_are_on_disk(tmp
     assert directory.checkpoints.intact_steps() == [1]
 
 
-def test_after_an_error_nothing_more_is_written_and_every_call_says_so(tmp_path):
+def test_recorder_after_error_writes_nothing_and_raises_on_every_call(tmp_path):
     writer, both = BackgroundWriter(), threading.Event()
     writer.submit(lambda: both.wait() and (tmp_path / "missing" / "rollouts").touch())
     writer.submit((tmp_path / "row").touch)
@@ -367,7 +365,7 @@ def test_after_an_error_nothing_more_is_written_and_every_call_says_so(tmp_path)
     assert not (tmp_path / "row").exists()
 
 
-def test_a_step_without_any_advantage_updates_and_records_all_the_same(tmp_path):
+def test_step_without_advantages_still_updates_and_records(tmp_path):
     """As before: weight decay and moments move. What was not computed is null."""
     reasons = ["of the evaluation"] * 4 + ["not the answer"] * 16  # those of step 1
     events, _ = run_loop(tmp_path, reasons=reasons)

@@ -42,7 +42,7 @@ def fail_to_write(rank, world_size, folder):
     return output
 
 
-def test_what_one_rank_cannot_write_is_raised_on_every_rank(tmp_path):
+def test_write_error_of_one_rank_is_raised_on_every_rank(tmp_path):
     own, others = run_ranks(fail_to_write, 2, tmp_path)
     assert own == ["OSError: [Errno 28] No space left on device"] * 2
     messages = "rank 0: OSError: [Errno 28] No space left on device"
@@ -55,7 +55,7 @@ def test_what_one_rank_cannot_write_is_raised_on_every_rank(tmp_path):
 @pytest.mark.parametrize(
     ("every", "shown"), [(10, [1, 10, 20]), (1, list(range(1, 22))), (0, []), (15, [1, 15])]
 )
-def test_one_rollout_every_so_many_steps_is_printed(capsys, every, shown):
+def test_sample_rollout_is_printed_at_interval(capsys, every, shown):
     config = test_learning_check.make_config(logging={"sample_every": every})
     batch = test_learning_check.make_batch(config, (1, 0, 1, 0))
     recorder = Recorder(config, None, None, Console(is_main_rank=True), PhaseClock())
@@ -69,7 +69,7 @@ def test_one_rollout_every_so_many_steps_is_printed(capsys, every, shown):
         assert [line.split()[0] for line in lines[i + 2 : i + 5]] == ["prompt", "response", "truth"]
 
 
-def test_a_sample_reaches_tensorboard_as_text(tmp_path):
+def test_sample_reaches_tensorboard_as_text(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = test_learning_check.make_config()

@@ -100,7 +100,7 @@ def count(kind, *lives):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sections", WAYS, ids=str)
-def test_asked_to_end_at_any_event_nothing_is_made_twice(tmp_path, sections):
+def test_stop_request_at_any_event_repeats_nothing(tmp_path, sections):
     """No update, nor a rollout batch but for the one out of which the run ends."""
     whole, _ = run(tmp_path / "whole", sections=sections)
     for when in moments(whole, sections):
@@ -131,7 +131,7 @@ def test_asked_to_end_at_any_event_nothing_is_made_twice(tmp_path, sections):
         ({"logging": {"keep_rollouts": 1}}, True),
     ],
 )  # fmt: skip
-def test_killed_at_any_event_the_run_ends_as_the_undisturbed_one(tmp_path, sections, late):
+def test_kill_at_any_event_ends_like_undisturbed_run(tmp_path, sections, late):
     whole, _ = run(tmp_path / "whole", sections=sections)
     again = []
     for when in moments(whole, sections):
@@ -149,7 +149,7 @@ def test_killed_at_any_event_the_run_ends_as_the_undisturbed_one(tmp_path, secti
         assert max(again) == 2
 
 
-def test_once_all_is_saved_a_further_request_changes_nothing(tmp_path):
+def test_stop_request_after_last_save_changes_nothing(tmp_path):
     """As when srun ends the other ranks because the first one has ended: seconds later, perhaps."""
     interruption = Interruption()
 
@@ -161,7 +161,7 @@ def test_once_all_is_saved_a_further_request_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("part", ["step_progress", "held"])
-def test_what_another_release_has_under_way_is_refused_by_one_error(tmp_path, monkeypatch, part):
+def test_step_in_progress_of_another_release_is_refused(tmp_path, monkeypatch, part):
     """Sound by its sums, but of another form: no traceback, and nothing is set aside or lost."""
     interruption = Interruption()
 
@@ -186,7 +186,7 @@ def test_what_another_release_has_under_way_is_refused_by_one_error(tmp_path, mo
     assert RunDirectory(tmp_path).checkpoints.intact_steps() == [step]
 
 
-def test_stop_message_names_the_signal_and_the_saved_update(tmp_path, monkeypatch):
+def test_stop_message_names_signal_and_saved_update(tmp_path, monkeypatch):
     output, interruption = [], Interruption()
     monkeypatch.setattr(Console, "echo", lambda self, text="": output.append(text))
     whole, _ = run(tmp_path / "whole")
@@ -215,7 +215,7 @@ def test_restored_step_of_partial_rollouts_does_not_advance():
         source.collect(4)
 
 
-def test_a_checkpoint_is_there_before_an_evaluation_that_fails(tmp_path):
+def test_checkpoint_is_saved_before_failing_evaluation(tmp_path):
     whole, _ = run(tmp_path / "whole")
     # Generated: the evaluation before training, two rollout batches, the evaluation of step 2.
     evaluation = [place for place, event in enumerate(whole) if event[0] == "generate"][3]
@@ -232,8 +232,8 @@ def test_a_checkpoint_is_there_before_an_evaluation_that_fails(tmp_path):
     assert_same(tmp_path / "a", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("when", ["asked to end", "killed"])
-def test_a_step_whose_reuse_ended_early_is_not_recorded_again(tmp_path, when):
+@pytest.mark.parametrize("when", ["interrupted", "killed"])
+def test_step_with_early_stopping_is_not_recorded_again(tmp_path, when):
     """The third update of step 2 is refused; the run ends after that step was saved."""
     options = {"sections": {"early_stopping": {"kl": 0.1}}}
     whole, _ = run(tmp_path / "whole", drifted=(7,), **options)
@@ -265,8 +265,8 @@ def test_a_step_whose_reuse_ended_early_is_not_recorded_again(tmp_path, when):
     assert_same(folder, tmp_path / "whole")
 
 
-def test_skipped_updates_stay_written_down_through_an_interruption(tmp_path):
-    """The first update is skipped, before the third the run is asked to end."""
+def test_skipped_updates_are_recorded_across_interruption(tmp_path):
+    """The first update is skipped, before the third the run is interrupted."""
     whole, _ = run(tmp_path / "whole", unusable=(1,))
     third = [place for place, event in enumerate(whole) if event[0] == "update"][2]
     interruption = Interruption()
@@ -283,8 +283,8 @@ def test_skipped_updates_stay_written_down_through_an_interruption(tmp_path):
     assert journals[0].read_text() == journals[1].read_text() != ""
 
 
-def test_updates_skipped_in_a_row_are_counted_through_an_interruption(tmp_path):
-    """Three end a run; here it is asked to end during the second of them, inside of a step."""
+def test_consecutive_skipped_updates_are_counted_across_interruption(tmp_path):
+    """Three end a run; here it is interrupted during the second of them, inside of a step."""
     whole, _ = run(tmp_path / "whole")
     sixth = [place for place, event in enumerate(whole) if event[0] == "update"][5]
     interruption = Interruption()
@@ -300,7 +300,7 @@ def test_updates_skipped_in_a_row_are_counted_through_an_interruption(tmp_path):
     run(tmp_path / "b", unusable=(2, 3))  # the seventh is well, and the count begins again
 
 
-def test_what_another_layout_generated_is_generated_again(tmp_path):
+def test_rollouts_of_another_layout_are_regenerated(tmp_path):
     """Its behavior log-probs would not be those of this layout in the last bits."""
     whole, _ = run(tmp_path / "whole")
     second_of_step_3 = [place for place, event in enumerate(whole) if event[0] == "update"][9]

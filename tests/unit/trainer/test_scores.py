@@ -27,7 +27,7 @@ def grade_results(text):
     ]
 
 
-def test_two_problems_by_hand():
+def test_scores_of_two_problems_by_hand():
     found = score_set(grade_results("7+ 3- 7+ 5-  1- 1- 2+ .-"), samples=4)
     assert found.by_problem["avg@4"].tolist() == [0.5, 0.25]
     # 2 of 4 are right: 1 - C(2,2)/C(4,2) = 5/6; 1 of 4: 1 - C(3,2)/C(4,2) = 1/2.
@@ -38,11 +38,11 @@ def test_two_problems_by_hand():
     assert list(found.by_problem) == ["avg@4", "pass@2", "pass@4", "maj@4"]
 
 
-def test_one_response_has_one_score():
+def test_single_response_has_one_score():
     assert list(score_set(grade_results("7+ 3-"), samples=1).by_problem) == ["avg@1"]
 
 
-def test_a_set_without_an_answer_has_no_majority():
+def test_set_without_answers_has_no_majority_score():
     """A verifier that returns a number gives none: 16 right responses are no vote for anything."""
     sets = {
         "numbers": score_set(grade_results(".+ .+ .- .+"), samples=2),
@@ -58,7 +58,7 @@ def test_a_set_without_an_answer_has_no_majority():
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 7])
-def test_pass_at_k_is_the_share_of_all_choices(samples):
+def test_pass_at_k_equals_enumeration(samples):
     for right in range(samples + 1):
         responses = [True] * right + [False] * (samples - right)
         for k in range(1, samples + 1):

@@ -21,7 +21,7 @@ from tests.unit.trainer.scripted import make_config
         ({"keep_every": 2, "keep_best": True}, [2, 4, 6, 7, 8]),
     ],
 )
-def test_milestones_and_the_best_are_spared(tmp_path, settings, kept):
+def test_pruning_keeps_milestones_and_best(tmp_path, settings, kept):
     directory = RunDirectory(tmp_path)
     directory.checkpoints.path.mkdir()
     scores = {1: (0.1, 0.1), 3: (0.9, 0.9), 4: (0.9, 0.5), 6: (0.2, 0.8), 7: (0.6, None)}

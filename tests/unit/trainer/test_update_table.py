@@ -77,7 +77,7 @@ def expected(seed, *, apart):
 
 
 @pytest.mark.parametrize("apart", [True, False])
-def test_every_update_is_told_by_lag_and_tenth(apart):
+def test_update_table_by_lag_and_decile(apart):
     """Step 5 after 40 updates, two minibatches of two groups; the third update is skipped."""
     results = [update(seed, apart=apart) for seed in range(5)]
     results[2] = UpdateResult(results[2].statistics, math.nan, 1e-3, skipped="nan")
@@ -116,7 +116,7 @@ def read(folder, step):
     return pq.read_table(folder / "updates" / f"step_{step:06d}.parquet").to_pylist()
 
 
-def test_a_run_leaves_a_table_of_each_step(tmp_path):
+def test_run_writes_table_of_each_step(tmp_path):
     """A queue of one, six updates a step: what step 3 trains is a version and six updates old."""
     run_loop(tmp_path, trainer={"steps": 3}, sections={"lag": {"batches": 1}})
     rows = read(tmp_path, 3)

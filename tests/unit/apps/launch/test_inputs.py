@@ -11,19 +11,19 @@ from tests.unit.apps.launch.test_launch import SLURM, config, plan
 __all__ = ["config"]  # a fixture
 
 
-def test_the_job_s_interpreter_finds_what_is_wrong(config):
+def test_interpreter_of_job_finds_errors(config):
     with pytest.raises(
         ConfigError, match=r"(?s)launch cannot start:\n.*model/config\.json does not"
     ):
         check_inputs(plan(config, {"executor": "local", "python": sys.executable}))
 
 
-def test_an_interpreter_that_cannot_check_is_a_warning(config):
+def test_interpreter_that_cannot_check_is_warning(config):
     warning = check_inputs(plan(config, {"executor": "local", "python": "/usr/bin/env"}))
     assert warning.startswith("prompts, reward and weights were not checked: /usr/bin/env failed: ")
 
 
-def test_a_run_on_other_machines_is_not_judged_by_this_one_s_devices(config):
+def test_run_on_other_machines_ignores_local_devices(config):
     """Transformer Engine needs CUDA, which a login node may lack."""
     launch = plan(
         config, SLURM | {"python": sys.executable}, "model.transformer_engine=true",

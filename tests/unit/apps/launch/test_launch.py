@@ -57,7 +57,7 @@ def plan(config, cluster, *overrides, **options):
 
 
 @pytest.mark.parametrize("file", sorted((EXAMPLES / "clusters").glob("*.yaml")), ids=str)
-def test_the_example_clusters_are_valid(file):
+def test_example_clusters_are_valid(file):
     load_cluster(file)
 
 
@@ -83,7 +83,7 @@ def test_wrong_cluster_files(tmp_path, change, output):
     assert output in str(error.value)
 
 
-def test_a_cluster_file_without_a_partition_or_that_is_missing(tmp_path):
+def test_missing_cluster_file_or_partition_is_refused(tmp_path):
     without = {key: value for key, value in SLURM.items() if key != "partition"}
     with pytest.raises(ConfigError, match="partition: missing"):
         load_cluster(write(tmp_path, without))
@@ -140,7 +140,7 @@ def test_launches_that_cannot_start(config, change, overrides, options, output):
     assert not (config.parent / "runs").exists()
 
 
-def test_a_launch_is_checked_where_there_is_no_torch():
+def test_launch_check_needs_no_torch():
     code = "import sys; sys.modules['torch'] = None; import megatron_rl.apps.launch.starting"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -153,7 +153,7 @@ def test_training_where_there_is_no_torch_is_refused_by_one_error(config):
     assert done.returncode == 1 and done.stderr.startswith(output) and done.stderr.count("\n") == 1
 
 
-def test_the_local_executor_has_one_node_and_one_job(config):
+def test_local_executor_has_one_node_and_one_job(config):
     with pytest.raises(ConfigError) as error:
         plan(config, {"executor": "local", "python": "/usr/bin/env"}, nodes=2, chain=2)
     assert "nodes=2: the local executor has one" in str(error.value)
@@ -166,7 +166,7 @@ def test_paths_that_nemo_run_would_change_are_refused(config):
             plan(config, SLURM, f"run.dir={folder}")
 
 
-def test_a_launch_is_complete_wherever_it_is_started(config):
+def test_launch_is_complete_from_any_folder(config):
     launch = plan(config, SLURM, "run.name=mine", "eval.sets.x=train.parquet")
     here = config.parent
     assert launch.config.model.path == str(here / "model")
@@ -177,7 +177,7 @@ def test_a_launch_is_complete_wherever_it_is_started(config):
     assert plan(config, SLURM, "run.name=mine").folder.name == "002"
 
 
-def test_values_of_the_environment_reach_a_rank_as_they_are(config, tmp_path):
+def test_environment_values_reach_ranks_unchanged(config, tmp_path):
     odd = "two  words; $HOME 'quoted' \"twice\" `date` \\ *"
     printed = tmp_path / "printed"
     launch = plan(config, SLURM | {"environment": {"ODD": odd, "lower": "kept"}})
@@ -190,7 +190,7 @@ def test_values_of_the_environment_reach_a_rank_as_they_are(config, tmp_path):
     assert variables["PYTHONPATH"].split(":")[0] == str(launch.folder / "source")
 
 
-def test_the_first_rank_that_fails_leaves_its_status(config, tmp_path):
+def test_first_rank_that_fails_leaves_its_status(config, tmp_path):
     """And a signal to all processes of a rank is its command's affair."""
     (stub := tmp_path / "python").write_text('#!/bin/sh\nkill -TERM $PPID; exit "$STATUS"\n')
     stub.chmod(0o755)
@@ -235,7 +235,9 @@ if [ $exitcode -ne 0 ]; then exit $exitcode; fi
         (143, 75, "RUNNING", 0, "answer", True),
     ],
 )
-def test_what_is_queued_again(config, tmp_path, status, first, state, restarts, nodes, requeued):
+def test_requeue_depends_on_exit_status(
+    config, tmp_path, status, first, state, restarts, nodes, requeued
+):
     """The batch lines in bash, around stand-ins for the three commands that need a SLURM."""
     launch = plan(config, SLURM)
     launch.folder.mkdir(parents=True)
@@ -259,7 +261,7 @@ def test_what_is_queued_again(config, tmp_path, status, first, state, restarts, 
 
 
 @pytest.mark.parametrize("status", [0, 137])
-def test_a_job_that_hung_is_queued_again_by_its_report(config, tmp_path, status):
+def test_hung_job_is_requeued_by_its_report(config, tmp_path, status):
     """Its watcher has killed the ranks, and srun says no more than that."""
     launch = plan(config, SLURM)
     launch.folder.mkdir(parents=True)
@@ -280,7 +282,7 @@ def test_a_job_that_hung_is_queued_again_by_its_report(config, tmp_path, status)
         assert read_exits(str(launch.folder))[-1].status == (75 if is_again else status)
 
 
-def test_a_batch_script_that_slurm_ends_does_not_pass_for_done(config):
+def test_batch_script_ended_by_slurm_is_not_done(config):
     launch = plan(config, SLURM)
     launch.folder.mkdir(parents=True)
     lines = batch_lines(launch, requeue=3, link=1)
@@ -293,7 +295,7 @@ def test_a_batch_script_that_slurm_ends_does_not_pass_for_done(config):
 
 
 @pytest.mark.parametrize(("earlier", "runs"), [("75", True), ("0", False), ("1", False)])
-def test_a_chained_job_runs_only_where_the_one_before_left_work(config, earlier, runs):
+def test_chained_job_runs_only_if_previous_job_left_work(config, earlier, runs):
     launch = plan(config, SLURM | {"requeue": 0}, chain=2)
     launch.folder.mkdir(parents=True)
     (launch.folder / "exits").write_text(f"6 0 {earlier}\n")
@@ -305,7 +307,7 @@ def test_a_chained_job_runs_only_where_the_one_before_left_work(config, earlier,
     assert [each.job for each in read_exits(str(launch.folder))] == ["6", "7"][: 1 + runs]
 
 
-def test_the_source_is_packaged_as_it_is_now(tmp_path):
+def test_source_is_packaged_with_uncommitted_changes(tmp_path):
     (tmp_path / "my_rewards.py").write_text("def score(): ...\n")
     source = read_source("my_rewards:score", tmp_path)
     assert source.files["my_rewards.py"] == tmp_path / "my_rewards.py"
@@ -328,7 +330,7 @@ def test_require_committed_lists_uncommitted_files():
     require_committed(Source({}, "abc", ""))
 
 
-def test_a_dry_run_offline_needs_no_slurm_and_no_file_of_the_cluster(config, monkeypatch, tmp_path):
+def test_offline_dry_run_needs_no_slurm_and_no_cluster_file(config, monkeypatch, tmp_path):
     """On a laptop: the run's folder cannot be made here, and nothing is written."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(starting, "require_nemo_run", lambda: None)
@@ -362,7 +364,7 @@ def local(config, monkeypatch, tmp_path):
     return plan(config, {"executor": "local", "python": "/usr/bin/env"})
 
 
-def test_nothing_is_written_where_nemo_run_is_missing(local, monkeypatch):
+def test_missing_nemo_run_writes_nothing(local, monkeypatch):
     monkeypatch.setattr(nemo, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="NeMo-Run is not installed in this environment"):
         starting.start_here(local)
@@ -370,7 +372,7 @@ def test_nothing_is_written_where_nemo_run_is_missing(local, monkeypatch):
 
 
 @pytest.mark.parametrize("error", ["OSError(28, 'No space left on device')", "SystemExit(0)"])
-def test_a_launcher_that_fails_later_keeps_the_run_and_says_why(local, monkeypatch, error):
+def test_launcher_failure_keeps_run_and_prints_cause(local, monkeypatch, error):
     """The process that follows the run has an error after hours: the run's folder is not its."""
     checkpoint = local.run_folder / "checkpoints" / "step_000001" / "trainer.json"
 
@@ -391,7 +393,7 @@ def test_a_launcher_that_fails_later_keeps_the_run_and_says_why(local, monkeypat
     assert _follow(record) == 1  # as `--wait` does
 
 
-def test_a_run_that_train_started_has_a_status_a_log_and_an_end(monkeypatch, tmp_path, config):
+def test_status_covers_runs_started_by_train(monkeypatch, tmp_path, config):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     run = tmp_path / "runs" / "mine"
     run.mkdir(parents=True)
@@ -446,14 +448,14 @@ def test_launches_are_found_by_name_from_anywhere(monkeypatch, tmp_path):
         ("UNKNOWN", "", 1),
     ],
 )
-def test_the_status_is_the_truth(monkeypatch, tmp_path, state, exits, status):
+def test_status_matches_processes(monkeypatch, tmp_path, state, exits, status):
     monkeypatch.setattr(slurm, "job_state", lambda job: slurm.JobState(job, state))
     (tmp_path / "exits").write_text(exits)
     record = Record("a", run="/r/a", folder=str(tmp_path), steps=3, jobs=["9"])
     assert final_status(record) == status
 
 
-def test_a_launch_whose_process_nobody_collects_has_ended(tmp_path):
+def test_launch_with_uncollected_process_has_ended(tmp_path):
     """As an orphan in a container whose first process collects nobody."""
     process = subprocess.Popen(["sleep", "600"])
     record = Record("a", str(tmp_path), str(tmp_path), 1, [], process.pid, socket.gethostname())
@@ -465,7 +467,7 @@ def test_a_launch_whose_process_nobody_collects_has_ended(tmp_path):
     assert not is_active(record)
 
 
-def test_the_example_of_235b_is_launched_dry_and_offline(monkeypatch, tmp_path):
+def test_235b_example_dry_run_works_offline(monkeypatch, tmp_path):
     """`launch --dry-run --offline` on 32 nodes of 8; 31 nodes do not fill a pipeline."""
     monkeypatch.setattr(starting, "require_nemo_run", lambda: None)
     monkeypatch.setattr(starting, "materialize", lambda launch: [f"sbatch {launch.folder}/x"])

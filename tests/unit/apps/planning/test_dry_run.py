@@ -82,7 +82,7 @@ def real(folder):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_dry_run_matches_the_real_rank(folder, real, name):
+def test_dry_run_matches_real_rank(folder, real, name):
     from megatron_rl.distributed.cpu_attention import _triangle
 
     for rank in (0, RANKS - 1):  # of the first and of the last stage

@@ -49,7 +49,7 @@ def test_large_example_fits(tmp_path, name):
     assert dry_runs[0].asleep.get("activations", 0) < 0.2 * 2**30
 
 
-def test_defaults_fit_the_papers_model_on_one_device(tmp_path):
+def test_defaults_fit_papers_model_on_one_device(tmp_path):
     (result,) = fit.check_fit(defaults(tmp_path), processes=1, device_bytes=DEVICE)
     # bfloat16 weights, float32 gradients, float32 main weights and two moments
     bytes_per_parameter = {"weights": 2, "gradients": 4, "optimizer": 12}
@@ -86,13 +86,13 @@ def test_error_suggests_settings_that_fit(tmp_path):
         ),
     ],
 )
-def test_error_suggests_an_engine_share_that_fits(tmp_path, fraction, output):
+def test_error_suggests_engine_share_that_fits(tmp_path, fraction, output):
     config = shallow(tmp_path, rollout={"gpu_memory_utilization": fraction})
     with pytest.raises(fit.DoesNotFitError, match=output):
         fit.check_fit(config, processes=1, device_bytes=SHALLOW_DEVICE)
 
 
-def test_pinned_memory_must_fit_on_the_host(tmp_path):
+def test_pinned_memory_must_fit_on_host(tmp_path):
     """Optimizer states while the engine generates, 12 bytes a parameter; a reference policy, 2."""
     kl = {"name": "grpo", "kl": {"estimator": "k3", "coefficient": 0.1}}
     plain = shallow(tmp_path)
@@ -120,7 +120,7 @@ def run_command(tmp_path, capsys, monkeypatch, *arguments):
     return status, *capsys.readouterr()
 
 
-def test_command_accepts_a_built_in_name_and_prints_whether_it_fits(tmp_path, capsys, monkeypatch):
+def test_command_accepts_built_in_name_and_prints_whether_it_fits(tmp_path, capsys, monkeypatch):
     status, out, progress = run_command(
         tmp_path, capsys, monkeypatch, "--fit", "80", "rollout.gpu_memory_utilization=0.2"
     )
@@ -138,7 +138,7 @@ def test_command_accepts_a_built_in_name_and_prints_whether_it_fits(tmp_path, ca
     assert "rollout.gpu_memory_utilization=0.2 16.0" in generating and "its weights 0.9" in engine
 
 
-def test_command_without_a_device_prints_the_needed_memory(tmp_path, capsys, monkeypatch):
+def test_command_without_device_prints_needed_memory(tmp_path, capsys, monkeypatch):
     _, out, _ = run_command(tmp_path, capsys, monkeypatch, "parallel.context=2")
     assert out.splitlines()[-1].startswith("peak ")
     assert out.splitlines()[-1].endswith("in training; --fit GIB compares it with a device")

@@ -45,13 +45,13 @@ EXPERTS = "Qwen3-30B-A3B"
     ],
     ids=["tensor and context", "pipeline", "recomputed", "experts recomputed", "235B's kind"],
 )
-def test_footprint_matches_a_dry_run(name, parts, tmp_path):
+def test_footprint_matches_dry_run(name, parts, tmp_path):
     row = compare(name, parts, write_config_json(shape_of(name), tmp_path / "model"))
     assert abs(row["states_error"]) < 0.001
     assert abs(row["error"]) < 0.01  # the documentation promises 5%
 
 
-def test_tightest_planned_layout_fits_in_a_dry_run(tmp_path):
+def test_tightest_planned_layout_fits_in_dry_run(tmp_path):
     model = write_config_json(MODELS[SMALL], tmp_path / "model")
     base = parse_config({"model": {"path": str(model)}, "data": {"train": "none.parquet"}})
     device = DEVICES["h100"]

@@ -17,21 +17,21 @@ WORKLOAD = Workload(
 )  # fmt: skip
 
 
-def test_clipped_lengths_have_the_given_mean_and_limit():
+def test_clipped_lengths_have_given_mean_and_limit():
     lengths = clipped_lengths(2048, 7000, 15360)
     assert len(lengths) == 2048 and max(lengths) == 15360
     assert fmean(lengths) == pytest.approx(7000, abs=1)
     assert sum(length == 15360 for length in lengths) > 100  # truncated responses
 
 
-def test_clipped_lengths_raises_for_a_mean_beyond_the_limit():
+def test_clipped_lengths_raises_for_mean_beyond_limit():
     with pytest.raises(
         ValueError, match="a mean response of 16000 tokens is impossible with a limit of 15360"
     ):
         clipped_lengths(8, 16000, 15360)
 
 
-def test_packs_contain_every_token_of_a_minibatch_once():
+def test_packs_contain_every_token_of_minibatch_once():
     packs = WORKLOAD.packs(ranks=1, budget=16384, alignment=2)
     lengths = [160 + length - 1 for length in WORKLOAD.response_lengths()[:512]]
     padded = [length + length % 2 for length in lengths]
@@ -68,7 +68,7 @@ def test_small_cache_takes_longer_and_finishes():
     assert tight.seconds(WORKLOAD, engines=32) > 1.5 * roomy.seconds(WORKLOAD, engines=32)
 
 
-def test_simulated_engine_has_the_longest_response():
+def test_simulated_engine_has_longest_response():
     for engines in (1, 8, 32, 256):
         lengths = share_with_the_longest(WORKLOAD, engines)
         assert len(lengths) == 2048 // engines

@@ -47,7 +47,7 @@ def planned_update(lengths, recompute):
 
 
 @pytest.mark.parametrize("lengths,recompute,layers,measured", UPDATES)
-def test_update_time_is_within_15_percent_of_the_measurement(lengths, recompute, layers, measured):
+def test_update_time_is_within_15_percent_of_measurement(lengths, recompute, layers, measured):
     assert planned_update(lengths, recompute) == pytest.approx(measured, rel=0.15)
 
 
@@ -57,12 +57,12 @@ def test_update_times_are_unbiased_on_average():
 
 
 @pytest.mark.parametrize("lengths,measured", LOGPROBS)
-def test_logprob_pass_time_is_within_10_percent_of_the_measurement(lengths, measured):
+def test_logprob_pass_time_is_within_10_percent_of_measurement(lengths, measured):
     training, pack = one_pack(lengths)
     assert 1e3 * training._pass_seconds(pack, backward=False) == pytest.approx(measured, rel=0.1)
 
 
-def test_offload_time_matches_the_measurement():
+def test_offload_time_matches_measurement():
     # 0.42 to 0.57 s to the host and 0.43 to 0.50 s back, except the first time.
     assert 0.85 <= TrainingTime(SHAPE, Parts(), H100).offload() <= 1.07
 
@@ -70,12 +70,12 @@ def test_offload_time_matches_the_measurement():
 @pytest.mark.parametrize(
     "recompute,layers,measured", [("none", "local", 61.8), ("none", "TE", 61.9), ("full", "TE", 33)]
 )
-def test_footprint_matches_the_measured_peak(recompute, layers, measured):
+def test_footprint_matches_measured_peak(recompute, layers, measured):
     planned = footprint(SHAPE, Parts(recompute=recompute, tokens=16384), micro_batches=1)
     assert planned.train / GIB == pytest.approx(measured, rel=0.01)
 
 
-def test_generation_of_many_short_sequences_is_bound_by_the_host():
+def test_generation_of_many_short_sequences_is_bound_by_host():
     # 32 prompts x 8 responses of 1,024 tokens by the 1.5B; 64 x 8 of 38 by 2 layers of 64.
     load = Workload(prompts=32, samples=8, minibatches=4, epochs=4, max_prompt=256,
                     max_response=1024, mean_prompt=215, mean_response=970,

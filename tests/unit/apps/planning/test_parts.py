@@ -22,7 +22,7 @@ EXPERTS = replace(EXPERTS, num_layers=4, experts=replace(EXPERTS.experts, num_ex
 
 @pytest.mark.parametrize("shape", [DENSE, UNTIED, EXPERTS], ids=["tied", "untied", "experts"])
 @pytest.mark.parametrize("tensor,pipeline,expert", [(1, 1, 1), (2, 1, 1), (2, 2, 4), (1, 4, 2)])
-def test_parameters_per_rank_match_the_resharding_pieces(shape, tensor, pipeline, expert):
+def test_parameters_per_rank_match_resharding_pieces(shape, tensor, pipeline, expert):
     expert = expert if shape.experts else 1
     parts = Parts(tensor=tensor, pipeline=pipeline, expert=expert, data=4)
     layout = ActorLayout(tensor=tensor, pipeline=pipeline, expert=expert, data=4)
@@ -42,7 +42,7 @@ def test_parameters_per_rank_match_the_resharding_pieces(shape, tensor, pipeline
 
 @pytest.mark.parametrize("shape", [DENSE, UNTIED, EXPERTS], ids=["tied", "untied", "experts"])
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_engine_parameters_match_the_weights_that_vllm_loads(shape, tensor):
+def test_engine_parameters_match_weights_that_vllm_loads(shape, tensor):
     sizes = vllm_parameter_shapes(shape, tp_size=tensor)
     if shape.tied_embeddings:
         sizes.pop("lm_head.weight")
@@ -55,7 +55,7 @@ def test_engine_parameters_match_the_weights_that_vllm_loads(shape, tensor):
     assert engine_parameters(shape, tensor) == loaded
 
 
-def test_key_value_heads_are_replicated_in_an_engine_with_more_ranks():
+def test_key_value_heads_are_replicated_in_engine_with_more_ranks():
     # 4 key-value heads over 8 ranks: each rank stores a whole head instead of half of one.
     shape = replace(MODELS["Qwen3-235B-A22B"], num_layers=1)
     sizes = vllm_parameter_shapes(shape, tp_size=8)
@@ -82,7 +82,7 @@ def test_built_in_models_have_their_published_size(name, billions):
     assert model_parameters(MODELS[name]) / 1e9 == pytest.approx(billions, rel=0.002)
 
 
-def test_find_shape_raises_for_an_unknown_model():
+def test_find_shape_raises_for_unknown_model():
     with pytest.raises(ValueError, match=r"Qwen9-1B is neither a folder .* Qwen2\.5-0\.5B"):
         find_shape("Qwen/Qwen9-1B")
     assert find_shape("Qwen/Qwen2.5-7B") is MODELS["Qwen2.5-7B"]

@@ -14,7 +14,7 @@ def config(**sections):
     return parse_config(values | sections)
 
 
-def test_a_rank_receives_what_its_replica_trains_and_rank_0_everything():
+def test_rank_receives_what_its_replica_trains_and_rank_0_everything():
     # 512 * 16 * 32,768 = 2**28 tokens of 12 bytes; 1,024 / 32 = 32 replicas. 4 bytes of each token
     # come back to the engine that generated it; one with a prompt has its 16 responses.
     found = response_bytes(config(), processes=1024)

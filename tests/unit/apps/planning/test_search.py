@@ -27,7 +27,7 @@ def result():
     return search(SMALL, H100, 8, WORKLOAD)
 
 
-def test_every_layout_is_an_option_or_has_a_reason(result):
+def test_every_layout_is_option_or_has_reason(result):
     all_parts = [layout.parts for layout in (*result.options, *result.rejected)]
     keys = {
         (p.tensor, p.pipeline, p.context, p.expert, p.data, p.rollout_tensor) for p in all_parts
@@ -49,7 +49,7 @@ def test_options_fit_and_are_sorted_by_step_time(result):
     assert all(option.seconds["push"] > 0 for option in result.options[:MAX_PUSH_PLANS])
 
 
-def test_rejections_name_the_rule(result):
+def test_rejections_name_rule(result):
     reasons = {each.reason for each in result.rejected}
     assert any(
         "parallel.tensor=8 does not divide the model's 12 attention heads" in r for r in reasons
@@ -83,7 +83,7 @@ def test_fixed_fields_are_kept():
     assert {option.parts.recompute for option in result.options} == {"full"}
 
 
-def test_plan_error_names_the_missing_memory_and_the_devices_needed():
+def test_plan_error_names_missing_memory_and_devices_needed():
     with pytest.raises(ValueError) as error:
         plan(MODELS["Qwen2.5-32B"], H100, 1, WORKLOAD, {})
     text = str(error.value)
@@ -109,7 +109,7 @@ def test_search_covers_expert_layouts():
     assert best.parts.expert > 1
 
 
-def test_report_has_a_row_per_layout_and_the_reasons(result):
+def test_report_has_row_per_layout_and_reasons(result):
     text = describe(result, BASE, top=3, show_rejected=False, choice=1)
     assert len([line for line in text.splitlines() if line[:3].strip().isdigit()]) >= 3
     assert "by formula, not measured" in text and "key-value heads" in text
@@ -139,7 +139,7 @@ def test_planned_config_comment_matches_its_row(result):
     assert float(engine[0]) * 79.1 == pytest.approx(float(engine[1]), abs=0.06)
 
 
-def test_rows_within_the_planners_error_are_grouped(result):
+def test_rows_within_planners_error_are_grouped(result):
     text = describe(result, BASE, top=len(result.options), show_rejected=False, choice=1)
     table = text.split("tokens: per pack")[0].splitlines()[5:]
     groups, group = [], []
@@ -185,7 +185,7 @@ def test_run_cost(tmp_path):
 
 
 @pytest.mark.parametrize("parts", [Parts(2, 2, 1, 2, rollout_tensor=4), Parts(1, 2, 2, 2)])
-def test_push_bytes_match_the_push_schedule(parts):
+def test_push_bytes_match_push_schedule(parts):
     # As many layers as stages, so that nothing is scaled: the schedule's elements, at 2 bytes.
     shape = replace(SMALL, num_layers=2)
     layout = ActorLayout(tensor=parts.tensor, pipeline=2, data=parts.replicas)
@@ -199,7 +199,7 @@ def test_push_bytes_match_the_push_schedule(parts):
     assert math.isfinite(volume.between)
 
 
-def test_push_times_are_estimated_for_the_fastest_options(result):
+def test_push_times_are_estimated_for_fastest_options(result):
     few = search(SMALL, H100, 8, WORKLOAD, pushes=3).options
     assert [option.seconds["push"] > 0 for option in few[:5]] == [True, True, True, False, False]
     without = [option.step_seconds - option.seconds["push"] for option in few]

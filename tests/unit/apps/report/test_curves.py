@@ -59,7 +59,7 @@ def test_draw_curves_raises_without_metrics(tmp_path):
         draw_curves(tmp_path)
 
 
-def test_draw_curves_names_a_damaged_line(tmp_path):
+def test_draw_curves_names_damaged_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(BEFORE) + "\n{oops\n" + json.dumps(STEP))
     with pytest.raises(ValueError, match="line 2 is damaged"):
         draw_curves(tmp_path)

@@ -33,7 +33,7 @@ CONSTRAINED = {"pnpo": {"constraint": {"low": 0.02, "high": 0.03}},
 @pytest.mark.parametrize(
     "name", [n for n in OBJECTIVE_NAMES if has_decisions_per_response(build_objective(n))]
 )
-def test_replayed_decisions_match_the_update(name):
+def test_replayed_decisions_match_update(name):
     """The fraction of kept tokens and the extreme weights equal the update's statistics."""
     draw = torch.Generator().manual_seed(3)
     objective = build_objective(name, **CONSTRAINED.get(name, {}))
@@ -74,7 +74,7 @@ def test_only_batch_dependent_objectives_have_no_decisions():
     assert without == {"m2po", "oapl"}  # a minibatch's second moment, and no weight at all
 
 
-def test_log_probs_in_the_page_are_exact(tmp_path):
+def test_log_probs_in_page_are_exact(tmp_path):
     make_run(tmp_path / "run", steps=3, traced=2)
     [life] = build_life(find_runs([tmp_path]), megabytes=4)
     assert [group["step"] for group in life["groups"]] == [1, 2, 3]
@@ -93,7 +93,7 @@ def test_log_probs_in_the_page_are_exact(tmp_path):
     assert life["objective"]["bounds"]["scale"] == "sqrt(L/t)"
 
 
-def test_observations_are_apart_from_the_tokens_of_the_policy(tmp_path):
+def test_observations_are_separate_from_policy_tokens(tmp_path):
     """Everything that has a value has one per sampled token; observations have a place alone."""
     make_run(tmp_path / "run", steps=1, traced=2, turns=3)
     make_run(tmp_path / "plain", steps=1, traced=2)
@@ -111,7 +111,7 @@ def test_observations_are_apart_from_the_tokens_of_the_policy(tmp_path):
     assert alone[0]["turns"] == 1 and alone[0]["trace"]["observed"] == []
 
 
-def test_thinned_rollouts_contain_the_same_traced_groups(tmp_path):
+def test_thinned_rollouts_contain_same_traced_groups(tmp_path):
     make_run(tmp_path / "run", steps=3, traced=2)
     before = build_life(find_runs([tmp_path]), megabytes=4)
     RunDirectory(tmp_path / "run").thin_rollouts([1, 2])
@@ -133,7 +133,7 @@ def test_missing_engine_log_probs_are_nan_and_decisions_remain(tmp_path):
     assert engine.size == len(trace["ids"]) and np.isnan(engine).all() and trace["kept"]
 
 
-def test_ratios_to_an_unrecorded_policy_have_no_decisions(tmp_path):
+def test_ratios_to_unrecorded_policy_have_no_decisions(tmp_path):
     make_run(tmp_path / "run", steps=1)
     run = find_runs([tmp_path])[0]
     run.config["objective"] = {"name": "icepop", "constraint": {"low": 0.2, "high": 0.28}}
@@ -142,7 +142,7 @@ def test_ratios_to_an_unrecorded_policy_have_no_decisions(tmp_path):
     assert objective_of(run) is None
 
 
-def test_number_of_steps_follows_the_size_limit(tmp_path):
+def test_number_of_steps_follows_size_limit(tmp_path):
     make_run(tmp_path / "run", steps=14)
     runs = find_runs([tmp_path])
     steps = [life["steps"] for size in (0, 0.02, 4) for life in build_life(runs, megabytes=size)]

@@ -78,7 +78,7 @@ def test_runs_with_different_seeds_are_one_group(data):
     assert [low["values"][place] for place in low["of"]] == [None, None, "0.02", "0.02"]
 
 
-def test_groups_without_bounds_have_a_reason(tmp_path):
+def test_groups_without_bounds_have_reason(tmp_path):
     for name in ("pnpo", "m2po", "gspo", "tepo_prefix", "ctpo_geomean", "cppo", "oapl"):
         make_run(tmp_path / name, objective=name, steps=1, traced=0)
     groups = collect(group_runs(find_runs([tmp_path])), threshold=None, megabytes=4)["groups"]
@@ -96,7 +96,7 @@ def test_groups_without_bounds_have_a_reason(tmp_path):
     }
 
 
-def test_groups_of_a_study_are_labeled_by_its_axes(tmp_path):
+def test_groups_of_study_are_labeled_by_its_axes(tmp_path):
     rows = []
     for place, (sides, epochs) in enumerate([("one-sided", 4), ("both", 4), ("both", 1)]):
         make_run(
@@ -112,7 +112,7 @@ def test_groups_of_a_study_are_labeled_by_its_axes(tmp_path):
     assert named == ["reuse 4", "reuse 1"]
 
 
-def test_best_scores_follow_the_papers_table(study, data):
+def test_best_scores_follow_papers_table(study, data):
     for group in data["groups"]:
         best = np.empty((2, 2))  # [runs, sets]
         last = np.empty(2)
@@ -217,7 +217,7 @@ def test_default_threshold_of_small_rewards(tmp_path, reward, threshold):
     assert default_threshold(find_runs([tmp_path])) == threshold
 
 
-def test_log_ratios_by_position_match_the_parquet_files(study, data):
+def test_log_ratios_by_position_match_parquet_files(study, data):
     """One position per bin; population standard deviation; interpolated quantiles."""
     for group in data["groups"]:
         found = {name: [[[] for _ in range(40)] for _ in range(EPOCHS)] for name in
@@ -252,7 +252,7 @@ def test_log_ratios_by_position_match_the_parquet_files(study, data):
                     np.testing.assert_allclose(scale[key][epoch], want, atol=1e-12)
 
 
-def test_gate_by_position_matches_the_metrics(study, data):
+def test_gate_by_position_matches_metrics(study, data):
     for group in data["groups"]:
         rows = [row for i in group["runs"] for row in raw(study, data["runs"][i]["name"])[1:]]
         gate = group["gate"]
@@ -269,7 +269,7 @@ def test_gate_by_position_matches_the_metrics(study, data):
                         assert gate["each"][place][name][epoch][tenth] == pytest.approx(own)
 
 
-def test_simulated_time_has_its_study_s_cost_of_a_rollout_batch(tmp_path):
+def test_simulated_time_uses_cost_from_study(tmp_path):
     make_run(tmp_path / "runs" / "pnpo-seed1", steps=3)
     make_run(tmp_path / "other", steps=3)
     row = pa.table({"run": ["pnpo-seed1"], "axis/objective": ["pnpo"]})
@@ -284,7 +284,7 @@ def test_simulated_time_has_its_study_s_cost_of_a_rollout_batch(tmp_path):
         assert run["spent"]["simulated"] == pytest.approx(expected)
 
 
-def test_write_report_writes_to_the_output_folder(study, tmp_path):
+def test_write_report_writes_to_output_folder(study, tmp_path):
     written = write_report([study / "pnpo-1"], bundle=True)
     assert {path.parent for path in written} == {study / "pnpo-1"}
     assert {path.name for path in written} == {
@@ -311,7 +311,7 @@ def test_write_report_writes_to_the_output_folder(study, tmp_path):
         write_report([tmp_path])
 
 
-def test_write_report_errors_name_the_cause_and_the_cure(tmp_path):
+def test_write_report_errors_name_cause_and_cure(tmp_path):
     make_run(tmp_path / "run", steps=2)
     (tmp_path / "file").write_text("")
     for options, output in (
@@ -327,7 +327,7 @@ def test_write_report_errors_name_the_cause_and_the_cure(tmp_path):
         (tmp_path / "run" / name).unlink()
 
 
-def test_write_report_accepts_a_run_with_one_evaluation(tmp_path):
+def test_write_report_accepts_run_with_one_evaluation(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/a/avg@1": 0.5}\n')
     assert [path.name for path in write_report([tmp_path])] == [
         "report.html",

@@ -77,7 +77,7 @@ def grid(tmp_path_factory):
     return study
 
 
-def test_initially_shown_groups_are_a_readable_subset(grid, tmp_path):
+def test_initially_shown_groups_are_readable_subset(grid, tmp_path):
     groups = group_runs(find_runs([grid]))
     names = [f"{name} · rate 0.01" for name in ("dapo", "grpo", "gspo", "pnpo")]
     assert [group.label for group in groups][-4:] == names
@@ -93,7 +93,7 @@ def test_initially_shown_groups_are_a_readable_subset(grid, tmp_path):
     assert len(drawn) == 6
 
 
-def test_traces_fit_in_the_size_limit(grid):
+def test_traces_fit_in_size_limit(grid):
     groups = group_runs(find_runs([grid]))
     sizes = {}
     for megabytes in (0.0, 0.001, 0.03, 4.0):

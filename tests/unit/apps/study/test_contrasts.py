@@ -50,7 +50,7 @@ def table(text, heading):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def test_the_tables_are_those_of_a_second_computation(outcomes):
+def test_tables_equal_second_computation(outcomes):
     tables = ContrastTables(plan(), list(outcomes.values()))
     text = tables.render()
     families = {"a": UNITS[:2], "b": UNITS[2:]}
@@ -106,7 +106,7 @@ def test_the_tables_are_those_of_a_second_computation(outcomes):
     assert float(output) == pytest.approx(p, rel=0.05)
 
 
-def test_nothing_is_chosen_or_tested_before_all_its_runs_are_done(outcomes):
+def test_choice_and_test_wait_for_all_runs(outcomes):
     early = [it for it in outcomes.values() if (it.seed, it.point["rate"]) != (1, "0.002")]
     text = ContrastTables(plan(), early).render()
     for _, _, chosen, cells in table(text, "## Choices"):
@@ -131,7 +131,7 @@ def test_nothing_is_chosen_or_tested_before_all_its_runs_are_done(outcomes):
     assert [row[3] for row in rows] == ["", ""]
 
 
-def test_seeds_are_the_units_by_default():
+def test_seeds_are_units_by_default():
     section = {"choose": [1], "confirm": [2, 3], "pairs": [["gspo", "pnpo"]]}
     outcomes = [
         Outcome({"objective": name}, seed, {"gspo": 0.25 * seed, "pnpo": 0.5}[name], 0.0, 0.0)
@@ -168,7 +168,7 @@ def test_seeds_are_the_units_by_default():
         ),
     ],
 )
-def test_a_wrong_declaration_is_refused_with_its_cure(change, message):
+def test_invalid_declaration_is_refused_with_suggestion(change, message):
     with pytest.raises(ConfigError) as refused:
         plan(CONTRASTS | change)
     assert message in str(refused.value)

@@ -26,7 +26,7 @@ def plan(tmp_path, *overrides, **changes):
     return plan_study(StudyFile.model_validate(values | changes), list(overrides))
 
 
-def test_all_points_seed_by_seed(tmp_path):
+def test_plan_lists_all_points_seed_by_seed(tmp_path):
     study = plan(tmp_path)
     assert [run.name for run in study.runs] == [
         f"{epochs}-0.001-{objective}-seed{seed}"
@@ -47,7 +47,7 @@ def test_all_points_seed_by_seed(tmp_path):
     }
 
 
-def test_base_may_have_dotted_settings_and_an_objective_by_its_name(tmp_path):
+def test_base_accepts_dotted_settings_and_named_objective(tmp_path):
     dotted = {
         "model.path": "m",
         "data.train": "t",
@@ -77,7 +77,7 @@ def test_cells_choose_and_order_and_never_repeat(tmp_path):
                      ("gspo-seed5", "pnpo-seed5", "pnpo-seed6", "gspo-seed6")]  # fmt: skip
 
 
-def test_rules_apply_where_they_say_and_overrides_everywhere(tmp_path):
+def test_rules_apply_to_their_runs_and_overrides_to_all(tmp_path):
     when = [{"objective": "gspo", "epochs": [4], "set": {"optimizer.beta2": 0.5}}]
     study = plan(tmp_path, "optimizer.beta1=0.25", when=when)
     assert {run.name: run.config.optimizer.beta2 for run in study.runs if run.seed == 1} == {
@@ -106,7 +106,7 @@ def test_digests_tell_experiments_apart_and_nothing_else(tmp_path, monkeypatch):
     assert len(set(digests)) == 1
 
 
-def test_a_config_that_was_written_down_has_the_same_digest(tmp_path):
+def test_written_config_has_same_digest(tmp_path):
     run = plan(tmp_path).runs[0]
     (tmp_path / "c.yaml").write_text(dump_config(run.config))
     assert config_digest(load_config(tmp_path / "c.yaml")) == run.digest
@@ -134,12 +134,12 @@ def test_a_config_that_was_written_down_has_the_same_digest(tmp_path):
         ),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path, changes, message):
+def test_errors_name_their_place(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         plan(tmp_path, **changes)
 
 
-def test_the_study_file_of_the_documentation_is_complete(tmp_path):
+def test_study_file_of_documentation_is_complete(tmp_path):
     page = (Path(__file__).parents[4] / "docs" / "studies.md").read_text()
     file = tmp_path / "study.yaml"
     file.write_text(page.partition("```yaml\n")[2].partition("```")[0])
@@ -148,7 +148,7 @@ def test_the_study_file_of_the_documentation_is_complete(tmp_path):
     assert {run.config.objective.name for run in study.runs} == {"gspo", "pnpo"}
 
 
-def test_the_second_study_is_what_its_page_plans():
+def test_second_study_matches_its_page():
     root = Path(__file__).parents[4]
     study = load_study(root / "examples" / "pnpo" / "study_signs.yaml", [])
     rows = (root / "docs" / "second-study.md").read_text().splitlines()
@@ -179,7 +179,7 @@ def test_the_second_study_is_what_its_page_plans():
     assert [len(units) for units in contrasts.families.values()] == [2] * 4
 
 
-def test_a_study_file_s_contrasts_are_strict_and_its_digest_is_that_of_its_bytes(tmp_path):
+def test_contrasts_are_strict_and_digest_covers_file_bytes(tmp_path):
     section = {"pairs": [["gspo", "pnpo"]], "at": {"epochs": 4}, "choose": [1], "confirm": [2]}
     content = {"name": "s", "base": BASE, "axes": AXES, "seeds": [1, 2], "contrasts": section}
     file = tmp_path / "study.yaml"

@@ -81,7 +81,7 @@ def of_the_control(reuse: Values) -> Iterator[tuple[float, float]]:
             yield interval(fresh[*point[:3], "positive_only"], others, key)
 
 
-def test_the_control_is_that_of_its_runs(reuse: Values) -> None:
+def test_control_on_page_equals_runs(reuse: Values) -> None:
     fresh = fresh_runs()
     assert sum(map(len, fresh.values())) == 29
     for row in table_rows("| seed | |"):
@@ -100,7 +100,7 @@ def test_the_control_is_that_of_its_runs(reuse: Values) -> None:
     assert f"{reward:.1f} ± {r:.1f} of reward and {score:.1f} ± {s:.1f} of score above" in TEXT
 
 
-def test_runs_of_a_seed_begin_alike_whatever_their_fingerprint(reuse: Values) -> None:
+def test_runs_of_seed_start_identically(reuse: Values) -> None:
     begun: dict[tuple[str, int], set[Any]] = {}
     models: dict[str, set[str]] = {}
     for point, runs in reuse.items():
@@ -135,7 +135,7 @@ def test_runaways_and_falls_are_those_of_exact_tests(reuse: Values) -> None:
     assert rest.format(*(number for name in names for number in falls[name])) in TEXT
 
 
-def test_what_holm_leaves_is_what_the_page_says(reuse: Values) -> None:
+def test_significant_differences_equal_page(reuse: Values) -> None:
     values = []
     for point, runs in reuse.items():
         for other, key in itertools.product(("pnpo", "gspo"), MEASURES):
@@ -155,7 +155,7 @@ def test_what_holm_leaves_is_what_the_page_says(reuse: Values) -> None:
     assert (kinds.count(("gspo", "pnpo")), kinds.count(("gspo_tight", "pnpo"))) == (2, 1)
 
 
-def test_counts_of_pairs_and_what_the_upper_bound_did(reuse: Values) -> None:
+def test_counts_of_pairs_and_effect_of_upper_bound_equal_page(reuse: Values) -> None:
     above: dict[tuple[str, bool], list[float]] = {}
     for point, runs in reuse.items():
         if point[2] != "1" and point[3] == "gspo_tight_low":
@@ -182,7 +182,7 @@ def test_counts_of_pairs_and_what_the_upper_bound_did(reuse: Values) -> None:
     assert "{:.1f}, {:.1f}, {:.1f}, {:.1f} and {:.1f} points of reward".format(*batches) in TEXT
 
 
-def test_the_share_that_is_rejected_orders_the_objectives(reuse: Values) -> None:
+def test_share_that_is_rejected_orders_objectives(reuse: Values) -> None:
     correlations = {}
     for length in ("62", "62_early", "62_late", "510", "254", "38"):
         columns: list[list[float]] = [[], []]
@@ -205,7 +205,7 @@ def test_the_share_that_is_rejected_orders_the_objectives(reuse: Values) -> None
     assert wanted in TEXT
 
 
-def test_one_epoch_against_four_and_the_rate(reuse: Values) -> None:
+def test_one_epoch_against_four_equals_page(reuse: Values) -> None:
     def scores(rate: str, epochs: str, *names: str) -> list[str]:
         runs = [reuse["62", rate, epochs, name] for name in names]
         return [f"{np.mean([some[seed]['score'] for seed in (1, 2, 3)]):.1f}" for some in runs]
@@ -219,7 +219,7 @@ def test_one_epoch_against_four_and_the_rate(reuse: Values) -> None:
     assert "4e-4 gives {}, {} and {} (seeds".format(*low) in TEXT
 
 
-def test_the_bounds_that_are_marked_are_those_of_the_study() -> None:
+def test_marked_bounds_equal_study() -> None:
     bounds = runpy.run_path(str(DOCS / "study" / "tables.py"))["_taken_bounds"]()
     assert bounds["62", "gspo"] == "0.02, 0.0272"
     marked = {(row["tokens"], row["objective"], row["low, high"].strip("*")): row["low, high"]
@@ -229,7 +229,7 @@ def test_the_bounds_that_are_marked_are_those_of_the_study() -> None:
     assert marked["62", "gspo", "0.01, 0.0136"] == "*0.01, 0.0136*"
 
 
-def test_the_table_of_differences_is_that_of_the_runs(reuse: Values) -> None:
+def test_table_of_differences_equals_runs(reuse: Values) -> None:
     rows = list(table_rows("| tokens | lr |"))
     points = set()
     for row in rows:
@@ -257,7 +257,7 @@ def test_the_table_of_differences_is_that_of_the_runs(reuse: Values) -> None:
     assert points == set(reuse)
 
 
-def test_the_table_of_tolerances_is_that_of_the_runs() -> None:
+def test_table_of_tolerances_equals_runs() -> None:
     runs = read_values("tolerances", TOLERANCES)
     found = sorted(
         (p[0], p[1], round(r[101]["score"], 1), round(r[101]["reward"], 1)) for p, r in runs.items()
@@ -270,7 +270,7 @@ def test_the_table_of_tolerances_is_that_of_the_runs() -> None:
         assert one[2:] == pytest.approx(other[2:], abs=0.11)
 
 
-def test_every_interval_in_the_text_is_one_of_the_runs(reuse: Values) -> None:
+def test_intervals_in_text_equal_runs(reuse: Values) -> None:
     """Of a score, a mean reward or one batch's reward, between any two objectives of a point.
 
     Over all seeds that both have, or over the first eight, or over those after them.
@@ -295,7 +295,7 @@ def test_every_interval_in_the_text_is_one_of_the_runs(reuse: Values) -> None:
     assert [one for one in output if one not in there] == []
 
 
-def test_the_tables_are_those_of_the_script() -> None:
+def test_tables_equal_output_of_script() -> None:
     script = runpy.run_path(str(DOCS / "study" / "tables.py"))
     for name in ("tolerance_table", "difference_table"):
         assert script[name]() in PAGE

@@ -351,7 +351,7 @@ def claims() -> list[str]:
     ]
 
 
-def test_every_number_of_the_text_is_recomputed_or_a_setting() -> None:
+def test_numbers_in_text_are_recomputed_or_settings() -> None:
     found = claims()
     assert [claim for claim in found if claim not in TEXT] == []
     sections = PAGE[SHORT:SHORT_END] + PAGE[FIRST:LAST]

@@ -86,7 +86,7 @@ def run_all(study, output, start=Pretended):
         )
 
 
-def test_what_is_done_is_skipped_and_a_failure_stops_nothing(tmp_path, monkeypatch):
+def test_finished_runs_are_skipped_and_failures_stop_no_other(tmp_path, monkeypatch):
     study, output = plan(tmp_path), []
     monkeypatch.setattr(Pretended, "statuses", {"gspo-seed1": 3})
     assert run_all(study, output) == 1
@@ -103,7 +103,7 @@ def test_what_is_done_is_skipped_and_a_failure_stops_nothing(tmp_path, monkeypat
     assert "4 of 4 done" in output[-1]
 
 
-def test_runs_side_by_side_and_the_end_by_a_signal(tmp_path, monkeypatch):
+def test_parallel_runs_end_on_signal(tmp_path, monkeypatch):
     study, output = plan(tmp_path, side_by_side=2), []
     monkeypatch.setattr(Pretended, "statuses", dict.fromkeys(("pnpo-seed1", "gspo-seed1"), 75))
     started = []
@@ -129,7 +129,7 @@ def test_runs_side_by_side_and_the_end_by_a_signal(tmp_path, monkeypatch):
         (9, 4, INTERRUPTED, "  not finished: pnpo-seed1; start the study again to continue"),
     ],
 )
-def test_a_run_that_ends_early_is_started_again_a_few_times(
+def test_run_that_ends_early_is_restarted_at_most_few_times(
     tmp_path, early, starts, status, output
 ):
     """As after a hang: its status is 75, and nobody asked the study to end."""
@@ -151,7 +151,7 @@ def test_a_run_that_ends_early_is_started_again_a_few_times(
     assert output in lines[-1]
 
 
-def test_the_time_that_is_left_counts_steps(tmp_path, monkeypatch):
+def test_remaining_time_counts_steps(tmp_path, monkeypatch):
     """Of 4 runs of 2 steps one is done, one has 1 step and one 2: 5 in 10 minutes, 3 to do."""
     study = plan(tmp_path)
     steps = dict(zip([run.name for run in study.runs], (2, 1, 2, 0), strict=True))
@@ -168,7 +168,7 @@ def test_the_time_that_is_left_counts_steps(tmp_path, monkeypatch):
     assert "left" not in progress.line(study.runs[1:4])
 
 
-def test_a_run_that_is_still_worked_on_is_left_for_later(tmp_path):
+def test_run_in_progress_elsewhere_is_deferred(tmp_path):
     study = plan(tmp_path)
     folder = study.runs[0].folder
     folder.mkdir(parents=True)
@@ -185,7 +185,7 @@ def test_a_run_that_is_still_worked_on_is_left_for_later(tmp_path):
         assert take_lock(lock)
 
 
-def test_two_studies_do_not_share_a_folder(tmp_path):
+def test_two_studies_do_not_share_folder(tmp_path):
     study = plan(tmp_path)
     program = (
         "import sys\nfrom tests.unit.apps.study.test_running import plan, opened\n"
@@ -199,7 +199,7 @@ def test_two_studies_do_not_share_a_folder(tmp_path):
     assert done.returncode == 1 and "is in use by another `megatron-rl study`" in done.stderr
 
 
-def test_a_run_of_other_settings_is_refused(tmp_path):
+def test_run_of_other_settings_is_refused(tmp_path):
     study = plan(tmp_path)
     Pretended(study, study.runs[0])._process.wait()
     assert read_state(study.runs[0]).state == "done"
@@ -228,7 +228,7 @@ def test_results_hold_every_row_with_its_point_seed_and_digest(tmp_path):
     assert rows[3]["reward/mean"] is None  # step 0
 
 
-def test_a_task_that_was_made_with_other_settings_is_not_taken(tmp_path):
+def test_task_made_with_other_settings_is_refused(tmp_path):
     made = {"task": "running_sum", "size": 16, "noise": "even", "longest_warm_up": 3000}
     (tmp_path / "sum").mkdir()
     (tmp_path / "sum" / "made.json").write_text(json.dumps({"settings": made}))
@@ -244,7 +244,7 @@ def test_a_task_that_was_made_with_other_settings_is_not_taken(tmp_path):
         assert all(re.match(pattern, text) for pattern, text in zip(output, messages, strict=True))
 
 
-def test_the_status_tells_how_far_a_study_is(tmp_path, capsys):
+def test_status_shows_progress_of_study(tmp_path, capsys):
     study = plan(tmp_path)
     for run in study.runs[:3]:
         Pretended(study, run)._process.wait()
@@ -259,7 +259,7 @@ def test_the_status_tells_how_far_a_study_is(tmp_path, capsys):
     assert head.startswith("| point | objective |")
 
 
-def test_the_status_of_a_study_that_has_nothing_is_no_empty_table(tmp_path, capsys):
+def test_status_of_empty_study_prints_message(tmp_path, capsys):
     file = tmp_path / "study.yaml"
     file.write_text(yaml.safe_dump(plan(tmp_path).file.model_dump()))
     with pytest.raises(SystemExit) as ended:

@@ -59,7 +59,7 @@ def test_stored_runs_are_paired_and_complete(stored):
     assert len({row["commit"] for rows in stored.values() for row in rows}) == 1
 
 
-def test_outcomes_are_those_of_a_second_computation(stored):
+def test_outcomes_equal_second_computation(stored):
     for rows in stored.values():
         run = type("Run", (), {"point": {}, "seed": 1})
         found = find_outcome(RunState(run, "done", [SCRIPT["metrics"](row) for row in rows]))

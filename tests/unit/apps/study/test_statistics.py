@@ -16,7 +16,7 @@ from megatron_rl.apps.study.statistics import (
 )
 
 
-def test_a_paired_interval_by_hand():
+def test_paired_interval_by_hand():
     # Mean 2, standard deviation 1, 3 pairs: 4.3027 / sqrt(3) = 2.484.
     found = paired_interval([1.0, 2.0, 3.0])
     assert (found.mean, found.pairs) == (2.0, 3)
@@ -26,7 +26,7 @@ def test_a_paired_interval_by_hand():
     assert paired_interval([1.0] * 30).half_width == 0.0
 
 
-def test_the_interval_is_scipy_s_and_excludes_zero_where_p_is_below_its_level():
+def test_interval_equals_scipy_and_excludes_zero_if_significant():
     values = [0.3, -0.1, 0.4, 0.2, 0.15, 0.05, 0.35, -0.02]
     low, high = stats.ttest_1samp(values, 0).confidence_interval(0.95)
     found = paired_interval(values)
@@ -39,7 +39,7 @@ def test_the_interval_is_scipy_s_and_excludes_zero_where_p_is_below_its_level():
     assert (student_p([0.0, 0.0]), student_p([0.1, 0.1])) == (1.0, 0.0)
 
 
-def test_wilcoxon_is_the_share_of_signs_with_a_rank_sum_as_far_out():
+def test_wilcoxon_equals_enumeration_of_signs():
     values = [1.0, -2.0, 3.0, 4.0, 5.0]  # ranks 1 to 5: the positive ones add up to 13
     sums = [sum(rank for rank, sign in enumerate(signs, 1) if sign)
             for signs in itertools.product((0, 1), repeat=5)]  # fmt: skip
@@ -49,7 +49,7 @@ def test_wilcoxon_is_the_share_of_signs_with_a_rank_sum_as_far_out():
     assert wilcoxon_p([0.0, 0.0]) == 1.0
 
 
-def test_fisher_is_the_sum_of_the_tables_that_are_no_likelier():
+def test_fisher_equals_sum_over_tables():
     # 4 of 8 against 0 of 24: of C(32, 4) ways to place four events, C(8, 4) are as far out.
     assert fisher_p((4, 8), (0, 24)) == pytest.approx(math.comb(8, 4) / math.comb(32, 4))
     # 4 of 8 against 0 of 8 is one of two tables of this probability.

@@ -14,7 +14,7 @@ from megatron_rl.apps.study.summary import (
 )
 
 
-def test_macro_is_the_mean_over_sets_not_problems():
+def test_macro_is_mean_over_sets_not_problems():
     row = {"eval/a/avg@4": 0.5, "eval/b/avg@8": 1.0, "eval/a/response_length_mean": 9.0}
     assert macro_score(row) == 0.75
     assert macro_score({"reward/mean": 0.5}) is None
@@ -32,11 +32,11 @@ def test_macro_is_the_mean_over_sets_not_problems():
         ([0.3], [], 0.0),
     ],
 )
-def test_the_largest_fall(rewards, scores, fall):
+def test_largest_fall_of_score(rewards, scores, fall):
     assert largest_fall(rewards, scores) == pytest.approx(fall)
 
 
-def test_a_run_that_falls_by_twenty_points_has_fallen():
+def test_run_that_falls_by_twenty_points_has_fallen():
     """Exactly 20 points count, although 0.7 - 0.5 is below 0.2 in floating point."""
     assert 0.7 - 0.5 < 0.2
     assert Outcome({}, 1, 0.5, 0.5, 0.7 - 0.5).has_fallen
@@ -48,7 +48,7 @@ def outcome(objective, seed, score, **point):
     return Outcome({**point, "objective": objective}, seed, score, score / 2, fall, score)
 
 
-def test_the_summary_pairs_seeds_and_keeps_points_apart():
+def test_summary_pairs_seeds_and_keeps_points_apart():
     found = [
         outcome("gspo", 3, 0.7, length="62"),  # which is done first is not what counts
         outcome("pnpo", 1, 0.5, length="62"),
@@ -70,7 +70,7 @@ def test_the_summary_pairs_seeds_and_keeps_points_apart():
     ]
 
 
-def test_the_summary_says_what_was_not_judged():
+def test_summary_reports_ungraded_responses():
     """The most of any evaluation of any run: 2% out of time and 1% failed, of one set."""
     row = {"eval/a/avg@4": 0.5, "eval/a/time_limit_fraction": 0.02, "eval/a/failed_fraction": 0.01}
     row |= {"eval/b/time_limit_fraction": 0.01, "eval/b/failed_fraction": None, "reward/mean": 0.5}

@@ -27,7 +27,7 @@ def silent(text):
     pass
 
 
-def test_sets_are_disjoint_and_determined_by_the_seed():
+def test_sets_are_disjoint_and_determined_by_seed():
     settings = TaskSettings("running_sum", 4, **SMALL)
     problems = draw_distinct(settings)
     assert len({problem.question for problem in problems}) == 30
@@ -50,7 +50,7 @@ def test_saved_tokenizer_loads_and_encodes_every_solution(tmp_path):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])  # easy problems, correct solutions, errors
-def test_resumed_fine_tuning_equals_an_uninterrupted_one(stage, monkeypatch):
+def test_resumed_fine_tuning_equals_uninterrupted_one(stage, monkeypatch):
     monkeypatch.setattr(fine_tuning, "NOISY_UPDATES", 2)
     monkeypatch.setattr(fine_tuning, "compute_accuracy", lambda *arguments: 0.9)
     tokenizer = build_tokenizer(40)
@@ -79,7 +79,7 @@ def test_resumed_fine_tuning_equals_an_uninterrupted_one(stage, monkeypatch):
     assert not torch.equal(train(4, None)["model"][name], weights)
 
 
-def test_failed_fine_tuning_resumes_in_the_next_call(tmp_path, monkeypatch):
+def test_failed_fine_tuning_resumes_in_next_call(tmp_path, monkeypatch):
     settings = TaskSettings("running_sum", 4, hidden=32, heads=1, layers=1, **SMALL)
     task = tmp_path / "task"
     with pytest.raises(ValueError, match="size 4 are not learned after 2 updates"):
@@ -100,7 +100,7 @@ def test_failed_fine_tuning_resumes_in_the_next_call(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 2 and not (task / "fine_tuning.pt").exists()
 
 
-def test_make_once_raises_while_another_process_creates_the_task(tmp_path, monkeypatch):
+def test_make_once_raises_while_another_process_creates_task(tmp_path, monkeypatch):
     other = subprocess.Popen(
         [sys.executable, "-m", "megatron_rl.cli", "task", "running_sum", "--size=4", "--batch=8",
          "--train=20", "--heldout=10", "--output", str(tmp_path / "task")], stdout=subprocess.PIPE,
@@ -123,7 +123,7 @@ def test_make_once_raises_while_another_process_creates_the_task(tmp_path, monke
 
 
 @pytest.mark.parametrize("before", [0.9, 0.1])
-def test_fine_tuning_interpolates_to_the_target_accuracy(before, monkeypatch):
+def test_fine_tuning_interpolates_to_target_accuracy(before, monkeypatch):
     """Errors are trained above the target and correct solutions below it, then interpolated."""
     settings = TaskSettings("running_sum", 4, tolerance=0.001, **SMALL)
     tokenizer = build_tokenizer(40)
@@ -215,7 +215,7 @@ def test_gap_is_equivalent_to_masked_tokens():
     assert len(set(losses.values())) == 4
 
 
-def test_gap_gives_small_problems_the_distance_of_large_ones(monkeypatch):
+def test_gap_gives_small_problems_distance_of_large_ones(monkeypatch):
     settings, gaps = TaskSettings("running_sum", 20, **SMALL), []
     monkeypatch.setattr(fine_tuning, "update", lambda *arguments: gaps.append(arguments[-1]))
     tokenizer = build_tokenizer(200)
@@ -226,7 +226,7 @@ def test_gap_gives_small_problems_the_distance_of_large_ones(monkeypatch):
     assert gaps == [4 * (20 - 16), 0]  # of `+3=?`
 
 
-def test_fine_tuned_model_makes_errors_where_the_noise_was(tmp_path):
+def test_fine_tuned_model_makes_errors_where_noise_was(tmp_path):
     settings = TaskSettings("running_sum", 4, noise="late", heldout=64)
     made = make_once(tmp_path / "task", settings, silent)
     assert abs(made["success"] - 0.3) < 0.015
@@ -272,7 +272,7 @@ def test_make_once_reuses_its_task_and_keeps_other_files(tmp_path):
     assert (tmp_path / "thesis.tex").exists()
 
 
-def test_make_once_reuses_a_task_of_another_version_and_reports_it(tmp_path):
+def test_make_once_reuses_task_of_another_version_and_reports_it(tmp_path):
     settings = TaskSettings("running_sum", 4, **SMALL)
     made = {"digest": "of other code", "settings": asdict(settings), "success": 0.3}
     (tmp_path / "made.json").write_text(json.dumps(made))
@@ -281,7 +281,7 @@ def test_make_once_reuses_a_task_of_another_version_and_reports_it(tmp_path):
     assert len(output) == 1 and "made by another version" in output[0]
 
 
-def test_computed_accuracy_matches_the_sampled_one():
+def test_computed_accuracy_matches_sampled_one():
     """Compare both for a model trained equally on two answers per question."""
 
     @dataclass(frozen=True)
@@ -308,7 +308,7 @@ def test_computed_accuracy_matches_the_sampled_one():
     assert abs(sampled - computed) < 4 * (computed * (1 - computed) / 2048) ** 0.5
 
 
-def test_created_task_loads_in_a_run(tmp_path, monkeypatch):
+def test_created_task_loads_in_run(tmp_path, monkeypatch):
     """Create the smallest task, which takes a few seconds."""
     # The model's accuracy does not matter here.
     for name in ("EASY_LEARNED", "LEARNED"):

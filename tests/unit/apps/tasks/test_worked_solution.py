@@ -71,20 +71,20 @@ def count_errors(place, corrected, count=3000):
 
 
 @pytest.mark.parametrize(("place", "empty"), [("early", [1, 2]), ("late", [0, 1]), ("even", [])])
-def test_errors_are_in_the_configured_thirds(place, empty):
+def test_errors_are_in_configured_thirds(place, empty):
     thirds, correct = count_errors(place, 0.0)
     assert [third for third in range(3) if thirds[third] == 0] == empty
     # Probability correct: 30 decisions at 0.05, 0.95^30 = 0.215; 10 at 0.15, 0.85^10 = 0.197.
     assert abs(correct - (0.95**30 if place == "even" else 0.85**10)) < 0.03
 
 
-def test_corrected_errors_leave_the_solution_correct():
+def test_corrected_errors_leave_solution_correct():
     _, correct = count_errors("even", 0.5)
     assert abs(correct - 0.975**30) < 0.04  # half of the errors remain: 0.468
     assert count_errors("even", 1.0)[1] == 1.0
 
 
-def test_corrections_do_not_change_the_length():
+def test_corrections_do_not_change_length():
     twice = SelfCorrection(PROBLEM, "?")
     assert twice.question == "4+8=?~?-3=?~?-9=?~?"
     assert correct_solution(twice) == "4+8=2~2-3=9~9-9=0~0" and correct_answer(twice) == CORRECT
@@ -96,7 +96,7 @@ def test_corrections_do_not_change_the_length():
     assert [text[6] for text in (corrected, not_corrected)] == ["2", not_corrected[4]]
 
 
-def test_later_steps_follow_from_an_error():
+def test_later_steps_follow_from_error():
     text = noisy_solution(PROBLEM, Noise(1.0), random.Random(3))
     # Each sum has its own error and is computed from the previous, wrong sum.
     total = 4
