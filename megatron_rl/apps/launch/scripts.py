@@ -97,7 +97,7 @@ def batch_lines(launch: Launch, *, requeue: int, link: int) -> str:
         "    status=$?",
         "    set +e",
         f'    [ "$status" -ne 0 ] && status=$(cat {_first(launch)} 2>/dev/null || echo $status)',
-        f'    [ "$status" -ne 0 ] && hung && status={INTERRUPTED_STATUSES[0]}  # ended by its watchdog',
+        f'    [ "$status" -ne 0 ] && hung && status={INTERRUPTED_STATUSES[0]}  # by the watchdog',
         '    kill $preemption 2>/dev/null',
         '    echo "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0} $status" >>"$exits"',
         '    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)',
