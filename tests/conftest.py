@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 
 # A shell ignores SIGINT in its background jobs, and what they start inherits that: tests that
-# interrupt a run would wait for ever.
+# interrupt a run would wait forever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Several processes share the cores; threads of their own would only fight. To be set before torch
 # is imported.

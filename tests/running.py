@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def is_running(pid: int) -> bool:
-    """A zombie that nobody has waited for does not; one may go away while it is looked at."""
+    """A zombie that nobody has waited for does not; one may end while it is read."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

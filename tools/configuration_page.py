@@ -91,7 +91,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _rule(kind: Any, rules: list[Any]) -> str:
-    """What a value must be."""
+    """Type and rule of a value."""
     arguments = get_args(kind)
     if get_origin(kind) is Literal:
         return " or ".join(f"`{value}`" for value in arguments)

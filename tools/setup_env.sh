@@ -48,7 +48,7 @@ step() {
     if ! "$@" >>"$LOG" 2>&1; then
         echo " failed after $((SECONDS - start)) s"
         grep -E '^(ERROR|error)' "$LOG" | tail -n 5 >&2 || tail -n 15 "$LOG" >&2
-        fail "$name failed; everything that was said is in $LOG"
+        fail "$name failed; the full output is in $LOG"
     fi
     echo " $((SECONDS - start)) s"
 }

@@ -178,7 +178,7 @@ def draw_length(runs: dict[Point, dict[int, Run]]) -> None:
 
 
 def draw_where(runs: dict[Point, dict[int, Run]]) -> None:
-    """Where in a response the ratios spread, and the reward, by the place of the model's slips."""
+    """Spread of the ratios over a response, and the reward, by the place of the model's errors."""
     figure, every = plt.subplots(2, len(PLACES), figsize=(9, 5.4), sharey="row", sharex="row")
     for column, (length, title) in enumerate(PLACES.items()):
         for objective, color in COLORS.items():

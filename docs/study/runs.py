@@ -40,7 +40,7 @@ class Run:
 
 
 def has_run_away(rows: Sequence[dict[str, Any]]) -> bool:
-    """Whether the run has run away, as defined at the top of this file."""
+    """True if the run has diverged, as defined at the top of this file."""
     trained = [row for row in rows if row.get("reward/mean") is not None]
     best = -math.inf
     for index, row in enumerate(trained):

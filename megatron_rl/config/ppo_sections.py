@@ -31,7 +31,7 @@ class ShapingSection(Section):
     overlong: OverlongSection | None = None
     """Length penalty; null disables it."""
     truncated: Literal["train", "mask"] = "train"
-    """Whether to train on responses that were truncated at the length limit; `mask` counts their
+    """Train on responses that were truncated at the length limit; `mask` counts their
     reward in the baseline of the group and excludes their tokens from the loss."""
 
 

@@ -69,7 +69,7 @@ class ModelSection(Section):
     reference: str | None = None
     """Model of the frozen reference policy that `objective.kl` uses; null uses `model.path`."""
     transformer_engine: bool | None = None
-    """Whether to use Transformer Engine; null uses it in bfloat16 on CUDA if it is installed."""
+    """Use Transformer Engine; null uses it in bfloat16 on CUDA if it is installed."""
     fp8: Literal["tensorwise", "blockwise"] | None = None
     """Scaling recipe for FP8 matrix products in the layers (needs Transformer Engine); null
     disables FP8."""
@@ -235,7 +235,7 @@ class TrainerSection(Section):
     """Maximum number of packed tokens in one forward pass; the default fits one response of full
     length."""
     zero_advantage: Literal["skip", "compute"] = "skip"
-    """Whether responses with advantage 0 are computed although neither loss nor gradient depends
+    """Compute responses with advantage 0 although neither loss nor gradient depends
     on them."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation in the backward pass; `selective` recomputes MLPs, or router and

@@ -66,9 +66,9 @@ def find_snapshot(
     kind: Literal["model", "dataset"],
     echo: Callable[[str], object] = lambda text: None,
 ) -> Path:
-    """The folder of a repository's files in the cache, whose name is the commit.
+    """Return the folder of a repository's files in the cache; its name is the commit.
 
-    say: takes a line before a download. Raises ValueError where the files are not to be had.
+    echo: called with a line before a download. Raises ValueError if the files are unavailable.
     """
     at = f" --revision {revision}" if revision else ""
     cure = f"hf download {repository}{at}" + (" --repo-type dataset" if kind == "dataset" else "")
@@ -82,7 +82,7 @@ def find_snapshot(
         ) from error
     files = MODEL_FILES if kind == "model" else None
 
-    def look(*, local_files_only: bool) -> Path:
+    def find(*, local_files_only: bool) -> Path:
         folder = snapshot_download(
             repository,
             repo_type=kind,
@@ -93,14 +93,14 @@ def find_snapshot(
         return Path(folder)
 
     try:
-        return look(local_files_only=True)
+        return find(local_files_only=True)
     except LocalEntryNotFoundError:
         if not constants.HF_HUB_OFFLINE:
             echo(f"looking for {repository} on the Hugging Face hub")
     except ValueError as error:  # a name that the hub does not allow
         raise UserError(f"{repository} is no name of a {kind} on the hub: {error}") from None
     try:
-        return look(local_files_only=False)
+        return find(local_files_only=False)
     except Exception as error:  # the library raises a dozen kinds
         reason = "HF_HUB_OFFLINE is set"
         if not constants.HF_HUB_OFFLINE:

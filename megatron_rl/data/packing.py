@@ -4,9 +4,9 @@ Every rank knows all rollouts of a step and their lengths, so each rank computes
 a pure function; their tokens come to the ranks whose packs hold them (`data/token_rows.py`).
 Prompt groups are split in order into equal minibatches (one optimizer update each); inside
 a minibatch sequences are spread over data-parallel ranks and micro-batches, longest first into the
-emptiest pack. Every rank gets the same number of micro-batches; a pack that would be empty holds a
-filler sequence without response tokens, so that all ranks walk alike. A rollout that need not be
-computed is in no pack, but in the sizes that losses are divided by.
+emptiest pack. Every rank gets the same number of micro-batches; an empty pack gets a
+filler sequence without response tokens, so that all ranks run the same passes. A rollout that need
+not be computed is in no pack, but in the sizes that losses are divided by.
 
 A sequence is the prompt and all but the last token of the response (nothing follows that one), and
 is padded only to the layout's alignment. Where matrix products want more of the sum of a pack's
@@ -111,7 +111,7 @@ def plan_minibatches(
 
     advantages [N], one per rollout. tokens_per_micro_batch is the budget of one pack, over all its
     context-parallel shards. gemm_tokens: each shard of a pack is a multiple of it. computed [N]:
-    the rollouts that packs hold, all by default; counted [N]: those that the global sizes count,
+    the rollouts that are in packs, all by default; counted [N]: those that the global sizes count,
     all by default. Sizes are at least 1: a minibatch may have nothing to learn from.
     Collective over all processes, unless every rank has the tokens of all rollouts.
     Raises ValueError when the groups cannot be divided into minibatches.

@@ -223,7 +223,7 @@ class _TooLong:
     """Counts prompts above the maximum length."""
 
     limit: int
-    rows: int = 0  # prompts that were looked at
+    rows: int = 0  # prompts that were checked
     count: int = 0
     longest: int = 0
     first: tuple[int, int] = (0, 0)  # its row, and its tokens

@@ -75,7 +75,7 @@ def count_rows(path: str | Path) -> float:
 
 def name_row(path: Path, number: int) -> str:
     """Name a row for an error message; lines count from 1, as in editors."""
-    if path.suffix == ".csv":  # where a field may hold line breaks
+    if path.suffix == ".csv":  # where a field may contain line breaks
         return f"{path}, row {number + 1} after the header"
     return f"{path}, line {number + 1}" if path.suffix == ".jsonl" else f"{path}, row {number}"
 
@@ -231,14 +231,14 @@ def _check_columns(names: list[str], columns: Columns, path: Path) -> None:
     missing = [name for name in wanted if not {name, name.split(".")[0]} & set(names)]
     if missing:
         raise UserError(
-            f"{path} has no column {', '.join(missing)}; it has {', '.join(names)}: say which hold "
-            "what, as data.columns={prompt: question, answer: answer}, or eval.columns, or columns "
-            "of one set (docs/prompts.md)"
+            f"{path} has no column {', '.join(missing)}; it has {', '.join(names)}: set "
+            "data.columns={prompt: question, answer: answer}, or eval.columns, or columns of one "
+            "set (docs/prompts.md)"
         )
 
 
 def _find(row: dict[str, Any], name: str) -> Any:
-    if name in row:  # also of a table, whose header may hold a dot
+    if name in row:  # also of a table, whose header may contain a dot
         return row[name]
     value: Any = row
     for part in name.split("."):

@@ -16,7 +16,7 @@ _QWEN_MODELS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
 
 def find_tokenizer(folder: str | Path) -> None:
-    """ValueError if a model folder holds no tokenizer: transformers would make up an empty one."""
+    """ValueError if a model folder has no tokenizer: transformers would make up an empty one."""
     if not any(list(Path(folder).glob(name)) for name in ("tokenizer*", "vocab*", "*.model")):
         raise UserError(
             f"{folder} has no tokenizer (no tokenizer.json, tokenizer_config.json, ...); copy "

@@ -111,7 +111,7 @@ def describe(text: str, *, printed: list[str]) -> str:
     head, _, trace = text.partition("\n")
     if not trace:
         last = f"; it printed: {printed[-1]}" if printed else ""
-        return head.replace("; the log has what it said", "") + _exit_hint(head) + last
+        return head.replace("; its output is in the log", "") + _exit_hint(head) + last
     is_import = "did not start" in head
     lines = trace.rstrip().splitlines()
     frames = [n for n, line in enumerate(lines) if _FRAME.match(line)]

@@ -69,7 +69,7 @@ class Call:
             problem = ""
         except TypeError as error:
             problem = str(error)
-        except ValueError:  # a builtin that does not say
+        except ValueError:  # a builtin without a signature
             return
         if library is not None:
             raise SignatureError(
@@ -167,7 +167,7 @@ def as_number(value: Any) -> float | None:
 def _parameters(verifier: Any) -> list[str]:
     try:
         return list(inspect.signature(verifier).parameters)
-    except ValueError:  # a builtin that does not say
+    except ValueError:  # a builtin without a signature
         return []
 
 

@@ -206,7 +206,7 @@ class VerifierPool:
         if not chunk:
             end = worker.describe_end()
             if not worker.places:
-                raise VerifierError(f"a verifier did not start ({end}); the log has what it said")
+                raise VerifierError(f"a verifier did not start ({end}); its output is in the log")
             if not batch.take_back(worker.places):
                 batch.retry_death(worker.places[0], end)
             self._replace(worker, selector)

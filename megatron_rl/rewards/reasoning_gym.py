@@ -36,7 +36,7 @@ def open_task(name: str, *, seed: int, size: int, settings: str = "{}") -> Any:
         raise UserError(f"reasoning-gym has no task {name!r}; it has {', '.join(sorted(DATASETS))}")
     if calls := evaluating_calls(DATASETS[name][0]):
         raise UserError(
-            f"reasoning-gym's {name} judges by {', '.join(calls)}, which would run what a model "
+            f"reasoning-gym's {name} grades by {', '.join(calls)}, which would run what a model "
             "writes; choose another task"
         )
     try:

@@ -38,8 +38,8 @@ def share_prompt_sets(
 ) -> Iterator[PromptSets]:
     """Read every set of the config on rank 0; provide them on every rank. Collective.
 
-    folder: on a file system of all nodes; it holds the sets until the block ends. echo: prints how
-    many prompts are left out. Raises ConfigError on every rank if a set cannot be used.
+    folder: on a file system of all nodes; it contains the sets until the block ends. echo: prints
+    how many prompts are left out. Raises ConfigError on every rank if a set cannot be used.
     """
     with _share(config, shape, config.prompt_files, folder, echo=echo) as sets:
         if config.offline.rollouts is not None:

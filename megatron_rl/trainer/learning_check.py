@@ -114,7 +114,7 @@ def describe_partial_reward(metrics: Mapping[str, float], batch: RolloutBatch) -
 def describe_tolerances(metrics: Mapping[str, float], config: Config) -> str | None:
     """Warning if the constraint rejects most tokens, or none, with tolerances to try.
 
-    Tightness is judged in the first step, width in the first step at the full learning rate: a
+    Tightness is checked in the first step, width in the first step at the full learning rate: a
     policy that hardly moves has no tokens to reject.
     """
     choice = config.objective.choice

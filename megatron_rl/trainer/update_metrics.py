@@ -55,7 +55,7 @@ class UpdateMetrics:
             "train/updates_skipped": self.count - len(done) - stopped,
             "train/early_stopped": stopped,
         }
-        if not done:  # what skipped updates say is not to be averaged
+        if not done:  # results of skipped updates must not be averaged
             return counts
         metrics = _merge(done).to_metrics()
         for key in (key for key in metrics if key.startswith("loss/")):

@@ -116,7 +116,7 @@ class ForkedCommand:
         return self.poll()
 
     def read(self) -> str:
-        """What it and its ranks have said."""
+        """Output of the command and its ranks."""
         return self.output.read_text(errors="replace") if self.output.exists() else ""
 
 

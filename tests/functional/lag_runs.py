@@ -69,7 +69,7 @@ class Killed(BaseException):
 
 
 class SharedParts:
-    """What takes seconds to start and may be had once in a process."""
+    """Parts that take seconds to start and exist once in a process."""
 
     def __init__(self):
         self.made = {}
@@ -211,7 +211,7 @@ def queue_by_hand(folder, shared):
 
 
 def in_flight_by_hand(folder, shared):
-    """Eight tokens by one set of weights, the rest by another; kept, computed anew, and by hand."""
+    """Eight tokens by one set of weights, the rest by another; kept, recomputed, and by hand."""
     config = load_config(CONFIG, [*PLACES, *SHORT, "run.name=hand"])
     topology = shared.made["topology"]
     engine = shared.build_engine(config, topology)

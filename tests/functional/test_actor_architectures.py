@@ -1,4 +1,4 @@
-"""Every architecture under tp 2 x pp 2 x cp 2 x ep 2, and others, held to transformers."""
+"""Every architecture under tp 2 x pp 2 x cp 2 x ep 2, and others, against transformers."""
 
 import json
 from pathlib import Path
@@ -100,7 +100,7 @@ def _score(rank, world_size, root, layout):
 
 
 def _update_by_one_pack(actor, rollouts, advantages):
-    """The gradient's norm where every replica holds one micro-batch, the same: fewer than stages.
+    """The gradient's norm if every replica has one micro-batch, the same: fewer than stages.
 
     Everything is divided by the number of replicas, so layouts agree.
     """

@@ -65,7 +65,7 @@ def _equal(one, other):
 
 
 def _train(actor, minibatch):
-    """What some updates report, and how far they moved each float32 weight of a whole model."""
+    """Metrics of some updates, and the change of each float32 weight of a whole model."""
 
     def weights():
         parameters = actor.named_parameters_local()
@@ -120,7 +120,7 @@ def _run(rank, world_size, root, layout):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A model whose weights bfloat16 holds exactly, stored in float32."""
+    """A model whose weights are exact in bfloat16, stored in float32."""
     folder = tmp_path_factory.mktemp("bfloat16")
     make_model(folder / "model", tied=False)
     file = folder / "model" / "model.safetensors"

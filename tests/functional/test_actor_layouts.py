@@ -1,7 +1,7 @@
 """One policy under every layout: the same log-probs, losses, gradients, updates and files.
 
 One launch per layout does everything (starting torch and Megatron in each rank is what costs).
-The single process is the reference; it is held to transformers.
+The single process is the reference; it is compared with transformers.
 """
 
 import json
@@ -157,7 +157,7 @@ def _train(name, actor, folder, checkpoint):
 
 
 def _perturbed_neighbour(actor, minibatches):
-    """Whether other sequences' log-probs keep every bit when one sequence's tokens change."""
+    """Compare other sequences' log-probs bit for bit when one sequence's tokens change."""
     pack = minibatches[0].micro_batches[0]
     before = actor.compute_logprobs([pack])[0]
     rows = slice(0, pack.lengths[0])
@@ -295,7 +295,7 @@ def test_first_minibatch_ratio_is_exactly_one_and_objectives_differ(reference):
 
 
 def _check_traces(report, reference):
-    """What an update sees of a traced response is kept: at first exactly what was frozen."""
+    """Traced log-probs of an update; in the first one they equal the behavior log-probs."""
     for name in OBJECTIVES:
         assert len(report[f"{name} traces"]) == len(TRACED)
         for (rows, frozen), (want, _) in zip(
@@ -314,7 +314,7 @@ def test_traces_contain_log_probs_of_each_update(reference):
 
 
 def _check_computed(report):
-    """What is not computed changes neither loss nor gradient, beyond rounding of other packs."""
+    """Skipped rollouts change neither loss nor gradient, beyond rounding of other packs."""
     everything, few = report["computed"]
     for (loss, norm), (same_loss, same_norm) in zip(everything, few, strict=True):
         assert same_loss == pytest.approx(loss, rel=1e-5, abs=1e-7)

@@ -1,4 +1,4 @@
-"""Uneven stages, shared key-value heads and experts of their own tensor size, held to one rank.
+"""Uneven stages, shared key-value heads and experts of their own tensor size, against one rank.
 
 6 layers, 2 key-value heads and 4 experts. Each layout computes log-probs, makes an update, exports
 and saves; then it loads what another layout has saved, and makes the next update.

@@ -106,7 +106,7 @@ def as_values(response):
 
 
 def on_rank(rank, world_size, folder):
-    """What each way of answering gives on one engine of all ranks."""
+    """Results of each way of answering on one engine of all ranks."""
     engine = Engine(folder, tensor=world_size)
     before = engine.plain()
     first = engine.converse("Digits")

@@ -116,7 +116,7 @@ def test_optional_terms_are_recorded(updated):
     for name in ("pnpo", "grpo"):
         plain = one[name]  # policy loss, gradient norm
         entropy, kl, policy, norm = next(one[case] for case in one if case.startswith(f"{name} w"))
-        assert policy == pytest.approx(plain[0], rel=1e-6)  # beside the policy term, not in it
+        assert policy == pytest.approx(plain[0], rel=1e-6)  # next to the policy term, not in it
         # The reference is another random model, far away; 61 words have at most log 61 nats.
         assert kl > 0.1
         assert -0.2 * math.log(61) < entropy < -0.2 * 0.5

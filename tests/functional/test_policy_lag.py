@@ -45,7 +45,7 @@ def rollouts(run, step):
 
 
 def assert_same(one, other, *, without=("rollout/tokens", "lag/"), columns=("lag",)):
-    """All but what says itself when things were generated; bit for bit."""
+    """All metrics except times of generation; bit for bit."""
     assert learned(one, without=without) == learned(other, without=without)
     for step in STEPS:
         tables = [rollouts(run, step).drop_columns(list(columns)) for run in (one, other)]
@@ -266,7 +266,7 @@ def test_generations_under_changing_weights_are_those_assembled_by_hand(runs):
     for one, other in zip(kept["plain"], kept["begun"][1], strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()  # eight tokens, or the end
         assert one.rollout_logprobs.tolist() == other.rollout_logprobs.tolist()
-    # Computed anew: exactly what the new weights generate after prompt and tokens.
+    # Computed again: exactly what the new weights generate after prompt and tokens.
     for found, (start, rest) in zip(kept["found"][0], kept["by_hand"], strict=True):
         assert found.token_ids.tolist() == [*start.token_ids, *rest.token_ids]
         assert found.rollout_logprobs.tolist() == [*start.rollout_logprobs, *rest.rollout_logprobs]
@@ -282,6 +282,6 @@ def test_generations_under_changing_weights_are_those_assembled_by_hand(runs):
         torch.testing.assert_close(
             torch.tensor(response.rollout_logprobs), expected, atol=1e-4, rtol=0
         )
-        anew, _ = logprobs_of(after, prompt, tokens, known=8)
-        moved = max(moved, (anew - rest).abs().max().item())
-    assert moved > 1e-2  # with keys and values computed anew it would be something else
+        again, _ = logprobs_of(after, prompt, tokens, known=8)
+        moved = max(moved, (again - rest).abs().max().item())
+    assert moved > 1e-2  # with keys and values recomputed it would be something else

@@ -1,7 +1,7 @@
-"""The actor on Transformer Engine's own Python, held to Megatron's local layers.
+"""The actor on Transformer Engine's own Python, against Megatron's local layers.
 
 Every pair of releases runs under several layouts in one launch; the reference is one process
-without Transformer Engine. `real_transformer_engine/` says what stands in for the compiled module,
+without Transformer Engine. `real_transformer_engine/` has the stand-in for the compiled module,
 and what therefore cannot be seen here.
 """
 
@@ -46,7 +46,7 @@ WITH_BIASES_OR_EXPERTS = ("qwen2", "qwen3_moe")
 
 
 def _train(actor, folder, others):
-    """Log-probs, updates around checkpoints, and what the actor tells of its parameters."""
+    """Log-probs, updates around checkpoints, and the actor's descriptions of its parameters."""
     from megatron_rl.data.packing import gather_by_rollout
     from megatron_rl.objectives import build_objective
 

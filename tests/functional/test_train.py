@@ -82,7 +82,7 @@ def test_run_learns_from_fresh_weights_only(tmp_path, capfd):
 def assert_evaluated_alike(folder, last):
     """`megatron-rl eval` of the run, on one engine, finds what training found on two."""
     words = ["eval", "--model", str(folder / "a"), "--output", str(folder / "e")]
-    command = ForkedCommand(words, output=folder / "said.txt", cwd=ROOT)
+    command = ForkedCommand(words, output=folder / "output.txt", cwd=ROOT)
     assert command.wait(timeout=300) == 0, command.read()
     scores = json.loads((folder / "e" / "scores.json").read_text())["scores"]
     assert set(scores) == {"avg@4", "pass@2", "pass@4", "maj@4"}
@@ -128,7 +128,7 @@ def assert_same_run(run, whole):
 
 
 def test_traces_and_report_match_counts_of_updates(whole):
-    """Every computed response is traced: by epoch, counted anew, acceptance and drift are equal.
+    """Every computed response is traced: by epoch, counted again, acceptance and drift are equal.
 
     Two shards add up a prefix in another order than the report does: two tokens at a bound may
     be judged otherwise.
@@ -209,7 +209,7 @@ def test_interrupted_run_saves_and_resumes_there(tmp_path, whole):
                  "trainer.steps=3", *SHORT, "trainer.checkpoint_every=10",
                  "trainer.self_test_every=1")  # fmt: skip
     process = start_and_wait(arguments, run, rows=2)
-    process.send_signal(signal.SIGINT)  # which the ranks hear of as SIGTERM
+    process.send_signal(signal.SIGINT)  # which the ranks receive as SIGTERM
     status, output = process.wait(timeout=300), process.read()
     assert status == os.EX_TEMPFAIL, output
     # Most likely out of generating for step 2, or between two of its updates.

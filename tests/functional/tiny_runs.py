@@ -34,7 +34,7 @@ def training_arguments(*overrides, config=CONFIG, places=PLACES):
 
 def start_training(*overrides, **where):
     """The command in forked processes; `run.dir` is among the overrides."""
-    folder = Path(dict(one.split("=", 1) for one in overrides)["run.dir"]) / "said"
+    folder = Path(dict(one.split("=", 1) for one in overrides)["run.dir"]) / "output"
     output = folder / f"{len(list(folder.glob('*')))}.txt"
     return ForkedCommand(training_arguments(*overrides, **where), output=output, cwd=ROOT)
 

@@ -158,7 +158,7 @@ def test_printed_config_reads_back_to_same_config(tmp_path):
 
 
 def test_set_is_path_or_path_with_columns(tmp_path):
-    """What is written is the shorter form; columns fall back to those of all sets."""
+    """The shorter form is written; columns fall back to those of all sets."""
     own = {"path": "b", "columns": {"prompt": "q", "answer": "a", "source": None}}
     given = [
         "eval.sets={a: a.parquet, b: {path: b, columns: {prompt: q, answer: a}}, c: {path: c}}"

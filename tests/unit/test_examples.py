@@ -157,7 +157,7 @@ def checkout(tmp_path_factory):
 
 
 def started(checkout, script, *arguments, **variables):
-    """What a script starts: which environment's command, and its arguments."""
+    """The command that a script starts, and its arguments."""
     done = subprocess.run(
         ["bash", str(checkout / "examples" / "pnpo" / script), *arguments],
         env={"PATH": os.environ["PATH"], **variables}, cwd="/", capture_output=True, text=True,

@@ -1,4 +1,4 @@
-"""One version, said the same everywhere, and files that a release needs."""
+"""One version in all places, and files that a release needs."""
 
 import re
 import subprocess

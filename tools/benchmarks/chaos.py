@@ -78,7 +78,7 @@ class Run:
 
     @property
     def arguments(self) -> list[str]:
-        """Of the command."""
+        """Status of the command."""
         places = (f"run.dir={self.folder.parent}", f"run.name={self.folder.name}")
         return ["train", "--config", str(ROOT / "examples" / "pnpo" / "quickstart.yaml"),
                 *SETTINGS, f"trainer.steps={self.steps}", *places]  # fmt: skip

@@ -1,4 +1,4 @@
-"""How much of what the actor processes is useful, and how evenly: packing at the paper's scale.
+"""Useful fraction and balance of the actor's packs at the paper's scale.
 
     PYTHONPATH=. python tools/benchmarks/packing.py
 

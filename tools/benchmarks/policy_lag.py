@@ -31,11 +31,11 @@ REGIMES = {
     "engine's log-probs": ("behavior=engine",),
     "fp8 engine": ("rollout.mismatch=fp8_e4m3",),
     "in flight, kept": ("behavior=engine", "lag.partial_rollouts=16"),
-    "in flight, anew": (
+    "in flight, recompute": (
         "behavior=engine",
         "lag.partial_rollouts={every_tokens: 16, cache: recompute}",
     ),
-    "in flight, anew, actor": ("lag.partial_rollouts={every_tokens: 16, cache: recompute}",),
+    "in flight, recompute, actor": ("lag.partial_rollouts={every_tokens: 16, cache: recompute}",),
 }
 PHASES = ("rollout", "behavior", "pack", "train", "sync", "step")
 

@@ -31,7 +31,7 @@ class ContrastTables:
     """Primary contrasts of the runs that are done.
 
     A choice is made only when all runs that it depends on are done, and a test only when all units
-    have their differences: looking early changes neither.
+    have their differences: an early reading changes neither.
     """
 
     def __init__(self, plan: ContrastPlan, outcomes: Sequence[Outcome]) -> None:

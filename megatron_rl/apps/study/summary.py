@@ -30,7 +30,7 @@ class Outcome:
 
     @property
     def has_fallen(self) -> bool:
-        """Whether the run fell by FALL or more."""
+        """True if the score fell by FALL or more."""
         return self.fall >= FALL - ROUNDING
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong inside a rank. Each is called before the run, and strikes in the middle of it.
+"""Faults inside a rank. Each is called before the run, and strikes in the middle of it.
 
 A deed that hangs first takes most of its phase's budget away from its rank, so that a test need not
 wait for minutes, and no busy machine makes another rank late.

@@ -23,7 +23,7 @@ GONE_SECONDS = 30.0
 def run(
     fault: str | Callable | None, rank: int, arguments: list[str], **details: Any
 ) -> dict[str, Any]:
-    """One run: its status, what it said, its seconds, and the processes that it left behind."""
+    """Run once; return status, output, seconds, and the processes that remain."""
 
     def strike(place: int) -> None:
         from tests.functional.faults import fault_injection
@@ -50,7 +50,7 @@ def run(
 
 
 def find_left(started: list[Forked]) -> list[str]:
-    """What still runs in the ranks' sessions after the kernel has had its moment."""
+    """Return processes that still run in the ranks' sessions after a moment."""
     sessions = {str(rank.pid) for rank in started}
     deadline = time.monotonic() + GONE_SECONDS
     while True:

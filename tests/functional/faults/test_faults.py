@@ -1,4 +1,4 @@
-"""What goes wrong in a real run of two ranks ends it or not, as it should; nothing is left behind.
+"""Faults in a real run of two ranks end it or not, as they should; no process remains.
 
 Every run here starts from one process that has imported everything; the deeds are in
 `fault_injection`.
@@ -145,7 +145,7 @@ def test_verifier_that_always_hangs_ends_run_and_its_workers(ended):
     ],
 )
 def test_failed_self_test_ends_run_and_is_named(folder, ended, name, what):
-    """Where one rank breaks its contract, in the first step that tries it."""
+    """A contract broken by one rank ends the run in the first step that checks it."""
     run = ended[f"break_{name}"]
     assert run["status"] == 1 and run["left"] == [], run["output"]
     assert f"self-test {name} failed in step 2: {what}" in run["output"], run["output"]

@@ -135,7 +135,7 @@ def answers(tmp_path_factory):
 
 
 def test_kill_at_any_file_operation_of_save_leaves_intact_checkpoint(answers):
-    """The one before or the new one, every bit of it on both ranks, and nothing hidden beside."""
+    """The one before or the new one, every bit of it on both ranks, and no hidden file."""
     for found, *_ in answers:
         assert all(is_that and hidden == [] for _, _, is_that, hidden in found), found
         steps = [done for _, done, _, _ in found]

@@ -2,7 +2,7 @@
 
 
 def hang(text, ground_truth, data_source):
-    """Inside C code that holds the interpreter's lock."""
+    """Inside C code that keeps the interpreter's lock."""
     if text not in ("", ground_truth):
         sum(range(10**12))
     return 0.0

@@ -66,7 +66,7 @@ def build(version: str) -> types.ModuleType:
     module.multi_tensor_scale_tensor = multi_tensor_scale
 
     def add(name):
-        """What else is asked for: a class, or a function that refuses to run."""
+        """Any other name: a class, or a function that refuses to run."""
         if name.startswith("__"):
             raise AttributeError(name)
         setattr(module, name, type(name, (), {}) if name[0].isupper() else _refusing(name))
@@ -155,7 +155,7 @@ def _attention_arguments(args):
     # Queries, keys, and both with padding, which counts as tokens.
     assert len(ends) == 4 and torch.equal(ends[0], ends[2]) and torch.equal(ends[1], ends[3])
     longest = [max(b - a for a, b in itertools.pairwise(e.tolist())) for e in ends[:2]]
-    assert longest == list(args[:2]), "the longest sequence is another than was said"
+    assert longest == list(args[:2]), "the longest sequence differs from the argument"
     values = [x for x in tensors if x.is_floating_point()]
     pieces = [
         (slice(*q), slice(*k))

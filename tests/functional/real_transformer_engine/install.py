@@ -16,7 +16,7 @@ class OutOfReachError(Exception):
 
 
 def installed(package: str, version: str) -> Path:
-    """The folder that holds one release of a package of pip's index, put on a path to import it."""
+    """The folder with one release of a package of pip's index, put on a path to import it."""
     folder = ROOT / f"{package}-{version}"
     if folder.is_dir():
         return folder

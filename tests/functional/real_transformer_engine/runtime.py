@@ -1,8 +1,8 @@
 """The real Python of Transformer Engine in this process, on the CPU, over `compiled.py`.
 
 Its modules ask for a CUDA device when they are made and for CUDA tensors when they run; asked from
-there, this process says yes. What cannot be seen so: kernels, their rounding and speed, the choice
-of attention backend (it is made here), fp8.
+there, this process answers as if it had one. Not covered: kernels, their rounding and speed, the
+choice of attention backend (it is made here), fp8.
 """
 
 import importlib
@@ -97,7 +97,7 @@ def _answer(attribute: str, asks, answer) -> None:
 
 
 def watch_comparisons() -> list[str]:
-    """Where Transformer Engine compares tensors from now on: each would wait for the device."""
+    """Places where Transformer Engine compares tensors: each would wait for the device."""
     seen, equal = [], torch.equal
 
     def watched(*pair):

@@ -1,6 +1,6 @@
-"""A verifier that takes its time while a file says so: how a test holds a run between two steps.
+"""A verifier that is slow while a file exists: tests use it to keep a run between two steps.
 
-It lies beside no installed module: a launch has to package it.
+It is next to no installed module: a launch has to package it.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def score(text: str, ground_truth: str, data_source: str) -> float:
-    """Whether the answer ends right, after the seconds in the run's file `pace`."""
+    """Grade the end of the answer, after the seconds in the run's file `pace`."""
     pace = Path("../../../pace")  # a job starts in the source of its launch
     with contextlib.suppress(FileNotFoundError):  # never paced, or no longer
         time.sleep(float(pace.read_text()))

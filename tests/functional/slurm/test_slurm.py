@@ -80,7 +80,7 @@ class Launcher:
         return self.folder / "runs" / name
 
     def pace(self, name: str, seconds: float) -> Path:
-        """Have every answer of a run judged so late; until the file is removed."""
+        """Delay every grade of a run by these seconds, until the file is removed."""
         (file := self.run_folder(name) / "pace").parent.mkdir(parents=True, exist_ok=True)
         file.write_text(str(seconds))
         return file
@@ -171,7 +171,7 @@ def test_run_survives_preemption_time_limit_and_node_failure(slurm, launcher):
     assert saved >= 2
     launcher.wait_until("going on", lambda: steps_of(run) > saved, "disturbed")
 
-    # Its time limit comes near. SLURM looks at limits every 30 s, and with five minutes left or
+    # Its time limit comes near. SLURM checks limits every 30 s, and with five minutes left or
     # less it signals. In the meantime an undisturbed run has the nodes' other cores.
     minutes = int(slurm.ask(f"squeue -h -j {job} -o %M").split(":")[0])
     slurm.ask(f"scontrol update jobid={job} timelimit={minutes + 5}")
@@ -190,7 +190,7 @@ def test_run_survives_preemption_time_limit_and_node_failure(slurm, launcher):
     launcher.wait_until("started again", lambda: state() == "RUNNING", "disturbed")
     slurm.kill_node("n2")
     pace.unlink()
-    # Only when the node counts as down: what it was to be told waits until then, and would be told
+    # Only when the node counts as down: messages to it wait until then, and would be sent
     # to the next start of the job.
     launcher.wait_until("without its node", lambda: state() == "PENDING", "disturbed")
     slurm.start_node("n2")

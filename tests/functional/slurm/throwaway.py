@@ -1,6 +1,6 @@
 """A real SLURM for the time of a test: munge, a controller, two nodes on this host, one folder.
 
-The nodes are two slurmd of one machine, told apart by name and port. Partition `high` preempts
+The nodes are two slurmd of one machine, distinguished by name and port. Partition `high` preempts
 `low`, which gives its jobs minutes to save. Ranks meet at a port made of the job's id, which
 therefore begins elsewhere in every test.
 """
@@ -86,7 +86,7 @@ class ThrowawaySlurm:
         self._until("empty queue", lambda: not self.ask("squeue -h"))
 
     def processes(self, node: str, *, of: str = "") -> list[int]:
-        """What runs of jobs on a node; of: what the command has to contain."""
+        """Processes of jobs on a node; of: a part of their command."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended, or is another user's
@@ -98,7 +98,7 @@ class ThrowawaySlurm:
         return found
 
     def ask(self, command: str) -> str:
-        """What one of SLURM's commands prints."""
+        """Output of one of SLURM's commands."""
         done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
         return done.stdout.strip()
 

@@ -24,7 +24,7 @@ def test_cuda_uses_fused_adam_with_device_step_counts():
 def test_state_saved_on_cuda_uses_default_adam_on_cpu():
     parameter = torch.ones(8, requires_grad=True)
     optimizer = adam(parameter)
-    optimizer.param_groups[0]["fused"] = True  # as its checkpoint says
+    optimizer.param_groups[0]["fused"] = True  # as in its checkpoint
     step_in_one_kernel(optimizer, CPU)
     assert not optimizer.param_groups[0]["fused"]
     assert not optimizer.state[parameter]["step"].is_cuda

@@ -55,7 +55,7 @@ def _groups_without_sockets(rank, world_size):
 
 
 def test_objects_are_gathered_over_small_group():
-    """Of 8 ranks, in a layout with 17 groups; the one for objects has two neighbors and itself."""
+    """8 ranks in a layout with 17 groups; the group for objects has two neighbors and itself."""
     assert max(added for added, _ in run_ranks(_groups_without_sockets, 8)) < 16
 
 

@@ -28,7 +28,7 @@ class Copies(TorchDispatchMode):
         self.inside = False
 
     def to_device(self, values, device):
-        """`to_device`, told apart from other copies."""
+        """`to_device`, distinguished from other copies."""
         self.inside = True
         moved = to_device.to_device(values, device)
         self.inside = False
@@ -61,7 +61,7 @@ def freeze(batch):
 
 
 def walk(cache, batch):
-    """What an update asks of a pack before the model runs and for the loss."""
+    """Everything that an update reads from a pack before the model runs and for the loss."""
     pack = cache.prepare(batch)
     values = (batch.behavior_logprobs, batch.rollout_logprobs, batch.reference_logprobs)
     local = [*map(pack.shard, values), pack.spread(batch.advantages)]

@@ -185,7 +185,7 @@ def test_boundaries_cover_whole_pack():
     assert messages.qkv_format == "thd"
     assert messages.cu_seqlens_q.tolist() == [0, 8, 12]
     assert messages.cu_seqlens_q.dtype == torch.int32
-    # Said, and by identity: releases look at the one or the other.
+    # By name and by identity: releases check the one or the other.
     assert messages.pad_between_seqs is False
     assert messages.cu_seqlens_q is messages.cu_seqlens_kv
     assert messages.cu_seqlens_q is messages.cu_seqlens_q_padded

@@ -1,4 +1,4 @@
-"""What an update must refuse: bad numbers before the weights change, and a Megatron that averages.
+"""Updates refuse bad numbers before the weights change, and a Megatron that averages.
 
 One process with a tiny Qwen2; the sums themselves are compared over layouts by
 tests/functional/test_actor_layouts.py.
@@ -170,7 +170,7 @@ def _try_self_tests(actor, objective):
 
 
 def check_updates(rank, world_size, root):
-    """What updates are judged by, and what a rule, a power and a fitted constraint do."""
+    """Criteria of updates: a rule, a power and a resolved constraint."""
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.objectives import build_objective
 

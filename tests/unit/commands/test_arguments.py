@@ -1,4 +1,4 @@
-"""What is said of arguments that are none."""
+"""Error messages for unknown arguments."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the doctor finds, and the namesake of NVIDIA apex."""
+"""Findings of the doctor, and the namesake of NVIDIA apex."""
 
 import subprocess
 import sys

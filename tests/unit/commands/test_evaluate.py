@@ -1,4 +1,4 @@
-"""What is evaluated: a folder with sets that are named, or a run with its own settings."""
+"""Evaluation of a folder with named sets, or of a run with its own settings."""
 
 import re
 

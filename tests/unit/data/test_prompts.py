@@ -110,7 +110,7 @@ def write_csv(path, rows):
 
 
 def test_table_of_texts_is_read(tmp_path):
-    """A field may hold commas, quotes and line breaks, and is never taken for a number."""
+    """A field may contain commas, quotes and line breaks, and is never taken for a number."""
     rows = [{"question": 'a,b\n""b""', "answer": "007", "level": {"name": "x"}}] + QUESTIONS
     path = write_csv(tmp_path / "mine.csv", rows)
     columns = Columns(prompt="question", answer="answer", source="level.name")

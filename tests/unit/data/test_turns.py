@@ -1,4 +1,4 @@
-"""What the chat template puts between two turns, with the end of a turn once."""
+"""Text of the chat template between two turns, with the end of a turn once."""
 
 import pytest
 

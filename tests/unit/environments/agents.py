@@ -23,7 +23,7 @@ async def complete(url, messages, **more):
 
 
 class Guesser(AgentEnvironment):
-    """Says higher or lower until the number is found; with OpenAI's client, unmodified."""
+    """Answers higher or lower until the number is guessed; with OpenAI's client, unmodified."""
 
     async def run(self, url):
         messages = list(self.row["prompt"])

@@ -12,7 +12,7 @@ from megatron_rl.environments.interface import Answer, InfrastructureError
 
 
 class Obedient:
-    """Does what a turn says, and otherwise answers with its state: row, seed, turns so far."""
+    """Follows a turn's instruction, or answers with its state: row, seed, turns so far."""
 
     def __init__(self, row, seed):
         self.row, self.seed, self.turns = row, seed, []
@@ -64,7 +64,7 @@ class Obedient:
             case ["return", what]:
                 return RETURNED[what]
             case ["done"]:
-                return Answer(done=True, reward=1.0, reason="told so")
+                return Answer(done=True, reward=1.0, reason="scripted")
         return Answer(f"{self.row['name']} {self.seed} {len(self.turns)} {'/'.join(self.turns)}")
 
 

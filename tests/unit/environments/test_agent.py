@@ -163,9 +163,9 @@ def test_turn_of_policy_is_unchanged():
         status, reply = await serving
         assert (status, reply["choices"][0]["message"]["content"]) == (
             200, "half \ud83d <think>x</think>  ")  # fmt: skip
-        said = reply["choices"][0]["message"]
-        for wrong in ({"content": "x"}, {"content": said["content"].strip()}, {"role": "user"}):
-            status, _ = await session.complete({"messages": [*QUESTION, said | wrong]})
+        message = reply["choices"][0]["message"]
+        for wrong in ({"content": "x"}, {"content": message["content"].strip()}, {"role": "user"}):
+            status, _ = await session.complete({"messages": [*QUESTION, message | wrong]})
             assert status == 409
 
     asyncio.run(check())

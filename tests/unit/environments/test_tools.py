@@ -67,7 +67,7 @@ TEXTS = [
 def test_calls_are_those_that_vllm_parses(name):
     from vllm.tool_parsers import ToolParserManager
 
-    class Tokenizer:  # vLLM's parsers only look up their special token
+    class Tokenizer:  # vLLM's parsers read only the id of their special token
         def get_vocab(self):
             return {"<|python_tag|>": 1}
 

@@ -1,7 +1,7 @@
 """The objectives once more, as double loops over Python floats, written from their formulas.
 
 Shares nothing with the package: the named objectives are typed in again from the papers' tables,
-ratios are compared as ratios and not as logarithms, sums over prefixes are taken anew at every
+ratios are compared as ratios and not as logarithms, sums over prefixes are computed again at every
 position, and gradients are the derivatives of the formulas, not autograd's.
 """
 

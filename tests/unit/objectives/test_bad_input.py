@@ -1,4 +1,4 @@
-"""Values and configurations that cannot be used: one ValueError that says what and where."""
+"""Values and configurations that cannot be used: one ValueError that names value and place."""
 
 import math
 from dataclasses import replace

@@ -169,7 +169,7 @@ def assert_same(totals, wanted):
 
 
 def assert_correct():
-    """What must hold of a correct package, and must break under every mistake below."""
+    """Checks that a correct package passes, and that fail under every mistake below."""
     assert max(exact_gradients(ConversationTree(turns=2, seed=1)).values()) < 1e-10
     assert_same(run(1, Topology.single()), expected(1))
 

@@ -33,7 +33,7 @@ PATH_SUMS = {"gspo", "exact_prefix_score"}  # one token's side is in every gradi
 
 
 def make_batch(rng, lengths, scale, *, extreme=False, constant_advantage=True):
-    """Responses with holes in their masks: prompt, tool output, padding hold rubbish."""
+    """Responses with holes in their masks: prompt, tool output, padding contain rubbish."""
     responses, rows = [], []
     for length in lengths:
         log_ratios = rng.normal(0, scale, length)

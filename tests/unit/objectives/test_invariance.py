@@ -83,7 +83,7 @@ def build(case):
 
 
 def resolved(case):
-    """The objective for the whole minibatch, which every rank that has a part of it is told."""
+    """The objective for the whole minibatch, the same on every rank that has a part of it."""
     mask, tensors = minibatch()
     log_ratios = tensors["policy_logprobs"] - tensors["behavior_logprobs"]
     advantages, behavior = tensors["advantages"], tensors["behavior_logprobs"]
@@ -134,7 +134,7 @@ def micro_batches(dp_rank, dp_size):
 
 
 def count_collectives(case, rank, group):
-    """What one micro-batch at cp 2 sends, shapes and bytes of an element: (forward, backward)."""
+    """Messages of one micro-batch at cp 2, shapes and bytes of an element: (forward, backward)."""
     seen, originals = ([], []), (dist.all_gather, dist.all_reduce)
 
     def counting(original, place):
@@ -224,7 +224,7 @@ def test_splits_do_not_matter(case):
             assert other[cp_size, case] == metrics
 
 
-# What is scanned beside the log-ratio, and whose gradient flows through a sum over the response.
+# What is scanned next to the log-ratio, and whose gradient flows through a sum over the response.
 SECOND_SCAN = {"minpro", "vaco", "cppo"}
 BACKWARD_SCAN = {"gspo", "exact_prefix_score", "oapl"}
 

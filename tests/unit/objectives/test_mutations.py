@@ -285,7 +285,7 @@ def assert_inclusive_bounds():
 
 
 def assert_correct():
-    """What must hold of a correct package, and must break under every mutation."""
+    """Checks that a correct package passes, and that fail under every mutation."""
     for name in CHECKED:
         rng = np.random.default_rng(5)
         for scale in (1e-3, 0.1):

@@ -1,4 +1,4 @@
-"""Diagnostics against what they should say, and the ratio of a first step."""
+"""Diagnostics against expected numbers, and the ratio of a first step."""
 
 import math
 

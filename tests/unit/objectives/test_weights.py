@@ -1,4 +1,4 @@
-"""What the prefix-normalized weight promises, for any log-ratios."""
+"""Properties of the prefix-normalized weight, for any log-ratios."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What a response of advantage 0 adds to loss and gradient: nothing, where an objective says so.
+"""A response of advantage 0 adds nothing to loss and gradient, if the objective declares it.
 
 In float64, so that what is left out may change sums by rounding alone.
 """

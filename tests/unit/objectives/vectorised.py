@@ -1,6 +1,6 @@
 """The objectives a third time: float64 numpy over whole responses, for thousands of tokens.
 
-Takes the objectives' tables from naive.py and is held to its double loops by test_definitions.
+Takes the objectives' tables from naive.py and is compared with its loops by test_definitions.
 Advantages are one number per response, as they are for a long one.
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def verify_scripted(text, ground_truth, data_source):
-    """Does what `text` says, and otherwise gives its length as the reward."""
+    """Follow the instruction in `text`, or give its length as the reward."""
     match text.split():
         case ["raise"]:
             raise LookupError("broken on purpose")
@@ -24,7 +24,7 @@ def verify_scripted(text, ground_truth, data_source):
                 time.sleep(0.01)
         case ["touch", path]:
             Path(path).touch()
-        case ["spin"]:  # holds the interpreter's lock inside C code
+        case ["spin"]:  # keeps the interpreter's lock inside C code
             sum(range(10**12))
         case ["print"]:
             print("noise on", "standard output")

@@ -1,4 +1,4 @@
-"""How a verifier is called, as its signature asks, and what it may return."""
+"""Calls of verifiers by their signature, and the values that they may return."""
 
 import json
 

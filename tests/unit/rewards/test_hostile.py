@@ -1,4 +1,4 @@
-"""What a model may write to the default verifier's harm: it costs a reward, and nothing else.
+"""Hostile responses cost the default verifier a reward, and nothing else.
 
 MEGATRON_RL_HOSTILE_ANSWERS=10000 tries more of them than the few that are enough for a change.
 """

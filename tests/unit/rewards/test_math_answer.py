@@ -1,4 +1,4 @@
-"""Which part of a response is its answer, and when it is right."""
+"""Extraction of a response's answer, and its comparison with the ground truth."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""The pool: order, time limits that hold, crashes that are not verdicts, no process left behind."""
+"""The pool: order, hard time limits, crashes that are not grades, no process left behind."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def as_items(*texts):
 
 @pytest.fixture(scope="module", autouse=True)
 def short_of_time():
-    """What hangs has half a second, the rest a minute: no busy machine makes it late."""
+    """Hanging responses have half a second, others a minute: no busy machine makes them late."""
     send = WorkerProcess.send
 
     def send_in_a_hurry(worker, places, items, *, time_limit):
@@ -41,7 +41,7 @@ def short_of_time():
 
 @pytest.fixture(scope="module")
 def pool():
-    """Two workers that do as they are told."""
+    """Two workers of a scripted verifier."""
     with VerifierPool(workers=2, time_limit=60.0, verifier=MISBEHAVING) as pool:
         yield pool
 
@@ -84,7 +84,7 @@ def test_output_of_verifier_is_printed_by_line_with_its_name():
 def test_exception_of_verifier_is_raised_with_its_traceback(pool):
     with pytest.raises(VerifierError, match=r"(?s)response 1 of 3.*truth.*LookupError: broken"):
         pool.verify_all(as_items("a", "raise", "b"))
-    # What was under way then does not leak into the next call.
+    # Calls in progress then do not leak into the next call.
     assert [v.reward for v in pool.verify_all(as_items("ab", "abc"))] == [2.0, 3.0]
 
 
@@ -230,7 +230,7 @@ def test_wrong_signature_is_one_sentence():
 
 
 def test_started_pool_has_loaded_verifier(tmp_path, monkeypatch):
-    """Of the folder that the command is started in, as a verifier of one's own is."""
+    """A verifier in the folder in which the command is started, like a user's own."""
     program = "def score(text, ground_truth, data_source, row):\n    return row['level']\n"
     (tmp_path / "my_rewards.py").write_text(program)
     monkeypatch.chdir(tmp_path)

@@ -174,7 +174,7 @@ def test_run_trains_on_groups_with_signal_and_keeps_spares(tmp_path):
         groups = np.array(table["reward"].to_pylist()).reshape(4, 4)
         lacking = row.get("dynamic/groups_lacking", 0)  # a step may find all its slots filled
         assert sum(len(set(group)) == 1 for group in groups) == lacking
-        # Two tokens to a response: what was generated is what is held, trained or dropped.
+        # Two tokens to a response: generated tokens are in the buffer, trained or dropped.
         assert row.get("rollout/tokens", 0) == row.get("dynamic/groups_generated", 0) * 4 * 2
     assert not trainer.run.buffer.groups
 

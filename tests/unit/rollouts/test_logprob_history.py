@@ -1,4 +1,4 @@
-"""Which responses are followed through their reuse, and what a run keeps of them."""
+"""Choice of the responses traced over their epochs, and the files that a run keeps of them."""
 
 import numpy as np
 import pyarrow.parquet as pq

@@ -103,7 +103,7 @@ def test_long_groups_are_overtaken_but_not_lost():
     walked = walk(schedule, longest=lambda slot: 25 if slot.group == 3 else 5)
     trained = [slot for _, step, _ in walked for slot in step]
     assert sorted(trained) == [slot for step in range(1, 7) for slot in whole(step)]  # each once
-    # Steps 1: two batches are held. The long (1, 3) is ready in 1 + 2 = 3, so (2, 0) overtakes it.
+    # Step 1: two batches. The long (1, 3) is ready in 1 + 2 = 3, so (2, 0) overtakes it.
     assert walked[0][1] == [PromptSlot(1, 0), PromptSlot(1, 1), PromptSlot(1, 2), PromptSlot(2, 0)]
     at = {slot: step for step, (_, some, _) in enumerate(walked, start=1) for slot in some}
     assert at[PromptSlot(1, 3)] == 3
@@ -150,7 +150,7 @@ def test_trace_reproduces_lags_of_its_run(tmp_path):
     # What a run replayed is its own matter: those entries are left out.
     file.write_text(json.dumps({"step": 1, "lag": [0, 0, 0], "replays": [0, 2, 0]}))
     assert read_trace(file).lags == ((0, 0),)
-    # Replay mixes old and new: the slot says whose lag it is.
+    # Replay mixes old and new: the slot determines the lag.
     row = {"step": 1, "lag": [0, 0, 0], "slot": [[1, 1], [1, 2], [1, 0]], "replays": [0, 0, 0]}
     later = {"step": 2, "lag": [1, 1, 0], "slot": [[2, 1], [1, 2], [2, 0]], "replays": [0, 1, 0]}
     file.write_text(f"{json.dumps(row)}\n{json.dumps(later)}")

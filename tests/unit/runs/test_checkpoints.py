@@ -1,4 +1,4 @@
-"""What counts as a checkpoint, what is wrong with one, and what a kill leaves."""
+"""Complete checkpoints, damaged ones, and the remains of a kill."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What a run keeps, refuses, rewinds and repeats."""
+"""Run directories: kept files, refusals, rewinding and repeating."""
 
 import dataclasses
 import json
@@ -129,7 +129,7 @@ def test_resume_removes_remains_of_failed_save(tmp_path):
 
 
 class LoadingActor:
-    """Loads whatever a checkpoint holds, and holds that."""
+    """Loads and keeps the content of any checkpoint."""
 
     topology = Topology.single()
 

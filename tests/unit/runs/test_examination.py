@@ -1,4 +1,4 @@
-"""The doctor's look at a run directory: every kind of damage is seen, and nothing is changed."""
+"""Examination of a run directory: every kind of damage is found, and nothing is changed."""
 
 import hashlib
 import json
@@ -69,7 +69,7 @@ def test_sampled_steps_are_counted(run):
 
 def test_examine_run_reports_damage_without_changing_it(run, capsys):
     weights = run.checkpoints.folder(4) / "weights"
-    weights.write_bytes(b"w" * 999 + b"v")  # the same size: only its sum tells
+    weights.write_bytes(b"w" * 999 + b"v")  # the same size: only its sum differs
     (run.rollouts / "step_000002.parquet").write_bytes(b"PAR1")
     (run.rollouts / "step_000003.parquet").unlink()
     (run.checkpoints.path / ".step_000005.partial").mkdir()

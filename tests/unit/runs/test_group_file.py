@@ -1,4 +1,4 @@
-"""Groups on disk: what is read back is what was held, in every bit."""
+"""Groups on disk are read back bit for bit."""
 
 import dataclasses
 import math

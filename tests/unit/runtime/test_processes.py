@@ -172,7 +172,7 @@ def test_killed_rank_is_named_and_others_are_ended(ranks, capfd, tmp_path, monke
 
 
 def test_children_of_ranks_end_and_ended_ones_are_not_waited_for(ranks, tmp_path, monkeypatch):
-    """Where nobody collects orphans, as in many containers; here this process, which does not."""
+    """A process that does not collect orphans, like the first process of many containers."""
     monkeypatch.setattr(processes, "CLEAN_UP_SECONDS", 120.0)
     begin, adopt = time.monotonic(), ctypes.CDLL(None).prctl
     adopt(36, 1)  # PR_SET_CHILD_SUBREAPER
@@ -188,7 +188,7 @@ def test_children_of_ranks_end_and_ended_ones_are_not_waited_for(ranks, tmp_path
 def test_exit_status_is_that_of_failed_rank(ranks, capfd):
     ranks("[ $RANK = 0 ] && exit 3; exec sleep 600")
     assert start_processes([], world_size=2) == 3
-    assert capfd.readouterr().err == ""  # it has said itself what was wrong
+    assert capfd.readouterr().err == ""  # it has printed its own error
 
 
 LEAVE_FAILURE = """
@@ -353,7 +353,7 @@ int cuDeviceGetCount(int *count) {
 
 @pytest.mark.parametrize(("visible", "devices"), [("0,1", 2), ("", 0), (None, 0)])
 def test_devices_are_counted_by_driver(tmp_path, visible, devices):
-    """Which heeds CUDA_VISIBLE_DEVICES: here a stand-in, that counts them; torch is not asked."""
+    """A stand-in for the driver that follows CUDA_VISIBLE_DEVICES; torch is not imported."""
     (tmp_path / "driver.c").write_text(DRIVER)
     library = tmp_path / "libcuda.so.1"
     subprocess.run(["cc", "-shared", "-o", library, tmp_path / "driver.c"], check=True)

@@ -11,7 +11,7 @@ from megatron_rl.runtime.heartbeat import SLOT_BYTES, Heartbeat, make_board, map
 from megatron_rl.runtime.stacks import StackSample, identify_stalled_ranks, split_stacks
 from tests.running import assert_end
 
-# `wait` looks to the watcher like a rank inside a collective; `spin` holds the interpreter's lock.
+# `wait` appears like a rank inside a collective; `spin` keeps the interpreter's lock.
 RANK = """
 import os, signal, subprocess, sys, time
 from megatron_rl.runtime.heartbeat import Heartbeat, map_board
@@ -46,7 +46,7 @@ elif action == "spin":
 
 
 def watch(tmp_path, *actions):
-    """Ranks that do so and their watcher, to its end: processes, their children, what it said."""
+    """Run such ranks and their watcher to the end; return processes, children and output."""
     with (tmp_path / "board").open("w+b") as board:
         make_board(board.fileno(), ranks=len(actions))
         stacks = [os.open(tmp_path / f"s{i}", os.O_RDWR | os.O_CREAT) for i in range(len(actions))]
@@ -83,7 +83,7 @@ def watch(tmp_path, *actions):
     [("stop", "is stopped", "in <module>"), ("spin", "does not wait", "in do_nothing_for_ever")],
 )
 def test_hung_rank_is_named_and_no_process_remains(tmp_path, action, sign, frame):
-    """Also while it holds the interpreter's lock, or is stopped and cannot answer."""
+    """Also while it keeps the interpreter's lock, or is stopped and cannot respond."""
     children, output = watch(tmp_path, "wait", action)
     assert f"in train: rank 5 {sign}" in output, output
     (report,) = (tmp_path / "stalls").iterdir()
@@ -102,14 +102,14 @@ def test_ranks_that_work_are_left_alone(tmp_path):
 
 
 def test_suspended_time_does_not_count(tmp_path):
-    """As under `scontrol suspend`: the first look after it must find nobody late."""
+    """As under `scontrol suspend`: the first poll after it must find no rank late."""
     from megatron_rl.runtime.watchdog import Watcher
 
     with (tmp_path / "board").open("w+b") as board:
         make_board(board.fileno(), ranks=1)
         progress = Heartbeat(map_board(board.fileno()), 0, budget=30.0)
         watcher = Watcher([0], board=board.fileno(), stacks=[])
-        clock = iter([0.0, 0.5, 9000.0, 9000.5])  # a look every 0.5 s; suspended after the second
+        clock = iter([0.0, 0.5, 9000.0, 9000.5])  # a poll every 0.5 s; suspended after the second
         looks = []
 
         class Time:
@@ -130,7 +130,7 @@ def test_suspended_time_does_not_count(tmp_path):
             pass
         finally:
             module.time = real
-    assert looks == [0.0, 0.5, 1.5, 2.0]  # at most two pauses of 0.5 s between two looks
+    assert looks == [0.0, 0.5, 1.5, 2.0]  # at most two pauses of 0.5 s between two polls
 
 
 def test_slot_has_phase_budget_and_count(tmp_path):

@@ -11,7 +11,7 @@ def test_page_equals_output_of_tool():
 def test_every_key_has_row_with_its_default_and_its_rule():
     rows = [line.split(" | ") for line in page().splitlines() if line.startswith("| `")]
     output = {row[0].strip("| `"): row[1:] for row in rows}
-    # A section within a section is a key of its own, beside those in it.
+    # A section within a section is a key of its own, next to those in it.
     within = {"data.columns", "data.mix", "data.mix.columns", "eval.columns", "eval.sets",
               "eval.sets.columns", "logging.wandb", "shaping.overlong"}  # fmt: skip
     assert set(output) == set(valid_keys(Config)) | within

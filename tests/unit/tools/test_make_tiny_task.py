@@ -20,7 +20,7 @@ spec = importlib.util.spec_from_file_location("make_tiny_task", PROGRAM)
 assert spec is not None
 assert spec.loader is not None
 tiny = importlib.util.module_from_spec(spec)
-sys.modules["make_tiny_task"] = tiny  # dataclasses look their module up
+sys.modules["make_tiny_task"] = tiny  # dataclasses need their module
 spec.loader.exec_module(tiny)
 
 # 4 + 8 - 3 - 9: 4, 12 -> 2, -1 -> 9, 0
@@ -55,7 +55,7 @@ def test_saved_tokenizer_and_data_load(tmp_path):
     settings = tiny.Settings()
     tokenizer = tiny.build_tokenizer(128)
     tokenizer.save_pretrained(tmp_path)
-    # With a config beside it transformers chooses the tokenizer's class by the model's type.
+    # With a config next to it transformers chooses the tokenizer's class by the model's type.
     build_model(settings, tokenizer, 128).config.save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)
     generator = random.Random(0)

@@ -65,7 +65,7 @@ def test_environment_rewards_its_own_answer_and_no_other(task, environment):
 
 @pytest.mark.parametrize("task", ["ask", "lookup"])
 def test_no_symbol_predicts_answer_better_than_chance(task):
-    """No symbol of the prompt says more about the answer than chance."""
+    """No symbol of the prompt predicts the answer better than chance."""
     rows = draw_rows(random.Random(4), Settings(train=4000, heldout=0), task)
     for place in (9, 10, 11, -2):  # the number's digits, and the key or the last digit
         best = {}

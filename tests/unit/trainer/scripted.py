@@ -1,4 +1,4 @@
-"""A loop around fakes that write down what is asked of them, in order."""
+"""A training loop around fakes that record their calls in order."""
 
 import contextlib
 import math

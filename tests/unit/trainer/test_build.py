@@ -117,7 +117,7 @@ def test_majority_vote_of_numbers_cannot_select_best():
     ("ranks_here", "cores", "workers"), [("2", 16, 8), ("3", 16, 5), ("4", 2, 1), (None, 6, 3)]
 )
 def test_verifier_processes_equal_cores_of_rank(monkeypatch, ranks_here, cores, workers):
-    """Without a launcher that says how many ranks a node has, all are thought to be here: two."""
+    """Without a launcher that gives the ranks of a node, all are assumed here: two."""
     monkeypatch.setattr(build.os, "sched_getaffinity", lambda process: set(range(cores)))
     if ranks_here is None:
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)

@@ -1,4 +1,4 @@
-"""The lines of a step and of a run's end: units, what is left, where to look next."""
+"""The lines of a step and of a run's end: units, remaining time, next commands."""
 
 import pytest
 

@@ -204,7 +204,7 @@ def test_replayed_groups_keep_their_log_probs_and_are_counted(tmp_path):
     ids=str,
 )
 def test_run_resumed_with_full_buffer_equals_uninterrupted_run(tmp_path, sections):
-    """After every step; what is held goes through a file, as in a checkpoint."""
+    """After every step; the buffer goes through a file, as in a checkpoint."""
     _, trainer = run(tmp_path / "whole", **sections)
     for done in (1, 2, 3):
         folder = tmp_path / str(done)
@@ -228,7 +228,7 @@ def test_run_resumed_with_full_buffer_equals_uninterrupted_run(tmp_path, section
 
 
 def test_engine_log_probs_are_denominator_if_configured(tmp_path):
-    """The scripted engine says -0.1 of every token; the actor scores nothing."""
+    """The scripted engine reports -0.1 for every token; the actor scores nothing."""
     events, _ = run(tmp_path, behavior="engine", lag={"batches": 1})
     assert "behavior" not in {event[0] for event in events}
     assert frozen(tmp_path, 1) == frozen(tmp_path, 4) == {float(np.float32(-0.1))}
@@ -265,7 +265,7 @@ def tell_another_version(monkeypatch):
 
 
 def lose_the_order(monkeypatch):
-    """Of what is held beside the present batch."""
+    """Metrics of the buffer without the current batch."""
     original = Schedule.select
 
     def select(schedule, step, held):
@@ -302,7 +302,7 @@ def test_broken_contract_raises(tmp_path, monkeypatch, mutate, check):
 
 
 class Saver(NoCheckpoints):
-    """Keeps what the buffer holds after one step, on disk too."""
+    """Keeps the buffer after one step, on disk too."""
 
     def __init__(self, step, held, file):
         super().__init__(None)

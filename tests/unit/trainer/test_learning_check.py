@@ -1,4 +1,4 @@
-"""What is computed of a rollout batch, and what is said where nothing can be learned."""
+"""Selection of the rollouts to compute, and warnings for batches without signal."""
 
 import pytest
 

@@ -246,7 +246,7 @@ def test_one_ungraded_prompt_does_not_end_run(tmp_path, monkeypatch):
 
 
 def test_order_of_finished_responses_changes_nothing(tmp_path):
-    """Nor does how many have ended when the workers look: verdicts belong to places."""
+    """Nor does the number that has ended when workers poll: grades belong to places."""
     for name, order in (("first", iter), ("last", reversed)):
         run_loop(tmp_path / name, order=order)
     rows = [read_metrics(tmp_path / name) for name in ("first", "last")]
@@ -293,12 +293,12 @@ def test_write_error_of_rank_0_is_raised_on_all_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(MetricLog, "append", fail)
     with pytest.raises(OSError, match="No space left") as error:
         run_loop(tmp_path, writer=Swift())
-    # Said by what every rank agrees with, when the thread's error is first asked for.
+    # Raised on every rank when the thread's error is first read.
     assert error.value.__notes__ == ["writing the rollouts of step 1"]
 
 
 def test_phases_add_up_to_step(tmp_path, monkeypatch):
-    """Of work, not of seconds: the clock counts the calls that Python has made."""
+    """A clock of work, not of seconds: it counts the calls that Python has made."""
     calls = 0
 
     def count(frame, event, argument):

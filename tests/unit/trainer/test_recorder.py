@@ -1,4 +1,4 @@
-"""What the thread of the writing rank cannot write, every rank raises."""
+"""An error of the writing thread is raised on every rank."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from tests.unit.trainer.scripted import make_config
 
 
 def fail_to_write(rank, world_size, folder):
-    """What a rank says when rank 0's disk is full: at the next record, and at the end."""
+    """Errors of a rank when rank 0's disk is full: at the next record, and at the end."""
     from megatron_rl.runs.directory import RunDirectory
     from megatron_rl.telemetry.console import Console
     from megatron_rl.telemetry.metrics import MetricLog, PhaseClock

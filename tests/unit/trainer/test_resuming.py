@@ -36,7 +36,7 @@ class Killed(BaseException):
 
 
 class Events(list):
-    """What scripts do; does something itself before the n-th of them, from 0."""
+    """Events of the scripted parts; runs an action before the n-th of them, from 0."""
 
     def __init__(self, when, act):
         super().__init__()
@@ -90,7 +90,7 @@ def assert_same(folder, whole):
 
 
 def moments(whole, sections):
-    """Each event in turn; every third where groups are also held or trained again."""
+    """Each event in turn; every third if groups are also kept or trained again."""
     return range(0, len(whole), 3 if sections else 1)
 
 
@@ -112,7 +112,9 @@ def test_stop_request_at_any_event_repeats_nothing(tmp_path, sections):
                 raise GenerationStopped
 
         first = Events(when, ask)
-        with contextlib.suppress(GenerationStopped):  # out of the first evaluation: not held yet
+        with contextlib.suppress(
+            GenerationStopped
+        ):  # out of the first evaluation: not deferred yet
             run(folder, keep=interruption, events=first, sections=sections)
         is_saved = RunDirectory(folder).checkpoints.intact_steps()
         second, trainer = run(folder, sections=sections)

@@ -1,4 +1,4 @@
-"""Which old checkpoints stay: keep_every for ever, and the one with the best evaluation."""
+"""Old checkpoints that stay: those of keep_every, and the one with the best evaluation."""
 
 import json
 

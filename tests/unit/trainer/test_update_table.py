@@ -43,7 +43,7 @@ def update(seed, *, apart):
 
 
 def expected(seed, *, apart):
-    """{(lag, tenth): what the table says of them}, one token at a time."""
+    """{(lag, decile): their row of the table}, one token at a time."""
     _, policy, behavior, advantages, classes = tokens(seed)
     cells = {}
     for start, end in STARTS:

@@ -1,4 +1,4 @@
-"""What a save of a checkpoint exchanges about its shards."""
+"""Descriptions of shards that the save of a checkpoint exchanges."""
 
 import tempfile
 import time

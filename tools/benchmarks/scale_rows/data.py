@@ -1,4 +1,4 @@
-"""What travels to a rank, and what it keeps: responses, prompts, offline rollouts."""
+"""Bytes sent to a rank and kept there: responses, prompts, offline rollouts."""
 
 import random
 import subprocess
@@ -21,7 +21,7 @@ of all ranks, on its device. `now` is counted from the deliveries of one step. R
 
 *Prompts* of 1,200 characters and 200 tokens each, of which a rank uses 512; *offline rollouts* of
 4,000 tokens with two columns of log-probs, in one row group: resident memory of a process of its
-own, beyond what it takes before. `before` is the same work done as at commit 4c2004c, beside it in
+own, beyond what it takes before. `before` is the same work done as at commit 4c2004c, next to it in
 the same run: an object for each prompt, pickled and unpickled once to reach another rank; a file
 read whole. *Start-up* is the median of three pairs, in CPU seconds until a second rank has them.
 """

@@ -1,4 +1,4 @@
-"""How evenly the export of a large model is spread over writers and senders."""
+"""Balance of a large model's export over writers and senders."""
 
 from collections import Counter
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What the host and the device do in every micro-batch and pack, at any number of ranks."""
+"""Operations of host and device in every micro-batch and pack, at any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What planning a weight push takes on each rank, and what is in the plan."""
+"""Time and memory of planning a weight push on each rank, and the plan's size."""
 
 import time
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ TEXT = """
 Each rank plans the push once, at its start. Processor seconds of rank 0 for the whole model,
 nodes of 8 ranks, buckets of 64 MiB, slices written directly; and what rank 0 does in a push:
 rounds, and slices that it sends or receives. `before` is commit 4c2004c, on the same machine;
-both were measured beside other work, where a processor second is up to twice an idle one. Where
+both were measured during other work, where a processor second is up to twice an idle one. Where
 it was not run, plans for 1,024 ranks were expected to take minutes.
 """
 

@@ -1,4 +1,4 @@
-"""How evenly the rounds of a weight push use the ranks' ports."""
+"""Balance of a weight push's rounds over the ranks' ports."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""How many bytes all ranks together read from a Hugging Face folder at the start."""
+"""Bytes that all ranks together read from a Hugging Face folder at the start."""
 
 from collections import defaultdict
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""How many sockets to other ranks a rank opens, and what starts under a small limit."""
+"""Sockets that a rank opens to other ranks, and start-up under a small limit."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What a launch refuses before anything is submitted, what it packages, and the shell it writes."""
+"""A launch: refusals before anything is submitted, the packaged source, the shell script."""
 
 import os
 import signal
@@ -241,7 +241,7 @@ def test_requeue_depends_on_exit_status(
     """The batch lines in bash, around stand-ins for the three commands that need a SLURM."""
     launch = plan(config, SLURM)
     launch.folder.mkdir(parents=True)
-    output = tmp_path / "said"
+    output = tmp_path / "output"
     if first is not None:
         (launch.folder / f".first-7-{restarts}").write_text(f"{first}\n")
     (tmp_path / "srun").write_text(f"#!/bin/sh\n[ {nodes} = answer ]\n")
@@ -262,10 +262,10 @@ def test_requeue_depends_on_exit_status(
 
 @pytest.mark.parametrize("status", [0, 137])
 def test_hung_job_is_requeued_by_its_report(config, tmp_path, status):
-    """Its watcher has killed the ranks, and srun says no more than that."""
+    """Its watchdog has killed the ranks, and srun reports no more than that."""
     launch = plan(config, SLURM)
     launch.folder.mkdir(parents=True)
-    stalls, output = launch.run_folder / "stalls", tmp_path / "said"
+    stalls, output = launch.run_folder / "stalls", tmp_path / "output"
     stalls.mkdir(parents=True)
     for file, when in (("old", "-d yesterday"), ("new", "-d '1 second'")):
         before = (

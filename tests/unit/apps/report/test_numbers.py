@@ -194,7 +194,7 @@ def test_curves_and_first_passage(study, data):
 
 
 def test_default_threshold_is_reached_by_90_percent_of_runs(tmp_path):
-    """Of twelve runs, ten reach 0.62 or more, one never learns, and one has not started."""
+    """Ten of twelve runs reach 0.62 or more, one never learns, and one has not started."""
     assert default_threshold([]) is None
     for place in range(11):
         (tmp_path / str(place)).mkdir()

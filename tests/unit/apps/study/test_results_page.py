@@ -271,7 +271,7 @@ def test_table_of_tolerances_equals_runs() -> None:
 
 
 def test_intervals_in_text_equal_runs(reuse: Values) -> None:
-    """Of a score, a mean reward or one batch's reward, between any two objectives of a point.
+    """A score, a mean reward or one batch's reward, between any two objectives of a point.
 
     Over all seeds that both have, or over the first eight, or over those after them.
     """

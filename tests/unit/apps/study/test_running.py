@@ -152,7 +152,7 @@ def test_run_that_ends_early_is_restarted_at_most_few_times(
 
 
 def test_remaining_time_counts_steps(tmp_path, monkeypatch):
-    """Of 4 runs of 2 steps one is done, one has 1 step and one 2: 5 in 10 minutes, 3 to do."""
+    """One of 4 runs of 2 steps is done, one has 1 step and one 2: 5 in 10 minutes, 3 to do."""
     study = plan(tmp_path)
     steps = dict(zip([run.name for run in study.runs], (2, 1, 2, 0), strict=True))
     monkeypatch.setattr(running, "_last_step", lambda run: steps[run.name])
@@ -272,7 +272,7 @@ def test_status_of_empty_study_prints_message(tmp_path, capsys):
 
 
 def test_updates_are_those_that_were_made(tmp_path):
-    """Where reuse ended early, and one was skipped."""
+    """Early stopping ended one reuse, and one update was skipped."""
     study = plan(tmp_path)
     metrics = [{"step": 0}, {"step": 1, "train/updates": 5.0}, {"step": 2, "train/updates": 15.0}]
     state = RunState(study.runs[0], "done", metrics)
