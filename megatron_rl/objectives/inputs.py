@@ -77,7 +77,7 @@ class TokenInputs:
                 )
             if name.endswith("logprobs") and x.dtype in (torch.bfloat16, torch.float16):
                 raise ValueError(
-                    f"{name} are {x.dtype}: half precision cannot distinguish a ratio of 1 from 1.0007. "
+                    f"{name} are {x.dtype}: half precision rounds a ratio of 1.0007 to 1. "
                     "Compute them in float32, from the logits on: `logits.float().log_softmax(-1)`"
                 )
 

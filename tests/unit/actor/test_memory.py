@@ -1,7 +1,7 @@
 """Training state leaves the device through pinned memory, with one wait for all of it.
 
 There is no CUDA here, so a stand-in watches: memory that is asked for pinned is remembered, a copy
-that may run concurrently with the host runs only when the device is synchronised, and any other copy is seen.
+that may run concurrently with the host runs when the device is synchronized; others are counted.
 """
 
 import itertools
