@@ -63,9 +63,13 @@ class Piece(NamedTuple):
 
     def of_parameter(self, parameter: Tensor) -> Tensor:
         """Return the rectangle in the local `parameter`, as a view [height, width]."""
+        return self.of_matrix(as_matrix(parameter))
+
+    def of_matrix(self, matrix: Tensor) -> Tensor:
+        """Return the rectangle in a local parameter that is viewed in two dimensions."""
         height, width = self.shape
-        matrix = as_matrix(parameter)
-        return matrix[self.top : self.top + height, self.left : self.left + width]
+        rows = matrix.narrow(0, self.top, height)
+        return rows if width == matrix.shape[1] else rows.narrow(1, self.left, width)
 
 
 def as_matrix(tensor: Tensor) -> Tensor:

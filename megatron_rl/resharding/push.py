@@ -1,10 +1,9 @@
 """Planned and verified weight transfer from actor to engine: steps, errors and statistics."""
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,8 @@ from megatron_rl.models.shape import ModelShape, tensor_shapes
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout, has_fused_names, layout_of
 from megatron_rl.resharding.push_schedule import RankPlan, plan_for_rank
 from megatron_rl.resharding.scratch import Scratch
-from megatron_rl.resharding.transfer import ExchangeError, Transfer
+from megatron_rl.resharding.transfer import ExchangeError
+from megatron_rl.resharding.unpacking import Assembly, Overwriting
 from megatron_rl.resharding.verify import Ledger, check_parameters
 
 
@@ -185,16 +185,19 @@ class Resharder:
         self._scratch = None  # after a failed transfer, its memory may still be written to
         interval = self.settings.full_check_every
         full = self._pushes % interval == 0 if interval else self._pushes == 0
-        transfer = Transfer(
-            plan=plan,
-            parameters=parameters,
-            shapes=tensor_shapes(source.shape),
-            dtype=dtype,
-            device=device,
-            ledger=Ledger(plan, full=full, dtype=dtype, device=device),
-            time_limit=limit,
-            scratch=scratch,
-            live=live,
+        common: dict[str, Any] = {
+            "plan": plan,
+            "parameters": parameters,
+            "dtype": dtype,
+            "device": device,
+            "ledger": Ledger(plan, full=full, dtype=dtype, device=device),
+            "time_limit": limit,
+            "scratch": scratch,
+        }
+        transfer = (
+            Assembly(**common, shapes=tensor_shapes(source.shape))
+            if live is None
+            else Overwriting(**common, live=live)
         )
         self._pushes += 1
         load_seconds = self._load(transfer, version=version, doing=doing)
@@ -228,15 +231,13 @@ class Resharder:
             )
         return self._plans[key]
 
-    def _load(self, transfer: Transfer, *, version: int, doing: str) -> float:
+    def _load(self, transfer: Assembly | Overwriting, *, version: int, doing: str) -> float:
         """Load all tensors into the receiver; returns the seconds spent outside the exchange."""
         error: Exception | None = None
         start = time.perf_counter()
         try:
-            if transfer.live is not None:
-                cache_seconds = self.receiver.overwrite(
-                    lambda: deque(transfer.tensors(), maxlen=0), version=version
-                )
+            if isinstance(transfer, Overwriting):
+                cache_seconds = self.receiver.overwrite(transfer.write, version=version)
             else:
                 cache_seconds = self.receiver.receive(transfer.tensors(), version=version)
             transfer.seconds["cache_reset"] += cache_seconds

@@ -17,37 +17,17 @@ import gc
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
+from megatron_rl.resharding.parcels import Message
 from megatron_rl.resharding.routes import Path
 from megatron_rl.resharding.senders import SLICE_EXTRA, WITHIN, Part, Plan, Slice, Step
 
 STEPS = 4  # at least as many in a round, so that several pipeline stages send in it
-
-
-@dataclass(frozen=True)
-class Message:
-    """Slices from one rank to others that need all of them, as seen by one of these ranks.
-
-    sender: the rank that sends it to this one: the source, or a rank of this node that forwards it.
-    to: the ranks that this rank sends it to; a destination forwards it as soon as it has arrived.
-    destinations: all ranks that receive it.
-    """
-
-    source: int
-    sender: int
-    to: tuple[int, ...]
-    destinations: tuple[int, ...]
-    slices: list[Slice] = field(default_factory=list)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return sum(each.size for each in self.slices)
 
 
 @dataclass(frozen=True)
@@ -177,7 +157,7 @@ def plan_for_rank(
         shape, source, destination, wire_elements=wire_elements, tensor_elements=tensor_elements,
         fused=fused, ranks_per_node=ranks_per_node,
     )  # fmt: skip
-    own = _OwnPart(plan, rank)
+    own = _OwnPart(plan, rank, direct=tensor_elements is None)
     sent = within = last = 0
     for step, parts in steps:
         own.arrives.setdefault(step.tensor, -1)
@@ -201,8 +181,9 @@ def plan_for_rank(
 class _OwnPart:
     """The messages and local slices of one rank, and the last round in which a tensor arrives."""
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: Plan, rank: int, *, direct: bool) -> None:
         self._plan, self._rank, self._group = plan, rank, plan.group_of[rank]
+        self._direct = direct
         self._rounds: list[dict[int, Message]] = []  # by the identity of the path
         self._ends: dict[int, tuple[int, tuple[int, ...], tuple[int, ...]]] = {}
         self.arrives: dict[str, int] = {}
@@ -231,6 +212,9 @@ class _OwnPart:
 
     def rounds(self, count: int) -> tuple[Round, ...]:
         """Return `count` rounds, the same number on every rank."""
+        for messages in self._rounds if self._direct else ():
+            for message in messages.values():
+                message.slices.sort(key=_place_in_engine)
         empty: list[dict[int, Message]] = [{} for _ in range(count - len(self._rounds))]
         return tuple(
             Round(
@@ -239,3 +223,8 @@ class _OwnPart:
             )
             for messages in self._rounds + empty
         )
+
+
+def _place_in_engine(slice_: Slice) -> tuple[str, int, int]:
+    """Order a message written directly as the engine's parameters: slices then merge to blocks."""
+    return slice_.needed.parameter, slice_.needed.left, slice_.needed.top

@@ -1,10 +1,10 @@
-"""Execution of a plan: exchange slices in rounds, yield whole tensors.
+"""Execution of a plan: exchange the messages of one rank in rounds.
 
     launch round 0
     for each round k:
         pack and launch round k + 1          (while k is on the wire)
         wait for round k, forward it within this node, wait for the forwarded messages
-        tensor by tensor: unpack, yield      (loaded while k + 1 is on the wire)
+        unpack it                            (and load it, while k + 1 is on the wire)
 
 All ranks run the same number of rounds, so no rank waits for one that has finished. At most two
 rounds exist at once, each bounded by the plan. Slices are sent in the engine's dtype, those of a
@@ -12,13 +12,11 @@ message in one flat buffer after its checksums. On CPU, where copying dominates,
 without the buffer, and the host waits for each round. On CUDA the stream waits, and the host only
 at the end. One deadline applies to the whole exchange.
 
-The engine receives tensors of full shape; memory outside its own slices is never touched.
+`unpacking.py` has the two ways to unpack a round.
 """
 
-import math
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -28,7 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.resharding.push_schedule import Message, RankPlan
+from megatron_rl.resharding.parcels import Message, Parcel, copy_all
+from megatron_rl.resharding.pieces import as_matrix
+from megatron_rl.resharding.push_schedule import RankPlan
 from megatron_rl.resharding.scratch import Scratch
 from megatron_rl.resharding.senders import Slice
 from megatron_rl.resharding.verify import SUM_BYTES, Ledger
@@ -37,30 +37,10 @@ PHASES = ("pack", "transfer", "unpack", "cache_reset", "verify")
 LARGE_SLICE = 1 << 16  # elements from which a slice is sent without the buffer on CPU
 ALIGNMENT = 16  # bytes
 _POLL = 0.001  # seconds
-_EMPTY = torch.empty(0)  # placeholder for a tensor whose slices are already at their destination
-
-
-Arrived = dict[str, list[tuple[Slice, Tensor | None]]]  # by tensor; None: already in place
 
 
 class ExchangeError(RuntimeError):
     """A rank did not respond in time, or died; the exchange cannot continue."""
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """A message in memory.
-
-    matrices: its slices [h, w]. in_place: True for slices outside the buffer, at their source or
-    destination. payload: all slices, flat. wires: the tensors to send: checksums and payload.
-    """
-
-    message: Message
-    matrices: list[Tensor]
-    in_place: list[bool]
-    sums: Tensor  # int64
-    payload: list[Tensor]
-    wires: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -72,56 +52,42 @@ class Flight:
     work: list[Any]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Transfer:
     """One execution of a plan on this rank.
 
-    parameters: the actor's, by local name. shapes: full shapes of the HF tensors.
-    ledger: records checksums. time_limit: seconds for the whole exchange.
-    scratch: memory for messages and tensors.
-    live: the engine's own parameters; if given, slices are written into them and no tensors are
-    assembled.
-    seconds: time of this rank by phase; `transfer` is the time spent waiting for messages.
+    parameters: the actor's, by local name. ledger: records checksums. time_limit: seconds for the
+    whole exchange. scratch: memory for messages and tensors. seconds: time of this rank by phase;
+    `transfer` is the time spent waiting for messages.
     """
 
     plan: RankPlan
     parameters: Mapping[str, Tensor]
-    shapes: Mapping[str, tuple[int, ...]]
     dtype: torch.dtype
     device: torch.device
     ledger: Ledger
     time_limit: float
     scratch: Scratch
-    live: Mapping[str, Tensor] | None = None
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.time_limit
-        self._open: dict[str, Tensor] = {}
-        self._arrived: dict[str, list[Slice]] = defaultdict(list)
+        self._matrices: dict[str, Tensor] = {}
         self._flight: Flight | None = None
         self._launched = self._draining = False
         self._events: list[tuple[int, Any]] = []  # CUDA events after each round
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Exchange all rounds; yield each HF tensor once this rank's part of it has arrived.
+    def destination(self, slice_: Slice) -> Tensor:
+        """Return the memory [h, w] in which this rank needs a slice."""
+        raise NotImplementedError
 
-        With `live` parameters the tensors are empty: their slices were written in place.
-        """
-        due: dict[int, list[str]] = defaultdict(list)
-        for name, last in self.plan.last_round.items():
-            due[last].append(name)
-        self._launch(0)
-        for name in due[-1]:
-            yield name, self._assemble(name)
-        for number in range(len(self.plan.rounds)):
-            arrived = self._advance()
-            for name in arrived.keys() - due[number]:
-                self._unpack(arrived[name])
-            for name in due[number]:
-                self._unpack(arrived.get(name, []))
-                yield name, self._assemble(name)
-        self._await_events()
+    def source(self, slice_: Slice) -> Tensor:
+        """Return a slice of the actor's parameters, as a view [h, w]."""
+        owned = slice_.owned
+        if owned.parameter not in self._matrices:
+            matrix = as_matrix(self.parameters[owned.parameter].detach())
+            self._matrices[owned.parameter] = matrix
+        return owned.of_matrix(self._matrices[owned.parameter])
 
     def drain(self) -> None:
         """Take part in the remaining rounds, so that the other ranks can finish theirs."""
@@ -139,8 +105,8 @@ class Transfer:
         self.seconds["verify"] += time.perf_counter() - start
         return changed
 
-    def _advance(self) -> Arrived:
-        """Launch the next round and finish this one; returns the slices that arrived, by tensor."""
+    def _advance(self) -> list[Parcel]:
+        """Launch the next round and finish this one; returns the messages that arrived."""
         flight = self._flight
         assert flight is not None, "no round is in progress"
         self._launch(flight.number + 1)
@@ -186,48 +152,50 @@ class Transfer:
         )
 
     def _buffer_bytes(self, message: Message) -> int:
-        sizes = (_aligned(each.size * self.dtype.itemsize) for each in message.slices)
-        return sum(sizes) + _aligned(SUM_BYTES * self.ledger.sums_of(message))
+        sums = _aligned(SUM_BYTES * self.ledger.sums_of(message))
+        size = message.places(separate_from=self._separate_from).size
+        return sums + _aligned(size * self.dtype.itemsize)
+
+    @property
+    def _separate_from(self) -> int | None:
+        return LARGE_SLICE if self.device.type == "cpu" else None
 
     def _parcel(self, message: Message, buffer: Tensor) -> Parcel:
-        """Lay out a message: its sums, small slices, then those sent without the buffer."""
-        slices, separate = message.slices, []
-        large = [self.device.type == "cpu" and each.size >= LARGE_SLICE for each in slices]
-        matrices, in_place = [_EMPTY] * len(slices), [False] * len(slices)
+        """Lay out a message: its sums, its slices in the buffer, then those without it."""
+        places = message.places(separate_from=self._separate_from)
         sums = buffer[: SUM_BYTES * self.ledger.sums_of(message)]
-        first = at = end = _aligned(sums.numel())
-        for number in sorted(range(len(slices)), key=large.__getitem__):
-            size = slices[number].size * self.dtype.itemsize
-            matrix = buffer[at : at + size].view(self.dtype).view(slices[number].owned.shape)
-            at += _aligned(size)
-            if large[number]:
-                direct = self._direct(message, slices[number])
-                in_place[number] = direct is not None
-                matrix = matrix if direct is None else direct
-                separate.append(matrix.view(-1))
+        first = _aligned(sums.numel())
+        end = first + places.end * self.dtype.itemsize
+        values = buffer[first : first + places.size * self.dtype.itemsize].view(self.dtype)
+        outside, separate = dict[int, Tensor](), list[Tensor]()
+        for number in places.separate:
+            each = message.slices[number]
+            direct = self._direct(message, each)
+            if direct is None:
+                start = places.starts[number]
+                separate.append(values[start : start + each.size])
             else:
-                end = at
-            matrices[number] = matrix
+                outside[number] = direct
+                separate.append(direct.view(-1))
         payload, wires = [buffer[first:end], *separate], [buffer[:end], *separate]
-        return Parcel(message, matrices, in_place, sums.view(torch.int64), payload, wires)
+        return Parcel(message, places, values, outside, sums.view(torch.int64), payload, wires)
 
     def _direct(self, message: Message, slice_: Slice) -> Tensor | None:
         """Return the memory where a slice can be sent or received without a copy, or None."""
         if message.source == self.plan.rank:
-            direct = self._source(slice_)
+            direct = self.source(slice_)
         elif self._draining:  # the tensors are not used then
             return None
         else:
-            direct = self._destination(slice_)
+            direct = self.destination(slice_)
         return direct if direct.is_contiguous() and direct.dtype == self.dtype else None
 
     def _packed(self, message: Message, buffer: Tensor) -> Parcel:
         parcel = self._parcel(message, buffer)
-        parts = zip(message.slices, parcel.matrices, parcel.in_place, strict=True)
-        for each, matrix, in_place in parts:
-            if not in_place:
-                matrix.copy_(self._source(each))
-        self.ledger.seal(parcel.sums, parcel.payload, parcel.matrices)
+        numbers = [n for n in range(len(message.slices)) if n not in parcel.outside]
+        sources = [self.source(message.slices[number]) for number in numbers]
+        copy_all([parcel.matrix(number) for number in numbers], sources)
+        self.ledger.seal(parcel)
         return parcel
 
     def _wait(self, number: int, work: list[Any]) -> None:
@@ -275,63 +243,12 @@ class Transfer:
             f"{self.time_limit:g} s of its start, or another rank died: {why}"
         )
 
-    def _open_parcels(self, flight: Flight) -> Arrived:
+    def _open_parcels(self, flight: Flight) -> list[Parcel]:
         start = time.perf_counter()
-        arrived: Arrived = defaultdict(list)
         for parcel in flight.received:
-            self.ledger.note_message(parcel.message, parcel.sums, parcel.payload)
-            parts = zip(parcel.message.slices, parcel.matrices, parcel.in_place, strict=True)
-            for each, matrix, in_place in parts:
-                arrived[each.tensor].append((each, None if in_place else matrix))
+            self.ledger.note_message(parcel)
         self.seconds["unpack"] += time.perf_counter() - start
-        return arrived
-
-    def _unpack(self, parts: list[tuple[Slice, Tensor | None]]) -> None:
-        start = time.perf_counter()
-        for each, matrix in parts:
-            if matrix is not None:  # otherwise it was received in place
-                self._destination(each).copy_(matrix)
-            self._arrived[each.tensor].append(each)
-        self.seconds["unpack"] += time.perf_counter() - start
-
-    def _assemble(self, name: str) -> Tensor:
-        """Return the tensor `name` with every slice that this rank needs; copies local slices."""
-        start = time.perf_counter()
-        local, full = self.plan.local.get(name, []), self.shapes[name]
-        owned = self._source(local[0]) if self.live is None and len(local) == 1 else _EMPTY
-        if owned.shape.numel() == math.prod(full) and owned.dtype == self.dtype:
-            tensor = owned.reshape(full)  # a single slice covers the whole tensor
-        else:
-            tensor = self._filled(name, local)
-        self.seconds["unpack"] += time.perf_counter() - start
-        return tensor
-
-    def _filled(self, name: str, local: list[Slice]) -> Tensor:
-        for each in local:
-            self._destination(each).copy_(self._source(each))
-            self.ledger.note_local(each, self._source(each))
-        for each in (*local, *self._arrived.pop(name, [])):
-            self.ledger.note_slice(each, self._destination(each))
-        if self.live is not None:
-            return _EMPTY
-        tensor = self._target(name)
-        del self._open[name]
-        return tensor
-
-    def _destination(self, slice_: Slice) -> Tensor:
-        """Return a slice's destination: in the live parameter or the tensor being assembled."""
-        needed = slice_.needed
-        if self.live is not None:
-            return needed.of_parameter(self.live[needed.parameter].detach())
-        return needed.of_tensor(self._target(slice_.tensor))
-
-    def _target(self, name: str) -> Tensor:
-        if name not in self._open:
-            self._open[name] = self.scratch.tensor(self.shapes[name])
-        return self._open[name]
-
-    def _source(self, slice_: Slice) -> Tensor:
-        return slice_.owned.of_parameter(self.parameters[slice_.owned.parameter].detach())
+        return flight.received
 
 
 def _aligned(size: int) -> int:

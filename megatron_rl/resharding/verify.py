@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.resharding.layouts import ActorLayout
+from megatron_rl.resharding.parcels import Message, Parcel
 from megatron_rl.resharding.pieces import Piece, parameter_shapes
-from megatron_rl.resharding.push_schedule import Message, RankPlan
+from megatron_rl.resharding.push_schedule import RankPlan
 from megatron_rl.resharding.senders import Slice
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -122,18 +123,17 @@ class Ledger:
         """Count the sums sent with a message: its own, and those of its slices in a full check."""
         return 1 + len(message.slices) * self.full
 
-    def seal(self, sums: Tensor, wires: Iterable[Tensor], matrices: Iterable[Tensor]) -> None:
-        """Compute the `sums` of a message: of its tensors on the wire, and of its slices."""
-        sums[0] = _total(wires)
-        if self.full:
-            for index, matrix in enumerate(matrices, start=1):
-                sums[index] = slice_checksum(matrix, self.dtype)
+    def seal(self, parcel: Parcel) -> None:
+        """Compute the sums of a message: of its tensors on the wire, and of its slices."""
+        parcel.sums[0] = _total(parcel.payload)
+        for number in range(len(parcel.message.slices)) if self.full else ():
+            parcel.sums[1 + number] = slice_checksum(parcel.matrix(number), self.dtype)
 
-    def note_message(self, message: Message, sums: Tensor, wires: Iterable[Tensor]) -> None:
+    def note_message(self, parcel: Parcel) -> None:
         """Record a message that arrived and the sums that it contains."""
-        index = self._indices[id(message)]
+        index, sums = self._indices[id(parcel.message)], parcel.sums
         self._expected[index : index + len(sums)] = sums
-        self._actual[index] = _total(wires)
+        self._actual[index] = _total(parcel.payload)
 
     def note_local(self, slice_: Slice, matrix: Tensor) -> None:
         """Record a slice that stays within this rank, as the actor has it; only in full checks."""
@@ -158,5 +158,6 @@ class Ledger:
         return sorted({name for names in single or changed for name in names})
 
 
-def _total(wires: Iterable[Tensor]) -> Tensor:
-    return torch.stack([word_sum(wire) for wire in wires]).sum()
+def _total(payload: list[Tensor]) -> Tensor:
+    sums = [word_sum(each) for each in payload]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()

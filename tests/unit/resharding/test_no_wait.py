@@ -17,7 +17,8 @@ from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.pieces import parameter_shapes
 from megatron_rl.resharding.push_schedule import plan_for_rank
 from megatron_rl.resharding.scratch import Scratch
-from megatron_rl.resharding.transfer import ExchangeError, Transfer
+from megatron_rl.resharding.transfer import ExchangeError
+from megatron_rl.resharding.unpacking import Assembly, Overwriting
 from megatron_rl.resharding.verify import Ledger, slice_checksum
 from tests.unit.resharding.shapes import small_shape
 
@@ -55,19 +56,19 @@ def _transfer(monkeypatch, stream, *, rank, full, live, time_limit=60.0):
     held = parameter_shapes(ACTOR.pieces(SHAPE, rank=rank))
     needed = ENGINES.parameter_shapes(SHAPE, rank=rank)
     empty = {name: torch.empty(size, device=META) for name, size in held.items()}
-    return Transfer(
-        plan=plan,
-        parameters=empty,
-        shapes=tensor_shapes(SHAPE),
-        dtype=torch.bfloat16,
-        device=META,
-        ledger=Ledger(plan, full=full, dtype=torch.bfloat16, device=META),
-        time_limit=time_limit,
-        scratch=Scratch(torch.bfloat16, META, limit=0),
-        live={n: torch.empty(s, device=META, dtype=torch.bfloat16) for n, s in needed.items()}
-        if live
-        else None,
-    )
+    common = {
+        "plan": plan,
+        "parameters": empty,
+        "dtype": torch.bfloat16,
+        "device": META,
+        "ledger": Ledger(plan, full=full, dtype=torch.bfloat16, device=META),
+        "time_limit": time_limit,
+        "scratch": Scratch(torch.bfloat16, META, limit=0),
+    }
+    if not live:
+        return Assembly(**common, shapes=tensor_shapes(SHAPE))
+    memory = {n: torch.empty(s, device=META, dtype=torch.bfloat16) for n, s in needed.items()}
+    return Overwriting(**common, live=memory)
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["messages", "full"])
@@ -76,7 +77,10 @@ def test_transfer_on_cuda_blocks_host_only_at_end(full, live, monkeypatch):
     monkeypatch.setattr(transfer, "LARGE_SLICE", 8)  # applies only on a CPU
     stream = _Stream()
     push = _transfer(monkeypatch, stream, rank=1, full=full, live=live)
-    assert sum(1 for _ in push.tensors()) == len(tensor_shapes(SHAPE))
+    if live:
+        push.write()
+    else:
+        assert sum(1 for _ in push.tensors()) == len(tensor_shapes(SHAPE))
     rounds = push.plan.rounds
     assert len(rounds) > 5 and stream.waits and set(stream.waits) == {()}, "a time limit blocks"
     # No event is queried before the last round is launched; after three queries all are done.
@@ -99,7 +103,7 @@ def test_transfer_timeout_on_cuda_names_round(monkeypatch):
         monkeypatch, _Stream(asked=10**9), rank=3, full=False, live=True, time_limit=0.01
     )
     with pytest.raises(ExchangeError) as error:
-        list(push.tensors())
+        push.write()
     message = str(error.value)
     assert message.startswith(f"round 1 of {len(push.plan.rounds)} (model.")
     assert "did not finish on rank 3 within 0.01 s of its start" in message

@@ -13,7 +13,8 @@ from megatron_rl.models.shape import tensor_shapes
 from megatron_rl.resharding import transfer
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.push import Resharder, ReshardSettings
-from megatron_rl.resharding.transfer import ExchangeError, Transfer
+from megatron_rl.resharding.transfer import ExchangeError
+from megatron_rl.resharding.unpacking import Assembly
 from tests.cut_shards import cut_shards
 from tests.ranks import run_ranks
 from tests.unit.resharding.shapes import numbered_tensors, small_shape
@@ -137,7 +138,7 @@ def test_push_delivers_slices_in_engine_dtype(large_slice):
     assert all(run_ranks(_push_all, 4, large_slice))
 
 
-class _Damaging(Transfer):
+class _Damaging(Assembly):
     """Change one element of a tensor that rank 1 receives, after its arrival."""
 
     tensor = "model.layers.1.mlp.down_proj.weight"
@@ -145,9 +146,9 @@ class _Damaging(Transfer):
 
     def _open_parcels(self, flight):
         for parcel in flight.received if not self.after_checksum else ():
-            for each, matrix in zip(parcel.message.slices, parcel.matrices, strict=True):
+            for number, each in enumerate(parcel.message.slices):
                 if each.tensor == self.tensor and self.plan.rank == 1:
-                    matrix[0, 0] += 1
+                    parcel.matrix(number)[0, 0] += 1
         return super()._open_parcels(flight)
 
     def _unpack(self, parts):
@@ -195,7 +196,7 @@ def _damage(rank, world_size, large_slice):
     tensors = _values(shape, 0)
     shards = cut_shards(tensors, shape=shape, layout=layout, rank=rank)
     messages = [_refuse(shape, shards, rank)]
-    module.Transfer = _Damaging
+    module.Assembly = _Damaging
     for after_checksum, full_every in (
         (False, 0),  # on the wire: the message checksum detects it in every sync
         (True, 1),  # wrong position after arrival: a full check detects it
@@ -234,7 +235,7 @@ def test_push_changed_slice_raises_on_every_rank_with_its_name(large_slice):
         assert message[1] == full[1] == -1, "an engine with damaged weights must not generate"
 
 
-class _Stuck(Transfer):
+class _Stuck(Assembly):
     """Rank 1 joins the exchange only after the others have failed, or dies in it."""
 
     folder: Path
@@ -265,7 +266,7 @@ def _hang(rank, world_size, folder, dies):
     resharder.push(shards, version=0)
     if not dies:  # only now: a slow machine may need longer for a successful transfer
         resharder.settings = ReshardSettings(time_limit=2.0)
-    module.Transfer, _Stuck.folder, _Stuck.dies = _Stuck, folder, dies
+    module.Assembly, _Stuck.folder, _Stuck.dies = _Stuck, folder, dies
     start = time.monotonic()
     try:
         resharder.push(shards, version=1)

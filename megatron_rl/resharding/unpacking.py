@@ -1,0 +1,144 @@
+"""The two ways to unpack the rounds of a transfer.
+
+`Assembly` puts slices together to tensors of full shape for the engine's loaders; memory outside
+the engine's own slices is never touched. `Overwriting` writes them into the engine's parameters.
+"""
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron_rl.resharding.parcels import Parcel, copy_all
+from megatron_rl.resharding.pieces import as_matrix
+from megatron_rl.resharding.senders import Slice
+from megatron_rl.resharding.transfer import Transfer
+
+_Arrived = dict[str, list[tuple[Slice, Tensor | None]]]  # by tensor; None: already in place
+
+
+@dataclass(kw_only=True)
+class Assembly(Transfer):
+    """A transfer that yields HF tensors. shapes: their full shapes."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._open: dict[str, Tensor] = {}
+        self._slices: dict[str, list[Slice]] = defaultdict(list)  # that have arrived
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Exchange all rounds; yield each HF tensor once this rank's part of it has arrived."""
+        due: dict[int, list[str]] = defaultdict(list)
+        for name, last in self.plan.last_round.items():
+            due[last].append(name)
+        self._launch(0)
+        for name in due[-1]:
+            yield name, self._assemble(name)
+        for number in range(len(self.plan.rounds)):
+            arrived = _by_tensor(self._advance())
+            for name in arrived.keys() - due[number]:
+                self._unpack(arrived[name])
+            for name in due[number]:
+                self._unpack(arrived.get(name, []))
+                yield name, self._assemble(name)
+        self._await_events()
+
+    def destination(self, slice_: Slice) -> Tensor:
+        return slice_.needed.of_tensor(self._target(slice_.tensor))
+
+    def _unpack(self, parts: list[tuple[Slice, Tensor | None]]) -> None:
+        start = time.perf_counter()
+        for each, matrix in parts:
+            if matrix is not None:  # otherwise it was received in place
+                self.destination(each).copy_(matrix)
+            self._slices[each.tensor].append(each)
+        self.seconds["unpack"] += time.perf_counter() - start
+
+    def _assemble(self, name: str) -> Tensor:
+        """Return the tensor `name` with every slice that this rank needs; copies local slices."""
+        start = time.perf_counter()
+        local, full = self.plan.local.get(name, []), self.shapes[name]
+        owned = self.source(local[0]) if len(local) == 1 else None
+        if owned is not None and owned.numel() == math.prod(full) and owned.dtype == self.dtype:
+            tensor = owned.reshape(full)  # a single slice covers the whole tensor
+        else:
+            tensor = self._filled(name, local)
+        self.seconds["unpack"] += time.perf_counter() - start
+        return tensor
+
+    def _filled(self, name: str, local: list[Slice]) -> Tensor:
+        for each in local:
+            self.destination(each).copy_(self.source(each))
+            self.ledger.note_local(each, self.source(each))
+        for each in (*local, *self._slices.pop(name, [])):
+            self.ledger.note_slice(each, self.destination(each))
+        tensor = self._target(name)
+        del self._open[name]
+        return tensor
+
+    def _target(self, name: str) -> Tensor:
+        if name not in self._open:
+            self._open[name] = self.scratch.tensor(self.shapes[name])
+        return self._open[name]
+
+
+def _by_tensor(parcels: list[Parcel]) -> _Arrived:
+    arrived: _Arrived = defaultdict(list)
+    for parcel in parcels:
+        for number, each in enumerate(parcel.message.slices):
+            matrix = None if number in parcel.outside else parcel.matrix(number)
+            arrived[each.tensor].append((each, matrix))
+    return arrived
+
+
+@dataclass(kw_only=True)
+class Overwriting(Transfer):
+    """A transfer that writes into `live`, the engine's own parameters by name."""
+
+    live: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._live: dict[str, Tensor] = {}
+
+    def write(self) -> None:
+        """Exchange all rounds; write each slice that this rank needs."""
+        self._launch(0)
+        start = time.perf_counter()
+        local = [each for slices in self.plan.local.values() for each in slices]
+        sources = [self.source(each) for each in local]
+        copy_all([self.destination(each) for each in local], sources)
+        for each, source in zip(local, sources, strict=True):
+            self.ledger.note_local(each, source)
+            self.ledger.note_slice(each, self.destination(each))
+        self.seconds["unpack"] += time.perf_counter() - start
+        for _ in self.plan.rounds:
+            self._unpack(self._advance())
+        self._await_events()
+
+    def destination(self, slice_: Slice) -> Tensor:
+        return slice_.needed.of_matrix(self._parameter(slice_.needed.parameter))
+
+    def _unpack(self, parcels: list[Parcel]) -> None:
+        start = time.perf_counter()
+        for parcel in parcels:
+            slices = parcel.message.slices
+            for block in parcel.places.blocks:
+                if block.first in parcel.outside:
+                    continue  # received in place; such a slice is a block of its own
+                needed = slices[block.first].needed
+                rows = self._parameter(needed.parameter).narrow(0, block.top, block.height)
+                rows.narrow(1, needed.left, needed.shape[1]).copy_(parcel.block(block))
+            for each in slices if self.ledger.full else ():
+                self.ledger.note_slice(each, self.destination(each))
+        self.seconds["unpack"] += time.perf_counter() - start
+
+    def _parameter(self, name: str) -> Tensor:
+        if name not in self._live:
+            self._live[name] = as_matrix(self.live[name].detach())
+        return self._live[name]
