@@ -56,7 +56,7 @@ def first_words(sentence: str) -> str:
 def sentences(text: str) -> Iterator[str]:
     """Sentences, rows of tables and items of lists outside of code, each on one line."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
-    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|]|\d+\.) ?)", text):
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*] |\||\d+\. ))", text):
         line = " ".join(block.split())
         if line.startswith("|"):
             yield line
