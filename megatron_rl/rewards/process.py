@@ -145,12 +145,12 @@ class WorkerProcess(LineProcess):
     def is_waited_for(self) -> bool:
         return not self.is_ready or bool(self.places)
 
-    def get_ready(self, stdout_text: dict[str, bool]) -> None:
+    def get_ready(self, description: dict[str, bool]) -> None:
         """Record that the verifier is loaded, and its calling convention."""
         self.is_ready, self.takes_many, self._wants_row = (
             True,
-            stdout_text["takes_many"],
-            stdout_text["wants_row"],
+            description["takes_many"],
+            description["wants_row"],
         )
 
     def send(self, places: list[int], items: Sequence[Item], *, time_limit: float) -> None:

@@ -1,6 +1,7 @@
 """Shell scripts of a job: the command of each rank, and the batch script around it."""
 
 import shlex
+from pathlib import Path
 
 from megatron_rl.apps.launch.cluster import SlurmCluster
 from megatron_rl.apps.launch.launch_plan import Launch
@@ -69,75 +70,16 @@ def local_script(launch: Launch) -> str:
 
 
 def batch_lines(launch: Launch, *, requeue: int, link: int) -> str:
-    """Return the part of the batch script before srun; `link` is the job's number in its chain.
-
-    It appends each exit to the file `exits`, and requeues a job that was interrupted and had time
-    to save, that hung, or that lost a node: its other ranks fail long before SLURM notices. SLURM
-    itself requeues jobs that it preempts without grace time, and a job that a user cancels must
-    stay cancelled: therefore only a job that is still running is requeued.
-    """
-    folder = shlex.quote(str(launch.folder))
-    stalls = shlex.quote(str(launch.run_folder / "stalls"))
-    interrupted = "|".join(str(status) for status in INTERRUPTED_STATUSES)
-    interrupted_and_running = "|".join(f"{status}:RUNNING" for status in INTERRUPTED_STATUSES)
-    lines = [
-        "set +xv",
-        "unset SLURM_UNBUFFEREDIO  # with it ranks write to terminals, and draw progress bars",
-        f"exits={folder}/{EXITS}",
-        "began=$(date +%s)",
-    ]
-    if link > 1:
-        lines += [
-            "# What the job before this one left to do.",
-            'earlier=$(tail -n 1 "$exits" 2>/dev/null | cut -d" " -f3)',
-            f'case "$earlier" in ""|{interrupted}) ;; *) exit "$earlier" ;; esac',
-        ]
-    lines += [
-        "finish() {",
-        "    status=$?",
-        "    set +e",
-        f'    [ "$status" -ne 0 ] && status=$(cat {_first(launch)} 2>/dev/null || echo $status)',
-        f'    [ "$status" -ne 0 ] && hung && status={INTERRUPTED_STATUSES[0]}  # by the watchdog',
-        '    kill $preemption 2>/dev/null',
-        '    echo "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0} $status" >>"$exits"',
-        '    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)',
-        '    again=""',
-        '    case "$status:$state" in',
-        "        0:*) ;;",
-        f"        {interrupted_and_running}) again='it was interrupted' ;;",
-        "        *:RUNNING) all_nodes_answer || again='a node does not answer' ;;",
-        "    esac",
-        f'    if [ -n "$again" ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {requeue} ]; then',
-        '        echo "queued again: $again"',
-        '        scontrol requeue "$SLURM_JOB_ID"',
-        "    fi",
-        "}",
-        f'hung() {{ [ -n "$(find {stalls} -type f -newermt "@$began" 2>/dev/null)" ]; }}',
-        "all_nodes_answer() {",
-        '    timeout 60 srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \\',
-        '        --ntasks="$SLURM_JOB_NUM_NODES" true',
-        "}",
-        "trap finish EXIT",
-        "trap 'exit 143' TERM  # else the status would be that of the command before srun",
-    ]  # fmt: skip
-    if launch.preempt_after is not None and link == 1:
-        lines += _simulated_preemption(launch)
-    return "\n".join(lines)
-
-
-def _simulated_preemption(launch: Launch) -> list[str]:
-    """Return the lines that interrupt the job, as a preemption would, after some more steps."""
-    metrics = shlex.quote(str(launch.run_folder / "metrics.jsonl"))
-    return [
-        'if [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ]; then',
-        "    (",
-        f"        rows() {{ wc -l <{metrics} 2>/dev/null || echo 0; }}",
-        "        first=$(rows)",
-        '        [ "$first" -eq 0 ] && first=1  # the row of step 0',
-        f'        until [ "$(rows)" -ge $((first + {launch.preempt_after})) ]; do sleep 1; done',
-        '        echo "simulating a preemption"',
-        '        scancel --signal=TERM "$SLURM_JOB_ID"',
-        "    ) &",
-        "    preemption=$!",
-        "fi",
-    ]
+    """Return the part of the batch script before srun; `link` is the job's number in its chain."""
+    quoted = {
+        "exits": launch.folder / EXITS,
+        "stalls": launch.run_folder / "stalls",
+        "metrics": launch.run_folder / "metrics.jsonl",
+        "interrupted": " ".join(map(str, INTERRUPTED_STATUSES)),
+        "requeue": requeue,
+        "link": link,
+        "preempt_after": "" if launch.preempt_after is None else launch.preempt_after,
+    }
+    lines = [f"{name}={shlex.quote(str(value))}" for name, value in quoted.items()]
+    script = Path(__file__).with_name("batch.sh").read_text()
+    return "\n".join(["set +xv", *lines, f"first_status={_first(launch)}", script])
