@@ -10,7 +10,7 @@ from megatron_rl.config.sections import Count, Positive, Section
 class EnvironmentSection(Section):
     """Conversations: every response has turns of the policy, which an environment answers."""
 
-    name: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
+    name: str
     """Environment as `module:class` (`docs/agents.md`). Required."""
     max_context_tokens: Count
     """Maximum length of a whole conversation in tokens: prompt, turns and observations; what the
@@ -25,6 +25,9 @@ class EnvironmentSection(Section):
     conversation gets reward 0."""
     workers: Count | None = None
     """Number of processes of environments per engine; null uses one per CPU core of its ranks."""
+    variables: list[Annotated[str, Field(pattern=r"^\w+$")]] = Field(default_factory=list)
+    """Environment variables passed to the environments in addition to the standard ones, such as
+    the API key of a tool or an agent."""
     on_error: Literal["end", "zero"] = "end"
     """Reaction to an environment that raises, returns no valid answer or crashes: `end` ends the
     run, `zero` ends the conversation with reward 0."""

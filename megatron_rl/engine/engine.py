@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -48,7 +49,7 @@ class ConversationSettings:
 
     pool: on the first rank of each engine, None on the others. in_rounds: continue all
     conversations together once every turn is answered, so that batches, and with them rounding on
-    a device, do not depend on the speed of the environments.
+    a device, do not depend on the speed of the environments. journals: folder of `record`.
     """
 
     pool: EnvironmentPool | None
@@ -56,6 +57,12 @@ class ConversationSettings:
     max_turns: int
     max_turn_tokens: int
     in_rounds: bool = False
+    journals: Path | None = None
+
+    def record(self, name: str) -> None:
+        """Record answers in the journal `name` from now on, and take from it those that it has."""
+        if self.pool is not None and self.journals is not None:
+            self.pool.use_journal(self.journals / name)
 
 
 class GenerationStopped(Exception):  # noqa: N818 - not an error

@@ -4,8 +4,9 @@ Environments run in their own worker processes (`megatron_rl.environments.pool`)
 modules that define environments import neither torch nor vLLM, so that a worker starts in a second.
 """
 
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -82,12 +83,32 @@ class BrokenEnvironmentError(RuntimeError):
 def load_environment(name: str) -> Any:
     """Load the class or factory called `module:name`.
 
-    Raises UserError if the name has another form or names nothing that can be called, and whatever
-    importing its module raises.
+    Raises UserError if the name has another form or names nothing that can be called as an
+    environment, and whatever importing its module raises.
     """
     if name.count(":") != 1 or name[:1] == ":" or name[-1:] == ":":
         raise UserError(f"an environment is named module:class, got {name!r}")
-    return load_verifier(name)
+    make = load_verifier(name)
+    _check_call(make, ("row", "seed"), what=f"{name}(row, seed)")
+    if isinstance(make, type):
+        step = getattr(make, "step", None)
+        if not callable(step):
+            raise UserError(
+                f"{name} has no method step; define `async def step(self, message)` that returns "
+                "megatron_rl.environments.Answer"
+            )
+        _check_call(step, ("self", "message"), what=f"{name}.step(message)")
+    return make
+
+
+def _check_call(function: Any, arguments: Sequence[str], *, what: str) -> None:
+    """Raise UserError if a function does not take so many arguments by position."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise UserError(f"it is called as {what}, but its signature has: {error}") from None
+    except ValueError:  # a builtin without a signature
+        return
 
 
 def read_answer(value: Any, *, name: str) -> dict[str, Any]:

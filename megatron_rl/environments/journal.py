@@ -7,6 +7,7 @@ so far, so that no answer goes to another conversation or to a turn with other w
 
 import hashlib
 import json
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +15,22 @@ from megatron_rl.environments.process import Conversation
 
 
 class Journal:
-    """A file of answers that is read once, then appended to.
+    """A folder whose files are read once, and a new file in it for further answers.
 
-    A last line that was cut when the process was killed is removed. Lines are written one by one
-    and not synced: they survive the process, not a power failure.
+    All engines of a run share a folder, so a conversation may continue on another engine. The last
+    line of a file may be cut, and is ignored. Lines are written one by one and not synced: they
+    survive the process, not a power failure.
     """
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        lines = path.read_bytes().splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith(b"\n")]
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         self._known: dict[str, dict[str, Any]] = {}
-        for line in whole:
-            entry = json.loads(line)
-            self._known[entry["turn"]] = entry
-        self._file = path.open("r+b", buffering=0)
-        self._file.truncate(sum(map(len, whole)))
-        self._file.seek(0, 2)
+        for file in folder.glob("*.jsonl"):
+            for line in file.read_bytes().splitlines(keepends=True):
+                if line.endswith(b"\n"):
+                    entry = json.loads(line)
+                    self._known[entry["turn"]] = entry
+        self._file = (folder / f"{uuid.uuid4().hex}.jsonl").open("xb", buffering=0)
 
     def answer(self, conversation: Conversation) -> bool:
         """Fill in the answer to the last turn if the journal has it."""

@@ -20,6 +20,7 @@ from megatron_rl.environments.interface import Answer, BrokenEnvironmentError, E
 from megatron_rl.environments.journal import Journal
 from megatron_rl.environments.process import EnvironmentProcess
 from megatron_rl.rewards.process import PrintedLines, worker_environment
+from megatron_rl.rewards.verifier import VerifierError
 
 OnError = Literal["end", "zero"]
 Result = tuple[int, Answer | EnvironmentFailure]
@@ -32,9 +33,10 @@ class EnvironmentPool:
 
     time_limit_seconds: limit of one call. on_error: reaction to an environment that fails. `end`
     raises BrokenEnvironmentError; `zero` returns the failure. Failures of kind `timed_out` and
-    `lost` are always returned. environment: names of environment variables for the workers in
+    `lost` are always returned. variables: names of environment variables for the workers in
     addition to the standard ones. echo: receives what environments print, and tracebacks.
-    Use it as a context manager, or call `close`. One thread at a time may use it.
+    Use it as a context manager, or call `close`. One thread at a time may use it. Raises
+    BrokenEnvironmentError if a variable is not set.
     """
 
     def __init__(
@@ -44,17 +46,22 @@ class EnvironmentPool:
         workers: int,
         time_limit_seconds: float,
         on_error: OnError = "end",
-        environment: Sequence[str] = (),
+        variables: Sequence[str] = (),
         echo: Callable[[str], object] = lambda line: print(line, file=sys.stderr),  # noqa: T201
     ) -> None:
         if workers < 1 or time_limit_seconds <= 0:
             raise ValueError(f"need workers >= 1 and a time limit > 0, got {workers}, "
                              f"{time_limit_seconds}")  # fmt: skip
+        try:
+            values = worker_environment(variables, setting="environment.variables")
+        except VerifierError as error:
+            raise BrokenEnvironmentError(str(error)) from None
         self.name, self.on_error = name, on_error
         self.tools: list[dict[str, Any]] = []  # JSON schemas, after `start`
         self.answered = 0  # total number of results, to detect progress
         self._not_ready, self._is_closed = workers, False
         self._numbers = itertools.count()
+        self._journal: Path | None = None
         # A key is never used again, so that no answer goes to a later conversation at its place.
         self._keys: dict[int, int] = {}
         self._places: dict[int, int] = {}
@@ -63,9 +70,8 @@ class EnvironmentPool:
             *(sys.executable, "-m", "megatron_rl.environments.worker", "--environment", name),
             *("--time-limit", str(time_limit_seconds), "--parent", str(os.getpid())),
         ]
-        variables = worker_environment(environment)
         self._dispatcher = Dispatcher(
-            lambda: EnvironmentProcess(command, self._printed, variables),
+            lambda: EnvironmentProcess(command, self._printed, values),
             name, workers=workers, time_limit=time_limit_seconds, echo=echo,
         )  # fmt: skip
         # The kernel ends a worker with the thread that started it, which lives as long as the pool.
@@ -79,9 +85,11 @@ class EnvironmentPool:
         while self._not_ready:
             self._take(None)
 
-    def use_journal(self, path: Path | None) -> None:
-        """Record answers in a file from now on, and take those from it that it has; None: stop."""
-        self._dispatcher.command("journal", None if path is None else Journal(path))
+    def use_journal(self, folder: Path | None) -> None:
+        """Record answers in a folder from now on, and take those that it has; None: stop."""
+        if folder != self._journal:
+            self._journal = folder
+            self._dispatcher.command("journal", None if folder is None else Journal(folder))
 
     def begin(self, place: int, row: str, seed: int) -> None:
         """Begin a conversation; place: its index in the call; row: the prompt set's row as JSON."""

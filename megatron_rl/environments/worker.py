@@ -31,6 +31,7 @@ from megatron_rl.environments.interface import (
     load_environment,
     read_answer,
 )
+from megatron_rl.errors import UserError
 from megatron_rl.rewards.worker import isolate, send
 from megatron_rl.texts import clean
 
@@ -148,7 +149,7 @@ class Worker:
 
 def _one_line(error: BaseException) -> str:
     """Format an error as one line, with the line of the environment's code."""
-    if isinstance(error, DifferentAnswerError):
+    if isinstance(error, DifferentAnswerError | UserError):
         return str(error)
     text = " ".join(str(error).split())
     text = text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."

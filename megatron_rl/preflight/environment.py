@@ -14,6 +14,11 @@ from megatron_rl.preflight.verifier import describe
 from megatron_rl.types import Prompt
 
 GRACE_SECONDS = 30.0  # for a process that is killed at its time limit and started again
+CURES = {
+    "failed": "the policy can write an empty turn, so it needs an Answer too",
+    "timed_out": "raise environment.time_limit_seconds, or let it answer sooner",
+    "lost": "start what it needs",
+}
 
 
 @dataclass
@@ -23,11 +28,12 @@ class EnvironmentTrial:
     config: Config
     pool: EnvironmentPool | None
     printed: list[str] = field(default_factory=list)
+    problem: str | None = None  # why no worker could be started
 
     def problems(self) -> list[str]:
         """List why the environment cannot be loaded."""
         if self.pool is None:
-            return []
+            return [] if self.problem is None else [self._name(self.problem)]
         try:
             self.pool.start()
         except BrokenEnvironmentError as error:
@@ -50,10 +56,12 @@ class EnvironmentTrial:
         except BrokenEnvironmentError as error:
             return [self._name(describe(str(error), printed=self.printed))]
         if not results:
-            return [self._name(f"it did not answer a turn in {limit:g} s in a trial")]
+            return [self._name(f"tried with an empty turn, it did not answer in {limit:g} s")]
         answer = results[0][1]
         if isinstance(answer, EnvironmentFailure):
-            return [self._name(f"it {answer.kind.replace('_', ' ')} in a trial: {answer.text}")]
+            text = answer.text.removeprefix(f"{self.pool.name} ")
+            cure = "" if "; " in text else f"; {CURES[answer.kind]}"
+            return [self._name(f"tried with an empty turn, it {text}{cure}")]
         if answer.done:
             return []
         config = self.with_tools()
@@ -82,13 +90,19 @@ def start_environment_trial(config: Config) -> Iterator[EnvironmentTrial]:
     if config.environment is None:
         yield EnvironmentTrial(config, None)
         return
-    with EnvironmentPool(
-        config.environment.name,
-        workers=1,
-        time_limit_seconds=config.environment.time_limit_seconds,
-        on_error="zero",
-        echo=printed.append,
-    ) as pool:
+    try:
+        pool = EnvironmentPool(
+            config.environment.name,
+            workers=1,
+            time_limit_seconds=config.environment.time_limit_seconds,
+            on_error="zero",
+            variables=config.environment.variables,
+            echo=printed.append,
+        )
+    except BrokenEnvironmentError as error:
+        yield EnvironmentTrial(config, None, problem=str(error))
+        return
+    with pool:
         yield EnvironmentTrial(config, pool, printed)
 
 

@@ -23,15 +23,17 @@ _SEEN = re.compile(
 )
 
 
-def worker_environment(further: Sequence[str] = ()) -> dict[str, str]:
+def worker_environment(
+    further: Sequence[str] = (), *, setting: str = "reward.environment"
+) -> dict[str, str]:
     """Build the environment of a worker from the standard variables and those named in `further`.
 
-    Raises VerifierError if a named variable is not set.
+    setting: the config key of `further`. Raises VerifierError if a named variable is not set.
     """
     missing = [name for name in further if name not in os.environ]
     if missing:
         raise VerifierError(
-            f"reward.environment names {', '.join(missing)}, not set here; export it, or unname it"
+            f"{setting} names {', '.join(missing)}, not set here; export it, or unname it"
         )
     seen = {name: value for name, value in os.environ.items()
             if _SEEN.fullmatch(name) or name in further}  # fmt: skip

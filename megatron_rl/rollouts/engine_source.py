@@ -63,6 +63,8 @@ class EngineSource(RolloutSource):
         All responses are generated in one call, because the same weights generate them. With
         dynamic sampling further batches may follow, which fill some of the `spare` slots.
         """
+        if self.conversations is not None:
+            self.conversations.record(f"step_{step:06d}")
         filled = self.sampling.fill(parts, ask=self.answer, spare=spare)
         config, updates = self.run.config, self.run.actor.updates
         with self.run.clock.phase("pack"):

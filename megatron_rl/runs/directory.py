@@ -12,6 +12,7 @@ runs/NAME/config.yaml        the resolved config
           traces/            one file per step: log-probs of a few rollouts at each of their updates
           prompts/           the prompt sets with their tokens, while the run works
           generated/         rollouts generated since the last checkpoint
+          answers/           answers of environments since the last checkpoint
           checkpoints/       step_NNNNNN/, complete or absent
           eval/              one parquet file per set and step
           skipped_updates/   rollouts of the steps in which updates were skipped, and the reasons
@@ -23,6 +24,7 @@ runs/NAME/config.yaml        the resolved config
 import json
 import math
 import os
+import shutil
 import socket
 import time
 import uuid
@@ -57,7 +59,8 @@ RESUMABLE_CHANGES = (
     "trainer.max_consecutive_skipped_updates",
     "trainer.tokens_per_micro_batch", "trainer.recompute", "eval.", "logging.", "resharding.",
     "reward.workers", "reward.time_limit_seconds", "reward.on_error", "reward.environment",
-    "reward.memory_gib",
+    "reward.memory_gib", "environment.workers", "environment.time_limit_seconds",
+    "environment.variables", "environment.on_error",
     "parallel.", "rollout.tensor", "rollout.expert_parallel", "rollout.gpu_memory_utilization",
     "rollout.max_num_seqs", "rollout.kv_cache_mib", "rollout.time_limit_seconds",
     "rollout.stall_seconds", "optimizer.learning_rate", "optimizer.min_learning_rate",
@@ -76,6 +79,7 @@ class RunDirectory:
         self.traces = self.path / "traces"
         self.prompts = self.path / "prompts"
         self.generated = GeneratedGroups(self.path / "generated")
+        self.answers = self.path / "answers"
         self.checkpoints = CheckpointFolders(self.path / "checkpoints")
         self.evaluations = self.path / "eval"
         self.skipped_updates = self.path / "skipped_updates"
@@ -240,6 +244,18 @@ class RunDirectory:
                 kept = [row for row in read_rows(journal)
                         if (row["step"], row.get("update", math.inf)) <= last]  # fmt: skip
                 write_atomically(journal, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def forget(self, step: int) -> None:
+        """Delete rollouts and answers up to `step`, which has a checkpoint.
+
+        Its evaluation comes after the checkpoint, so the answers of that stay until the next one.
+        """
+        self.generated.forget(step)
+        for folder in self.answers.glob("*_*"):
+            kind, _, number = folder.name.rpartition("_")
+            if int(number) < step + (kind == "step"):
+                # Another node may still have a file open, which NFS then keeps until the next call.
+                shutil.rmtree(folder, ignore_errors=True)
 
     def flush(self) -> None:
         """Flush appended rows, so that they survive a power cut."""

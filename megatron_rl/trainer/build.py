@@ -87,7 +87,9 @@ def run_training(
         if line is not None:
             console.echo(line)
     log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
-    opened = open_conversations(config, topology, cores=cores_of_rank(topology), echo=log)
+    opened = open_conversations(
+        config, topology, cores=cores_of_rank(topology), echo=log, journals=directory.answers
+    )
     with (
         opened as (shown, conversations),
         share_prompt_sets(shown, shape, directory.prompts, echo=console.echo) as prompts,
@@ -112,6 +114,8 @@ def run_training(
             trainer.recorder.draw()
             trainer.actor.export_hf(directory.model, progress.count)
             trainer.recorder.finish()
+            if rank == 0:
+                directory.forget(config.trainer.steps + 1)
 
 
 def _ranks_per_node(topology: Topology) -> int:

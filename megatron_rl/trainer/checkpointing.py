@@ -346,5 +346,5 @@ class CheckpointKeeper:
                 skipped = self.faults.in_a_row if self.faults is not None else 0
                 folders.complete(step, sums=sums, digests=digests, skipped=skipped)
                 folders.prune(keep=self.config.trainer.keep_checkpoints, spared=self._spared)
-                self.directory.generated.forget(step)
+                self.directory.forget(step)
         self._saved = (step, updates)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.data.tokenizer import load_tokenizer
@@ -16,11 +17,17 @@ from megatron_rl.preflight.environment import with_tools
 
 @contextlib.contextmanager
 def open_conversations(
-    config: Config, topology: Topology, *, cores: int, echo: Callable[[str], object]
+    config: Config,
+    topology: Topology,
+    *,
+    cores: int,
+    echo: Callable[[str], object],
+    journals: Path | None = None,
 ) -> Iterator[tuple[Config, ConversationSettings | None]]:
     """Start the environments on the first rank of each engine, and stop them on exit. Collective.
 
-    cores: of each rank. echo: receives what environments print. Yields the config whose chat
+    cores: of each rank. echo: receives what environments print. journals: folder for answers, so
+    that a resumed run repeats no side effect. Yields the config whose chat
     template shows the environment's tools, and the settings of conversations; None without an
     environment.
     """
@@ -39,6 +46,7 @@ def open_conversations(
                         workers=settings.workers or cores * tensor,
                         time_limit_seconds=settings.time_limit_seconds,
                         on_error=settings.on_error,
+                        variables=settings.variables,
                         echo=echo,
                     )
                 )
@@ -61,5 +69,6 @@ def open_conversations(
                 max_turns=settings.max_turns,
                 max_turn_tokens=settings.max_turn_tokens or config.rollout.max_response_tokens,
                 in_rounds=settings.in_rounds,
+                journals=journals,
             ),
         )

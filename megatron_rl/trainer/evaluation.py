@@ -47,6 +47,8 @@ class Evaluator:
         `eval/<set>/avg@k` and so on, in [0, 1], nan if there is no such score; also the fractions
         of `describe_responses` and the mean response length.
         """
+        if self.conversations is not None:
+            self.conversations.record(f"eval_{step:06d}")
         metrics: dict[str, float] = {}
         by_name: dict[str, list[float]] = {}
         for name in self.sets:

@@ -967,8 +967,68 @@ OTHER_COMMANDS = [
          write("study.yaml", STUDY)),
 ]  # fmt: skip
 
+AGENT = "environment={name: my_agent:Game, max_context_tokens: 96, time_limit_seconds: 5}"
+
+
+def agent(body: str, *, make: str = "self, row, seed") -> Callable[[Path], object]:
+    """Write a user's environment whose `step` has this body, in line 7."""
+    head = "import os\nfrom megatron_rl.environments import Answer\nclass Game:\n"
+    start = f"    def __init__({make}):\n        self.row = row\n"
+    return write(
+        "my_agent.py", f"{head}{start}    async def step(self, message):\n        {body}\n"
+    )
+
+
+def game(members: str, base: str = "") -> Callable[[Path], object]:
+    """Write a user's environment with these members."""
+    imports = "from megatron_rl.environments import AgentEnvironment, ToolEnvironment\n"
+    return write("my_agent.py", f"{imports}class Game{base}:\n    {members}\n")
+
+
+ENVIRONMENTS = [
+    Case("no such class", ("environment.name=my_agent:Play", "no function Play", "Game"),
+         (AGENT.replace(":Game", ":Play"),), agent("return Answer()")),
+    Case("no such module", ("environment.name=my_agent:Game: there is no module my_agent here",
+         "start in the folder of its file"), (AGENT,)),
+    Case("a name without a class", ("environment.name=my_agent: write module:name, for", ":Game"),
+         (AGENT.replace(":Game", ""),), agent("return Answer()")),
+    Case("a constructor without a seed", ("it is called as my_agent:Game(row, seed), but its "
+         "signature has: too many positional arguments",), (AGENT,),
+         agent("return Answer()", make="self, row")),
+    Case("a step of two messages", ("my_agent:Game.step(message)", "missing a required argument"),
+         (AGENT,), game("def step(self, message, history): ...", "(ToolEnvironment)")),
+    Case("no step", ("my_agent:Game has no method step; define `async def step(self, message)`",),
+         (AGENT,), game("def __init__(self, row, seed): ...")),
+    Case("a row without its column", ("failed in turn 1: KeyError: 'level'",
+         "my_agent.py, line 7"), (AGENT,), agent("return Answer(str(self.row['level']))")),
+    Case("an empty turn that raises", ("tried with an empty turn, it failed in turn 1: Value",
+         "my_agent.py, line 7", "so it needs an Answer too"), (AGENT,),
+         agent("return Answer(str(int(message)))")),
+    Case("a hung call", ("did not answer turn 1: the call took longer than 1 s",
+         "raise environment.time_limit_seconds"), (AGENT.replace("5}", "1}"),),
+         agent("while True: pass")),
+    Case("a call that ends the process", ("its process died twice, exit status 3",), (AGENT,),
+         agent("os._exit(3)")),
+    Case("a reward of nan", ("returned the reward nan; return a finite number",), (AGENT,),
+         agent("return Answer('go on', reward=float('nan'))")),
+    Case("a text in place of an answer", ("returned 'go on'; return megatron_rl.environments.Ans",),
+         (AGENT,), agent("return 'go on'")),
+    Case("10 MB of text", ("returned an observation of 10,000,000 characters; shorten it",),
+         (AGENT,), agent("return Answer('x' * 10**7)")),
+    Case("an agent for another column", ("the row has no column 'messages' (its columns: prompt, ",
+         "set Game.prompt"), (AGENT,), game("prompt = 'messages'", "(AgentEnvironment)")),
+    Case("a tool without a type", ("tool add: parameter a has no type; annotate it",), (AGENT,),
+         game("def add(a): 'Add.'\n    tools = (add,)", "(ToolEnvironment)")),
+    Case("a key that is not exported", ("environment.variables names GAME_KEY", "export it"),
+         (AGENT.replace("5}", "5, variables: [GAME_KEY]}"),), agent("return Answer()")),
+    Case("windows of conversations", ("environment and lag.partial_rollouts cannot be combined",
+         "unset one"), (AGENT, "lag.partial_rollouts=4"), agent("return Answer()")),
+    Case("an environment of files", ("environment has no effect with offline.rollouts", "unset"),
+         (AGENT, "offline.rollouts=runs"), agent("return Answer()")),
+]  # fmt: skip
+
 AREAS = {"rewards": REWARDS, "data": DATA, "models": MODELS, "settings": SETTINGS,
-         "commands": OTHER_COMMANDS}  # fmt: skip
+         "environments": ENVIRONMENTS, "commands": OTHER_COMMANDS}  # fmt: skip
 CASES = {f"{area}: {case.name}": case for area, cases in AREAS.items() for case in cases}
 
 

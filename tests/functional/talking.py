@@ -2,8 +2,10 @@
 
 import asyncio
 import hashlib
+import json
 import random
 import time
+from pathlib import Path
 
 from megatron_rl.environments import Answer
 
@@ -11,7 +13,8 @@ from megatron_rl.environments import Answer
 class Digits:
     """Answers each turn by up to 12 digits of a hash of all turns; some conversations end early.
 
-    A row with `hangs` never answers its second turn, one with `raises` fails on it.
+    A row with `hangs` never answers its second turn, one with `raises` fails on it, and one with
+    `flat` has no rewards above 0.
     """
 
     def __init__(self, row, seed):
@@ -25,9 +28,8 @@ class Digits:
         if len(self.turns) == 2 and self.row.get("raises"):
             raise ValueError("no such page")
         text = "".join(str(byte % 10) for byte in digest[1 : 1 + digest[0] % 13])
-        return Answer(
-            text, reward=float(digest[20] % 2), done=digest[21] % 6 == 0, reason="scripted"
-        )
+        reward = 0.0 if self.row.get("flat") else float(digest[20] % 2)
+        return Answer(text, reward=reward, done=digest[21] % 6 == 0, reason="scripted")
 
 
 class Late(Digits):
@@ -51,3 +53,32 @@ class Refuses(Digits):
 
     def __init__(self, row, seed):
         raise ValueError("refuses rows like this")
+
+
+class Ledger(Late):
+    """Writes each call to a file of the row's folder: a side effect that must not be repeated.
+
+    Waits before its second call while the folder has a file `hold` that contains its seed.
+    """
+
+    async def step(self, message):
+        if len(self.turns) == 1 and self._is_held():
+            self._write("waiting", self.seed)
+            while self._is_held():
+                await asyncio.sleep(0.02)
+        self._write("calls", [self.seed, *self.turns, message])
+        return await super().step(message)
+
+    def replay(self, turns):
+        self.turns = [message for message, _ in turns]
+
+    def close(self):
+        self._write("closed", self.seed)
+
+    def _is_held(self):
+        hold = Path(self.row["folder"]) / "hold"
+        return hold.exists() and self.seed in json.loads(hold.read_text())
+
+    def _write(self, name, what):
+        with (Path(self.row["folder"]) / name).open("a") as file:
+            file.write(json.dumps(what) + "\n")

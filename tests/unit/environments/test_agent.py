@@ -68,7 +68,7 @@ def test_client_that_blocks_runs_in_thread():
                      "conversation, whose first 3 messages are fixed"),
         ("OtherPrompt", "turn 1: RewrittenHistoryError: message 1 of the request is not that of"),
         ("Streaming", "stream=true and n above 1 are not supported; ask for one whole turn"),
-        ("Silent", "turn 1: UserError: the agent ended without a request to the model"),
+        ("Silent", "turn 1: the agent ended without a request to the model"),
         ("Failing", "turn 1: LookupError: my own mistake"),
         ("NoReward", "the agent returned None; return the reward, a finite number"),
         ("BrokenProgram", "ended with status 1 and the last line '' no such model; print the rew"),

@@ -148,7 +148,7 @@ def test_environment_sees_closed_stdin_and_no_secrets(short, monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "secret")
     with open_pool("Obedient") as pool:
         assert "SOME_API_KEY" not in Talk(pool)([["environment"]])[0][0].observation
-    with open_pool("Obedient", environment=["SOME_API_KEY"]) as pool:
+    with open_pool("Obedient", variables=["SOME_API_KEY"]) as pool:
         assert "SOME_API_KEY" in Talk(pool)([["environment"]])[0][0].observation
 
 
@@ -267,14 +267,15 @@ def test_killed_idle_process_is_replaced(short):
 
 @pytest.mark.parametrize("name", ["Obedient", "Remembering"])
 def test_replay_from_journal_repeats_no_side_effect(tmp_path, name):
-    seen, journal = tmp_path / "seen", tmp_path / "calls" / "journal.jsonl"
+    seen, journal = tmp_path / "seen", tmp_path / "calls" / "journal"
     turns = [f"count {seen}", "b", f"count {seen}"]
     first = [expected(n, turns) for n in range(2)]
     with open_pool(name) as pool:
         pool.use_journal(journal)
         assert Talk(pool)([turns[:2]] * 2) == [one[:2] for one in first]
-    with journal.open("ab") as file:
-        file.write(b'{"turn": "cut')  # as a killed process leaves it
+    (file,) = journal.iterdir()
+    with file.open("ab") as opened:
+        opened.write(b'{"turn": "cut')  # as a killed process leaves it
     with open_pool(name) as pool:
         pool.use_journal(journal)
         assert Talk(pool)([turns] * 2) == first
@@ -283,7 +284,9 @@ def test_replay_from_journal_repeats_no_side_effect(tmp_path, name):
         calls = {"Remembering": 2 + 2, "Obedient": 2 + 2 + 2}[name]
         assert len(seen.read_text().splitlines()) == calls
         assert Talk(pool)([turns] * 2) == first
+        pool.use_journal(journal)  # the same: goes on
         assert Talk(pool)([["b"], ["b"]]) == [expected(0, ["b"]), expected(1, ["b"])]
         pool.use_journal(None)
     assert len(seen.read_text().splitlines()) == calls
-    assert len(journal.read_text().splitlines()) == 8  # 2 x 3, and two of the last call
+    lines = b"".join(file.read_bytes() for file in journal.iterdir()).splitlines()
+    assert len(lines) == 4 + 1 + 4  # 2 x 2 and the cut one; 2 x 1 and two of the last call

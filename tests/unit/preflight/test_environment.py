@@ -30,7 +30,6 @@ def test_context_replaces_sum_of_prompt_and_response():
 @pytest.mark.parametrize(
     ("environment", "sections", "message"),
     [
-        ({"name": "digits"}, {}, r"environment\.name"),
         ({"max_context_tokens": 16}, {}, r"must be above data\.max_prompt_tokens=16"),
         ({"max_context_tokens": 32}, {}, r"must be above rollout\.max_response_tokens=32"),
         ({"max_turn_tokens": 33}, {}, r"environment\.max_turn_tokens=33 is more than all turns"),

@@ -1,0 +1,144 @@
+"""Whole runs with conversations: interrupted, killed, with lag and replay, and from files.
+
+All but the killed run share one process and one engine (`conversation_runs.py`).
+"""
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections import Counter
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+import safetensors.torch
+import torch
+
+from megatron_rl.config import load_config
+from megatron_rl.runs.rows import read_metrics
+from megatron_rl.runtime.seeds import derive_seed
+from tests.functional import conversation_runs
+from tests.functional.conversation_runs import CONFIG, PROMPTS, SAMPLES, arguments
+from tests.functional.tiny_runs import start_training
+from tests.ranks import start_process
+
+TIMED = ("time/", "memory/", "sync/", "rollout/tokens_per_second", "rollout/engine_imbalance",
+         "environment/seconds_mean", "environment/cached_fraction")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("conversations")
+    process = start_process(conversation_runs.main, folder)
+    process.join(timeout=900)
+    assert process.exitcode == 0
+    return folder
+
+
+def learned(run):
+    return [
+        {key: value for key, value in row.items() if not key.startswith(TIMED)}
+        for row in read_metrics(run)
+    ]
+
+
+def notes(folder, name, kind):
+    file = folder / f"{name}_notes" / kind
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def made(folder, name):
+    """The calls of a run's environments, but that of the trial before each start, of seed 0."""
+    return Counter(str(call) for call in notes(folder, name, "calls") if call[0] != 0)
+
+
+def assert_same(one, other):
+    """The same numbers, rollouts and weights, bit for bit."""
+    assert learned(one) == learned(other)
+    for file in sorted((one / "rollouts").iterdir()):
+        assert pq.read_table(file).equals(pq.read_table(other / "rollouts" / file.name)), file
+    assert_same_weights(one, other)
+
+
+def assert_same_weights(one, other):
+    weights = [safetensors.torch.load_file(run / "model" / "model.safetensors")
+               for run in (one, other)]  # fmt: skip
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def test_it_is_no_test_without_different_conversations(runs):
+    steps = learned(runs / "whole")[1:]
+    assert all(row["ratio/first_minibatch_max_deviation"] == 0.0 for row in steps)
+    for row in steps:
+        assert row["conversation/turns_mean"] > 2 and row["reward/std"] > 0
+        assert 0.2 < row["conversation/observed_fraction"] < 0.9
+    assert steps[-1]["ratio/prefix_mean_log_std"] > 1e-4
+
+
+@pytest.mark.parametrize("name", ["prompt", "rounds"])
+def test_a_run_does_not_depend_on_when_environments_answer(runs, name):
+    assert_same(runs / name, runs / "whole")
+
+
+def test_a_run_interrupted_inside_a_step_continues_there(runs):
+    assert_same(runs / "asked", runs / "whole")
+    assert "checkpoint saved at step 2, update 2" in (runs / "asked" / "log.txt").read_text()
+    assert made(runs, "asked") == made(runs, "whole")
+
+
+def test_lag_replay_dynamic_sampling_and_early_stopping_take_conversations(runs):
+    assert_same(runs / "all", runs / "all_killed")
+    steps = learned(runs / "all")[1:]
+    for name in ("dynamic/rounds", "train/early_stopped", "train/masked_fraction"):
+        assert sum(row.get(name, 0) for row in steps) > 0, name
+    assert steps[-1]["lag/steps_mean"] > 0 and steps[-1]["replay/max_uses"] > 1
+
+
+def test_conversations_from_files_are_trained_as_those_of_the_engine(runs):
+    """The files of a run give the updates and the weights of that run."""
+    unknown = {"rollout/weight_version": -1, "policy/entropy": None}  # of another run
+    steps = [learned(runs / name)[1:] for name in ("whole", "offline")]
+    for online, offline in zip(*steps, strict=True):
+        assert offline == {name: online[name] for name in offline} | unknown
+    assert_same_weights(runs / "offline", runs / "whole")
+
+
+def wait_until(condition, process):
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline, process.read()
+        time.sleep(0.02)
+
+
+def test_a_run_killed_while_generating_repeats_no_side_effect(runs):
+    """Killed in step 2 when half of the conversations are over and half wait for an answer."""
+    name = "killed"
+    settings = arguments(runs, name)
+    folder = runs / f"{name}_notes"
+    seed = derive_seed(load_config(CONFIG, settings).seed, "rollout", 2)
+    seeds = [derive_seed(seed, "environment", n) for n in range(3 * PROMPTS)]
+    (folder / "hold").write_text(json.dumps(seeds[::2]))
+    process = start_training(*settings, config=CONFIG, places=())
+
+    def is_waiting():
+        over = sum(one in seeds for one in notes(runs, name, "closed"))
+        return over + len(notes(runs, name, "waiting")) == PROMPTS * SAMPLES
+
+    wait_until(is_waiting, process)
+    calls = len(notes(runs, name, "calls"))
+    assert 0 < len(notes(runs, name, "waiting")) < PROMPTS * SAMPLES
+    ranks = psutil.Process(process.pid).children()
+    for group in (process.pid, *(rank.pid for rank in ranks)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+    process.wait()
+    assert [row["step"] for row in read_metrics(runs / name)] == [0, 1]
+    (folder / "hold").unlink()
+    again = start_training(*settings, config=CONFIG, places=())
+    assert again.wait(timeout=300) == 0, again.read()
+    assert_same(runs / name, runs / "whole")
+    assert made(runs, name) == made(runs, "whole")
+    assert calls < made(runs, name).total()
+    assert [file for file in (runs / name / "answers").rglob("*") if file.is_file()] == []
