@@ -68,7 +68,7 @@ def assert_same_weights(one, other):
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
-def test_it_is_no_test_without_different_conversations(runs):
+def test_runs_have_different_conversations_and_exact_first_ratios(runs):
     steps = learned(runs / "whole")[1:]
     assert all(row["ratio/first_minibatch_max_deviation"] == 0.0 for row in steps)
     for row in steps:
@@ -78,17 +78,17 @@ def test_it_is_no_test_without_different_conversations(runs):
 
 
 @pytest.mark.parametrize("name", ["prompt", "rounds"])
-def test_a_run_does_not_depend_on_when_environments_answer(runs, name):
+def test_run_is_the_same_however_environments_answer(runs, name):
     assert_same(runs / name, runs / "whole")
 
 
-def test_a_run_interrupted_inside_a_step_continues_there(runs):
+def test_run_interrupted_inside_a_step_resumes_there(runs):
     assert_same(runs / "asked", runs / "whole")
     assert "checkpoint saved at step 2, update 2" in (runs / "asked" / "log.txt").read_text()
     assert made(runs, "asked") == made(runs, "whole")
 
 
-def test_lag_replay_dynamic_sampling_and_early_stopping_take_conversations(runs):
+def test_run_with_lag_replay_and_dynamic_sampling_resumes_with_the_same_bits(runs):
     assert_same(runs / "all", runs / "all_killed")
     steps = learned(runs / "all")[1:]
     for name in ("dynamic/rounds", "train/early_stopped", "train/masked_fraction"):
@@ -96,7 +96,7 @@ def test_lag_replay_dynamic_sampling_and_early_stopping_take_conversations(runs)
     assert steps[-1]["lag/steps_mean"] > 0 and steps[-1]["replay/max_uses"] > 1
 
 
-def test_conversations_from_files_are_trained_as_those_of_the_engine(runs):
+def test_offline_run_on_conversations_equals_the_run_that_generated_them(runs):
     """The files of a run give the updates and the weights of that run."""
     unknown = {"rollout/weight_version": -1, "policy/entropy": None}  # of another run
     steps = [learned(runs / name)[1:] for name in ("whole", "offline")]
@@ -112,7 +112,7 @@ def wait_until(condition, process):
         time.sleep(0.02)
 
 
-def test_a_run_killed_while_generating_repeats_no_side_effect(runs):
+def test_run_killed_while_generating_repeats_no_side_effect(runs):
     """Killed in step 2 when half of the conversations are over and half wait for an answer."""
     name = "killed"
     settings = arguments(runs, name)
