@@ -107,12 +107,12 @@ class Remembering(Obedient):
         self.turns = [message for message, _ in turns]
 
 
-class RaisesAtOnce:
+class RaisesAtOnce(Obedient):
     def __init__(self, row, seed):
         raise KeyError("no such row")
 
 
-class Hangs:
+class Hangs(Obedient):
     def __init__(self, row, seed):
         time.sleep(600)
 
