@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,10 +45,15 @@ class Size:
     shape: dict[str, int] | None = None  # of an untrained model; None: the tiny task's model
 
 
+R1_DISTILL_1_5B = {"hidden": 1536, "heads": 12, "layers": 28, "intermediate": 8960}
 SIZES = {
     "quickstart": Size(64, 8, 56),
     "1m": Size(16, 8, 256, {"hidden": 64, "heads": 2, "layers": 8, "intermediate": 192}),
     "4m": Size(8, 4, 1024, {"hidden": 192, "heads": 6, "layers": 6, "intermediate": 512}),
+    # For a GPU (tools/gpu_check): the untrained model of 1.5B, apart from its vocabulary. One of
+    # WORDS tokens ends a response, so lengths are geometric, here with a mean of 3,700.
+    "1.5b": Size(32, 8, 1024, R1_DISTILL_1_5B),
+    "1.5b, long tails": Size(64, 8, 8192, R1_DISTILL_1_5B),
 }
 WORDS = 4096  # vocabulary of the untrained models; one of these tokens ends a response
 LAYOUTS = {
@@ -115,8 +121,13 @@ def run_trl(name: str, task: Path, batches: int) -> dict:
     return {"rows": rows, "peak_gib": peak}
 
 
-def run_ours(name: str, task: Path, batches: int, layout: str) -> dict:
-    """Run this system; return the phases of each rollout batch and the peak memory."""
+def run_ours(
+    name: str, task: Path, batches: int, layout: str, *, further: Sequence[str] = ()
+) -> dict:
+    """Run this system; return the phases of each rollout batch and the peak memory.
+
+    further: `key=value` settings that override these.
+    """
     size = SIZES[name]
     run = f"{name}-{layout.replace(' ', '')}-{time.time_ns()}"
     # The quickstart's KV cache of 64 MiB is too small for these batches.
@@ -129,7 +140,7 @@ def run_ours(name: str, task: Path, batches: int, layout: str) -> dict:
         f"rollout.prompts_per_step={size.prompts}", f"rollout.responses_per_prompt={size.samples}",
         f"rollout.max_response_tokens={size.tokens}", f"trainer.epochs={EPOCHS}",
         f"trainer.minibatches={MINIBATCHES}", f"trainer.steps={batches}",
-        "trainer.checkpoint_every=1000", *LAYOUTS[layout], *(own if size.shape else ()),
+        "trainer.checkpoint_every=1000", *LAYOUTS[layout], *(own if size.shape else ()), *further,
     ]  # fmt: skip
     _, peak = run_watched(command, environment={"PYTHONPATH": str(ROOT)})
     lines = (FOLDER / "runs" / run / "metrics.jsonl").read_text().splitlines()

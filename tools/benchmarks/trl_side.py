@@ -96,8 +96,11 @@ def make_arguments(settings: dict, *, updates: int, folder: str) -> GRPOConfig:
         epsilon=0.02,
         learning_rate=2e-4,
         gradient_checkpointing=False,
-        use_cpu=True,
-        bf16=False,
+        use_cpu=not torch.cuda.is_available(),
+        bf16=torch.cuda.is_available(),
+        use_vllm=torch.cuda.is_available(),  # on a GPU in the trainer's process, as here
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=0.4,
         report_to=[],
         save_strategy="no",
         logging_steps=updates,

@@ -175,10 +175,15 @@ def check_transformer_engine(row):
     _against_local_layers(row, MODELS, logprob_bound=2e-2, norm_bound=5e-2)
 
 
-def check_fp8(row):
-    """Compare fp8 matrix products, scaled per tensor, with the local layers."""
+def require_fp8():
+    """Raise Skipped if this machine cannot run fp8 matrix products."""
     _transformer_engine()
     if torch.cuda.get_device_capability() < (8, 9):
         raise Skipped("this device does not support fp8 (needs compute capability 8.9 or above)")
+
+
+def check_fp8(row):
+    """Compare fp8 matrix products, scaled per tensor, with the local layers."""
+    require_fp8()
     names = [name for name in MODELS if "num_experts" not in MODELS[name]]
     _against_local_layers(row, names, logprob_bound=1e-1, norm_bound=2e-1, fp8="tensorwise")

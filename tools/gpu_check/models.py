@@ -25,15 +25,49 @@ TINY = {
     "num_key_value_heads": 1,
 }
 
+# Qwen3-30B-A3B's config.json with fewer layers.
+EXPERTS = {
+    **(
+        {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        }
+        if DEVICE == "cuda"
+        else {
+            **TINY,
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        }
+    ),
+    "num_hidden_layers": 2,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 
-def save_random_model(folder):
-    """Write the model and return its config."""
+
+def save_random_model(folder, model=None):
+    """Write a model (default: the 1.5B shape) and return its config."""
     from megatron_rl.models.shape import read_model_shape, tensor_shapes
 
-    config = {
+    dense = {
         **(PUBLISHED if DEVICE == "cuda" else TINY),
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
+    }
+    config = {
+        **(model or dense),
         "hidden_act": "silu",
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-6,

@@ -46,13 +46,15 @@ class Row:
 
     def line(self) -> str:
         """Format the row for printing."""
-        output = [_say(one) for one in self.measures]
-        if self.detail:
-            output.append(self.detail)
-        return f"{self.name:<19} {self.status:<8} {self.seconds:>6.1f}  {'; '.join(output)}"
+        return f"{self.name:<19} {self.status:<8} {self.seconds:>6.1f}  {self.measured()}"
+
+    def measured(self) -> str:
+        """Format the measurements, and why the row failed or was skipped."""
+        output = [_format(one) for one in self.measures]
+        return "; ".join(output + [self.detail] * bool(self.detail))
 
 
-def _say(measure: dict[str, Any]) -> str:
+def _format(measure: dict[str, Any]) -> str:
     value = measure["value"]
     output = f"{measure['what']} {value:.3g}" if isinstance(value, float) else (
         f"{measure['what']} {value}"

@@ -1,5 +1,6 @@
 """Every row of the GPU check fails on wrong results; tested on a CPU with fakes."""
 
+import argparse
 import itertools
 import json
 import subprocess
@@ -10,8 +11,21 @@ import numpy as np
 import pytest
 import torch
 
+from tools.benchmarks import against_trl
 from tools.gpu_check import __main__ as command
-from tools.gpu_check import actors, dry_run, engine, machine, numerics, row, speed
+from tools.gpu_check import (
+    actors,
+    dry_run,
+    engine,
+    machine,
+    mended,
+    numerics,
+    order,
+    peers,
+    row,
+    speed,
+    table,
+)
 from tools.gpu_check.row import Row, run_row
 
 
@@ -179,7 +193,7 @@ def test_operations_of_update():
 def test_speed_check_fails_on_low_utilization(monkeypatch):
     monkeypatch.setattr(speed, "DEVICE", "cuda")
     for check in (speed.check_update_16k, speed.check_update_32k):
-        monkeypatch.setattr(speed, "_measure", lambda row, _: speed.judge_utilization(row, 0.02))
+        monkeypatch.setattr(speed, "_measure", lambda row, *_: speed.judge_utilization(row, 0.02))
         assert "utilization is 0.02, below 0.25" in failing("update", check)
 
 
@@ -266,18 +280,144 @@ def test_dead_or_hanging_process_fails_only_its_rows(monkeypatch, tmp_path, caps
         command.main()
     assert ended.value.code == 1
     report = json.loads(out.read_text())
-    assert report["verdict"] == "failed: head, engine"
+    assert report["verdict"] == "failed: engine, head"
     assert {one["name"]: one["status"] for one in report["rows"]} == {
         "groups": "ok", "head": "FAILED", "engine": "FAILED", "quickstart": "ok",
     }  # fmt: skip
     details = {one["name"]: one["detail"] for one in report["rows"]}
     assert details["head"] == "its process exited with status -11"
-    assert details["engine"] == "no answer in 360 s"
+    assert details["engine"] == "no answer in 477 s"
     assert report["versions"]["torch"] == torch.__version__
     assert "FAILED" in capsys.readouterr().out
 
 
+def run_command(monkeypatch, tmp_path, seconds, *options):
+    """Run the command with a clock that each family's process advances; return the report."""
+    now = [0.0]
+
+    def run(arguments, timeout, **_):
+        names = arguments[arguments.index("--only") + 1 :]
+        now[0] += sum(seconds[name] for name in names)
+        with open(arguments[arguments.index("--here") + 1], "a") as file:
+            file.writelines(json.dumps(vars(Row(name))) + "\n" for name in names)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(command.subprocess, "run", run)
+    monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
+    out = tmp_path / "report.json"
+    monkeypatch.setattr("sys.argv", ["gpu_check", "--output", str(out), *options])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 0
+    return json.loads(out.read_text())
+
+
+def test_budget_runs_the_rows_that_fit_in_order_of_value(monkeypatch, tmp_path):
+    report = run_command(
+        monkeypatch, tmp_path, dict.fromkeys(command.NAMES, 10.0), "--budget", "4m"
+    )
+    status = {one["name"]: one["status"] for one in report["rows"]}
+    assert list(status) == command.NAMES
+    # machine, mended, update and the quickstart take 40 s; peers would need 315.
+    expected = dict.fromkeys(command.NAMES, "ok") | {"peers": "skipped", "windows": "skipped"}
+    expected["dry_run"] = "skipped"  # 200 of 240 s are gone
+    assert status == expected
+    details = {one["name"]: one["detail"] for one in report["rows"]}
+    assert details["peers"] == "needs about 300 s and a start; 200 s of the budget left"
+    assert report["budget"] == 240.0
+
+
+def test_without_budget_the_long_rows_are_left_out(monkeypatch, tmp_path):
+    report = run_command(monkeypatch, tmp_path, dict.fromkeys(command.NAMES, 1.0))
+    left_out = set(command.NAMES) - {one["name"] for one in report["rows"]}
+    assert left_out == {"peers", "windows"}
+
+
+def test_a_family_ends_at_the_budget():
+    rows = [one for one in order.ORDER if one.family == "speed"]
+    assert [one.name for one in order.fitting(rows, 45.0)] == ["update_16k"]
+    assert order.fitting(rows, 40.0) == []
+    assert order.limit(rows) == max(240.0, 5 * (15 + 28.6 + 13.7))
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("25m", 1500), ("90s", 90), ("1h", 3600), ("7", 7)])
+def test_budgets_have_units(text, seconds):
+    assert order.parse_budget(text) == seconds
+    for wrong in ("", "m", "-1m", "nan", "inf", "0"):
+        with pytest.raises(argparse.ArgumentTypeError, match="such as 25m"):
+            order.parse_budget(wrong)
+
+
+def test_report_becomes_a_section_of_the_measurements():
+    rows = [Row("machine"), Row("head", status="FAILED", detail="head error is 2"), Row("peers")]
+    rows[0].note("device", "NVIDIA X")
+    rows[2].at_most("ratio", 0.5, 1.0)
+    report = {"date": "2026-01-02", "system": "Linux", "budget": 60.0, "seconds": 3.0,
+              "verdict": "failed: head", "versions": {"python": "3.11", "torch": "2.13.0"},
+              "rows": [vars(one) for one in rows]}  # fmt: skip
+    lines = table.section(report).splitlines()
+    assert lines[0].startswith("Date: 2026-01-02. Machine: NVIDIA X (Linux), Python 3.11, torch")
+    assert "with a budget of 60 s; 3 s. Verdict: failed: head." in lines[0]
+    assert lines[4:] == [
+        "| `machine` | 0.0 | device NVIDIA X |",
+        "| `head` | 0.0 | **FAILED** head error is 2 |",
+        "| `peers` | 0.0 | ratio 0.5 (<= 1) |",
+    ]
+
+
+@pytest.mark.parametrize("wrong", ["digest", "adam"])
+def test_check_of_what_was_mended_fails(monkeypatch, wrong):
+    from megatron_rl.actor import build, digest
+
+    if wrong == "digest":
+        monkeypatch.setattr(mended, "DEVICE", "meta")  # another answer than the host's
+        monkeypatch.setattr(digest, "digest_tensors", lambda tensors, device: str(device))
+        monkeypatch.setattr(mended, "check_adam", lambda row: None)
+        monkeypatch.setattr(mended, "check_peak_memory", lambda row: None)
+        assert "digest on the device" in failing("mended", mended.check_mended)
+    else:
+
+        def forget(optimizer, device):
+            optimizer.param_groups[0]["lr"] = 0.0
+
+        monkeypatch.setattr(build, "step_in_one_kernel", forget)
+        assert "error of two steps" in failing("mended", mended.check_mended)
+
+
+def test_peers_and_windows_compare_medians_of_the_counted_batches(monkeypatch, tmp_path):
+    def rows(seconds):
+        parts = {"generate": 1.0, "tokens": 30.0}
+        return {"rows": [{"seconds": 99.0, **parts}, *({"seconds": s, **parts} for s in seconds)],
+                "peak_gib": 1.0}  # fmt: skip
+
+    trl = against_trl
+    monkeypatch.setattr(trl, "TRL", tmp_path / "absent")
+    assert run_row("peers", peers.check_peers).status == "skipped"
+    monkeypatch.setattr(trl, "make_task", lambda size: tmp_path)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").touch()
+    monkeypatch.setattr(trl, "TRL", tmp_path)
+    monkeypatch.setattr(trl, "run_trl", lambda *_: rows([8.0, 8.0]))
+    monkeypatch.setattr(trl, "run_ours", lambda *_, further=(): rows([2.0 if further else 4.0] * 2))
+    found = {}
+    for check in (peers.check_peers, peers.check_windows):
+        made = run_row("x", check)
+        assert made.status == "ok", made.detail
+        found |= {one["what"]: one["value"] for one in made.measures}
+    assert found["seconds of TRL / of this system"] == 2.0
+    assert found["seconds whole / in windows of 16"] == 2.0
+
+
+def test_operations_of_an_update_with_experts():
+    # queries 2 * 3, keys 2 * 3; a layer 4 * (12 + 6 + 2 * 3 * 5 + 7) = 220, the head 40; one token.
+    config = {"hidden_size": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 3,
+              "intermediate_size": 99, "num_hidden_layers": 1, "vocab_size": 10, "num_experts": 7,
+              "num_experts_per_tok": 2, "moe_intermediate_size": 5}  # fmt: skip
+    assert speed.model_flop(config, [1]) == 6 * 260 + 12 * 6
+
+
 def test_checks_without_their_requirements_are_skipped():
     assert row.DEVICE == "cpu"
-    for check in (numerics.check_memory, actors.check_transformer_engine, actors.check_fp8):
+    for check in (numerics.check_memory, actors.check_transformer_engine, actors.check_fp8,
+                  speed.check_update_fp8):  # fmt: skip
         assert run_row("x", check).status == "skipped"

@@ -34,6 +34,18 @@ def test_evidence_of_each_state_exists(claim):
         assert claim.evidence
 
 
+def test_capabilities_name_existing_tests_and_rows():
+    page = gpu_claims.LEDGER.read_text().partition("## By sentence")[0]
+    lists = re.findall(r"rows? (`\w+`(?:(?:, | and )`\w+`)*)", page)
+    rows = {name for some in lists for name in re.findall(r"`(\w+)`", some)}
+    assert rows
+    assert rows <= {*gpu_check.NAMES}
+    tests = re.findall(r"`(?:tests/[\w/]+/)?(test_\w+\.py)`", page)
+    known = {path.name for path in (gpu_claims.ROOT / "tests").rglob("test_*.py")}
+    assert tests
+    assert {*tests} <= known
+
+
 def test_status_of_the_readme_is_made_from_the_ledger():
     readme = (gpu_claims.ROOT / "README.md").read_text()
     assert gpu_claims.BLOCK.search(readme)[0] == gpu_claims.status(LEDGER)

@@ -1,0 +1,55 @@
+"""A training step next to TRL's GRPOTrainer, and partial rollouts next to whole ones."""
+
+import statistics
+
+from tools.benchmarks import against_trl
+from tools.gpu_check.row import DEVICE, Skipped
+
+BATCHES = 3  # of which the first is not counted
+WINDOWS = (4096, 2048) if DEVICE == "cuda" else (16,)  # tokens between two weight syncs
+LAYOUT = "one process"
+
+
+def check_peers(row):
+    """Time rollout batches of 4 epochs of both systems: same model, prompts, lengths, updates."""
+    if not (against_trl.TRL / "bin" / "python").exists():
+        raise Skipped("TRL is not installed: python tools/benchmarks/against_trl.py install")
+    size = "1.5b" if DEVICE == "cuda" else "quickstart"
+    task = against_trl.make_task(size)
+    seconds = {}
+    for system in ("TRL", LAYOUT):
+        seconds[system] = _note(row, system, _run(size, task, system))
+    row.note("seconds of TRL / of this system", seconds["TRL"] / seconds[LAYOUT])
+
+
+def check_windows(row):
+    """Time steps with lengths of a long tail: whole responses, then windows of some tokens."""
+    size = "1.5b, long tails" if DEVICE == "cuda" else "quickstart"
+    task = against_trl.make_task(size)
+    seconds = {0: _note(row, "whole", _run(size, task, LAYOUT))}
+    for tokens in WINDOWS:
+        further = (
+            f"lag.partial_rollouts={{every_tokens: {tokens}, cache: keep}}", "behavior=engine",
+        )  # fmt: skip
+        result = _run(size, task, LAYOUT, further=further)
+        seconds[tokens] = _note(row, f"windows of {tokens}", result)
+        row.note(f"seconds whole / in windows of {tokens}", seconds[0] / seconds[tokens])
+
+
+def _run(size, task, system, **options):
+    if system == "TRL":
+        return against_trl.run_trl(size, task, BATCHES)
+    return against_trl.run_ours(size, task, BATCHES, system, **options)
+
+
+def _note(row, name, result):
+    """Note medians over the counted batches; return the seconds of one."""
+    rows = result["rows"][1:]
+    seconds, generate, tokens = (
+        statistics.median(one[key] for one in rows) for key in ("seconds", "generate", "tokens")
+    )
+    row.note(f"{name}: seconds a batch", seconds)
+    row.note(f"{name}: of it generation", generate)
+    row.note(f"{name}: mean tokens of a response", tokens)
+    row.note(f"{name}: host GiB", result["peak_gib"])
+    return seconds
