@@ -1,4 +1,4 @@
-"""What was corrected after the first check on a GPU and had not run on one since."""
+"""Checks of three corrections that were made after the first check on a GPU."""
 
 import time
 
