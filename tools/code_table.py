@@ -33,13 +33,23 @@ def measure(package: Path) -> tuple[Counter[str], Counter[str], dict[str, int]]:
     while more := {(a, d) for a, b in reach for c, d in pairs if b == c} - reach:
         reach |= more
     core = sum(size for name, size in lines.items() if name.split(".")[-1] not in APPS)
-    openings, phrases = count(package)
+    openings, phrases, verbs = count(package)
+    functions = [
+        (node.end_lineno - node.lineno + 1, node.name)
+        for file in package.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
     return files, lines, {
         "packages": len({name.split(".")[0] for name in files}),
         "files": files.total(), "lines": lines.total(), "lines without the apps": core,
         "imports between packages": len(pairs),
         "of these circular": sum((b, a) in reach for a, b in pairs),
+        "longest file": max(file.read_text().count("\n") for file in package.rglob("*.py")),
+        "longest function": max(functions)[0],
+        "lines of `run_step`": max(size for size, name in functions if name == "run_step"),
         "docstrings that open with What, Which, ...": openings, "other phrases to avoid": phrases,
+        "say, tell, hear, hold, look in docstrings and comments": verbs,
     }  # fmt: skip
 
 

@@ -18,18 +18,16 @@ settings does nothing.
     python tools/make_tiny_task.py --output .cache/tiny_task
 """
 
-import argparse
 import hashlib
 import json
 import os
 import random
-import shutil
 import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megatron_rl.apps.tasks.folder import make_folder_once, settings_parser
 from megatron_rl.apps.tasks.making import PORTABLE
 
 DIGITS = "0123456789"
@@ -319,44 +317,23 @@ def compute_fingerprint(settings: Settings, *, warm_up: bool = False) -> str:
 
 
 def make_once(output: Path, settings: Settings, *, warm_up: bool = False) -> dict:
-    """Create the task in `output` unless it exists; return the content of made.json.
-
-    The folder gets its name only when it is complete. Raises ValueError if `output` contains other
-    files.
-    """
-    stamp = output / "made.json"
-    fingerprint = compute_fingerprint(settings, warm_up=warm_up)
-    if stamp.is_file():
-        if (made := json.loads(stamp.read_text()))["fingerprint"] == fingerprint:
-            print(f"tiny task: already in {output}")
-            return made
-    elif output.exists() and any(output.iterdir()):
-        raise ValueError(f"{output} is not empty and contains no tiny task; choose another folder")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".making-", dir=output.parent) as parent:
-        folder = Path(parent) / "task"
-        folder.mkdir()
-        made = {"fingerprint": fingerprint, "settings": asdict(settings)}
-        made |= make(folder, settings, warm_up=warm_up)
-        (folder / stamp.name).write_text(json.dumps(made, indent=2) + "\n")
-        if output.exists():
-            shutil.rmtree(output)
-        folder.rename(output)
-    print(
+    """Create the task in `output` unless it exists; return the content of made.json."""
+    stamp = {
+        "fingerprint": compute_fingerprint(settings, warm_up=warm_up),
+        "settings": asdict(settings),
+    }
+    return make_folder_once(
+        output,
+        stamp,
+        lambda folder: make(folder, settings, warm_up=warm_up),
         f"tiny task: {settings.train} + {settings.heldout} prompts, a model of "
-        f"{made['parameters']:,} parameters right in {made['accuracy']:.0%} of its answers, "
-        f"in {output} ({made['seconds']:.0f} s)"
+        "{parameters:,} parameters right in {accuracy:.0%} of its answers",
     )
-    return made
 
 
 def main() -> None:
-    """Run the command line: one option per setting, and the output folder."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, default=Path(".cache/tiny_task"))
-    for field in fields(Settings):
-        name = "--" + field.name.replace("_", "-")
-        parser.add_argument(name, type=type(field.default), default=field.default)
+    """Run the command line."""
+    parser = settings_parser(Settings, ".cache/tiny_task", __doc__)
     parser.add_argument(
         "--warm-up", action="store_true", help="Train the model even if it is stored."
     )

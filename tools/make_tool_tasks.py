@@ -17,18 +17,16 @@ The output folder contains `ask` and `lookup`, each with `train.jsonl` and `held
     python tools/make_tool_tasks.py --output .cache/tool_tasks
 """
 
-import argparse
 import json
 import os
 import random
-import shutil
 import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_rl.apps.tasks.folder import make_folder_once, settings_parser
 from megatron_rl.apps.tasks.making import PORTABLE
 
 DIGITS, KEYS = "0123456789", "abcdefghijklmnopqrstuvwxyz"
@@ -217,42 +215,19 @@ def make(folder: Path, settings: Settings) -> dict:
 
 
 def make_once(output: Path, settings: Settings) -> dict:
-    """Create the tasks in `output` unless they exist; return the content of made.json.
-
-    Raises ValueError if `output` contains other files.
-    """
-    stamp = output / "made.json"
-    program = Path(__file__).read_text()
-    if stamp.is_file():
-        made = json.loads(stamp.read_text())
-        if (made["settings"], made["program"]) == (asdict(settings), program):
-            print(f"tool tasks: already in {output}")
-            return made
-    elif output.exists() and any(output.iterdir()):
-        raise ValueError(f"{output} is not empty and contains no tool tasks; choose another folder")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".making-", dir=output.parent) as parent:
-        folder = Path(parent) / "tasks"
-        folder.mkdir()
-        made = {"settings": asdict(settings), "program": program, **make(folder, settings)}
-        (folder / stamp.name).write_text(json.dumps(made, indent=2) + "\n")
-        if output.exists():
-            shutil.rmtree(output)
-        folder.rename(output)
-    print(
+    """Create the tasks in `output` unless they exist; return the content of made.json."""
+    return make_folder_once(
+        output,
+        {"settings": asdict(settings), "program": Path(__file__).read_text()},
+        lambda folder: make(folder, settings),
         f"tool tasks: ask and lookup, {settings.train} + {settings.heldout} prompts each, and a "
-        f"model of {made['parameters']:,} parameters, in {output} ({made['seconds']:.0f} s)"
+        "model of {parameters:,} parameters",
     )
-    return made
 
 
 def main() -> None:
-    """Run the command line: one option per setting, and the output folder."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, default=Path(".cache/tool_tasks"))
-    for field in fields(Settings):
-        name = "--" + field.name.replace("_", "-")
-        parser.add_argument(name, type=type(field.default), default=field.default)
+    """Run the command line."""
+    parser = settings_parser(Settings, ".cache/tool_tasks", __doc__)
     arguments = vars(parser.parse_args())
     output = arguments.pop("output")
     if not PORTABLE.items() <= os.environ.items():

@@ -6,8 +6,10 @@ prints each place, and the counts.
 """
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -19,16 +21,26 @@ PHRASES = re.compile(
     r"\b(says|said|tells|told|hears|heard|speaks|anew|beside|for\s+ever|under\s+way)\b", re.I
 )
 
+VERBS = re.compile(
+    r"\b(say|says|said|tell|tells|told|hears?|heard|holds?|held|looks?|looked|looking)\b(?!-out)",
+    re.I,
+)
 
-def docstring_openings(source: str) -> list[tuple[int, str]]:
-    """Line and first word of docstrings, attributes' included, that open with FIRST_WORDS."""
-    texts = [
-        (node.lineno, node.value.value.split())
+
+def docstrings(source: str) -> list[tuple[int, str]]:
+    """Line and text of every docstring, attributes' included."""
+    return [
+        (node.lineno, node.value.value)
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if isinstance(node.value.value, str)
     ]
-    return [(line, words[0]) for line, words in texts if words and words[0].lower() in FIRST_WORDS]
+
+
+def docstring_openings(source: str) -> list[tuple[int, str]]:
+    """Line and first word of docstrings that open with FIRST_WORDS."""
+    words = [(line, text.split()[:1]) for line, text in docstrings(source)]
+    return [(line, word) for line, first in words for word in first if word.lower() in FIRST_WORDS]
 
 
 def phrases(source: str) -> list[tuple[int, str]]:
@@ -36,10 +48,24 @@ def phrases(source: str) -> list[tuple[int, str]]:
     return [(source.count("\n", 0, m.start()) + 1, m[0]) for m in PHRASES.finditer(source)]
 
 
-def count(folder: Path) -> tuple[int, int]:
-    """Docstring openings and phrases in all files under a folder."""
+def machine_verbs(source: str) -> list[tuple[int, str]]:
+    """Line and text of VERBS in docstrings and comments, where programs are the usual subjects."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = [
+        (token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT
+    ]
+    texts = docstrings(source) + comments
+    return [(line, match[0]) for line, text in texts for match in VERBS.finditer(text)]
+
+
+def count(folder: Path) -> tuple[int, int, int]:
+    """Docstring openings, phrases and machine verbs in all files under a folder."""
     sources = [file.read_text() for file in folder.rglob("*.py")]
-    return sum(len(docstring_openings(s)) for s in sources), sum(len(phrases(s)) for s in sources)
+    openings, found, verbs = (
+        sum(len(read(source)) for source in sources)
+        for read in (docstring_openings, phrases, machine_verbs)
+    )
+    return openings, found, verbs
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ compute the frequencies and the factor that scales cosines and sines.
 Shapes: t local tokens, H heads of size d.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -31,7 +31,7 @@ class RotationByHalves:
 
     def apply(self, x: Tensor) -> Tensor:
         """Rotate queries or keys; [t, H, d] -> [t, H, d]."""
-        return _RotateHalves.apply(x, self.cosine, self.sine)
+        return _Rotate.apply(x, self.cosine, self.sine, _rotate_halves)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class RotationByHead:
 
     def apply(self, x: Tensor) -> Tensor:
         """Rotate queries or keys; [t, H, d] -> [t, H, d]."""
-        return _RotateHeads.apply(x, self.cosine, self.sine)
+        return _Rotate.apply(x, self.cosine, self.sine, _rotate_heads)
 
 
 RotationTables = RotationByHalves | RotationByHead
@@ -140,29 +140,21 @@ def _rotate_heads(x: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tenso
     return (x * cosine).addcmul_(swapped, sine, value=sign).transpose(0, 1)
 
 
-class _RotateHalves(torch.autograd.Function):
-    """Rotation by halves; its gradient is the inverse rotation."""
+class _Rotate(torch.autograd.Function):
+    """Rotation by one of the two functions above; its gradient is the inverse rotation."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        rotate: Callable[[Tensor, Tensor, Tensor, float], Tensor],
+    ) -> Tensor:
         ctx.save_for_backward(cosine, sine)
-        return _rotate_halves(x, cosine, sine, 1.0)
+        ctx.rotate = rotate
+        return rotate(x, cosine, sine, 1.0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cosine, sine = ctx.saved_tensors
-        return _rotate_halves(grad, cosine, sine, -1.0), None, None
-
-
-class _RotateHeads(torch.autograd.Function):
-    """Rotation head by head; its gradient is the inverse rotation."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        ctx.save_for_backward(cosine, sine)
-        return _rotate_heads(x, cosine, sine, 1.0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cosine, sine = ctx.saved_tensors
-        return _rotate_heads(grad, cosine, sine, -1.0), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.rotate(grad, *ctx.saved_tensors, -1.0), None, None, None

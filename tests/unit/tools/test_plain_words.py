@@ -1,6 +1,6 @@
 """tools/plain_words.py: the docstrings and phrases that it counts."""
 
-from tools.plain_words import docstring_openings, phrases
+from tools.plain_words import docstring_openings, machine_verbs, phrases
 
 SOURCE = '''"""What a module does."""
 
@@ -21,6 +21,11 @@ def wait():
 
 def test_openings_of_docstrings_are_counted_with_those_of_attributes():
     assert docstring_openings(SOURCE) == [(1, "What"), (8, "of")]
+
+
+def test_machine_verbs_are_counted_in_docstrings_and_comments():
+    assert machine_verbs(SOURCE) == [(8, "says")]
+    assert machine_verbs("x = 'it says'  # held-out, held\n") == [(1, "held")]
 
 
 def test_phrases_are_counted_in_docstrings_comments_and_strings():
