@@ -1,6 +1,5 @@
 """Execution of the unfinished runs of a study, on this machine or on a cluster."""
 
-import json
 import math
 import os
 import signal
@@ -18,6 +17,7 @@ from typing import Protocol
 
 from megatron_rl.apps.study.state import read_state
 from megatron_rl.apps.study.study_plan import PlannedRun, Study
+from megatron_rl.apps.study.task_making import TaskMaker
 from megatron_rl.config import ConfigError, dump_config
 from megatron_rl.runs.lock import LOCK, take_lock
 from megatron_rl.runs.rows import read_metrics
@@ -193,40 +193,6 @@ def config_file(study: Study, run: PlannedRun) -> Path:
     return study.folder / "configs" / f"{run.name}.yaml"
 
 
-def make_tasks(study: Study, run: PlannedRun, python: str, echo: Callable[[str], None]) -> bool:
-    """Generate the tasks that the run reads, if they do not exist; returns False on failure.
-
-    python: an interpreter that can import torch.
-    """
-    paths = [run.config.model.path, *(path for path, _ in run.config.prompt_files.values())]
-    for folder, settings in study.file.tasks.items():
-        is_covered = any(
-            Path(path).absolute().is_relative_to(Path(folder).absolute()) for path in paths
-        )
-        if not is_covered:
-            continue
-        if (stamp := Path(folder) / "made.json").is_file():
-            existing = json.loads(stamp.read_text()).get("settings", {})
-            different = [f"{key}={existing[key]}, not {value}" for key, value in settings.items()
-                     if key != "longest_warm_up" and existing.get(key, value) != value]  # fmt: skip
-            if different:
-                echo(
-                    f"{run.name} failed: tasks.{folder} was made with {'; '.join(different)}: "
-                    "remove it, or name another folder"
-                )
-                return False
-            continue
-        echo(f"making {folder}")
-        options = {f"--{key.replace('_', '-')}": str(value) for key, value in settings.items()}
-        command = [python, "-m", "megatron_rl.cli", "task", options.pop("--task", "")]
-        command += [word for option in options.items() for word in option]
-        # In its own process, because kernels must be chosen before torch is imported.
-        if subprocess.run([*command, "--output", folder], check=False).returncode:
-            echo(f"{run.name} failed: tasks.{folder} could not be made")
-            return False
-    return True
-
-
 @contextmanager
 def opened(study: Study) -> Iterator[None]:
     """Lock the study's folder and write the configs of its runs."""
@@ -270,15 +236,17 @@ def run_study(
             progress.done += 1
         else:
             waiting.append(run)
+    tasks = TaskMaker(study, python, echo=echo, stop_requested=stop_requested)
     active: dict[str, tuple[PlannedRun, Started]] = {}
     output, is_passed_on = -math.inf, False
     while active or (waiting and not stop_requested.is_set()):
-        for run in [] if stop_requested.is_set() else list(waiting):
-            if len(active) >= study.file.side_by_side:
+        for run in list(waiting):
+            if stop_requested.is_set() or len(active) >= study.file.side_by_side:
                 break
-            if not make_tasks(study, run, python, echo):
-                waiting.remove(run)
-                progress.failed.append(run.name)
+            if not tasks.make(run):
+                if not stop_requested.is_set():
+                    waiting.remove(run)
+                    progress.failed.append(run.name)
             elif (started := start(study, run)) is not None:
                 waiting.remove(run)
                 active[run.name] = run, started

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import ClassVar
@@ -20,9 +21,10 @@ import yaml
 
 from megatron_rl.apps.study import running
 from megatron_rl.apps.study.results import build_results, write_results
-from megatron_rl.apps.study.running import StudyProgress, make_tasks, opened, run_study, start_here
+from megatron_rl.apps.study.running import StudyProgress, opened, run_study, start_here
 from megatron_rl.apps.study.state import RunState, read_state
 from megatron_rl.apps.study.study_plan import StudyFile, plan_study
+from megatron_rl.apps.study.task_making import TaskMaker
 from megatron_rl.cli import main
 from megatron_rl.config import ConfigError, dump_config
 from megatron_rl.runs.lock import take_lock
@@ -228,6 +230,42 @@ def test_results_hold_every_row_with_its_point_seed_and_digest(tmp_path):
     assert rows[3]["reward/mean"] is None  # step 0
 
 
+def maker(study, messages, python=sys.executable, stop_requested=None):
+    stop_requested = stop_requested or threading.Event()
+    return TaskMaker(study, python, echo=messages.append, stop_requested=stop_requested)
+
+
+def test_task_that_cannot_be_made_is_tried_once(tmp_path):
+    base = {"model": {"path": f"{tmp_path}/sum/model"}, "data": {"train": "t"}}
+    tasks = {f"{tmp_path}/sum": {"task": "running_sum"}}
+    study, messages = plan(tmp_path, base=base, tasks=tasks), []
+    maker_of_none = maker(study, messages, python="/bin/false")
+    assert [maker_of_none.make(run) for run in study.runs[:2]] == [False, False]
+    failed = f"tasks.{tmp_path}/sum could not be made"
+    reasons = [text.partition(" failed: ")[2] for text in messages]
+    assert reasons == ["", failed, f"{failed} (above)"]
+
+
+def test_request_to_stop_ends_the_making_of_a_task(tmp_path):
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\nexec sleep 600\n")
+    program.chmod(0o755)
+    base = {"model": {"path": f"{tmp_path}/sum/model"}, "data": {"train": "t"}}
+    tasks = {f"{tmp_path}/sum": {"task": "running_sum"}}
+    study, messages, stop = plan(tmp_path, base=base, tasks=tasks), [], threading.Event()
+    made = maker(study, messages, str(program), stop)
+
+    def request():
+        while not (tmp_path / "started").exists():
+            time.sleep(0.01)
+        stop.set()
+
+    threading.Thread(target=request).start()
+    assert made.make(study.runs[0]) is False
+    assert made.failed == set()  # the next start of the study continues it
+    assert messages == [f"making {tmp_path}/sum"]
+
+
 def test_task_made_with_other_settings_is_refused(tmp_path):
     made = {"task": "running_sum", "size": 16, "noise": "even", "longest_warm_up": 3000}
     (tmp_path / "sum").mkdir()
@@ -239,7 +277,7 @@ def test_task_made_with_other_settings_is_refused(tmp_path):
     ):
         tasks = {f"{tmp_path}/sum": {"task": "running_sum"} | wanted}
         study, messages = plan(tmp_path, base=base, tasks=tasks), []
-        assert make_tasks(study, study.runs[0], sys.executable, messages.append) is (not output)
+        assert maker(study, messages).make(study.runs[0]) is (not output)
         assert len(messages) == len(output)
         assert all(re.match(pattern, text) for pattern, text in zip(output, messages, strict=True))
 
