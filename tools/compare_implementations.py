@@ -15,6 +15,7 @@ import argparse
 import ast
 import sys
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -156,152 +157,73 @@ def verl_loss(
     return loss.item(), torch.autograd.grad(loss, policy)[0]
 
 
-def trl_pairs() -> list[tuple[str, Any, Any, bool]]:
-    """Yield (name, ours, theirs, whether the losses are the same number) for TRL."""
+Pair = tuple[str, Any, Any, bool]  # name, ours, theirs, whether the losses are the same number
+
+
+def trl_pairs() -> list[Pair]:
+    """Return the pairs for TRL."""
     no_dual = {"dual": None}
-    mean = {"aggregation": "response_mean"}
     kl = {"coefficient": 0.04, "estimator": "k3"}
+    grpo = {"constraint": no_dual, "aggregation": "response_mean"}
+    dr_grpo = {"aggregation": "response_sum", "constant": 50.0}
+    sequence = {
+        "importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4
+    }  # fmt: skip
+    rows: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+        ("grpo", "grpo", grpo, {"loss_type": "grpo"}),
+        ("dapo / bnpo", "dapo", {}, {"loss_type": "dapo"}),
+        ("dr_grpo", "dapo", dr_grpo, {"loss_type": "dr_grpo"}),
+        ("gspo (sequence level)", "gspo", {}, sequence),
+        ("cispo", "cispo", {}, {"loss_type": "cispo", "epsilon_high": 5.0}),
+        ("grpo + KL with use_bias_correction_kl", "grpo", grpo | {"kl": kl},
+         {"beta": 0.04, "use_bias_correction_kl": True}),
+        ("sapo", "sapo", {}, {"loss_type": "sapo"}),
+        ("vespo", "vespo", {}, {"loss_type": "vespo"}),
+        ("grpo with off_policy_mask_threshold", "opsm", {},
+         {"off_policy_mask_threshold": 1e-4, "epsilon_high": 0.2}),
+    ]  # fmt: skip
+    return [
+        (f"TRL {what}", partial(ours, name=name, **options), partial(trl_loss, **settings), True)
+        for what, name, options, settings in rows
+    ]
+
+
+def verl_pairs(functions: dict[str, Any]) -> list[Pair]:
+    """Return the pairs for the functions of verl, and of CTPO if the file contains them."""
+    mean, tokens, gradient = "seq-mean-token-mean", "token-mean", ", gradient only"
+    tv, kl = (
+        {"clip_ratio_low": x, "clip_ratio_high": x, "clip_ratio_c": 1e4} for x in (0.15, 0.05)
+    )
+    rows: list[tuple[str, str, str, str, dict[str, float]]] = [
+        ("verl vanilla, dual clip 10", "grpo", "vanilla", tokens, {"clip_ratio_c": 10.0}),
+        ("verl gspo", "gspo", "gspo", mean, {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}),
+        ("verl cispo", "cispo", "cispo", tokens, {"clip_ratio_low": 1.0, "clip_ratio_high": 4.0}),
+        (f"verl dppo_tv{gradient}", "dppo_tv", "dppo_tv", tokens, tv),
+        (f"verl dppo_kl{gradient}", "dppo_kl", "dppo_kl", tokens, kl),
+        ("verl sapo", "sapo", "sapo", mean, {"tau_pos": 1.0, "tau_neg": 1.05}),
+    ]
+    for name, kind, power in (("ctpo", "cumprod", 0.5), ("ctpo_geomean", "geomean", -0.5)):
+        function = f"cum_token_{kind}_la"
+        if f"compute_policy_loss_{function}" in functions:
+            settings = {"clip_ratio_la_power": power}
+            rows.append((f"CTPO {function}{gradient}", name, function, mean, settings))
     return [
         (
-            "TRL grpo",
-            lambda b: ours(b, "grpo", constraint=no_dual, **mean),
-            lambda b: trl_loss(b, loss_type="grpo"),
-            True,
-        ),
-        (
-            "TRL dapo / bnpo",
-            lambda b: ours(b, "dapo"),
-            lambda b: trl_loss(b, loss_type="dapo"),
-            True,
-        ),
-        (
-            "TRL dr_grpo",
-            lambda b: ours(b, "dapo", aggregation="response_sum", constant=50.0),
-            lambda b: trl_loss(b, loss_type="dr_grpo"),
-            True,
-        ),
-        (
-            "TRL gspo (sequence level)",
-            lambda b: ours(b, "gspo"),
-            lambda b: trl_loss(
-                b, importance_sampling_level="sequence", epsilon_low=3e-4, epsilon_high=4e-4
+            what,
+            partial(ours, name=name),
+            partial(
+                verl_loss,
+                function=functions[f"compute_policy_loss_{function}"],
+                aggregation=aggregation,
+                **settings,
             ),
-            True,
-        ),
-        (
-            "TRL cispo",
-            lambda b: ours(b, "cispo"),
-            lambda b: trl_loss(b, loss_type="cispo", epsilon_high=5.0),
-            True,
-        ),
-        (
-            "TRL grpo + KL with use_bias_correction_kl",
-            lambda b: ours(b, "grpo", constraint=no_dual, kl=kl, **mean),
-            lambda b: trl_loss(b, beta=0.04, use_bias_correction_kl=True),
-            True,
-        ),
-        ("TRL sapo", lambda b: ours(b, "sapo"), lambda b: trl_loss(b, loss_type="sapo"), True),
-        ("TRL vespo", lambda b: ours(b, "vespo"), lambda b: trl_loss(b, loss_type="vespo"), True),
-        (
-            "TRL grpo with off_policy_mask_threshold",
-            lambda b: ours(b, "opsm"),
-            lambda b: trl_loss(b, off_policy_mask_threshold=1e-4, epsilon_high=0.2),
-            True,
-        ),
+            not what.endswith(gradient),
+        )
+        for what, name, function, aggregation, settings in rows
     ]
 
 
-def verl_pairs(functions: dict[str, Any]) -> list[tuple[str, Any, Any, bool]]:
-    """Yield the same for the functions of verl, and of CTPO if the file contains them."""
-    pairs = [
-        (
-            "verl vanilla, dual clip 10",
-            lambda b: ours(b, "grpo"),
-            lambda b: verl_loss(
-                b,
-                functions["compute_policy_loss_vanilla"],
-                aggregation="token-mean",
-                clip_ratio_c=10.0,
-            ),
-            True,
-        ),
-        (
-            "verl gspo",
-            lambda b: ours(b, "gspo"),
-            lambda b: verl_loss(
-                b,
-                functions["compute_policy_loss_gspo"],
-                aggregation="seq-mean-token-mean",
-                clip_ratio_low=3e-4,
-                clip_ratio_high=4e-4,
-            ),
-            True,
-        ),
-        (
-            "verl cispo",
-            lambda b: ours(b, "cispo"),
-            lambda b: verl_loss(
-                b,
-                functions["compute_policy_loss_cispo"],
-                aggregation="token-mean",
-                clip_ratio_low=1.0,
-                clip_ratio_high=4.0,
-            ),
-            True,
-        ),
-    ]
-    for name, function, bound in (("dppo_tv", "dppo_tv", 0.15), ("dppo_kl", "dppo_kl", 0.05)):
-        pairs.append(
-            (
-                f"verl {function}, gradient only",
-                lambda b, name=name: ours(b, name),
-                lambda b, function=function, bound=bound: verl_loss(
-                    b,
-                    functions[f"compute_policy_loss_{function}"],
-                    aggregation="token-mean",
-                    clip_ratio_low=bound,
-                    clip_ratio_high=bound,
-                    clip_ratio_c=1e4,
-                ),
-                False,
-            )
-        )
-    pairs.append(
-        (
-            "verl sapo",
-            lambda b: ours(b, "sapo"),
-            lambda b: verl_loss(
-                b,
-                functions["compute_policy_loss_sapo"],
-                aggregation="seq-mean-token-mean",
-                tau_pos=1.0,
-                tau_neg=1.05,
-            ),
-            True,
-        )
-    )
-    for name, function, power in (
-        ("ctpo", "compute_policy_loss_cum_token_cumprod_la", 0.5),
-        ("ctpo_geomean", "compute_policy_loss_cum_token_geomean_la", -0.5),
-    ):
-        if function in functions:
-            pairs.append(
-                (
-                    f"CTPO {function.removeprefix('compute_policy_loss_')}, gradient only",
-                    lambda b, name=name: ours(b, name),
-                    lambda b, function=function, power=power: verl_loss(
-                        b,
-                        functions[function],
-                        aggregation="seq-mean-token-mean",
-                        clip_ratio_la_power=power,
-                    ),
-                    False,
-                )
-            )
-    return pairs
-
-
-def prime_rl_pair(source: Path) -> tuple[str, Any, Any, bool]:
+def prime_rl_pair(source: Path) -> Pair:
     """Extract prime-rl's default loss from its `loss.py`, without the squared log-ratio."""
     names = ("compute_importance_ratio_and_mismatch_kl", "default_loss_fn", "_safe_mean")
     wanted = [
