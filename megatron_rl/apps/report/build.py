@@ -1,7 +1,7 @@
 """Report on runs: an HTML page, PNG figures and an optional zip archive."""
 
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,15 @@ CURVES = {
     "grad/norm": "Gradient norm",
     "advantage/zero_groups_fraction": "Groups with zero advantage (fraction)",
 }
+CONVERSATION_CURVES = {
+    "conversation/turns_mean": "Turns of a conversation",
+    "conversation/observed_fraction": "Tokens written by the environment (fraction)",
+    "conversation/timed_out_fraction": "Conversations over the time limit (fraction)",
+    "conversation/failed_fraction": "Conversations whose environment failed (fraction)",
+    "environment/seconds_mean": "Environment's answer (seconds)",
+    "environment/cached_fraction": "Context from the prefix cache (fraction)",
+}
+MAX_TURNS = 8  # with a curve of their own
 # Quantity limited by an objective's bounds; the chart shows the prefix mean.
 WEIGHTS = {
     "token": "the ratio of each token",
@@ -108,7 +117,7 @@ def collect(
 ) -> dict[str, Any]:
     """Collect the contents of the page as plain values."""
     runs = [run for group in groups for run in group.runs]
-    scores = score_keys(runs)
+    scores, curves = score_keys(runs), _curves(runs)
     max_steps = max(2, min(MAX_STEPS, NUMBERS // (200 * len(groups))))
     bins = 64 if len(groups) <= 6 else 24 if len(groups) <= 20 else 12
     first = first_shown(groups)
@@ -134,10 +143,10 @@ def collect(
         "differs": groups[0].differs,
         "settings": _settings(runs),
         "scores": scores,
-        "curves": CURVES,
+        "curves": curves,
         "phases": list(PHASES),
         "threshold": threshold,
-        "runs": [_run(run, scores, threshold, of=len(runs)) for run in runs],
+        "runs": [_run(run, scores, threshold, curves, of=len(runs)) for run in runs],
         "life": build_life(runs, megabytes=megabytes, order=_round_robin(groups, runs, first)),
         "sampled": [run.name for run in runs if run.settings.get(KEEP_ROLLOUTS, "all") != "all"],
         "traced": sum(bool(traced_steps(run)) for run in runs),
@@ -189,10 +198,23 @@ def _title(runs: Sequence[Run]) -> str:
     return studies.pop() if len(studies) == 1 else name
 
 
-def _run(run: Run, scores: Sequence[str], threshold: float | None, *, of: int) -> dict[str, Any]:
+def _curves(runs: Sequence[Run]) -> dict[str, str]:
+    """Titles of the curves by metric; those of conversations only if a run has them."""
+    keys = {key for run in runs for row in run.rows for key in row}
+    by_turns = {
+        f"reward_by_turns/{turns}": f"Reward of conversations of {turns} turn{'s'[: turns > 1]}"
+        for turns in range(1, MAX_TURNS + 1)
+    }
+    further = CONVERSATION_CURVES | by_turns
+    return CURVES | {key: title for key, title in further.items() if key in keys}
+
+
+def _run(
+    run: Run, scores: Sequence[str], threshold: float | None, curves: Mapping[str, str], *, of: int
+) -> dict[str, Any]:
     smooth = centered_mean([row.get("reward/mean") for row in run.rows])
     # Keep every step with a score, and as many others as fit.
-    max_rows = max(20, NUMBERS // (of * (len(CURVES) + 6)))
+    max_rows = max(20, NUMBERS // (of * (len(curves) + 6)))
     scored = {i for i, row in enumerate(run.rows) if any(key in row for key in scores)}
     kept = sorted(scored | set(spread_out(range(len(run.rows)), most=max_rows)))
     rows = [run.rows[i] for i in kept]
@@ -206,7 +228,7 @@ def _run(run: Run, scores: Sequence[str], threshold: float | None, *, of: int) -
         "reward": [row.get("reward/mean") for row in rows],
         "smooth": [smooth[i] for i in kept],
         "scores": {key: [row.get(key) for row in rows] for key in scores},
-        "curves": {key: [row.get(key) for row in rows] for key in CURVES},
+        "curves": {key: [row.get(key) for row in rows] for key in curves},
         "seconds": seconds,
         "steps": len(run.steps),
         "passage": None if threshold is None else first_passage(run, threshold),

@@ -167,13 +167,14 @@ function gateByPosition() {
   h("div", { class: "controls" }, slider("epoch of reuse", { id: "gate-epoch", min: 1, max: epochs, value: epoch }, (value) => { epoch = value; draw(); })), fan];
 }
 
-/** The bounds of log w, if the constraint has them. */
+/** The bounds of log w, if the constraint has them; null where no weight is too small. */
 function boundLines(group, tenths) {
   const bounds = group.bounds;
   return ["low", "high"].filter((side) => bounds[side] != null).map((side) => ({ color: group.color, dash: [6, 4], width: 1.2, x: tenths,
     y: tenths.map((x) => {
       const reach = bounds[side] * (bounds.scale === "constant" ? 1 : Math.sqrt(1 / x)), sign = side === "low" ? -1 : 1;
-      return bounds.space === "log" ? sign * reach : Math.log1p(sign * reach);
+      if (bounds.space === "log") return sign * reach;
+      return sign * reach > -1 ? Math.log1p(sign * reach) : null;
     }) }));
 }
 
