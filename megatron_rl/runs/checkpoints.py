@@ -135,14 +135,14 @@ class CheckpointFolders:
 
     def quarantine(self, step: int, reason: str) -> Path:
         """Rename a damaged checkpoint and record the reason; nothing is deleted."""
-        aside = self.path / f"{self.folder(step).name}.damaged"
+        quarantined = self.path / f"{self.folder(step).name}.damaged"
         count = 1
-        while aside.exists():
+        while quarantined.exists():
             count += 1
-            aside = self.path / f"{self.folder(step).name}.damaged-{count}"
-        self.folder(step).rename(aside)
-        (aside / "damage.txt").write_text(reason + "\n")
-        return aside
+            quarantined = self.path / f"{self.folder(step).name}.damaged-{count}"
+        self.folder(step).rename(quarantined)
+        (quarantined / "damage.txt").write_text(reason + "\n")
+        return quarantined
 
     def prune(
         self, *, keep: int, spared: Callable[[Sequence[int]], Container[int]] = lambda steps: ()

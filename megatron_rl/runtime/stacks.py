@@ -75,9 +75,9 @@ def identify_stalled_ranks(samples: Sequence[StackSample]) -> tuple[list[StackSa
 
 
 def describe(
-    samples: Sequence[StackSample], *, culprits: Sequence[StackSample], headline: str
+    samples: Sequence[StackSample], *, stalled: Sequence[StackSample], headline: str
 ) -> str:
-    """Return the report of a stall: the ranks, then their stacks, those of the culprits first."""
+    """Return the report of a stall: the ranks, then their stacks, those of the stalled first."""
     lines = [headline, "", "rank  process  state  idle s  phase"]
     lines += [
         f"{sample.rank:>4}  {sample.process:>7}  {sample.state or 'gone':<5}  "
@@ -85,7 +85,7 @@ def describe(
         for sample in samples
     ]
     groups: dict[str, list[StackSample]] = {}
-    for sample in [*culprits, *(sample for sample in samples if sample not in culprits)]:
+    for sample in [*stalled, *(sample for sample in samples if sample not in stalled)]:
         groups.setdefault(sample.stack, []).append(sample)
     lines += ["", f"Main threads, {len(groups)} different stacks, innermost frame first"]
     for stack, members in groups.items():

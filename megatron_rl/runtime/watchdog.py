@@ -137,9 +137,9 @@ def main() -> None:
     if not watcher.wait_for_stall():
         return
     samples = watcher.sample_stacks()
-    culprits, sign = identify_stalled_ranks(samples)
+    stalled, sign = identify_stalled_ranks(samples)
     longest = max(samples, key=lambda sample: sample.idle)
-    reason = ", ".join(f"rank {sample.rank} {sign}" for sample in culprits) or sign
+    reason = ", ".join(f"rank {sample.rank} {sign}" for sample in stalled) or sign
     headline = (
         f"{socket.gethostname()}: no progress for {longest.idle:.0f} s in {longest.phase}: {reason}"
     )
@@ -147,7 +147,7 @@ def main() -> None:
     outcome = f"the stacks are in {file}"
     try:
         options.folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(describe(samples, culprits=culprits, headline=headline))
+        file.write_text(describe(samples, stalled=stalled, headline=headline))
     except OSError as error:  # kill the ranks even if the disk is full
         outcome = f"the stacks cannot be written: {error}"
     text = f"megatron-rl: {headline}; {outcome}; killing all ranks of this node\n"

@@ -77,9 +77,9 @@ class CheckpointKeeper:
                 break
             with sync_errors_across_ranks(doing="quarantining a damaged checkpoint"):
                 if self.rank == 0:
-                    aside = self.directory.checkpoints.quarantine(step, reason)
+                    moved = self.directory.checkpoints.quarantine(step, reason)
                     self.console.echo(
-                        f"checkpoint of step {step} is damaged and was moved to {aside}: {reason}"
+                        f"checkpoint of step {step} is damaged and was moved to {moved}: {reason}"
                     )
             quarantine.append(f"step {step}: {reason}")
         if step is None and quarantine:

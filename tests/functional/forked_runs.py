@@ -49,8 +49,8 @@ class Forked:
             os.kill(self.pid, number)
 
 
-def fork_ranks(deed: Callable[[int], None] = lambda place: None) -> list[Forked]:
-    """Let the launcher in this process fork its ranks; each does a deed before its command.
+def fork_ranks(action: Callable[[int], None] = lambda place: None) -> list[Forked]:
+    """Let the launcher in this process fork its ranks; each runs `action` before its command.
 
     Returns the list that the ranks are added to.
     """
@@ -68,7 +68,7 @@ def fork_ranks(deed: Callable[[int], None] = lambda place: None) -> list[Forked]
                   "MASTER_PORT": port}  # fmt: skip
         os.environ.update({name: str(value) for name, value in places.items()})
         try:
-            deed(place)
+            action(place)
             run_command(arguments)
         except BaseException:
             import traceback

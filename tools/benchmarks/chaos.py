@@ -78,16 +78,16 @@ class Run:
 
     @property
     def arguments(self) -> list[str]:
-        """Status of the command."""
+        """Arguments of the command."""
         places = (f"run.dir={self.folder.parent}", f"run.name={self.folder.name}")
         return ["train", "--config", str(ROOT / "examples" / "pnpo" / "quickstart.yaml"),
                 *SETTINGS, f"trainer.steps={self.steps}", *places]  # fmt: skip
 
-    def start(self, deed: Callable[..., None] | None = None, *, rank: int = 0) -> int:
-        """Start or resume; return the exit status. deed: called in each rank before the command."""
+    def start(self, fault: Callable[..., None] | None = None, *, rank: int = 0) -> int:
+        """Start or resume; return the exit status. fault: called in each rank beforehand."""
         self.starts += 1
         began = time.monotonic()
-        found = run_forked(deed, rank, self.arguments)
+        found = run_forked(fault, rank, self.arguments)
         self.seconds += time.monotonic() - began
         with self.folder.with_suffix(".txt").open("a") as printed:
             printed.write(found["output"] + f"\n-- status {found['status']}\n")
@@ -95,9 +95,9 @@ class Run:
         self.ended = found["status"] == 0
         return found["status"]
 
-    def go_on(self, deed: Callable[..., None] | None = None, *, rank: int = 0) -> int:
+    def resume(self, fault: Callable[..., None] | None = None, *, rank: int = 0) -> int:
         """Start; record a problem if it ends without a request or a kill."""
-        status = self.start(deed, rank=rank)
+        status = self.start(fault, rank=rank)
         if status not in (0, INTERRUPTED, 128 + signal.SIGKILL, 128 + signal.SIGTERM):
             printed = self.folder.with_suffix(".txt").read_text()[-1500:]
             self.problems.append(f"a start exited with status {status}: {printed}")
@@ -151,7 +151,7 @@ def kill_after(seconds: float, victims: str, file: Path, *, is_mine: bool) -> No
         timer.start()
 
 
-def ask_in_phase(phase: str, step: int, times: int, file: Path, *, is_mine: bool) -> None:
+def interrupt_in_phase(phase: str, step: int, times: int, file: Path, *, is_mine: bool) -> None:
     """Send SIGTERM to the launcher when rank 0 starts a phase, and again seconds later."""
     from megatron_rl.telemetry.metrics import PhaseClock
 
@@ -279,46 +279,46 @@ def kill_at(run: Run, moments: Iterable[float], *, seed: int, deadline: float) -
         if run.ended or time.monotonic() > deadline:
             break
         victims, rank = random_.choice(["one", "both"]), random_.randrange(RANKS)
-        run.go_on(partial(kill_after, seconds, victims, file), rank=rank)
+        run.resume(partial(kill_after, seconds, victims, file), rank=rank)
         if not run.ended:
             run.faults[f"SIGKILL of {victims} rank{'s' * (victims == 'both')}"] += 1
     while not run.ended and run.starts < 1000 and not run.problems:
-        run.go_on(partial(count_made, file))
+        run.resume(partial(count_made, file))
 
 
-def ask_in_turn(run: Run, *, deadline: float) -> None:
+def interrupt_in_turn(run: Run, *, deadline: float) -> None:
     """Send SIGTERM one to three times at the start of each phase, then run to the end."""
     file = run.folder.with_suffix(".made")
     for times in (1, 2, 3):
         for phase in PHASES:
             if run.ended or time.monotonic() > deadline:
                 break
-            status = run.go_on(partial(ask_in_phase, phase, 2, times, file))
+            status = run.resume(partial(interrupt_in_phase, phase, 2, times, file))
             if status != 0:
                 run.faults[f"SIGTERM in {phase}, {('once', 'twice', 'thrice')[times - 1]}"] += 1
     while not run.ended and not run.problems:
-        run.go_on(partial(count_made, file))
+        run.resume(partial(count_made, file))
 
 
 def damage(run: Run, whole: Path, *, seed: int, deadline: float) -> None:
     """Stop the run every few steps, damage its newest checkpoint and resume."""
     file = run.folder.with_suffix(".made")
-    for name, spoil in random.Random(seed).sample(list(DAMAGE.items()), len(DAMAGE)):
+    for name, damage_folder in random.Random(seed).sample(list(DAMAGE.items()), len(DAMAGE)):
         if run.ended or time.monotonic() > deadline:
             break
-        run.go_on(partial(ask_in_phase, "train", 3, 1, file))
+        run.resume(partial(interrupt_in_phase, "train", 3, 1, file))
         folders = CheckpointFolders(run.folder / "checkpoints")
-        sound = folders.intact_steps()
-        if len(sound) < 2:
+        intact = folders.intact_steps()
+        if len(intact) < 2:
             run.problems.append(f"{name}: there are no two checkpoints to choose from")
             break
-        spoil(folders.folder(sound[-1]), folders.folder(sound[-2]), whole)
+        damage_folder(folders.folder(intact[-1]), folders.folder(intact[-2]), whole)
         run.faults[f"checkpoint: {name}"] += 1
     while not run.ended and not run.problems:
-        run.go_on(partial(count_made, file))
-    aside = CheckpointFolders(run.folder / "checkpoints").damaged()
-    if len(aside) != sum(run.faults.values()):
-        run.problems.append(f"{len(aside)} damaged checkpoints were quarantined")
+        run.resume(partial(count_made, file))
+    quarantined = CheckpointFolders(run.folder / "checkpoints").damaged()
+    if len(quarantined) != sum(run.faults.values()):
+        run.problems.append(f"{len(quarantined)} damaged checkpoints were quarantined")
 
 
 def report(name: str, run: Run, whole: Run) -> dict[str, Any]:
@@ -326,11 +326,11 @@ def report(name: str, run: Run, whole: Run) -> dict[str, Any]:
     if run.ended:
         run.problems += compare(run.folder, whole.folder)
     again = {what: run.made(what) - whole.made(what) for what in ("update", "batch")}
-    verdict = "; ".join(run.problems) or "identical to the undisturbed run, bit for bit"
+    result = "; ".join(run.problems) or "identical to the undisturbed run, bit for bit"
     if not run.ended:
-        verdict = f"not finished in time ({run.recorded()} of {run.steps} steps); {verdict}"
+        result = f"not finished in time ({run.recorded()} of {run.steps} steps); {result}"
     cells = (name, sum(run.faults.values()), again["update"], again["batch"],
-             f"{run.seconds:.0f}", verdict)  # fmt: skip
+             f"{run.seconds:.0f}", result)  # fmt: skip
     print("| " + " | ".join(map(str, cells)) + " |", flush=True)
     return {"part": name, "faults": dict(run.faults), "again": again, "starts": run.starts,
             "seconds": round(run.seconds, 1), "ended": run.ended,
@@ -361,7 +361,7 @@ def main() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     importlib.import_module("tests.imported")
     whole = Run(root / "undisturbed", args.steps)
-    whole.go_on(partial(count_made, whole.folder.with_suffix(".made")))
+    whole.resume(partial(count_made, whole.folder.with_suffix(".made")))
     if not whole.ended:
         raise SystemExit(f"the undisturbed run failed: {whole.problems}")
     print("| run | faults | updates repeated | rollout batches repeated | seconds | result |")
@@ -373,7 +373,7 @@ def main() -> None:
         if part == "damage":
             damage(run, whole.folder, seed=args.seed, deadline=until)
         elif part == "signals":
-            ask_in_turn(run, deadline=until)
+            interrupt_in_turn(run, deadline=until)
         else:
             random_ = random.Random(f"moments {args.seed}")
             latest = args.latest or whole.seconds / 2

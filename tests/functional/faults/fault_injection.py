@@ -1,7 +1,7 @@
 """Faults inside a rank. Each is called before the run, and strikes in the middle of it.
 
-A deed that hangs first takes most of its phase's budget away from its rank, so that a test need not
-wait for minutes, and no busy machine makes another rank late.
+A fault that hangs first takes most of its phase's budget away from its rank, so that a test need
+not wait for minutes, and no busy machine makes another rank late.
 """
 
 import ctypes
@@ -37,14 +37,14 @@ def _hurry() -> None:
     progress.count()
 
 
-def _before(owner, name, deed, *, call) -> None:
+def _before(owner, name, action, *, call) -> None:
     """Do something before a function's n-th call in this process; from 1."""
     function, calls = getattr(owner, name), []
 
     def wrapped(*arguments, **settings):
         calls.append(1)
         if len(calls) == call:
-            deed(*arguments)
+            action(*arguments)
         return function(*arguments, **settings)
 
     setattr(owner, name, wrapped)
@@ -125,7 +125,7 @@ def fill_the_disk(*, is_mine):
     def fail(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def spoiled_save(self, folder):
+    def broken_save(self, folder):
         calls.append(1)
         filesystem_async._write_item = fail if len(calls) == 1 else write
         save(self, folder)
@@ -133,17 +133,17 @@ def fill_the_disk(*, is_mine):
     if is_mine:
         _before(saving, "sum_files", fail, call=1)  # the first one to come so far
     else:
-        MegatronActor.save = spoiled_save
+        MegatronActor.save = broken_save
 
 
-def _after(owner, name, deed) -> None:
-    """Do something after each of a function's calls in this process: deed(self, number, ...)."""
+def _after(owner, name, action) -> None:
+    """Do something after each of a function's calls in this process: action(self, number, ...)."""
     function, calls = getattr(owner, name), []
 
     def wrapped(self, *arguments, **settings):
         result = function(self, *arguments, **settings)
         calls.append(1)
-        deed(self, len(calls), *arguments, **settings)
+        action(self, len(calls), *arguments, **settings)
         return result
 
     setattr(owner, name, wrapped)
@@ -206,14 +206,14 @@ def compute_nonsense(*, is_mine):
 
     update, step, calls = MegatronActor.update, actor.take_step, []
 
-    def spoiled_step(optimizer, wrapped, *arguments, **options):
+    def broken_step(optimizer, wrapped, *arguments, **options):
         if len(calls) == 4:
             for chunk in wrapped:
                 for buffer in chunk.buffers:
                     buffer.grad_data.fill_(float("inf"))
         return step(optimizer, wrapped, *arguments, **options)
 
-    def spoiled_update(self, minibatch, *arguments, **options):
+    def broken_update(self, minibatch, *arguments, **options):
         calls.append(1)
         weight = next(iter(self.named_parameters_local().values()))
         kept = weight.detach().clone()
@@ -229,4 +229,4 @@ def compute_nonsense(*, is_mine):
         return result
 
     if is_mine:
-        MegatronActor.update, actor.take_step = spoiled_update, spoiled_step
+        MegatronActor.update, actor.take_step = broken_update, broken_step

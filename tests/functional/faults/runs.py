@@ -29,8 +29,8 @@ def run(
         from tests.functional.faults import fault_injection
 
         if fault is not None:
-            deed = getattr(fault_injection, fault) if isinstance(fault, str) else fault
-            deed(is_mine=place == rank, **details)
+            inject = getattr(fault_injection, fault) if isinstance(fault, str) else fault
+            inject(is_mine=place == rank, **details)
 
     started = fork_ranks(strike)
     with tempfile.TemporaryFile() as output:

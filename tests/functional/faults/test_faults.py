@@ -1,6 +1,6 @@
 """Faults in a real run of two ranks end it or not, as they should; no process remains.
 
-Every run here starts from one process that has imported everything; the deeds are in
+Every run here starts from one process that has imported everything; the faults are in
 `fault_injection`.
 MEGATRON_RL_ALL_FAULTS=1 also has a disk and a verifier hang and self-tests fail: six runs more.
 """

@@ -158,12 +158,12 @@ def _try_self_tests(actor, objective):
         tests.before_updates(4, batch, done=0)
     minibatch.micro_batches[0].behavior_logprobs = right
 
-    def spoil(*arguments):
+    def fail_update(*arguments):
         result = update(actor, *arguments)
         next(iter(actor.named_parameters_local().values())).data.view(-1)[0] += 1e-3
         return result
 
-    actor.update = spoil
+    actor.update = fail_update
     with pytest.raises(SelfTestError, match=r"zero_rate_weights failed in step 4: weights of 2 ra"):
         tests.before_updates(4, batch, done=0)
     del actor.update

@@ -81,9 +81,9 @@ def test_quarantine_keeps_everything_with_reason(tmp_path):
     folders = CheckpointFolders(tmp_path)
     for _ in range(2):
         write(folders, 3)
-        aside = folders.quarantine(3, "rank 1: a flipped bit")
-        assert (aside / "actor" / "weights").read_bytes() == b"12345"
-        assert (aside / "damage.txt").read_text() == "rank 1: a flipped bit\n"
+        quarantined = folders.quarantine(3, "rank 1: a flipped bit")
+        assert (quarantined / "actor" / "weights").read_bytes() == b"12345"
+        assert (quarantined / "damage.txt").read_text() == "rank 1: a flipped bit\n"
     assert [folder.name for folder in folders.damaged()] == [
         "step_000003.damaged", "step_000003.damaged-2"]  # fmt: skip
     assert folders.steps() == []

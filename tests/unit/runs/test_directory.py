@@ -155,8 +155,8 @@ def test_damaged_checkpoint_is_quarantined_and_previous_one_loads(tmp_path):
     actor = LoadingActor()
     assert restore(directory, actor) == 3
     assert actor.held == "12345"
-    (aside,) = directory.checkpoints.damaged()
-    assert "SHA-256 differs" in (aside / "damage.txt").read_text()
+    (quarantined,) = directory.checkpoints.damaged()
+    assert "SHA-256 differs" in (quarantined / "damage.txt").read_text()
 
 
 def test_checkpoint_with_wrong_digest_is_quarantined(tmp_path):
@@ -169,8 +169,8 @@ def test_checkpoint_with_wrong_digest_is_quarantined(tmp_path):
         state["digests"] = [{"layout": "one", "sum": "12345" if step == 3 else "54321"}]
         manifest.write_text(json.dumps(state))
     assert restore(directory, LoadingActor()) == 3
-    (aside,) = directory.checkpoints.damaged()
-    assert "has the sum 12345, the saved 54321" in (aside / "damage.txt").read_text()
+    (quarantined,) = directory.checkpoints.damaged()
+    assert "has the sum 12345, the saved 54321" in (quarantined / "damage.txt").read_text()
 
 
 def test_run_without_intact_checkpoint_does_not_restart(tmp_path):
@@ -209,8 +209,8 @@ def test_damage_seen_by_one_rank_makes_all_ranks_use_previous_checkpoint(tmp_pat
     for step in (3, 6):
         write_checkpoint(directory, step)
     assert run_ranks(see_damage_alone, 2, str(tmp_path)) == [3, 3]
-    (aside,) = directory.checkpoints.damaged()
-    assert (aside / "damage.txt").read_text() == "rank 1: weights is missing\n"
+    (quarantined,) = directory.checkpoints.damaged()
+    assert (quarantined / "damage.txt").read_text() == "rank 1: weights is missing\n"
 
 
 def make_model(folder, weights):
