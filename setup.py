@@ -41,6 +41,7 @@ DEVELOPMENT = [
     "mkdocs-material==9.8.1",
     "mkdocstrings[python]==1.0.8",
     "mypy==2.4.1",
+    "peft>=0.17",  # a test lets it read exported adapters
     "pre-commit>=4",
     "pytest>=8",
     "pytest-xdist>=3.7",

@@ -75,8 +75,11 @@ def shape_of(name: str) -> ModelShape:
 
 def config_for(parts: Parts, model: Path) -> Config:
     """Build the config of a run with this layout."""
+    lora = {"rank": parts.lora_rank, "targets": list(parts.lora_targets)}
     return parse_config(
         {
+            "lora": lora if parts.lora_rank else None,
+            "optimizer": {"learning_rate": 1e-5},
             "model": {"path": str(model)},
             "data": {"train": "none.parquet", "max_prompt_tokens": PROMPT},
             "parallel": {

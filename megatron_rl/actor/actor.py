@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +20,27 @@ from megatron_rl.actor.cpu_adaptation import megatron_runtime
 from megatron_rl.actor.digest import describe_layout, digest_tensors, training_state
 from megatron_rl.actor.export import export_weights
 from megatron_rl.actor.learning_rate import learning_rate_at
+from megatron_rl.actor.lora import adapted_weights, add_adapters, describe_adapters
 from megatron_rl.actor.loss_contract import as_megatron_loss
 from megatron_rl.actor.memory import TrainingState
-from megatron_rl.actor.packs import LocalPack, PackCache, check_pack
+from megatron_rl.actor.packs import LocalPack, PackCache, build_filler, check_pack
 from megatron_rl.actor.pipeline import pipeline_arguments
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.actor.shard_writer import ShardWriter
 from megatron_rl.actor.step import StopRule, UpdateResult, take_step
-from megatron_rl.actor.weights import ProgressCallback, ignore_progress, named_parameters
-from megatron_rl.data.packing import build_pack
+from megatron_rl.actor.weights import (
+    ProgressCallback,
+    check_finite,
+    ignore_progress,
+    named_parameters,
+)
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives.calibration import Calibration
 from megatron_rl.objectives.inputs import TokenClasses, TokenInputs
 from megatron_rl.objectives.objective import PolicyObjective
 from megatron_rl.objectives.statistics import Statistics
+from megatron_rl.resharding.adapted import LocalWeight
 from megatron_rl.types import Minibatch, TokenBatch
 
 
@@ -68,6 +72,8 @@ class MegatronActor:
         with megatron_runtime():
             self.chunks = build_chunks(self.shape, settings=settings, topology=topology)
             load_model(self.chunks, shape=self.shape, topology=topology, folder=model_folder)
+            if settings.lora:
+                add_adapters(self.chunks, settings.lora, shape=self.shape, topology=topology)
             self.ddp_chunks = wrap_chunks(self.chunks, settings)
             self.optimizer = build_optimizer(self.ddp_chunks, settings)
         self.training_state = TrainingState(self.ddp_chunks, self.optimizer, device=topology.device)
@@ -158,9 +164,18 @@ class MegatronActor:
             self.calibration = objective.measure(statistics) or self.calibration
         return result
 
-    def named_parameters_local(self) -> Mapping[str, Tensor]:
-        """Return this rank's parameters by Megatron name, prefixed by `chunk{i}.` if several."""
-        return named_parameters(self.chunks)
+    def named_parameters_local(self) -> Mapping[str, LocalWeight]:
+        """Return this rank's parameters by Megatron name, prefixed by `chunk{i}.` if several.
+
+        Weights with an adapter are sums with its product; adapters are not listed.
+        """
+        if (lora := self.settings.lora) is None:
+            return named_parameters(self.chunks)
+        return adapted_weights(self.chunks, lora, updates=self.updates)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors of this rank's policy by name: parameters, then adapters."""
+        return named_parameters(self.chunks) | named_parameters(self.chunks, adapters=True)
 
     def sleep(self) -> None:
         """Offload optimizer state, free gradients and packs; log-probs still work while asleep."""
@@ -193,19 +208,15 @@ class MegatronActor:
         self.calibration = None if stored is None else Calibration(**stored)
 
     def _state(self) -> dict[str, Any]:
-        return {"chunks": self.chunks, "optimizer": self.optimizer}
+        return {"chunks": self.chunks, "optimizer": self.optimizer, "adapters": self._adapters}
+
+    @cached_property
+    def _adapters(self) -> dict[str, Any] | None:
+        return describe_adapters(self.settings.lora, self.model_folder)
 
     def check_weights(self) -> None:
         """Raise FloatingPointError if any of this rank's parameters is not finite."""
-        parameters = self.named_parameters_local()
-        norms = torch.stack(torch._foreach_norm(list(parameters.values()), math.inf))
-        finite = torch.isfinite(norms).tolist()
-        bad = [name for name, is_finite in zip(parameters, finite, strict=True) if not is_finite]
-        if bad:
-            raise FloatingPointError(
-                f"{len(bad)} parameters are not finite, first {bad[0]}; resume from the last "
-                "checkpoint, which is still finite, with a lower optimizer.learning_rate"
-            )
+        check_finite(self.tensors())
 
     @property
     def layout(self) -> str:
@@ -214,7 +225,7 @@ class MegatronActor:
 
     def digest(self) -> dict[str, str]:
         """Return this rank's layout and its state's digest, comparable between equal layouts."""
-        state = training_state(self.named_parameters_local().values(), self.optimizer)
+        state = training_state(self.tensors().values(), self.optimizer)
         return {"layout": self.layout, "sum": digest_tensors(state, device=self.topology.device)}
 
     def export_hf(self, folder: str | Path, progress: ProgressCallback = ignore_progress) -> None:
@@ -250,7 +261,9 @@ class MegatronActor:
         interleaved stages need; their reports come last.
         """
         missing = -len(micro_batches) % self.topology.round_size
-        padded = [*micro_batches, *(self._filler() for _ in range(missing))]
+        alignment = self.topology.alignment(sequence_parallel=self.sequence_parallel)
+        fillers = (build_filler(alignment, self.settings.gemm_tokens) for _ in range(missing))
+        padded = [*micro_batches, *fillers]
 
         def step(batches: Any, model: Any) -> tuple[Tensor, Any]:
             batch = next(batches)
@@ -269,18 +282,6 @@ class MegatronActor:
             forward_only=forward_only,
             **pipeline_arguments(self.chunks[0].config, tokens=tokens),
         )
-
-    def _filler(self) -> TokenBatch:
-        """Build a pack without response tokens, which adds zero to every sum."""
-        pack = build_pack(
-            [],
-            torch.empty(0),
-            indices=(),
-            alignment=self.topology.alignment(sequence_parallel=self.sequence_parallel),
-            gemm_tokens=self.settings.gemm_tokens,
-        )
-        zeros = pack.response_mask.float()
-        return replace(pack, behavior_logprobs=zeros, reference_logprobs=zeros)
 
     def _policy_loss(
         self,

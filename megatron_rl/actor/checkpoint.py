@@ -26,12 +26,19 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_rl.actor.build import step_in_one_kernel
-from megatron_rl.actor.checkpoint_contents import COMPLETE, FOLDER, STATE, is_checkpoint, read_state
+from megatron_rl.actor.checkpoint_contents import (
+    COMPLETE,
+    FOLDER,
+    STATE,
+    check_adapters,
+    is_checkpoint,
+    read_state,
+)
 from megatron_rl.actor.memory import optimizer_parts
 from megatron_rl.actor.model import PolicyModel
 from megatron_rl.actor.optimizer_slices import sliced_optimizers
 from megatron_rl.actor.shard_writer import ShardWriter
-from megatron_rl.actor.weights import load_weights, named_parameters
+from megatron_rl.actor.weights import ADAPTER, load_weights, named_parameters
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.objectives.calibration import Calibration
@@ -46,14 +53,19 @@ filesystem_async._results_queue = queue.Queue()
 
 
 def _sharded_state(
-    chunks: list[PolicyModel], optimizer: MegatronOptimizer | None, *, is_loading: bool
+    chunks: list[PolicyModel],
+    optimizer: MegatronOptimizer | None,
+    *,
+    adapters: bool,
+    is_loading: bool,
 ) -> dict[str, Any]:
-    models = {
-        (f"model{index}" if len(chunks) > 1 else "model"): chunk.sharded_state_dict(
-            metadata=dict(_METADATA)
-        )
-        for index, chunk in enumerate(chunks)
-    }
+    """Return the tensors of a checkpoint: those of the adapters, or of the model without them."""
+    models = {}
+    for index, chunk in enumerate(chunks):
+        state = chunk.sharded_state_dict(metadata=dict(_METADATA))
+        models[f"model{index}" if len(chunks) > 1 else "model"] = {
+            key: value for key, value in state.items() if (ADAPTER in key) == adapters
+        }
     if optimizer is None:
         return models
     with sliced_optimizers():
@@ -71,6 +83,7 @@ def save_checkpoint(
     optimizer: MegatronOptimizer | None = None,
     updates: int = 0,
     calibration: Calibration | None = None,
+    adapters: Mapping[str, Any] | None = None,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> None:
     """Write a complete checkpoint folder, replacing one of the same name. Collective.
@@ -78,6 +91,7 @@ def save_checkpoint(
     Every rank writes its slice of the optimizer and a share of the weights of its data-parallel
     group. Without an optimizer only weights are written.
     writer: the one of earlier saves of this model, whose agreements it uses again.
+    adapters: description of the adapters, which are then saved instead of the model.
     dtypes: original dtypes of the Hugging Face tensors, stored for converted models.
     """
     folder = Path(folder)
@@ -87,7 +101,7 @@ def save_checkpoint(
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
     dist.barrier()
-    state = _sharded_state(chunks, optimizer, is_loading=False)
+    state = _sharded_state(chunks, optimizer, adapters=adapters is not None, is_loading=False)
     writer.write(state, partial, content_metadata=dict(_METADATA))
     dist.barrier()
     if dist.get_rank() == 0:
@@ -95,6 +109,8 @@ def save_checkpoint(
         metadata |= {"updates": updates, "optimizer": optimizer is not None}
         if calibration is not None:
             metadata["calibration"] = asdict(calibration)
+        if adapters is not None:
+            metadata["adapters"] = dict(adapters)
         if dtypes is not None:
             metadata["dtypes"] = {name: str(dtype)[6:] for name, dtype in dtypes.items()}
         (partial / STATE).write_text(json.dumps(metadata))
@@ -128,22 +144,30 @@ def load_checkpoint(
     chunks: list[PolicyModel],
     topology: Topology,
     optimizer: MegatronOptimizer | None = None,
+    adapters: Mapping[str, Any] | None = None,
 ) -> int:
     """Load model and optimizer in place, under any layout; return the number of updates done.
 
     Each rank reads its slice of the optimizer and a share of the weights for its data-parallel
     group. Without an optimizer in the checkpoint, a new one is initialized from the weights.
-    Collective. Raises ValueError if the folder is missing or its save did not finish.
+    adapters: description of the adapters to load; None loads the model's own parameters.
+    Collective. Raises ValueError if the folder is missing, its save did not finish, or it has other
+    adapters, or adapters of another model.
     """
     state = read_state(folder)
+    check_adapters(folder, stored=state.get("adapters"), expected=adapters)
     stored = optimizer if state["optimizer"] else None
-    sharded = _sharded_state(chunks, stored, is_loading=True)
+    sharded = _sharded_state(chunks, stored, adapters=adapters is not None, is_loading=True)
     reader = _ShareReader(get_default_load_sharded_strategy(str(folder)), topology.dp_cp_group)
     reader.host_group = topology.host_group
     # Without Megatron's check that ranks share the reading well, which gathers every shard.
     loaded = dist_checkpointing.load(sharded, str(folder), reader, validate_access_integrity=False)
     for index, chunk in enumerate(chunks):
-        chunk.load_state_dict(loaded[f"model{index}" if len(chunks) > 1 else "model"])
+        values = loaded[f"model{index}" if len(chunks) > 1 else "model"]
+        rest = {key: value for key, value in chunk.state_dict().items() if key not in values}
+        if adapters is None:  # strictly
+            rest = {key: value for key, value in rest.items() if ADAPTER in key}
+        chunk.load_state_dict(rest | values)
     if stored is not None:
         with sliced_optimizers():
             stored.load_state_dict(loaded["optimizer"])

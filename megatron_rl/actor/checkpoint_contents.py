@@ -5,6 +5,7 @@ model folder with Hugging Face's config and tokenizer files and the weights in a
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,32 @@ def read_state(folder: str | Path) -> dict[str, Any]:
     return state
 
 
+def check_adapters(
+    folder: str | Path, *, stored: Mapping[str, Any] | None, expected: Mapping[str, Any] | None
+) -> None:
+    """Raise ValueError unless a checkpoint has the adapters that this actor has, or none as it."""
+    if stored is None and expected is None:
+        return
+    if stored is None or expected is None:
+        has, needs = ("weights", "adapters") if stored is None else ("adapters", "weights")
+        raise UserError(
+            f"checkpoint {folder} contains {has}, but this run trains {needs}; restore the section "
+            "lora of the config as it was, or start a new run from the exported model"
+        )
+    if stored["model"] != expected["model"]:
+        raise UserError(
+            f"checkpoint {folder} contains adapters of another model than model.path: its weights "
+            f"have fingerprint {stored['model'][:12]}, this model's {expected['model'][:12]}; set "
+            "model.path to the model that the adapters were trained on"
+        )
+    for key in ("rank", "alpha", "targets"):
+        if stored[key] != expected[key]:
+            raise UserError(
+                f"checkpoint {folder} contains adapters with {key} {stored[key]}, but lora.{key} "
+                f"is {expected[key]}; set it to the checkpoint's"
+            )
+
+
 def stored_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
     """Return every tensor's shape by Megatron's key; layers are the first dimension."""
     check_pickle(Path(folder) / ".metadata")
@@ -51,8 +78,12 @@ def stored_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
 
 
 def check_stored(folder: str | Path, shape: ModelShape) -> None:
-    """Raise ValueError naming tensors that the checkpoint lacks or has in another shape."""
-    read_state(folder)
+    """Raise ValueError naming tensors that the checkpoint lacks or has in another shape.
+
+    A checkpoint of adapters has no weights of the model to check.
+    """
+    if read_state(folder).get("adapters"):
+        return
     stored = stored_shapes(folder)
     problems = []
     for weight in shape.weights:

@@ -23,15 +23,18 @@ class _RmsNorm(torch.autograd.Function):
         return (wide * scale).mul_(weight.float()).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         """Return dx = s g' - x s^3 mean(p w) and dw = sum_tokens s p; g' = g w, p = g x."""
         x, weight, scale = ctx.saved_tensors
         wide, grad, wide_weight = x.float(), grad.float(), weight.float()
         product = grad * wide
-        grad_weight = product.flatten(0, -2).t() @ scale.flatten()
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            by_channel = product.flatten(0, -2).t() @ scale.flatten()
+            grad_weight = by_channel.to(weight.dtype)
         share = (product @ wide_weight).unsqueeze(-1).mul_(scale**3).div_(-x.shape[-1])
         grad_x = (grad * wide_weight).mul_(scale).addcmul_(wide, share)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        return grad_x.to(x.dtype), grad_weight, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:

@@ -29,6 +29,7 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
 from megatron_rl.models.safetensors_headers import INDEX, SINGLE
 from megatron_rl.models.shape import ModelShape, tensor_shapes
+from megatron_rl.resharding.adapted import LocalWeight, read_rectangle
 from megatron_rl.resharding.layouts import has_fused_names, layout_of
 from megatron_rl.resharding.pieces import Piece
 
@@ -171,7 +172,7 @@ def find_owners(
 
 @torch.no_grad()
 def export_weights(
-    parameters: Mapping[str, Tensor],
+    parameters: Mapping[str, LocalWeight],
     *,
     shape: ModelShape,
     topology: Topology,
@@ -207,7 +208,7 @@ def export_weights(
 
 def _run(
     plan: ExportPlan,
-    parameters: Mapping[str, Tensor],
+    parameters: Mapping[str, LocalWeight],
     *,
     partial: Path,
     rank: int,
@@ -243,7 +244,7 @@ def _run(
 def _exchange(
     plan: ExportPlan,
     buckets: Sequence[tuple[int, _Bucket]],
-    parameters: Mapping[str, Tensor],
+    parameters: Mapping[str, LocalWeight],
     *,
     rank: int,
 ) -> list[tuple[_Bucket, Tensor]]:
@@ -270,11 +271,11 @@ def _exchange(
     return received
 
 
-def _pack(plan: ExportPlan, bucket: _Bucket, parameters: Mapping[str, Tensor]) -> Tensor:
+def _pack(plan: ExportPlan, bucket: _Bucket, parameters: Mapping[str, LocalWeight]) -> Tensor:
     """Return the bytes of a bucket's rectangles in the dtypes of the export."""
     parts = []
     for piece in bucket.pieces:
-        values = piece.of_parameter(parameters[piece.parameter]).to(plan.dtypes[piece.tensor])
+        values = read_rectangle(parameters[piece.parameter], piece).to(plan.dtypes[piece.tensor])
         flat = values.contiguous().view(-1).view(torch.uint8)
         parts.append(F.pad(flat, (0, -len(flat) % _ALIGNMENT)))
     return torch.cat(parts).to(wire_device())

@@ -6,18 +6,20 @@ one file of the export.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.actor.build import build_chunks
-from megatron_rl.actor.checkpoint import load_checkpoint, save_checkpoint
-from megatron_rl.actor.checkpoint_contents import FOLDER
+from megatron_rl.actor.checkpoint import load_checkpoint, load_model, save_checkpoint
+from megatron_rl.actor.checkpoint_contents import FOLDER, read_state
 from megatron_rl.actor.cpu_adaptation import megatron_runtime
 from megatron_rl.actor.export import begin_folder, export_weights
+from megatron_rl.actor.lora import adapted_weights, add_adapters, describe_adapters
 from megatron_rl.actor.model import PolicyModel
-from megatron_rl.actor.settings import ActorSettings
+from megatron_rl.actor.settings import ActorSettings, LoraSettings
 from megatron_rl.actor.shard_writer import ShardWriter
 from megatron_rl.actor.weights import (
     ProgressCallback,
@@ -27,6 +29,7 @@ from megatron_rl.actor.weights import (
 )
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import ModelShape, read_model_shape
+from megatron_rl.resharding.adapted import LocalWeight
 
 
 def convert_to_checkpoint(
@@ -63,14 +66,30 @@ def convert_to_hugging_face(
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder. Collective.
 
-    like: the model folder that provides config, tokenizer files and each tensor's dtype.
+    like: the model folder that provides config, tokenizer files and each tensor's dtype, and for a
+    checkpoint of adapters the weights that these are added to.
     """
     shape = read_model_shape(like)
+    stored = read_state(checkpoint).get("adapters")
+    weights: Mapping[str, LocalWeight]
     with megatron_runtime():
         chunks = _build(shape, stored_dtypes(like, shape), topology)
-        load_checkpoint(checkpoint, chunks=chunks, topology=topology)
+        if stored is None:
+            load_checkpoint(checkpoint, chunks=chunks, topology=topology)
+            weights = named_parameters(chunks)
+        else:
+            load_model(chunks, shape=shape, topology=topology, folder=like)
+            lora = LoraSettings(
+                stored["rank"], stored["alpha"], tuple(stored["targets"]), seed=stored["seed"]
+            )
+            add_adapters(chunks, lora, shape=shape, topology=topology)
+            adapters = describe_adapters(lora, like)
+            updates = load_checkpoint(
+                checkpoint, chunks=chunks, topology=topology, adapters=adapters
+            )
+            weights = adapted_weights(chunks, lora, updates=updates)
     export_weights(
-        named_parameters(chunks),
+        weights,
         shape=shape,
         topology=topology,
         source=like,

@@ -41,6 +41,7 @@ def uses_transformer_engine(settings: ActorSettings, *, device: torch.device) ->
     if settings.transformer_engine is None and not required:
         return (
             te.HAVE_TE
+            and settings.lora is None  # adapters exist for Megatron's own layers only
             and settings.dtype == torch.bfloat16
             and capability is not None
             and FIRST_CAPABILITY <= capability < FIRST_WRONG_CAPABILITY

@@ -83,6 +83,8 @@ class PolicyModel(GPTModel):
         """
         self._check_tokens(inputs.tokens.shape[1])
         hidden = self.embedding(inputs.tokens, None) if self.pre_process else None
+        if hidden is not None and torch.is_grad_enabled():
+            hidden.requires_grad_()  # of a frozen embedding: recomputed layers need it
         rotation = inputs.context.rotation
         assert rotation is not None, "a pack without its rotation"
         with rotation.selected():
@@ -111,7 +113,7 @@ class PolicyModel(GPTModel):
         """
         if self.post_process:
             weight: Any = self._head_weight()
-            weight.returns_zero_gradient = True
+            weight.returns_zero_gradient = weight.requires_grad
 
     def _head_weight(self) -> Tensor:
         if self.share_embeddings_and_output_weights:

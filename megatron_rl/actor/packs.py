@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from megatron_rl.actor.layers import PackContext
 from megatron_rl.actor.model import ModelInput
 from megatron_rl.actor.rotary import PackRotation, RotationTables, build_rotation
+from megatron_rl.data.packing import build_pack
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.to_device import to_device
 from megatron_rl.distributed.topology import Topology
@@ -128,3 +129,10 @@ def check_pack(batch: TokenBatch, *, alignment: int, vocab_size: int) -> None:
     highest = int(torch.maximum(batch.tokens.max(), batch.labels.max()))
     if highest >= vocab_size:
         raise UserError(f"token id {highest} is outside the model's vocabulary of {vocab_size}")
+
+
+def build_filler(alignment: int, gemm_tokens: int) -> TokenBatch:
+    """Build a pack without response tokens, which adds zero to every sum."""
+    pack = build_pack([], torch.empty(0), indices=(), alignment=alignment, gemm_tokens=gemm_tokens)
+    zeros = pack.response_mask.float()
+    return replace(pack, behavior_logprobs=zeros, reference_logprobs=zeros)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.checkpoint import load_model
 from megatron_rl.actor.cpu_adaptation import megatron_runtime
+from megatron_rl.actor.lora import without_adapters
 from megatron_rl.actor.memory import PinnedMemory
+from megatron_rl.actor.weights import named_parameters
 from megatron_rl.types import TokenBatch
 
 PIECE = 64 << 20  # bytes of a parameter that are exchanged at once
@@ -23,18 +26,24 @@ class ReferencePolicy:
     Parameters are swapped with the actor's piece by piece: this needs device memory for only two
     pieces, and the reference uses the policy's layouts, kernels and packs.
 
-    A folder that the actor has read, and not changed since, is not read again.
+    A folder that the actor has read, and not changed since, is not read again. An actor with
+    adapters never changes the model's weights: its own folder needs no copies, and adapters are off
+    while the reference is computed.
 
     Raises ValueError naming the tensors that the folder lacks or has in another shape.
     """
 
     def __init__(self, actor: MegatronActor, folder: str | Path) -> None:
         self.actor = actor
+        is_own = Path(folder).resolve() == actor.model_folder.resolve()
+        self.inactive: dict[str, Tensor] = {}
+        if actor.settings.lora and is_own:
+            return
         named, on_cuda = self._parameters(), actor.topology.device.type == "cuda"
         tensors = list(named.values())
         copies = PinnedMemory().copies_of(tensors) if on_cuda else [t.clone() for t in tensors]
         self.inactive = dict(zip(named, copies, strict=True))
-        if actor.is_initial and Path(folder).resolve() == actor.model_folder.resolve():
+        if actor.is_initial and is_own:
             if on_cuda:
                 torch.cuda.synchronize()  # before others read the copies or change the weights
             return  # the copies are this folder's weights
@@ -46,34 +55,39 @@ class ReferencePolicy:
 
     def compute_logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         """Compute log-probs of the labels, [T] per pack, 0 off the mask."""
-        self._exchange()
-        try:
+        with self._active():
             return self.actor.compute_logprobs(micro_batches)
-        finally:
-            self._exchange()
 
     def compute_logprobs_and_entropies(
         self, micro_batches: Sequence[TokenBatch]
     ) -> list[tuple[Tensor, Tensor]]:
         """Compute log-probs and this policy's entropies (nats) of each pack."""
+        with self._active():
+            return self.actor.compute_logprobs_and_entropies(micro_batches)
+
+    @contextmanager
+    def _active(self) -> Iterator[None]:
+        """Compute with the reference's weights inside the block."""
         self._exchange()
         try:
-            return self.actor.compute_logprobs_and_entropies(micro_batches)
+            with without_adapters(self.actor.chunks):
+                yield
         finally:
             self._exchange()
 
     def _parameters(self) -> dict[str, Tensor]:
-        named = self.actor.named_parameters_local()
+        named = named_parameters(self.actor.chunks)
         return {name: parameter.detach() for name, parameter in named.items()}
 
     def _exchange(self) -> None:
+        named = self._parameters()
         pairs = [
             pair
-            for name, parameter in self._parameters().items()
-            for pair in zip(_pieces(parameter), _pieces(self.inactive[name]), strict=True)
+            for name, inactive in self.inactive.items()
+            for pair in zip(_pieces(named[name]), _pieces(inactive), strict=True)
         ]
         on_cuda = self.actor.topology.device.type == "cuda"
-        swap_through_streams(pairs) if on_cuda else swap(pairs)
+        swap_through_streams(pairs) if on_cuda and pairs else swap(pairs)
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:

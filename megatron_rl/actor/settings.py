@@ -15,6 +15,28 @@ GEMM_TOKENS = {None: 1, "tensorwise": 16, "blockwise": 128}
 
 
 @dataclass(frozen=True)
+class LoraSettings:
+    """Adapters on the model's linears; all other parameters are frozen (arXiv 2106.09685).
+
+    rank: r, columns of B and rows of A. alpha: the update is alpha / r times B A. targets: which
+    linears have an adapter: of attention qkv and proj, of MLPs and experts fc1 (gate and up) and
+    fc2 (down). init: distribution of A's initial values: uniform within 1 / sqrt(inputs), or
+    gaussian with standard deviation 1 / r; B starts at 0. seed: of the initial values.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ("qkv", "proj", "fc1", "fc2")
+    init: Literal["uniform", "gaussian"] = "uniform"
+    seed: int = 0
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A in the sum with a weight."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
 class ActorSettings:
     """Numerics, optimizer and memory settings of the actor; learning rates per optimizer update.
 
@@ -44,6 +66,7 @@ class ActorSettings:
     # fp8 uses current scaling: with delayed scaling (scales from earlier micro-batches) the same
     # weights would give different log-probs each time.
     fp8: Literal["tensorwise", "blockwise"] | None = None
+    lora: LoraSettings | None = None  # None: train all parameters
 
     @property
     def gemm_tokens(self) -> int:
@@ -55,4 +78,9 @@ class ActorSettings:
             raise UserError(
                 f"fp8={self.fp8} requires Transformer Engine and bfloat16, but "
                 f"transformer_engine is {self.transformer_engine} and dtype is {self.dtype}"
+            )
+        if self.lora and (self.fp8 or self.transformer_engine):
+            raise UserError(
+                f"lora with transformer_engine={self.transformer_engine}, fp8={self.fp8}: adapters "
+                "exist for Megatron's own layers only; unset transformer_engine and fp8"
             )

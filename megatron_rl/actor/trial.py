@@ -39,7 +39,7 @@ def update_at_rate_0(
 
 
 def _digest_weights(actor: MegatronActor) -> str:
-    parameters = actor.named_parameters_local().values()
+    parameters = actor.tensors().values()
     weights = [*parameters, *main_parameters(actor.optimizer)]
     return digest_tensors(weights, device=actor.topology.device)
 

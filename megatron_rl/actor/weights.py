@@ -6,6 +6,7 @@ together read every byte once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from megatron_rl.resharding.pieces import Piece
 from megatron_rl.resharding.verify import check_parameters
 
 ProgressCallback = Callable[[int, int], None]  # (done, total)
+ADAPTER = ".lora_"  # in the names of the factors of adapters, and of no other parameter
 
 
 def ignore_progress(done: int, total: int) -> None:
@@ -77,15 +79,30 @@ def stored_dtypes(folder: str | Path, shape: ModelShape) -> dict[str, torch.dtyp
     return {name: reader.dtype(name) for name in tensor_shapes(shape)}
 
 
-def named_parameters(chunks: Sequence[Module]) -> dict[str, Tensor]:
-    """Return a rank's parameters by Megatron name, prefixed by `chunk{i}.` if several chunks."""
-    if len(chunks) == 1:
-        return dict(chunks[0].named_parameters())
+def named_parameters(chunks: Sequence[Module], *, adapters: bool = False) -> dict[str, Tensor]:
+    """Return a rank's parameters by Megatron name, prefixed by `chunk{i}.` if several chunks.
+
+    adapters: return those of the adapters (LoRA) instead of those of the model.
+    """
+    prefixes = [f"chunk{index}." for index in range(len(chunks))] if len(chunks) > 1 else [""]
     return {
-        f"chunk{index}.{name}": parameter
-        for index, chunk in enumerate(chunks)
+        prefix + name: parameter
+        for prefix, chunk in zip(prefixes, chunks, strict=True)
         for name, parameter in chunk.named_parameters()
+        if (ADAPTER in name) == adapters
     }
+
+
+def check_finite(parameters: Mapping[str, Tensor]) -> None:
+    """Raise FloatingPointError if a parameter is not finite, naming the first one."""
+    norms = torch.stack(torch._foreach_norm(list(parameters.values()), math.inf))
+    finite = torch.isfinite(norms).tolist()
+    bad = [name for name, is_finite in zip(parameters, finite, strict=True) if not is_finite]
+    if bad:
+        raise FloatingPointError(
+            f"{len(bad)} parameters are not finite, first {bad[0]}; resume from the last "
+            "checkpoint, which is still finite, with a lower optimizer.learning_rate"
+        )
 
 
 def read_piece(reader: HfReader, piece: Piece) -> Tensor:

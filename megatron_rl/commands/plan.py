@@ -123,6 +123,7 @@ def _read(options: argparse.Namespace) -> tuple[Config, dict[str, object]]:
     data["train"] = data.get("train") or "data/train.parquet"
     config = parse_config(values)
     fixed: dict[str, object] = {"expert_share": config.run.largest_expert_share}
+    fixed["lora"] = config.lora
     for override in options.overrides:
         key = override.partition("=")[0]
         if key in LAYOUT_KEYS:

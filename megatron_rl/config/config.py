@@ -6,7 +6,12 @@ from pydantic import Field, model_validator
 
 from megatron_rl.config.data_sections import ColumnsSection, DataSection, EvalSection
 from megatron_rl.config.environment_section import EnvironmentSection, environment_problems
-from megatron_rl.config.lag_sections import LagSection, ReplaySection
+from megatron_rl.config.lag_sections import (
+    LagSection,
+    ReplaySection,
+    partial_rollout_problems,
+)
+from megatron_rl.config.lora_section import LoraSection, lora_problems
 from megatron_rl.config.parallel_section import ParallelSection
 from megatron_rl.config.ppo_sections import (
     DynamicSamplingSection,
@@ -39,6 +44,7 @@ class Config(Section):
     `actor`, or reported by the `engine` (`docs/policy-lag.md`)."""
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
+    lora: LoraSection | None = None
     data: DataSection = DataSection()
     parallel: ParallelSection = ParallelSection()
     rollout: RolloutSection = RolloutSection()
@@ -85,7 +91,8 @@ class Config(Section):
                 "raise trainer.stall_seconds above it, or lower the limit"
             )
         problems += self._unused_settings() + self._objective_problems() + self._best_problems()
-        problems += self._lag_problems() + self._ppo_problems() + environment_problems(self)
+        problems += self._lag_problems() + self._ppo_problems()
+        problems += environment_problems(self) + lora_problems(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -171,7 +178,7 @@ class Config(Section):
                 f"lag.sync_weights_every={every} steps; make eval.every a multiple of it"
             )
         if self.lag.partial_rollouts is not None:
-            problems += self._partial_rollout_problems()
+            problems += partial_rollout_problems(self)
         if not 1 <= self.fresh_groups < self.rollout.prompts_per_step and self.replay.fresh < 1:
             problems.append(
                 f"replay.fresh={self.replay.fresh} of rollout.prompts_per_step="
@@ -219,36 +226,6 @@ class Config(Section):
         if self.dynamic_sampling.rounds:
             problems.append(
                 "dynamic_sampling needs an engine, but offline.rollouts starts none; unset one"
-            )
-        return problems
-
-    def _partial_rollout_problems(self) -> list[str]:
-        problems = []
-        if self.lag.keeps_cache and self.behavior == "actor":
-            problems.append(
-                "lag.partial_rollouts with cache: keep: later tokens attend to keys and values of "
-                "older weights, so the actor cannot recompute their log-probs; set "
-                "behavior=engine, or cache: recompute"
-            )
-        if self.lag.sync_weights_every > 1:
-            problems.append(
-                f"lag.sync_weights_every={self.lag.sync_weights_every} and lag.partial_rollouts "
-                "both set when weights are synced; unset one"
-            )
-        problems += [
-            f"rollout.engine.{name} does not work with lag.partial_rollouts; remove it"
-            for name in ("enable_prefix_caching", "async_scheduling")
-            if self.rollout.engine.get(name)
-        ]
-        if self.dynamic_sampling.rounds or self.offline.rollouts is not None:
-            problems.append(
-                "lag.partial_rollouts cannot be combined with dynamic_sampling or "
-                "offline.rollouts; unset one"
-            )
-        if self.rollout.stop:
-            problems.append(
-                "rollout.stop: a stop string may span a weight sync, where lag.partial_rollouts "
-                "does not detect it; use rollout.stop_token_ids, or unset one"
             )
         return problems
 

@@ -73,3 +73,35 @@ class ReplaySection(Section):
     sampling: Literal["uniform", "least_used"] = "uniform"
     """Sampling from the buffer: `uniform`, or `least_used` for the groups trained the fewest times,
     oldest first."""
+
+
+def partial_rollout_problems(config: Any) -> list[str]:
+    """List conflicts of `config.lag.partial_rollouts` with other settings of a `Config`."""
+    problems = []
+    if config.lag.keeps_cache and config.behavior == "actor":
+        problems.append(
+            "lag.partial_rollouts with cache: keep: later tokens attend to keys and values of "
+            "older weights, so the actor cannot recompute their log-probs; set "
+            "behavior=engine, or cache: recompute"
+        )
+    if config.lag.sync_weights_every > 1:
+        problems.append(
+            f"lag.sync_weights_every={config.lag.sync_weights_every} and lag.partial_rollouts "
+            "both set when weights are synced; unset one"
+        )
+    problems += [
+        f"rollout.engine.{name} does not work with lag.partial_rollouts; remove it"
+        for name in ("enable_prefix_caching", "async_scheduling")
+        if config.rollout.engine.get(name)
+    ]
+    if config.dynamic_sampling.rounds or config.offline.rollouts is not None:
+        problems.append(
+            "lag.partial_rollouts cannot be combined with dynamic_sampling or "
+            "offline.rollouts; unset one"
+        )
+    if config.rollout.stop:
+        problems.append(
+            "rollout.stop: a stop string may span a weight sync, where lag.partial_rollouts "
+            "does not detect it; use rollout.stop_token_ids, or unset one"
+        )
+    return problems

@@ -144,9 +144,10 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, labels, log_sum, mean = ctx.saved_tensors
         real = weight[: ctx.shard.real_rows(len(weight))]
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        total = None  # of a frozen weight
         if ctx.into_main_grad:
             total = weight.main_grad
-        else:
+        elif ctx.needs_input_grad[1]:
             total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         steps = tile_shape(len(hidden), rows=len(real), device=hidden.device.type)
         for tokens in _spans(len(hidden), steps[0]):
@@ -165,9 +166,12 @@ class _TokenLogprobs(torch.autograd.Function):
                     out.div_(ctx.temperature)
                 out = out.to(hidden.dtype)
                 _add_product(grad_hidden[tokens], out.t(), real[rows])
-                _add_product(total[rows], out, hidden[tokens])
+                if total is not None:
+                    _add_product(total[rows], out, hidden[tokens])
                 del out
-        if not ctx.into_main_grad:
+        if total is None:
+            grad_weight = None
+        elif not ctx.into_main_grad:
             grad_weight = total.to(weight.dtype)
         elif getattr(weight, "returns_zero_gradient", False):
             grad_weight = weight.new_zeros(()).expand_as(weight)  # triggers the gradient hook

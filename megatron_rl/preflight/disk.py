@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from megatron_rl.config import Config, ConfigError
+from megatron_rl.models.adapters import count_adapter_parameters
 from megatron_rl.models.shape import ModelShape, tensor_shapes
 from megatron_rl.rollouts.build_schedule import build_schedule
 from megatron_rl.runs.directory import RunDirectory
@@ -50,7 +51,10 @@ def disk_needs(config: Config, run: RunDirectory, shape: ModelShape) -> dict[str
     kept = trainer.keep_checkpoints + bool(trainer.keep_best) + keep_every
     existing = _size_of(run.checkpoints.path)
     # one more than kept: the oldest is deleted after the newest is complete
-    checkpoint = parameters * CHECKPOINT_BYTES_PER_PARAMETER + _stored_batches(config) * step
+    lora, trained = config.lora, parameters  # a checkpoint contains what is trained
+    if lora is not None:
+        trained = count_adapter_parameters(shape, rank=lora.rank, targets=lora.targets)
+    checkpoint = trained * CHECKPOINT_BYTES_PER_PARAMETER + _stored_batches(config) * step
     generated = 0.0
     if config.lag.partial_rollouts is None:  # kept until the next checkpoint
         steps = min(trainer.checkpoint_every, trainer.steps)

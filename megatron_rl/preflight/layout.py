@@ -25,6 +25,12 @@ def layout_problems(config: Config, shape: ModelShape, world_size: int) -> list[
             f"parallel.sequence=false: Megatron trains experts under parallel.tensor="
             f"{parallel.tensor} with sequence parallelism only; leave it true"
         )
+    slices = parallel.expert_tensor_size
+    if config.lora is not None and shape.experts and slices not in (1, parallel.tensor):
+        problems.append(
+            f"parallel.expert_tensor={slices} cannot be combined with lora: adapters of experts "
+            f"need 1 or parallel.tensor={parallel.tensor}; set one of them"
+        )
     replicas = world_size // parallel.model_size
     per_minibatch = (
         rollout.prompts_per_step * rollout.responses_per_prompt // config.trainer.minibatches

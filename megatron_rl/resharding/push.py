@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_rl.distributed.agreement import raise_across_ranks, sum_over_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import ModelShape, tensor_shapes
+from megatron_rl.resharding.adapted import LocalWeight
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout, has_fused_names, layout_of
 from megatron_rl.resharding.push_schedule import RankPlan, plan_for_rank
 from megatron_rl.resharding.scratch import Scratch
@@ -33,7 +34,7 @@ class WeightSource(Protocol):
         """Topology of this rank."""
         ...
 
-    def named_parameters_local(self) -> Mapping[str, Tensor]:
+    def named_parameters_local(self) -> Mapping[str, LocalWeight]:
         """Return this rank's parameters by their local names."""
         ...
 
@@ -109,14 +110,14 @@ class ReshardSettings:
 
 def check_ends(
     source: WeightSource, receiver: WeightReceiver, *, doing: str, time_limit: float | None = None
-) -> Mapping[str, Tensor]:
+) -> Mapping[str, LocalWeight]:
     """Return the source's local parameters once all ranks are ready; collective, read-only.
 
     Raises on every rank if any rank's parameters are not as expected (naming them) or its engine
     is generating: the error itself on that rank, RuntimeError elsewhere.
     """
     error: Exception | None = None
-    parameters: Mapping[str, Tensor] = {}
+    parameters: Mapping[str, LocalWeight] = {}
     try:
         receiver.check_idle()
         parameters = source.named_parameters_local()
@@ -167,7 +168,12 @@ class Resharder:
         )
 
     def _transfer(
-        self, source: WeightSource, parameters: Mapping[str, Tensor], *, version: int, doing: str
+        self,
+        source: WeightSource,
+        parameters: Mapping[str, LocalWeight],
+        *,
+        version: int,
+        doing: str,
     ) -> tuple[RankPlan, dict[str, float]]:
         """Exchange, load and verify; returns the plan and the seconds of each phase."""
         start = time.perf_counter()

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.resharding.adapted import AdaptedWeight, LocalWeight
 from megatron_rl.resharding.parcels import Message, Parcel, copy_all
 from megatron_rl.resharding.pieces import as_matrix
 from megatron_rl.resharding.push_schedule import RankPlan
@@ -62,7 +63,7 @@ class Transfer:
     """
 
     plan: RankPlan
-    parameters: Mapping[str, Tensor]
+    parameters: Mapping[str, LocalWeight]
     dtype: torch.dtype
     device: torch.device
     ledger: Ledger
@@ -82,11 +83,13 @@ class Transfer:
         raise NotImplementedError
 
     def source(self, slice_: Slice) -> Tensor:
-        """Return a slice of the actor's parameters, as a view [h, w]."""
+        """Return a slice [h, w] of the actor's parameters: a view, or computed for adapters."""
         owned = slice_.owned
         if owned.parameter not in self._matrices:
-            matrix = as_matrix(self.parameters[owned.parameter].detach())
-            self._matrices[owned.parameter] = matrix
+            weight = self.parameters[owned.parameter]
+            if isinstance(weight, AdaptedWeight):
+                return weight.rectangle(owned)
+            self._matrices[owned.parameter] = as_matrix(weight.detach())
         return owned.of_matrix(self._matrices[owned.parameter])
 
     def drain(self) -> None:

@@ -17,6 +17,7 @@ from megatron_rl.resharding.pieces import as_matrix
 from megatron_rl.resharding.senders import Slice
 from megatron_rl.resharding.transfer import Transfer
 
+LOCAL_ELEMENTS = 1 << 25  # of local slices that are copied together
 _Arrived = dict[str, list[tuple[Slice, Tensor | None]]]  # by tensor; None: already in place
 
 
@@ -63,8 +64,9 @@ class Assembly(Transfer):
         """Return the tensor `name` with every slice that this rank needs; copies local slices."""
         start = time.perf_counter()
         local, full = self.plan.local.get(name, []), self.shapes[name]
-        owned = self.source(local[0]) if len(local) == 1 else None
-        if owned is not None and owned.numel() == math.prod(full) and owned.dtype == self.dtype:
+        whole = len(local) == 1 and local[0].size == math.prod(full)
+        owned = self.source(local[0]) if whole else None
+        if owned is not None and owned.dtype == self.dtype:
             tensor = owned.reshape(full)  # a single slice covers the whole tensor
         else:
             tensor = self._filled(name, local)
@@ -73,8 +75,9 @@ class Assembly(Transfer):
 
     def _filled(self, name: str, local: list[Slice]) -> Tensor:
         for each in local:
-            self.destination(each).copy_(self.source(each))
-            self.ledger.note_local(each, self.source(each))
+            source = self.source(each)
+            self.destination(each).copy_(source)
+            self.ledger.note_local(each, source)
         for each in (*local, *self._slices.pop(name, [])):
             self.ledger.note_slice(each, self.destination(each))
         tensor = self._target(name)
@@ -96,6 +99,18 @@ def _by_tensor(parcels: list[Parcel]) -> _Arrived:
     return arrived
 
 
+def _batches(slices: list[Slice]) -> Iterator[list[Slice]]:
+    """Yield slices in batches: those of weights with adapters are computed, not views."""
+    batch, size = list[Slice](), 0
+    for each in slices:
+        if batch and size + each.size > LOCAL_ELEMENTS:
+            yield batch
+            batch, size = [], 0
+        batch.append(each)
+        size += each.size
+    yield batch
+
+
 @dataclass(kw_only=True)
 class Overwriting(Transfer):
     """A transfer that writes into `live`, the engine's own parameters by name."""
@@ -111,11 +126,12 @@ class Overwriting(Transfer):
         self._launch(0)
         start = time.perf_counter()
         local = [each for slices in self.plan.local.values() for each in slices]
-        sources = [self.source(each) for each in local]
-        copy_all([self.destination(each) for each in local], sources)
-        for each, source in zip(local, sources, strict=True):
-            self.ledger.note_local(each, source)
-            self.ledger.note_slice(each, self.destination(each))
+        for batch in _batches(local):
+            sources = [self.source(each) for each in batch]
+            copy_all([self.destination(each) for each in batch], sources)
+            for each, source in zip(batch, sources, strict=True):
+                self.ledger.note_local(each, source)
+                self.ledger.note_slice(each, self.destination(each))
         self.seconds["unpack"] += time.perf_counter() - start
         for _ in self.plan.rounds:
             self._unpack(self._advance())

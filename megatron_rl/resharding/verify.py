@@ -10,11 +10,13 @@ the elements as integers,
 Sums stay on the device; all of them are read together at the end of the transfer.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
+from megatron_rl.resharding.adapted import LocalWeight
 from megatron_rl.resharding.layouts import ActorLayout
 from megatron_rl.resharding.parcels import Message, Parcel
 from megatron_rl.resharding.pieces import Piece, parameter_shapes
@@ -29,7 +31,7 @@ SUM_BYTES = 8
 
 
 def check_parameters(
-    parameters: Mapping[str, Tensor], pieces: tuple[Piece, ...], *, layout: ActorLayout
+    parameters: Mapping[str, LocalWeight], pieces: tuple[Piece, ...], *, layout: ActorLayout
 ) -> None:
     """Raise ValueError naming every local parameter that is missing, extra or of a wrong shape.
 
@@ -38,7 +40,7 @@ def check_parameters(
     shapes = parameter_shapes(pieces)
     problems = [f"{name} is missing" for name in shapes.keys() - parameters.keys()]
     for name, parameter in parameters.items():
-        height, width = parameter.shape[0], parameter[0].numel() if parameter.dim() > 1 else 1
+        height, width = parameter.shape[0], math.prod(parameter.shape[1:])
         padded = "word_embeddings" in name or "output_layer" in name
         if name not in shapes:
             if not padded:  # a shard of the vocabulary may be padding only

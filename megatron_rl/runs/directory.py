@@ -85,6 +85,7 @@ class RunDirectory:
         self.skipped_updates = self.path / "skipped_updates"
         self.stalls = self.path / "stalls"
         self.model = self.path / "model"
+        self.adapter = self.path / "adapter"
         self.config_file = self.path / "config.yaml"
         self.models_file = self.path / "models.json"
         self.log_file = self.path / "log.txt"

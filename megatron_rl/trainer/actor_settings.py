@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron_rl.actor import groups
-from megatron_rl.actor.settings import ActorSettings
+from megatron_rl.actor.settings import ActorSettings, LoraSettings
 from megatron_rl.config import Config
 from megatron_rl.distributed.topology import Topology
 
@@ -39,6 +39,20 @@ def build_actor_settings(config: Config, topology: Topology) -> ActorSettings:
         temperature=config.rollout.temperature,
         transformer_engine=config.model.transformer_engine,
         fp8=config.model.fp8,
+        lora=build_lora_settings(config),
+    )
+
+
+def build_lora_settings(config: Config) -> LoraSettings | None:
+    """Adapters of the actor; None to train all weights."""
+    if config.lora is None:
+        return None
+    return LoraSettings(
+        rank=config.lora.rank,
+        alpha=config.lora.alpha,
+        targets=tuple(config.lora.targets),
+        init=config.lora.init,
+        seed=config.seed,
     )
 
 

@@ -8,8 +8,9 @@ from typing import cast
 import torch.distributed as dist
 
 from megatron_rl.actor.actor import MegatronActor
+from megatron_rl.actor.adapter_files import export_adapters, peft_problem
 from megatron_rl.actor.reference import ReferencePolicy
-from megatron_rl.actor.weights import check_weights
+from megatron_rl.actor.weights import ProgressCallback, check_weights
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.distributed.agreement import run_on_rank_0, sync_errors_across_ranks
@@ -112,10 +113,18 @@ def run_training(
             trainer.train()
             progress.begin("export")
             trainer.recorder.draw()
-            trainer.actor.export_hf(directory.model, progress.count)
+            export(trainer.actor, directory, progress.count)
             trainer.recorder.finish()
             if rank == 0:
                 directory.forget(config.trainer.steps + 1)
+
+
+def export(actor: MegatronActor, directory: RunDirectory, progress: ProgressCallback) -> None:
+    """Write the trained model, and its adapters alone if `peft` has a format for them."""
+    actor.export_hf(directory.model, progress)
+    lora = actor.settings.lora
+    if lora is not None and peft_problem(actor.shape, lora) is None:
+        export_adapters(actor, directory.adapter)
 
 
 def _ranks_per_node(topology: Topology) -> int:

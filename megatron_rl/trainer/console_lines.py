@@ -94,12 +94,16 @@ def closing_lines(directory: RunDirectory, rows: Sequence[Mapping[str, Any]]) ->
     seconds = {p: sum(row.get(f"time/{p}") or 0 for row in rows) for p in PHASES}
     total = sum(row.get("time/step") or 0 for row in rows)
     spent = ", ".join(f"{p} {seconds_text(s)}" for p, s in seconds.items() if s >= 0.01 * total > 0)
+    adapter = [f"  adapter:       {path / directory.adapter.name}  (PEFT format)"]
+    if not directory.adapter.exists():
+        adapter = []
     return [
         *lines,
         f"  seconds: {seconds_text(total)} ({spent})",
         f"  run directory: {path}",
         f"  curves:        {path / CURVES}",
         f"  model:         {path / directory.model.name}  (Hugging Face format)",
+        *adapter,
         f"  report:        megatron-rl report {path}",
         f"  responses:     megatron-rl rollouts {path}",
     ]

@@ -136,6 +136,21 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
             ["reward.time_limit_seconds=600"],  # as long as the default of trainer.stall_seconds
             "reward.time_limit_seconds=600: one call of the verifier may take longer than trainer.",
         ),
+        (MINIMAL, ["lora.rank=8"], "lora needs a learning rate of its own"),
+        (MINIMAL, ["lora.dropout=0.1"], "lora.dropout=0.1: must be 0: the same weights must give"),
+        (MINIMAL, ["lora.targets=[]"], "lora.targets=[]: must"),
+        (MINIMAL, ["lora.targets=[qkv, qkv]"], "lists a linear twice"),
+        (MINIMAL, ["lora.targets=[head]"], "lora.targets"),
+        (
+            MINIMAL,
+            ["lora.rank=8", "optimizer.learning_rate=1e-4", "model.fp8=tensorwise"],
+            "model.fp8=tensorwise cannot be combined with lora",
+        ),
+        (
+            MINIMAL,
+            ["lora.rank=8", "optimizer.learning_rate=1e-4", "model.transformer_engine=true"],
+            "model.transformer_engine=True cannot be combined with lora",
+        ),
         (MINIMAL, ["seed"], "not of the form key=value"),
         ("- a\n- b\n", [], "must contain a mapping"),
         ("a: [\n", [], "not valid YAML"),

@@ -24,7 +24,8 @@ QWEN2 = {
 # Of the models' own config.json files; the devices are those that each config's comment names.
 MODELS = {
     "r1_distill_1_5b_epochs1": 32, "r1_distill_1_5b_epochs4": 32, "qwen2_5_7b": 32,
-    "qwen2_5_32b": 64, "qwen3_30b_a3b": 32, "qwen3_235b_a22b": 256,
+    "qwen2_5_32b": 64, "qwen2_5_7b_lora": 1, "qwen2_5_32b_lora": 8,
+    "qwen3_30b_a3b": 32, "qwen3_235b_a22b": 256,
 }  # fmt: skip
 R1_DISTILL = QWEN2 | {
     "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
@@ -56,6 +57,8 @@ SHAPES = {
         "vocab_size": 151936, "max_position_embeddings": 40960,
     },
 }  # fmt: skip
+
+SHAPES |= {f"{name}_lora": SHAPES[name] for name in ("qwen2_5_7b", "qwen2_5_32b")}
 
 
 # Each regime of the tiny task by what distinguishes it from the quickstart.

@@ -140,7 +140,7 @@ def measure(
         rank=topology.rank,
         processes=topology.world_size,
         place={s: (getattr(topology, f"{s}_rank"), getattr(topology, f"{s}_size")) for s in sizes},
-        parameters=sum(p.numel() for p in actor.named_parameters_local().values()),
+        parameters=sum(p.numel() for p in actor.tensors().values()),
         sequences=tuple(packs[0].lengths),
         local_tokens=local,
         micro_batches=len(packs),
@@ -164,7 +164,7 @@ def _build(config: Config, topology: Topology, meter: Meter) -> MegatronActor:
             meter.relabel(buffer.grad_data, "gradients")
             if buffer.param_data is not None:
                 meter.relabel(buffer.param_data, "weights")
-    for parameter in actor.named_parameters_local().values():
+    for parameter in actor.tensors().values():
         meter.relabel(parameter, "weights")
     return actor
 

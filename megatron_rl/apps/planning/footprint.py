@@ -12,7 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.apps.planning.devices import GIB
-from megatron_rl.apps.planning.parts import Parts, count_parameters, engine_parameters
+from megatron_rl.apps.planning.parts import (
+    Parts,
+    count_parameters,
+    count_trained,
+    engine_parameters,
+)
 from megatron_rl.distributed.context_attention import KEPT_BYTES
 from megatron_rl.distributed.vocab_parallel import MAX_TILE_TOKENS, TILE_ELEMENTS
 from megatron_rl.models.shape import ModelShape
@@ -71,10 +76,13 @@ def state_bytes(shape: ModelShape, parts: Parts, *, stage: int) -> tuple[int, in
 
     A sleeping actor keeps only its weights and Megatron's buffer for gathered activations.
     """
-    counts = count_parameters(shape, parts, stage=stage)
-    optimizer = counts.dense / parts.replicas + counts.expert / parts.expert_replicas
-    awake = (WEIGHT + GRADIENT) * counts.total + OPTIMIZER * optimizer
-    return int(awake), WEIGHT * counts.total + int(gathered_bytes(shape, parts))
+    counts = count_parameters(shape, parts, stage=stage).total
+    trained = count_trained(shape, parts, stage=stage)
+    if parts.lora_rank:
+        counts += trained.total
+    optimizer = trained.dense / parts.replicas + trained.expert / parts.expert_replicas
+    awake = WEIGHT * counts + GRADIENT * trained.total + OPTIMIZER * optimizer
+    return int(awake), WEIGHT * counts + int(gathered_bytes(shape, parts))
 
 
 def micro_batches_in_flight(parts: Parts, *, stage: int, micro_batches: int) -> int:

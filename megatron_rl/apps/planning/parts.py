@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from megatron_rl.models.adapters import adapted_linears
 from megatron_rl.models.shape import ModelShape, weight_shapes
 from megatron_rl.models.weights import Weight
 from megatron_rl.resharding.layouts import ActorLayout
@@ -20,13 +21,16 @@ class Parts(ActorLayout):
     """Layout of the actor, its activation recomputation and the engines' tensor parallel size.
 
     tokens: size of a pack, over all its context-parallel shards. expert_share: tokens of the
-    busiest expert-parallel rank over an equal share.
+    busiest expert-parallel rank over an equal share. lora_rank: of the adapters that are trained
+    instead of the weights, on the linears lora_targets; 0 without adapters.
     """
 
     rollout_tensor: int = 1
     recompute: Recompute = "none"
     tokens: int = 16384
     expert_share: float = 1.0
+    lora_rank: int = 0
+    lora_targets: tuple[str, ...] = ()
 
     @property
     def replicas(self) -> int:
@@ -109,6 +113,26 @@ def _count(
         elif weight.part == "first" and last and shape.tied_embeddings:
             dense += size  # a copy of the embedding, which is the output layer
     return RankParameters(dense, experts)
+
+
+def count_adapters(shape: ModelShape, parts: Parts, *, stage: int) -> RankParameters:
+    """Count the adapters' parameters of a rank: one factor is cut like the weight."""
+    dense = experts = 0
+    depth = parts.depth(shape, stage=stage)
+    for weight, cut, whole in adapted_linears(shape, parts.lora_targets):
+        if weight.part == "expert":
+            assert shape.experts is not None, "experts without a shape"
+            local = depth * shape.experts.num_experts // parts.expert
+            experts += local * parts.lora_rank * (cut // parts.expert_slices + whole)
+        else:
+            dense += depth * parts.lora_rank * (cut // parts.tensor + whole)
+    return RankParameters(dense, experts)
+
+
+def count_trained(shape: ModelShape, parts: Parts, *, stage: int) -> RankParameters:
+    """Count the parameters of a rank that have gradients: those of adapters, or all."""
+    count = count_adapters if parts.lora_rank else count_parameters
+    return count(shape, parts, stage=stage)
 
 
 def _elements(weight: Weight, shape: ModelShape, tensor: int) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_rl.apps.planning.footprint import GRADIENT, WEIGHT, state_bytes
 from megatron_rl.apps.planning.generation import Engine
-from megatron_rl.apps.planning.parts import count_parameters
+from megatron_rl.apps.planning.parts import count_parameters, count_trained
 from megatron_rl.apps.planning.search import Option, Search
 from megatron_rl.config import Config
 from megatron_rl.preflight.disk import count_rows, describe_size, disk_needs
@@ -69,9 +69,11 @@ def run_cost(option: Option, config: Config, result: Search) -> RunCost:
         1 + -(-trainer.steps // config.eval.every) if problems else 0
     )  # one before training
     awake, asleep = state_bytes(shape, parts, stage=0)
-    parameters = count_parameters(shape, parts, stage=0).total
+    gradients = GRADIENT * count_trained(shape, parts, stage=0).total
     needs_reference = "reference_logprobs" in config.objective.choice.needs
-    reference = WEIGHT * parameters if needs_reference else 0
+    is_own = config.lora is not None and config.reference_path == config.model.path
+    copied = needs_reference and not is_own  # else the reference is the model without adapters
+    reference = WEIGHT * count_parameters(shape, parts, stage=0).total if copied else 0
     return RunCost(
         steps=trainer.steps,
         devices=result.devices,
@@ -83,7 +85,7 @@ def run_cost(option: Option, config: Config, result: Search) -> RunCost:
         ),
         assumed=tuple(name for name, count in problems.items() if not count),
         disk=disk_needs(config, RunDirectory(Path(config.run.dir) / "planned"), shape),
-        host_bytes=(awake - asleep - GRADIENT * parameters + reference)
+        host_bytes=(awake - asleep - gradients + reference)
         * min(result.devices, result.device.per_node),
     )
 

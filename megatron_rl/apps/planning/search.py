@@ -16,6 +16,7 @@ from megatron_rl.apps.planning.push_time import push_seconds
 from megatron_rl.apps.planning.training_time import TrainingTime
 from megatron_rl.apps.planning.workload import Workload
 from megatron_rl.config import ParallelSection
+from megatron_rl.config.lora_section import LoraSection
 from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight.layout import cut_problems
@@ -117,9 +118,12 @@ def check_nodes(device: Device, devices: int) -> None:
 def layouts(shape: ModelShape, devices: int, fixed: Fixed) -> Iterator[Parts]:
     """Yield every (tp, pp, cp, ep, dp, vLLM tp) whose product is the number of devices.
 
-    The experts' tensor parallel size is the config's default unless `fixed` has it.
+    The experts' tensor parallel size is the config's default unless `fixed` has it; `fixed` may
+    also have the config's section lora.
     """
     sizes = [size for size in range(1, min(devices, MAX_SIZE) + 1) if devices % size == 0]
+    lora = fixed.get("lora")
+    assert lora is None or isinstance(lora, LoraSection)
 
     def choose(name: str, candidates: list[int]) -> list[int]:
         return [int(str(fixed[name]))] if name in fixed else candidates
@@ -142,6 +146,8 @@ def layouts(shape: ModelShape, devices: int, fixed: Fixed) -> Iterator[Parts]:
                 yield Parts(
                     tensor, pipeline, context, data, expert=expert, expert_tensor=slices,
                     rollout_tensor=rollout, expert_share=expert_share(fixed, expert),
+                    lora_rank=lora.rank if lora else 0,
+                    lora_targets=tuple(lora.targets) if lora else (),
                 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.apps.planning.devices import Device
-from megatron_rl.apps.planning.parts import Parts, count_parameters
+from megatron_rl.apps.planning.parts import Parts, count_trained
 from megatron_rl.models.shape import ModelShape
 
 # Fraction of a link's rate in large collectives: nccl-tests reach 360 of 450 GB/s on 8 H100.
@@ -65,7 +65,7 @@ class Traffic:
 
         Assumes no overlap with computation. Weights are bfloat16.
         """
-        parts, counts = self.parts, count_parameters(shape, self.parts, stage=stage)
+        parts, counts = self.parts, count_trained(shape, self.parts, stage=stage)
         per_parameter = 4 + 2
         seconds = self.seconds(
             per_parameter * counts.dense, ranks=parts.replicas, stride=parts.tensor, calls=2

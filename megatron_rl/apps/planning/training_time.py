@@ -17,7 +17,7 @@ from megatron_rl.apps.planning.footprint import (
     kept_per_token,
     state_bytes,
 )
-from megatron_rl.apps.planning.parts import Parts, count_parameters
+from megatron_rl.apps.planning.parts import Parts, count_trained
 from megatron_rl.apps.planning.traffic import Traffic
 from megatron_rl.apps.planning.workload import Packs, Workload
 from megatron_rl.models.shape import ModelShape
@@ -57,7 +57,7 @@ class TrainingTime:
     def offload(self) -> float:
         """Estimate offloading the optimizer state to the host and back, once per step."""
         awake, asleep = state_bytes(self.shape, self.parts, stage=0)
-        parameters = count_parameters(self.shape, self.parts, stage=0).total
+        parameters = count_trained(self.shape, self.parts, stage=0).total
         return 2 * (awake - asleep - GRADIENT * parameters) / (self.device.host_gb_s * 1e9)
 
     def _packs(self, workload: Workload) -> Packs:
@@ -132,13 +132,19 @@ class TrainingTime:
         return self._matmul(products)
 
     def _layer_backward(self, pack: Packs) -> tuple[float, float]:
-        """Estimate (compute, communication): products twice, attention 3.5 times (recomputed)."""
+        """Estimate (compute, communication): products twice, attention 3.5 times (recomputed).
+
+        Frozen weights have no gradient: products once. The adapters' own products are small.
+        """
         products, attention = self._layer_flops(pack)
         passes = 5 * kept_per_token(self.shape, self.parts) * pack.tokens / self.parts.context
         depth = self.parts.depth(self.shape, stage=0)
-        weights = count_parameters(self.shape, self.parts, stage=0).total / depth
+        weights = count_trained(self.shape, self.parts, stage=0).total / depth
         accumulation = self._move((WEIGHT + 2 * GRADIENT) * weights)  # of weight gradients
-        seconds = self._matmul(2 * products) + self._attend(3.5 * attention) + self._move(passes)
+        factor = 1 if self.parts.lora_rank else 2
+        seconds = (
+            self._matmul(factor * products) + self._attend(3.5 * attention) + self._move(passes)
+        )
         compute = max(seconds + accumulation, 2 * self.efficiency.layer_launch)
         return compute, self._exchange(pack, calls=2)
 
@@ -146,15 +152,16 @@ class TrainingTime:
         """Estimate the collectives of one layer's forward pass (calls=1) or backward pass (2).
 
         Sequence parallelism gathers twice and scatters twice in each pass, and gathers twice more
-        for weight gradients. Keys and values are gathered in both passes, and their gradients are
-        scattered. In each pass, tokens are dispatched to their experts and combined.
+        for weight gradients, if there are any. Keys and values are gathered in both passes, and
+        their gradients are scattered. In each pass, tokens are dispatched to their experts and
+        combined.
         """
         parts, shape = self.parts, self.shape
         traffic = Traffic(parts, self.device)
         tokens = pack.tokens / parts.context
         hidden = 2 * tokens * shape.hidden_size
         keys = 4 * max(shape.sizes["key"] / parts.tensor, shape.head_dim) * pack.tokens
-        number = 4 if calls == 1 else 6
+        number = 4 if calls == 1 or parts.lora_rank else 6
         seconds = traffic.tensor(number * hidden, number) + traffic.context(calls * keys, calls)
         if shape.num_query_groups < parts.tensor:  # queries, keys and values are gathered
             merged = 2 * tokens * (shape.sizes["query"] + 2 * shape.sizes["key"])
@@ -173,12 +180,13 @@ class TrainingTime:
         products = 2 * shape.hidden_size * logits
         seconds = self._matmul(products) + self._move(20 * logits)
         if backward:
-            seconds += self._matmul(3 * products) + self._move(30 * logits)
+            factor = 2 if parts.lora_rank else 3  # logits, hidden states and weights
+            seconds += self._matmul(factor * products) + self._move(30 * logits)
         return seconds
 
     def _optimizer(self) -> float:
         """Estimate zeroing the gradients, their norm, and Adam on this rank's shard."""
-        parameters = count_parameters(self.shape, self.parts, stage=0)
+        parameters = count_trained(self.shape, self.parts, stage=0)
         awake, asleep = state_bytes(self.shape, self.parts, stage=0)
         shard = (awake - asleep - GRADIENT * parameters.total) / OPTIMIZER
         return self._move(2 * GRADIENT * parameters.total + (2 * OPTIMIZER + 2 * GRADIENT) * shard)

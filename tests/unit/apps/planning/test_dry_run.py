@@ -18,6 +18,12 @@ CASES = {
     ),
     "virtual stages x data": ("dense", {"pipeline": 2, "virtual_stages": 2}, {}),
     "experts x tensor": ("experts", {"tensor": 2, "expert": 2}, {}),
+    "experts x tensor, adapters, KL": (
+        "experts", {"tensor": 2, "expert": 2}, {
+            "lora": {"rank": 4}, "optimizer": {"learning_rate": 1e-4},
+            "objective": {"name": "grpo", "kl": {"estimator": "k3", "coefficient": 0.1}},
+        },
+    ),
     "experts x context, KL": (
         "experts", {"context": 2, "expert": 4}, {"objective": {"name": "grpo", "kl": {
             "estimator": "k3", "coefficient": 0.1}}},

@@ -51,6 +51,24 @@ def test_footprint_matches_dry_run(name, parts, tmp_path):
     assert abs(row["error"]) < 0.01  # the documentation promises 5%
 
 
+LORA = {"lora_rank": 32, "lora_targets": ("qkv", "proj", "fc1", "fc2"), "tokens": 16384}
+
+
+@pytest.mark.parametrize(
+    "name,parts",
+    [
+        (SMALL, Parts(data=2, recompute="selective", **LORA)),
+        (DENSE, Parts(tensor=2, context=2, **LORA)),
+        (EXPERTS, Parts(tensor=2, expert=2, expert_tensor=1, recompute="selective", **LORA)),
+    ],
+    ids=["selective", "tensor and context", "experts"],
+)
+def test_footprint_with_adapters_matches_dry_run(name, parts, tmp_path):
+    row = compare(name, parts, write_config_json(shape_of(name), tmp_path / "model"))
+    assert abs(row["states_error"]) < 0.001
+    assert abs(row["error"]) < 0.05
+
+
 def test_tightest_planned_layout_fits_in_dry_run(tmp_path):
     model = write_config_json(MODELS[SMALL], tmp_path / "model")
     base = parse_config({"model": {"path": str(model)}, "data": {"train": "none.parquet"}})

@@ -1,0 +1,241 @@
+"""LoRA on Megatron's parallel linears: y = W x + (alpha / r) B A x, W frozen (arXiv 2106.09685).
+
+One factor is cut like W, the other is whole on every tensor-parallel rank; only activations with r
+columns travel:
+
+    column parallel  A [r, in], B [out / tp, r]: A x is gathered over shards of the sequence, or its
+                     gradient is summed over ranks
+    row parallel     A [r, in / tp], B [out, r]: A x is summed over ranks
+
+A whole factor that sees only a shard of the sequence is marked, and Megatron sums its gradient. The
+token dispatcher of experts gathers their inputs and sums their outputs, so adapters of experts send
+no activations, and the gradient of their whole factor is summed over the expert's ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from megatron_rl.actor.settings import LoraSettings
+from megatron_rl.actor.weights import named_parameters
+from megatron_rl.distributed.agreement import run_on_rank_0
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.errors import UserError
+from megatron_rl.models.fingerprint import model_fingerprint
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.resharding.adapted import AdaptedWeight, LocalWeight
+from megatron_rl.resharding.layouts import layout_of
+from megatron_rl.resharding.pieces import Piece
+from megatron_rl.runtime.seeds import derive_seed
+
+
+class AdaptedLinear(Module):
+    """The part of an adapted linear that does not depend on its parallelism.
+
+    lora_gated: the output is [gate shard; up shard]. lora_enabled: False while the reference policy
+    is computed.
+    """
+
+    lora_a: Parameter  # [r, in] or [r, in / tp]
+    lora_b: Parameter  # [out / tp, r] or [out, r]
+    lora_scale: float
+    lora_gated: bool
+    lora_enabled: bool
+    lora_cut: tuple[str, int]  # the factor that is cut like the weight, and its dimension
+    tp_group: Any
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        """[..., in] -> ([..., out], bias), cut and gathered like the linear's."""
+        out, bias = super().forward(input_, *args, **kwargs)
+        if not self.lora_enabled:
+            return out, bias
+        low, b = self._low_rank(input_)
+        total = torch.addmm(out.flatten(0, -2), low.flatten(0, -2), b.t(), alpha=self.lora_scale)
+        return total.view_as(out), bias
+
+    def _low_rank(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return A x for the tokens of the output, [..., r], and B."""
+        raise NotImplementedError
+
+    def _summed(self, factor: Tensor) -> Tensor:
+        """Return the factor; its gradient is summed over the linear's ranks."""
+        return tensor_parallel.copy_to_tensor_model_parallel_region(factor, group=self.tp_group)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Return the linear's tensors and the factors with their places in the global tensors."""
+        linear: Any = super()
+        state = linear.sharded_state_dict(prefix, sharded_offsets, metadata)
+        state |= make_sharded_tensors_for_checkpoint(
+            {"lora_a": self.lora_a, "lora_b": self.lora_b},
+            prefix,
+            dict([self.lora_cut]),
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        if self.lora_gated:  # as Megatron does for the weight
+            name = f"{prefix}lora_b"
+            state[name] = apply_swiglu_sharded_factory(state[name], sharded_offsets)
+        return state
+
+
+class AdaptedColumnLinear(AdaptedLinear, ColumnParallelLinear):
+    """ColumnParallelLinear with an adapter; B is cut."""
+
+    lora_cut = ("lora_b", 0)
+
+    def _low_rank(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.is_expert:
+            return x @ self._summed(self.lora_a).t(), self.lora_b
+        low = x @ self.lora_a.t()
+        if self.sequence_parallel:
+            gather = tensor_parallel.gather_from_sequence_parallel_region
+            return gather(low, group=self.tp_group), self.lora_b
+        return self._summed(low), self.lora_b
+
+
+class AdaptedRowLinear(AdaptedLinear, RowParallelLinear):
+    """RowParallelLinear with an adapter; A is cut."""
+
+    lora_cut = ("lora_a", 1)
+
+    def _low_rank(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        low = x @ self.lora_a.t()  # of this rank's inputs
+        if self.is_expert:
+            return low, self._summed(self.lora_b)
+        if self.sequence_parallel:
+            total = tensor_parallel.reduce_scatter_to_sequence_parallel_region
+        else:
+            total = tensor_parallel.reduce_from_tensor_model_parallel_region
+        return total(low, group=self.tp_group), self.lora_b
+
+
+_ADAPTED = {ColumnParallelLinear: AdaptedColumnLinear, RowParallelLinear: AdaptedRowLinear}
+
+
+def add_adapters(
+    chunks: Sequence[Module], settings: LoraSettings, *, shape: ModelShape, topology: Topology
+) -> None:
+    """Freeze loaded chunks and add an adapter to every target; B = 0, so outputs do not change.
+
+    A is the same under every layout. Raises ValueError if the experts' layout is not supported.
+    """
+    if shape.experts and topology.expert_tp_size not in (None, 1, topology.tp_size):
+        raise UserError(
+            f"lora with parallel.expert_tensor={topology.expert_tp_size}: adapters of experts need "
+            f"1 or parallel.tensor={topology.tp_size}; set parallel.expert_tensor to one of them"
+        )
+    pieces: dict[str, list[Piece]] = {}
+    for piece in layout_of(topology).pieces(shape, rank=topology.rank):
+        pieces.setdefault(piece.parameter, []).append(piece)
+    for index, chunk in enumerate(chunks):
+        chunk.requires_grad_(False)
+        prefix = f"chunk{index}." if len(chunks) > 1 else ""
+        linears = [
+            (name, module)
+            for name, module in chunk.named_modules()
+            if ".linear_" in name and name.rpartition(".linear_")[2] in settings.targets
+        ]
+        assert linears, f"chunk {index} has no linear of {settings.targets}"
+        for name, module in linears:
+            _adapt(module, settings, pieces[f"{prefix}{name}.weight"])
+            module.lora_gated = name.endswith("fc1")
+
+
+def _adapt(module: Any, settings: LoraSettings, pieces: list[Piece]) -> None:
+    """Turn a linear into an adapted one; `pieces` are those of its weight."""
+    assert type(module) in _ADAPTED, f"no adapter for {type(module).__name__}"
+    module.__class__ = _ADAPTED[type(module)]
+    like = {"dtype": module.weight.dtype, "device": module.weight.device}
+    first = initial_a(settings, inputs=module.input_size, name=pieces[0].tensor)
+    first = first[:, slice(*pieces[0].columns)].contiguous()
+    module.lora_a = Parameter(first.to(**like))
+    module.lora_b = Parameter(torch.zeros(len(module.weight), settings.rank, **like))
+    module.lora_scale, module.lora_enabled = settings.scale, True
+    name, dimension = module.lora_cut
+    for factor in ("lora_a", "lora_b"):
+        parameter = getattr(module, factor)
+        parameter.allreduce = getattr(module.weight, "allreduce", True)
+        # The gradient norm counts parameters without this mark on the first tensor-parallel rank.
+        if factor == name or (module.is_expert and module.tp_group.size() == 1):
+            set_tensor_model_parallel_attributes(parameter, True, dimension, 1)
+        elif not module.is_expert:
+            parameter.sequence_parallel = module.sequence_parallel
+
+
+def initial_a(settings: LoraSettings, *, inputs: int, name: str) -> Tensor:
+    """Draw the whole A [r, inputs] of the linear whose first Hugging Face tensor has this name."""
+    generator = torch.Generator().manual_seed(derive_seed(settings.seed, "lora", name))
+    values = torch.empty(settings.rank, inputs, dtype=torch.float32, device="cpu")
+    if settings.init == "gaussian":
+        return values.normal_(0, 1 / settings.rank, generator=generator)
+    bound = 1 / math.sqrt(inputs)
+    return values.uniform_(-bound, bound, generator=generator)
+
+
+def adapted_weights(
+    chunks: Sequence[Module], settings: LoraSettings, *, updates: int
+) -> dict[str, LocalWeight]:
+    """Return the model's parameters by name, those with an adapter as sums with its product.
+
+    updates: number of optimizer updates so far; the seed of rounding to bfloat16 depends on it.
+    """
+    seed = derive_seed(settings.seed, "lora", "rounding", updates)
+    weights: dict[str, LocalWeight] = {**named_parameters(chunks)}
+    factors = named_parameters(chunks, adapters=True)
+    for name in [name for name in factors if name.endswith("lora_a")]:
+        stem = name.removesuffix("lora_a")
+        weight, b = weights[f"{stem}weight"], factors[f"{stem}lora_b"]
+        assert isinstance(weight, Tensor), f"{stem} has two adapters"
+        weights[f"{stem}weight"] = AdaptedWeight(weight, factors[name], b, settings.scale, seed)
+    return weights
+
+
+@contextmanager
+def without_adapters(chunks: Sequence[Module]) -> Iterator[None]:
+    """Compute with the base weights alone inside the block."""
+    adapted = [
+        each for chunk in chunks for each in chunk.modules() if isinstance(each, AdaptedLinear)
+    ]
+    try:
+        for module in adapted:
+            module.lora_enabled = False
+        yield
+    finally:
+        for module in adapted:
+            module.lora_enabled = True
+
+
+def describe_adapters(settings: LoraSettings | None, folder: str | Path) -> dict[str, Any] | None:
+    """Describe adapters and the model that they belong to, for checkpoints; None without adapters.
+
+    Collective.
+    """
+    if settings is None:
+        return None
+    fingerprint = run_on_rank_0(lambda: model_fingerprint(folder), doing=f"reading {folder}")
+    return {
+        "rank": settings.rank,
+        "alpha": settings.alpha,
+        "targets": sorted(settings.targets),
+        "seed": settings.seed,
+        "model": fingerprint,
+    }

@@ -1,0 +1,34 @@
+"""Sizes of low-rank adapters (LoRA) on a model's linears."""
+
+from collections.abc import Collection, Iterator
+
+from megatron_rl.models.shape import ModelShape, weight_shapes
+from megatron_rl.models.weights import Weight
+
+
+def adapted_linears(
+    shape: ModelShape, targets: Collection[str]
+) -> Iterator[tuple[Weight, int, int]]:
+    """Yield each kind of weight with an adapter and its sides: the one that is cut, and the other.
+
+    targets: endings of Megatron's names, such as `qkv` of `linear_qkv`. A factor of rank r has r
+    elements per unit of one side.
+    """
+    for weight in shape.weights:
+        stem, _, kind = weight.megatron.rpartition(".")
+        if kind == "weight" and ".linear_" in stem and stem.rpartition("_")[2] in targets:
+            sizes = weight_shapes(weight, shape=shape)
+            outputs, inputs = sum(size[0] for size in sizes), sizes[0][1]
+            yield weight, *((inputs, outputs) if weight.cut == "columns" else (outputs, inputs))
+
+
+def count_adapter_parameters(shape: ModelShape, *, rank: int, targets: Collection[str]) -> int:
+    """Count the parameters of all adapters of a model."""
+    total = 0
+    for weight, cut, whole in adapted_linears(shape, targets):
+        copies = shape.num_layers
+        if weight.part == "expert":
+            assert shape.experts is not None, "experts without a shape"
+            copies *= shape.experts.num_experts
+        total += copies * rank * (cut + whole)
+    return total

@@ -1,0 +1,338 @@
+"""LoRA under every kind of layout: the same numbers as on one rank, and the base's at the start.
+
+One launch per number of ranks, in which the actor is rebuilt in several layouts.
+"""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.resharding.layouts import EngineLayout
+from megatron_rl.resharding.push import Resharder, ReshardSettings
+from tests.functional.test_actor_architectures import MODELS, _make_model
+from tests.functional.test_actor_layouts import freeze_behavior, make_model, make_rollouts, plan
+from tests.ranks import run_ranks
+from tests.unit.resharding.test_push import Live, Slices
+
+ONE = [("one", {}, True), ("one", {"recompute": "full"}, True)]
+FOUR = [
+    ("tp2-pp2-vp2", {"tensor": 2, "pipeline": 2, "virtual_stages": 2}, True),
+    ("tp2-cp2", {"tensor": 2, "context": 2}, False),  # without sequence parallelism
+    ("pp2-dp2", {"pipeline": 2}, True),
+]
+EXPERTS_ON_FOUR = [
+    ("tp2-ep2", {"tensor": 2, "expert": 2, "expert_tensor": 1}, True),
+    ("tp2-etp2", {"tensor": 2, "expert": 1, "expert_tensor": 2}, True),
+    ("pp2-ep2", {"pipeline": 2, "expert": 2}, True),
+]
+
+
+def settings(**further):
+    from megatron_rl.actor.settings import ActorSettings, LoraSettings
+
+    return ActorSettings(
+        learning_rate=3e-2,
+        warmup_updates=0,
+        epsilon=1e-3,
+        max_grad_norm=0.5,
+        lora=LoraSettings(rank=4, alpha=8.0, seed=1),
+        **further,
+    )
+
+
+def build(folder, layout, *, sequence_parallel, **further):
+    """Build an actor after destroying the groups of the previous layout."""
+    from megatron.core import parallel_state
+
+    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.actor.groups import initialise
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    chosen = settings(sequence_parallel=sequence_parallel, **further)
+    return MegatronActor(folder, topology=initialise(**layout), settings=chosen)
+
+
+def score(actor, minibatch):
+    from megatron_rl.data.packing import gather_by_rollout
+
+    packs = minibatch.micro_batches
+    rows = gather_by_rollout(
+        packs, actor.compute_logprobs(packs), count=16, topology=actor.topology
+    )
+    return [row.tolist() for row in rows]
+
+
+def push(actor, exported, dtype=torch.float32):
+    """Push to receivers of two kinds, which get the bits of the export."""
+    for kind in (Slices, Live):
+        layout = EngineLayout(actor.topology.world_size, actor.topology.world_size)
+        receiver = kind(actor.shape, layout, actor.topology.rank, dtype)
+        settings = ReshardSettings(bucket_bytes=3000, full_check_every=1)
+        Resharder(receiver, settings).push(actor, version=1)
+        assert receiver.differs_from(exported) == []
+
+
+def observe(actor, folder, stored):
+    """Scores, gradient norms, exports and checkpoints of one layout; `stored`: of one rank."""
+    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.actor.adapter_files import export_adapters, peft_problem
+    from megatron_rl.actor.reference import ReferencePolicy
+    from megatron_rl.objectives import build_objective
+
+    objective = build_objective("grpo")
+    (minibatch,) = plan(actor, *make_rollouts(), minibatches=1)
+    packs = freeze_behavior(actor, [minibatch])
+    full = MegatronActor(
+        actor.model_folder, topology=actor.topology, settings=replace(actor.settings, lora=None)
+    ).compute_logprobs(packs)
+    reference = ReferencePolicy(actor, actor.model_folder)
+    start = reference.compute_logprobs(packs)
+    for pack, base, want in zip(packs, start, full, strict=True):
+        assert torch.equal(pack.behavior_logprobs, base), "B = 0 changes log-probs"
+        # Megatron computes the products of frozen weights by another function.
+        torch.testing.assert_close(
+            base, want, rtol=0, atol=0 if actor.topology.tp_size == 1 else 1e-5
+        )
+    actor.export_hf(folder / "start")
+    before = {name: value.clone() for name, value in actor.tensors().items() if "lora" not in name}
+
+    def update():
+        result = actor.update(minibatch, objective)
+        return result.grad_norm, result.statistics.to_metrics()["loss/policy"]
+
+    reports = [update(), update()]
+    actor.sleep()
+    actor.save(folder / "checkpoint")
+    digest = actor.digest()
+    reports.append(update())
+    last = actor.digest()
+    scores = score(actor, minibatch)
+    actor.export_hf(folder / "trained")
+    push(actor, load_file(folder / "trained" / "model.safetensors"))
+    if peft_problem(actor.shape, actor.settings.lora) is None:
+        export_adapters(actor, folder / "adapter")
+    actor.load(folder / "checkpoint")
+    assert actor.digest() == digest
+    assert update() == reports[-1] and actor.digest() == last, "not resumed bit for bit"
+    assert all(map(torch.equal, reference.compute_logprobs(packs), start)), "not the base"
+    actor.load(stored)  # of another layout
+    resharded = update()
+    for name, value in actor.tensors().items():
+        assert "lora" in name or torch.equal(value, before[name]), f"{name} is not frozen"
+    return {"reports": reports, "scores": scores, "resharded": resharded}
+
+
+def observe_layouts(rank, world_size, root, model, layouts):
+    root, reports = Path(root), []
+    for name, options, sequence_parallel in layouts:
+        recompute = {"recompute": options["recompute"]} if "recompute" in options else {}
+        layout = {key: value for key, value in options.items() if key not in recompute}
+        actor = build(root / model, layout, sequence_parallel=sequence_parallel, **recompute)
+        folder = root / f"{model} {name}"
+        # Megatron's optimizer of experts under expert parallelism is another one.
+        first = layouts[0][0] if "expert" in options and options["expert"] > 1 else "one"
+        reports.append(observe(actor, folder, root / f"{model} {first}" / "checkpoint"))
+    return json.dumps(reports)
+
+
+def close(got, want):
+    if isinstance(want, list):
+        for mine, theirs in zip(got, want, strict=True):
+            close(mine, theirs)
+    else:
+        assert got == pytest.approx(want, rel=1e-4, abs=1e-5)
+
+
+def check(root, model, layouts, reports, want):
+    source = load_file(root / model / "model.safetensors")
+    trained = load_file(root / f"{model} one" / "trained" / "model.safetensors")
+    for (name, *_), report in zip(layouts, reports, strict=True):
+        close(report["reports"], want["reports"])
+        close(report["scores"], want["scores"])
+        close(report["resharded"], want["reports"][2])
+        folder = root / f"{model} {name}"
+        start = load_file(folder / "start" / "model.safetensors")
+        assert all(torch.equal(start[key], value) for key, value in source.items())
+        for key, value in load_file(folder / "trained" / "model.safetensors").items():
+            torch.testing.assert_close(value, trained[key], rtol=1e-4, atol=1e-4, msg=key)
+            is_adapted = "_proj" in key and key.endswith("weight")
+            assert torch.equal(value, source[key]) != is_adapted, key
+
+
+@pytest.mark.parametrize("model", ["qwen2", "qwen2_moe"])
+def test_layouts_equal_one_process(tmp_path, model):
+    if model == "qwen2":
+        make_model(tmp_path / model, tied=True)
+    else:
+        _make_model(tmp_path / model, *MODELS[model])
+    (text,) = run_ranks(observe_layouts, 1, str(tmp_path), model, ONE)
+    reports = json.loads(text)
+    want = reports[0]
+    assert all(norm > 1e-2 for norm, _ in want["reports"])
+    check(tmp_path, model, ONE, reports, want)
+    layouts = FOUR if model == "qwen2" else EXPERTS_ON_FOUR
+    texts = run_ranks(observe_layouts, 4, str(tmp_path), model, layouts)
+    assert len(set(texts)) == 1  # every rank reports the same
+    check(tmp_path, model, layouts, json.loads(texts[0]), want)
+
+
+def store(rank, world_size, root):
+    """Merge in bfloat16, convert the checkpoint, and load what does not belong together."""
+    from megatron_rl.actor.import_export import convert_to_hugging_face
+    from megatron_rl.actor.reference import ReferencePolicy
+    from megatron_rl.objectives import build_objective
+
+    actor = build(root / "model16", {}, sequence_parallel=True, dtype=torch.bfloat16)
+    (minibatch,) = plan(actor, *make_rollouts(), minibatches=1)
+    freeze_behavior(actor, [minibatch])
+    before = actor.digest()
+    for _ in range(2):
+        actor.update(minibatch, build_objective("grpo"))
+    assert actor.digest() != before
+    actor.save(root / "checkpoint16")
+    actor.export_hf(root / "exported16")
+    exported = load_file(root / "exported16" / "model.safetensors")
+    push(actor, exported, dtype=torch.bfloat16)
+    options = {"like": root / "model16", "topology": actor.topology}
+    convert_to_hugging_face(
+        root / "checkpoint16", root / "converted16", progress=lambda *_: None, **options
+    )
+    converted = load_file(root / "converted16" / "model.safetensors")
+    assert all(torch.equal(converted[name], value) for name, value in exported.items())
+    for folder, changes, message in (
+        ("other16", {}, "adapters of another model"),
+        ("model16", {"lora": replace(settings().lora, rank=8)}, "adapters with rank 4"),
+        ("model16", {"lora": replace(settings().lora, targets=("qkv",))}, "with targets"),
+        ("model16", {"lora": None}, "contains adapters, but this run trains weights"),
+    ):
+        chosen = replace(actor.settings, **changes)
+        other = type(actor)(root / folder, topology=actor.topology, settings=chosen)
+        with pytest.raises(ValueError, match=message):
+            other.load(root / "checkpoint16")
+    other.save(root / "full16")  # without adapters
+    other = type(actor)(root / "other16", topology=actor.topology, settings=chosen)
+    before, packs = actor.digest(), minibatch.micro_batches
+    got = ReferencePolicy(actor, root / "other16").compute_logprobs(packs)
+    assert all(map(torch.equal, got, other.compute_logprobs(packs)))
+    assert actor.digest() == before
+    with pytest.raises(ValueError, match="contains weights, but this run trains adapters"):
+        actor.load(root / "full16")
+
+
+def cast(source, target, factor=1.0):
+    """Copy a model with its tensors in bfloat16, times a factor."""
+    shutil.copytree(source, target)
+    tensors = load_file(source / "model.safetensors")
+    tensors = {name: (factor * value).bfloat16() for name, value in tensors.items()}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def differentiate(rank, world_size, root):
+    """Write adapters with random factors, and as another folder their gradients; log-probs."""
+    store(rank, world_size, Path(root))
+    from megatron_rl.actor.adapter_files import export_adapters
+    from megatron_rl.actor.cpu_adaptation import megatron_runtime
+
+    actor = build(Path(root) / "model", {}, sequence_parallel=True)
+    (minibatch,) = plan(actor, *make_rollouts(), minibatches=1)
+    generator = torch.Generator().manual_seed(9)
+    factors = {name: value for name, value in actor.tensors().items() if "lora" in name}
+    for value in factors.values():
+        value.data.normal_(0, 0.2, generator=generator)
+    scores = score(actor, minibatch)
+    export_adapters(actor, Path(root) / "adapter")
+    with megatron_runtime():
+        for batch in minibatch.micro_batches:
+            pack = actor.packs.prepare(batch)
+            (logprobs,) = actor.chunks[0](pack.inputs)
+            (logprobs * pack.spread(batch.advantages)).sum().backward()
+    for value in factors.values():
+        value.data.copy_(value.main_grad)
+    export_adapters(actor, Path(root) / "gradients")
+    return scores
+
+
+@pytest.fixture(scope="module")
+def differentiated(tmp_path_factory):
+    root = tmp_path_factory.mktemp("differentiated")
+    make_model(root / "model", tied=True)
+    cast(root / "model", root / "model16")
+    cast(root / "model", root / "other16", factor=2.0)
+    return root, run_ranks(differentiate, 1, str(root))[0]
+
+
+def sum_weighted(model):
+    """Log-probs of the responses under a transformers model, and their weighted sum."""
+    rollouts, advantages = make_rollouts()
+    rows, total = [], 0.0
+    for rollout, advantage in zip(rollouts, advantages, strict=True):
+        text = torch.tensor([[*rollout.prompt.token_ids, *rollout.response.token_ids]])
+        logprobs = model(text).logits[0, :-1].log_softmax(-1)
+        picked = logprobs.gather(1, text[0, 1:, None])[-len(rollout.response.token_ids) :, 0]
+        rows.append(picked.tolist())
+        total = total + advantage * picked.sum()
+    return rows, total
+
+
+def compare_gradients(factors, root):
+    """The factors' gradients; modules that share an A here have the sum of its gradients."""
+    wanted = load_file(root / "gradients" / "adapter_model.safetensors")
+    assert wanted.keys() == factors.keys()
+    shared = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
+    sums = {}
+    for name, factor in factors.items():
+        layer, _, projection = name.partition("_proj.")[0].rpartition(".")
+        group = (layer, shared.get(projection, projection), name.split(".lora_")[1])
+        key = group if "lora_A" in name else name
+        sums[key] = sums.get(key, 0) + factor.grad
+        factor.group = key
+    for name, factor in factors.items():
+        got = sums[factor.group]
+        assert got.abs().max() > 1e-2
+        torch.testing.assert_close(wanted[name], got, rtol=1e-3, atol=1e-4 * float(got.abs().max()))
+
+
+def test_logprobs_and_gradients_are_those_of_the_definition(differentiated):
+    """Forward hooks on transformers add alpha / r B A x, with the factors of the files."""
+    from transformers import AutoModelForCausalLM
+
+    root, scores = differentiated
+    model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
+    about = json.loads((root / "adapter" / "adapter_config.json").read_text())
+    scale = about["lora_alpha"] / about["r"]
+    factors = load_file(root / "adapter" / "adapter_model.safetensors")
+    factors = {name: factor.requires_grad_() for name, factor in factors.items()}
+    hooked = set()
+    for name, module in model.named_modules():
+        stem = f"base_model.model.{name}."
+        if f"{stem}lora_A.weight" in factors:
+            a, b = (factors[f"{stem}lora_{letter}.weight"] for letter in "AB")
+            module.register_forward_hook(
+                lambda _, inputs, out, a=a, b=b: out + scale * inputs[0] @ a.t() @ b.t()
+            )
+            hooked.add(name.rpartition(".")[2])
+    assert hooked == set(about["target_modules"]) and len(hooked) == 7
+    rows, total = sum_weighted(model)
+    total.backward()
+    close(rows, scores)
+    compare_gradients(factors, root)
+
+
+def test_peft_reads_the_folder(differentiated):
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    root, scores = differentiated
+    base = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, root / "adapter", is_trainable=True)
+    rows, total = sum_weighted(model)
+    total.backward()
+    close(rows, scores)
+    factors = {n.replace(".default", ""): p for n, p in model.named_parameters() if "lora" in n}
+    compare_gradients(factors, root)

@@ -1,0 +1,60 @@
+"""Runs that train adapters: the engine samples from merged weights, and a killed run resumes."""
+
+import contextlib
+import os
+import signal
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl.runs.rows import read_metrics
+from tests.functional.test_train import SHORT, assert_same_run, start_and_wait
+from tests.functional.tiny_runs import TASK, make_task, train
+
+LORA = (*SHORT, "trainer.steps=3", "trainer.epochs=2", "trainer.minibatches=2",
+        "lora={rank: 8, alpha: 16}", "optimizer.learning_rate=2.0e-3",
+        "objective.kl={coefficient: 1.0e-3}", "run.resume=auto")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    make_task()
+    runs = tmp_path_factory.mktemp("runs")
+    train(f"run.dir={runs}", "run.name=whole", *LORA)
+    return runs / "whole"
+
+
+def test_the_engine_samples_from_base_plus_adapters(whole):
+    rows = read_metrics(whole)[1:]
+    assert all(row["ratio/first_minibatch_max_deviation"] == 0.0 for row in rows)
+    assert all(row["mismatch/logprob_abs_diff_mean"] < 1e-5 for row in rows)
+    assert rows[0]["ratio/prefix_mean_log_std"] > 1e-4  # the updates move the policy
+    base = load_file(TASK / "model" / "model.safetensors")
+    merged = load_file(whole / "model" / "model.safetensors")
+    factors = load_file(whole / "adapter" / "adapter_model.safetensors")
+    assert merged.keys() == base.keys()
+    for name, value in base.items():
+        stem = f"base_model.model.{name.removesuffix('.weight')}.lora"
+        if f"{stem}_A.weight" in factors:
+            update = factors[f"{stem}_B.weight"] @ factors[f"{stem}_A.weight"]
+            assert update.abs().max() > 1e-4
+            torch.testing.assert_close(merged[name], value + 2.0 * update, rtol=0, atol=1e-6)
+        else:
+            assert torch.equal(merged[name], value)
+
+
+def test_a_killed_run_continues_as_if_nothing_had_happened(tmp_path, whole):
+    arguments = (f"run.dir={tmp_path}", "run.name=killed", *LORA)
+    process = start_and_wait(arguments, tmp_path / "killed", rows=3)
+    ranks = psutil.Process(process.pid).children()
+    for group in (process.pid, *(rank.pid for rank in ranks)):
+        with contextlib.suppress(ProcessLookupError):  # a rank ends with its launcher
+            os.killpg(group, signal.SIGKILL)
+    process.wait()
+    train(*arguments)
+    assert_same_run(tmp_path / "killed", whole)
+    for name in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
+        ours, theirs = load_file(tmp_path / "killed" / name), load_file(whole / name)
+        assert all(torch.equal(ours[key], value) for key, value in theirs.items())
