@@ -3,6 +3,8 @@
 # the package itself in editable mode, and the tools of its tests.
 #
 #   bash tools/setup_env.sh            into .venv, or the folder in MEGATRON_RL_VENV
+#   MEGATRON_RL_BUNDLE=FOLDER bash tools/setup_env.sh
+#                                      without network, from a folder of tools/offline_bundle.sh
 #   bash tools/setup_env.sh --launcher NeMo-Run alone, for `megatron-rl launch`: into .venv-launcher, or
 #                                      the folder in MEGATRON_RL_LAUNCHER_VENV; no compiler needed
 #
@@ -17,6 +19,7 @@ case ${1:-} in
     --launcher) VENV=${MEGATRON_RL_LAUNCHER_VENV:-$ROOT/.venv-launcher} ;;
     *) echo "usage: bash tools/setup_env.sh [--launcher]" >&2; exit 2 ;;
 esac
+BUNDLE=${MEGATRON_RL_BUNDLE:-}
 LOG=$VENV/setup.log
 STAMP=$VENV/megatron_rl.stamp
 CPU_INDEX=https://download.pytorch.org/whl/cpu
@@ -56,6 +59,17 @@ step() {
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
 install() { pip install --quiet --progress-bar off "$@"; }
 
+# Make pip use the wheels of the bundle and no index.
+use_bundle() {
+    [[ -d $BUNDLE/wheels ]] || fail "MEGATRON_RL_BUNDLE=$BUNDLE has no folder wheels;" \
+        "name a folder that tools/offline_bundle.sh made"
+    [[ -z $(find "$BUNDLE" -name '*.part000' -print -quit) ]] ||
+        fail "$BUNDLE has split files; join them first: bash $BUNDLE/join.sh"
+    PIP_FIND_LINKS=$(cd "$BUNDLE/wheels" && pwd)
+    export PIP_NO_INDEX=1 PIP_FIND_LINKS
+    say "wheels come from $PIP_FIND_LINKS alone"
+}
+
 # Check that an address responds within ten seconds.
 can_reach() {
     "$VENV/bin/python" - "$1" >/dev/null 2>&1 <<'PYTHON'
@@ -71,6 +85,10 @@ install_torch_cpu() {
     # pip's own index, or a mirror or folder that pip is configured with, may have the CPU build.
     # By default it has only the CUDA build, of several gigabytes.
     local version="$TORCH_CPU+cpu" versions
+    if [[ -n $BUNDLE ]]; then
+        step "torch $version from the bundle" install "torch==$version"
+        return
+    fi
     versions=$(pip --timeout 10 --retries 0 index versions torch 2>>"$LOG" || true)
     if grep -qF "$version" <<<"$versions"; then
         step "torch $version from pip's own index" install "torch==$version"
@@ -97,7 +115,7 @@ install_engines_cpu() {
 }
 
 install_engines_cuda() {
-    pip --timeout 10 --retries 0 index versions vllm >>"$LOG" 2>&1 ||
+    [[ -n $BUNDLE ]] || pip --timeout 10 --retries 0 index versions vllm >>"$LOG" 2>&1 ||
         fail "pip's index cannot be reached; check the network, the proxy, or pip's settings"
     step "vLLM for CUDA, with the torch it is built for" install "$VLLM" "$TORCH"
 }
@@ -186,6 +204,7 @@ main() {
     version=$("$VENV/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
     rm -f "$STAMP"
     : >"$LOG"
+    [[ -z $BUNDLE ]] || use_bundle
 
     if [[ $kind == launcher ]]; then install_launcher; else install_training "$version" "$kind"; fi
     echo "$fingerprint" >"$STAMP"

@@ -1,0 +1,168 @@
+"""The offline bundle: downloaded, split, joined and installed without an index; slimmed wheels.
+
+The requirements are two wheels made here, so no network is needed. Everything that setup_env.sh
+installs goes through the same code, and takes minutes (docs/offline.md).
+"""
+
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import offline_bundle, slim_wheels
+
+ROOT = Path(__file__).parents[3]
+
+
+def make_wheel(folder, name, *, needs=(), data=b""):
+    """A wheel with one module and one shared object."""
+    source = folder / f"{name}-source"
+    (source / name).mkdir(parents=True)
+    (source / name / "__init__.py").write_text(f"NAME = {name!r}\n")
+    (source / name / "lib.so").write_bytes(data)
+    (source / "setup.py").write_text(
+        f"from setuptools import setup\nsetup(name={name!r}, version='1.0', packages=[{name!r}],"
+        f" package_data={{{name!r}: ['*.so']}}, install_requires={list(needs)!r})\n"
+    )
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--wheel-dir", str(folder / "index"), str(source)], check=True)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    """A bundle of two wheels, the large one in parts of a MiB."""
+    folder = tmp_path_factory.mktemp("bundle")
+    make_wheel(folder, "bundled_large", data=os.urandom(5 << 19))
+    make_wheel(folder, "bundled_small", needs=["bundled-large==1.0"])
+    (folder / "models").mkdir()
+    (folder / "models" / "config.json").write_text("{}")
+    command = ["bash", "tools/offline_bundle.sh", str(folder / "bundle"), "--kind", "cpu",
+               "--max-mib", "1", "--only", "bundled_small",
+               "--add", str(folder / "models")]  # fmt: skip
+    index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder / "index")}
+    program = {"MEGATRON_RL_VENV": str(Path(sys.executable).parents[1])}
+    subprocess.run(command, cwd=ROOT, env={**os.environ, **index, **program}, check=True)
+    return folder / "bundle"
+
+
+def set_up(bundle, venv):
+    """Run setup_env.sh with the bundle; it fails where a wheel is missing."""
+    environment = {**os.environ, "MEGATRON_RL_BUNDLE": str(bundle)}
+    environment |= {"MEGATRON_RL_VENV": str(venv)}
+    environment |= {"PIP_FIND_LINKS": "/nowhere", "PIP_INDEX_URL": "http://127.0.0.1:1/"}
+    done = subprocess.run(["bash", "tools/setup_env.sh"], cwd=ROOT, env=environment, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          check=False)  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def test_bundle_installs_without_index_and_names_missing_wheels(bundle, tmp_path):
+    assert len(list((bundle / "wheels").glob("bundled_large*.part*"))) == 3
+    assert (bundle / "files" / "models" / "config.json").exists()
+    venv = tmp_path / "venv"
+    status, output = set_up(bundle, venv)
+    assert status and f"join them first: bash {bundle}/join.sh" in output
+
+    whole = tmp_path / "carried"
+    shutil.copytree(bundle, whole)
+    subprocess.run(["bash", str(whole / "join.sh")], check=True)
+    assert not list(whole.rglob("*.part*"))
+    status, output = set_up(whole, venv)
+    assert status and "from the bundle" in output and "No matching distribution" in output
+    assert "127.0.0.1" not in (venv / "setup.log").read_text()
+
+    # As setup_env.sh installs, with what this bundle has.
+    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet", "bundled_small"]
+    index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(whole / "wheels")}
+    subprocess.run(pip, env={**os.environ, **index}, check=True)
+    program = "import bundled_large, bundled_small; print(bundled_large.NAME)"
+    done = subprocess.run([venv / "bin" / "python", "-c", program], check=True, capture_output=True)
+    assert done.stdout == b"bundled_large\n"
+
+
+def test_damaged_part_is_found(bundle, tmp_path):
+    shutil.copytree(bundle, tmp_path / "carried")
+    part = next((tmp_path / "carried").rglob("bundled_large*.part001"))
+    content = bytearray(part.read_bytes())
+    content[99] ^= 1
+    part.write_bytes(content)
+    done = subprocess.run(["bash", str(tmp_path / "carried" / "join.sh")], check=False,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode and "bundled_large" in done.stdout + done.stderr
+
+
+def test_bundle_holds_what_set_up_installs():
+    wanted = offline_bundle.requirements("cuda", "3.12")
+    names = [one.split("=")[0].split(">")[0] for one in wanted]
+    assert {"torch", "vllm", "megatron-core", "transformers", "ruff"} <= set(names)
+    assert offline_bundle.requirements("cpu", "3.11")[0].endswith("+cpu")
+
+
+def entry(kind, architecture, payload):
+    """An entry with a header of 64 bytes."""
+    header = slim_wheels.ENTRY.pack(kind, 0, 64, len(payload), 0, 0, 0, 0, architecture)
+    return header.ljust(64, b"\0") + payload
+
+
+def shared_object(*containers):
+    """An ELF file with a section of kernels."""
+    body = b"".join(
+        slim_wheels.CONTAINER.pack(slim_wheels.MAGIC, 1, 16, len(inside := b"".join(entries)))
+        + inside
+        + bytes(24)
+        for entries in containers
+    )
+    names = b"\0.nv_fatbin\0".ljust(16, b"\0")
+    sections = [(0, 0, 0, 0, 0, 0), (1, 1, 0, 0, 64, len(body)), (0, 3, 0, 0, 64 + len(body), 16)]
+    table = b"".join(struct.pack("<IIQQQQ", *one).ljust(64, b"\0") for one in sections)
+    head = bytearray(64)
+    head[:6] = b"\x7fELF\x02\x01"
+    struct.pack_into("<Q", head, 0x28, 64 + len(body) + 16)
+    struct.pack_into("<HHH", head, 0x3A, 64, 3, 2)
+    return bytes(head) + body + names + table
+
+
+def kept(data):
+    """Kind and architecture of the entries of each container."""
+    return [[(e.kind, e.architecture) for e in c.entries] for c in slim_wheels.containers(data)]
+
+
+PTX, CUBIN = slim_wheels.PTX, slim_wheels.CUBIN
+
+
+def test_slimming_keeps_what_a_device_loads():
+    own = entry(CUBIN, 90, b"h100" * 16)
+    library = shared_object(
+        [entry(CUBIN, 80, b"a" * 64), own, entry(CUBIN, 100, b"b" * 64), entry(PTX, 90, b"c" * 64)],
+        [entry(CUBIN, 80, b"d" * 64), entry(PTX, 80, b"e" * 64)],  # only PTX helps the device here
+        [entry(CUBIN, 86, b"f" * 64), entry(CUBIN, 90, b"g" * 64)],
+    )
+    data = bytearray(library)
+    assert slim_wheels.slim(data, 90) == 4 * 128
+    assert kept(data) == [[(CUBIN, 90)], [(CUBIN, 80), (PTX, 80)], [(CUBIN, 90)]]
+    assert own in data and b"a" * 64 not in data and b"e" * 64 in data
+    assert len(data) == len(library)
+    data = bytearray(library)  # 8.9 loads the cubins of 8.0 and 8.6
+    slim_wheels.slim(data, 89)
+    assert kept(data) == [[(CUBIN, 80)], [(CUBIN, 80)], [(CUBIN, 86)]]
+
+
+def test_unknown_layout_is_an_error_and_other_files_have_no_kernels():
+    with pytest.raises(ValueError, match="unknown entry of kind 7"):
+        slim_wheels.slim(bytearray(shared_object([entry(7, 90, b"x" * 64)])), 90)
+    assert slim_wheels.slim(bytearray(b"no shared object"), 90) == 0
+
+
+def test_slimmed_wheel_installs_with_new_hashes(tmp_path):
+    library = shared_object([entry(CUBIN, 80, os.urandom(1 << 16)), entry(CUBIN, 90, b"y" * 64)])
+    make_wheel(tmp_path, "kernels", data=library)
+    (wheel,) = (tmp_path / "index").iterdir()
+    before = wheel.stat().st_size
+    assert slim_wheels.slim_wheel(wheel, 90) == (1 << 16) + 64
+    assert wheel.stat().st_size < before - (1 << 15)
+    unpack = [sys.executable, "-m", "wheel", "unpack", "--dest", str(tmp_path), str(wheel)]
+    subprocess.run(unpack, check=True)  # compares the hashes
