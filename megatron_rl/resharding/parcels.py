@@ -28,7 +28,7 @@ class Block(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the slices of a message are in its buffer.
+    """Positions of the slices of a message in its buffer.
 
     starts: element at which each begins. size: elements of all. separate: the numbers of the slices
     that are sent without the buffer; their places in it come last, from `end` on, for ranks that

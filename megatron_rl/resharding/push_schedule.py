@@ -3,10 +3,9 @@
 All slices of a round from one rank along the same path form one message. It is sent once to each
 other node, whose ranks receive first in turn and forward it within the node.
 
-In a round no rank has more than a bucket of messages, sent and received together. The slices of a
-tensor stay in one round if they fit and tensors are assembled for a loader; those of a larger
-tensor are split into blocks of rows. If tensors are assembled, the tensors that a round adds to are
-bounded as well.
+In a round no rank has more than a bucket of messages, sent and received together. A tensor that
+would fill much of a round is split into blocks of rows, so that several pipeline stages send in it.
+If tensors are assembled for a loader, those that a round adds to are bounded as well.
 
 Every rank computes the rounds of all ranks, so that all find the same ones, but only its own
 slices. A round ends for all ranks where one of them has no room: ranks that have less in it have
@@ -15,7 +14,7 @@ less in the whole push as well, because the order mixes all senders in proportio
 
 import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -65,7 +64,8 @@ class _Rounds:
         self.wire_limit, self.tensor_limit = wire, tensors
         self.number = 0
         self._wire = np.zeros(world_size, np.int64)  # elements in this round, [ranks]
-        self._tensors = np.zeros(world_size, np.int64)
+        self._tensors = np.zeros(world_size, np.int64)  # elements of tensors that it adds to
+        self._open = set[str]()  # these tensors
 
     def place(self, step: Step, *, size: int) -> Iterator[tuple[int, Part]]:
         """Yield the rounds of a step's parts: a single one if they fit into a bucket.
@@ -74,29 +74,42 @@ class _Rounds:
         """
         if step.load.max(initial=0) <= self.wire_limit:
             if step.parts:
-                self._reserve(step.load, step.receives, size)
+                self._reserve(step, step.load, step.receives, size)
             yield from ((self.number, part) for part in step.parts)
             return
         for part in step.parts:
             load = (part.size + SLICE_EXTRA) * part.turn.messages
-            self._reserve(load, part.turn.receives, size)
+            self._reserve(step, load, part.turn.receives, size)
             yield self.number, part
 
-    def _reserve(self, load: np.ndarray, receives: np.ndarray, size: int) -> None:
+    def _reserve(self, step: Step, load: np.ndarray, receives: np.ndarray, size: int) -> None:
         """Open another round if this one has no room on some rank.
 
-        load: elements [ranks]. A tensor of `size` elements is assembled on the ranks in `receives`;
-        one above the limit of a round uses its rounds alone.
+        load: elements [ranks]. A tensor of `size` elements is assembled on the ranks in `receives`.
         """
         full = ((self._wire > 0) & (self._wire + load > self.wire_limit) & (load > 0)).any()
-        if self.tensor_limit is not None:
-            adds = receives * min(size, self.tensor_limit)
-            full |= (
-                receives & (self._tensors > self.tensor_limit - adds) & (self._tensors > 0)
-            ).any()
-            self._tensors = adds if full else self._tensors + adds
-        self.number += bool(full)
-        self._wire = load if full else self._wire + load
+        if self.tensor_limit is not None and step.tensor not in self._open:
+            size = min(size, self.tensor_limit // 2)  # others are sent while a larger one is
+            no_room = (receives & (self._tensors + size > self.tensor_limit)).any()
+            full |= bool(self._open) and no_room
+        if full:
+            self.number += 1
+            self._wire, self._tensors, self._open = 0 * load, 0 * load, set()
+        self._wire = self._wire + load
+        if step.tensor not in self._open:
+            self._open.add(step.tensor)
+            self._tensors = self._tensors + receives * size
+
+
+def _one_of_each_holder(sizes: Mapping[str, int], source: ActorLayout) -> int:
+    """Count elements of one tensor of each pipeline stage and expert rank; not the vocabulary's.
+
+    Ranks send at once only if a round has room for a tensor of each.
+    """
+    holders = {name: source.expert if ".experts." in name else 1 for name in sizes}
+    return source.pipeline * max(
+        size * holders[name] for name, size in sizes.items() if ".layers." in name
+    )
 
 
 def schedule(
@@ -113,14 +126,14 @@ def schedule(
 
     The limits are those of `plan_for_rank`.
     """
-    direct = tensor_elements is None
     plan = Plan(
         shape, source, destination, fused=fused, ranks_per_node=ranks_per_node,
-        block_elements=max(1, wire_elements // (STEPS if direct else 1)),
+        block_elements=max(1, wire_elements // STEPS),
     )  # fmt: skip
+    if tensor_elements is not None:
+        tensor_elements = max(tensor_elements, 2 * _one_of_each_holder(plan.sizes, source))
     placing = _Rounds(plan.world_size, wire_elements, tensor_elements)
-    steps = plan.steps(apart=direct)
-    return plan, ((s, list(placing.place(s, size=plan.sizes[s.tensor]))) for s in steps)
+    return plan, ((s, list(placing.place(s, size=plan.sizes[s.tensor]))) for s in plan.steps())
 
 
 @contextmanager
@@ -150,8 +163,9 @@ def plan_for_rank(
     """Compute the plan and return the part of one rank.
 
     wire_elements: limit of the elements any rank sends plus receives in a round. tensor_elements:
-    limit of the tensors that a round adds to, in full shape; a larger tensor uses its rounds alone.
-    None: slices are written directly to their destination and no tensors are assembled.
+    limit of the tensors that a round adds to, in full shape, but at least the largest of a layer
+    for each pipeline stage; a larger tensor uses its rounds alone. None: slices are written
+    directly to their destination and no tensors are assembled.
     """
     plan, steps = schedule(
         shape, source, destination, wire_elements=wire_elements, tensor_elements=tensor_elements,

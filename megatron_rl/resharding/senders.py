@@ -5,10 +5,10 @@ slices that no rank of the node has are sent once from another node for all rank
 Several possible senders take turns. The bytes received are therefore exactly the lower bound: what
 each rank needs and lacks, and between nodes, what the ranks of a node need and all of them lack.
 
-Order decides how many ranks send at once. Modules are the engine's, in model order: vLLM's loaders
-keep tensors until a module is complete, so a pipeline stage sends one module at a time. Within a
-module one tensor of each holder follows the other (of each expert rank, for experts), and stages
-alternate, all in proportion to what they have to send.
+Order decides how many ranks send at once. Within a module (of the engine's, in model order) one
+tensor of each holder follows the other (of each expert rank, for experts), and pipeline stages
+alternate, all in proportion to what they have to send. vLLM's loaders therefore have one incomplete
+module of each stage at a time.
 
 Tensors that the same ranks have and need in the same rectangles are planned once (`_Kind`): layers
 of a stage, experts of a rank. Replicas are in one group of ranks, so the cost of a plan is that of
@@ -241,12 +241,8 @@ class Plan:
         nothing = np.zeros(self.world_size, np.int64)
         return steps or [Step(name, (), nothing, nothing > 0, 1)]
 
-    def steps(self, *, apart: bool = False) -> Iterator[Step]:
-        """Yield all steps in transfer order.
-
-        apart: a tensor's steps may have those of other pipeline stages between them, and modules
-        of several stages are sent at once.
-        """
+    def steps(self) -> Iterator[Step]:
+        """Yield all steps in transfer order; those of several stages alternate."""
         stages: dict[int, list[list[Step]]] = {}
         modules: dict[str, list[str]] = {}
         for name, pieces in self._needs.items():
@@ -256,11 +252,10 @@ class Plan:
             for name in names:
                 holder = tuple(map(tuple, self._owned[name].values()))
                 holders.setdefault(holder, []).append(self.steps_of(name))
-            in_turn = _in_proportion(list(holders.values()))
-            steps = [step for of_tensor in in_turn for step in of_tensor]
             first = min(self._owners[groups[0]][0] for groups in next(iter(holders)))
             queue = stages.setdefault(first // self._stage_size, [])
-            queue.extend([[step] for step in steps] if apart else [steps])
+            for of_tensor in _in_proportion(list(holders.values())):
+                queue.extend([step] for step in of_tensor)
         for together in _in_proportion(list(stages.values())):
             yield from together
 

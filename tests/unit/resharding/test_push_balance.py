@@ -9,7 +9,8 @@ from megatron_rl.resharding.push_schedule import plan_for_rank
 from tests.unit.resharding.shapes import small_shape
 from tools.benchmarks.push_simulation import simulate
 
-# The ratios of Qwen3-235B-A22B and Qwen2.5-72B, 1/64 of their sizes.
+# The ratios of Qwen3-235B-A22B and Qwen2.5-72B, 1/64 of their sizes; so 8,000 elements of a tensor
+# are 64 MiB of theirs.
 EXPERTS = small_shape(
     "Qwen3MoeForCausalLM", num_layers=4, hidden_size=64, num_attention_heads=16, num_query_groups=4,
     head_dim=8, vocab_size=2048, experts=ExpertShape(64, 8, 24, True),
@@ -35,6 +36,31 @@ def test_rounds_take_little_more_than_busiest_port(shape, actor, engine, bound):
     assert len(found.out) >= 8
     assert found.over_ideal <= bound, (found.over_ideal, found.senders)
     assert found.senders > 0.8 * actor.world_size
+
+
+@pytest.mark.parametrize(("shape", "actor", "engine", "bound"), LAYOUTS)
+def test_rounds_for_loaders_take_little_more_than_the_busiest_port(shape, actor, engine, bound):
+    """Whole tensors, with buckets of 512 MiB as on CUDA: `Resharder._plan`."""
+    found = simulate(
+        shape, actor, engine, wire_elements=16000, tensor_elements=32000, ranks_per_node=8
+    )
+    assert len(found.out) >= 5
+    assert found.over_ideal <= bound, (found.over_ideal, found.senders)
+
+
+def test_slices_of_a_message_are_written_in_few_blocks():
+    """Gate and up of all experts of a rank are one block of its message, and their down another."""
+    plan = plan_for_rank(
+        EXPERTS, ActorLayout(1, 2, 4, 8, expert=8), EngineLayout(8, 64), rank=0,
+        wire_elements=64000, ranks_per_node=8,
+    )  # fmt: skip
+    messages = [message for part in plan.rounds for message in part.receives]
+    blocks = [message.places(separate_from=None).blocks for message in messages]
+    slices = sum(len(message.slices) for message in messages)
+    assert slices > 500 and sum(map(len, blocks)) <= slices / 4
+    for message, of_message in zip(messages, blocks, strict=True):
+        covered = [n for block in of_message for n in range(block.first, block.stop)]
+        assert covered == list(range(len(message.slices)))
 
 
 def _count(monkeypatch, module, name):
