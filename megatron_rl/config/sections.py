@@ -274,13 +274,18 @@ class WandbSection(Section):
 class ReshardingSection(Section):
     """Transfer of weights from the actor to the engine, and its checks."""
 
-    bucket_mib: Count = 64
-    """Maximum data in MiB that a rank sends and receives in one round of the transfer."""
+    bucket_mib: Count | None = None
+    """Maximum data in MiB that a rank sends and receives in one round of the transfer; null is 512
+    on CUDA and 64 on a CPU."""
     full_check_every: Annotated[int, Field(ge=0)] = 50
     """Weight syncs between full checks, which compare every slice; the first sync is always checked
     in full, and 0 disables further ones. Every sync compares checksums."""
     time_limit_seconds: Positive = 300.0
     """Time limit in seconds for transferring the weights in one sync."""
+
+    def bucket_bytes(self, *, cuda: bool) -> int:
+        """Return the size of a bucket on this kind of device."""
+        return (self.bucket_mib or (512 if cuda else 64)) * 2**20
 
 
 def _check_keep_rollouts(value: Any) -> Any:

@@ -17,6 +17,7 @@ Mismatch = Literal["none", "bf16", "fp8_e4m3"]
 # The matrices of a layer; embeddings, norms, the output layer and routers are not rounded, as in
 # engines that quantize to fp8.
 LAYER_MATRIX = re.compile(r"model\.layers\.\d+\.(?!mlp\.gate\.)[\w.]+\.weight")
+PLAIN_BACKENDS = ("TRITON", "BATCHED_TRITON")
 
 
 def check_tensors(
@@ -60,14 +61,31 @@ def round_tensor(name: str, tensor: Tensor, mismatch: Mismatch) -> Tensor:
 def parameters_as_expected(
     llm: Any, expected: dict[str, tuple[int, ...]], *, shape: ModelShape, dtype: torch.dtype
 ) -> Mapping[str, Tensor] | None:
-    """Return vLLM's own parameters if names, shapes and dtype are as expected, else None."""
+    """Return vLLM's own parameters if they are as expected and in plain order, else None.
+
+    Compares names, shapes and dtype, and requires expert kernels that compute with the experts as
+    they are loaded.
+    """
     if shape.tied_embeddings:
         expected.pop("lm_head.weight")  # the same parameter, listed once
-    parameters: Mapping[str, Tensor] = llm.apply_model(
-        lambda model: dict(model.named_parameters())
-    )[0]
+    model: torch.nn.Module
+    (model,) = llm.apply_model(lambda model: model)
+    parameters = dict(model.named_parameters())
     as_expected = parameters.keys() == expected.keys() and all(
-        tuple(parameters[name].shape) == size and parameters[name].dtype == dtype
+        tuple(parameters[name].shape) == size
+        and parameters[name].dtype == dtype
+        and parameters[name].is_contiguous()
         for name, size in expected.items()
     )
-    return parameters if as_expected else None
+    return parameters if as_expected and has_plain_experts(model) else None
+
+
+def has_plain_experts(model: torch.nn.Module) -> bool:
+    """Return whether vLLM's kernels use all experts in the order in which they are loaded.
+
+    Triton's do; others swap or interleave their rows (vllm's fused_moe/oracle/unquantized.py).
+    """
+    experts = [module for module in model.modules() if hasattr(module, "w13_weight")]
+    methods = [getattr(module, "quant_method", None) for module in experts]
+    backends = [getattr(method, "unquantized_backend", None) for method in methods]
+    return all(getattr(backend, "name", None) in PLAIN_BACKENDS for backend in backends)

@@ -315,10 +315,10 @@ class VllmEngine:
     def live_parameters(self) -> Mapping[str, Tensor] | None:
         """Return vLLM's own parameters if their layout is exactly the expected one, else None.
 
-        On CPU vLLM repacks them; experts go through vLLM's loaders, since its kernels may reorder.
+        On CPU vLLM repacks them.
         """
         rounded = self.mismatch != "none"  # rounding needs whole tensors, before the loaders
-        if self.topology.device.type != "cuda" or self.shape.experts is not None or rounded:
+        if self.topology.device.type != "cuda" or rounded:
             return None
         expected = self.layout.parameter_shapes(self.shape, rank=self.topology.rank)
         return parameters_as_expected(self._llm, expected, shape=self.shape, dtype=self.dtype)

@@ -312,7 +312,7 @@ def build_engine(
         partial_rollouts=config.lag.partial_rollouts is not None,
         hooks=hooks,
         resharding=ReshardSettings(
-            bucket_bytes=config.resharding.bucket_mib * 2**20,
+            bucket_bytes=config.resharding.bucket_bytes(cuda=on_cuda),
             full_check_every=config.resharding.full_check_every,
             time_limit=config.resharding.time_limit_seconds,
             ranks_per_node=_ranks_per_node(topology),

@@ -8,6 +8,7 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,6 +153,40 @@ def test_sync_weights_engine_matches_actor_in_every_layout(tied, tmp_path):
     assert samples[0][0] != samples[0][1], "the second push changed nothing"
 
 
+def _load_and_write_experts(actor, engine):
+    """Return pairs: a layer's experts as vLLM's loaders leave them, and as written directly.
+
+    Triton's kernels on CUDA compute with both as they are; on a CPU vLLM repacks them afterwards.
+    """
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as of_vllm
+
+    from megatron_rl.resharding.push import Resharder
+
+    loaded, method = [], of_vllm.UnquantizedFusedMoEMethod
+    process = method.process_weights_after_loading
+
+    def capture(self, layer):
+        loaded.extend([layer.w13_weight.detach().clone(), layer.w2_weight.detach().clone()])
+        process(self, layer)
+
+    method.process_weights_after_loading = capture
+    engine.sync_weights(actor, version=0)
+    method.process_weights_after_loading = process
+    sizes = engine.layout.parameter_shapes(actor.shape, rank=actor.topology.rank)
+    live = {name: torch.zeros(size) for name, size in sizes.items()}
+    receiver = SimpleNamespace(
+        layout=engine.layout, dtype=torch.float32, check_idle=lambda: None,
+        live_parameters=lambda: live, overwrite=lambda write, version: write() or 0.0,
+    )  # fmt: skip
+    Resharder(receiver).push(actor, version=0)
+    written = [live[name] for kind in ("w13", "w2") for name in live if f"{kind}_weight" in name]
+    layers = len(written) // 2
+    assert len(loaded) == len(written) == 2 * actor.shape.num_layers
+    return list(
+        zip(loaded, [each for n in range(layers) for each in written[n::layers]], strict=True)
+    )
+
+
 def _push_experts(rank, world_size, folder):
     """Sync whole experts on each actor rank to a slice of every expert on each engine rank."""
     from megatron_rl.engine.vllm_engine import VllmEngine
@@ -167,6 +202,8 @@ def _push_experts(rank, world_size, folder):
             max_model_len=64,
         )
     engine = _engine(folder, 2, actor.topology)
+    for loaded, written in _load_and_write_experts(actor, engine):
+        assert torch.equal(loaded, written)
     for version in (0, 1):  # the second update starts with the kernels of the first one
         stats = engine.sync_weights(actor, version=version)
         _compare_logprobs(actor, engine, version)

@@ -98,7 +98,7 @@ def moments(
     push = {
         "the actor asleep": asleep,
         "the engine's weights": weights,
-        "buckets": 2 * config.resharding.bucket_mib * 2**20,
+        "buckets": 2 * config.resharding.bucket_bytes(cuda=True),
         "the rest of the engine": ENGINE_ASLEEP,
         "reserve": RESERVE,
     }

@@ -1,14 +1,18 @@
 """All ranks send at once: the rounds' time over that of the busiest port, and what a plan costs."""
 
+import functools
+
 import pytest
 
+from megatron_rl.apps.planning.push_time import IMBALANCE
 from megatron_rl.models.shape import ExpertShape
 from megatron_rl.resharding import layouts, routes, senders
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.push_schedule import plan_for_rank
 from tests.unit.resharding.shapes import small_shape
-from tools.benchmarks.push_simulation import simulate
+from tools.benchmarks import push_simulation
 
+simulate = functools.cache(push_simulation.simulate)
 # The ratios of Qwen3-235B-A22B and Qwen2.5-72B, 1/64 of their sizes; so 8,000 elements of a tensor
 # are 64 MiB of theirs.
 EXPERTS = small_shape(
@@ -46,6 +50,17 @@ def test_rounds_for_loaders_take_little_more_than_the_busiest_port(shape, actor,
     )
     assert len(found.out) >= 5
     assert found.over_ideal <= bound, (found.over_ideal, found.senders)
+
+
+def test_planner_uses_the_largest_simulated_ratio():
+    ratios = []
+    for shape, actor, engine, _ in LAYOUTS:
+        for wire, tensors in ((64000, None), (16000, 32000)):
+            found = simulate(
+                shape, actor, engine, wire_elements=wire, tensor_elements=tensors, ranks_per_node=8
+            )
+            ratios.append(found.time / found.into.sum(1).sum() * actor.world_size)
+    assert max(ratios) == pytest.approx(IMBALANCE, abs=0.05)
 
 
 def test_slices_of_a_message_are_written_in_few_blocks():

@@ -134,7 +134,7 @@ def test_command_accepts_built_in_name_and_prints_whether_it_fits(tmp_path, caps
     assert summary.startswith("fits: peak ") and " of 80.0 GiB, in training (the actor" in summary
     assert training.split()[:2] == ["training", summary.split()[2]]
     assert training.endswith("a sleeping engine 4.0, reserve 6.0")
-    assert "the engine's weights 0.9, buckets 0.1" in push  # 494 million at 2 bytes
+    assert "the engine's weights 0.9, buckets 1.0" in push  # 494 million at 2 bytes
     assert "rollout.gpu_memory_utilization=0.2 16.0" in generating and "its weights 0.9" in engine
 
 
