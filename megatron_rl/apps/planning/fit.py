@@ -18,6 +18,7 @@ from megatron_rl.apps.planning.dry_run import DryRun, dry_run_rank, stage_ranks
 from megatron_rl.apps.planning.footprint import (
     COMMUNICATOR,
     ENGINE_ASLEEP,
+    PREPARED,
     RESERVE,
     RESERVED_COMMUNICATORS,
 )
@@ -89,6 +90,7 @@ def moments(
     phase = max(dry_run.phases, key=lambda name: dry_run.phases[name].peak)
     training = {
         f"the actor's peak, {phase}": dry_run.peak,
+        "prepared packs": prepared_bytes(config, dry_run),
         "a sleeping engine": ENGINE_ASLEEP,
         "reserve": RESERVE,
     }
@@ -120,6 +122,15 @@ def moments(
         Moment(ENGINE, share, engine),
         *([] if host_bytes is None else [Moment(HOST, host_bytes, on_host)]),
     ]
+
+
+def prepared_bytes(config: Config, dry_run: DryRun) -> int:
+    """Return bytes of the rollout batch's prepared packs that the dry run did not have.
+
+    A rank keeps the packs of all minibatches; every response has the maximum length.
+    """
+    packs = config.trainer.minibatches * dry_run.micro_batches_of_update
+    return max(0, packs - dry_run.micro_batches) * dry_run.local_tokens * PREPARED
 
 
 def describe_moments(moments: list[Moment]) -> str:

@@ -6,9 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_rl.apps.planning.footprint import GRADIENT, WEIGHT, state_bytes
+from megatron_rl.apps.planning.footprint import (
+    GRADIENT,
+    WEIGHT,
+    prepared_pack_bytes,
+    state_bytes,
+)
 from megatron_rl.apps.planning.generation import Engine
-from megatron_rl.apps.planning.parts import count_parameters, count_trained
+from megatron_rl.apps.planning.parts import Parts, count_parameters, count_trained
+from megatron_rl.apps.planning.response_bytes import ResponseBytes, response_bytes
 from megatron_rl.apps.planning.search import Option, Search
 from megatron_rl.config import Config
 from megatron_rl.preflight.disk import count_rows, describe_size, disk_needs
@@ -31,6 +37,8 @@ class RunCost:
     host_bytes: (
         int  # per node, for optimizer states while the engine generates and a reference policy
     )
+    prepared_bytes: int  # prepared packs of a rollout batch, on a device
+    responses: ResponseBytes
 
     @property
     def hours(self) -> float:
@@ -58,6 +66,9 @@ class RunCost:
             f"  disk: {describe_size(sum(self.disk.values()))}: {disk}",
             f"  host memory: {describe_size(self.host_bytes)} per node for optimizer states while "
             "the engine generates and for a reference policy, plus the memory of each process",
+            f"  prepared packs of a step: {describe_size(self.prepared_bytes)} on a device, in the "
+            "columns behavior and train",
+            f"  {self.responses}",
         ]
 
 
@@ -74,6 +85,8 @@ def run_cost(option: Option, config: Config, result: Search) -> RunCost:
     is_own = config.lora is not None and config.reference_path == config.model.path
     copied = needs_reference and not is_own  # else the reference is the model without adapters
     reference = WEIGHT * count_parameters(shape, parts, stage=0).total if copied else 0
+    load = result.workload
+    packs = load.packs(ranks=parts.data, budget=parts.tokens, alignment=parts.alignment)
     return RunCost(
         steps=trainer.steps,
         devices=result.devices,
@@ -87,7 +100,16 @@ def run_cost(option: Option, config: Config, result: Search) -> RunCost:
         disk=disk_needs(config, RunDirectory(Path(config.run.dir) / "planned"), shape),
         host_bytes=(awake - asleep - gradients + reference)
         * min(result.devices, result.device.per_node),
+        prepared_bytes=load.minibatches * packs.count * prepared_pack_bytes(parts),
+        responses=response_bytes(_with_sizes(config, parts), processes=result.devices),
     )
+
+
+def _with_sizes(config: Config, parts: Parts) -> Config:
+    sizes = {"tensor": parts.tensor, "pipeline": parts.pipeline, "context": parts.context}
+    parallel = config.parallel.model_copy(update=sizes)
+    rollout = config.rollout.model_copy(update={"tensor": parts.rollout_tensor})
+    return config.model_copy(update={"parallel": parallel, "rollout": rollout})
 
 
 def evaluation_seconds(option: Option, config: Config, result: Search, problems: int) -> float:

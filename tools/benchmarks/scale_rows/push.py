@@ -13,45 +13,77 @@ TEXT = """
 Time of the rounds over the time of the busiest port, where all ranks end a round together at its
 busiest port (`tools/benchmarks/push_simulation.py`); 1 is the best that any order of the same
 messages can reach. Models with 4 (235B, 30B) or 8 layers (72B), nodes of 8 ranks, in bfloat16.
-Slices are written directly, with buckets of 64 MiB, or assembled to whole tensors for vLLM's
-loaders, with buckets of 64 MiB and 1 GiB. `before` is commit 4c2004c with slices written directly,
-by the same simulation.
+Slices are written directly into vLLM's parameters, with buckets of 512 MiB, or assembled to whole
+tensors for vLLM's loaders, with buckets of 64 and 512 MiB. `before` by the same simulation: commit
+4c2004c with slices written directly and buckets of 64 MiB (experts then always used loaders), and
+commit 87852f9 for loaders.
 """
 WIRE = 1 << 25  # elements: 64 MiB in bfloat16
 NODE = 8
 
 
-def _layouts() -> list[tuple[str, ModelShape, ActorLayout, EngineLayout, float]]:
-    """List name of the model, its shape, actor, engines and `before`."""
+def _layouts() -> list[
+    tuple[str, ModelShape, ActorLayout, EngineLayout, tuple[float, float, float]]
+]:
+    """List name of the model, its shape, actor, engines and `before` of each way."""
     large, small, dense = qwen3_235b(4), qwen3_30b(4), qwen25_72b(8)
     return [
-        ("30B", small, ActorLayout(2, data=4, expert=4), EngineLayout(4, 8), 2.80),
-        ("235B", large, ActorLayout(1, 2, 4, 8, expert=8), EngineLayout(8, 64), 13.9),
-        ("235B", large, ActorLayout(4, 2, 1, 8, expert=8), EngineLayout(8, 64), 11.2),
-        ("235B", large, ActorLayout(4, 2, 1, 8, expert=8), EngineLayout(8, 64, True), 12.3),
-        ("235B", large, ActorLayout(1, 1, 4, 16, expert=32), EngineLayout(8, 64, True), 15.6),
-        ("235B", large, ActorLayout(1, 2, 4, 8, expert=8), EngineLayout(8, 64, True), 1.95),
-        ("72B", dense, ActorLayout(8, 4, 1, 4), EngineLayout(8, 128), 2.89),
-        ("72B", dense, ActorLayout(4, 4, 1, 8), EngineLayout(8, 128), 3.22),
-        ("235B", large, ActorLayout(4, 4, 1, 16, expert=16), EngineLayout(8, 256), 31.4),
-        ("235B", large, ActorLayout(1, 2, 4, 128, expert=8), EngineLayout(8, 1024), 13.9),
+        ("30B", small, ActorLayout(2, data=4, expert=4), EngineLayout(4, 8), (2.80, 1.16, 1.03)),
+        ("235B", large, ActorLayout(1, 2, 4, 8, expert=8), EngineLayout(8, 64), (13.9, 8.52, 3.02)),
+        ("235B", large, ActorLayout(4, 2, 1, 8, expert=8), EngineLayout(8, 64), (11.2, 7.42, 2.47)),
+        (
+            "235B",
+            large,
+            ActorLayout(4, 2, 1, 8, expert=8),
+            EngineLayout(8, 64, True),
+            (12.3, 2.28, 2.24),
+        ),
+        (
+            "235B",
+            large,
+            ActorLayout(1, 1, 4, 16, expert=32),
+            EngineLayout(8, 64, True),
+            (15.6, 25.3, 1.00),
+        ),
+        (
+            "235B",
+            large,
+            ActorLayout(1, 2, 4, 8, expert=8),
+            EngineLayout(8, 64, True),
+            (1.95, 3.83, 3.31),
+        ),
+        ("72B", dense, ActorLayout(8, 4, 1, 4), EngineLayout(8, 128), (2.89, 3.17, 3.10)),
+        ("72B", dense, ActorLayout(4, 4, 1, 8), EngineLayout(8, 128), (3.22, 4.73, 4.47)),
+        (
+            "235B",
+            large,
+            ActorLayout(4, 4, 1, 16, expert=16),
+            EngineLayout(8, 256),
+            (31.4, 25.4, 5.29),
+        ),
+        (
+            "235B",
+            large,
+            ActorLayout(1, 2, 4, 128, expert=8),
+            EngineLayout(8, 1024),
+            (13.9, 8.52, 3.02),
+        ),
     ]
 
 
 def rows() -> Iterator[Row]:
     """Yield time / ideal of every layout, written directly and through loaders."""
     ways = {
-        "direct, 64 MiB": (WIRE, None),
+        "direct, 512 MiB": (8 * WIRE, None),
         "loaders, 64 MiB": (WIRE // 4, WIRE // 2),
-        "loaders, 1 GiB": (4 * WIRE, 8 * WIRE),
+        "loaders, 512 MiB": (2 * WIRE, 4 * WIRE),
     }
     for model, shape, actor, engine, before in _layouts():
         layout = f"{model} {str(actor)[6:]} -> {str(engine)[5:].partition(' x ')[0]}"
-        for way, (wire, tensors) in ways.items():
+        for (way, (wire, tensors)), was in zip(ways.items(), before, strict=True):
             found = simulate(
                 shape, actor, engine, wire_elements=wire, tensor_elements=tensors,
                 ranks_per_node=NODE,
             )  # fmt: skip
-            was = before if tensors is None else "-"
             what, now = f"time / ideal, {way}", found.over_ideal
             yield Row(what, layout, actor.world_size, was, now, "", "simulated")

@@ -110,6 +110,19 @@ def test_pinned_memory_must_fit_on_host(tmp_path):
         fit.check_fit(plain, processes=1, device_bytes=DEVICE, host_bytes=2**30)
 
 
+def test_prepared_packs_must_fit(tmp_path):
+    """Those of all minibatches: 80 bytes for each token of the responses, of maximum length."""
+    for prompts, fits in ((64, True), (6400, False)):
+        config = shallow(tmp_path, rollout={"prompts_per_step": prompts})
+        lacking, (run,) = fit.find_lacking(config, processes=1, device_bytes=SHALLOW_DEVICE)
+        training = fit.moments(config, run, SHALLOW_DEVICE)[0]
+        responses = prompts * config.rollout.responses_per_prompt
+        tokens = (responses - run.micro_batches * len(run.sequences)) * run.local_tokens
+        assert training.parts["prepared packs"] == 80 * tokens / len(run.sequences)
+        assert (not lacking) == fits
+        assert fits or lacking[0].name == fit.TRAINING
+
+
 def run_command(tmp_path, capsys, monkeypatch, *arguments):
     """Run `megatron-rl dry-run` on the smallest built-in model; return status, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
@@ -129,8 +142,9 @@ def test_command_accepts_built_in_name_and_prints_whether_it_fits(tmp_path, caps
     assert lines and not any("dry_run" in line or "planning" in line for line in lines)
     assert status == 0 and progress == "dry run: rank 0 of 8\n"
     peak = float(next(line for line in out.splitlines() if "update, peak" in line).split()[-1])
-    # plus a sleeping engine of 4 GiB and the reserve of 6 GiB
-    assert float(summary.split()[2]) == pytest.approx(peak + 4 + 6, abs=0.06)
+    # plus a sleeping engine of 4 GiB, the reserve of 6 GiB and the batch's prepared packs
+    prepared = float(training.split("prepared packs ")[1].split(",")[0])
+    assert float(summary.split()[2]) == pytest.approx(peak + prepared + 4 + 6, abs=0.12)
     assert summary.startswith("fits: peak ") and " of 80.0 GiB, in training (the actor" in summary
     assert training.split()[:2] == ["training", summary.split()[2]]
     assert training.endswith("a sleeping engine 4.0, reserve 6.0")
@@ -159,7 +173,8 @@ def test_suggestion_covers_two_moments_that_do_not_fit(tmp_path):
     with pytest.raises(fit.DoesNotFitError) as error:
         fit.check_fit(config, processes=1, device_bytes=SHALLOW_DEVICE)
     suggestion = str(error.value).split("these settings fit: ")[1].split(", or ")[0]
-    assert suggestion == "rollout.gpu_memory_utilization=0.7 trainer.tokens_per_micro_batch=16384"
+    expected = ["rollout.gpu_memory_utilization=0.7", "trainer.tokens_per_micro_batch=16384"]
+    assert sorted(suggestion.split()) == expected
 
 
 def test_preflight_check_raises_from_its_own_process(tmp_path, monkeypatch):

@@ -7,9 +7,10 @@ import pytest
 
 from megatron_rl.apps.planning.built_in import MODELS
 from megatron_rl.apps.planning.devices import DEVICES
-from megatron_rl.apps.planning.layout_report import config_text, describe, plan
+from megatron_rl.apps.planning.layout_report import config_of, config_text, describe, plan
 from megatron_rl.apps.planning.parts import Parts
 from megatron_rl.apps.planning.push_time import push_bytes
+from megatron_rl.apps.planning.response_bytes import response_bytes
 from megatron_rl.apps.planning.run_cost import evaluation_seconds, run_cost
 from megatron_rl.apps.planning.search import MAX_PUSH_PLANS, layouts, search
 from megatron_rl.apps.planning.workload import workload_of
@@ -179,6 +180,13 @@ def test_run_cost(tmp_path):
     replicas = option.parts.replicas * option.parts.tensor
     assert replicas == 8
     assert cost.host_bytes == pytest.approx(12 * 1_777_088_000, rel=0.01)
+    # What a dry run of the config prints, and what the memory of a layout contains.
+    planned = config_of(option, config)
+    assert cost.responses == response_bytes(planned, processes=8)
+    assert str(cost.responses) in "\n".join(cost.describe())
+    load, parts = result.workload, option.parts
+    packs = load.packs(ranks=parts.data, budget=parts.tokens, alignment=parts.alignment)
+    assert cost.prepared_bytes == load.minibatches * packs.count * 80 * parts.local_tokens > 0
     text = "\n".join(cost.describe())
     assert f"{cost.hours:.1f} hours for 25 steps, {8 * cost.hours:.0f} device-hours" in text
     assert "30 problems assumed in b" in text
