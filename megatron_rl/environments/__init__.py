@@ -8,6 +8,7 @@ from megatron_rl.environments.interface import (
     EnvironmentFailure,
     InfrastructureError,
 )
+from megatron_rl.environments.mcp import McpEnvironment
 from megatron_rl.environments.pool import EnvironmentPool
 from megatron_rl.environments.tools import ToolEnvironment
 
@@ -20,5 +21,6 @@ __all__ = [
     "EnvironmentFailure",
     "EnvironmentPool",
     "InfrastructureError",
+    "McpEnvironment",
     "ToolEnvironment",
 ]

@@ -1,0 +1,55 @@
+"""Tools of a real MCP server over standard input and output."""
+
+import importlib.util
+
+import pytest
+
+from megatron_rl.environments.interface import BrokenEnvironmentError
+from megatron_rl.environments.pool import EnvironmentPool
+from tests.unit.environments.test_pool import Talk
+from tests.unit.environments.test_tools import call
+
+HERE = "tests.unit.environments.mcp_tools"
+
+if importlib.util.find_spec("mcp") is None or not importlib.util.find_spec("mcp.server.mcpserver"):
+    pytest.skip("mcp 2 comes with vLLM, which is not installed", allow_module_level=True)
+
+
+def open_pool(name, limit):
+    return EnvironmentPool(f"{HERE}:{name}", workers=1, time_limit_seconds=limit, on_error="zero")
+
+
+def test_tools_of_server_are_called_and_its_errors_are_answers():
+    scripts = [
+        [call("add", a=3, b=4), "7"],
+        [call("double", x=4) + call("add", a=1, b=1), "8"],
+        [call("add", a="three", b=4), call("fail", how="raise"), call("sub"), "7"],
+        [call("fail", how="die"), call("add", a=5, b=5), "7"],
+    ]
+    with open_pool("Remote", 60.0) as pool:
+        pool.start()
+        schemas = {one["function"]["name"]: one["function"] for one in pool.tools}
+        assert list(schemas) == ["double", "add", "fail"]
+        assert schemas["add"]["description"] == "Add two numbers."
+        assert schemas["add"]["parameters"]["required"] == ["a", "b"]
+        answers = [Talk(pool, row="{}")([script])[0] for script in scripts]
+    contents = [[one["content"] for one in answer.observation] for (*most, _) in answers
+                for answer in most]  # fmt: skip
+    assert contents[:2] == [["7"], ["8", "2"]]
+    assert all(text.startswith("error: ") for one in contents[2:6] for text in one)
+    assert "integer" in contents[2][0] and contents[3] == ["error: Error executing tool fail"]
+    assert contents[6] == ["10"]  # by a new server
+    assert [one[-1].reward for one in answers] == [1.0, 0.0, 1.0, 1.0]
+
+
+def test_server_that_hangs_costs_one_call():
+    with open_pool("Remote", 6.0) as pool:
+        scripts = [[call("fail", how="hang"), call("add", a=1, b=1), "7"]]
+        ((late, added, last),) = Talk(pool, row="{}")(scripts)
+    assert late.observation[0]["content"] == "error: timed out"
+    assert (added.observation[0]["content"], last.reward) == ("2", 1.0)
+
+
+def test_server_that_cannot_start_is_refused():
+    with open_pool("Missing", 60.0) as pool, pytest.raises(BrokenEnvironmentError, match="no-such"):
+        pool.start()
