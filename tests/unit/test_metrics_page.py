@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from tests.unit.resharding.test_push import PHASES as SYNC_PHASES
 from tests.unit.trainer.scripted import ConversingEngine, run_loop
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+UNRECORDED = SimpleNamespace(record=lambda name: None)  # conversation settings without a journal
 PLACES = {
     "set": r"[\w.-]+", "k": r"\d+", "source": ".+", "epoch": r"\d+", "phase": "|".join(PHASES),
     "lag": r"\d+", "turns": r"\d+", "name": r"(?!shaped)[A-Za-z]\w*",
@@ -43,7 +45,7 @@ def emitted(tmp_path_factory):
         "named": {"named": True},
         "terms": {"kl": {"coefficient": 0.1}, "entropy_coefficient": 0.1},
         "lag": {"sections": {"lag": {"batches": 1}}},
-        "conversations": {"engine": ConversingEngine, "conversations": object()},
+        "conversations": {"engine": ConversingEngine, "conversations": UNRECORDED},
         "sampling": {"sections": {"dynamic_sampling": {"rounds": 1}}, "solved": (0, 1, 2)},
     }.items():
         folder = tmp_path_factory.mktemp(case)
