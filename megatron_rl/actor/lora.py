@@ -37,6 +37,7 @@ from megatron_rl.actor.weights import named_parameters
 from megatron_rl.distributed.agreement import run_on_rank_0
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
+from megatron_rl.models.adapters import are_in_experts_only
 from megatron_rl.models.fingerprint import model_fingerprint
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.adapted import AdaptedWeight, LocalWeight
@@ -136,12 +137,17 @@ def add_adapters(
 ) -> None:
     """Freeze loaded chunks and add an adapter to every target; B = 0, so outputs do not change.
 
-    A is the same under every layout. Raises ValueError if the experts' layout is not supported.
+    A is the same under every layout. Raises ValueError if adapters of experts are not supported.
     """
     if shape.experts and topology.expert_tp_size not in (None, 1, topology.tp_size):
         raise UserError(
             f"lora with parallel.expert_tensor={topology.expert_tp_size}: adapters of experts need "
             f"1 or parallel.tensor={topology.tp_size}; set parallel.expert_tensor to one of them"
+        )
+    if topology.ep_size > 1 and are_in_experts_only(shape, settings.targets):
+        raise UserError(
+            f"lora.targets={list(settings.targets)} are in experts only: with expert parallelism "
+            "Megatron then has no parameters for its other optimizer; add qkv or proj"
         )
     pieces: dict[str, list[Piece]] = {}
     for piece in layout_of(topology).pieces(shape, rank=topology.rank):

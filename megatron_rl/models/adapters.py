@@ -22,6 +22,11 @@ def adapted_linears(
             yield weight, *((inputs, outputs) if weight.cut == "columns" else (outputs, inputs))
 
 
+def are_in_experts_only(shape: ModelShape, targets: Collection[str]) -> bool:
+    """Return True if no other linear than those of experts has an adapter."""
+    return all(weight.part == "expert" for weight, *_ in adapted_linears(shape, targets))
+
+
 def count_adapter_parameters(shape: ModelShape, *, rank: int, targets: Collection[str]) -> int:
     """Count the parameters of all adapters of a model."""
     total = 0

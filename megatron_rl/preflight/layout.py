@@ -3,6 +3,7 @@
 import math
 
 from megatron_rl.config import Config, ConfigError, ParallelSection
+from megatron_rl.models.adapters import are_in_experts_only
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.divisions import chunk_layers, sharded_sizes, shares_key_heads
 from megatron_rl.resharding.layouts import EngineLayout
@@ -30,6 +31,16 @@ def layout_problems(config: Config, shape: ModelShape, world_size: int) -> list[
         problems.append(
             f"parallel.expert_tensor={slices} cannot be combined with lora: adapters of experts "
             f"need 1 or parallel.tensor={parallel.tensor}; set one of them"
+        )
+    if (
+        config.lora is not None
+        and parallel.expert > 1
+        and are_in_experts_only(shape, config.lora.targets)
+    ):
+        problems.append(
+            f"lora.targets={config.lora.targets} are in experts only, and parallel.expert="
+            f"{parallel.expert}: Megatron then has no parameters for its other optimizer; add qkv "
+            "or proj, or set parallel.expert to 1"
         )
     replicas = world_size // parallel.model_size
     per_minibatch = (

@@ -80,6 +80,20 @@ def test_check_settings_refuses_expert_tensor_sizes_that_megatron_lacks(tmp_path
     assert check(tmp_path / "whole", EXPERTS, world_size=2, parallel=parallel)
 
 
+def test_check_settings_refuses_layouts_of_experts_with_adapters(tmp_path):
+    sizes = EXPERTS | {"num_key_value_heads": 4}
+    rate = {"learning_rate": 1e-4}
+    for name, targets, parallel, output in (
+        ("slices", ["qkv"], {"tensor": 4, "expert": 2, "expert_tensor": 2}, "expert_tensor=2 can"),
+        ("only", ["fc1"], {"expert": 2}, r"lora.targets=\['fc1'\] are in experts only"),
+    ):
+        layout = {"parallel": parallel, "optimizer": rate, "lora": {"targets": targets}}
+        with pytest.raises(ConfigError, match=output):
+            check(tmp_path / name, sizes, world_size=4, **layout)
+    layout = {"parallel": {"tensor": 2, "expert": 2}, "optimizer": rate, "lora": {"rank": 8}}
+    assert check(tmp_path / "both", sizes, world_size=4, **layout)
+
+
 def test_check_settings_names_rule_of_stage_layers(tmp_path):
     parallel = {"pipeline": 2, "stage_layers": [1, 2]}
     with pytest.raises(
