@@ -69,6 +69,16 @@ def _labels_in(labels: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
     return (local * here)[:, None], here
 
 
+def _sum_exp(logits: Tensor, maximum: Tensor) -> Tensor:
+    """Sum exp(x - maximum) per row, overwriting the logits; [c, v], [c] -> [c]."""
+    return logits.sub_(maximum[:, None]).exp_().sum(1)
+
+
+def _softmax_gradient(logits: Tensor, log_sum: Tensor, gain: Tensor) -> Tensor:
+    """Compute gain * exp(x - log_sum), overwriting the logits; [c, v], [c], [c] -> [c, v]."""
+    return logits.sub_(log_sum[:, None]).exp_().mul_(gain[:, None])
+
+
 def _reduce_tokens(
     hidden: Tensor, weight: Tensor, labels: Tensor, first: int, temperature: float, entropy: bool
 ) -> Tensor:
@@ -89,11 +99,12 @@ def _reduce_tokens(
         if entropy:
             weights = (logits - larger[:, None]).exp_()
             mean = mean * shrink + (weights * logits).sum(1)
+            total = total * shrink + weights.sum(1)
+            del weights
         else:
-            weights = logits.sub_(larger[:, None]).exp_()
-        total = total * shrink + weights.sum(1)
+            total = total * shrink + _sum_exp(logits, larger)
         maximum = larger
-        del logits, weights  # free them before the next block
+        del logits  # free it before the next block
     return torch.stack((maximum, total, target, mean))
 
 
@@ -153,13 +164,13 @@ class _TokenLogprobs(torch.autograd.Function):
         for tokens in _spans(len(hidden), steps[0]):
             for rows in _spans(len(real), steps[1]):
                 out = _logits(hidden[tokens], real[rows], ctx.temperature)
-                out.sub_(log_sum[tokens, None])
                 gain = -grad[tokens]
                 if ctx.entropy:  # dH/dx = -p (log p + H)
+                    out.sub_(log_sum[tokens, None])
                     surplus = out + (log_sum - mean)[tokens, None]
                     out.exp_().mul_(surplus.mul_(-grad_entropy[tokens, None]).add_(gain[:, None]))
                 else:
-                    out.exp_().mul_(gain[:, None])
+                    out = _softmax_gradient(out, log_sum[tokens], gain)
                 local, here = _labels_in(labels[tokens], ctx.shard.start + rows.start, out.shape[1])
                 out.scatter_add_(1, local, torch.where(here, grad[tokens], 0.0)[:, None])
                 if ctx.temperature != 1.0:

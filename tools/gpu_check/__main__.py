@@ -34,6 +34,7 @@ def main():
     default = f"Default: all; without a budget not {' and '.join(LONG)}."
     parser.add_argument("--only", nargs="+", choices=NAMES, metavar="ROW", help=default)
     parser.add_argument("--budget", type=parse_budget, help="Seconds, or 90s, 25m, 1h.")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=DEVICE)
     parser.add_argument("--output", type=Path, default=Path("gpu_check.json"))
     parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # set in a family's process
     arguments = parser.parse_args()
@@ -41,6 +42,8 @@ def main():
     if arguments.here:
         _run_here(names, arguments.here)
         return
+    if arguments.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the families' processes
     print(f"{'check':<19} {'status':<8} {'seconds':>6}  measured", flush=True)
     start = time.monotonic()
     rows = run_rows([row for row in ORDER if row.name in names], arguments.budget)
@@ -48,7 +51,7 @@ def main():
     report = {
         "verdict": "failed: " + ", ".join(failed) if failed else "ok",
         "date": date.today().isoformat(),
-        "device": DEVICE,
+        "device": arguments.device,
         "seconds": time.monotonic() - start,
         "budget": arguments.budget,
         "system": " ".join(os.uname()[index] for index in (0, 2, 4)),

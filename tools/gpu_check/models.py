@@ -67,7 +67,6 @@ def save_random_model(folder, model=None):
         "model_type": "qwen2",
     }
     config = {
-        **(model or dense),
         "hidden_act": "silu",
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-6,
@@ -76,6 +75,7 @@ def save_random_model(folder, model=None):
         "eos_token_id": 0,
         "bos_token_id": 0,
         "torch_dtype": "bfloat16",
+        **(model or dense),
     }
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))

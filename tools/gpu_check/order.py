@@ -5,11 +5,22 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tools.gpu_check import actors, dry_run, engine, machine, mended, numerics, peers, speed
+from tools.gpu_check import (
+    actors,
+    candidates,
+    dry_run,
+    engine,
+    machine,
+    mended,
+    numerics,
+    peers,
+    runs,
+    speed,
+)  # fmt: skip
 from tools.gpu_check.row import Row
 
 # Rows that only `--budget` and `--only` run: they compare systems or settings.
-LONG = ("peers", "windows")
+LONG = ("peers", "windows", "heads", "swiglu", "study", "lora_7b", "layouts")
 
 
 @dataclass(frozen=True)
@@ -34,11 +45,16 @@ ORDER = (
     Planned(peers.check_peers, "peers", 300),
     Planned(speed.check_update_16k, "speed", 28.6),
     Planned(speed.check_update_32k, "speed", 13.7),
+    Planned(candidates.check_heads, "candidates", 40),
+    Planned(candidates.check_swiglu, "candidates", 20),
+    Planned(runs.check_study, "study", 480),
+    Planned(runs.check_lora_7b, "lora", 180),
     Planned(engine.check_engine, "engine", 80.4),
     Planned(speed.check_update_experts, "experts", 40),
     Planned(speed.check_update_fp8, "speed_fp8", 30),
     Planned(peers.check_windows, "windows", 240),
     Planned(machine.check_two_devices, "two_devices", 20),
+    Planned(runs.check_layouts, "layouts", 240),
     Planned(numerics.check_groups, "numerics", 10.5),
     Planned(numerics.check_objective, "numerics", 0.6),
     Planned(numerics.check_head, "numerics", 0.3),

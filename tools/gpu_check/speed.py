@@ -69,7 +69,7 @@ def _measure(row, lengths, *, model=None, label="", **settings):
     for pack, behavior in zip(packs, actor.compute_logprobs(packs), strict=True):
         pack.behavior_logprobs = behavior
     objective = build_objective("grpo")
-    seconds = min(_timed(actor.update, minibatch, objective) for _ in range(3))
+    seconds = min(timed(actor.update, minibatch, objective) for _ in range(3))
     needed, peak = model_flop(config, lengths), product_flop_per_second()
     row.note(f"{label}tokens/s", sum(lengths) / seconds)
     row.note(f"{label}TFLOP/s", needed / seconds / 1e12)
@@ -111,10 +111,11 @@ def product_flop_per_second():
     size = 8192 if DEVICE == "cuda" else 512
     matrix = torch.randn(size, size, device=DEVICE, dtype=LOW)
     torch.mm(matrix, matrix)
-    return 2 * size**3 / min(_timed(torch.mm, matrix, matrix) for _ in range(5))
+    return 2 * size**3 / min(timed(torch.mm, matrix, matrix) for _ in range(5))
 
 
-def _timed(act, *arguments):
+def timed(act, *arguments):
+    """Return the seconds of a call, including the work of the device."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()

@@ -15,6 +15,7 @@ from tools.benchmarks import against_trl
 from tools.gpu_check import __main__ as command
 from tools.gpu_check import (
     actors,
+    candidates,
     dry_run,
     engine,
     machine,
@@ -23,6 +24,7 @@ from tools.gpu_check import (
     order,
     peers,
     row,
+    runs,
     speed,
     table,
 )
@@ -314,23 +316,24 @@ def run_command(monkeypatch, tmp_path, seconds, *options):
 
 def test_budget_runs_the_rows_that_fit_in_order_of_value(monkeypatch, tmp_path):
     report = run_command(
-        monkeypatch, tmp_path, dict.fromkeys(command.NAMES, 10.0), "--budget", "4m"
+        monkeypatch, tmp_path, dict.fromkeys(command.NAMES, 10.0), "--budget", "260s"
     )
     status = {one["name"]: one["status"] for one in report["rows"]}
     assert list(status) == command.NAMES
     # machine, mended, update and the quickstart take 40 s; peers would need 315.
-    expected = dict.fromkeys(command.NAMES, "ok") | {"peers": "skipped", "windows": "skipped"}
-    expected["dry_run"] = "skipped"  # 200 of 240 s are gone
+    expected = dict.fromkeys(command.NAMES, "ok")
+    expected |= dict.fromkeys(set(order.LONG) - {"heads", "swiglu"}, "skipped")
+    expected["dry_run"] = "skipped"  # 220 of 260 s are gone
     assert status == expected
     details = {one["name"]: one["detail"] for one in report["rows"]}
-    assert details["peers"] == "needs about 300 s and a start; 200 s of the budget left"
-    assert report["budget"] == 240.0
+    assert details["peers"] == "needs about 300 s and a start; 220 s of the budget left"
+    assert report["budget"] == 260.0
 
 
 def test_without_budget_the_long_rows_are_left_out(monkeypatch, tmp_path):
     report = run_command(monkeypatch, tmp_path, dict.fromkeys(command.NAMES, 1.0))
     left_out = set(command.NAMES) - {one["name"] for one in report["rows"]}
-    assert left_out == {"peers", "windows"}
+    assert left_out == set(order.LONG)
 
 
 def test_a_family_ends_at_the_budget():
@@ -421,3 +424,45 @@ def test_checks_without_their_requirements_are_skipped():
     for check in (numerics.check_memory, actors.check_transformer_engine, actors.check_fp8,
                   speed.check_update_fp8):  # fmt: skip
         assert run_row("x", check).status == "skipped"
+
+
+def test_compiled_kernels_equal_those_in_use():
+    for check in (candidates.check_heads, candidates.check_swiglu):
+        made = run_row("x", check)
+        assert made.status == "ok", made.line()
+    values = {one["what"]: one["value"] for one in made.measures}
+    assert values["gradient's difference"] == 0.0
+
+
+def test_candidate_with_other_gradient_fails(monkeypatch):
+    def wrong(logits, log_sum, gain):
+        return (logits - log_sum[:, None]).exp() * (2 * gain[:, None])
+
+    monkeypatch.setattr(candidates, "fused_gradient", wrong)
+    assert "compiled tiles, gradient's difference" in failing("heads", candidates.check_heads)
+    from megatron_rl.distributed import vocab_parallel
+
+    assert vocab_parallel._softmax_gradient.__module__ == vocab_parallel.__name__  # put back
+
+
+@pytest.mark.parametrize(
+    ("change", "output"),
+    [
+        ({"ratio/first_minibatch_max_deviation": 1e-7}, "first ratio - 1"),
+        ({"mismatch/logprob_abs_diff_mean": 0.5}, "log-prob gap"),
+    ],
+)
+def test_rows_of_runs_fail_if_inexact(change, output):
+    good = {"ratio/first_minibatch_max_deviation": 0.0, "mismatch/logprob_abs_diff_mean": 0.01,
+            "time/step": 1.0, "reward/mean": 0.5, "memory/train_peak_gib": 1.0}  # fmt: skip
+    runs._judge(Row("x"), "LoRA", [good, good])
+    with pytest.raises(AssertionError, match=output):
+        runs._judge(Row("x"), "LoRA", [{**good, **change}, good])
+
+
+def test_study_for_a_gpu_is_a_study_in_a_fixed_order():
+    from megatron_rl.apps.study.study_plan import load_study
+
+    study = load_study(runs.STUDY, [])
+    assert len(study.runs) == 32
+    assert study.runs[0].name == "sum-0.0004-4-positive_only-seed1"

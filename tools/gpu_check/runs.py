@@ -1,0 +1,164 @@
+"""Rows that run the command line: LoRA on one device, layouts of two devices, a study."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import yaml
+
+from tools.gpu_check.models import PUBLISHED, TINY, save_random_model
+from tools.gpu_check.row import DEVICE, Skipped
+
+ROOT = Path(__file__).parents[2]
+ON_GPU = DEVICE == "cuda"
+STUDY = ROOT / "examples" / "pnpo" / "study_gpu.yaml"
+STUDY_SECONDS = 450  # of the row; the study continues where it stopped
+TINY_VOCABULARY = 64
+DENSE_7B = {  # Qwen2.5-7B's
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+}
+
+
+def _call(*arguments, limit=None):
+    """Run a Python command in the repository; after `limit` seconds ask it to save and stop."""
+    paths = os.pathsep.join([str(ROOT), *(path for path in sys.path if path)])
+    process = subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": paths},
+        stdout=sys.stderr, start_new_session=True,
+    )  # fmt: skip
+    try:
+        status = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+        return
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    if status:
+        raise RuntimeError(f"{' '.join(arguments[:4])} exited with status {status}")
+
+
+@contextmanager
+def _random_model(shape, vocabulary=None):
+    """Yield a folder with a random model of this shape, a tokenizer of its size, and prompts."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    import make_tiny_task as tiny
+
+    folder = Path(tempfile.mkdtemp())
+    try:
+        _call("tools/make_tiny_task.py", "--output", str(ROOT / ".cache" / "tiny_task"))
+        tokenizer = tiny.build_tokenizer(32768)
+        size = vocabulary or shape["vocab_size"]
+        tokenizer.add_tokens([f" w{index}" for index in range(size - len(tokenizer))])
+        ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.eos_token_id}
+        qwen = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+        save_random_model(folder / "model", {**qwen, **shape, "vocab_size": size, **ends})
+        tokenizer.save_pretrained(folder / "model")
+        shutil.copy(ROOT / ".cache" / "tiny_task" / "train.parquet", folder)
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def _train(folder, name, *settings, steps=2):
+    """Train the model in `folder`; return the metrics of each step."""
+    memory = ("rollout.kv_cache_mib=null",) if ON_GPU else ("rollout.kv_cache_mib=64",)
+    _call(
+        *("-m", "megatron_rl.cli", "train", "--config", "examples/pnpo/quickstart.yaml"),
+        *(f"model.path={folder}/model", f"data.train={folder}/train.parquet", "eval.sets={}"),
+        *("parallel.context=1", f"trainer.steps={steps}", "trainer.checkpoint_every=1000"),
+        *("reward.verifier=tools.benchmarks.against_trl:score", "logging.tensorboard=false"),
+        *(f"run.dir={folder}", f"run.name={name}", *memory, *settings),
+    )
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "time/step" in row]
+
+
+def _judge(row, name, steps):
+    """Note seconds and peak of the last step; the first ratio must be exactly 1."""
+    last = steps[-1]
+    worst = max(abs(one["ratio/first_minibatch_max_deviation"]) for one in steps)
+    row.at_most(f"{name}, first ratio - 1", worst, 0.0)
+    gap = max(one["mismatch/logprob_abs_diff_mean"] for one in steps)
+    row.at_most(f"{name}, log-prob gap", gap, 0.1)
+    row.note(f"{name}, seconds a step", last["time/step"])
+    row.note(f"{name}, reward", last["reward/mean"])
+    row.note(f"{name}, peak GiB", max(last[key] for key in last if key.startswith("memory/")))
+
+
+def check_lora_7b(row):
+    """Train adapters of a 7B on one device."""
+    with _random_model(DENSE_7B if ON_GPU else TINY, None if ON_GPU else TINY_VOCABULARY) as folder:
+        sizes = _small_batch()
+        if ON_GPU:
+            sizes += ("rollout.max_response_tokens=1024", "trainer.recompute=full")
+        _judge(row, "LoRA", _train(folder, "lora", "lora.rank=16", *sizes))
+
+
+def _small_batch():
+    return (
+        "rollout.prompts_per_step=8",
+        "rollout.responses_per_prompt=4",
+        "rollout.max_response_tokens=32",
+        "trainer.epochs=1",
+        "trainer.minibatches=2",
+    )
+
+
+def check_layouts(row):
+    """Train with context parallelism 2 and tensor parallelism 2: collectives, pushes, engines."""
+    if ON_GPU and torch.cuda.device_count() < 2:
+        raise Skipped("one device")
+    shape, vocabulary = (PUBLISHED, None) if ON_GPU else ({**TINY, "num_key_value_heads": 2}, 64)
+    with _random_model(shape, vocabulary) as folder:
+        for layout in ("context", "tensor"):
+            steps = _train(
+                folder, layout, *_small_batch(), "parallel.context=1", f"parallel.{layout}=2"
+            )
+            _judge(row, f"{layout} 2", steps)
+
+
+def check_study(row):
+    """Run the study of examples/pnpo/study_gpu.yaml in its fixed order, until the time is over."""
+    study = yaml.safe_load(STUDY.read_text())
+    with tempfile.TemporaryDirectory() as temporary:
+        file, settings = STUDY, ()
+        if not ON_GPU:
+            file, settings = Path(temporary) / STUDY.name, _shrink(study, Path(temporary))
+            file.write_text(yaml.safe_dump(study, sort_keys=False))
+        _call("-m", "megatron_rl.cli", "study", str(file), *settings, limit=STUDY_SECONDS)
+        runs = ROOT / study.get("dir", "runs") / study["name"] / "runs"
+        runs = (Path(study["dir"]) / study["name"] / "runs") if not ON_GPU else runs
+        row.at_least("runs", len(list(runs.glob("*/metrics.jsonl"))), 1)
+
+
+def _shrink(study, folder):
+    """Replace the study's tasks by the tiny one, and keep two runs of one step each."""
+    _call("tools/make_tiny_task.py", "--output", str(ROOT / ".cache" / "tiny_task"))
+    task = ROOT / ".cache" / "tiny_task"
+    study["dir"], study["seeds"] = str(folder / "studies"), [1]
+    study.pop("tasks")
+    for values in study["axes"]["task"].values():
+        values.update({
+            "model.path": f"{task}/model",
+            "reward.verifier": "megatron_rl.rewards.math_answer:verify_math_answer",
+            "data": {"train": f"{task}/train.parquet", "max_prompt_tokens": 48},
+            "eval.sets": {"heldout": f"{task}/heldout.parquet"},
+            "rollout.max_response_tokens": 56,
+        })  # fmt: skip
+    study["cells"] = [{**study["cells"][0], "objective": ["positive_only"]}]
+    return ("trainer.steps=1", "eval.every=1", "rollout.prompts_per_step=8",
+            "rollout.kv_cache_mib=64", "eval.samples=1")  # fmt: skip
