@@ -33,6 +33,7 @@ SCORED = "environment"  # the reason of a reward if the environment gave none
 FAILURE_REASONS = {
     "timed_out": "environment timed out",
     "failed": "environment failed",
+    "rewritten": "earlier messages changed",
     "lost": "environment lost",
 }
 

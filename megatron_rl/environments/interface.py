@@ -17,7 +17,7 @@ from megatron_rl.texts import clean
 
 MAX_OBSERVATION = 1_000_000  # characters; the context of any model is shorter
 _ROLES = ("user", "tool", "system", "developer", "ipython")
-FailureKind = Literal["timed_out", "failed", "lost"]
+FailureKind = Literal["timed_out", "failed", "rewritten", "lost"]
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class EnvironmentFailure:
     """A conversation that its environment could not continue.
 
     kind: `timed_out`: a call exceeded the time limit; `failed`: the environment raised, returned no
-    valid answer or ended its process; `lost`: infrastructure that it needs was lost, whatever the
-    policy wrote. text: one line for the log.
+    valid answer or ended its process; `rewritten`: its agent changed earlier messages; `lost`:
+    infrastructure that it needs was lost, whatever the policy wrote. text: one line for the log.
     """
 
     kind: FailureKind

@@ -153,8 +153,8 @@ class EnvironmentPool:
         place = self._places.get(key)
         if place is None:  # ended meanwhile
             return []
-        failed = isinstance(result, EnvironmentFailure) and result.kind == "failed"
-        if failed and self.on_error == "end":
+        kind = result.kind if isinstance(result, EnvironmentFailure) else None
+        if kind in ("failed", "rewritten") and self.on_error == "end":
             raise BrokenEnvironmentError(result.text)
         return [(place, result)]
 

@@ -25,6 +25,7 @@ from functools import partial
 from io import RawIOBase
 from typing import Any
 
+from megatron_rl.environments.endpoint import RewrittenHistoryError
 from megatron_rl.environments.interface import (
     Answer,
     InfrastructureError,
@@ -143,6 +144,7 @@ class Worker:
         if isinstance(error, OverTimeError):
             return {"failure": "timed_out", "text": "", "trace": ""}
         kind = "lost" if isinstance(error, InfrastructureError | DifferentAnswerError) else "failed"
+        kind = "rewritten" if isinstance(error, RewrittenHistoryError) else kind
         trace = clean("".join(traceback.format_exception(error)))
         return {"failure": kind, "text": clean(_one_line(error)), "trace": trace}
 

@@ -16,6 +16,7 @@ from megatron_rl.types import Prompt
 GRACE_SECONDS = 30.0  # for a process that is killed at its time limit and started again
 CURES = {
     "failed": "the policy can write an empty turn, so it needs an Answer too",
+    "rewritten": "send them unchanged",
     "timed_out": "raise environment.time_limit_seconds, or let it answer sooner",
     "lost": "start what it needs",
 }
