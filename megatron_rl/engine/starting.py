@@ -19,6 +19,7 @@ def fixed_arguments(max_model_len: int, *, on_cuda: bool, partial_rollouts: bool
     """Return the arguments of vLLM that do not depend on the config."""
     arguments: dict[str, Any] = {
         "load_format": "dummy",
+        "config_format": "hf",  # "auto" would prefer a params.json, which the actor does not read
         "distributed_executor_backend": "external_launcher",
         "logprobs_mode": "processed_logprobs",
         "enable_sleep_mode": on_cuda,

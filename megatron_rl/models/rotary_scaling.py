@@ -63,6 +63,8 @@ def unsupported_rotary_features(config: dict[str, Any]) -> list[str]:
     elif kind != "default":
         missing = [key for key in _KEYS[kind][0] if rope.get(key) is None]
         unsupported += [f"rope type {kind!r} without {key}" for key in missing]
+    if rope.get("llama_4_scaling_beta"):
+        unsupported.append("queries scaled by position (llama_4_scaling_beta)")
     partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
     if partial != 1:
         unsupported.append("partial rotary embeddings")

@@ -95,10 +95,14 @@ _POSITIVE = {
 def _unsupported_features(config: dict[str, Any], architecture: Architecture) -> list[str]:
     """List features in this config.json that the weight tables or our Megatron model lack."""
     layer_types = config.get("layer_types") or []
+    window = architecture.default_sliding_window and config.get(
+        "sliding_window", architecture.default_sliding_window
+    )
     features = {
-        "sliding-window attention": bool(config.get("use_sliding_window"))
+        "sliding-window attention": bool(config.get("use_sliding_window") or window)
         or any(kind != "full_attention" for kind in layer_types),
         f"hidden_act {config.get('hidden_act')!r}": config.get("hidden_act", "silu") != "silu",
+        "llama_4_scaling": config.get("llama_4_scaling") is not None,
         "attention_bias": bool(config.get("attention_bias")),
         "qkv_bias false": architecture.qkv_bias and config.get("qkv_bias", True) is False,
         "mlp_bias": bool(config.get("mlp_bias")),

@@ -153,11 +153,14 @@ class Architecture:
     """One family of models, named as in `architectures` of its config.json.
 
     default_head_dim: head size if config.json has none; None: hidden size / heads.
+    default_sliding_window: tokens that every layer attends to if config.json has no
+    `sliding_window`; None: the architecture ignores that key and needs `use_sliding_window`.
     """
 
     name: str
     weights: tuple[Weight, ...]
     default_head_dim: int | None = None
+    default_sliding_window: int | None = None
 
     @property
     def qkv_bias(self) -> bool:

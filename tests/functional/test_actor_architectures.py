@@ -50,6 +50,7 @@ YARN = {
 }
 MODELS = {
     "llama": ("LlamaConfig", {"rope_parameters": LLAMA3}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
     "qwen3": ("Qwen3Config", {"tie_word_embeddings": True, "rope_parameters": YARN}),
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "norm_topk_prob": True}),
     # Its routing is not normalised over the chosen experts.

@@ -31,6 +31,8 @@ def _save_model(name: str, folder: Path) -> None:
     }
     if name.startswith("Qwen3"):
         sizes["head_dim"] = 64  # not hidden size / heads
+    if name == "Mistral":
+        sizes |= {"head_dim": 64, "sliding_window": None}
     if name.endswith("Moe"):
         sizes |= EXPERTS | {"norm_topk_prob": name == "Qwen3Moe"}
     if name == "Qwen2Moe":
@@ -43,6 +45,9 @@ def _save_model(name: str, folder: Path) -> None:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else 0.1 * noise)
     model.save_pretrained(folder)
+    if name == "Mistral":  # a download has the weights and sizes in Mistral's own format, too
+        (folder / "consolidated.safetensors").touch()
+        (folder / "params.json").write_text("{}")
 
 
 @torch.no_grad()
@@ -78,7 +83,7 @@ def _push(rank, world_size, folder):
     return True
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Qwen3Moe", "Qwen2Moe"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3", "Qwen3Moe", "Qwen2Moe"])
 def test_vllm_log_probs_match_transformers(name, tmp_path):
     _save_model(name, tmp_path)
     assert all(run_ranks(_push, 2, str(tmp_path)))

@@ -24,7 +24,7 @@ QWEN2 = {
 # Of the models' own config.json files; the devices are those that each config's comment names.
 MODELS = {
     "r1_distill_1_5b_epochs1": 32, "r1_distill_1_5b_epochs4": 32, "qwen2_5_7b": 32,
-    "qwen2_5_32b": 64, "qwen2_5_7b_lora": 1, "qwen2_5_32b_lora": 8,
+    "qwen2_5_32b": 64, "qwen2_5_7b_lora": 1, "qwen2_5_32b_lora": 8, "mistral_7b": 32,
     "qwen3_30b_a3b": 32, "qwen3_235b_a22b": 256,
 }  # fmt: skip
 R1_DISTILL = QWEN2 | {
@@ -41,6 +41,12 @@ SHAPES = {
     "qwen2_5_32b": QWEN2 | {
         "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64,
         "num_attention_heads": 40, "num_key_value_heads": 8,
+    },
+    "mistral_7b": {
+        "architectures": ["MistralForCausalLM"], "vocab_size": 32768, "rope_theta": 1e6,
+        "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": None,
     },
     "qwen3_30b_a3b": QWEN2 | {
         "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144,

@@ -34,7 +34,7 @@ def _dense(
 
 
 _QWEN2, _QWEN3, _MOE = "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
-_LLAMA = "LlamaForCausalLM"
+_LLAMA, _MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"
 MODELS = {
     "Qwen2.5-0.5B": _dense(_QWEN2, 24, 896, 14, 2, 4864, 151936, tied=True),
     "Qwen2.5-1.5B": _dense(_QWEN2, 28, 1536, 12, 2, 8960, 151936, tied=True),
@@ -55,6 +55,10 @@ MODELS = {
     ),
     "Llama-3.1-8B": _dense(_LLAMA, 32, 4096, 32, 8, 14336, 128256),
     "Llama-3.1-70B": _dense(_LLAMA, 80, 8192, 64, 8, 28672, 128256),
+    "Mistral-7B-Instruct-v0.3": _dense(_MISTRAL, 32, 4096, 32, 8, 14336, 32768),
+    "Mistral-Small-24B-Instruct-2501": _dense(
+        _MISTRAL, 40, 5120, 32, 8, 32768, 131072, head_dim=128
+    ),
 }
 
 
@@ -102,6 +106,7 @@ def write_config_json(shape: ModelShape, folder: Path) -> Path:
         "rope_theta": shape.rotary_base,
         "rms_norm_eps": shape.norm_epsilon,
         "tie_word_embeddings": shape.tied_embeddings,
+        "sliding_window": None,  # a missing key would mean Mistral's default
     }
     if shape.experts is not None:
         values |= {

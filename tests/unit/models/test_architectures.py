@@ -26,11 +26,13 @@ def _config(name: str, **changes):
         sizes["shared_expert_intermediate_size"] = 20
     if name.startswith("Qwen2"):
         sizes.pop("head_dim")
+    if name == "Mistral":
+        sizes = {"sliding_window": None} | sizes
     return getattr(transformers, f"{name}Config")(**sizes, architectures=[f"{name}ForCausalLM"])
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", ["Qwen2", "Qwen2Moe", "Llama", "Qwen3", "Qwen3Moe"])
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen2Moe", "Llama", "Mistral", "Qwen3", "Qwen3Moe"])
 def test_tensor_shapes_equal_those_saved_by_transformers(name, tied, tmp_path):
     config = _config(name, tie_word_embeddings=tied)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -83,6 +85,27 @@ def test_yarn_positions_are_original_positions_times_factor(tmp_path):
 )
 def test_read_model_shape_refuses_unsupported_features_by_name(changes, named, tmp_path):
     config = json.loads(_config("Qwen2").to_json_string(use_diff=False)) | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=named):
+        read_model_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"sliding_window": 4096}, "sliding-window attention"),
+        ({"sliding_window": ...}, "sliding-window attention"),  # transformers and vLLM take 4096
+        ({"llama_4_scaling": {"beta": 0.1}}, "llama_4_scaling"),
+        ({"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta"),
+        ({"architectures": ["Ministral3ForCausalLM"]}, "Ministral3ForCausalLM"),
+    ],
+)
+def test_read_model_shape_refuses_variants_of_mistral_by_name(changes, named, tmp_path):
+    _config("Mistral").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["sliding_window"] is None
+    assert read_model_shape(tmp_path).architecture == "MistralForCausalLM"
+    config = {key: value for key, value in (config | changes).items() if value is not ...}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=named):
         read_model_shape(tmp_path)

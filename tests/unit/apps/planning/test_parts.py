@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.apps.planning.built_in import MODELS, find_shape
+from megatron_rl.apps.planning.built_in import MODELS, find_shape, write_config_json
 from megatron_rl.apps.planning.parts import (
     Parts,
     count_parameters,
     engine_parameters,
     model_parameters,
 )
+from megatron_rl.models.shape import read_model_shape
 from megatron_rl.resharding.layouts import ActorLayout
 from megatron_rl.resharding.pieces import parameter_shapes, vllm_parameter_shapes
 
@@ -75,11 +76,18 @@ def test_key_value_heads_are_replicated_in_engine_with_more_ranks():
         ("Qwen3-30B-A3B", 30.532),
         ("Qwen3-235B-A22B", 235.094),
         ("Llama-3.1-70B", 70.554),
+        ("Mistral-7B-Instruct-v0.3", 7.248),
+        ("Mistral-Small-24B-Instruct-2501", 23.572),
     ],
 )
 def test_built_in_models_have_their_published_size(name, billions):
     # Totals on the Hugging Face hub, in 10^9.
     assert model_parameters(MODELS[name]) / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_config_json_of_built_in_model_is_read_back(name, tmp_path):
+    assert read_model_shape(write_config_json(MODELS[name], tmp_path)) == MODELS[name]
 
 
 def test_find_shape_raises_for_unknown_model():

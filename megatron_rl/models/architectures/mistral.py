@@ -1,0 +1,16 @@
+"""Mistral, dense, without a sliding window: 7B from v0.2, Nemo, Small 24B (arXiv 2310.06825)."""
+
+from megatron_rl.models.weights import (
+    ATTENTION,
+    DENSE_MLP,
+    EMBEDDING,
+    FINAL_NORM,
+    OUTPUT_LAYER,
+    Architecture,
+)
+
+ARCHITECTURE = Architecture(
+    "MistralForCausalLM",
+    (EMBEDDING, *ATTENTION, *DENSE_MLP, FINAL_NORM, OUTPUT_LAYER),
+    default_sliding_window=4096,
+)
