@@ -35,26 +35,36 @@ sha256sum --check --quiet SHA256SUMS
 """
 
 
-def requirements(kind: str, python: str) -> list[str]:
-    """Everything that tools/setup_env.sh installs, by the same lists."""
-    command = [sys.executable, "-m", "megatron_rl.runtime.versions", kind, python]
-    lines = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    releases = dict(line.split("=", 1) for line in lines.splitlines())
-    torch, vllm, core = (releases[name].strip('"') for name in ("TORCH", "VLLM", "MEGATRON_CORE"))
+def package_lists(*names: str) -> list[str]:
+    """Requirements of these lists of setup.py."""
     lists = {
         node.targets[0].id: ast.literal_eval(node.value)
         for node in ast.parse((ROOT / "setup.py").read_text()).body
         if isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Name)
-        and node.targets[0].id in ("REQUIREMENTS", "DEVELOPMENT")
+        and node.targets[0].id in names
     }
-    others = [one for one in lists["REQUIREMENTS"] + lists["DEVELOPMENT"]
+    return [requirement for name in names for requirement in lists[name]]
+
+
+def requirements(kind: str, python: str) -> list[str]:
+    """Everything that tools/setup_env.sh requires, by the same lists."""
+    command = [sys.executable, "-m", "megatron_rl.runtime.versions", kind, python]
+    lines = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    releases = dict(line.split("=", 1) for line in lines.splitlines())
+    torch, vllm, core = (releases[name].strip('"') for name in ("TORCH", "VLLM", "MEGATRON_CORE"))
+    others = [one for one in package_lists("REQUIREMENTS", "DEVELOPMENT")
               if not one.startswith(("torch", "megatron-core"))]  # fmt: skip
     return [f"{torch}+cpu" if kind == "cpu" else torch, vllm, core, *others]
 
 
-def download(wheels: Path, wanted: list[str], *, kind: str, python: str) -> None:
-    """Download wheels for that Python; on this machine's Python, sources are built into wheels."""
+def download(
+    wheels: Path, wanted: list[str], *, optional: list[str], kind: str, python: str
+) -> None:
+    """Download wheels for that Python; on this machine's Python, sources are built into wheels.
+
+    optional: requirements that may be missing; a missing one is printed.
+    """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(wheels)]
     if python != f"{sys.version_info.major}.{sys.version_info.minor}":
         command += ["--python-version", python, "--implementation", "cp", "--only-binary", ":all:"]
@@ -64,7 +74,10 @@ def download(wheels: Path, wanted: list[str], *, kind: str, python: str) -> None
         alone = [*command, "--no-deps", *torch]
         if subprocess.run(alone, check=False, stderr=subprocess.DEVNULL).returncode:
             subprocess.run([*alone, "--index-url", CPU_INDEX], check=True)
-    subprocess.run([*command, "--find-links", str(wheels), *wanted], check=True)
+    command += ["--find-links", str(wheels)]
+    subprocess.run([*command, *wanted], check=True)
+    if optional and subprocess.run([*command, *optional, *wanted], check=False).returncode:
+        print(f"not in the bundle, because pip finds no wheels: {', '.join(optional)}")
     for source in wheels.glob("*.tar.gz"):
         build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
         subprocess.run([*build, "--wheel-dir", str(wheels), str(source)], check=True)
@@ -112,13 +125,15 @@ def main() -> None:
     if folder.exists() and any(folder.iterdir()):
         parser.error(f"{folder} is not empty; name a new folder")
     wheels.mkdir(parents=True)
+    # First, so that the wheels are those of this commit.
+    repository = str(folder.resolve() / "repository.bundle")
+    subprocess.run(["git", "bundle", "create", "--quiet", repository, "HEAD"], cwd=ROOT, check=True)
     wanted = arguments.only or [*requirements(arguments.kind, arguments.python), *TOOLS]
-    download(wheels, wanted, kind=arguments.kind, python=arguments.python)
+    optional = [] if arguments.only else package_lists("DATA", "REASONING_GYM")
+    download(wheels, wanted, optional=optional, kind=arguments.kind, python=arguments.python)
     if arguments.compute_capability:
         for wheel in sorted(wheels.glob("*.whl")):
             slim_wheel(wheel, arguments.compute_capability)
-    repository = str(folder.resolve() / "repository.bundle")
-    subprocess.run(["git", "bundle", "create", "--quiet", repository, "HEAD"], cwd=ROOT, check=True)
     for source in arguments.add:
         shutil.copytree(source, folder / "files" / source.resolve().name)
     finish(folder, arguments.max_mib and arguments.max_mib << 20)
