@@ -247,14 +247,17 @@ def _file_problems(config: Config, files: Mapping[str, tuple[str, ColumnsSection
 def _environment_problems(config: Config) -> list[str]:
     if config.environment is None:
         return []
-    return _module_problems("environment.name", config.environment.name, example="my_agent:Game")
+    name = config.environment.name
+    return _module_problems("environment.name", name, form="module:class", example="my_agent:Game")
 
 
-def _module_problems(key: str, name: str, *, example: str = "my_rewards:score") -> list[str]:
+def _module_problems(
+    key: str, name: str, *, form: str = "module:function", example: str = "my_rewards:score"
+) -> list[str]:
     """List why workers would not find `module:function`, without importing it."""
     module, _, function = name.partition(":")
     if not (module and function.isidentifier()):
-        return [f"{key}={name}: write module:name, for example {example}"]
+        return [f"{key}={name}: write {form}, for example {example}"]
     if "/" in module or module.endswith(".py"):
         plain = ".".join(Path(module.removesuffix(".py")).parts)
         return [

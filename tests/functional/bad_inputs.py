@@ -990,7 +990,7 @@ ENVIRONMENTS = [
          (AGENT.replace(":Game", ":Play"),), agent("return Answer()")),
     Case("no such module", ("environment.name=my_agent:Game: there is no module my_agent here",
          "start in the folder of its file"), (AGENT,)),
-    Case("a name without a class", ("environment.name=my_agent: write module:name, for", ":Game"),
+    Case("a name without a class", ("environment.name=my_agent: write module:class, for", ":Game"),
          (AGENT.replace(":Game", ""),), agent("return Answer()")),
     Case("a constructor without a seed", ("it is called as my_agent:Game(row, seed), but its "
          "signature has: too many positional arguments",), (AGENT,),
