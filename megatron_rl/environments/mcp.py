@@ -2,11 +2,22 @@
 
 import asyncio
 import os
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from megatron_rl.environments.call_formats import ToolCall
 from megatron_rl.environments.tools import ToolEnvironment
+from megatron_rl.errors import UserError
+
+# A server that hangs does not notice that this process was killed, so the kernel ends it.
+_START = """
+import os, sys
+from megatron_rl.runtime.interruption import end_with_parent
+end_with_parent(int(sys.argv[1]))
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 class McpEnvironment(ToolEnvironment):
@@ -45,8 +56,14 @@ class McpEnvironment(ToolEnvironment):
         from mcp import ClientSession, StdioServerParameters
         from mcp.client.stdio import stdio_client
 
-        command, *arguments = cls.server
-        started = StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
+        if not cls.server or shutil.which(cls.server[0]) is None:
+            raise UserError(
+                f"{cls.__name__}.server is {cls.server!r}, which starts no program here; set it to "
+                "the command of an installed MCP server"
+            )
+        arguments = ["-c", _START, str(os.getpid()), *cls.server]
+        environment = dict(os.environ)
+        started = StdioServerParameters(command=sys.executable, args=arguments, env=environment)
         async with stdio_client(started) as (source, sink), ClientSession(source, sink) as session:
             await session.initialize()
             await use(session)

@@ -39,6 +39,11 @@ def serve():
         return a + b
 
     @server.tool()
+    def process() -> int:
+        """Return the number of the server's process."""
+        return os.getpid()
+
+    @server.tool()
     def fail(how: str) -> str:
         """Do what a tool must not."""
         if how == "die":

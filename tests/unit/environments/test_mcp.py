@@ -1,6 +1,8 @@
 """Tools of a real MCP server over standard input and output."""
 
 import importlib.util
+import time
+from pathlib import Path
 
 import pytest
 
@@ -29,7 +31,7 @@ def test_tools_of_server_are_called_and_its_errors_are_answers():
     with open_pool("Remote", 60.0) as pool:
         pool.start()
         schemas = {one["function"]["name"]: one["function"] for one in pool.tools}
-        assert list(schemas) == ["double", "add", "fail"]
+        assert list(schemas) == ["double", "add", "process", "fail"]
         assert schemas["add"]["description"] == "Add two numbers."
         assert schemas["add"]["parameters"]["required"] == ["a", "b"]
         answers = [Talk(pool, row="{}")([script])[0] for script in scripts]
@@ -42,10 +44,17 @@ def test_tools_of_server_are_called_and_its_errors_are_answers():
     assert [one[-1].reward for one in answers] == [1.0, 0.0, 1.0, 1.0]
 
 
-def test_server_that_hangs_costs_one_call():
+def test_server_that_hangs_costs_one_call_and_ends_with_its_environment():
     with open_pool("Remote", 6.0) as pool:
-        scripts = [[call("fail", how="hang"), call("add", a=1, b=1), "7"]]
-        ((late, added, last),) = Talk(pool, row="{}")(scripts)
+        scripts = [[call("process"), call("fail", how="hang"), call("add", a=1, b=1), "7"]]
+        ((number, late, added, last),) = Talk(pool, row="{}")(scripts)
+        process = Path("/proc", number.observation[0]["content"])
+        assert process.exists()
+    for _ in range(100):
+        if not process.exists():
+            break
+        time.sleep(0.1)
+    assert not process.exists()
     assert late.observation[0]["content"] == "error: timed out"
     assert (added.observation[0]["content"], last.reward) == ("2", 1.0)
 
