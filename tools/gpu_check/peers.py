@@ -8,6 +8,8 @@ from tools.gpu_check.row import DEVICE, Skipped
 BATCHES = 3  # of which the first is not counted
 WINDOWS = (4096, 2048) if DEVICE == "cuda" else (16,)  # tokens between two weight syncs
 LAYOUT = "one process"
+# Responses of several steps are unfinished at once.
+ROOM = ("rollout.max_num_seqs=2048", *(() if DEVICE == "cuda" else ("rollout.kv_cache_mib=512",)))
 
 
 def check_peers(row):
@@ -26,9 +28,11 @@ def check_windows(row):
     """Time steps with lengths of a long tail: whole responses, then windows of some tokens."""
     size = "1.5b, long tails" if DEVICE == "cuda" else "quickstart"
     task = against_trl.make_task(size)
-    seconds = {0: _note(row, "whole", _run(size, task, LAYOUT))}
+    whole = _run(size, task, LAYOUT, further=ROOM)
+    seconds = {0: _note(row, "whole", whole)}
     for tokens in WINDOWS:
         further = (
+            *ROOM,
             f"lag.partial_rollouts={{every_tokens: {tokens}, cache: keep}}", "behavior=engine",
         )  # fmt: skip
         result = _run(size, task, LAYOUT, further=further)

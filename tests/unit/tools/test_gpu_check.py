@@ -401,7 +401,9 @@ def test_peers_and_windows_compare_medians_of_the_counted_batches(monkeypatch, t
     (tmp_path / "bin" / "python").touch()
     monkeypatch.setattr(trl, "TRL", tmp_path)
     monkeypatch.setattr(trl, "run_trl", lambda *_: rows([8.0, 8.0]))
-    monkeypatch.setattr(trl, "run_ours", lambda *_, further=(): rows([2.0 if further else 4.0] * 2))
+    monkeypatch.setattr(
+        trl, "run_ours", lambda *_, further=(): rows([2.0 if further[2:] else 4.0] * 2)
+    )
     found = {}
     for check in (peers.check_peers, peers.check_windows):
         made = run_row("x", check)
