@@ -12,6 +12,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from code_growth import print_growth
 from plain_words import count
 
 ROOT = Path(__file__).parents[1]
@@ -65,6 +66,7 @@ def main(revision: str) -> None:
     for name in sorted(old[0].keys() | new[0].keys()):
         cells = [f"{a[name]}, {b[name]:,}" if a[name] else "" for a, b, _ in (old, new)]
         print(f"| `{name}` | {' | '.join(cells)} |")
+    print_growth(revision)
 
 
 if __name__ == "__main__":
