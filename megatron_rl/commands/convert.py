@@ -3,38 +3,29 @@
 import argparse
 
 from megatron_rl.commands.ending import fail, leave
+from megatron_rl.commands.options import Commands, add_command, option
 from megatron_rl.commands.train import check_devices
 from megatron_rl.runtime.processes import join_processes, quiet_libraries, start_processes
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the `convert` subcommand."""
-    convert = commands.add_parser(
-        "convert",
+def add_parser(commands: Commands) -> None:
+    add_command(
+        commands, "convert", run,
+        option("--from", "Hugging Face folder, checkpoint, or run directory (its newest checkpoint "
+               "is used).", required=True, dest="source", metavar="PATH"),
+        option("--to", "Folder to write; it must not exist.",
+               required=True, dest="target", metavar="PATH"),
+        option("--like", "Hugging Face folder from which a checkpoint's config and tokenizer are "
+               "copied. Default: the model from which the checkpoint's run was trained.",
+               metavar="PATH"),
+        option("--dry-run", "Print the table of tensor names and exit."),
+        option("overrides", "Parallel layout, for example parallel.tensor=2.",
+               nargs="*", metavar="parallel.KEY=value"),
         help="Convert between Hugging Face's format and a distributed checkpoint.",
         description="Convert a Hugging Face folder into a distributed checkpoint, or a checkpoint "
         "into a Hugging Face folder; the contents of --from decide which. Starts as many processes "
         "as the layout needs, or runs as one of them when started by torchrun or srun.",
-    )
-    convert.add_argument(
-        "--from", required=True, dest="source", metavar="PATH",
-        help="Hugging Face folder, checkpoint, or run directory (its newest checkpoint is used).",
     )  # fmt: skip
-    convert.add_argument(
-        "--to", required=True, dest="target", metavar="PATH",
-        help="Folder to write; it must not exist.",
-    )  # fmt: skip
-    convert.add_argument(
-        "--like", metavar="PATH",
-        help="Hugging Face folder from which a checkpoint's config and tokenizer are copied. "
-        "Default: the model from which the checkpoint's run was trained.",
-    )  # fmt: skip
-    convert.add_argument(
-        "--dry-run", action="store_true", help="Print the table of tensor names and exit."
-    )
-    convert.add_argument("overrides", nargs="*", metavar="parallel.KEY=value",
-                         help="Parallel layout, for example parallel.tensor=2.")  # fmt: skip
-    convert.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:

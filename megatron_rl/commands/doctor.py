@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from megatron_rl.commands.options import Commands, add_command, option
 from megatron_rl.runtime.open_files import OTHERS, hard_limit
 from megatron_rl.runtime.processes import has_cuda, quiet_libraries
 from megatron_rl.runtime.versions import ReleaseSet, release_set
@@ -33,16 +34,13 @@ class Finding:
     good: bool = True
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the `doctor` subcommand."""
-    doctor = commands.add_parser(
-        "doctor", help="Check this machine's installation, or the integrity of a run directory."
-    )
-    doctor.add_argument(
-        "run_directory", nargs="?", metavar="RUN",
-        help="Run directory to check. Default: check this machine instead.",
+def add_parser(commands: Commands) -> None:
+    add_command(
+        commands, "doctor", run,
+        option("run_directory", "Run directory to check. Default: check this machine instead.",
+               nargs="?", metavar="RUN"),
+        help="Check this machine's installation, or the integrity of a run directory.",
     )  # fmt: skip
-    doctor.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:

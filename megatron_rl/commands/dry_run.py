@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from megatron_rl.commands.ending import fail, leave
+from megatron_rl.commands.options import Commands, add_command, count, option, overrides
 from megatron_rl.errors import UserError
 from megatron_rl.runtime.processes import quiet_libraries
 
@@ -13,58 +14,36 @@ if TYPE_CHECKING:
     from megatron_rl.config import Config
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the `dry-run` subcommand."""
-    dry_run = commands.add_parser(
-        "dry-run",
+def add_parser(commands: Commands) -> None:
+    add_command(
+        commands, "dry-run", run,
+        option("config", "YAML file of the run.", metavar="CONFIG"),
+        option("--processes", "Total number of processes (one per device).",
+               type=count, required=True, metavar="N"),
+        option("--rank", "Ranks to simulate. Default: the first rank of the first, the middle and "
+               "the last pipeline stage.", type=_ranks, metavar="R[,R...]"),
+        option("--fit", "Memory of a device in GiB. Prints whether the run fits; if it does not, "
+               "exits with status 3 and suggests settings that fit.", type=float, metavar="GIB"),
+        option("--host", "With --fit, memory of the host in GiB for each process: what the process "
+               "pins there (optimizer states while the engine generates, the reference policy) "
+               "must fit too. Default: not compared.", type=float, metavar="GIB"),
+        option("--device", "Kind of device to simulate; decides kernel workspaces and the dtype "
+               "chosen by trainer.dtype=auto. Default: %(default)s.",
+               choices=("cuda", "cpu"), default="cuda"),
+        option("--json", "Print all results as JSON."),
+        overrides("parallel.tensor=2"),
         help="Measure memory, collectives and FLOPs of a rank on a fake device.",
         description="Run the actor of one rank on a fake device and print its memory by phase, "
         "collectives, FLOPs and host stalls, together with the memory of the engine and of weight "
         "syncs. model.path may be a folder that contains only a config.json, or a model name known "
         "to `megatron-rl plan`. No data is read.",
-    )
-    dry_run.add_argument("config", metavar="CONFIG", help="YAML file of the run.")
-    dry_run.add_argument("--processes", type=_count, required=True, metavar="N",
-                          help="Total number of processes (one per device).")  # fmt: skip
-    dry_run.add_argument(
-        "--rank", type=_ranks, metavar="R[,R...]",
-        help="Ranks to simulate. Default: the first rank of the first, the middle and the last "
-        "pipeline stage.",
     )  # fmt: skip
-    dry_run.add_argument(
-        "--fit", type=float, metavar="GIB",
-        help="Memory of a device in GiB. Prints whether the run fits; if it does not, exits with "
-        "status 3 and suggests settings that fit.",
-    )  # fmt: skip
-    dry_run.add_argument(
-        "--host", type=float, metavar="GIB",
-        help="With --fit, memory of the host in GiB for each process: what the process pins there "
-        "(optimizer states while the engine generates, the reference policy) must fit too. "
-        "Default: not compared.",
-    )  # fmt: skip
-    dry_run.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda",
-        help="Kind of device to simulate; decides kernel workspaces and the dtype chosen by "
-        "trainer.dtype=auto. Default: %(default)s.",
-    )  # fmt: skip
-    dry_run.add_argument("--json", action="store_true", help="Print all results as JSON.")
-    dry_run.add_argument(
-        "overrides", nargs="*", metavar="key=value",
-        help="Settings that replace those of the config, for example parallel.tensor=2.",
-    )  # fmt: skip
-    dry_run.set_defaults(run=run)
 
 
 def _ranks(text: str) -> list[int]:
     if not all(part.isdecimal() for part in text.split(",")):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks; write it as 0,255")
     return [int(part) for part in text.split(",")]
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes; give 1 or more")
-    return int(text)
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:

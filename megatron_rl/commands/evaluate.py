@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.commands.ending import fail, leave
+from megatron_rl.commands.options import Commands, add_command, option
 from megatron_rl.commands.train import check_devices
 from megatron_rl.config import Config, ConfigError, parse_config, with_absolute_paths
 from megatron_rl.config.data_sections import ColumnsSection
@@ -22,34 +23,23 @@ FROM_RUN = ("seed", "data", "rollout", "reward", "eval")  # config sections take
 READ = (*FROM_RUN, "parallel", "trainer.dtype")  # settings that an evaluation reads
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the `eval` subcommand."""
-    evaluate = commands.add_parser(
-        "eval",
+def add_parser(commands: Commands) -> None:
+    add_command(
+        commands, "eval", run,
+        option("--model", "Hugging Face folder, or a run directory: its trained model is evaluated "
+               "with the run's settings.", required=True, metavar="FOLDER"),
+        option("--data", "File of problems, in the format of data.train; may be given several "
+               "times. Default: the run's evaluation sets.", action="append",
+               metavar="[NAME=]FILE"),
+        option("--output", "Folder to write; it must not exist. Default: evaluations/MODEL-TIME.",
+               metavar="FOLDER"),
+        option("overrides", "Settings, for example eval.samples=8, or parallel.data=2 for two "
+               "processes.", nargs="*", metavar="key=value"),
         help="Compute avg@k, pass@k and maj@k of a model or a run, with confidence intervals.",
         description="Sample k responses to every problem and score them with the code that scores "
         "them in training. By default k is 32, with temperature 0.7 and top-p 0.9 (eval.samples, "
         "eval.temperature, eval.top_p).",
-    )
-    evaluate.add_argument(
-        "--model", required=True, metavar="FOLDER",
-        help="Hugging Face folder, or a run directory: its trained model is evaluated with the "
-        "run's settings.",
     )  # fmt: skip
-    evaluate.add_argument(
-        "--data", action="append", metavar="[NAME=]FILE",
-        help="File of problems, in the format of data.train; may be given several times. Default: "
-        "the run's evaluation sets.",
-    )  # fmt: skip
-    evaluate.add_argument(
-        "--output", metavar="FOLDER",
-        help="Folder to write; it must not exist. Default: evaluations/MODEL-TIME.",
-    )  # fmt: skip
-    evaluate.add_argument(
-        "overrides", nargs="*", metavar="key=value",
-        help="Settings, for example eval.samples=8, or parallel.data=2 for two processes.",
-    )  # fmt: skip
-    evaluate.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:

@@ -7,74 +7,55 @@ from pathlib import Path
 
 from megatron_rl.apps.launch.following import cancel, describe, final_status, read_logs
 from megatron_rl.apps.launch.record import Record, find_record
+from megatron_rl.commands.options import Commands, add_command, count, option, overrides
 from megatron_rl.config import ConfigError
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_parser(commands: Commands) -> None:
     """Add the `launch`, `status`, `logs` and `cancel` subcommands."""
-    launch = commands.add_parser(
-        "launch",
+    add_command(
+        commands, "launch", _launch,
+        option("config", "YAML file of the run.", metavar="CONFIG"),
+        option("--cluster", "YAML file of the cluster; see examples/pnpo/clusters.",
+               required=True, metavar="FILE"),
+        option("--nodes", "Number of nodes. Default: the cluster file's.", type=count, metavar="N"),
+        option("--chain", "Number of jobs to submit; each continues the run where the previous job "
+               "ended. Default: %(default)s.", type=count, metavar="N", default=1),
+        option("--dry-run", "Print scripts, environment, config and source without submitting."),
+        option("--offline", "With --dry-run: require neither SLURM nor the cluster's files, for "
+               "instance on a laptop, and list what could not be checked."),
+        option("--committed", "Reject uncommitted changes of the source instead of packaging "
+               "them."),
+        option("--simulate-preemption", "Interrupt the run once, after N steps, as a preemption "
+               "would.", type=count, metavar="N"),
+        option("--wait", "Print the output of the ranks until the run ends; exit with its status."),
+        overrides("trainer.steps=5"),
         help="Train on a cluster, or on this machine in the background, with NeMo-Run.",
         description="Check the configuration and inputs, then submit the run with NeMo-Run and "
         "return. Requires the environment that tools/setup_env.sh --launcher creates.",
-    )
-    options: list[tuple[str, str, dict]] = [
-        ("config", "YAML file of the run.", {"metavar": "CONFIG"}),
-        ("--cluster", "YAML file of the cluster; see examples/pnpo/clusters.",
-         {"required": True, "metavar": "FILE"}),
-        ("--nodes", "Number of nodes. Default: the cluster file's.",
-         {"type": _count, "metavar": "N"}),
-        ("--chain", "Number of jobs to submit; each continues the run where the previous job ended."
-         " Default: %(default)s.",
-         {"type": _count, "metavar": "N", "default": 1}),
-        ("--dry-run", "Print scripts, environment, config and source without submitting.", {}),
-        ("--offline", "With --dry-run: require neither SLURM nor the cluster's files, for instance "
-         "on a laptop, and list what could not be checked.", {}),
-        ("--committed", "Reject uncommitted changes of the source instead of packaging them.", {}),
-        ("--simulate-preemption", "Interrupt the run once, after N steps, as a preemption would.",
-         {"type": _count, "metavar": "N"}),
-        ("--wait", "Print the output of the ranks until the run ends; exit with its status.", {}),
-    ]  # fmt: skip
-    for name, text, keywords in options:
-        launch.add_argument(name, help=text, **(keywords or {"action": "store_true"}))
-    launch.add_argument(
-        "overrides", nargs="*", metavar="key=value",
-        help="Settings that replace those of the config, for example trainer.steps=5.",
+        sets_environment=False,
     )  # fmt: skip
-    launch.set_defaults(run=_launch, sets_environment=False)
-    status = commands.add_parser(
-        "status",
+    name = option("name", "Name or folder of the run.", metavar="NAME")
+    add_command(
+        commands, "status", _status, name,
         help="Show the progress of a run.",
         description="Show the state, step and newest checkpoint of a run, its jobs if it was "
         "launched, and its error if it failed. Exits with 0 unless the run has failed or "
         "stopped early.",
-    )
-    status.set_defaults(run=_status)
-    logs = commands.add_parser(
-        "logs",
+    )  # fmt: skip
+    add_command(
+        commands, "logs", _logs, name,
+        option("-f --follow", "Keep printing until the run ends."),
         help="Print the output of a run.",
         description="Print the output of a run's processes, or its log.txt if it was started by "
         "megatron-rl train.",
-    )
-    logs.add_argument(
-        "-f", "--follow", action="store_true", help="Keep printing until the run ends."
-    )
-    logs.set_defaults(run=_logs)
-    cancelling = commands.add_parser(
-        "cancel",
+    )  # fmt: skip
+    add_command(
+        commands, "cancel", _cancel, name,
         help="Stop a run.",
         description="Stop a run. Pending jobs are cancelled immediately; a run on this machine "
         "saves its step first, so that it can be resumed.",
-    )
-    cancelling.set_defaults(run=_cancel)
-    for parser in (status, logs, cancelling):
-        parser.add_argument("name", metavar="NAME", help="Name or folder of the run.")
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 1 or more")
-    return int(text)
+    )  # fmt: skip
 
 
 def _launch(options: argparse.Namespace, arguments: list[str]) -> int:

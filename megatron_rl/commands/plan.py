@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.commands.ending import leave
+from megatron_rl.commands.options import Commands, add_command, count, option, overrides
 from megatron_rl.config import Config, ConfigError, apply_override, parse_config, read_config_values
 from megatron_rl.preflight.layout import too_long
 
@@ -21,51 +22,31 @@ LAYOUT_KEYS = {
 }
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the `plan` subcommand."""
-    plan = commands.add_parser(
-        "plan",
+def add_parser(commands: Commands) -> None:
+    add_command(
+        commands, "plan", run,
+        option("model", "Folder with a config.json, or a model name.", metavar="MODEL"),
+        option("--devices", "Total number of devices.", type=count, required=True, metavar="N"),
+        option("--device", "Kind of device. Default: %(default)s.", default="h100", metavar="KIND"),
+        option("--per-node", "Devices per node. Default: that of the kind.",
+               type=count, metavar="N"),
+        option("--config", "YAML file of a run to start from.", metavar="FILE"),
+        option("--mean-response", "Mean response length. Default: 45%% of the limit.",
+               type=int, metavar="TOKENS"),
+        option("--mean-prompt", "Mean prompt length. Default: 160.", type=int, metavar="TOKENS"),
+        option("--top", "Rows to print. Default: %(default)s.", type=int, default=10, metavar="N"),
+        option("--rejected", "Also list every rejected layout and the reason."),
+        option("--write", "Write the config of the layout in --choice.", metavar="FILE"),
+        option("--choice", "Row of the table to describe and write. Default: %(default)s.",
+               type=int, default=1, metavar="ROW"),
+        overrides("trainer.epochs=4"),
         help="List the layouts of a model that fit, and their time per step.",
         description="List every layout of a model that fits a number of devices, fastest first, "
         "with memory and seconds of each phase, computed by formula (docs/planning.md). Lengths, "
         "batch sizes and epochs are taken from --config; parallel.* and rollout.tensor given as "
         "key=value are kept fixed.",
-    )
-    plan.add_argument("model", metavar="MODEL", help="Folder with a config.json, or a model name.")
-    plan.add_argument(
-        "--devices", type=int, required=True, metavar="N", help="Total number of devices."
-    )
-    plan.add_argument(
-        "--device", default="h100", metavar="KIND", help="Kind of device. Default: %(default)s."
-    )
-    plan.add_argument(
-        "--per-node", type=int, metavar="N", help="Devices per node. Default: that of the kind."
-    )
-    plan.add_argument("--config", metavar="FILE", help="YAML file of a run to start from.")
-    plan.add_argument("--mean-response", type=int, metavar="TOKENS",
-                      help="Mean response length. Default: 45%% of the limit.")  # fmt: skip
-    plan.add_argument(
-        "--mean-prompt", type=int, metavar="TOKENS", help="Mean prompt length. Default: 160."
-    )
-    plan.add_argument(
-        "--top", type=int, default=10, metavar="N", help="Rows to print. Default: %(default)s."
-    )
-    plan.add_argument(
-        "--rejected", action="store_true", help="Also list every rejected layout and the reason."
-    )
-    plan.add_argument("--write", metavar="FILE", help="Write the config of the layout in --choice.")
-    plan.add_argument(
-        "--choice",
-        type=int,
-        default=1,
-        metavar="ROW",
-        help="Row of the table to describe and write. Default: %(default)s.",
-    )
-    plan.add_argument(
-        "overrides", nargs="*", metavar="key=value",
-        help="Settings that replace those of the config, for example trainer.epochs=4.",
+        sets_environment=False,
     )  # fmt: skip
-    plan.set_defaults(run=run, sets_environment=False)
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -82,11 +63,7 @@ def _plan(options: argparse.Namespace) -> str:
 
     config, fixed = _read(options)
     device = find_device(options.device)
-    if options.devices < 1:
-        raise ConfigError(f"--devices {options.devices}: give 1 or more")
     if options.per_node is not None:
-        if options.per_node < 1:
-            raise ConfigError(f"--per-node {options.per_node}: give 1 or more")
         device = replace(device, per_node=options.per_node)
     shape = find_shape(options.model)
     workload = workload_of(

@@ -2,41 +2,29 @@
 
 import argparse
 
+from megatron_rl.commands.options import Commands, add_command, option
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the `report` subcommand."""
-    report = commands.add_parser(
-        "report",
+
+def add_parser(commands: Commands) -> None:
+    add_command(
+        commands, "report", run,
+        option("runs", "Run directories, or folders that contain run directories.",
+               nargs="+", metavar="RUN_OR_STUDY"),
+        option("--output", "Folder to write. Default: the given folder; required if several are "
+               "given.", metavar="FOLDER"),
+        option("--threshold", "Mean reward for the time-to-reward figure. Default: the highest "
+               "multiple of 0.05 (0.005 for smaller rewards, and so on) that nine of ten runs "
+               "reach.", type=float, metavar="REWARD"),
+        option("--megabytes", "Maximum size in MB that recorded responses add to the page; 0 "
+               "leaves them out. Default: %(default)s.", type=float, default=4.0, metavar="N"),
+        option("--bundle", "Also write report.zip with the page, the figures, and every run's "
+               "metrics and config."),
         help="Write one HTML page about runs, with figures.",
         description="Write report.html, one file that works without a network, and PNG figures: "
         "best scores, curves over seeds, time to a reward, log-ratios by position, tokens rejected "
         "by the gate, time per phase, and recorded responses token by token.",
-    )
-    report.add_argument(
-        "runs", nargs="+", metavar="RUN_OR_STUDY",
-        help="Run directories, or folders that contain run directories.",
+        sets_environment=False,
     )  # fmt: skip
-    report.add_argument(
-        "--output",
-        metavar="FOLDER",
-        help="Folder to write. Default: the given folder; required if several are given.",
-    )
-    report.add_argument(
-        "--threshold", type=float, metavar="REWARD",
-        help="Mean reward for the time-to-reward figure. Default: the highest multiple of 0.05 "
-        "(0.005 for smaller rewards, and so on) that nine of ten runs reach.",
-    )  # fmt: skip
-    report.add_argument(
-        "--megabytes", type=float, default=4.0, metavar="N",
-        help="Maximum size in MB that recorded responses add to the page; 0 leaves them out. "
-        "Default: %(default)s.",
-    )  # fmt: skip
-    report.add_argument(
-        "--bundle", action="store_true",
-        help="Also write report.zip with the page, the figures, and every run's metrics and "
-        "config.",
-    )  # fmt: skip
-    report.set_defaults(run=run, sets_environment=False)
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:

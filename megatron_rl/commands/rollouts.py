@@ -9,44 +9,29 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from megatron_rl.commands.options import Commands, add_command, count, option
 from megatron_rl.errors import UserError
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the `rollouts` subcommand."""
-    rollouts = commands.add_parser(
-        "rollouts",
+def add_parser(commands: Commands) -> None:
+    add_command(
+        commands, "rollouts", run,
+        option("folder", "Run directory.", metavar="RUN"),
+        option("--step", "Step to show. Default: the newest recorded step.", type=int, metavar="N"),
+        option("--order", "Show random rollouts, or those with the highest or lowest reward. "
+               "Default: %(default)s.", choices=("random", "best", "worst"), default="random"),
+        option("--count", "Number of rollouts to show. Default: %(default)s.",
+               type=count, default=3, metavar="N"),
+        option("--group", "Show all of the step's responses to one prompt side by side; PROMPT is "
+               "the prompt's number as printed without this option.", type=int, metavar="PROMPT"),
+        option("--characters", "Maximum length of a text in characters; the middle of longer texts "
+               "is left out. Default: %(default)s.", type=count, default=1500, metavar="N"),
+        option("--json", "Print one JSON object per rollout, with full texts."),
         help="Show the responses of a step, with their rewards.",
         description="Show recorded rollouts of one step of a run: a few, selected by reward or at "
         "random (the same ones every time), or all responses to one prompt side by side.",
-    )
-    rollouts.add_argument("folder", metavar="RUN", help="Run directory.")
-    rollouts.add_argument(
-        "--step", type=int, metavar="N", help="Step to show. Default: the newest recorded step."
-    )
-    rollouts.add_argument(
-        "--order", choices=("random", "best", "worst"), default="random",
-        help="Show random rollouts, or those with the highest or lowest reward. "
-        "Default: %(default)s.",
+        sets_environment=False,
     )  # fmt: skip
-    rollouts.add_argument(
-        "--count", type=int, default=3, metavar="N",
-        help="Number of rollouts to show. Default: %(default)s.",
-    )  # fmt: skip
-    rollouts.add_argument(
-        "--group", type=int, metavar="PROMPT",
-        help="Show all of the step's responses to one prompt side by side; PROMPT is the prompt's "
-        "number as printed without this option.",
-    )  # fmt: skip
-    rollouts.add_argument(
-        "--characters", type=int, default=1500, metavar="N",
-        help="Maximum length of a text in characters; the middle of longer texts is left out. "
-        "Default: %(default)s.",
-    )  # fmt: skip
-    rollouts.add_argument(
-        "--json", action="store_true", help="Print one JSON object per rollout, with full texts."
-    )
-    rollouts.set_defaults(run=run, sets_environment=False)
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -58,9 +43,6 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         recorded_steps,
     )
 
-    for name in ("count", "characters"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} {getattr(options, name)}: give 1 or more")
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # exits silently when `head` closes the pipe
     folder = Path(options.folder)
     steps = recorded_steps(folder)

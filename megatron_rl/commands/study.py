@@ -5,36 +5,26 @@ import sys
 from functools import partial
 from typing import Any
 
+from megatron_rl.commands.options import Commands, add_command, option
 from megatron_rl.config import ConfigError
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the `study` subcommand."""
-    study = commands.add_parser(
-        "study",
+def add_parser(commands: Commands) -> None:
+    add_command(
+        commands, "study", run,
+        option("file", "YAML file of the study; see examples/pnpo/study_reuse.yaml.",
+               metavar="FILE"),
+        option("--cluster", "YAML file of a cluster on which to launch the runs with NeMo-Run. "
+               "Default: run them on this machine.", metavar="FILE"),
+        option("--status", "Print the state and results without running."),
+        option("--compare", "Axis that the summary compares. Default: the last axis.",
+               metavar="AXIS"),
+        option("overrides", "Settings that apply to every run.", nargs="*", metavar="key=value"),
         help="Run a grid of experiments from one file; the same command resumes it.",
         description="Run every unfinished run of a study, and update results.parquet and "
         "summary.md in its folder. If the command is interrupted, start it again: finished runs "
         "are skipped, and started runs continue from their last checkpoint.",
-    )
-    study.add_argument(
-        "file", metavar="FILE", help="YAML file of the study; see examples/pnpo/study_reuse.yaml."
-    )
-    study.add_argument(
-        "--cluster", metavar="FILE",
-        help="YAML file of a cluster on which to launch the runs with NeMo-Run. Default: run them "
-        "on this machine.",
     )  # fmt: skip
-    study.add_argument(
-        "--status", action="store_true", help="Print the state and results without running."
-    )
-    study.add_argument(
-        "--compare", metavar="AXIS", help="Axis that the summary compares. Default: the last axis."
-    )
-    study.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="Settings that apply to every run."
-    )
-    study.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:

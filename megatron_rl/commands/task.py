@@ -7,6 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
+from megatron_rl.commands.options import Commands, add_command, option
+
 HELP = {
     "size": "Size of a problem.",
     "noise": "Position of the errors in the solutions the model learns from.",
@@ -25,33 +27,28 @@ HELP = {
 }
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_parser(commands: Commands) -> None:
     """Add the `task` subcommand, with one option per field of TaskSettings."""
     from megatron_rl.apps.tasks.settings import KINDS, TaskSettings
 
-    task = commands.add_parser(
-        "task",
-        help="Generate a small task and a fine-tuned model, for trials and studies.",
-        description="Generate a task with worked solutions, and fine-tune a small model until it "
-        "solves a given fraction of the problems. Existing files are reused.",
-    )
     by_kind = {
         "size": ", ".join(f"{name} {kind.usual} {kind.size}" for name, kind in KINDS.items()),
         "layers": ", ".join(f"{name} {kind.layers}" for name, kind in KINDS.items()),
     }
-    task.add_argument("task", choices=list(KINDS), help="Kind of problem.")
-    task.add_argument(
-        "--output", type=Path, help="Folder to write. Default: .cache/tasks/TASK-SIZE."
-    )
-    for field in fields(TaskSettings)[1:]:
-        task.add_argument(
+    add_command(
+        commands, "task", run,
+        option("task", "Kind of problem.", choices=list(KINDS)),
+        option("--output", "Folder to write. Default: .cache/tasks/TASK-SIZE.", type=Path),
+        *(option(
             "--" + field.name.replace("_", "-"),
-            type=type(field.default),
-            default=field.default,
+            f"{HELP[field.name]} Default: {by_kind.get(field.name, field.default)}.",
+            type=type(field.default), default=field.default,
             choices=get_args(field.type) if get_origin(field.type) is Literal else None,
-            help=f"{HELP[field.name]} Default: {by_kind.get(field.name, field.default)}.",
-        )
-    task.set_defaults(run=run)
+        ) for field in fields(TaskSettings)[1:]),
+        help="Generate a small task and a fine-tuned model, for trials and studies.",
+        description="Generate a task with worked solutions, and fine-tune a small model until it "
+        "solves a given fraction of the problems. Existing files are reused.",
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:

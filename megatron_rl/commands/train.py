@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from megatron_rl.commands.ending import fail, how_to_continue, leave
+from megatron_rl.commands.options import Commands, add_command, option, overrides
 from megatron_rl.config import (
     Config,
     ConfigError,
@@ -32,23 +33,16 @@ from megatron_rl.runtime.processes import (
 )
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the `train` subcommand."""
-    train = commands.add_parser(
-        "train",
+def add_parser(commands: Commands) -> None:
+    add_command(
+        commands, "train", run,
+        option("--config", "YAML file of the run.", required=True),
+        option("--print-config", "Print the resolved config and exit."),
+        overrides("trainer.steps=5"),
         help="Train a model from a config.",
         description="Train a model. Starts as many processes on this node as the layout needs, or "
         "runs as one of them when started by torchrun or srun.",
-    )
-    train.add_argument("--config", required=True, help="YAML file of the run.")
-    train.add_argument(
-        "--print-config", action="store_true", help="Print the resolved config and exit."
-    )
-    train.add_argument(
-        "overrides", nargs="*", metavar="key=value",
-        help="Settings that replace those of the config, for example trainer.steps=5.",
     )  # fmt: skip
-    train.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:

@@ -52,25 +52,16 @@ def absolute():
 @pytest.mark.parametrize(
     ("overrides", "output"),
     [
-        (["parallel.tensor=4"], "parallel.tensor=4 does not divide the model's 2 attention heads"),
-        (["parallel.pipeline=3"], "parallel.pipeline=3 is more than the model's 2 layers"),
         (
             ["rollout.tensor=4"],
             "rollout.tensor=4: vLLM's tensor parallel size 4 does not divide the 2 ranks",
         ),
-        (["rollout.max_response_tokens=4000"], "exceed the model's"),
         (["model.path=/nowhere"], "/nowhere is not a folder"),
-        (["data.train=/nowhere.parquet"], "/nowhere.parquet does not exist"),
-        (["objective.name=pnpoo"], "did you mean 'pnpo'"),
         (["objective.nam=gspo"], "objective 'pnpo' has no option 'nam'; did you mean 'name'?"),
         (["objective.constraint={lo: 1}"], "no option 'lo'; did you mean 'low'"),
         (["objective={name: oapl}"], "set advantage.estimator=optimal_value"),
         (["objective={name: sao}"], "sao needs ratios to the engine's log-probs"),
         (["model.reference=/nowhere"], "the objective has no KL term"),
-        (
-            ["model.reference=/nowhere", "objective.kl={coefficient: 0.1}"],
-            "model.reference: /nowhere/config.json does not exist",
-        ),
         (["model.transformer_engine=true"], "model.transformer_engine=true: needs a CUDA device"),
         (["model.fp8=tensorwise"], "model.fp8=tensorwise: needs Transformer Engine, which is not"),
         (["model.fp8=delayed"], "model.fp8='delayed'"),
@@ -83,16 +74,10 @@ def absolute():
         (["parallel.expert=2"], "the model has no experts"),
         (["parallel.expert_tensor=1"], "parallel.expert_tensor=1, but the model has no experts"),
         (["parallel.stage_layers=[1]"], "parallel.stage_layers=[1] must list the layers of 1"),
-        (["reward.verifier=my_rewards"], "reward.verifier=my_rewards: write module:function"),
-        (["reward.verifier=my_rewards:score"], "there is no module my_rewards here or on the"),
-        (["logging.wandb={project: p}"], "logging.wandb is set but wandb is not installed"),
         (["parallel.tensr=2"], "did you mean parallel.tensor?"),
-        (["trainer.minibatches=7"], "cannot be split into trainer.minibatches=7"),
         (["trainer.steps=true"], "trainer.steps=true: "),
-        (["optimizer.learning_rate=.inf"], "optimizer.learning_rate=inf"),
         (["run.name=.."], "run.name='..'"),
         (["parallel.tp=2"], "parallel.tp: unknown key; valid here: parallel.tensor"),
-        ([f"run.dir={CONFIG}"], "is not a writable folder"),
     ],
 )
 def test_train_rejects_impossible_settings(capsys, tmp_path, overrides, output):
@@ -128,16 +113,6 @@ def test_check_settings_process_count_must_match_layout(tmp_path):
     config = load_config(CONFIG, [*absolute(), f"run.dir={tmp_path}", "run.name=a"])
     with pytest.raises(ValueError, match="3 processes do not fit tensor 1"):
         check_settings(config, world_size=3)
-
-
-def test_train_names_unsupported_architecture(capsys, tmp_path):
-    shutil.copytree(TASK / "model", tmp_path / "model")
-    file = tmp_path / "model" / "config.json"
-    file.write_text(
-        json.dumps(json.loads(file.read_text()) | {"architectures": ["MambaForCausalLM"]})
-    )
-    output = train_error(capsys, f"model.path={tmp_path}/model")
-    assert "architecture MambaForCausalLM is not supported" in output
 
 
 def test_train_rejects_full_disk(capsys, tmp_path, monkeypatch):
@@ -188,15 +163,7 @@ def prompt_error(folder, *overrides):
     return str(error.value)
 
 
-def test_train_rejects_invalid_prompts(capsys, tmp_path):
-    pq.write_table(pa.table({"question": ["1+1"]}), tmp_path / "columns.parquet")
-    # The launcher reports it before any rank is started.
-    output = train_error(
-        capsys, f"data.train={tmp_path}/columns.parquet", f"run.dir={tmp_path}/runs"
-    )
-    assert (
-        "data.train: " in output and "has no column prompt, reward_model.ground_truth; it" in output
-    )
+def test_rank_rejects_invalid_prompts(tmp_path):
     assert "more than data.max_prompt_tokens=10" in prompt_error(
         tmp_path, "data.max_prompt_tokens=10"
     )
@@ -204,9 +171,7 @@ def test_train_rejects_invalid_prompts(capsys, tmp_path):
     assert "8000 prompts cannot be drawn from a set of 4096" in output
 
 
-def test_train_hub_name_gives_download_command(capsys, tmp_path):
-    output = train_error(capsys, f"run.dir={tmp_path}", "model.path=Qwen/Qwen3-8B")
-    assert "where there is a network, run: hf download Qwen/Qwen3-8B" in output
+def test_missing_folder_gives_no_download_command(capsys, tmp_path):
     output = train_error(capsys, f"run.dir={tmp_path}", f"model.path={tmp_path}/a/b")
     assert "hf download" not in output
 
@@ -237,14 +202,10 @@ def test_train_with_lost_checkpoint_does_not_start_again(capsys, tmp_path):
     assert (tmp_path / "a" / "metrics.jsonl").read_text() == rows  # nothing was lost
 
 
-def test_train_rejects_missing_chat_template_and_tokenizer(capsys, tmp_path):
+def test_rank_rejects_missing_chat_template(tmp_path):
     shutil.copytree(TASK / "model", tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").unlink()
     assert "no chat template" in prompt_error(tmp_path, f"model.path={tmp_path}/model")
-    for file in (tmp_path / "model").glob("tokenizer*"):
-        file.unlink()
-    output = train_error(capsys, f"run.dir={tmp_path}", f"model.path={tmp_path}/model")
-    assert "model has no tokenizer (no tokenizer.json" in output
 
 
 def test_invalid_late_row_ends_all_ranks_with_one_error(tmp_path):

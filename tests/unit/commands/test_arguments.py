@@ -25,3 +25,10 @@ def test_unknown_option_suggests_setting(capsys, words, output):
     assert (
         messages.startswith("megatron-rl: error: ") and messages.count("\n") == 1
     )  # no other's usage
+
+
+def test_count_below_one_is_rejected(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["rollouts", "run", "--count", "0"])
+    assert end.value.code == 2
+    assert "--count: '0' must be a whole number, 1 or more" in capsys.readouterr().err

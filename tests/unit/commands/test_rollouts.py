@@ -98,7 +98,6 @@ def test_model_s_text_cannot_reach_terminal(capsys, folder, tmp_path):
             "no rollouts of step 9; choose one of its 3 recorded steps from 1 to 3",
         ),
         (["{run}", "--group", "99"], "no responses to prompt 99; choose one of 6, 7"),
-        (["{run}", "--count", "0"], "--count 0: give 1 or more"),
     ],
 )
 def test_missing_selection_lists_available_ones(capsys, folder, words, message):
