@@ -196,6 +196,9 @@ class TokenBatch:
     # [T] each, the policy's at each update so far; None: not recorded
     traced_logprobs: list[Tensor] | None = None
     classes: Tensor | None = None  # [T] int64, classes of tokens that are reported separately
+    # [layers, t, k] integers: experts chosen in the behavior pass, in this rank's layers that have
+    # experts, for this rank's tokens; None: not recorded
+    routes: Tensor | None = None
 
     def advantages_per_token(self) -> Tensor:
         """Expand the advantages of sequences to their positions; [T]."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -24,7 +24,8 @@ from megatron_rl.actor.lora import adapted_weights, add_adapters, describe_adapt
 from megatron_rl.actor.loss_contract import as_megatron_loss
 from megatron_rl.actor.memory import TrainingState
 from megatron_rl.actor.packs import LocalPack, PackCache, build_filler, check_pack
-from megatron_rl.actor.pipeline import pipeline_arguments
+from megatron_rl.actor.pipeline import gather_packs, pipeline_arguments
+from megatron_rl.actor.routing import Routing, RoutingRecorder
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.actor.shard_writer import ShardWriter
 from megatron_rl.actor.step import StopRule, UpdateResult, take_step
@@ -37,7 +38,6 @@ from megatron_rl.actor.weights import (
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives.calibration import Calibration
-from megatron_rl.objectives.inputs import TokenClasses, TokenInputs
 from megatron_rl.objectives.objective import PolicyObjective
 from megatron_rl.objectives.statistics import Statistics
 from megatron_rl.resharding.adapted import LocalWeight
@@ -74,6 +74,9 @@ class MegatronActor:
             load_model(self.chunks, shape=self.shape, topology=topology, folder=model_folder)
             if settings.lora:
                 add_adapters(self.chunks, settings.lora, shape=self.shape, topology=topology)
+            self.routing = RoutingRecorder(
+                self.chunks, shape=self.shape, topology=topology, replays=settings.replay_routes
+            )
             self.ddp_chunks = wrap_chunks(self.chunks, settings)
             self.optimizer = build_optimizer(self.ddp_chunks, settings)
         self.training_state = TrainingState(self.ddp_chunks, self.optimizer, device=topology.device)
@@ -81,28 +84,35 @@ class MegatronActor:
         self.sequence_parallel = self.chunks[0].config.sequence_parallel
         self.asleep = False
 
-    def compute_logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
+    def compute_logprobs(
+        self, micro_batches: Sequence[TokenBatch], *, routing: Routing = "default"
+    ) -> list[Tensor]:
         """Compute log-probs of the labels, [T] per pack, 0 off the mask; on all replica ranks.
 
         Runs forward only, with the same code and packs as training, so that log-probs are
-        bit-identical as long as the weights are.
+        bit-identical as long as the weights are. routing: how tokens are assigned to experts.
         """
-        return [values[:, 0] for values in self._score(micro_batches, entropy=False)]
+        scored = self._score(micro_batches, entropy=False, routing=routing)
+        return [values[:, 0] for values in scored]
 
     def compute_logprobs_and_entropies(
-        self, micro_batches: Sequence[TokenBatch]
+        self, micro_batches: Sequence[TokenBatch], *, routing: Routing = "default"
     ) -> list[tuple[Tensor, Tensor]]:
         """Compute log-probs as `compute_logprobs`, and the policy's entropies (nats) per token."""
-        scored = self._score(micro_batches, entropy=True)
+        scored = self._score(micro_batches, entropy=True, routing=routing)
         # Copies: log-probs live as long as the rollout batch, and a view would keep the entropies.
         return [(values[:, 0].contiguous(), values[:, 1]) for values in scored]
 
-    def _score(self, micro_batches: Sequence[TokenBatch], *, entropy: bool) -> list[Tensor]:
+    def _score(
+        self, micro_batches: Sequence[TokenBatch], *, entropy: bool, routing: Routing
+    ) -> list[Tensor]:
         """Compute log-probs, and entropies if requested, of each pack's labels; [T, 1|2]."""
         self._check(micro_batches)
         with megatron_runtime(), torch.no_grad():
-            local = self._run(micro_batches, _keep_output, forward_only=True, entropy=entropy)
-        return self._gather_packs(micro_batches, local[: len(micro_batches)], rows=1 + entropy)
+            local = self._run(
+                micro_batches, _keep_output, forward_only=True, entropy=entropy, routing=routing
+            )
+        return self._gather(micro_batches, local[: len(micro_batches)], rows=1 + entropy)
 
     def update(
         self, minibatch: Minibatch, objective: PolicyObjective, *, rule: StopRule | None = None
@@ -162,7 +172,7 @@ class MegatronActor:
             self.updates += 1
             self.is_initial = False
             self.calibration = objective.measure(statistics) or self.calibration
-        return result
+        return replace(result, routes=self.routing.take_counts())
 
     def named_parameters_local(self) -> Mapping[str, LocalWeight]:
         """Return this rank's parameters by Megatron name, prefixed by `chunk{i}.` if several.
@@ -254,6 +264,7 @@ class MegatronActor:
         *,
         forward_only: bool,
         entropy: bool = False,
+        routing: Routing = "default",
     ) -> list[Any]:
         """Run the micro-batches through Megatron's schedule.
 
@@ -272,16 +283,19 @@ class MegatronActor:
             return output, as_megatron_loss(partial(compute, batch, pack))
 
         tokens = [sum(batch.lengths) // self.topology.cp_size for batch in padded]
-        return get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=[iter(padded) for _ in self.ddp_chunks],
-            model=self.ddp_chunks,
-            num_microbatches=len(padded),
-            seq_length=max(tokens),
-            micro_batch_size=1,
-            forward_only=forward_only,
-            **pipeline_arguments(self.chunks[0].config, tokens=tokens),
-        )
+        with self.routing.over(
+            micro_batches, self.packs.context, routing=routing, has_gradients=not forward_only
+        ):
+            return get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=[iter(padded) for _ in self.ddp_chunks],
+                model=self.ddp_chunks,
+                num_microbatches=len(padded),
+                seq_length=max(tokens),
+                micro_batch_size=1,
+                forward_only=forward_only,
+                **pipeline_arguments(self.chunks[0].config, tokens=tokens),
+            )
 
     def _policy_loss(
         self,
@@ -292,24 +306,11 @@ class MegatronActor:
         output: Tensor,
     ) -> tuple[Tensor, tuple[Statistics, Tensor]]:
         """Compute one micro-batch's loss; also return statistics and the log-probs, [1, t]."""
-        assert batch.behavior_logprobs is not None, "compute behavior log-probs before the update"
-        logprobs, *entropy = output  # [1|2, t]
-        rollout, reference = batch.rollout_logprobs, batch.reference_logprobs
-        classes = None
-        if minibatch.classes and batch.classes is not None:
-            classes = TokenClasses(pack.shard(batch.classes), minibatch.classes)
         result = objective(
-            TokenInputs(
-                policy_logprobs=logprobs,
-                behavior_logprobs=pack.shard(batch.behavior_logprobs),
-                advantages=pack.spread(batch.advantages),
-                rollout_logprobs=None if rollout is None else pack.shard(rollout),
-                reference_logprobs=None if reference is None else pack.shard(reference),
-                entropy=entropy[0] if entropy else None,
-            ),
+            pack.token_inputs(batch, output),
             layout=pack.layout,
             denominators=minibatch.denominators,
-            classes=classes,
+            classes=pack.token_classes(batch, minibatch.classes),
         )
         return result.loss, (result.statistics, output[:1].detach())
 
@@ -319,30 +320,17 @@ class MegatronActor:
         if not indices:  # equal on all ranks of a replica, so the collectives match
             return
         traced = [micro_batches[i] for i in indices]
-        values = self._gather_packs(traced, [local[i] for i in indices] if local else [], rows=1)
+        values = self._gather(traced, [local[i] for i in indices] if local else [], rows=1)
         for batch, value in zip(traced, values, strict=True):
             assert batch.traced_logprobs is not None
             batch.traced_logprobs.append(value[:, 0])
 
-    def _gather_packs(
+    def _gather(
         self, micro_batches: Sequence[TokenBatch], local: list[Tensor], *, rows: int
     ) -> list[Tensor]:
         """Gather the last stage's [rows, t] of each pack to [T, rows] on all replica ranks."""
-        packs = [self.packs.prepare(batch) for batch in micro_batches]
-        sizes = [pack.layout.local_tokens for pack in packs]
-        flat = self._from_last_stage(local, (rows, sum(sizes)))
-        parts = zip(packs, flat.split(sizes, dim=1), strict=True)
-        return [pack.layout.gather(part.t().contiguous()) for pack, part in parts]
-
-    def _from_last_stage(self, local: list[Tensor], shape: tuple[int, int]) -> Tensor:
-        """Broadcast the last stage's values to every pipeline stage; [rows, tokens]."""
-        if self.topology.is_last_stage:
-            flat = torch.cat(local, dim=1)
-        else:
-            flat = torch.empty(shape, dtype=torch.float32, device=self.topology.device)
-        if self.topology.pp_size > 1:
-            dist.broadcast(flat, group=self.topology.pp_group, group_src=self.topology.pp_size - 1)
-        return flat
+        layouts = [self.packs.prepare(batch).layout for batch in micro_batches]
+        return gather_packs(layouts, local, rows=rows, topology=self.topology)
 
 
 def _keep_output(batch: TokenBatch, pack: LocalPack, output: Tensor) -> tuple[Tensor, Tensor]:

@@ -54,6 +54,7 @@ class PackContext(PackedSeqParams):
     layout: SequenceLayout | None = None
     host: SequenceLayout | None = None
     rotation: PackRotation | None = None
+    routing: Any = None  # `actor.routing.PackRouting` of the present pass; None: routers choose
 
     @cached_property
     def plan(self) -> AttentionPlan:

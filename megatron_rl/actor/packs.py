@@ -18,6 +18,7 @@ from megatron_rl.distributed.to_device import to_device
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.objectives.inputs import TokenClasses, TokenInputs
 from megatron_rl.types import TokenBatch
 
 
@@ -27,6 +28,7 @@ class LocalPack:
 
     layout: SequenceLayout
     inputs: ModelInput
+    host: SequenceLayout  # the layout on the host
     _local: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     def shard(self, values: Tensor) -> Tensor:
@@ -36,6 +38,26 @@ class LocalPack:
     def spread(self, values: Tensor) -> Tensor:
         """Expand one value per sequence to every local token; [S] -> [t]."""
         return self._once(values, self.layout.spread)
+
+    def token_inputs(self, batch: TokenBatch, output: Tensor) -> TokenInputs:
+        """Return the objective's inputs; output: the policy's log-probs and entropies, [1|2, t]."""
+        assert batch.behavior_logprobs is not None, "compute behavior log-probs before the update"
+        logprobs, *entropy = output
+        rollout, reference = batch.rollout_logprobs, batch.reference_logprobs
+        return TokenInputs(
+            policy_logprobs=logprobs,
+            behavior_logprobs=self.shard(batch.behavior_logprobs),
+            advantages=self.spread(batch.advantages),
+            rollout_logprobs=None if rollout is None else self.shard(rollout),
+            reference_logprobs=None if reference is None else self.shard(reference),
+            entropy=entropy[0] if entropy else None,
+        )
+
+    def token_classes(self, batch: TokenBatch, count: int) -> TokenClasses | None:
+        """Return the `count` classes of tokens that are reported separately; None without any."""
+        if not count or batch.classes is None:
+            return None
+        return TokenClasses(self.shard(batch.classes), count)
 
     def _once(self, values: Tensor, cut: Callable[[Tensor], Tensor]) -> Tensor:
         """Return cut(values) on the device, cached while `values` is alive and unmodified.
@@ -78,6 +100,10 @@ class PackCache:
             self._packs[batch.response_mask] = self._build(batch)
         return self._packs[batch.response_mask]
 
+    def context(self, batch: TokenBatch) -> PackContext:
+        """Return what the model's layers receive with a pack."""
+        return self.prepare(batch).inputs.context
+
     def clear(self) -> None:
         """Free the device memory of all packs; they are prepared again on the next use."""
         self._packs.clear()
@@ -98,7 +124,7 @@ class PackCache:
             response_positions=to_device(response_positions, device),
             context=PackContext(layout=layout, host=host, rotation=self._rotation(positions)),
         )
-        return LocalPack(layout, inputs)
+        return LocalPack(layout, inputs, host)
 
     def _rotation(self, positions: Tensor) -> PackRotation:
         """Return the rotation of positions [t] on the host; the tables grow by powers of two."""

@@ -1,4 +1,4 @@
-"""Pipeline communication of packs whose sizes every stage knows.
+"""Pipeline communication of packs whose sizes every stage knows, and of their results.
 
 Packs have different numbers of tokens. Megatron therefore sends the shape of every tensor ahead of
 it, and the host waits for the device twice per tensor to read that shape. Here every stage knows
@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.distributed.topology import Topology
 
 _GROUPS = ["tp", "cp", "pp", "embd", "pos_embd", "dp_cp"]  # those that Megatron's schedules use
 
@@ -81,3 +86,21 @@ def pipeline_arguments(config: TransformerConfig, *, tokens: Sequence[int]) -> d
         "p2p_communicator": KnownShapes(config=config, tokens=tokens),
         "pg_collection": ProcessGroupCollection.use_mpu_process_groups(_GROUPS),
     }
+
+
+def gather_packs(
+    layouts: Sequence[SequenceLayout], local: Sequence[Tensor], *, rows: int, topology: Topology
+) -> list[Tensor]:
+    """Gather the last stage's [rows, t] of each pack to [T, rows] on all ranks of a replica.
+
+    local: of each pack, on the last stage; other stages receive them.
+    """
+    sizes = [layout.local_tokens for layout in layouts]
+    if topology.is_last_stage:
+        flat = torch.cat(list(local), dim=1)
+    else:
+        flat = torch.empty((rows, sum(sizes)), dtype=torch.float32, device=topology.device)
+    if topology.pp_size > 1:
+        dist.broadcast(flat, group=topology.pp_group, group_src=topology.pp_size - 1)
+    parts = zip(layouts, flat.split(sizes, dim=1), strict=True)
+    return [layout.gather(part.t().contiguous()) for layout, part in parts]

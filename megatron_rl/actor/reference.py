@@ -56,14 +56,14 @@ class ReferencePolicy:
     def compute_logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         """Compute log-probs of the labels, [T] per pack, 0 off the mask."""
         with self._active():
-            return self.actor.compute_logprobs(micro_batches)
+            return self.actor.compute_logprobs(micro_batches, routing="own")
 
     def compute_logprobs_and_entropies(
         self, micro_batches: Sequence[TokenBatch]
     ) -> list[tuple[Tensor, Tensor]]:
         """Compute log-probs and this policy's entropies (nats) of each pack."""
         with self._active():
-            return self.actor.compute_logprobs_and_entropies(micro_batches)
+            return self.actor.compute_logprobs_and_entropies(micro_batches, routing="own")
 
     @contextmanager
     def _active(self) -> Iterator[None]:

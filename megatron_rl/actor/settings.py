@@ -67,6 +67,7 @@ class ActorSettings:
     # weights would give different log-probs each time.
     fp8: Literal["tensorwise", "blockwise"] | None = None
     lora: LoraSettings | None = None  # None: train all parameters
+    replay_routes: bool = False  # passes over packs with recorded routes replay them
 
     @property
     def gemm_tokens(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
 
 from megatron_rl.actor.build import step_optimizer
 from megatron_rl.actor.memory import optimizer_parts
@@ -28,6 +29,8 @@ class UpdateResult:
     learning_rate: float
     skipped: str | None = None  # reason for a skipped step: a non-finite value or gradient
     stopped: str | None = None  # reason that the stop rule returned
+    # [layers, 2]: tokens whose set of experts differs from the recorded one, and all tokens
+    routes: Tensor | None = None
 
     @property
     def done(self) -> bool:

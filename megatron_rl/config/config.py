@@ -19,6 +19,7 @@ from megatron_rl.config.ppo_sections import (
     OfflineSection,
     ShapingSection,
 )
+from megatron_rl.config.routing import routing_problems
 from megatron_rl.config.sections import (
     AdvantageSection,
     LoggingSection,
@@ -92,7 +93,7 @@ class Config(Section):
             )
         problems += self._unused_settings() + self._objective_problems() + self._best_problems()
         problems += self._lag_problems() + self._ppo_problems()
-        problems += environment_problems(self) + lora_problems(self)
+        problems += environment_problems(self) + lora_problems(self) + routing_problems(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self

@@ -213,6 +213,11 @@ class SequenceLayout:
         return self._counts[1]
 
     @cached_property
+    def is_used(self) -> Tensor:
+        """True up to the last valid decision of each sequence; the rest is padding; [t] bool."""
+        return (self.position < self.length) | self.mask
+
+    @cached_property
     def offsets(self) -> Tensor:
         """Offset of each local token in its padded sequence; [t] int32."""
         starts = self._host_lengths.cumsum(0, dtype=INDEX) - self._host_lengths

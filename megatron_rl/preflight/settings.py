@@ -156,6 +156,11 @@ def _further_model_problems(config: Config, shape: ModelShape | None) -> list[st
         problems += _same_shape(behavior, "offline.behavior", "it", config, shape)
     if (reference := config.model.reference) is not None:
         problems += _same_shape(reference, "model.reference", "a reference", config, shape)
+    if config.model.routing_replay != "none" and shape is not None and shape.experts is None:
+        problems.append(
+            f"model.routing_replay={config.model.routing_replay}: {config.model.path} has no "
+            "experts; unset it"
+        )
     return problems
 
 

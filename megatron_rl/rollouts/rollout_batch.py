@@ -79,10 +79,13 @@ class RolloutBatch:
         """Compute behavior log-probs and entropy with the policy that generated; collective.
 
         This uses the packs of training, if it trains these groups together: ratios in the first
-        minibatch are then exactly 1.
+        minibatch are then exactly 1. The actor also records which experts its tokens use.
         """
         self.is_exact = True
-        scored = actor.compute_logprobs_and_entropies(self.packs)
+        if isinstance(actor, MegatronActor):
+            scored = actor.compute_logprobs_and_entropies(self.packs, routing="record")
+        else:
+            scored = actor.compute_logprobs_and_entropies(self.packs)
         for pack, (logprobs, _) in zip(self.packs, scored, strict=True):
             pack.behavior_logprobs = logprobs
         rows = gather_by_rollout(
@@ -100,6 +103,14 @@ class RolloutBatch:
             )
             for group in self.groups
         ]
+
+    def record_routes(self, actor: MegatronActor) -> None:
+        """Record the experts of packs whose log-probs an ended run computed; collective.
+
+        The actor must have the weights that computed them.
+        """
+        if actor.routing.is_active and any(pack.routes is None for pack in self.packs):
+            actor.compute_logprobs(self.packs, routing="record")
 
     def freeze_engine_logprobs(self) -> None:
         """Use the engine's log-probs as those of the behavior policy."""

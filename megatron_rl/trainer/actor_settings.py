@@ -40,6 +40,7 @@ def build_actor_settings(config: Config, topology: Topology) -> ActorSettings:
         transformer_engine=config.model.transformer_engine,
         fp8=config.model.fp8,
         lora=build_lora_settings(config),
+        replay_routes=config.model.routing_replay != "none",
     )
 
 

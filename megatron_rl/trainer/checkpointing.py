@@ -1,7 +1,8 @@
 """Saving checkpoints and resuming from them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -10,6 +11,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.config import Config, ConfigError
+from megatron_rl.config.routing import unrecorded_because
 from megatron_rl.distributed.agreement import (
     gather_from_ranks,
     sum_over_ranks,
@@ -19,11 +21,13 @@ from megatron_rl.rollouts.buffer import GroupBuffer
 from megatron_rl.runs.checkpoints import file_names, sum_files
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.group_file import read_about, read_groups, write_groups
-from megatron_rl.runs.rows import evaluation_scores, read_metrics
+from megatron_rl.runs.rows import read_metrics
 from megatron_rl.runtime.failures import RankTimeoutError
 from megatron_rl.runtime.interruption import Interruption, RunInterrupted
 from megatron_rl.telemetry.console import Console
+from megatron_rl.trainer.route_files import read_routes, write_routes
 from megatron_rl.trainer.skipped_updates import SkippedUpdates
+from megatron_rl.trainer.sparing import spared_steps
 from megatron_rl.trainer.step_progress import StepProgress
 from megatron_rl.types import PromptGroup
 
@@ -186,17 +190,21 @@ class CheckpointKeeper:
         named = (f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None)
         return next(named, None)
 
-    def begin(self, new: StepProgress) -> StepProgress:
-        """Track a step that has its rollout batch; returns the progress of a resumed step."""
+    def begin(self, new: StepProgress, actor: MegatronActor) -> StepProgress:
+        """Track a step that has its rollout batch; returns the progress of a resumed step.
+
+        Afterwards the batch has the routes of its behavior pass. Collective.
+        """
+        assert new.batch is not None
         if self.step_progress is None:
             new.generated = new.generated or self._generated
             self.step_progress = new
+            if unrecorded_because(self.config) is None:
+                new.batch.record_routes(actor)
         else:
-            assert self.step_progress.step == new.step, (
-                f"step {self.step_progress.step} is in progress"
-            )
-            assert new.batch is not None
+            assert self.step_progress.step == new.step, "another step is in progress"
             self.step_progress.take(new.batch)
+            read_routes(self.directory.checkpoints.folder(new.step), new.batch.packs, actor)
         self._generated = {}
         return self.step_progress
 
@@ -252,18 +260,6 @@ class CheckpointKeeper:
                 f"step {step} is not saved: {messages or error}; training continues, and the "
                 f"last checkpoint {last}"
             )
-
-    def _spared(self, steps: Sequence[int]) -> set[int]:
-        """Saved steps that are never pruned: those of keep_every, and the best one."""
-        settings = self.config.trainer
-        spared = {step for step in steps if settings.keep_every and step % settings.keep_every == 0}
-        if settings.keep_best:
-            metric = None if settings.keep_best is True else settings.keep_best
-            scores = evaluation_scores(self.directory.path, metric=metric)
-            spared |= set(
-                sorted(scores.keys() & set(steps), key=lambda step: (scores[step], step))[-1:]
-            )
-        return spared
 
     def stop_if_requested(self, actor: MegatronActor) -> None:
         """Call `checkpoint_and_exit` if any rank received a signal. Collective: one integer."""
@@ -326,17 +322,19 @@ class CheckpointKeeper:
                 if state is not None:
                     torch.save(state, folders.partial(step) / UNDER_WAY)
 
-        partial = folders.partial(step)
+        folder = folders.partial(step)
         self._is_writing = True
-        actor.save(partial / "actor")
+        actor.save(folder / "actor")
         self._is_writing = False
         digests = gather_from_ranks(actor.digest())
         with sync_errors_across_ranks(doing=doing):  # every rank has written its part
-            seen = file_names(partial)
+            if self.step_progress is not None:
+                write_routes(folder, self.step_progress.remaining_packs(self.config), actor)
+            seen = file_names(folder)
         # Files of other nodes may be listed late: use the union over ranks.
         names = sorted({name for one in gather_from_ranks(seen) for name in one})
         with sync_errors_across_ranks(doing=doing):
-            share = sum_files(partial, names[self.rank :: actor.topology.world_size])
+            share = sum_files(folder, names[self.rank :: actor.topology.world_size])
         sums = {name: one for part in gather_from_ranks(share) for name, one in part.items()}
         with sync_errors_across_ranks(doing=doing):
             if self.rank == 0:
@@ -345,6 +343,7 @@ class CheckpointKeeper:
                 self.directory.flush()
                 skipped = self.faults.in_a_row if self.faults is not None else 0
                 folders.complete(step, sums=sums, digests=digests, skipped=skipped)
-                folders.prune(keep=self.config.trainer.keep_checkpoints, spared=self._spared)
+                spared = partial(spared_steps, config=self.config, folder=self.directory.path)
+                folders.prune(keep=self.config.trainer.keep_checkpoints, spared=spared)
                 self.directory.forget(step)
         self._saved = (step, updates)

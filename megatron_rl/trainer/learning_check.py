@@ -10,6 +10,7 @@ from megatron_rl.objectives import ObjectiveSpec
 from megatron_rl.objectives.spec import Bounds
 from megatron_rl.objectives.tolerances import suggest_tolerances
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.trainer.routing_check import routing_warning
 
 TOO_TIGHT, TOO_WIDE = 0.7, 0.999  # acceptance below, above
 UNUSUAL_REWARD = 10.0
@@ -34,6 +35,7 @@ class LearningCheck:
             "size": describe_reward_size(batch),
             "partial": describe_partial_reward(metrics, batch),
             "tolerances": describe_tolerances(metrics, self.config),
+            "routing": routing_warning(metrics),
         }
         new = {key: text for key, text in once.items() if text and key not in self.reported}
         self.reported |= new.keys()

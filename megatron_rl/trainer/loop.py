@@ -21,6 +21,7 @@ from megatron_rl.trainer.checkpointing import CheckpointKeeper
 from megatron_rl.trainer.early_stopping import EarlyStopping
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.recorder import Recorder
+from megatron_rl.trainer.routing_check import measure_routing
 from megatron_rl.trainer.self_tests import SelfTests
 from megatron_rl.trainer.skipped_updates import SkippedUpdates
 from megatron_rl.trainer.step_progress import StepProgress
@@ -96,7 +97,7 @@ class Trainer:
         """Make step `step` resumable: from here on its rollouts and updates survive a restart."""
         with self.clock.phase("record"):
             new = StepProgress(step, self.actor.updates, self.source.metrics(fresh), batch)
-            step_progress = self.checkpoints.begin(new)
+            step_progress = self.checkpoints.begin(new, self.actor)
             groups = self.source.restorable(fresh)
             self.recorder.keep_generated(step_progress, groups, layout=self.actor.layout)
         return step_progress
@@ -117,6 +118,7 @@ class Trainer:
                 if result.stopped is not None:
                     self.run.console.log(f"step {step}: stopped in epoch {epoch}: {result.stopped}")
                     break
+        updates.final = updates.final or measure_routing(self.actor, batch.minibatches[-1])
 
     def record(
         self, step_progress: StepProgress, batch: RolloutBatch, further: Mapping[str, float]

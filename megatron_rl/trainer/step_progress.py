@@ -12,11 +12,12 @@ import numpy as np
 import torch
 
 from megatron_rl.actor.actor import UpdateResult
+from megatron_rl.config import Config
 from megatron_rl.objectives import Statistics
 from megatron_rl.rollouts.logprob_history import restore_traces
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.trainer.update_metrics import UpdateMetrics
-from megatron_rl.types import Minibatch
+from megatron_rl.types import Minibatch, TokenBatch
 
 
 @dataclass
@@ -44,6 +45,12 @@ class StepProgress:
         is_stopped = any(result.stopped is not None for result in self.updates.results)
         return is_stopped or self.updates.count == updates_per_step
 
+    def remaining_packs(self, config: Config) -> list[TokenBatch]:
+        """Packs that further updates train, this rank's; none after the last update."""
+        if self.batch is None or self.is_trained(config.updates_per_step):
+            return []
+        return self.batch.packs
+
     def remaining(
         self, minibatches: Sequence[Minibatch], *, epochs: int
     ) -> Iterator[tuple[int, Minibatch]]:
@@ -61,11 +68,13 @@ class StepProgress:
             "first_update": self.first_update,
             "generated": dict(self.generated),
             "epochs": self.updates.epochs,
+            "final": dict(self.updates.final),
             "results": [
                 {"sums": one.statistics.sums.cpu(), "maxima": one.statistics.maxima.cpu(),
                  "classes": None if (known := one.statistics.classes) is None else known.cpu(),
                  "grad_norm": one.grad_norm, "learning_rate": one.learning_rate,
-                 "skipped": one.skipped, "stopped": one.stopped}
+                 "skipped": one.skipped, "stopped": one.stopped,
+                 "routes": None if one.routes is None else one.routes.cpu()}
                 for one in self.updates.results
             ],
             "traces": {k: torch.from_numpy(v.copy()) for k, v in self.batch.traces().items()},
@@ -82,6 +91,7 @@ class StepProgress:
                     one.pop("maxima").to(device),
                     None if (known := one.pop("classes")) is None else known.to(device),
                 ),
+                routes=None if (routes := one.pop("routes")) is None else routes.to(device),
                 **one,
             )
             for one in state["results"]
@@ -90,6 +100,6 @@ class StepProgress:
             state["step"],
             state["first_update"],
             state["generated"],
-            updates=UpdateMetrics(results, state["epochs"]),
+            updates=UpdateMetrics(results, state["epochs"], final=state["final"]),
             traces={place: rows.numpy() for place, rows in state["traces"].items()},
         )

@@ -1,7 +1,7 @@
 """The metrics of one step's optimizer updates, from what each update reports."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -12,7 +12,7 @@ from megatron_rl.objectives import Statistics
 from megatron_rl.objectives.statistics import DECILES, class_metrics, class_rows
 
 # Metrics of each epoch, over the whole rollout batch and by tenth of t/L.
-BY_EPOCH = ("gate/", "ratio/", "weight/effective_sample_fraction", "mismatch/")
+BY_EPOCH = ("gate/", "ratio/", "weight/effective_sample_fraction", "mismatch/", "routing/")
 BY_EPOCH_AND_FRACTION = (
     "/acceptance", "/prefix_mean_log_std", "/prefix_mean_log_q05", "/prefix_mean_log_median",
     "/prefix_mean_log_q95", "/effective_sample_fraction",
@@ -26,6 +26,7 @@ class UpdateMetrics:
     results: list[UpdateResult] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)  # of each result, from 1
     lags: Sequence[int] = ()  # of the classes that results report apart
+    final: Mapping[str, float] = field(default_factory=dict)  # measured after the last update
 
     @property
     def count(self) -> int:
@@ -57,7 +58,7 @@ class UpdateMetrics:
         }
         if not done:  # results of skipped updates must not be averaged
             return counts
-        metrics = _merge(done).to_metrics()
+        metrics = {**_merge(done).to_metrics(), **changed_routes(done), **self.final}
         for key in (key for key in metrics if key.startswith("loss/")):
             metrics[key] /= len(done)  # each update's loss is a sum over its minibatch
         if self.results[0].done:
@@ -75,7 +76,7 @@ class UpdateMetrics:
         for epoch in sorted(set(self.epochs)):
             pairs = zip(self.results, self.epochs, strict=True)
             own = [result for result, of in pairs if of == epoch and result.done]
-            values = _merge(own).to_metrics() if own else {}
+            values = _merge(own).to_metrics() | changed_routes(own) if own else {}
             metrics |= {f"epoch_{epoch}/{k}": v for k, v in values.items() if _is_by_epoch(k)}
             metrics |= self._by_lag(own, epoch=epoch)
         return metrics
@@ -102,6 +103,26 @@ def _is_by_epoch(key: str) -> bool:
     if key.startswith("by_fraction/"):
         return key.endswith(BY_EPOCH_AND_FRACTION)
     return key.startswith(BY_EPOCH)
+
+
+def changed_routes(results: Sequence[UpdateResult]) -> dict[str, float]:
+    """Fraction of tokens whose set of experts differs from the recorded one, overall and by layer.
+
+    Empty if nothing was recorded. Layers are counted from 0.
+    """
+    known = [result.routes for result in results if result.routes is not None]
+    if not known:
+        return {}
+    table = torch.stack(known).sum(dim=0)  # [layers, changed and all]
+    changed, tokens = table.sum(dim=0).tolist()
+    if not tokens:
+        return {}
+    by_layer = {
+        f"routing/changed_fraction_by_layer/{layer}": row[0] / row[1]
+        for layer, row in enumerate(table.tolist())
+        if row[1]  # a layer with experts
+    }
+    return {"routing/changed_fraction": changed / tokens} | by_layer
 
 
 def _merge(results: Sequence[UpdateResult]) -> Statistics:

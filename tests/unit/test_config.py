@@ -151,6 +151,21 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
             ["lora.rank=8", "optimizer.learning_rate=1e-4", "model.transformer_engine=true"],
             "model.transformer_engine=True cannot be combined with lora",
         ),
+        *(
+            (
+                MINIMAL,
+                ["model.routing_replay=behavior", setting, *further],
+                f"model.routing_replay=behavior cannot be combined with {setting.split('={')[0].replace('=a', '')}",
+            )
+            for setting, *further in (
+                ["behavior=engine"],
+                ["lag.batches=1"],
+                ["lag.sync_weights_every=2"],
+                ["replay.fresh=0.5", "replay.capacity=2"],
+                ["lag.partial_rollouts={every_tokens: 8, cache: recompute}"],
+                ["offline.rollouts=a"],
+            )
+        ),
         (MINIMAL, ["seed"], "not of the form key=value"),
         ("- a\n- b\n", [], "must contain a mapping"),
         ("a: [\n", [], "not valid YAML"),

@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 UNRECORDED = SimpleNamespace(record=lambda name: None)  # conversation settings without a journal
 PLACES = {
     "set": r"[\w.-]+", "k": r"\d+", "source": ".+", "epoch": r"\d+", "phase": "|".join(PHASES),
-    "lag": r"\d+", "turns": r"\d+", "name": r"(?!shaped)[A-Za-z]\w*",
+    "lag": r"\d+", "layer": r"\d+", "turns": r"\d+", "name": r"(?!shaped)[A-Za-z]\w*",
     "kind": "acceptance|effective_sample_fraction|prefix_mean_log_std|chi_square|tokens",
     "end": r"[01]\.\d", "start": r"2\^\d\d", "part": "[a-z_]+",
 }  # fmt: skip
@@ -45,6 +45,7 @@ def emitted(tmp_path_factory):
         "named": {"named": True},
         "terms": {"kl": {"coefficient": 0.1}, "entropy_coefficient": 0.1},
         "lag": {"sections": {"lag": {"batches": 1}}},
+        "experts": {"has_experts": True},
         "conversations": {"engine": ConversingEngine, "conversations": UNRECORDED},
         "sampling": {"sections": {"dynamic_sampling": {"rounds": 1}}, "solved": (0, 1, 2)},
     }.items():

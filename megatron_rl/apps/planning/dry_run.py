@@ -124,7 +124,8 @@ def measure(
     local = sum(packs[0].lengths) // topology.cp_size
     meter.category = "activations"
     meter.begin("behavior")
-    for pack, logprobs in zip(packs, actor.compute_logprobs(packs), strict=True):
+    scored = actor.compute_logprobs(packs, routing="record")
+    for pack, logprobs in zip(packs, scored, strict=True):
         pack.behavior_logprobs = logprobs
         if "reference_logprobs" in objective.needs:
             pack.reference_logprobs = torch.zeros_like(logprobs)

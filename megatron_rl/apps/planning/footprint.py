@@ -9,6 +9,7 @@ stage 1, arXiv 1910.02054). Temporary memory at the peak was measured in dry run
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron_rl.apps.planning.devices import GIB
@@ -63,7 +64,7 @@ def footprint(
         update = activation_bytes(
             shape, parts, stage=stage, micro_batches=micro_batches, prompt_part=prompt_part
         )
-        prepared = packs * prepared_pack_bytes(parts)
+        prepared = packs * prepared_pack_bytes(shape, parts)
         behavior = asleep + forward_bytes(shape, parts, stage=stage) + prepared
         stages.append((states, asleep, states + update + prepared, behavior))
     states, asleep, train, behavior = map(max, zip(*stages, strict=True))
@@ -252,9 +253,23 @@ def gathered_bytes(shape: ModelShape, parts: Parts) -> float:
     return 2 * parts.local_tokens * shape.hidden_size if parts.tensor > 1 else 0
 
 
-def prepared_pack_bytes(parts: Parts) -> int:
-    """Return the bytes of a pack on the device: tokens, labels, positions, indices, log-probs."""
-    return PREPARED * parts.local_tokens
+def prepared_pack_bytes(shape: ModelShape, parts: Parts) -> int:
+    """Return the bytes of a pack on the device: tokens, labels, positions, log-probs, routes."""
+    routes = route_bytes(shape, tensor=parts.tensor, stages=parts.pipeline)
+    return math.ceil((PREPARED + routes) * parts.local_tokens)
+
+
+def route_bytes(shape: ModelShape, *, tensor: int, stages: int) -> float:
+    """Return the bytes of the recorded experts per token of a context-parallel shard.
+
+    Each layer of a rank records the chosen experts of its tokens, in one byte each, or two if the
+    model has more than 256 experts.
+    """
+    if shape.experts is None:
+        return 0.0
+    layers = math.ceil(shape.num_layers / stages)
+    width = 1 if shape.experts.num_experts <= 256 else 2
+    return layers * shape.experts.experts_per_token * width / tensor
 
 
 def rotation_bytes(shape: ModelShape, parts: Parts) -> int:

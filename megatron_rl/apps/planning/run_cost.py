@@ -100,7 +100,7 @@ def run_cost(option: Option, config: Config, result: Search) -> RunCost:
         disk=disk_needs(config, RunDirectory(Path(config.run.dir) / "planned"), shape),
         host_bytes=(awake - asleep - gradients + reference)
         * min(result.devices, result.device.per_node),
-        prepared_bytes=load.minibatches * packs.count * prepared_pack_bytes(parts),
+        prepared_bytes=load.minibatches * packs.count * prepared_pack_bytes(shape, parts),
         responses=response_bytes(_with_sizes(config, parts), processes=result.devices),
     )
 

@@ -94,6 +94,13 @@ def test_check_settings_refuses_layouts_of_experts_with_adapters(tmp_path):
     assert check(tmp_path / "both", sizes, world_size=4, **layout)
 
 
+def test_check_settings_replays_routes_of_experts_only(tmp_path):
+    model = {"routing_replay": "behavior"}
+    with pytest.raises(ConfigError, match=r"model.routing_replay=behavior: .* has no experts"):
+        check(tmp_path / "dense", {}, world_size=1, model=model)
+    assert check(tmp_path / "experts", EXPERTS, world_size=1, model=model)
+
+
 def test_check_settings_names_rule_of_stage_layers(tmp_path):
     parallel = {"pipeline": 2, "stage_layers": [1, 2]}
     with pytest.raises(

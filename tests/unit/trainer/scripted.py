@@ -4,12 +4,15 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
+import torch
 
 from megatron_rl.config import parse_config
 from megatron_rl.data.prompts import PromptOrder
+from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.requests import of_each
 from megatron_rl.objectives import TokenClasses, TokenInputs, build_objective
@@ -49,6 +52,20 @@ class ScriptedActor:
     calls: int = 0
 
     layout: str = "one"
+    has_experts: bool = False
+
+    @property
+    def routing(self):
+        layers = [SimpleNamespace(number=number) for number in range(2 * self.has_experts)]
+        return SimpleNamespace(
+            is_active=self.has_experts, replays=True, layers=layers, own_part=lambda shard: shard
+        )
+
+    @property
+    def packs(self):
+        return SimpleNamespace(
+            prepare=lambda b: SimpleNamespace(host=SequenceLayout(b.lengths, b.response_mask))
+        )
 
     def check_weights(self): ...
 
@@ -65,8 +82,12 @@ class ScriptedActor:
     def digest(self):
         return {"layout": self.layout, "sum": str(self.updates)}
 
-    def compute_logprobs(self, micro_batches):
-        self.events.append(("behavior", self.updates))
+    def compute_logprobs(self, micro_batches, *, routing="default"):
+        if routing == "record":
+            for batch in micro_batches:
+                batch.routes = torch.full((2, len(batch.tokens), 1), self.updates)
+        else:
+            self.events.append(("behavior", self.updates))
         return [-float(self.updates) * batch.response_mask for batch in micro_batches]
 
     def compute_logprobs_and_entropies(self, micro_batches):
@@ -76,10 +97,12 @@ class ScriptedActor:
 
     def update(self, minibatch, objective, *, rule=None):
         from megatron_rl.actor.step import UpdateResult
-        from megatron_rl.distributed.sequence_layout import SequenceLayout
 
         frozen = {float(b.behavior_logprobs.min()) for b in minibatch.micro_batches}
         self.events.append(("update", frozen))
+        if self.has_experts:  # recorded by the weights that the behavior log-probs are of
+            routes = {-float(b.routes.max()) for b in minibatch.micro_batches}
+            assert routes == {min(frozen)}, (routes, frozen)
         rows = [-float(self.updates) * batch.response_mask for batch in minibatch.micro_batches]
         batch = minibatch.micro_batches[0]
         layout = SequenceLayout(batch.lengths, batch.response_mask)
@@ -104,7 +127,8 @@ class ScriptedActor:
             return UpdateResult(result.statistics, 1.0, 1e-3, stopped=reason)
         self.trace(minibatch, rows)
         self.updates += 1
-        return UpdateResult(result.statistics, 1.0, 1e-3)
+        routes = torch.tensor([[0.0, 4.0], [1.0, 4.0]]) if self.has_experts else None
+        return UpdateResult(result.statistics, 1.0, 1e-3, routes=routes)
 
     def trace(self, minibatch, rows):
         for batch, row in zip(minibatch.micro_batches, rows, strict=True):
@@ -222,7 +246,9 @@ class NoCheckpoints:
     def __init__(self, last):
         self.saved, self.last, self.done = [], last, 0
 
-    def begin(self, new):
+    def begin(self, new, actor):
+        if actor.has_experts:
+            new.batch.record_routes(actor)
         return new
 
     def finish(self, step):
@@ -252,15 +278,16 @@ def make_config(*, sections=None, **trainer):
 def run_loop(
     tmp_path, *, done=0, last=None, reasons=(), trainer=None, order=iter, unusable=(),
     sections=None, checkpoints=None, updates=0, held=(), events=None, keep=None,
-    layout="one", writer=None, drifted=(), solved=(), named=False,
+    layout="one", writer=None, drifted=(), solved=(), named=False, has_experts=False,
     engine=ScriptedEngine, conversations=None, **overrides
 ):  # fmt: skip
     """keep: an Interruption; checkpoints are then real, and the run goes on from what is there."""
     config = make_config(sections=sections, **(trainer or {}))
     events = [] if events is None else events
     actor = ScriptedActor(
-        events, updates=updates, unusable=unusable, layout=layout, drifted=drifted
-    )
+        events, updates=updates, unusable=unusable, layout=layout, drifted=drifted,
+        has_experts=has_experts,
+    )  # fmt: skip
     engine = engine(events, order, solved=solved)
     buffer = GroupBuffer(build_schedule(config), {group.slot: group for group in held})
     checkpoints = checkpoints or NoCheckpoints(last)

@@ -68,6 +68,7 @@ class Writer:
 
 
 def run(folder, *, keep=None, events=None, late=False, **options):
+    options.setdefault("has_experts", not options.get("sections"))  # replayed in all updates
     return run_loop(
         folder, trainer=TRAINER, keep=keep or Interruption(), events=events,
         writer=Writer(late=late), **options,

@@ -1,12 +1,12 @@
 """Old checkpoints that stay: those of keep_every, and the one with the best evaluation."""
 
 import json
+from functools import partial
 
 import pytest
 
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.telemetry.console import Console
-from megatron_rl.trainer.checkpointing import CheckpointKeeper
+from megatron_rl.trainer.sparing import spared_steps
 from tests.unit.trainer.scripted import make_config
 
 
@@ -34,6 +34,6 @@ def test_pruning_keeps_milestones_and_best(tmp_path, settings, kept):
         directory.checkpoints.begin(step)
         directory.checkpoints.complete(step, sums={}, digests=[])
     config = make_config(**settings)
-    keeper = CheckpointKeeper(config, directory, Console(is_main_rank=False), 0, lambda: None)
-    directory.checkpoints.prune(keep=2, spared=keeper._spared)
+    spared = partial(spared_steps, config=config, folder=tmp_path)
+    directory.checkpoints.prune(keep=2, spared=spared)
     assert directory.checkpoints.steps() == kept

@@ -1,0 +1,217 @@
+"""Routing of experts: the same records, counts and replays under layouts and recomputation."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.functional.test_actor_architectures import EXPERTS, SIZES
+from tests.functional.test_actor_layouts import make_rollouts, randomise
+from tests.ranks import run_ranks
+
+UPDATES = 6
+# Replay and recomputation; the first is the definition.
+CASES = {
+    "replay": (True, "none"),
+    "replay, selective": (True, "selective"),
+    "replay, full": (True, "full"),
+    "compare": (False, "none"),
+    "compare, full": (False, "full"),
+}
+LAYOUTS = {
+    "one": ({}, 1, list(CASES)),
+    "pp2-virtual2": (
+        {"pipeline": 2, "virtual_stages": 2},
+        2,
+        ["replay, selective", "compare, full"],
+    ),
+    "tp2-pp2-cp2-ep2": (
+        {"tensor": 2, "pipeline": 2, "context": 2, "expert": 2},
+        8,
+        ["replay, selective", "replay, full", "compare"],
+    ),
+}  # fmt: skip
+
+
+def _train(root, topology, case, checkpoint):
+    """Record, write and read the routes, and update; what every layout must agree on."""
+    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.actor.reference import ReferencePolicy
+    from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
+    from megatron_rl.objectives import build_objective
+    from megatron_rl.trainer.route_files import read_routes, write_routes
+    from megatron_rl.trainer.routing_check import measure_routing
+
+    replay, recompute = CASES[case]
+    settings = ActorSettings(
+        learning_rate=3e-3,
+        warmup_updates=0,
+        weight_decay=0.0,
+        epsilon=1e-4,
+        recompute=recompute,
+        replay_routes=replay,
+        overlap_reduction=topology.world_size > 1,
+    )
+    actor = MegatronActor(root / "model", topology=topology, settings=settings)
+
+    def plan():
+        rollouts, advantages = make_rollouts()
+        return plan_minibatches(
+            rollouts,
+            advantages,
+            minibatches=2,
+            tokens_per_micro_batch=100,
+            topology=topology,
+            sequence_parallel=actor.sequence_parallel,
+        )
+
+    def gather(packs, values):
+        rows = gather_by_rollout(packs, values, count=16, topology=topology)
+        return [row.tolist() for row in rows]
+
+    minibatches = plan()
+    packs = [pack for minibatch in minibatches for pack in minibatch.micro_batches]
+    plain = actor.compute_logprobs(packs)
+    recorded = actor.compute_logprobs(packs, routing="record")
+    assert all(map(torch.equal, plain, recorded)), "recording changed a log-prob"
+    for pack, logprobs in zip(packs, recorded, strict=True):
+        pack.behavior_logprobs = logprobs
+    reference = ReferencePolicy(actor, root / "model")
+    report = {"behavior": gather(packs, recorded), "grad_norms": [], "changed": []}
+
+    objective = build_objective("grpo")
+    for update in range(UPDATES):
+        if update == 2 and checkpoint:  # a run that ends here continues with the files
+            folder = root / checkpoint
+            folder.mkdir(exist_ok=True)
+            before = [pack.routes for pack in packs]
+            write_routes(folder, packs, actor)
+            torch.distributed.barrier()
+            for pack in packs:
+                pack.routes = None
+            read_routes(folder, packs, actor)
+            assert all(map(torch.equal, before, (pack.routes for pack in packs)))
+        result = actor.update(minibatches[update % 2], objective)
+        if update == 0:
+            report["deviation"] = result.statistics.to_metrics()["ratio/max_deviation"]
+            assert result.routes[:, 0].sum() == 0, "nothing has changed yet"
+        report["grad_norms"].append(result.grad_norm)
+        report["changed"].append((result.routes[:, 0] / result.routes[:, 1]).tolist())
+    report["after"] = gather(packs, actor.compute_logprobs(packs))
+    report["own"] = gather(packs, actor.compute_logprobs(packs, routing="own"))
+    report["recorded"] = gather(packs, actor.compute_logprobs(packs, routing="recorded"))
+    report["fraction"] = list(measure_routing(actor, minibatches[0]).values())
+    # The reference is the model at the start, whose own choices are the recorded ones.
+    again = gather(packs, reference.compute_logprobs(packs))
+    assert again == report["behavior"], "the reference did not choose its own experts"
+    return report
+
+
+def _run(rank, world_size, root, layout, cases):
+    from megatron_rl.actor import groups
+
+    topology = groups.initialise(**layout)
+    name = "-".join(f"{key}{size}" for key, size in layout.items()) or "one"
+    return json.dumps(
+        {
+            case: _train(Path(root), topology, case, f"{name}-{case}" if "replay" in case else None)
+            for case in cases
+        }
+    )
+
+
+def _read_elsewhere(rank, world_size, root, layout):
+    """Read the files of another layout; return the routes by rollout, position and layer."""
+    from megatron_rl.actor import groups
+    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.data.packing import plan_minibatches
+    from megatron_rl.trainer.route_files import read_routes
+
+    topology = groups.initialise(**layout)
+    actor = MegatronActor(Path(root) / "model", topology=topology, settings=ActorSettings())
+    rollouts, advantages = make_rollouts()
+    tables = []
+    for folder in ("one-replay", "tensor2-pipeline2-context2-expert2-replay, full"):
+        minibatches = plan_minibatches(
+            rollouts,
+            advantages,
+            minibatches=2,
+            tokens_per_micro_batch=100,
+            topology=topology,
+            sequence_parallel=actor.sequence_parallel,
+        )
+        packs = [pack for minibatch in minibatches for pack in minibatch.micro_batches]
+        read_routes(Path(root) / folder, packs, actor)
+        routes = []
+        for pack in packs:
+            needed = actor.packs.prepare(pack).host.is_used
+            routes.append(pack.routes[:, needed].sort(dim=2)[0].tolist())
+        tables.append(routes)
+    assert tables[0] == tables[1], "files of two layouts give other routes"
+    return json.dumps(tables[0])
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    import transformers
+
+    root = tmp_path_factory.mktemp("routing")
+    torch.manual_seed(7)
+    config = transformers.Qwen3MoeConfig(
+        **SIZES, **EXPERTS | {"num_experts": 8}, norm_topk_prob=True
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    randomise(model)
+    model.save_pretrained(root / "model")
+    result = {
+        name: [json.loads(one) for one in run_ranks(_run, world_size, str(root), layout, cases)]
+        for name, (layout, world_size, cases) in LAYOUTS.items()
+    }
+    return root, result
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_updates_equal_those_of_one_process_without_recomputation(reports, layout):
+    _, results = reports
+    for case, got in results[layout][0].items():
+        want = results["one"][0][case.split(",")[0]]
+        assert got["deviation"] == 0.0, case
+        assert got["grad_norms"] == pytest.approx(want["grad_norms"], rel=1e-4), case
+        for mine, theirs in zip(got["changed"], want["changed"], strict=True):
+            assert mine == pytest.approx(theirs, abs=0.01), case  # a near tie may round over
+        for key in ("behavior", "after", "own", "recorded"):
+            for mine, theirs in zip(got[key], want[key], strict=True):
+                assert mine == pytest.approx(theirs, abs=2e-3), (case, key)
+
+
+def test_replayed_choices_differ_from_own_ones_after_updates(reports):
+    _, results = reports
+    for case in ("replay", "compare"):
+        got = results["one"][0][case]
+        assert max(map(max, got["changed"])) > 0.1
+        gap = max(abs(x - y) for a, b in zip(got["own"], got["recorded"], strict=True)
+                  for x, y in zip(a, b, strict=True))  # fmt: skip
+        assert gap > 0.05
+        assert got["after"] == got["recorded" if case == "replay" else "own"]
+        (fraction,) = got["fraction"]
+        assert 0 < fraction < 10
+
+
+def test_recomputation_changes_no_bit(reports):
+    _, results = reports
+    one = results["one"][0]
+    for case, got in one.items():
+        assert got == one[case.split(",")[0]], case
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [({}, 1), ({"context": 2}, 2)],
+    ids=["one", "cp2"],
+)
+def test_files_of_any_layout_give_same_routes(reports, layout, world_size):
+    root, _ = reports
+    run_ranks(_read_elsewhere, world_size, str(root), layout)
