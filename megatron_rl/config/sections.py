@@ -74,8 +74,8 @@ class ModelSection(Section):
     """Scaling recipe for FP8 matrix products in the layers (needs Transformer Engine); null
     disables FP8."""
     routing_replay: Literal["none", "behavior"] = "none"
-    """Experts of a token in updates: `none` lets the router choose anew; `behavior` replays the
-    experts that it chose when behavior log-probs were computed (`docs/routing-replay.md`)."""
+    """Experts of a token in updates: the router's present choice (`none`), or those that it chose
+    when behavior log-probs were computed (`behavior`; `docs/routing-replay.md`)."""
 
 
 class RolloutSection(Section):

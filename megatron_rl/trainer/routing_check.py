@@ -1,4 +1,4 @@
-"""How much of the policy's drift comes from tokens that changed their experts."""
+"""The part of the policy's drift that comes from tokens that changed their experts."""
 
 from collections.abc import Mapping
 from itertools import pairwise

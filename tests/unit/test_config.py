@@ -154,16 +154,19 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
         *(
             (
                 MINIMAL,
-                ["model.routing_replay=behavior", setting, *further],
-                f"model.routing_replay=behavior cannot be combined with {setting.split('={')[0].replace('=a', '')}",
+                ["model.routing_replay=behavior", *settings],
+                f"model.routing_replay=behavior cannot be combined with {named}: routes are",
             )
-            for setting, *further in (
-                ["behavior=engine"],
-                ["lag.batches=1"],
-                ["lag.sync_weights_every=2"],
-                ["replay.fresh=0.5", "replay.capacity=2"],
-                ["lag.partial_rollouts={every_tokens: 8, cache: recompute}"],
-                ["offline.rollouts=a"],
+            for named, *settings in (
+                ["behavior=engine", "behavior=engine"],
+                ["lag.batches=1", "lag.batches=1"],
+                ["lag.sync_weights_every=2", "lag.sync_weights_every=2"],
+                ["replay.fresh=0.5", "replay.fresh=0.5", "replay.capacity=2"],
+                [
+                    "lag.partial_rollouts",
+                    "lag.partial_rollouts={every_tokens: 8, cache: recompute}",
+                ],
+                ["offline.rollouts", "offline.rollouts=a"],
             )
         ),
         (MINIMAL, ["seed"], "not of the form key=value"),

@@ -24,7 +24,7 @@ from megatron_rl.apps.planning.footprint import (
     route_bytes,
 )
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.models.shape import ModelShape, read_model_shape
+from megatron_rl.models.shape import read_model_shape
 from megatron_rl.preflight.layout import layout_problems
 from megatron_rl.resharding.layouts import EngineLayout
 
@@ -91,7 +91,7 @@ def moments(
     phase = max(dry_run.phases, key=lambda name: dry_run.phases[name].peak)
     training = {
         f"the actor's peak, {phase}": dry_run.peak,
-        "prepared packs": prepared_bytes(config, shape, dry_run),
+        "prepared packs": prepared_bytes(config, dry_run),
         "a sleeping engine": ENGINE_ASLEEP,
         "reserve": RESERVE,
     }
@@ -125,13 +125,13 @@ def moments(
     ]
 
 
-def prepared_bytes(config: Config, shape: ModelShape, dry_run: DryRun) -> int:
+def prepared_bytes(config: Config, dry_run: DryRun) -> int:
     """Return bytes of the rollout batch's prepared packs that the dry run did not have.
 
     A rank keeps the packs of all minibatches; every response has the maximum length.
     """
     packs = config.trainer.minibatches * dry_run.micro_batches_of_update
-    parallel = config.parallel
+    shape, parallel = read_model_shape(config.model.path), config.parallel
     routes = route_bytes(shape, tensor=parallel.tensor, stages=parallel.pipeline)
     missing = max(0, packs - dry_run.micro_batches) * dry_run.local_tokens
     return math.ceil(missing * (PREPARED + routes))
