@@ -1,18 +1,21 @@
 """`megatron-rl convert`: convert between Hugging Face's format and distributed checkpoints."""
 
 import argparse
+import sys
 
 from megatron_rl.commands.ending import fail, leave
 from megatron_rl.commands.options import Commands, add_command, option
 from megatron_rl.commands.train import check_devices
+from megatron_rl.preflight.hub_names import resolve_model
 from megatron_rl.runtime.processes import join_processes, quiet_libraries, start_processes
 
 
 def add_parser(commands: Commands) -> None:
     add_command(
         commands, "convert", run,
-        option("--from", "Hugging Face folder, checkpoint, or run directory (its newest checkpoint "
-               "is used).", required=True, dest="source", metavar="PATH"),
+        option("--from", "Hugging Face folder, name of a model on the hub, checkpoint, or run "
+               "directory (its newest checkpoint is used).",
+               required=True, dest="source", metavar="PATH"),
         option("--to", "Folder to write; it must not exist.",
                required=True, dest="target", metavar="PATH"),
         option("--like", "Hugging Face folder from which a checkpoint's config and tokenizer are "
@@ -39,8 +42,9 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
             run_conversion,
         )
 
+        source = resolve_model(options.source, echo=lambda line: print(line, file=sys.stderr))
         conversion = plan_conversion(
-            options.source, options.target, like=options.like, overrides=options.overrides
+            source, options.target, like=options.like, overrides=options.overrides
         )
         if options.dry_run:
             print(describe_dry_run(conversion))

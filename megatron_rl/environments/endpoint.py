@@ -173,13 +173,18 @@ class Endpoint:
         config = uvicorn.Config(
             Starlette(routes=[route]), host="127.0.0.1", port=0, log_level="error", lifespan="off"
         )
-        server = Server(config)
+        self._server = server = Server(config)
         self._task = asyncio.create_task(server.serve())
         while not server.started:
             await asyncio.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
         self._address = f"http://127.0.0.1:{port}"
         return self
+
+    async def close(self) -> None:
+        """Stop to serve and close the port; the server of a process also ends with it."""
+        self._server.should_exit = True
+        await self._task
 
     def open(self, messages: Sequence[Message], *, call_format: CallFormat) -> Session:
         """Open a conversation at an address of its own."""

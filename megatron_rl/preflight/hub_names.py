@@ -7,6 +7,7 @@ set's name with its commit. A resumed run uses the commits that it started with.
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_rl.config import Config, load_config, parse_config
@@ -49,6 +50,25 @@ def resolve_hub_names(
     pairs = [(field, values[field.split(".")[0]][field.split(".")[1]]) for field in settings]
     overrides = [f"{key}={json.dumps(value)}" for key, value in pairs]
     return parse_config(values), overrides, problems
+
+
+def resolve_model(name: str, *, echo: Callable[[str], object]) -> str:
+    """Return the folder of a hub model; other names, and unavailable ones, are unchanged."""
+    if not Path(name).exists() and MODEL_NAME.fullmatch(name):
+        with suppress(ValueError):
+            return _resolve_model(name, "", echo)
+    return name
+
+
+def find_cached_config(name: str) -> Path | None:
+    """Return the folder of a hub model's config.json in the cache, without a download."""
+    if (match := MODEL_NAME.fullmatch(name)) is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    repository, revision = match.groups()
+    file = try_to_load_from_cache(repository, "config.json", revision=revision)
+    return Path(file).parent if isinstance(file, str) else None
 
 
 def hub_problem(name: str) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ExpertShape, ModelShape, read_model_shape
+from megatron_rl.preflight.hub_names import find_cached_config
 
 
 def _dense(
@@ -63,31 +64,35 @@ MODELS = {
 
 
 def find_shape(model: str) -> ModelShape:
-    """Return the shape of a Hugging Face folder (its config.json is enough) or of a built-in name.
+    """Return the shape of a Hugging Face folder, of a built-in name, or of a cached hub model.
 
-    Leading folders are ignored: `models/Qwen2.5-7B` and `Qwen/Qwen2.5-7B` both mean Qwen2.5-7B.
+    A config.json is enough. Leading folders of built-in names are ignored: `models/Qwen2.5-7B` and
+    `Qwen/Qwen2.5-7B` both mean Qwen2.5-7B.
     """
     if Path(model).is_dir():
         return read_model_shape(model)
     by_lower_case = {name.lower(): shape for name, shape in MODELS.items()}
-    shape = by_lower_case.get(model.split("/")[-1].lower())
-    if shape is None:
-        raise UserError(
-            f"{model} is neither a folder with a config.json nor one of {', '.join(MODELS)}"
-        )
-    return shape
+    if shape := by_lower_case.get(model.split("/")[-1].lower()):
+        return shape
+    if cached := find_cached_config(model):
+        return read_model_shape(cached)
+    raise UserError(
+        f"{model} is neither a folder with a config.json, nor in the Hugging Face cache, nor one "
+        f"of {', '.join(MODELS)}"
+    )
 
 
 def with_built_in_model(config: Config, folder: Path) -> Config:
-    """Return the config; if its model does not exist here, write a built-in config.json instead.
+    """Return the config with a folder that has a config.json, if its model does not exist here.
 
-    `model.path` may be a built-in name, or a missing path whose last part is a built-in name. The
+    `model.path` may be a hub model in the cache, or a path whose last part is a built-in name: its
     config.json is written to `folder`.
     """
     if Path(config.model.path).exists():
         return config
-    shape = find_shape(config.model.path)
-    model = config.model.model_copy(update={"path": str(write_config_json(shape, folder))})
+    source = find_cached_config(config.model.path)
+    source = source or write_config_json(find_shape(config.model.path), folder)
+    model = config.model.model_copy(update={"path": str(source)})
     return config.model_copy(update={"model": model})
 
 

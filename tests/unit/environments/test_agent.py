@@ -146,7 +146,9 @@ def test_only_its_own_address_reaches_conversation():
             await session.next_messages()
             statuses.append(await post(session.url, body))  # a second request at once
             session.close()
-            return [*statuses, await waiting, await post(session.url, body)]
+            statuses += [await waiting, await post(session.url, body)]
+        await endpoint.close()
+        return statuses
 
     assert asyncio.run(requests()) == [404, 400, 400, 409, 410, 410]
 

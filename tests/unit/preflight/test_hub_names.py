@@ -6,9 +6,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megatron_rl.apps.planning.built_in import (
+    MODELS,
+    find_shape,
+    with_built_in_model,
+    write_config_json,
+)
 from megatron_rl.config import ConfigError, dump_config, load_config, parse_config
 from megatron_rl.data.rows import Columns, parse_row, read_rows
-from megatron_rl.preflight.hub_names import resolve_hub_names
+from megatron_rl.preflight.hub_names import resolve_hub_names, resolve_model
 from megatron_rl.preflight.settings import check_settings
 
 OLD, NEW = "a" * 40, "b" * 40
@@ -120,3 +126,13 @@ def test_read_rows_of_cached_data_set_needs_no_network(cache, tmp_path, monkeypa
         row = parse_row(plain, columns, path=type(tmp_path)(config.data.train), number=number)
         assert (row.ground_truth, row.data_source) == (truth, "sums")
         assert json.dumps(plain)
+
+
+def test_other_commands_use_cached_models(cache):
+    folder = cache / "models--me--tiny" / "snapshots" / NEW
+    write_config_json(MODELS["Qwen2.5-0.5B"], folder)
+    config = with_built_in_model(build_config(model={"path": "me/tiny@v2"}), cache)
+    assert config.model.path == str(folder)
+    assert find_shape("me/tiny@v2").num_layers == 24
+    assert resolve_model("me/tiny@v2", echo=print) == str(folder)
+    assert resolve_model("me/unknown", echo=print) == "me/unknown"
