@@ -2,10 +2,15 @@
 
 import argparse
 import contextlib
+import importlib
 import os
 import signal
 import sys
 from collections.abc import Iterator
+
+# modules of `commands`, in the order of the help page
+COMMANDS = ("train", "evaluate", "launch", "plan", "dry_run", "study", "task", "convert", "report",
+            "rollouts", "doctor")  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -47,37 +52,12 @@ def _exit_on_ctrl_c() -> Iterator[None]:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     # Imported here, so that Ctrl-C during these imports is handled too.
     from megatron_rl import __version__
-    from megatron_rl.commands import (
-        convert,
-        doctor,
-        dry_run,
-        evaluate,
-        launch,
-        plan,
-        report,
-        rollouts,
-        study,
-        task,
-        train,
-    )
 
     parser = argparse.ArgumentParser(prog="megatron-rl", description=__doc__)
     parser.add_argument("--version", action="version", version=f"megatron-rl {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (
-        train,
-        evaluate,
-        launch,
-        plan,
-        dry_run,
-        study,
-        task,
-        convert,
-        report,
-        rollouts,
-        doctor,
-    ):
-        command.add_parser(commands)
+    for name in COMMANDS:
+        importlib.import_module(f"megatron_rl.commands.{name}").add_parser(commands)
     options, rest = parser.parse_known_args(arguments)
     for word in rest:  # overrides may come before and after options
         if word.startswith("-") or "=" not in word or "overrides" not in options:

@@ -113,7 +113,9 @@ def _machine() -> list[Finding]:
     cuda = bool(devices)
     device_use = "bfloat16 training on CUDA" if cuda else "float32 training on the CPU"
     findings.append(Finding("devices", ", ".join(devices) or "no CUDA device", device_use))
-    findings.append(Finding("torch", str(torch.__version__), _torch_build(torch.version.cuda)))
+    release = torch.version.cuda
+    build = f"built for CUDA {release}" if release else "built for the CPU"
+    findings.append(Finding("torch", str(torch.__version__), build))
     nccl, gloo = dist.is_nccl_available(), dist.is_gloo_available()
     backends = ", ".join(name for name, here in (("NCCL", nccl), ("gloo", gloo)) if here)
     use = "NCCL between devices" if cuda and nccl else "gloo between processes"
@@ -252,10 +254,6 @@ def _together() -> Finding:
             "compatibility", f"not a supported set for {python}", "; ".join(unsupported), good=False
         )
     return Finding("compatibility", f"supported set for {python}", f"tested: {own.ran}")
-
-
-def _torch_build(cuda: str | None) -> str:
-    return f"built for CUDA {cuda}" if cuda else "built for the CPU"
 
 
 def _version(*names: str) -> str | None:

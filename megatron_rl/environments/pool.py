@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Empty
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from megatron_rl.environments.dispatcher import Dispatcher
@@ -133,12 +132,7 @@ class EnvironmentPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _take(self, timeout: float | None) -> list[Result]:

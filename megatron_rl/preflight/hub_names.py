@@ -15,6 +15,7 @@ from megatron_rl.config.loading import put
 from megatron_rl.data.hub import HubSet, find_snapshot, is_on_hub
 
 MODEL_NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([\w.-]+))?")
+MODELS = ("model.path", "model.reference", "offline.behavior")
 
 
 def resolve_hub_names(
@@ -31,7 +32,7 @@ def resolve_hub_names(
         try:
             if is_on_hub(name):
                 resolved[key] = _resolve_set(name, earlier.get(key, ""), echo)
-            elif not Path(name).exists() and MODEL_NAME.fullmatch(name) and _is_model(key):
+            elif not Path(name).exists() and MODEL_NAME.fullmatch(name) and key in MODELS:
                 resolved[key] = _resolve_model(name, earlier.get(key, ""), echo)
         except ValueError as error:
             problems.append(f"{key}: {error}")
@@ -79,10 +80,6 @@ def hub_problem(name: str) -> str | None:
     except ValueError as error:
         return f"as a name on the Hugging Face hub: {error}"
     return None
-
-
-def _is_model(key: str) -> bool:
-    return key in ("model.path", "model.reference", "offline.behavior")
 
 
 def _names(config: Config) -> dict[str, str]:

@@ -14,7 +14,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from megatron_rl.rewards.named import NamedRewards
@@ -130,12 +129,7 @@ class VerifierPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _verify(
@@ -162,7 +156,7 @@ class VerifierPool:
         if batch.failures:
             count = len(batch.failures)
             self._echo(f"{self.verifier}: {count} grades failed; the first: {batch.failures[0]}")
-        return batch.in_order()
+        return [batch.grade_results[place] for place in range(len(batch.items))]
 
     def _start_worker(self) -> WorkerProcess:
         start = self._starter.submit(WorkerProcess, self._command, self._printed, self._environment)
@@ -183,7 +177,7 @@ class VerifierPool:
         self, batch: "_Batch", selector: selectors.BaseSelector, *, patience: float = math.inf
     ) -> None:
         watched = [key.data for key in selector.get_map().values()]
-        moments = [worker.deadline for worker in watched] + batch.delayed_until
+        moments = [worker.deadline for worker in watched] + [*batch.delayed.values()]
         patience = max(min(min(moments) - time.monotonic(), patience), 0)
         if not watched:  # all remaining items wait for a retry
             time.sleep(patience)
@@ -249,7 +243,7 @@ class _Batch:
     _attempts: Counter[int] = field(default_factory=Counter)  # failed attempts, by place
     _died: set[int] = field(default_factory=set)
     _alone: set[int] = field(default_factory=set)  # items of failed batches, graded one by one
-    _delayed: dict[int, float] = field(default_factory=dict)  # place: time of the next attempt
+    delayed: dict[int, float] = field(default_factory=dict)  # place: time of the next attempt
 
     def __post_init__(self) -> None:
         self.waiting = deque(range(len(self.items)))
@@ -263,14 +257,10 @@ class _Batch:
     def unfinished(self) -> bool:
         return len(self.grade_results) < len(self.items)
 
-    @property
-    def delayed_until(self) -> list[float]:
-        return list(self._delayed.values())
-
     def take_up_delayed(self) -> None:
         now = time.monotonic()
-        for place in [place for place, moment in self._delayed.items() if moment <= now]:
-            del self._delayed[place]
+        for place in [place for place, moment in self.delayed.items() if moment <= now]:
+            del self.delayed[place]
             self.waiting.append(place)
 
     def take(self, most: int) -> list[int]:
@@ -327,7 +317,7 @@ class _Batch:
         if self.on_error == "retry":
             if self._attempts[place] == len(RETRY_SECONDS):
                 raise VerifierError(f"after {len(RETRY_SECONDS)} new attempts, {why}")
-            self._delayed[place] = time.monotonic() + RETRY_SECONDS[self._attempts[place]]
+            self.delayed[place] = time.monotonic() + RETRY_SECONDS[self._attempts[place]]
             self._attempts[place] += 1
         else:
             self.finish(place, GradeResult(0.0, FAILED, None))
@@ -339,6 +329,3 @@ class _Batch:
             f"the verifier failed on response {place} of {len(self.items)} ({data_source}, ground "
             f"truth {ground_truth!r:.60}, response ending in {text[-60:]!r})"
         )
-
-    def in_order(self) -> list[GradeResult]:
-        return [self.grade_results[place] for place in range(len(self.items))]

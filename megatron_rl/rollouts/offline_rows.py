@@ -108,10 +108,6 @@ def _decode(letters: np.ndarray) -> dict[str, Any]:
     return {"text": text, "messages": tuple(messages)}
 
 
-def _unknown(count: int) -> np.ndarray:
-    return np.full(count, np.nan, np.float32)
-
-
 def parse_rollout(row: dict[str, Any], tokenizer: Any, *, place: int, config: Config) -> Scored:
     """Convert a row to a rollout with log-probs; tokenize texts without token ids."""
     prompt, text, reward = (row[name] for name in NEEDED)
@@ -148,7 +144,7 @@ def parse_rollout(row: dict[str, Any], tokenizer: Any, *, place: int, config: Co
         prompt_index=row.get("prompt_index", place // config.rollout.responses_per_prompt),
         sample_index=place % config.rollout.responses_per_prompt,
         token_ids=np.array(tokens, np.int32),
-        rollout_logprobs=_unknown(sampled) if generated is None else generated,
+        rollout_logprobs=np.full(sampled, np.nan, np.float32) if generated is None else generated,
         text=text,
         finish_reason=ending if ending in ("length", "lost") else "stop",
         weight_version=-1,  # versions in files are of another run
@@ -166,7 +162,9 @@ def parse_rollout(row: dict[str, Any], tokenizer: Any, *, place: int, config: Co
         float(reward), row.get("reason") or "", row.get("extracted"),
         rewards=dict(row.get("rewards") or {}),
     )  # fmt: skip
-    return Rollout(source, response, grade_result), _behavior(row, frozen, generated)
+    # the actor's if the file has the column (null: not computed), else the engine's
+    behavior = frozen if LOGPROBS[0] in row else generated
+    return Rollout(source, response, grade_result), behavior
 
 
 def _logprobs(values: Any, name: str, count: int) -> np.ndarray | None:
@@ -191,10 +189,3 @@ def _count_sampled(observed: Sequence[tuple[int, int]], count: int) -> int:
             "order, without overlap, and between tokens that the policy sampled"
         )
     return count - sum(end - first for first, end in observed)
-
-
-def _behavior(
-    row: dict[str, Any], frozen: np.ndarray | None, generated: np.ndarray | None
-) -> np.ndarray | None:
-    """Log-probs of the actor if the file has the column (null: not computed), else the engine's."""
-    return frozen if LOGPROBS[0] in row else generated

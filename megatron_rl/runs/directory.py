@@ -139,13 +139,11 @@ class RunDirectory:
     def _is_moved(self, key: str, config: Config) -> bool:
         """Return True if a model's path changed but its content did not."""
         folder = _flatten(config.model_dump()).get(key)
-        saved = self._saved_models().get(key)
+        models = json.loads(self.models_file.read_text()) if self.models_file.is_file() else {}
+        saved: str | None = models.get(key)
         if key not in MODELS or saved is None or not (Path(str(folder)) / "config.json").is_file():
             return False
         return model_fingerprint(str(folder)) == saved
-
-    def _saved_models(self) -> dict[str, str]:
-        return json.loads(self.models_file.read_text()) if self.models_file.is_file() else {}
 
     def _has_started(self) -> bool:
         """Return True if the run has results; a failed start leaves only a log and a config."""
