@@ -7,6 +7,7 @@ prompt plus all tokens so far.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -69,6 +70,8 @@ class PartialRequests:
     stop: StopCriterion
     max_num_seqs: int | None = None  # including paused requests; None: unlimited
     paused: dict[Key, PartialRequest] = field(default_factory=dict)
+    # vLLM's names of paused requests that continue as soon as the engine has a free place
+    resumed: deque[str] = field(default_factory=deque)
 
     def run(
         self,
@@ -127,7 +130,7 @@ class PartialRequests:
         if partial is not None:
             partial.limit = part.tokens
             if not partial.is_done:
-                self._scheduler.running.append(self._scheduler.requests[partial.request])
+                self.resumed.append(partial.request)
             return partial
         tokens = [] if started is None else started.token_ids.tolist()
         logprobs = [] if started is None else started.rollout_logprobs.tolist()
@@ -149,6 +152,8 @@ class PartialRequests:
         scheduler = self._scheduler
         before = {name: scheduler.requests[name].num_preemptions for name in remaining}
         names = {partial.name: partial for partial in remaining.values()}
+        while self.resumed and len(scheduler.running) < scheduler.max_num_running_reqs:
+            scheduler.running.append(scheduler.requests[self.resumed.popleft()])
         outputs = self.core.step()
         if not outputs and not scheduler.running:
             raise RuntimeError(NO_ROOM)
@@ -166,6 +171,7 @@ class PartialRequests:
         """Abort all requests; continuing their responses recomputes the KV cache."""
         self.core.abort_request([partial.name for partial in self.paused.values()])
         self.paused.clear()
+        self.resumed.clear()
 
     @property
     def is_running(self) -> bool:

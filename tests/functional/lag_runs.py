@@ -243,7 +243,12 @@ def in_flight_by_hand(folder, shared):
     change()
     push(1)
     rest = [replace(requests[keep], tokens=30, started=begun[keep]) for keep in (0, 1)]
+    scheduler = engine._partial._scheduler
+    places = scheduler.max_num_running_reqs
+    # Fewer places than responses: they continue one after the other.
+    scheduler.max_num_running_reqs = scheduler.max_num_active_reqs = 3
     found = dict(enumerate(engine.continue_generation(rest, keep_cache=True)))
+    scheduler.max_num_running_reqs = scheduler.max_num_active_reqs = places
     actor.export_hf(folder / "after")
     # By hand: the new weights go on with prompt and tokens as a prompt of their own.
     by_hand = []
