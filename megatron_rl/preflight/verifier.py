@@ -65,9 +65,7 @@ def vote_problems(
     grade_results: Sequence[GradeResult], reward: RewardSection, *, keep_best: bool | str
 ) -> list[str]:
     """List why these trial results give no majority vote for `trainer.keep_best`."""
-    if "/maj@" not in str(keep_best) or any(
-        grade_result.reason != NUMBER for grade_result in grade_results
-    ):
+    if "/maj@" not in str(keep_best) or any(one.reason != NUMBER for one in grade_results):
         return []
     return [
         f"trainer.keep_best={keep_best}: a majority vote needs answers, and reward.verifier="
@@ -121,9 +119,7 @@ def describe(text: str, *, printed: list[str]) -> str:
     user_frames = [
         m
         for m in map(_FRAME.match, lines)
-        if m
-        and not m["file"].startswith(_NOT_USER_CODE)
-        and not any(part in m["file"] for part in _NOT_USER_CODE)
+        if m and not any(part in m["file"] for part in _NOT_USER_CODE)
     ]
     if not user_frames:  # raised by this package: a wrong name or return value, with a hint
         return what.partition(": ")[2] if re.match(r"[\w.]+Error: ", what) else what

@@ -136,17 +136,15 @@ def describe_tolerances(metrics: Mapping[str, float], config: Config) -> str | N
     last = f"epoch_{config.trainer.epochs}/by_fraction/1.0/prefix_mean_log_std"
     length, spread = metrics["response/length_mean"], metrics.get(last, math.nan)
     better = suggest_tolerances(choice, spread=spread, length=length)
+    seen = (
+        f"warning: the constraint of {config.objective.name} ({now}) {what} (gate/acceptance "
+        f"{acceptance:.3f}, usually 0.7 to 0.999): "
+    )
     if better is None:
-        return (
-            f"warning: the constraint of {config.objective.name} ({now}) {what} (gate/acceptance "
-            f"{acceptance:.3f}, usually 0.7 to 0.999): lower optimizer.learning_rate or "
-            f"trainer.epochs, or see {SECTION}"
-        )
+        return f"{seen}lower optimizer.learning_rate or trainer.epochs, or see {SECTION}"
     values = ", ".join(f"{side}: {value:g}" for side, value in better.items())
     return (
-        f"warning: the constraint of {config.objective.name} ({now}) {what} (gate/acceptance "
-        f"{acceptance:.3f}, usually 0.7 to 0.999): tolerances belong to a response length and a "
-        f"learning rate. log w has a spread of {spread:.2g} between these responses of "
-        f"{length:.0f} tokens, so objective.constraint='{{{values}}}' would keep three "
-        f"quarters or more of the last tokens{after} ({SECTION})"
+        f"{seen}tolerances belong to a response length and a learning rate. log w has a spread of "
+        f"{spread:.2g} between these responses of {length:.0f} tokens, so "
+        f"objective.constraint='{{{values}}}' would keep three quarters or more of the last tokens{after} ({SECTION})"
     )

@@ -216,6 +216,14 @@ if [ $exitcode -ne 0 ]; then exit $exitcode; fi
 """
 
 
+def run_batch(launch, before, *, status=0, requeue=3, link=1, further=""):
+    """Run the batch lines in bash after `before`; return the exit code."""
+    launch.folder.mkdir(parents=True, exist_ok=True)
+    lines = batch_lines(launch, requeue=requeue, link=link) + further
+    script = BATCH.format(before=before, lines=lines, status=status)
+    return subprocess.run(["bash", "-c", script], check=False).returncode
+
+
 @pytest.mark.parametrize(
     ("status", "first", "state", "restarts", "nodes", "requeued"),
     [
@@ -250,11 +258,7 @@ def test_requeue_depends_on_exit_status(
         f"squeue() {{ echo {state}; }}; scontrol() {{ echo $* >>{output}; }}\n"
         f"export SLURM_JOB_ID=7 SLURM_RESTART_COUNT={restarts} PATH={tmp_path}:$PATH"
     )
-    script = BATCH.format(
-        before=before, lines=batch_lines(launch, requeue=3, link=1), status=status
-    )
-    done = subprocess.run(["bash", "-c", script], check=False)
-    assert done.returncode == status
+    assert run_batch(launch, before, status=status) == status
     assert (output.read_text() if output.exists() else "") == ("requeue 7\n" if requeued else "")
     (end,) = read_exits(str(launch.folder))
     assert (end.job, end.restarts, end.status) == ("7", restarts, first or status)
@@ -264,7 +268,6 @@ def test_requeue_depends_on_exit_status(
 def test_hung_job_is_requeued_by_its_report(config, tmp_path, status):
     """Its watchdog has killed the ranks, and srun reports no more than that."""
     launch = plan(config, SLURM)
-    launch.folder.mkdir(parents=True)
     stalls, output = launch.run_folder / "stalls", tmp_path / "output"
     stalls.mkdir(parents=True)
     for file, when in (("old", "-d yesterday"), ("new", "-d '1 second'")):
@@ -272,9 +275,8 @@ def test_hung_job_is_requeued_by_its_report(config, tmp_path, status):
             f"squeue() {{ echo RUNNING; }}; scontrol() {{ echo $* >>{output}; }}\n"
             "timeout() { true; }; export SLURM_JOB_ID=7"
         )
-        lines = batch_lines(launch, requeue=3, link=1) + f"\ntouch {when} {stalls}/{file}"
-        script = BATCH.format(before=before, lines=lines, status=status)
-        assert subprocess.run(["bash", "-c", script], check=False).returncode == status
+        touch = f"\ntouch {when} {stalls}/{file}"
+        assert run_batch(launch, before, status=status, further=touch) == status
         is_again = file == "new" and status
         assert (output.read_text() if output.exists() else "") == (
             "requeue 7\n" if is_again else ""
@@ -284,12 +286,9 @@ def test_hung_job_is_requeued_by_its_report(config, tmp_path, status):
 
 def test_batch_script_ended_by_slurm_is_not_done(config):
     launch = plan(config, SLURM)
-    launch.folder.mkdir(parents=True)
-    lines = batch_lines(launch, requeue=3, link=1)
     before = "squeue() { echo COMPLETING; }; scontrol() { exit 9; }; export SLURM_JOB_ID=7"
     # the signal comes while srun runs, whose status the script never reads
-    script = BATCH.format(before=before, lines=lines + "\nkill -TERM $$", status=0)
-    assert subprocess.run(["bash", "-c", script], check=False).returncode == 143
+    assert run_batch(launch, before, further="\nkill -TERM $$") == 143
     (end,) = read_exits(str(launch.folder))
     assert end.status == 143
 
@@ -300,10 +299,7 @@ def test_chained_job_runs_only_if_previous_job_left_work(config, earlier, runs):
     launch.folder.mkdir(parents=True)
     (launch.folder / "exits").write_text(f"6 0 {earlier}\n")
     before = "squeue() { echo RUNNING; }; export SLURM_JOB_ID=7"
-    lines = batch_lines(launch, requeue=0, link=2)
-    script = BATCH.format(before=before, lines=lines, status=0)
-    done = subprocess.run(["bash", "-c", script], check=False)
-    assert done.returncode == (0 if runs else int(earlier))
+    assert run_batch(launch, before, requeue=0, link=2) == (0 if runs else int(earlier))
     assert [each.job for each in read_exits(str(launch.folder))] == ["6", "7"][: 1 + runs]
 
 
