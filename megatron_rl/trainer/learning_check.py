@@ -146,5 +146,6 @@ def describe_tolerances(metrics: Mapping[str, float], config: Config) -> str | N
     return (
         f"{seen}tolerances belong to a response length and a learning rate. log w has a spread of "
         f"{spread:.2g} between these responses of {length:.0f} tokens, so "
-        f"objective.constraint='{{{values}}}' would keep three quarters or more of the last tokens{after} ({SECTION})"
+        f"objective.constraint='{{{values}}}' would keep three quarters or more of "
+        f"the last tokens{after} ({SECTION})"
     )
