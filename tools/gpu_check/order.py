@@ -20,7 +20,7 @@ from tools.gpu_check import (
 from tools.gpu_check.row import Row
 
 # Rows that only `--budget` and `--only` run: they compare systems or settings.
-LONG = ("peers", "windows", "heads", "swiglu", "study", "lora_7b", "layouts")
+LONG = ("peers", "windows", "heads", "swiglu", "study", "lora_7b", "routes", "layouts")
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ ORDER = (
     Planned(runs.check_lora_7b, "lora", 180),
     Planned(engine.check_engine, "engine", 80.4),
     Planned(speed.check_update_experts, "experts", 40),
+    Planned(speed.check_routes, "routes", 60),
     Planned(speed.check_update_fp8, "speed_fp8", 30),
     Planned(peers.check_windows, "windows", 240),
     Planned(machine.check_two_devices, "two_devices", 20),

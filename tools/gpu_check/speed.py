@@ -27,13 +27,27 @@ def check_update_32k(row):
 
 def check_update_experts(row):
     """Measure an update of an eighth of Qwen3-30B-A3B's layers, with all 128 experts in each."""
+    _measure(row, PACK, model=_experts(row))
+
+
+def check_routes(row):
+    """Time an update that replays its experts next to one whose routers choose, both recomputed."""
+    model = _experts(row)
+    seconds = {replay: _measure(row, PACK, model=model, replay_routes=replay,
+                                label="replayed: " if replay else "chosen: ")
+               for replay in (False, True)}  # fmt: skip
+    row.note("seconds replayed / chosen", seconds[True] / seconds[False])
+
+
+def _experts(row):
+    """Return the config of as many layers of Qwen3-30B-A3B as fit."""
     shape = EXPERTS
     if DEVICE == "cuda":
         # Weights, gradients and Adam's state take 18 bytes a parameter: 76 GB for six layers.
         fits = torch.cuda.get_device_properties(0).total_memory > 100e9
         shape = {**shape, "num_hidden_layers": 6 if fits else 4}
     row.note("layers", shape["num_hidden_layers"])
-    _measure(row, PACK, model=shape)
+    return shape
 
 
 def check_update_fp8(row):
@@ -66,9 +80,12 @@ def _measure(row, lengths, *, model=None, label="", **settings):
         gemm_tokens=settings.gemm_tokens,
     )
     packs = minibatch.micro_batches
-    for pack, behavior in zip(packs, actor.compute_logprobs(packs), strict=True):
+    scored = actor.compute_logprobs(packs, routing="record")
+    for pack, behavior in zip(packs, scored, strict=True):
         pack.behavior_logprobs = behavior
     objective = build_objective("grpo")
+    first = actor.update(minibatch, objective).statistics.to_metrics()["ratio/max_deviation"]
+    row.at_most(f"{label}first ratio - 1", first, 0.0)
     seconds = min(timed(actor.update, minibatch, objective) for _ in range(3))
     needed, peak = model_flop(config, lengths), product_flop_per_second()
     row.note(f"{label}tokens/s", sum(lengths) / seconds)
