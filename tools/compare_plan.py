@@ -120,7 +120,7 @@ def compare(name: str, parts: Parts, model: Path) -> dict[str, Any]:
             micro_batches=dry_run.micro_batches,
             prompt_part=PROMPT / (PROMPT + RESPONSE),
         )
-        packs = dry_run.micro_batches * prepared_pack_bytes(parts)
+        packs = dry_run.micro_batches * prepared_pack_bytes(shape, parts)
         planned.append(awake + kept + packs)
         measured.append(dry_run.phases["update"].peak)
         measured_states = sum(size for key, size in dry_run.states.items() if key != "activations")
