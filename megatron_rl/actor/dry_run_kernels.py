@@ -59,42 +59,54 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, count: Callable[[int], None]
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        count: Callable[[int], None],
+        window: int | None,
     ) -> Tensor:
         out = torch.empty_like(query)
         sums = query.new_empty(query.shape[:3], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, sums)
-        ctx.count = count
-        count(2 * _visible_products(query, key))
+        ctx.count, ctx.window = count, window
+        count(2 * _visible_products(query, key, window))
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, _, _ = ctx.saved_tensors
-        ctx.count(5 * _visible_products(query, key))
+        ctx.count(5 * _visible_products(query, key, ctx.window))
         temporary = [torch.empty_like(query, dtype=torch.float32)]  # sum over blocks of keys
         if key.shape[1] != query.shape[1]:  # one per query head, summed over the group afterwards
             size = (*query.shape[:2], key.shape[2], key.shape[3])
             temporary += [key.new_empty(size) for _ in range(2)]
         grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         del temporary
-        return (*grads, None)
+        return (*grads, None, None)
 
 
-def _visible_products(query: Tensor, key: Tensor) -> int:
-    """Return the FLOPs of one causal product in which the last query sees all keys."""
+def _visible_products(query: Tensor, key: Tensor, window: int | None) -> int:
+    """Return the FLOPs of one causal product in which the last query has the last key's position.
+
+    The window hides hidden keys from the last query, and one fewer from each before it.
+    """
     sequences, heads, queries, size = query.shape
-    pairs = queries * (2 * key.shape[2] - queries + 1) // 2
+    keys = key.shape[2]
+    hidden = 0 if window is None else max(0, keys - window)
+    rows = min(queries, hidden)
+    pairs = queries * (2 * keys - queries + 1) // 2 - rows * (2 * hidden - rows + 1) // 2
     return 2 * sequences * heads * pairs * size
 
 
-def attention(count: Callable[[int], None]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def attention(count: Callable[[int], None]) -> Callable[..., Tensor]:
     """Return causal attention that reports FLOPs; [s, H, q, d], [s, K, k, d] -> [s, H, q, d]."""
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor, *, window: int | None = None) -> Tensor:
         repeats = query.shape[1] // key.shape[1]
-        if repeats > 1 and query.dtype == torch.float32:  # as in `attend_fused`
+        cut = window is not None and window < key.shape[2]
+        if repeats > 1 and (cut or query.dtype == torch.float32):  # as in `attend_fused`
             key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-        return _Attention.apply(query, key, value, count)
+        return _Attention.apply(query, key, value, count, window)
 
     return attend

@@ -24,13 +24,28 @@ from megatron_rl.models.shape import ModelShape
 FIRST_CAPABILITY, FIRST_WRONG_CAPABILITY = (9, 0), (12, 0)
 
 
-def uses_transformer_engine(settings: ActorSettings, *, device: torch.device) -> bool:
+def uses_transformer_engine(
+    settings: ActorSettings,
+    *,
+    device: torch.device,
+    window: int | None = None,
+    cp_size: int = 1,
+) -> bool:
     """Return True if the model uses Transformer Engine's layers.
 
     By default they are used if installed, in bfloat16, on a CUDA device of compute capability 9.0
-    to below 12.0. Raises ValueError if they are required but not installed.
+    to below 12.0, unless the model has a sliding window (`window` tokens) under context
+    parallelism. Raises ValueError if they are required but not installed, or with such a window.
     """
     required = settings.transformer_engine or settings.fp8 is not None
+    window_in_ring = window is not None and cp_size > 1
+    if required and window_in_ring:
+        raise UserError(
+            f"transformer_engine={settings.transformer_engine}, fp8={settings.fp8}, but the model "
+            f"has a sliding window of {window} tokens and parallel.context={cp_size}: Transformer "
+            "Engine's ring of keys and values does not support windows; set parallel.context to 1, "
+            "or unset transformer_engine and fp8"
+        )
     if required and not te.HAVE_TE:
         raise UserError(
             f"transformer_engine={settings.transformer_engine}, fp8={settings.fp8}, but Megatron "
@@ -41,6 +56,7 @@ def uses_transformer_engine(settings: ActorSettings, *, device: torch.device) ->
     if settings.transformer_engine is None and not required:
         return (
             te.HAVE_TE
+            and not window_in_ring
             and settings.lora is None  # adapters exist for Megatron's own layers only
             and settings.dtype == torch.bfloat16
             and capability is not None

@@ -47,20 +47,22 @@ class PackContext(PackedSeqParams):
     "thd" makes Megatron pass queries, keys and values as [t, heads, size]. Computed on first use:
     `plan` for our attention, `boundaries` for Transformer Engine's.
 
-    layout: on the device; host: the same layout on the host, read without a device sync.
+    layout: on the device; host: the same layout on the host, read without a device sync. window:
+    tokens that every layer's queries attend to; None: all up to themselves.
     """
 
     qkv_format: str = "thd"
     layout: SequenceLayout | None = None
     host: SequenceLayout | None = None
     rotation: PackRotation | None = None
+    window: int | None = None
     routing: Any = None  # `actor.routing.PackRouting` of the present pass; None: routers choose
 
     @cached_property
     def plan(self) -> AttentionPlan:
         """Attention plan of this rank."""
         assert self.layout is not None and self.host is not None, "a pack without its layout"
-        return build_attention_plan(self.host, device=self.layout.device)
+        return build_attention_plan(self.host, window=self.window, device=self.layout.device)
 
     @cached_property
     def boundaries(self) -> Boundaries:

@@ -122,7 +122,12 @@ class PackCache:
             tokens=to_device(tokens[None], device),
             labels=to_device(labels[response_positions], device),
             response_positions=to_device(response_positions, device),
-            context=PackContext(layout=layout, host=host, rotation=self._rotation(positions)),
+            context=PackContext(
+                layout=layout,
+                host=host,
+                rotation=self._rotation(positions),
+                window=self.shape.sliding_window,
+            ),
         )
         return LocalPack(layout, inputs, host)
 

@@ -19,7 +19,9 @@ def build_transformer_config(
     shape: ModelShape, settings: ActorSettings, topology: Topology
 ) -> TransformerConfig:
     """Build the config of every Megatron module in the actor."""
-    on_te = uses_transformer_engine(settings, device=topology.device)
+    on_te = uses_transformer_engine(
+        settings, device=topology.device, window=shape.sliding_window, cp_size=topology.cp_size
+    )
     return TransformerConfig(
         **_model(shape),
         **_layout(topology, settings),
@@ -33,6 +35,7 @@ def build_transformer_config(
 
 
 def _model(shape: ModelShape) -> dict[str, Any]:
+    window = shape.sliding_window
     return {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
@@ -49,6 +52,8 @@ def _model(shape: ModelShape) -> dict[str, Any]:
         "qk_layernorm": shape.qk_norm,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+        # Keys before and after a query's own, for Transformer Engine; our attention has its plan.
+        "window_size": None if window is None else (window - 1, 0),
     }
 
 

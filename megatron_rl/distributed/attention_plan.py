@@ -5,6 +5,9 @@ attended as one padded batch. On the CPU a segment contains sequences of equal l
 padded; short sequences are attended in batches that fit into the cache. If sequences of equal
 length are already adjacent in the pack, no tokens are copied.
 
+With a sliding window of w tokens, a query at position i of its sequence attends to the keys j with
+0 <= i - j < w. A run of queries skips the keys before the window of its first query.
+
 Shapes: T tokens in the pack, t = T / cp on this rank; in a segment s sequences, q query slots and
 k key slots each.
 """
@@ -30,6 +33,8 @@ BATCH_PAIRS = 1 << 17
 # only, so it is used for whole sequences of at least LONG_SEQUENCE tokens; shorter runs use an
 # explicit mask.
 RUN_QUERIES, LONG_SEQUENCE = 192, 1024
+# Queries per fused kernel call where a sliding window hides keys. Such a call has an explicit mask.
+WINDOW_QUERIES = 1024
 
 
 @dataclass
@@ -40,7 +45,9 @@ class Block:
     keys: slice  # s * k of the pack's key slots
     sequences: int
     rows: slice  # consecutive query slots, of the q per sequence in the segment
-    visible: int  # leading key slots that the last row attends to; each earlier row sees one fewer
+    # Key slots from the first that the first row attends to, to the last that the last row attends
+    # to, of the k per sequence. Each earlier row attends to one fewer at the end.
+    visible: slice
     # Additive causal mask (0 or -inf) for a batch of short sequences, whose rows need not be
     # consecutive positions; [q, k] float32.
     mask: Tensor | None = None
@@ -60,21 +67,33 @@ class AttentionPlan:
     key_slots: Tensor | None  # [cp * t] slot of each gathered row
     blocks: list[Block]
     fused: bool  # True: torch's fused attention, as on CUDA; False: the CPU kernels
+    window: int | None  # sliding window in tokens; None: unlimited
+
+
+def is_visible(distance: Tensor, window: int | None) -> Tensor:
+    """Return whether a query attends to a key, given its position minus the key's."""
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)
 
 
 def build_attention_plan(
-    layout: SequenceLayout, *, device: torch.device | None = None, fused: bool | None = None
+    layout: SequenceLayout,
+    *,
+    window: int | None = None,
+    device: torch.device | None = None,
+    fused: bool | None = None,
 ) -> AttentionPlan:
     """Plan attention for a pack from its padded lengths and the context-parallel layout alone.
 
-    layout: should be on the host; otherwise planning waits for the device. device: the device the
-    plan is used on; defaults to the layout's. fused: use torch's fused kernels; defaults to True on
-    CUDA and False on the CPU.
+    layout: should be on the host; otherwise planning waits for the device. window: tokens that a
+    query attends to, itself included; None: all up to itself. device: the device the plan is used
+    on; defaults to the layout's. fused: use torch's fused kernels; defaults to True on CUDA and
+    False on the CPU.
     """
     device = device or layout.device
     fused = device.type == "cuda" if fused is None else fused
     lengths = torch.tensor(layout.lengths)
-    builder = _PlanBuilder(layout, lengths=lengths, device=device, fused=fused)
+    builder = _PlanBuilder(layout, lengths=lengths, window=window, device=device, fused=fused)
     if fused:
         ratio = MIN_LENGTH_RATIO if layout.cp_size == 1 else 1.0
         segments = _group_by_length(lengths, min_ratio=ratio)
@@ -113,9 +132,16 @@ class _PlanBuilder:
     """Builder that collects the segments of one plan on the host."""
 
     def __init__(
-        self, layout: SequenceLayout, *, lengths: Tensor, device: torch.device, fused: bool
+        self,
+        layout: SequenceLayout,
+        *,
+        lengths: Tensor,
+        window: int | None,
+        device: torch.device,
+        fused: bool,
     ) -> None:
-        self.layout, self.lengths, self.device, self.fused = layout, lengths, device, fused
+        self.layout, self.lengths, self.window = layout, lengths, window
+        self.device, self.fused = device, fused
         self.starts = lengths.cumsum(0) - lengths
         self.offsets = layout.offsets.cpu()  # [t] position in its sequence
         self.gathered = layout.gathered_index.cpu()  # [T] row in the gathered keys
@@ -141,14 +167,17 @@ class _PlanBuilder:
         self.query_real.append(query_real.view(-1))
         longest = self.offsets[rows[int(lengths.argmax())]]  # [q] positions
         is_whole = not self.fused and keys <= SHORT_SEQUENCE
-        for run in [slice(0, queries)] if is_whole else self._runs(queries):
+        cut = self.window is not None and self.window < keys
+        for run in [slice(0, queries)] if is_whole else self._runs(queries, cut=cut):
+            first, last = int(longest[run.start]), int(longest[run.stop - 1])
+            begin = max(0, first + 1 - self.window) if self.window is not None else 0
             self.blocks.append(
                 Block(
                     queries=slice(self.query_count, self.query_count + rows.numel()),
                     keys=slice(self.key_count, self.key_count + key_real.numel()),
                     sequences=len(sequences),
                     rows=run,
-                    visible=keys if is_whole else int(longest[run.stop - 1]) + 1,
+                    visible=slice(0, keys) if is_whole else slice(begin, last + 1),
                     mask=self._mask(longest, keys) if is_whole else None,
                 )
             )
@@ -156,22 +185,23 @@ class _PlanBuilder:
         self.key_count += key_real.numel()
 
     def _mask(self, positions: Tensor, keys: int) -> Tensor:
-        """Return the additive mask of keys after each query's position; [q] -> [q, keys]."""
+        """Return the additive mask of keys hidden from each query's position; [q] -> [q, keys]."""
         if keys not in self.masks:
-            later = torch.arange(keys)[None] > positions[:, None]
-            mask = torch.zeros(later.shape).masked_fill_(later, float("-inf"))
+            seen = is_visible(positions[:, None] - torch.arange(keys), self.window)
+            mask = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
             self.masks[keys] = to_device(mask, self.device)
         return self.masks[keys]
 
-    def _runs(self, queries: int) -> list[slice]:
+    def _runs(self, queries: int, *, cut: bool) -> list[slice]:
         """Split a rank's queries of one sequence into runs of consecutive positions.
 
         The queries are two chunks, or the whole sequence without context parallelism. Runs on the
-        CPU are further limited to RUN_QUERIES.
+        CPU are further limited to RUN_QUERIES, and fused runs to WINDOW_QUERIES where the window
+        hides keys of this sequence (`cut`).
         """
         chunk = queries if self.layout.cp_size == 1 else queries // 2
-        whole = self.fused or (chunk == queries and queries >= LONG_SEQUENCE)
-        step = chunk if whole else min(chunk, RUN_QUERIES)
+        whole = not cut and (self.fused or (chunk == queries and queries >= LONG_SEQUENCE))
+        step = chunk if whole else min(chunk, WINDOW_QUERIES if self.fused else RUN_QUERIES)
         return [
             slice(start, min(start + step, first + chunk))
             for first in range(0, queries, chunk)
@@ -182,7 +212,9 @@ class _PlanBuilder:
         """Return the plan, with its index tensors on the plan's device."""
         query_rows, query_slots = self._maps(self.query_rows, self.query_real)
         key_rows, key_slots = self._maps(self.key_rows, self.key_real)
-        return AttentionPlan(query_rows, query_slots, key_rows, key_slots, self.blocks, self.fused)
+        return AttentionPlan(
+            query_rows, query_slots, key_rows, key_slots, self.blocks, self.fused, self.window
+        )
 
     def _maps(self, rows: list[Tensor], real: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
         """Return slot -> row and its inverse on real slots; (None, None) if both are identity."""

@@ -3,8 +3,8 @@
 Every rank gathers the keys and values of the whole pack (one collective) and attends with its own
 queries; the gradients of keys and values are summed back to their owners (one collective). If the
 gathered tensors are large, the backward pass gathers them again instead of keeping them (one more
-collective). No T x T matrix is materialized: each block of queries attends to the keys up to its
-own positions (`attention_plan.py`). This file uses fused kernels, whose memory is linear in the
+collective). No T x T matrix is materialized: each block of queries attends to the keys of its
+sliding window, or all keys, up to its own positions (`attention_plan.py`). This file uses fused kernels, whose memory is linear in the
 tokens; the CPU implementation is in `cpu_attention.py`.
 
 Shapes: T tokens in the pack, t = T / cp on this rank, H query heads, K key-value heads, d their
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from megatron_rl.distributed.attention_plan import AttentionPlan, Block
+from megatron_rl.distributed.attention_plan import AttentionPlan, Block, is_visible
 from megatron_rl.distributed.collectives import Group, gather_stacked, group_size, sum_to_owners
 from megatron_rl.distributed.cpu_attention import PackedAttention
 
@@ -38,25 +38,36 @@ def _spread(x: Tensor, slots: Tensor | None, *, like: Tensor) -> Tensor:
     return x if slots is None else torch.zeros_like(like).index_copy_(0, slots.long(), x)
 
 
-def attend_fused(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend one run by torch's fused kernels; [s, H, q, d], [s, K, k, d] -> [s, H, q, d]."""
+def attend_fused(
+    query: Tensor, key: Tensor, value: Tensor, *, window: int | None = None
+) -> Tensor:
+    """Attend one run by torch's fused kernels; [s, H, q, d], [s, K, k, d] -> [s, H, q, d].
+
+    The last query has the last key's position. A window of fewer than k tokens needs a [q, k] mask.
+    """
+    queries, keys = query.shape[2], key.shape[2]
     repeats = query.shape[1] // key.shape[1]
-    grouped = repeats > 1
-    if grouped and query.dtype == torch.float32:
-        # Only half-precision kernels support grouped queries; float32 would materialize all scores.
+    grouped, cut = repeats > 1, window is not None and window < keys
+    if grouped and (cut or query.dtype == torch.float32):
+        # Only half-precision kernels without an explicit mask support grouped queries; others would
+        # materialize all scores.
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
         grouped = False
-    bias = causal_lower_right(query.shape[2], key.shape[2])
+    if cut:
+        positions = torch.arange(keys, device=query.device)
+        bias = is_visible(positions[keys - queries :, None] - positions, window)  # [q, k]
+    else:
+        bias = causal_lower_right(queries, keys)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=grouped)
 
 
 def _attend_fused_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value by recomputing the forward pass."""
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (query, key, value))
-        dq, dk, dv = torch.autograd.grad(attend_fused(q, k, v), (q, k, v), grad)
+        dq, dk, dv = torch.autograd.grad(attend_fused(q, k, v, window=window), (q, k, v), grad)
         return dq, dk, dv
 
 
@@ -77,8 +88,8 @@ class _FusedAttention(torch.autograd.Function):
         queries = _take(query, plan.query_rows)  # [query slots, H, d]
         out = torch.empty_like(queries)
         for block in plan.blocks:
-            attended = attend_fused(_rows(queries, block), *_keys_and_values(keys, block))
-            _rows(out, block).copy_(attended)
+            q, (k, v) = _rows(queries, block), _keys_and_values(keys, block)
+            _rows(out, block).copy_(attend_fused(q, k, v, window=plan.window))
         ctx.plan, ctx.group = plan, group
         ctx.gathers = group_size(group) > 1 and keys.nbytes > KEPT_BYTES
         # The backward pass recomputes attention and does not read the output.
@@ -98,7 +109,8 @@ class _FusedAttention(torch.autograd.Function):
         grad_keys = torch.zeros_like(keys, dtype=torch.promote_types(keys.dtype, torch.float32))
         for block in plan.blocks:
             q, g = _rows(queries, block), _rows(grads, block)
-            dq, dk, dv = _attend_fused_backward(g, q, *_keys_and_values(keys, block))
+            k, v = _keys_and_values(keys, block)
+            dq, dk, dv = _attend_fused_backward(g, q, k, v, window=plan.window)
             _rows(grad_queries, block).copy_(dq)
             into_k, into_v = _keys_and_values(grad_keys, block)
             into_k += dk
@@ -122,14 +134,14 @@ def _rows(x: Tensor, block: Block) -> Tensor:
 
 def _keys_and_values(keys: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """Return the visible keys and values of a block as views; each [s, K, k, d]."""
-    segment = keys[block.keys].view(block.sequences, -1, *keys.shape[1:])[:, : block.visible]
+    segment = keys[block.keys].view(block.sequences, -1, *keys.shape[1:])[:, block.visible]
     return segment[:, :, 0].transpose(1, 2), segment[:, :, 1].transpose(1, 2)
 
 
 def context_attention(
     query: Tensor, key: Tensor, value: Tensor, *, plan: AttentionPlan, group: Group
 ) -> Tensor:
-    """Compute causal softmax(q k^T / sqrt(d)) v within each sequence.
+    """Compute causal softmax(q k^T / sqrt(d)) v within each sequence and the plan's window.
 
     query [t, H, d], key and value [t, K, d] -> [t, H, d]. H must be a multiple of K (grouped
     queries). Differentiable; gradients of keys and values are summed over the group.

@@ -17,42 +17,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.distributed.attention_plan import RUN_QUERIES, AttentionPlan, Block
+from megatron_rl.distributed.attention_plan import RUN_QUERIES, AttentionPlan, Block, is_visible
 from megatron_rl.distributed.collectives import Group, gather_stacked, group_size, sum_to_owners
 
 
 @lru_cache(maxsize=16)
-def _triangle(width: int, dtype: torch.dtype) -> Tensor:
+def _last_rows(width: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """Return the last RUN_QUERIES rows of an additive causal mask over `width` keys.
 
     The mask of any shorter run is its lower right corner.
     """
-    mask = torch.full((RUN_QUERIES, width), float("-inf"), dtype=dtype)
-    return mask.triu_(1 + width - RUN_QUERIES)
+    positions = torch.arange(width, dtype=torch.int32)
+    seen = is_visible(positions[width - RUN_QUERIES :, None] - positions, window)
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
 
 
-def _causal(query: Tensor, key: Tensor) -> dict[str, Any]:
-    """Return the kernel's mask arguments: the last query sees all keys, each earlier one fewer."""
+def _causal(query: Tensor, key: Tensor, window: int | None) -> dict[str, Any]:
+    """Return the kernel's mask arguments; the last query has the last key's position."""
     queries, keys = query.shape[2], key.shape[2]
-    if queries == keys:
+    window = None if window is None or window >= keys else window
+    if queries == keys and window is None:
         return {"is_causal": True}
     width = max(RUN_QUERIES, 1 << (keys - 1).bit_length())  # few widths, so that caching works
-    triangle = _triangle(width, query.dtype)
-    return {"attn_mask": triangle[None, None, -queries:, -keys:]}
+    mask = _last_rows(width, window, query.dtype)
+    return {"attn_mask": mask[None, None, -queries:, -keys:]}
 
 
-def _attend_runs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _attend_runs(
+    query: Tensor, key: Tensor, value: Tensor, *, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Attend one run by torch's CPU kernel; output [s, H, q, d] and log-sum-exps [s, H, q]."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return kernel(query, key, value, **_causal(query, key))
+    return kernel(query, key, value, **_causal(query, key, window))
 
 
 def _attend_runs_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    *,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value from the saved output and log-sum-exps."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    causal = {"is_causal": False, **_causal(query, key)}
+    causal = {"is_causal": False, **_causal(query, key, window)}
     return kernel(grad, query, key, value, out, log_sum, dropout_p=0.0, **causal)
 
 
@@ -134,7 +145,8 @@ class PackedAttention(torch.autograd.Function):
             if block.mask is not None:
                 kept.append(_attend_batch(q, k, v, block.mask, out=o))
             else:
-                attended, log_sum = _attend_runs(*(x.transpose(0, 1) for x in (q, k, v)))
+                q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+                attended, log_sum = _attend_runs(q, k, v, window=plan.window)
                 o.copy_(attended.transpose(0, 1))
                 kept.append(log_sum)
         out = out.transpose(0, 1).contiguous()  # [query slots, H, d]
@@ -165,7 +177,8 @@ class PackedAttention(torch.autograd.Function):
                 grad_keys[:, :, block.keys] = 0
             o = _queries(out.transpose(0, 1), block)
             g, q, k, v, o = (x.transpose(0, 1) for x in (g, q, k, v, o))
-            run_grads = _attend_runs_backward(g, q, k, v, o, ctx.kept[index])
+            log_sum = ctx.kept[index]
+            run_grads = _attend_runs_backward(g, q, k, v, o, log_sum, window=plan.window)
             dq.copy_(run_grads[0].transpose(0, 1))
             dk += run_grads[1].transpose(0, 1)
             dv += run_grads[2].transpose(0, 1)
@@ -194,4 +207,4 @@ def _queries(x: Tensor, block: Block) -> Tensor:
 
 def _keys(x: Tensor, block: Block) -> Tensor:
     """Return a block's visible keys, values as views; [2, K, key slots, d] -> [2, K, s, k, d]."""
-    return x[:, :, block.keys].unflatten(2, (block.sequences, -1))[:, :, :, : block.visible]
+    return x[:, :, block.keys].unflatten(2, (block.sequences, -1))[:, :, :, block.visible]

@@ -45,6 +45,7 @@ class ModelShape:
     tied_embeddings: bool
     experts: ExpertShape | None = None
     rotary_scaling: RotaryScaling | None = None
+    sliding_window: int | None = None  # tokens that every layer attends to; None: unlimited
 
     @property
     def qkv_bias(self) -> bool:
@@ -95,11 +96,8 @@ _POSITIVE = {
 def _unsupported_features(config: dict[str, Any], architecture: Architecture) -> list[str]:
     """List features in this config.json that the weight tables or our Megatron model lack."""
     layer_types = config.get("layer_types") or []
-    window = architecture.default_sliding_window and config.get(
-        "sliding_window", architecture.default_sliding_window
-    )
     features = {
-        "sliding-window attention": bool(config.get("use_sliding_window") or window)
+        "sliding-window attention in some layers": bool(config.get("use_sliding_window"))
         or any(kind != "full_attention" for kind in layer_types),
         f"hidden_act {config.get('hidden_act')!r}": config.get("hidden_act", "silu") != "silu",
         "llama_4_scaling": config.get("llama_4_scaling") is not None,
@@ -146,6 +144,10 @@ def read_model_shape(folder: str | Path) -> ModelShape:
     for size, key in _POSITIVE.items():
         if not isinstance(value := getattr(shape, size), int) or value < 1:
             raise UserError(f"{path}: {key} is {value!r}; it must be a whole number, 1 or more")
+    if (window := shape.sliding_window) is not None and (not isinstance(window, int) or window < 1):
+        raise UserError(
+            f"{path}: sliding_window is {window!r}; it must be null or a whole number, 1 or more"
+        )
     if shape.num_attention_heads % shape.num_query_groups:
         raise UserError(
             f"{path}: num_key_value_heads={shape.num_query_groups} does not divide "
@@ -184,6 +186,7 @@ def _build_shape(config: dict[str, Any], name: str) -> ModelShape:
             shared_ffn_hidden_size=config["shared_expert_intermediate_size"] if shared else None,
         )
     head_dim = config.get("head_dim") or architecture.default_head_dim
+    window = architecture.default_sliding_window
     return ModelShape(
         architecture=name,
         num_layers=config["num_hidden_layers"],
@@ -199,6 +202,7 @@ def _build_shape(config: dict[str, Any], name: str) -> ModelShape:
         norm_epsilon=config["rms_norm_eps"],
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         experts=experts,
+        sliding_window=None if window is None else config.get("sliding_window", window),
     )
 
 

@@ -154,7 +154,8 @@ class Architecture:
 
     default_head_dim: head size if config.json has none; None: hidden size / heads.
     default_sliding_window: tokens that every layer attends to if config.json has no
-    `sliding_window`; None: the architecture ignores that key and needs `use_sliding_window`.
+    `sliding_window` (null there: unlimited); None: the architecture ignores that key and needs
+    `use_sliding_window`.
     """
 
     name: str

@@ -32,7 +32,7 @@ def _save_model(name: str, folder: Path) -> None:
     if name.startswith("Qwen3"):
         sizes["head_dim"] = 64  # not hidden size / heads
     if name == "Mistral":
-        sizes |= {"head_dim": 64, "sliding_window": None}
+        sizes |= {"head_dim": 64, "sliding_window": 5}  # the longest sequence has 30 tokens
     if name.endswith("Moe"):
         sizes |= EXPERTS | {"norm_topk_prob": name == "Qwen3Moe"}
     if name == "Qwen2Moe":

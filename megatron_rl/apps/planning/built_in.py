@@ -111,7 +111,7 @@ def write_config_json(shape: ModelShape, folder: Path) -> Path:
         "rope_theta": shape.rotary_base,
         "rms_norm_eps": shape.norm_epsilon,
         "tie_word_embeddings": shape.tied_embeddings,
-        "sliding_window": None,  # a missing key would mean Mistral's default
+        "sliding_window": shape.sliding_window,  # a missing key would mean Mistral's default
     }
     if shape.experts is not None:
         values |= {

@@ -1,4 +1,4 @@
-"""Mistral, dense, without a sliding window: 7B from v0.2, Nemo, Small 24B (arXiv 2310.06825)."""
+"""Mistral, dense: 7B, Nemo, Small 24B (arXiv 2310.06825). 7B v0.1 has a sliding window."""
 
 from megatron_rl.models.weights import (
     ATTENTION,

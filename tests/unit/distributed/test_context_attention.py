@@ -1,13 +1,14 @@
 """Packed, context-parallel attention against softmax(q k^T / sqrt(d)) v, sequence by sequence."""
 
 import itertools
+import random
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.distributed import context_attention as module
-from megatron_rl.distributed import cpu_attention
+from megatron_rl.distributed import attention_plan, cpu_attention
 from megatron_rl.distributed.attention_plan import BATCH_PAIRS, RUN_QUERIES, build_attention_plan
 from megatron_rl.distributed.context_attention import context_attention
 from megatron_rl.distributed.sequence_layout import SequenceLayout
@@ -29,29 +30,31 @@ def _inputs(lengths=LENGTHS):
     return draw(HEADS), draw(GROUPS), draw(GROUPS), draw(HEADS)
 
 
-def _naive(query, key, value, lengths):
+def _naive(query, key, value, lengths, window=None):
     outputs, start = [], 0
     for length in lengths:
         rows = slice(start, start + length)
         q, k, v = (x[rows].double() for x in (query, key, value))
         k, v = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / DIM**0.5
-        future = torch.ones(length, length).triu(1).bool()
-        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        hidden = torch.ones(length, length).triu(1).bool()
+        if window is not None:
+            hidden |= torch.ones(length, length).tril(-window).bool()
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
         start += length
     return torch.cat(outputs)
 
 
-def _attend_on_rank(rank, world_size, lengths, fused, group=None):
+def _attend_on_rank(rank, world_size, lengths, fused, group=None, window=None):
     if world_size > 1:
         group = torch.distributed.group.WORLD
     mask = torch.ones(sum(lengths), dtype=torch.bool)
     layout = SequenceLayout(lengths, mask, cp_rank=rank, cp_size=world_size, cp_group=group)
     *inputs, grad = (layout.shard(x) for x in _inputs(lengths))
     leaves = [x.clone().requires_grad_() for x in inputs]
-    plan = build_attention_plan(layout, fused=fused)
-    if fused and world_size > 1:  # two chunks of all sequences of one length at once
+    plan = build_attention_plan(layout, window=window, fused=fused)
+    if fused and world_size > 1 and window is None:  # two chunks of all sequences of one length at once
         assert len(plan.blocks) == 2 * len(set(lengths))
     out = context_attention(*leaves, plan=plan, group=group)
     out.backward(grad)
@@ -66,9 +69,9 @@ def test_attention_of_one_process_equals_definition(fused, lengths):
     _check([_attend_on_rank(0, 1, lengths, fused)], lengths)
 
 
-def _check(results, lengths):
+def _check(results, lengths, window=None):
     leaves = [x.double().requires_grad_() for x in _inputs(lengths)[:3]]
-    expected = _naive(*leaves, lengths)
+    expected = _naive(*leaves, lengths, window)
     expected.backward(_inputs(lengths)[3].double())
     results = [tuple(torch.from_numpy(x) for x in result) for result in results]
     index = torch.cat([result[0] for result in results])
@@ -131,14 +134,57 @@ def test_large_gathered_keys_are_not_saved(two_ranks):
         assert saved[0] == [256 * 128] * 3
 
 
+WINDOW_RUN = 64  # queries per fused call with a window in these tests, so that some have several
+
+
+def _random_packs():
+    """(lengths, window) of packs whose sequences are shorter and longer than the window."""
+    choose = random.Random(3)
+    for limit in (5, 40, 96, 300, 300):
+        lengths = tuple(8 * choose.randint(1, 44) for _ in range(5))
+        yield (*lengths, lengths[0], 8 * choose.randint(1, 12)), choose.randint(1, limit)
+    yield (40, 40), 5
+    yield (1096, 40), 700
+
+
+def _windows_on_ranks(rank, world_size):
+    attention_plan.WINDOW_QUERIES = WINDOW_RUN
+    return [
+        _attend_on_rank(rank, world_size, lengths, fused, window=window)
+        for lengths, window in _random_packs()
+        for fused in (False, True)
+    ]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_sliding_windows_equal_definition(cp_size):
+    by_rank = run_ranks(_windows_on_ranks, cp_size)
+    cases = [(*pack, fused) for pack in _random_packs() for fused in (False, True)]
+    for (lengths, window, _), *results in zip(cases, *by_rank, strict=True):
+        _check(results, lengths, window)
+
+
+def test_plan_skips_keys_before_the_window(monkeypatch):
+    """The first query of the second run is at 192 (64) and attends to the 100 keys from 93 (0)."""
+    layout = SequenceLayout((300,), torch.ones(300, dtype=torch.bool))
+    blocks = build_attention_plan(layout, window=100).blocks
+    assert [b.visible for b in blocks] == [slice(0, 192), slice(93, 300)]
+    monkeypatch.setattr(attention_plan, "WINDOW_QUERIES", WINDOW_RUN)
+    blocks = build_attention_plan(layout, window=100, fused=True).blocks
+    starts, ends = (0, 0, 29, 93, 157), (64, 128, 192, 256, 300)
+    assert [b.visible for b in blocks] == [slice(*ends) for ends in zip(starts, ends, strict=True)]
+    (block,) = build_attention_plan(layout, window=300, fused=True).blocks  # nothing is hidden
+    assert block.visible == slice(0, 300)
+
+
 def test_fused_plan_has_one_block_per_segment():
     """Without context parallelism one kernel call attends all sequences of similar lengths."""
     lengths = (64, 60, 16, 64, 16, 12)
     mask = torch.ones(sum(lengths), dtype=torch.bool)
     plan = build_attention_plan(SequenceLayout(lengths, mask), fused=True)
     assert [(b.sequences, b.rows, b.visible) for b in plan.blocks] == [
-        (3, slice(0, 64), 64),  # 64, 64 and 60
-        (3, slice(0, 16), 16),  # 16, 16 and 12
+        (3, slice(0, 64), slice(0, 64)),  # 64, 64 and 60
+        (3, slice(0, 16), slice(0, 16)),  # 16, 16 and 12
     ]
 
 
@@ -164,11 +210,11 @@ def test_cpu_plan_groups_equal_lengths_and_limits_runs():
     plan = build_attention_plan(layout)
     assert plan.query_rows is None and plan.key_rows is None
     assert [(b.queries, b.rows, b.visible, b.mask is None) for b in plan.blocks] == [
-        (slice(0, 1000), slice(0, 192), 192, True),
-        (slice(0, 1000), slice(192, 384), 384, True),
-        (slice(0, 1000), slice(384, 500), 500, True),
-        (slice(1000, 1080), slice(0, 40), 40, False),
-        (slice(1080, 1118), slice(0, 38), 38, False),
+        (slice(0, 1000), slice(0, 192), slice(0, 192), True),
+        (slice(0, 1000), slice(192, 384), slice(0, 384), True),
+        (slice(0, 1000), slice(384, 500), slice(0, 500), True),
+        (slice(1000, 1080), slice(0, 40), slice(0, 40), False),
+        (slice(1080, 1118), slice(0, 38), slice(0, 38), False),
     ]
 
 
@@ -184,7 +230,7 @@ def test_context_parallel_batch_is_one_block_of_both_chunks():
     """Rank 1 of 2 has chunks 1 and 2 of 4: positions 2 to 5 of 8."""
     layout = SequenceLayout((8, 8), torch.ones(16, dtype=torch.bool), cp_rank=1, cp_size=2)
     (block,) = build_attention_plan(layout).blocks
-    assert (block.sequences, block.rows, block.visible) == (2, slice(0, 4), 8)
+    assert (block.sequences, block.rows, block.visible) == (2, slice(0, 4), slice(0, 8))
     assert block.mask.isinf().sum(1).tolist() == [5, 4, 3, 2]  # keys after 2, 3, 4 and 5
 
 
@@ -205,14 +251,14 @@ class _Sizes(TorchDispatchMode):
 def test_memory_is_linear_in_tokens(tokens, cp_size):
     """The largest tensor is a mask of RUN_QUERIES rows whose width is a power of two; the full
     score matrix would be 10 times larger."""
-    cpu_attention._triangle.cache_clear()
+    cpu_attention._last_rows.cache_clear()
     layout = SequenceLayout((tokens,), torch.ones(tokens, dtype=torch.bool), cp_size=cp_size)
     plan = build_attention_plan(layout)
     query, key, value, grad = (x.requires_grad_() for x in _inputs((tokens,)))
     with _Sizes() as sizes:
         for block in plan.blocks:  # one rank's part, without the collectives
             q, g = (module._rows(x[: layout.local_tokens], block) for x in (query, grad))
-            k, v = (x[: block.visible].transpose(0, 1)[None] for x in (key, value))
+            k, v = (x[block.visible].transpose(0, 1)[None] for x in (key, value))
             out, log_sum = cpu_attention._attend_runs(q, k, v)
             cpu_attention._attend_runs_backward(g, q, k, v, out, log_sum)
     assert sizes.largest <= RUN_QUERIES * 2 * tokens

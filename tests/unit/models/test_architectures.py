@@ -68,7 +68,7 @@ def test_yarn_positions_are_original_positions_times_factor(tmp_path):
     ("changes", "named"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
-        ({"use_sliding_window": True}, "sliding-window attention"),
+        ({"use_sliding_window": True}, "sliding-window attention in some layers"),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 4}},
             "'dynamic'.*depend on the sequence length",
@@ -93,8 +93,9 @@ def test_read_model_shape_refuses_unsupported_features_by_name(changes, named, t
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"sliding_window": 4096}, "sliding-window attention"),
-        ({"sliding_window": ...}, "sliding-window attention"),  # transformers and vLLM take 4096
+        ({"layer_types": ["sliding_attention"]}, "sliding-window attention in some layers"),
+        ({"sliding_window": 0}, "sliding_window is 0; it must be null or a whole number"),
+        ({"sliding_window": "8"}, "sliding_window is '8'"),
         ({"llama_4_scaling": {"beta": 0.1}}, "llama_4_scaling"),
         ({"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta"),
         ({"architectures": ["Ministral3ForCausalLM"]}, "Ministral3ForCausalLM"),
@@ -105,10 +106,26 @@ def test_read_model_shape_refuses_variants_of_mistral_by_name(changes, named, tm
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["sliding_window"] is None
     assert read_model_shape(tmp_path).architecture == "MistralForCausalLM"
-    config = {key: value for key, value in (config | changes).items() if value is not ...}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(ValueError, match=named):
         read_model_shape(tmp_path)
+
+
+def test_sliding_window_of_mistral_defaults_to_that_of_transformers(tmp_path):
+    path = tmp_path / "config.json"
+    for window in (None, 8):
+        _config("Mistral", sliding_window=window).save_pretrained(tmp_path)
+        assert read_model_shape(tmp_path).sliding_window == window
+    config = json.loads(path.read_text())
+    del config["sliding_window"]
+    path.write_text(json.dumps(config))
+    default = transformers.AutoConfig.from_pretrained(tmp_path).sliding_window
+    assert read_model_shape(tmp_path).sliding_window == default == 4096
+
+
+def test_sliding_window_is_ignored_where_transformers_ignores_it(tmp_path):
+    _config("Llama", sliding_window=8).save_pretrained(tmp_path)
+    assert read_model_shape(tmp_path).sliding_window is None
 
 
 def test_read_model_shape_of_folder_without_config_raises(tmp_path):

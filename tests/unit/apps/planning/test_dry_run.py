@@ -60,13 +60,13 @@ def run_real_rank(rank, world_size, folder):
 
     from megatron_rl.apps.planning.dry_run import measure
     from megatron_rl.apps.planning.meter import Meter
-    from megatron_rl.distributed.cpu_attention import _triangle
+    from megatron_rl.distributed.cpu_attention import _last_rows
     from megatron_rl.trainer.actor_settings import make_groups
 
     results = {}
     for name in CASES:
         config, meter = make_config(folder, name), Meter()
-        _triangle.cache_clear()
+        _last_rows.cache_clear()
         with meter.watching():
             topology = make_groups(config)
             results[name] = counts(measure(config, topology, meter, micro_batches=PACKS))
@@ -89,10 +89,10 @@ def real(folder):
 
 @pytest.mark.parametrize("name", CASES)
 def test_dry_run_matches_real_rank(folder, real, name):
-    from megatron_rl.distributed.cpu_attention import _triangle
+    from megatron_rl.distributed.cpu_attention import _last_rows
 
     for rank in (0, RANKS - 1):  # of the first and of the last stage
-        _triangle.cache_clear()
+        _last_rows.cache_clear()
         dry = counts(
             dry_run_rank(
                 make_config(folder, name),
