@@ -147,7 +147,7 @@ def rmsnorm_bwd(dz, x, rsigma, gamma, sm_margin, zero_centered):
 
 
 def _attention_arguments(args):
-    """Tensors and mask by kind: their places differ between the releases."""
+    """Tensors, mask and window by kind: their places differ between the releases."""
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     (mask,) = (x.name for x in args if type(x).__name__ == "NVTE_Mask_Type")
     assert mask in ("NVTE_PADDING_CAUSAL_MASK", "NVTE_PADDING_MASK"), mask
@@ -161,25 +161,31 @@ def _attention_arguments(args):
         (slice(*q), slice(*k))
         for q, k in zip(*(itertools.pairwise(e.tolist()) for e in ends[:2]), strict=True)
     ]
-    return values, mask == "NVTE_PADDING_CAUSAL_MASK", pieces
+    ((before, after),) = (x for x in args if isinstance(x, (list, tuple)) and type(x[0]) is int)
+    causal = mask == "NVTE_PADDING_CAUSAL_MASK"
+    assert after in (-1, 0) and (causal or before == -1)
+    return values, (before if causal else None), pieces
 
 
-def _scores(q, k, scale, causal):
+def _scores(q, k, scale, before):
+    """Before: keys before the query's own that it attends to, -1 all; None: no mask."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    if causal:
+    if before is not None:
         assert len(q) == len(k)
-        scores = scores.masked_fill(
-            torch.ones_like(scores[0], dtype=torch.bool).triu(1), -torch.inf
-        )
+        everything = torch.ones_like(scores[0], dtype=torch.bool)
+        hidden = everything.triu(1)
+        if before >= 0:
+            hidden |= everything.tril(-before - 1)
+        scores = scores.masked_fill(hidden, -torch.inf)
     return scores, k
 
 
 def fused_attn_fwd(*args):
-    (q, k, v, *_), causal, pieces = _attention_arguments(args)
+    (q, k, v, *_), before, pieces = _attention_arguments(args)
     out, sums = torch.empty_like(q), torch.empty(*q.shape[:2], 1)
     for mine, others in pieces:
-        scores, _ = _scores(q[mine].float(), k[others].float(), args[3], causal)
+        scores, _ = _scores(q[mine].float(), k[others].float(), args[3], before)
         values = v[others].float().repeat_interleave(q.shape[1] // v.shape[1], 1)
         out[mine] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(out.dtype)
         sums[mine] = scores.logsumexp(-1).T[..., None]
@@ -188,14 +194,14 @@ def fused_attn_fwd(*args):
 
 def fused_attn_bwd(*args):
     """From the sums that are handed over: in the ring they are those over all of its steps."""
-    (q, k, v, out, d_out), causal, pieces = _attention_arguments(args)
+    (q, k, v, out, d_out), before, pieces = _attention_arguments(args)
     (sums, *_) = next(x for x in args if isinstance(x, (list, tuple)) and torch.is_tensor(x[0]))
     out, d_out = out.view(q.shape).float(), d_out.view(q.shape).float()
     grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
     repeats = q.shape[1] // k.shape[1]
     for mine, others in pieces:
         queries, scale = q[mine].float(), args[2]
-        scores, keys = _scores(queries, k[others].float(), scale, causal)
+        scores, keys = _scores(queries, k[others].float(), scale, before)
         weights = (scores - sums[mine].squeeze(-1).T[..., None]).exp()
         values = v[others].float().repeat_interleave(repeats, 1)
         mean = (d_out[mine] * out[mine]).sum(-1).T[..., None]

@@ -80,6 +80,38 @@ def test_devices_with_wrong_gradients_warn(monkeypatch):
         assert layer_choice.uses_transformer_engine(settings, device=CUDA)
 
 
+def test_sliding_window_under_context_parallelism_uses_local_layers(monkeypatch):
+    monkeypatch.setattr(layer_choice.te, "HAVE_TE", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def is_used(cp_size, **required):
+        settings = ActorSettings(dtype=LOW, **required)
+        return layer_choice.uses_transformer_engine(
+            settings, device=CUDA, window=4096, cp_size=cp_size
+        )
+
+    assert is_used(1) and not is_used(2)
+    for required in ({"transformer_engine": True}, {"fp8": "tensorwise"}):
+        with pytest.raises(ValueError, match="4096 tokens and parallel.context=2.*set parallel"):
+            is_used(2, **required)
+    monkeypatch.setattr(preflight, "has_cuda", lambda: True)
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: name)
+    given = {"model": {"path": "p", "transformer_engine": True}, "data": {"train": "t"}}
+    shape = replace(SHAPE, sliding_window=4096)
+    assert not preflight._transformer_engine_problems(parse_config(given), shape)
+    config = parse_config(given | {"parallel": {"context": 2}})
+    (problem,) = preflight._transformer_engine_problems(config, shape)
+    assert "window of 4096 tokens, and parallel.context is 2; set parallel.context to 1" in problem
+
+
+def test_window_counts_the_keys_before_a_query_for_megatron():
+    shape = replace(SHAPE, sliding_window=4096)
+    config = transformer_config.build_transformer_config(
+        shape, ActorSettings(dtype=LOW), Topology()
+    )
+    assert config.window_size == (4095, 0)
+
+
 @pytest.mark.parametrize("required", [{"transformer_engine": True}, {"fp8": "tensorwise"}])
 def test_required_but_missing_transformer_engine_raises(monkeypatch, required):
     monkeypatch.setattr(layer_choice.te, "HAVE_TE", False)

@@ -18,6 +18,8 @@ SMALL = {
 }  # fmt: skip
 DENSE = QWEN2 | SMALL
 # Every token uses every expert, so routing is balanced, as the dry run assumes.
+WINDOW = DENSE | {"architectures": ["MistralForCausalLM"], "model_type": "mistral",
+                  "sliding_window": 24}  # fmt: skip
 EXPERTS = QWEN3_MOE | SMALL | {"head_dim": 16, "moe_intermediate_size": 64, "num_experts": 4,
                                "num_experts_per_tok": 4}  # fmt: skip
 

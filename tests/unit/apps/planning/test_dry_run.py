@@ -7,7 +7,7 @@ import pytest
 from megatron_rl.apps.planning.dry_run import dry_run_rank
 from megatron_rl.config import parse_config
 from tests.ranks import run_ranks
-from tests.unit.apps.planning.models import DENSE, EXPERTS, save_model
+from tests.unit.apps.planning.models import DENSE, EXPERTS, WINDOW, save_model
 
 RANKS, PACKS = 4, 2
 # name: model, layout, other settings. Packs contain two long responses and a shorter one.
@@ -16,6 +16,7 @@ CASES = {
     "tensor x context, recomputed": (
         "dense", {"tensor": 2, "context": 2}, {"trainer": {"recompute": "full"}},
     ),
+    "sliding window x context": ("window", {"context": 4}, {}),
     "virtual stages x data": ("dense", {"pipeline": 2, "virtual_stages": 2}, {}),
     "experts x tensor": ("experts", {"tensor": 2, "expert": 2}, {}),
     "experts x tensor, adapters, KL": (
@@ -79,6 +80,7 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("models")
     save_model(path / "dense", DENSE)
     save_model(path / "experts", EXPERTS)
+    save_model(path / "window", WINDOW)
     return path
 
 
