@@ -4,8 +4,8 @@ Every rank gathers the keys and values of the whole pack (one collective) and at
 queries; the gradients of keys and values are summed back to their owners (one collective). If the
 gathered tensors are large, the backward pass gathers them again instead of keeping them (one more
 collective). No T x T matrix is materialized: each block of queries attends to the keys of its
-sliding window, or all keys, up to its own positions (`attention_plan.py`). This file uses fused kernels, whose memory is linear in the
-tokens; the CPU implementation is in `cpu_attention.py`.
+sliding window, or all keys, up to its own positions (`attention_plan.py`). This file uses fused
+kernels, whose memory is linear in the tokens; the CPU implementation is in `cpu_attention.py`.
 
 Shapes: T tokens in the pack, t = T / cp on this rank, H query heads, K key-value heads, d their
 size; in a segment s sequences, q query slots and k key slots each.
@@ -38,9 +38,7 @@ def _spread(x: Tensor, slots: Tensor | None, *, like: Tensor) -> Tensor:
     return x if slots is None else torch.zeros_like(like).index_copy_(0, slots.long(), x)
 
 
-def attend_fused(
-    query: Tensor, key: Tensor, value: Tensor, *, window: int | None = None
-) -> Tensor:
+def attend_fused(query: Tensor, key: Tensor, value: Tensor, *, window: int | None = None) -> Tensor:
     """Attend one run by torch's fused kernels; [s, H, q, d], [s, K, k, d] -> [s, H, q, d].
 
     The last query has the last key's position. A window of fewer than k tokens needs a [q, k] mask.

@@ -92,7 +92,7 @@ def test_sliding_window_under_context_parallelism_uses_local_layers(monkeypatch)
 
     assert is_used(1) and not is_used(2)
     for required in ({"transformer_engine": True}, {"fp8": "tensorwise"}):
-        with pytest.raises(ValueError, match="4096 tokens and parallel.context=2.*set parallel"):
+        with pytest.raises(ValueError, match=r"4096 tokens and parallel\.context=2.*set parallel"):
             is_used(2, **required)
     monkeypatch.setattr(preflight, "has_cuda", lambda: True)
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: name)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.distributed import context_attention as module
 from megatron_rl.distributed import attention_plan, cpu_attention
+from megatron_rl.distributed import context_attention as module
 from megatron_rl.distributed.attention_plan import BATCH_PAIRS, RUN_QUERIES, build_attention_plan
 from megatron_rl.distributed.context_attention import context_attention
 from megatron_rl.distributed.sequence_layout import SequenceLayout
@@ -54,7 +54,9 @@ def _attend_on_rank(rank, world_size, lengths, fused, group=None, window=None):
     *inputs, grad = (layout.shard(x) for x in _inputs(lengths))
     leaves = [x.clone().requires_grad_() for x in inputs]
     plan = build_attention_plan(layout, window=window, fused=fused)
-    if fused and world_size > 1 and window is None:  # two chunks of all sequences of one length at once
+    if (
+        fused and world_size > 1 and window is None
+    ):  # two chunks of all sequences of one length at once
         assert len(plan.blocks) == 2 * len(set(lengths))
     out = context_attention(*leaves, plan=plan, group=group)
     out.backward(grad)
