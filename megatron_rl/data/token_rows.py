@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.distributed.agreement import gather_from_ranks, wire_device
-from megatron_rl.types import TOKEN_COLUMNS, Elsewhere, Rollout
+from megatron_rl.types import TOKEN_COLUMNS, Elsewhere, Response, Rollout
 
 WRITER = 0  # the rank that has every row, for the files of the run
 PIECE_BYTES = 2**26  # sent or received by any rank in one collective; a longer row goes alone
@@ -118,19 +118,26 @@ def bring_tokens(rollouts: Sequence[Rollout], needed: Collection[int]) -> list[R
 
     Collective, unless every rank has all arrays.
     """
-    owners = [rollout.response.owner for rollout in rollouts]
+    brought = bring_responses([rollout.response for rollout in rollouts], needed)
+    return [
+        rollout if response is rollout.response else replace(rollout, response=response)
+        for rollout, response in zip(rollouts, brought, strict=True)
+    ]
+
+
+def bring_responses(responses: Sequence[Response], needed: Collection[int]) -> list[Response]:
+    """Return responses, with all arrays of those whose indices this rank needs; as above."""
+    brought, owners = list(responses), [response.owner for response in responses]
     if max(owners, default=-1) < 0:
-        return list(rollouts)
+        return brought
     targets = find_targets(needed, owners=owners)
     columns = {}
     for name, dtype in TOKEN_COLUMNS.items():
-        rows = [getattr(rollout.response, name) for rollout in rollouts]
+        rows = [getattr(response, name) for response in responses]
         columns[name] = Delivery([len(row) for row in rows], owners, targets).send(rows, dtype)
-    brought = list(rollouts)
     for index in needed:
         arrays: dict[str, Any] = {name: rows[index] for name, rows in columns.items()}
-        rollout = rollouts[index]
-        brought[index] = replace(rollout, response=replace(rollout.response, **arrays))
+        brought[index] = replace(responses[index], **arrays)
     return brought
 
 

@@ -8,12 +8,13 @@ prompt plus all tokens so far.
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from megatron_rl.data.token_rows import bring_responses
 from megatron_rl.engine.engine import RolloutWindow
 from megatron_rl.engine.process_state import preserved_generators
 from megatron_rl.engine.requests import sampling_params
@@ -35,6 +36,7 @@ NO_ROOM = (
     "rollout.prompts_per_step"
 )
 Key = tuple[int, int, int]  # seed of the window, prompt, sample
+Assigned = tuple[int, Key, Prompt, Response | None, RolloutWindow]
 
 
 @dataclass
@@ -184,9 +186,7 @@ class PartialRequests:
         return self.core.engine_core.engine_core.scheduler
 
 
-def assign_requests(
-    parts: Sequence[RolloutWindow], *, engine: int, engines: int
-) -> list[tuple[int, Key, Prompt, Response | None, RolloutWindow]]:
+def assign_requests(parts: Sequence[RolloutWindow], *, engine: int, engines: int) -> list[Assigned]:
     """List one engine's unfinished responses: their positions among all, and arguments of `run`.
 
     Engine i % engines answers prompt i of a window.
@@ -203,6 +203,32 @@ def assign_requests(
                 assigned.append((first + position, key, part.prompts[prompt], started, part))
         first += len(part.prompts) * part.samples
     return assigned
+
+
+def bring_started(
+    parts: Sequence[RolloutWindow], paused: Collection[Key], *, engine: int, engines: int
+) -> list[Assigned]:
+    """Assign requests as below, with the tokens that each continues on this rank; collective.
+
+    A paused request has its tokens. After a restart others may be on a rank of another engine.
+    """
+
+    def bring(part: RolloutWindow) -> RolloutWindow:
+        assigned = assign_requests([part], engine=engine, engines=engines)
+        needed = [position for position, key, _, started, _ in assigned
+                  if started is not None and key not in paused]  # fmt: skip
+        return replace(part, started=bring_responses(part.started, needed))
+
+    return assign_requests(list(map(bring, parts)), engine=engine, engines=engines)
+
+
+def find_owners(parts: Sequence[RolloutWindow]) -> dict[int, int]:
+    """Return the owners of responses that have begun, by their position among all."""
+    owners, first = dict[int, int](), 0
+    for part in parts:
+        owners |= {first + i: one.owner for i, one in enumerate(part.started) if one.owner >= 0}
+        first += len(part.prompts) * part.samples
+    return owners
 
 
 def merge_outputs(
@@ -240,6 +266,7 @@ def _extend(part: RolloutWindow, position: int, generated: Generated, version: i
             text="",
             finish_reason="unfinished",
             weight_version=version,
+            owner=generated.owner,
         )
     length = len(started.token_ids)
     later = started.later_versions

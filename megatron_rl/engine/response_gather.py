@@ -2,12 +2,12 @@
 
 Every rank receives which responses there are, how long they are, which of their tokens were
 observed and how they ended. Their columns (`types.TOKEN_COLUMNS`) and texts stay on the rank that
-generated them and go to rank 0, which writes them; only where a call wants them everywhere, they go
-to every rank.
+generated them and go to rank 0, which writes them; a response that continues one of another rank
+goes there instead. Only where a call wants them everywhere, they go to every rank.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.data.token_rows import WRITER, Delivery, elsewhere
+from megatron_rl.data.token_rows import WRITER, Delivery, elsewhere, is_here
 from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.types import TOKEN_COLUMNS, FinishReason, GradeResult
 
@@ -44,9 +44,9 @@ def _write_conversation(response: Generated) -> bytes:
     return json.dumps([response.messages, response.grade and vars(response.grade)]).encode()
 
 
-def _read_texts(letters: np.ndarray | None, size: int) -> dict[str, Any]:
-    """Decode a text of `size` bytes, and the conversation after it; None: on another rank."""
-    data = b"" if letters is None else letters.tobytes()
+def _read_texts(letters: np.ndarray, size: int) -> dict[str, Any]:
+    """Decode a text of `size` bytes, and the conversation after it; nothing on another rank."""
+    data = letters.tobytes() if is_here(letters) else b""
     fields: dict[str, Any] = {"text": data[:size].decode()}
     if len(data) > size:
         messages, grade = json.loads(data[size:])
@@ -63,57 +63,70 @@ def gather_seconds(own: float, *, device: torch.device) -> list[float]:
     return seconds.tolist()
 
 
-def gather_responses(own: Sequence[Generated], *, everywhere: bool) -> list[Generated]:
+def gather_responses(
+    own: Sequence[Generated], *, everywhere: bool, owners: Mapping[int, int] | None = None
+) -> list[Generated]:
     """Return all ranks' responses ordered by position; collective over all processes.
 
-    everywhere: with their columns and texts on every rank; else on the rank that has them and on
-    rank 0.
+    everywhere: with their columns and texts on every rank; else on their owner and on rank 0.
+    owners: by position, the same on every rank; others belong to the rank that generated them.
     """
     own = sorted(own, key=lambda response: response.position)
     if dist.get_world_size() == 1:
         return list(own)
-    texts = [response.text.encode() for response in own]
-    whole = [text + _write_conversation(r) for r, text in zip(own, texts, strict=True)]
-    heads = [
-        (*(r.position, _FINISH_REASONS.index(r.finish_reason), len(text), len(both)),
-         *(len(getattr(r, name)) for name in TOKEN_COLUMNS))
-        for r, text, both in zip(own, texts, whole, strict=True)
-    ]  # fmt: skip
-    numbers = np.array(heads, np.int64).reshape(-1, 4 + len(TOKEN_COLUMNS))
-    pairs = gather_from_ranks((numbers, {r.position: r.observed for r in own if r.observed}))
-    gathered = [each for each, _ in pairs]
-    observed = {position: one for _, ranges in pairs for position, one in ranges.items()}
-    ranks = np.repeat(np.arange(len(gathered)), [len(each) for each in gathered])
-    order = np.argsort(np.concatenate(gathered)[:, 0], kind="stable")
-    sources: list[int] = ranks[order].tolist()
-    table = np.concatenate(gathered)[order].T.tolist()
-    positions, reasons, text_sizes, whole_sizes, *sizes = table
+    texts = [(response.text.encode(), _write_conversation(response)) for response in own]
+    heads, sources, observed = _exchange_heads(own, texts)
+    positions, reasons, text_sizes, whole_sizes, *sizes = heads
+    owned = list(map((owners or {}).get, positions, sources))
+    targets = [range(dist.get_world_size()) if everywhere else {WRITER, one} for one in owned]
+    places = {response.position: place for place, response in enumerate(own)}
 
-    targets = [range(len(gathered)) if everywhere else (WRITER,)] * len(sources)
-    mine = {response.position: place for place, response in enumerate(own)}
-    places = [mine.get(position) for position in positions]
+    def send(rows: Sequence[np.ndarray], lengths: Sequence[int], dtype: str) -> list[np.ndarray]:
+        mine = [rows[places[position]].astype(dtype) if position in places else None
+                for position in positions]  # fmt: skip
+        received = Delivery(lengths, sources, targets).send(mine, dtype)
+        return [
+            row if row is not None and dist.get_rank() in ranks else elsewhere(length)
+            for row, ranks, length in zip(received, targets, lengths, strict=True)
+        ]
+
     columns: dict[str, Any] = {
-        name: Delivery(lengths, sources, targets).send(
-            [
-                elsewhere(length) if place is None else getattr(own[place], name).astype(dtype)
-                for place, length in zip(places, lengths, strict=True)
-            ],
-            dtype,
-        )
+        name: send([getattr(response, name) for response in own], lengths, dtype)
         for (name, dtype), lengths in zip(TOKEN_COLUMNS.items(), sizes, strict=True)
     }
-    letters = Delivery(whole_sizes, sources, targets).send(
-        [None if place is None else np.frombuffer(whole[place], np.uint8) for place in places],
-        "uint8",
-    )
+    letters = [np.frombuffer(text + conversation, np.uint8) for text, conversation in texts]
+    letters = send(letters, whole_sizes, "uint8")
     return [
         Generated(
             position=position,
             finish_reason=_FINISH_REASONS[reasons[index]],
-            owner=-1 if everywhere else sources[index],
+            owner=-1 if everywhere else owned[index],
             observed=observed.get(position, ()),
             **_read_texts(letters[index], text_sizes[index]),
             **{name: rows[index] for name, rows in columns.items()},
         )
         for index, position in enumerate(positions)
     ]
+
+
+def _exchange_heads(
+    own: Sequence[Generated], texts: Sequence[tuple[bytes, bytes]]
+) -> tuple[list[list[int]], list[int], dict[int, tuple[tuple[int, int], ...]]]:
+    """Exchange the sizes of all ranks' responses.
+
+    Returns lists over all responses, ordered by position: their positions, reasons, bytes of their
+    texts and of these with the conversations, and lengths of each column; then the rank of each;
+    then the observed ranges by position.
+    """
+    rows = [
+        (*(r.position, _FINISH_REASONS.index(r.finish_reason), len(text), len(text + conversation)),
+         *(len(getattr(r, name)) for name in TOKEN_COLUMNS))
+        for r, (text, conversation) in zip(own, texts, strict=True)
+    ]  # fmt: skip
+    numbers = np.array(rows, np.int64).reshape(-1, 4 + len(TOKEN_COLUMNS))
+    pairs = gather_from_ranks((numbers, {r.position: r.observed for r in own if r.observed}))
+    gathered = [each for each, _ in pairs]
+    observed = {position: one for _, ranges in pairs for position, one in ranges.items()}
+    ranks = np.repeat(np.arange(len(gathered)), [len(each) for each in gathered])
+    order = np.argsort(np.concatenate(gathered)[:, 0], kind="stable")
+    return np.concatenate(gathered)[order].T.tolist(), ranks[order].tolist(), observed

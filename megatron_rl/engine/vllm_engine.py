@@ -36,7 +36,8 @@ from megatron_rl.engine.incoming import (
 )
 from megatron_rl.engine.partial_requests import (
     PartialRequests,
-    assign_requests,
+    bring_started,
+    find_owners,
     merge_outputs,
     to_generated,
 )
@@ -213,7 +214,7 @@ class VllmEngine:
             self._check_prompts(part.prompts, tokens=part.sampling.max_tokens)
         engines = self.topology.world_size // self.layout.tensor
         engine, rank = divmod(self.topology.rank, self.layout.tensor)
-        assigned = assign_requests(parts, engine=engine, engines=engines)
+        assigned = bring_started(parts, self._partial.paused, engine=engine, engines=engines)
 
         def run() -> list[Generated]:
             own, limit = [item[1:] for item in assigned], self.time_limit
@@ -226,10 +227,10 @@ class VllmEngine:
                 if position % self.layout.tensor == rank
             ]
 
-        generated = self._gather(run, everywhere=True)
+        generated = self._gather(run, everywhere=False, owners=find_owners(parts))
         return merge_outputs(parts, generated, version=self._version)
 
-    def _gather(self, run: Callable[[], list[Generated]], *, everywhere: bool) -> list[Generated]:
+    def _gather(self, run: Callable[[], list[Generated]], **where: Any) -> list[Generated]:
         """Return all ranks' results of `run`; an error of one rank is raised on every rank."""
         own, error = list[Generated](), None
         self._work.begin()
@@ -246,7 +247,7 @@ class VllmEngine:
         if sum_over_ranks(int(stopped), doing=doing):
             raise GenerationStopped
         self._engine_seconds = gather_seconds(seconds, device=self.topology.device)
-        return gather_responses(own, everywhere=everywhere)
+        return gather_responses(own, **where)
 
     def drop_caches(self) -> None:
         self._partial.drop_caches()
@@ -313,10 +314,7 @@ class VllmEngine:
         return time.perf_counter() - start
 
     def live_parameters(self) -> Mapping[str, Tensor] | None:
-        """Return vLLM's own parameters if their layout is exactly the expected one, else None.
-
-        On CPU vLLM repacks them.
-        """
+        """Return vLLM's own parameters; None if it laid them out otherwise, as on a CPU."""
         rounded = self.mismatch != "none"  # rounding needs whole tensors, before the loaders
         if self.topology.device.type != "cuda" or rounded:
             return None

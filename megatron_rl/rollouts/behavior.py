@@ -10,6 +10,7 @@ import torch
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.reference import ReferencePolicy
 from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
+from megatron_rl.data.token_rows import elsewhere, is_here
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.types import PromptGroup, PromptSlot
 
@@ -87,10 +88,13 @@ class WindowLogprobs(BehaviorLogprobs):
             self.actor.compute_logprobs(packs),
             count=len(rollouts),
             topology=self.actor.topology,
+            owners=[rollout.response.owner for rollout in rollouts],
         )
         for (slot, index, _, known), row in zip(grown, rows, strict=True):
             assert row is not None, "all of them were packed"
             group = unfinished[slot]
             values = list(group.behavior_logprobs)
-            values[index] = np.concatenate((known, row[len(known) :]))
+            values[index] = (
+                np.concatenate((known, row[len(known) :])) if is_here(row) else elsewhere(len(row))
+            )
             unfinished[slot] = replace(group, behavior_logprobs=tuple(values))

@@ -171,8 +171,10 @@ class PartialRolloutSource(RolloutSource):
             responses = [rollout.response for group in groups for rollout in group.rollouts]
             submit = self.grader.begin(prompts, samples=len(groups[0].rollouts))
             topology = self.run.actor.topology
-            for place in range(topology.rank, len(responses), topology.world_size):
-                submit(place, responses[place])
+            for place, response in enumerate(responses):
+                has_text = response.owner if response.owner >= 0 else place % topology.world_size
+                if topology.rank == has_text:
+                    submit(place, response)
             graded = build_groups(
                 self.grader.finish(prompts, responses),
                 [group.slot for group in groups],

@@ -187,16 +187,38 @@ def test_updates_increase_objective_of_rewards(whole):
         assert np.corrcoef(advantages, moves)[0, 1] > 0.3
 
 
-def test_killed_run_resumes_bit_for_bit(tmp_path, whole):
-    arguments = (f"run.dir={tmp_path}", "run.name=killed", "trainer.steps=3", "run.resume=auto")
-    process = start_and_wait((*arguments, *SHORT), tmp_path / "killed", rows=3)
+def train_killed(*arguments, folder):
+    """Kill the run after its second step, and continue it."""
+    process = start_and_wait(arguments, folder, rows=3)
     ranks = psutil.Process(process.pid).children()
     for group in (process.pid, *(rank.pid for rank in ranks)):  # all, as when a node is lost
         with contextlib.suppress(ProcessLookupError):  # a rank ends with its launcher
             os.killpg(group, signal.SIGKILL)
     process.wait()
-    train(*arguments, *SHORT)
+    psutil.wait_procs(ranks, timeout=60)
+    return train(*arguments)
+
+
+def test_killed_run_resumes_bit_for_bit(tmp_path, whole):
+    arguments = (f"run.dir={tmp_path}", "run.name=killed", "trainer.steps=3", "run.resume=auto")
+    train_killed(*arguments, *SHORT, folder=tmp_path / "killed")
     assert_same_run(tmp_path / "killed", whole)
+
+
+def test_partial_rollouts_of_two_ranks_resume_with_tokens_on_other_ranks(tmp_path):
+    """One engine of two ranks: each has half of the tokens, and both continue every response.
+
+    A checkpoint gives them to other owners than generating does.
+    """
+    arguments = (f"run.dir={tmp_path}", "run.resume=auto", "trainer.steps=3", *SHORT,
+                 "rollout.tensor=2",
+                 "lag.partial_rollouts={every_tokens: 16, cache: recompute}")  # fmt: skip
+    train(*arguments, "run.name=whole")
+    rows = train_killed(*arguments, "run.name=killed", folder=tmp_path / "killed")
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+    for row in rows[1:]:
+        assert row["mismatch/logprob_abs_diff_mean"] < 1e-5
+    assert rows[-1]["lag/versions_mean"] > 0
 
 
 def test_interrupted_run_saves_and_resumes_there(tmp_path, whole):

@@ -61,6 +61,25 @@ def _gather(rank, world_size):
     return gathered
 
 
+def _gather_for_owners(rank, world_size):
+    own = [_response(at) for at in range(9) if (0, 2)[at % 2] == rank]
+    found = gather_responses(own, everywhere=False, owners={3: 1, 4: 0, 6: 1})
+    return list(map(_plain, found))
+
+
+def test_continued_responses_go_to_their_owners_and_stay_nowhere_else():
+    owners = {3: 1, 4: 0, 6: 1}
+    for rank, responses in enumerate(run_ranks(_gather_for_owners, 3)):
+        for position, response in enumerate(responses):
+            owner = owners.get(position, (0, 2)[position % 2])
+            here = _plain(_response(position, owner))
+            if rank not in (0, owner):
+                for name in ("token_ids", "rollout_logprobs"):
+                    here[name] = f"{len(here[name])} tokens"
+                here |= {"text": "", "messages": (), "grade": None}
+            assert response == here
+
+
 @pytest.fixture(scope="module")
 def gathered():
     return run_ranks(_gather, 3)
