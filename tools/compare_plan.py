@@ -15,7 +15,7 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,11 +102,18 @@ def config_for(parts: Parts, model: Path) -> Config:
 
 def compare(name: str, parts: Parts, model: Path) -> dict[str, Any]:
     """Compare memory by formula and by dry run, for the stage that needs the most."""
+    shape = shape_of(name)
+    return {"model": name, **compare_stages(shape, parts, model, parts.stages(shape))}
+
+
+def compare_stages(
+    shape: ModelShape, parts: Parts, model: Path, stages: Sequence[int]
+) -> dict[str, Any]:
+    """Compare an update's peak by formula and by dry run, for the one of `stages` with the most."""
     from megatron_rl.apps.planning.dry_run import dry_run_rank
 
-    shape = shape_of(name)
     planned, measured, states = [], [], []
-    for stage in parts.stages(shape):
+    for stage in stages:
         dry_run = dry_run_rank(
             config_for(parts, model),
             processes=parts.world_size,
@@ -126,7 +133,6 @@ def compare(name: str, parts: Parts, model: Path) -> dict[str, Any]:
         measured_states = sum(size for key, size in dry_run.states.items() if key != "activations")
         states.append(awake / measured_states - 1)
     return {
-        "model": name,
         "layout": str(parts),
         "planned_gib": round(max(planned) / GIB, 3),
         "dry_run_gib": round(max(measured) / GIB, 3),

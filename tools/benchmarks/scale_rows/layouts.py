@@ -1,11 +1,12 @@
 """Layouts of Qwen3-235B-A22B: which fit on devices of 80 GB, and their planned step."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 from megatron_rl.apps.planning.built_in import MODELS
 from megatron_rl.apps.planning.devices import DEVICES
-from megatron_rl.apps.planning.search import MAX_ENGINE_SHARE, search
+from megatron_rl.apps.planning.search import MAX_ENGINE_SHARE, Search, search
 from megatron_rl.apps.planning.workload import workload_of
 from megatron_rl.config import parse_config
 from tools.benchmarks.scale_rows import Row
@@ -21,25 +22,25 @@ weight sync; none of these times has been measured. `before` is commit 4c2004c, 
 allowed 1 or 2 pipeline stages, and 4 key-value heads a tensor size of at most 4. Of 24 layouts one
 is impossible: 256 ranks in 8 stages have 32 ranks a stage, fewer than the 64 of its experts.
 
-Dry runs of two of them (`megatron-rl dry-run --fit 79.6`, once each by hand, full packs, every
-response of maximum length, 0.8 of the device for the engine). 1,024 ranks at tp8 pp8 ep16:
+Dry runs of all of them are [below](#dry-runs-of-these-layouts). Two were also made with
+`--fit 79.6` (by hand, full packs, every response of maximum length, 0.8 of the device for the
+engine). 1,024 ranks at tp8 pp8 ep16:
 training needs 62.8 GiB on the first stage, 46.7 on the middle and 30.7 on the last one, weight
 sync 69.7 (by formula 69.6), and generation, the fullest moment, 73.4; it fits. Another, 512 ranks
 at tp8 pp8 ep8: 75.1, 60.1 and 43.1 in training, 73.0 in weight sync, 76.8 in generation; it fits.
 """
 REFUSED = "refused"
+SIZES = list(itertools.product((256, 512, 1024), (4, 8), (8, 16, 32, 64)))  # ranks, stages, experts
 
 
 def rows() -> Iterator[Row]:
     """Yield memory and step of every layout."""
-    for devices in (256, 512, 1024):
-        for pipeline in (4, 8):
-            for expert in (8, 16, 32, 64):
-                yield from rows_of(devices, pipeline=pipeline, expert=expert)
+    for sizes in SIZES:
+        yield from rows_of(*sizes)
 
 
-def rows_of(devices: int, *, pipeline: int, expert: int) -> Iterator[Row]:
-    """Yield memory and step of one layout."""
+def plan(devices: int, pipeline: int, expert: int) -> Search:
+    """Plan one layout: it has one option, or is rejected."""
     shape, device = MODELS["Qwen3-235B-A22B"], DEVICES["h100"]
     batch = {"prompts_per_step": 512, "responses_per_prompt": 16}
     values = {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": batch}
@@ -48,7 +49,12 @@ def rows_of(devices: int, *, pipeline: int, expert: int) -> Iterator[Row]:
         "tensor": 8, "pipeline": pipeline, "context": 1, "expert": expert,
         "rollout_tensor": 8, "expert_share": 1.5,
     }  # fmt: skip
-    result = search(shape, device, devices, workload, fixed, pushes=0)
+    return search(shape, device, devices, workload, fixed, pushes=0)
+
+
+def rows_of(devices: int, pipeline: int, expert: int) -> Iterator[Row]:
+    """Yield memory and step of one layout."""
+    result = plan(devices, pipeline, expert)
     name = f"tp8 pp{pipeline} ep{expert} etp1"
     if not result.options:
         (rejected,) = result.rejected
@@ -56,7 +62,7 @@ def rows_of(devices: int, *, pipeline: int, expert: int) -> Iterator[Row]:
         return
     (option,) = result.options
     moments = [option.memory[phase] for phase in ("train", "behavior", "push")]
-    gib = max(moments) * device.memory_gib
+    gib = max(moments) * DEVICES["h100"].memory_gib
     name += f", recompute {option.parts.recompute}"
     yield Row("fullest moment", name, devices, REFUSED, gib, "GiB", "counted")
     yield Row("step", name, devices, REFUSED, option.step_seconds, "s", "counted")
