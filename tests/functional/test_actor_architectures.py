@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl.models.shape import read_model_shape
 from tests.functional.test_actor_layouts import (
     VOCAB,
     freeze_behavior,
@@ -151,7 +152,9 @@ def test_architectures_equal_transformers(root, reference, layout, world_size):
         assert report[f"{name}/grad_norm"] == pytest.approx(want, rel=1e-5), name
         want = reference[f"{name}/one_pack"]
         assert report[f"{name}/one_pack"] == pytest.approx(want, rel=1e-4), name
+        folder = root / f"{name}-exported-{world_size}"
+        assert read_model_shape(folder) == read_model_shape(root / name)  # its window, too
         source = load_file(root / name / "model.safetensors")
-        exported = load_file(root / f"{name}-exported-{world_size}" / "model.safetensors")
+        exported = load_file(folder / "model.safetensors")
         assert exported.keys() == source.keys()
         assert all(torch.equal(exported[key], tensor) for key, tensor in source.items())
