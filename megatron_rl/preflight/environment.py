@@ -15,7 +15,8 @@ from megatron_rl.types import Prompt
 
 GRACE_SECONDS = 30.0  # for a process that is killed at its time limit and started again
 CURES = {
-    "failed": "the policy can write an empty turn, so it needs an Answer too",
+    "failed": "the policy can write any turn, so it needs an Answer too, or set "
+    "environment.on_error=zero, which gives such a conversation no reward",
     "rewritten": "send them unchanged",
     "timed_out": "raise environment.time_limit_seconds, or let it answer sooner",
     "lost": "start what it needs",
@@ -46,23 +47,29 @@ class EnvironmentTrial:
         return self.config if self.pool is None else with_tools(self.config, self.pool.tools)
 
     def try_on(self, prompt: Prompt | None) -> list[str]:
-        """List what is wrong with the answer to an empty first turn of this row."""
+        """List what is wrong with the answer to a first turn of this row.
+
+        The turn is empty where a failure would end the run.
+        """
         if self.pool is None or prompt is None:
             return []
         self.pool.begin(0, prompt.row, 0)
-        self.pool.send(0, "")
+        assert self.config.environment is not None
+        turn = "" if self.config.environment.on_error == "end" else "."
+        tried = f"tried with {'the turn .' if turn else 'an empty turn'}, it"
+        self.pool.send(0, turn)
         limit = self.pool_limit
         try:
             results = self.pool.poll(limit + GRACE_SECONDS)
         except BrokenEnvironmentError as error:
             return [self._name(describe(str(error), printed=self.printed))]
         if not results:
-            return [self._name(f"tried with an empty turn, it did not answer in {limit:g} s")]
+            return [self._name(f"{tried} did not answer in {limit:g} s")]
         answer = results[0][1]
         if isinstance(answer, EnvironmentFailure):
             text = answer.text.removeprefix(f"{self.pool.name} ")
             cure = "" if "; " in text else f"; {CURES[answer.kind]}"
-            return [self._name(f"tried with an empty turn, it {text}{cure}")]
+            return [self._name(f"{tried} {text}{cure}")]
         if answer.done:
             return []
         config = self.with_tools()

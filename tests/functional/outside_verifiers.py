@@ -1,4 +1,4 @@
-"""An environment of verifiers as its user wrote it, started as a program; needs verifiers 0.1."""
+"""An environment of the library verifiers as its user wrote it, started as a program."""
 
 import asyncio
 import json
@@ -10,22 +10,20 @@ def build(row):
     import verifiers
     from datasets import Dataset
 
-    class Guess(verifiers.MultiTurnEnv):
+    class Talk(verifiers.MultiTurnEnv):
         async def env_response(self, messages, state, **further):
-            if content(messages[-1]) == state["answer"]:
-                state["final_env_response"] = [{"role": "user", "content": "yes"}]
-                return state["final_env_response"]
-            return [{"role": "user", "content": "no"}]
+            return [{"role": "user", "content": "More."}]
 
-    def found(completion, answer, **further):
-        return float(answer in map(content, completion))
+    def written(completion, **further):
+        return float(sum(map(count, completion)))
 
     data = Dataset.from_list([{"prompt": row["prompt"], "answer": row["answer"]}])
-    return Guess(dataset=data, rubric=verifiers.Rubric(funcs=[found]), max_turns=4)
+    return Talk(dataset=data, rubric=verifiers.Rubric(funcs=[written]), max_turns=3)
 
 
-def content(message):
-    return message["content"] if isinstance(message, dict) else message.content
+def count(message):
+    message = message if isinstance(message, dict) else message.model_dump()
+    return len(message["content"]) if message["role"] == "assistant" else 0
 
 
 async def main():

@@ -1,0 +1,74 @@
+"""Runs with agents of another virtual environment, which is installed for them.
+
+OpenAI's client and an environment of verifiers, both unmodified: each trains two rollout batches.
+"""
+
+import fcntl
+import json
+import subprocess
+import sys
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.functional.conversation_runs import CONFIG
+from tests.functional.test_conversations import save_model
+from tests.functional.tiny_runs import ROOT, train
+
+PACKAGES = ("openai==3.54.0", "verifiers==0.1.14")
+HOME = ROOT / ".cache" / "outside_agents"
+SETTINGS = (
+    "rollout.prompts_per_step=1", "rollout.responses_per_prompt=2",
+    "rollout.max_response_tokens=12", "rollout.kv_cache_mib=8", "data.max_prompt_tokens=24",
+    "environment.max_context_tokens=96", "environment.max_turns=3", "environment.workers=1",
+    "environment.max_turn_tokens=4", "environment.time_limit_seconds=300",
+    "environment.variables=[OUTSIDE_PYTHON]", "environment.on_error=zero",
+    "trainer.steps=2", "trainer.epochs=2", "trainer.minibatches=1", "eval.sets={}",
+    "objective.entropy_coefficient=0.01", "logging.tensorboard=false",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def outside_python():
+    """The interpreter of the agents; made once, then found."""
+    python = HOME / "bin" / "python"
+    HOME.parent.mkdir(exist_ok=True)
+    with HOME.with_suffix(".lock").open("a") as lock, pytest.MonkeyPatch.context() as patch:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (HOME / "complete").exists():
+            subprocess.run([sys.executable, "-m", "venv", "--clear", HOME], check=True)
+            install = [python, "-m", "pip", "install", "-q", *PACKAGES]
+            made = subprocess.run(install, check=False, capture_output=True, text=True, timeout=600)
+            if made.returncode:
+                problem = (made.stderr.strip().splitlines() or ["no reason"])[-1]
+                pytest.skip(f"cannot install {' and '.join(PACKAGES)}: {problem}")
+            (HOME / "complete").touch()
+        patch.setenv("OUTSIDE_PYTHON", str(python))
+        yield
+
+
+@pytest.mark.parametrize("agent", ["Client", "Verifiers"])
+def test_agent_of_another_environment_is_trained(tmp_path, agent):
+    save_model(tmp_path / "model")
+    prompt = [{"role": "user", "content": "Go."}]
+    rows = [{"prompt": prompt, "answer": str(n)} for n in range(4)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, *steps = train(
+        f"run.dir={tmp_path}", "run.name=a", *SETTINGS, f"model.path={tmp_path}/model",
+        f"data.train={tmp_path}/train.jsonl", "data.columns={prompt: prompt, answer: answer}",
+        f"environment.name=tests.functional.outside_agents:{agent}", config=CONFIG, places=(),
+    )  # fmt: skip
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        assert row["ratio/first_minibatch_max_deviation"] == 0.0
+        assert row["rollout/weight_version"] == row["step"] - 1
+        assert row["conversation/turns_mean"] > 1
+        responses = pq.read_table(tmp_path / "a" / "rollouts" / f"step_00000{row['step']}.parquet")
+        for response in responses.to_pylist():
+            turns = [one["content"] for one in json.loads(response["messages"])
+                     if one["role"] == "assistant"]  # fmt: skip
+            if not all(turns):  # verifiers takes no empty turn
+                continue
+            # The agent counted the letters of all turns: it has read what the policy wrote.
+            assert response["reward"] == sum(map(len, turns)) and len(turns) == 3
+            assert response["reason"] == "agent ended"
