@@ -1,0 +1,93 @@
+"""Processor seconds of one rank's host in a weight push, without kernels and network."""
+
+import gc
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
+from megatron_rl.resharding.pieces import parameter_shapes
+from megatron_rl.resharding.push_schedule import RankPlan, plan_for_rank
+from megatron_rl.resharding.scratch import Scratch
+from megatron_rl.resharding.unpacking import Overwriting
+from megatron_rl.resharding.verify import Ledger
+from tools.benchmarks.scale_rows import Row
+from tools.benchmarks.scale_rows._models import qwen3_235b, qwen25_72b
+
+TITLE = "The weight push: seconds of the host"
+TEXT = """
+What rank 0's host does in one push of the whole model, slices written directly, buckets of 512 MiB,
+nodes of 8 ranks. The tensors have no values and the process group delivers nothing, so that neither
+a kernel nor a network takes time: what is left is Python, torch's dispatcher and the plan. The last
+of three pushes with the same plan, as in a run, in CPU seconds. In a *full check*, the first push and
+every 50th of a run, every slice has a sum of its own. `before` is commit 87852f9, with buckets of
+64 MiB and a call for each slice.
+"""
+
+
+@dataclass(kw_only=True)
+class _HostOnly(Overwriting):
+    """A transfer that waits for nothing."""
+
+    def _wait(self, number: int, work: list[Any]) -> None:
+        del number, work
+
+
+def _seconds(
+    shape: ModelShape, actor: ActorLayout, engine: EngineLayout, plan: RankPlan, *, full: bool
+) -> float:
+    """Push once from rank 0, on tensors without values; CPU seconds."""
+    dtype, device = torch.bfloat16, torch.device("meta")
+    parameters = {
+        name: torch.empty(size, dtype=dtype, device=device)
+        for name, size in parameter_shapes(actor.pieces(shape, rank=0)).items()
+    }
+    live = {
+        name: torch.empty(size, dtype=dtype, device=device)
+        for name, size in engine.parameter_shapes(shape, rank=0).items()
+    }
+    gc.collect()
+    start = time.process_time()
+    _HostOnly(
+        plan=plan,
+        parameters=parameters,
+        dtype=dtype,
+        device=device,
+        ledger=Ledger(plan, full=full, dtype=dtype, device=device),
+        time_limit=600.0,
+        scratch=Scratch(dtype, device, limit=512 << 20),
+        live=live,
+    ).write()
+    return time.process_time() - start
+
+
+def rows() -> Iterator[Row]:
+    """Yield the seconds of usual pushes and of a full check."""
+    large, dense = qwen3_235b(), qwen25_72b()
+    cases = (
+        ("235B", large, ActorLayout(1, 2, 4, 8, expert=8), EngineLayout(8, 64), 3.97),
+        ("235B", large, ActorLayout(4, 2, 1, 128, expert=64), EngineLayout(8, 1024), "not run"),
+        ("72B", dense, ActorLayout(8, 4, 1, 32), EngineLayout(8, 1024), "not run"),
+    )
+    for model, shape, actor, engine, before in cases:
+        plan = plan_for_rank(
+            shape, actor, engine, rank=0, wire_elements=1 << 28, ranks_per_node=8
+        )
+        dist.init_process_group(
+            "meta:fake,cpu:fake", store=FakeStore(), rank=0, world_size=actor.world_size
+        )
+        seconds = [
+            _seconds(shape, actor, engine, plan, full=full) for full in (False, False, False, True)
+        ]
+        dist.destroy_process_group()
+        layout = f"{model} {str(actor)[6:]} -> {str(engine)[5:].partition(' x ')[0]}"
+        for what, now, then in (
+            ("a push", seconds[2], before), ("a push with a full check", seconds[3], "not measured")
+        ):  # fmt: skip
+            yield Row(what, layout, actor.world_size, then, now, "CPU s", "measured")
