@@ -19,10 +19,6 @@ messages and copies, when buckets had 64 MiB and each slice was copied by a call
 they have 512 MiB, a message is packed by one call for contiguous slices and one for others, and
 written in blocks. Where it was not run, plans for 1,024 ranks were expected to take minutes. All
 seconds were measured during other work, where a processor second is up to twice an idle one.
-
-With tensors that have no values, so that neither a kernel nor a network takes time, the 235B at 64
-ranks with sliced experts took rank 0's host 0.30 to 0.37 CPU seconds a push, and 3.97 at commit
-87852f9. A full check (the first push and every 50th) sums every slice by itself and is not in it.
 """
 
 

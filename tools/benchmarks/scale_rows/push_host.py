@@ -24,10 +24,10 @@ TITLE = "The weight push: seconds of the host"
 TEXT = """
 What rank 0's host does in one push of the whole model, slices written directly, buckets of 512 MiB,
 nodes of 8 ranks. The tensors have no values and the process group delivers nothing, so that neither
-a kernel nor a network takes time: what is left is Python, torch's dispatcher and the plan. The last
-of three pushes with the same plan, as in a run, in CPU seconds. In a *full check*, the first push and
-every 50th of a run, every slice has a sum of its own. `before` is commit 87852f9, with buckets of
-64 MiB and a call for each slice.
+a kernel nor a network takes time: what is left is Python, torch's dispatcher and the plan (sums of
+such tensors are Python, so this overstates). The last of three pushes with the same plan, as in a
+run, in CPU seconds. In a *full check*, the first push and every 50th of a run, every slice has a
+sum of its own. `before` is commit 87852f9, with buckets of 64 MiB and a call for each slice.
 """
 
 
@@ -76,9 +76,7 @@ def rows() -> Iterator[Row]:
         ("72B", dense, ActorLayout(8, 4, 1, 32), EngineLayout(8, 1024), "not run"),
     )
     for model, shape, actor, engine, before in cases:
-        plan = plan_for_rank(
-            shape, actor, engine, rank=0, wire_elements=1 << 28, ranks_per_node=8
-        )
+        plan = plan_for_rank(shape, actor, engine, rank=0, wire_elements=1 << 28, ranks_per_node=8)
         dist.init_process_group(
             "meta:fake,cpu:fake", store=FakeStore(), rank=0, world_size=actor.world_size
         )
