@@ -53,7 +53,14 @@ class Elsewhere:
         raise AssertionError(f"the values of {self.length} tokens are on another rank")
 
 
+def _empty_bytes() -> np.ndarray:
+    import numpy as np  # not installed in a launcher environment
+
+    return np.empty(0, np.uint8)
+
+
 TOKEN_COLUMNS = {"token_ids": "int32", "rollout_logprobs": "float32"}  # arrays of a Response
+ROUTES = {"routes": "uint8"}  # another one, which only the ranks that train it receive
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +87,9 @@ class Response:
     observed: tuple[tuple[int, int], ...] = ()  # (first, end) of each observation, in token_ids
     messages: tuple[dict[str, Any], ...] = ()  # of a conversation, after those of the prompt
     grade: GradeResult | None = None  # by the environment; None: a verifier grades
+    # the engine's experts as bytes, as `EngineRoutes.of` returns them; empty: not recorded. They
+    # are on the owner alone, not on rank 0
+    routes: np.ndarray = field(default_factory=_empty_bytes)
 
     @property
     def length(self) -> int:
@@ -199,6 +209,9 @@ class TokenBatch:
     # [layers, t, k] integers: experts chosen in the behavior pass, in this rank's layers that have
     # experts, for this rank's tokens; None: not recorded
     routes: Tensor | None = None
+    # [T, bytes] uint8: the engine's experts in all layers, 0 at padding, until the actor has taken
+    # its part; None: not recorded
+    engine_routes: Tensor | None = None
 
     def advantages_per_token(self) -> Tensor:
         """Expand the advantages of sequences to their positions; [T]."""

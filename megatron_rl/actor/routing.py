@@ -2,9 +2,10 @@
 
 A router chooses k experts for each token. After an update it may choose others, and the policy's
 log-probs then change with the choice as well as with the weights. `RoutingRecorder` records the
-choices of the pass that computes behavior log-probs. Updates either choose anew and count how many
-choices changed, or replay the recorded ones (arXiv 2510.11370). The weights of the chosen experts
-in the mixture are always those of the present router, which therefore learns.
+choices of the pass that computes behavior log-probs, or takes those of the engine. Updates either
+choose anew and count how many choices changed, or replay the recorded ones (arXiv 2510.11370). The
+weights of the chosen experts in the mixture are always those of the present router, which therefore
+learns.
 
 Megatron's own `RouterReplay` keeps the choices in global queues that some passes leave filled. Here
 a layer reads the choices from the pack that it processes, also when it is recomputed in the
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from megatron_rl.actor.layers import PackContext
 from megatron_rl.distributed.collectives import reduce_sum
+from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.types import TokenBatch
@@ -139,6 +141,7 @@ class RoutingRecorder:
     ) -> None:
         self.replays, self.topology = replays, topology
         self.num_layers = shape.num_layers if shape.experts else 0
+        self.num_experts = shape.experts.num_experts if shape.experts else 0
         self.parts = topology.tp_size if chunks[0].config.sequence_parallel else 1
         decoders = (layer for chunk in chunks for layer in chunk.decoder.layers)
         routed = [layer for layer in decoders if isinstance(layer.mlp, MoELayer)]
@@ -177,6 +180,27 @@ class RoutingRecorder:
         finally:
             for context in contexts:
                 context.routing = None
+
+    def take_engine_routes(
+        self, batches: Sequence[TokenBatch], layout_of: Callable[[TokenBatch], SequenceLayout]
+    ) -> None:
+        """Turn the engine's routes of packs into recorded ones: this rank's layers and tokens.
+
+        layout_of: the layout of a pack on the host. Padding is spread over the experts. The passes
+        that follow replay them, the behavior pass too, in the engine's order of a token's experts.
+        """
+        for batch in batches:
+            if batch.engine_routes is None:
+                continue
+            layout = layout_of(batch)
+            own = self.own_part(layout.shard(batch.engine_routes)).contiguous()
+            own = own.view(expert_dtype(self.num_experts)).unflatten(1, (self.num_layers, -1))
+            k = own.shape[2]
+            spread = torch.arange(own.shape[0] * k).view(-1, 1, k) % self.num_experts
+            own = torch.where(self.own_part(layout.is_used)[:, None, None], own, spread.to(own))
+            numbers = [layer.number for layer in self.layers]
+            batch.routes = own[:, numbers].transpose(0, 1).contiguous().to(self.topology.device)
+            batch.engine_routes = None
 
     def own_part(self, shard: Tensor) -> Tensor:
         """Return the part of a context-parallel shard that this rank's layers process; [t, ...].

@@ -25,7 +25,15 @@ def unrecorded_because(config: Any) -> str | None:
 def routing_problems(config: Any) -> list[str]:
     """List conflicts of `config.model.routing_replay` with other settings of a `Config`."""
     because = unrecorded_because(config)
-    if config.model.routing_replay == "none" or because is None:
+    if config.model.routing_replay == "none":
+        return []
+    if because is None and config.model.routing_replay == "engine" and config.environment:
+        return [
+            f"model.routing_replay=engine cannot be combined with environment.name="
+            f"{config.environment.name}: the routes of several turns are not put together; set it "
+            "to behavior or none"
+        ]
+    if because is None:
         return []
     return [
         f"model.routing_replay={config.model.routing_replay} cannot be combined with {because}: "

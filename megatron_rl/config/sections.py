@@ -73,9 +73,10 @@ class ModelSection(Section):
     fp8: Literal["tensorwise", "blockwise"] | None = None
     """Scaling recipe for FP8 matrix products in the layers (needs Transformer Engine); null
     disables FP8."""
-    routing_replay: Literal["none", "behavior"] = "none"
-    """Experts of a token in updates: the router's present choice (`none`), or those that it chose
-    when behavior log-probs were computed (`behavior`; `docs/routing-replay.md`)."""
+    routing_replay: Literal["none", "behavior", "engine"] = "none"
+    """Experts of a token in updates: the router's present choice (`none`), those that it chose when
+    behavior log-probs were computed (`behavior`), or the engine's, in that pass and in updates
+    (`engine`; `docs/routing-replay.md`)."""
 
 
 class RolloutSection(Section):

@@ -170,6 +170,7 @@ def build_pack(
     mask = np.zeros(sum(lengths), bool)
     logprobs = np.zeros(sum(lengths), np.float32)
     known = all(rollouts[index].response.has_engine_logprobs for index in indices)
+    routes = np.zeros((sum(lengths), _bytes_per_token(rollouts, indices)), np.uint8)
     start = 0
     for index, length in zip(indices, lengths, strict=False):  # a filler has no index
         prompt, response = rollouts[index].prompt.token_ids, rollouts[index].response
@@ -179,6 +180,7 @@ def build_pack(
         answer = slice(start + len(prompt) - 1, end)
         mask[answer] = response.own
         logprobs[answer][response.own] = response.rollout_logprobs
+        routes[start:end] = response.routes.reshape(end - start, routes.shape[1])
         start += length
     return TokenBatch(
         tokens=torch.from_numpy(tokens),
@@ -189,7 +191,16 @@ def build_pack(
         rollout_indices=tuple(indices) or (FILLER,),
         advantages=advantages[list(indices)].float() if indices else torch.zeros(1),
         rollout_logprobs=torch.from_numpy(logprobs) if known else None,
+        engine_routes=torch.from_numpy(routes) if routes.size else None,
     )
+
+
+def _bytes_per_token(rollouts: Sequence[Rollout], indices: Sequence[int]) -> int:
+    """Return the bytes of the engine's routes of a token; 0 if none were recorded."""
+    if not indices:
+        return 0
+    rollout = rollouts[indices[0]]
+    return len(rollout.response.routes) // sequence_length(rollout)
 
 
 def scatter_to_packs(

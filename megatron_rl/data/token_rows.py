@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.distributed.agreement import gather_from_ranks, wire_device
-from megatron_rl.types import TOKEN_COLUMNS, Elsewhere, Response, Rollout
+from megatron_rl.types import ROUTES, TOKEN_COLUMNS, Elsewhere, Response, Rollout
 
 WRITER = 0  # the rank that has every row, for the files of the run
 PIECE_BYTES = 2**26  # sent or received by any rank in one collective; a longer row goes alone
@@ -130,10 +130,11 @@ def bring_responses(responses: Sequence[Response], needed: Collection[int]) -> l
     brought, owners = list(responses), [response.owner for response in responses]
     if max(owners, default=-1) < 0:
         return brought
-    targets = find_targets(needed, owners=owners)
+    wanted = gather_from_ranks(sorted(needed))
     columns = {}
-    for name, dtype in TOKEN_COLUMNS.items():
+    for name, dtype in (TOKEN_COLUMNS | ROUTES).items():
         rows = [getattr(response, name) for response in responses]
+        targets = find_targets(wanted, owners=owners, at_writer=name not in ROUTES)
         columns[name] = Delivery([len(row) for row in rows], owners, targets).send(rows, dtype)
     for index in needed:
         arrays: dict[str, Any] = {name: rows[index] for name, rows in columns.items()}
@@ -152,15 +153,20 @@ def bring_rows(
     if max(owners, default=-1) < 0:
         return list(rows)
     sizes = [0 if row is None else len(row) for row in rows]
-    targets = find_targets(needed, owners=owners)
+    targets = find_targets(gather_from_ranks(sorted(needed)), owners=owners)
     return Delivery(sizes, owners, targets).send(rows, "float32")
 
 
-def find_targets(needed: Collection[int], *, owners: Sequence[int]) -> list[list[int]]:
-    """Find the ranks that receive each row: those that need it and lack it; collective."""
+def find_targets(
+    wanted: Sequence[Sequence[int]], *, owners: Sequence[int], at_writer: bool = True
+) -> list[list[int]]:
+    """Find the ranks that receive each row: those that need it and lack it.
+
+    wanted: the rows that each rank needs. at_writer: whether rank 0 has every row.
+    """
     targets: list[list[int]] = [[] for _ in owners]
-    for rank, indices in enumerate(gather_from_ranks(sorted(needed))):
+    for rank, indices in enumerate(wanted):
         for index in indices:
-            if owners[index] >= 0 and rank not in (owners[index], WRITER):
+            if owners[index] >= 0 and rank != owners[index] and not (at_writer and rank == WRITER):
                 targets[index].append(rank)
     return targets

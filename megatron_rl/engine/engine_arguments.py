@@ -22,6 +22,7 @@ REFUSED = {
                      "prefill_context_parallel_size", "nnodes", "node_rank", "worker_cls",
                      "distributed_executor_backend"), _PROCESSES),
     **dict.fromkeys(("skip_tokenizer_init", "enable_sleep_mode", "weight_transfer_config"), _OWN),
+    "enable_return_routed_experts": "set model.routing_replay",
     **dict.fromkeys(("load_format", "quantization", "quantization_config", "enable_lora",
                      "cpu_offload_gb", "model_loader_extra_config"), _WEIGHTS),
     **dict.fromkeys(("hf_overrides", "hf_config_path", "config_format", "revision", "model_impl",

@@ -8,7 +8,10 @@ import numpy as np
 
 from megatron_rl.engine.engine import OnFinished, ProgressCallback
 from megatron_rl.engine.response_gather import Generated
+from megatron_rl.engine.routes import EngineRoutes
 from megatron_rl.types import Prompt, Response
+
+_NO_ROUTES = np.empty(0, np.uint8)
 
 
 @dataclass
@@ -26,8 +29,13 @@ class FinishedResponses:
     weight_version: int
     on_progress: ProgressCallback | None = None
     on_response: OnFinished | None = None
+    routes: EngineRoutes | None = None
     own: list[Generated] = field(default_factory=list)
     _num_finished: int = 0
+
+    def __post_init__(self) -> None:
+        if self.routes is not None:
+            self.routes.clear()
 
     def add(self, position: int, output: Any) -> None:
         """Add vLLM's output of the request at `position`."""
@@ -62,6 +70,7 @@ class FinishedResponses:
             observed=generated.observed,
             messages=generated.messages,
             grade=generated.grade,
+            routes=generated.routes,
         )
 
     def _generated(self, position: int, output: Any) -> Generated:
@@ -74,4 +83,5 @@ class FinishedResponses:
             rollout_logprobs=np.array(completion.logprobs.logprobs, np.float32),
             finish_reason="stop" if completion.finish_reason == "stop" else "length",
             text=decode(tokens, skip_special_tokens=True) if decode else "",
+            routes=_NO_ROUTES if self.routes is None else self.routes.of(output),
         )

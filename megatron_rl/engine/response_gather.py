@@ -3,12 +3,13 @@
 Every rank receives which responses there are, how long they are, which of their tokens were
 observed and how they ended. Their columns (`types.TOKEN_COLUMNS`) and texts stay on the rank that
 generated them and go to rank 0, which writes them; a response that continues one of another rank
-goes there instead. Only where a call wants them everywhere, they go to every rank.
+goes there instead. Only where a call wants them everywhere, they go to every rank. Routes go to the
+ranks that train them alone, since they are many bytes and no file contains them.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import numpy as np
@@ -17,9 +18,10 @@ import torch.distributed as dist
 
 from megatron_rl.data.token_rows import WRITER, Delivery, elsewhere, is_here
 from megatron_rl.distributed.agreement import gather_from_ranks
-from megatron_rl.types import TOKEN_COLUMNS, FinishReason, GradeResult
+from megatron_rl.types import ROUTES, TOKEN_COLUMNS, FinishReason, GradeResult
 
 _FINISH_REASONS = get_args(FinishReason)
+_COLUMNS = TOKEN_COLUMNS | ROUTES
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +37,7 @@ class Generated:
     observed: tuple[tuple[int, int], ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
     grade: GradeResult | None = None
+    routes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
 
 
 def _write_conversation(response: Generated) -> bytes:
@@ -78,10 +81,13 @@ def gather_responses(
     heads, sources, observed = _exchange_heads(own, texts)
     positions, reasons, text_sizes, whole_sizes, *sizes = heads
     owned = list(map((owners or {}).get, positions, sources))
-    targets = [range(dist.get_world_size()) if everywhere else {WRITER, one} for one in owned]
     places = {response.position: place for place, response in enumerate(own)}
 
-    def send(rows: Sequence[np.ndarray], lengths: Sequence[int], dtype: str) -> list[np.ndarray]:
+    def send(
+        rows: Sequence[np.ndarray], lengths: Sequence[int], dtype: str, *, to_writer: bool = True
+    ) -> list[np.ndarray]:
+        some = [{one, WRITER} if to_writer else {one} for one in owned]
+        targets = [range(dist.get_world_size())] * len(owned) if everywhere else some
         mine = [rows[places[position]].astype(dtype) if position in places else None
                 for position in positions]  # fmt: skip
         received = Delivery(lengths, sources, targets).send(mine, dtype)
@@ -91,8 +97,13 @@ def gather_responses(
         ]
 
     columns: dict[str, Any] = {
-        name: send([getattr(response, name) for response in own], lengths, dtype)
-        for (name, dtype), lengths in zip(TOKEN_COLUMNS.items(), sizes, strict=True)
+        name: send(
+            [getattr(response, name) for response in own],
+            lengths,
+            dtype,
+            to_writer=name not in ROUTES,
+        )
+        for (name, dtype), lengths in zip(_COLUMNS.items(), sizes, strict=True)
     }
     letters = [np.frombuffer(text + conversation, np.uint8) for text, conversation in texts]
     letters = send(letters, whole_sizes, "uint8")
@@ -120,10 +131,10 @@ def _exchange_heads(
     """
     rows = [
         (*(r.position, _FINISH_REASONS.index(r.finish_reason), len(text), len(text + conversation)),
-         *(len(getattr(r, name)) for name in TOKEN_COLUMNS))
+         *(len(getattr(r, name)) for name in _COLUMNS))
         for r, (text, conversation) in zip(own, texts, strict=True)
     ]  # fmt: skip
-    numbers = np.array(rows, np.int64).reshape(-1, 4 + len(TOKEN_COLUMNS))
+    numbers = np.array(rows, np.int64).reshape(-1, 4 + len(_COLUMNS))
     pairs = gather_from_ranks((numbers, {r.position: r.observed for r in own if r.observed}))
     gathered = [each for each, _ in pairs]
     observed = {position: one for _, ranges in pairs for position, one in ranges.items()}

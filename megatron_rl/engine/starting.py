@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.process_state import hosted_start
+from megatron_rl.engine.routes import route_arguments
 from megatron_rl.errors import UserError
 from megatron_rl.runtime.processes import without_garbage_collection
 
@@ -15,7 +16,9 @@ from megatron_rl.runtime.processes import without_garbage_collection
 _STARTED: list[Any] = []
 
 
-def fixed_arguments(max_model_len: int, *, on_cuda: bool, partial_rollouts: bool) -> dict[str, Any]:
+def fixed_arguments(
+    max_model_len: int, *, on_cuda: bool, partial: bool, routes: bool
+) -> dict[str, Any]:
     """Return the arguments of vLLM that do not depend on the config."""
     arguments: dict[str, Any] = {
         "load_format": "dummy",
@@ -28,9 +31,11 @@ def fixed_arguments(max_model_len: int, *, on_cuda: bool, partial_rollouts: bool
     }
     if not on_cuda:
         arguments |= {"block_size": 32, "enable_chunked_prefill": False}
-    if partial_rollouts:
+    if partial:  # rollouts
         # A cached prefix would be of older weights; each step must return its own tokens.
         arguments |= {"enable_prefix_caching": False, "async_scheduling": False}
+    if routes:
+        arguments |= route_arguments(on_cuda=on_cuda)
     return arguments
 
 

@@ -51,6 +51,7 @@ from megatron_rl.engine.requests import (
     scoring_requests,
 )
 from megatron_rl.engine.response_gather import Generated, gather_responses, gather_seconds
+from megatron_rl.engine.routes import EngineRoutes
 from megatron_rl.engine.running import GRACE, run_requests
 from megatron_rl.engine.starting import check_expert_parallel, fixed_arguments, start_vllm
 from megatron_rl.engine.stopping import find_stop_rule
@@ -73,7 +74,7 @@ class VllmEngine:
     time_limit, stall_limit: seconds for one call, and without a finished response, until an error.
     stop_token_ids, stop: additional stop tokens and stop strings.
     mismatch: rounding of received weights, to study the train-inference mismatch.
-    partial_rollouts: whether `continue_generation` will be called.
+    partial_rollouts, routes: `continue_generation` will be called; responses have their routes.
     hooks, further_arguments: callbacks to the run; additional arguments of vLLM's `LLM`.
     """
 
@@ -97,6 +98,7 @@ class VllmEngine:
         stop: Sequence[str] = (),
         mismatch: Mismatch = "none",
         partial_rollouts: bool = False,
+        routes: bool = False,
         resharding: ReshardSettings | None = None,
         hooks: EngineHooks | None = None,
         further_arguments: Mapping[str, Any] | None = None,
@@ -132,9 +134,12 @@ class VllmEngine:
             "max_num_seqs": max_num_seqs,
             "kv_cache_memory_bytes": kv_cache_bytes,
             "gpu_memory_utilization": gpu_memory_utilization,
-            **fixed_arguments(max_model_len, on_cuda=on_cuda, partial_rollouts=partial_rollouts),
+            **fixed_arguments(
+                max_model_len, on_cuda=on_cuda, partial=partial_rollouts, routes=routes
+            ),
         }
         self._llm = start_vllm(topology, arguments | dict(further_arguments or {}))
+        self._routes = EngineRoutes(self._llm, self.shape, on_cuda=on_cuda) if routes else None
         limit = max_num_seqs if on_cuda else None
         self._partial = PartialRequests(self._llm.llm_engine, self._stop, max_num_seqs=limit)
 
@@ -180,6 +185,7 @@ class VllmEngine:
             tokenizer=self._tokenizer, weight_version=self._version, on_response=on_response,
             # Of conversations the turns are counted, so that a slow one is not taken for a hang.
             on_progress=on_progress if conversations else self._work.with_progress(on_progress),
+            routes=self._routes,
         )  # fmt: skip
         further = None if conversations is None else Conversations(
             own, conversations, finished, stop=self._stop, max_model_len=self.max_model_len,
@@ -315,8 +321,7 @@ class VllmEngine:
 
     def live_parameters(self) -> Mapping[str, Tensor] | None:
         """Return vLLM's own parameters; None if it laid them out otherwise, as on a CPU."""
-        rounded = self.mismatch != "none"  # rounding needs whole tensors, before the loaders
-        if self.topology.device.type != "cuda" or rounded:
+        if self.topology.device.type != "cuda" or self.mismatch != "none":  # rounds whole tensors
             return None
         expected = self.layout.parameter_shapes(self.shape, rank=self.topology.rank)
         return parameters_as_expected(self._llm, expected, shape=self.shape, dtype=self.dtype)
@@ -333,8 +338,9 @@ class VllmEngine:
             self._version = -1
 
     def _check_prompts(self, prompts: Sequence[Prompt], *, tokens: int) -> None:  # generated
-        longest = self.max_model_len - tokens
-        check_prompts(prompts, vocab_size=self.shape.vocab_size, longest=longest)
+        check_prompts(
+            prompts, vocab_size=self.shape.vocab_size, longest=self.max_model_len - tokens
+        )
 
     def _require_weights(self) -> None:
         if self._version < 0:

@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from megatron_rl.data.token_rows import is_here
 from megatron_rl.engine.conversations import FAILURE_REASONS
@@ -133,9 +135,31 @@ def generation_metrics(
         tokens += int(costs.get("dynamic/tokens_dropped", 0))
     engines = [sum(each) for each in zip(*(batch.engine_seconds for batch in fresh), strict=True)]
     mean = statistics.fmean(engines)
-    return costs | {
-        # The slowest engine's seconds over the mean; 1 if all are equal.
-        "rollout/engine_imbalance": max(engines) / mean if mean else 1.0,
-        "rollout/tokens": tokens,
-        "rollout/tokens_per_second": tokens / seconds,
+    changes = [batch.engine_routes_changed for batch in fresh]
+    return (
+        costs
+        | routing_metrics([each for each in changes if each is not None], "engine_changed_fraction")
+        | {
+            # The slowest engine's seconds over the mean; 1 if all are equal.
+            "rollout/engine_imbalance": max(engines) / mean if mean else 1.0,
+            "rollout/tokens": tokens,
+            "rollout/tokens_per_second": tokens / seconds,
+        }
+    )
+
+
+def routing_metrics(counts: Sequence[Tensor], name: str) -> dict[str, float]:
+    """Fraction of tokens whose set of experts changed, overall and by layer.
+
+    counts: [layers, changed and all] each. Empty without any. Layers are counted from 0.
+    """
+    table = torch.stack(list(counts)).sum(dim=0) if counts else torch.zeros(1, 2)
+    changed, tokens = table.sum(dim=0).tolist()
+    if not tokens:
+        return {}
+    by_layer = {
+        f"routing/{name}_by_layer/{layer}": row[0] / row[1]
+        for layer, row in enumerate(table.tolist())
+        if row[1]  # a layer with experts
     }
+    return {f"routing/{name}": changed / tokens} | by_layer

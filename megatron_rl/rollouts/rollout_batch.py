@@ -45,6 +45,8 @@ class RolloutBatch:
     traced: Sequence[int] = ()  # positions of rollouts whose log-probs are kept at each update
     shaped: Sequence[float] = ()  # [N] rewards that are trained on
     masked: Sequence[bool] = ()  # [N] rollouts that are not trained
+    replays_engine: bool = False  # the engine's routes are those of the behavior pass
+    engine_routes_changed: Tensor | None = None  # as of `RoutingRecorder.take_counts`
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -83,7 +85,10 @@ class RolloutBatch:
         """
         self.is_exact = True
         if isinstance(actor, MegatronActor):
+            self.take_engine_routes(actor)
             scored = actor.compute_logprobs_and_entropies(self.packs, routing="record")
+            if self.replays_engine:  # nothing was updated: the changes are those to the engine
+                self.engine_routes_changed = actor.routing.take_counts()
         else:
             scored = actor.compute_logprobs_and_entropies(self.packs)
         for pack, (logprobs, _) in zip(self.packs, scored, strict=True):
@@ -109,8 +114,16 @@ class RolloutBatch:
 
         The actor must have the weights that computed them.
         """
+        self.take_engine_routes(actor)
         if actor.routing.is_active and any(pack.routes is None for pack in self.packs):
             actor.compute_logprobs(self.packs, routing="record")
+
+    def take_engine_routes(self, actor: MegatronActor) -> None:
+        """Make packs replay the engine's experts, with `model.routing_replay: engine`."""
+        if self.replays_engine:
+            actor.routing.take_engine_routes(
+                self.packs, lambda pack: actor.packs.prepare(pack).host
+            )
 
     def freeze_engine_logprobs(self) -> None:
         """Use the engine's log-probs as those of the behavior policy."""
@@ -218,6 +231,7 @@ def build_rollout_batch(
         traced=traced,
         shaped=[shape_reward(rollout, config) for rollout in rollouts],
         masked=[not one for one in counted],
+        replays_engine=config.model.routing_replay == "engine",
     )
     mark_traced(batch.packs, traced)
     frozen = batch.behavior_logprobs

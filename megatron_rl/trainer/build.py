@@ -310,6 +310,7 @@ def build_engine(
         stop=config.rollout.stop,
         mismatch=config.rollout.mismatch,
         partial_rollouts=config.lag.partial_rollouts is not None,
+        routes=config.model.routing_replay == "engine",
         hooks=hooks,
         resharding=ReshardSettings(
             bucket_bytes=config.resharding.bucket_bytes(cuda=on_cuda),

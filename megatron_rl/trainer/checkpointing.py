@@ -118,8 +118,8 @@ class CheckpointKeeper:
 
     def _restore_rollouts(self, actor: MegatronActor) -> None:
         """Read rollouts that a killed run generated for the next step with the loaded weights."""
-        if self.buffer is None:
-            return
+        if self.buffer is None or self.config.model.routing_replay == "engine":
+            return  # the engine's routes are in no file: the step is generated again
         file = self.directory.generated.file(self.done + 1)
         if not gather_from_ranks(file.is_file())[0]:
             return

@@ -10,6 +10,7 @@ import torch
 from megatron_rl.actor.step import UpdateResult
 from megatron_rl.objectives import Statistics
 from megatron_rl.objectives.statistics import DECILES, class_metrics, class_rows
+from megatron_rl.rollouts.batch_metrics import routing_metrics
 
 # Metrics of each epoch, over the whole rollout batch and by tenth of t/L.
 BY_EPOCH = ("gate/", "ratio/", "weight/effective_sample_fraction", "mismatch/", "routing/")
@@ -58,7 +59,7 @@ class UpdateMetrics:
         }
         if not done:  # results of skipped updates must not be averaged
             return counts
-        metrics = {**_merge(done).to_metrics(), **changed_routes(done), **self.final}
+        metrics = {**_merge(done).to_metrics(), **_changed_routes(done), **self.final}
         for key in (key for key in metrics if key.startswith("loss/")):
             metrics[key] /= len(done)  # each update's loss is a sum over its minibatch
         if self.results[0].done:
@@ -76,7 +77,7 @@ class UpdateMetrics:
         for epoch in sorted(set(self.epochs)):
             pairs = zip(self.results, self.epochs, strict=True)
             own = [result for result, of in pairs if of == epoch and result.done]
-            values = _merge(own).to_metrics() | changed_routes(own) if own else {}
+            values = _merge(own).to_metrics() | _changed_routes(own) if own else {}
             metrics |= {f"epoch_{epoch}/{k}": v for k, v in values.items() if _is_by_epoch(k)}
             metrics |= self._by_lag(own, epoch=epoch)
         return metrics
@@ -105,24 +106,10 @@ def _is_by_epoch(key: str) -> bool:
     return key.startswith(BY_EPOCH)
 
 
-def changed_routes(results: Sequence[UpdateResult]) -> dict[str, float]:
-    """Fraction of tokens whose set of experts differs from the recorded one, overall and by layer.
-
-    Empty if nothing was recorded. Layers are counted from 0.
-    """
-    known = [result.routes for result in results if result.routes is not None]
-    if not known:
-        return {}
-    table = torch.stack(known).sum(dim=0)  # [layers, changed and all]
-    changed, tokens = table.sum(dim=0).tolist()
-    if not tokens:
-        return {}
-    by_layer = {
-        f"routing/changed_fraction_by_layer/{layer}": row[0] / row[1]
-        for layer, row in enumerate(table.tolist())
-        if row[1]  # a layer with experts
-    }
-    return {"routing/changed_fraction": changed / tokens} | by_layer
+def _changed_routes(results: Sequence[UpdateResult]) -> dict[str, float]:
+    """Fraction of tokens whose set of experts differs from the recorded one."""
+    counts = [result.routes for result in results if result.routes is not None]
+    return routing_metrics(counts, "changed_fraction")
 
 
 def _merge(results: Sequence[UpdateResult]) -> Statistics:

@@ -50,18 +50,25 @@ def make_model(folder):
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
+def settings_of(folder, name):
+    """Settings of a run; `engine` in its name: it replays the engine's routes."""
+    further = [f"model.path={folder}/moe", f"run.dir={folder}", f"run.name={name}"]
+    further += ["model.routing_replay=engine"] if name.startswith("engine") else []
+    return [*PLACES, *SETTINGS, *further]
+
+
 def run(folder, name):
-    settings = [*PLACES, f"model.path={folder}/moe", f"run.dir={folder}", f"run.name={name}"]
-    build.run_training(load_config(CONFIG, [*settings, *SETTINGS]), rank=0, world_size=1)
+    build.run_training(load_config(CONFIG, settings_of(folder, name)), rank=0, world_size=1)
 
 
 def run_ended(folder, name, act):
     """End a run inside its second step, and resume it."""
+    updates = ENDS[name.removeprefix("engine_")]
     original = checkpointing.CheckpointKeeper.stop_if_requested
 
     def do(keeper, actor):
         progress = keeper.step_progress
-        if progress is not None and (progress.step, progress.updates.count) == (2, ENDS[name]):
+        if progress is not None and (progress.step, progress.updates.count) == (2, updates):
             act(keeper, actor)
 
     checkpointing.CheckpointKeeper.stop_if_requested = do
@@ -90,7 +97,8 @@ def main(folder):
         return made[name]
 
     def engine(config, topology, *, hooks=None):
-        shared = once("engine", lambda: build_engine(config, topology))
+        with_routes = load_config(CONFIG, settings_of(folder, "engine"))
+        shared = once("engine", lambda: build_engine(with_routes, topology))
         shared._hooks = hooks or EngineHooks()
         return shared
 
@@ -101,7 +109,9 @@ def main(folder):
     )
     Recorder.draw = lambda recorder: None
     make_model(folder / "moe")
-    run(folder, "whole")
-    run_ended(folder, "killed", kill)
-    run_ended(folder, "interrupted", checkpointing.CheckpointKeeper.checkpoint_and_exit)
+    for whole, prefix in (("whole", ""), ("engine", "engine_")):
+        run(folder, whole)
+        run_ended(folder, f"{prefix}killed", kill)
+        stop = checkpointing.CheckpointKeeper.checkpoint_and_exit
+        run_ended(folder, f"{prefix}interrupted", stop)
     made["pool"].__exit__(None, None, None)

@@ -21,15 +21,25 @@ def runs(tmp_path_factory):
     return folder
 
 
-def test_first_ratio_is_1_and_later_updates_replay_changed_routes(runs):
-    rows = read_metrics(runs / "whole")[1:]
+@pytest.mark.parametrize("whole", ["whole", "engine"])
+def test_first_ratio_is_1_and_later_updates_replay_changed_routes(runs, whole):
+    rows = read_metrics(runs / whole)[1:]
     assert [row["ratio/first_minibatch_max_deviation"] for row in rows] == [0.0, 0.0]
     assert all(row["epoch_2/routing/changed_fraction"] > 0.01 for row in rows)
     assert all(row["routing/log_ratio_variance_fraction"] >= 0 for row in rows)
 
 
+def test_engine_and_actor_choose_nearly_the_same_experts(runs):
+    """Float32: only near ties may differ."""
+    rows = read_metrics(runs / "engine")[1:]
+    assert all(row["routing/engine_changed_fraction"] < 0.01 for row in rows)
+    assert not any("engine_changed" in key for row in read_metrics(runs / "whole") for key in row)
+
+
 @pytest.mark.parametrize("name", routing_runs.ENDS)
-def test_run_that_ended_inside_a_step_equals_whole_run(runs, name):
-    assert learned(runs / name) == learned(runs / "whole")
-    ours, whole = (load_file(runs / one / "model" / "model.safetensors") for one in (name, "whole"))
+@pytest.mark.parametrize("whole", ["whole", "engine"])
+def test_run_that_ended_inside_a_step_equals_whole_run(runs, whole, name):
+    name = name if whole == "whole" else f"engine_{name}"
+    assert learned(runs / name) == learned(runs / whole)
+    ours, whole = (load_file(runs / one / "model" / "model.safetensors") for one in (name, whole))
     assert all(torch.equal(ours[key], tensor) for key, tensor in whole.items())

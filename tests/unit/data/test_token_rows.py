@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron_rl.data import token_rows
 from megatron_rl.data.packing import gather_by_rollout
 from megatron_rl.data.token_rows import Delivery, elsewhere, find_targets, is_here
+from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.types import TokenBatch
 from tests.ranks import run_ranks
@@ -45,7 +46,7 @@ def _count_traffic():
 def _deliver(rank, world_size):
     token_rows.PIECE_BYTES = PIECE
     counts = _count_traffic()
-    delivery = Delivery(SIZES, OWNERS, find_targets(NEEDED[rank], owners=OWNERS))
+    delivery = Delivery(SIZES, OWNERS, find_targets(gather_from_ranks(NEEDED[rank]), owners=OWNERS))
     brought = delivery.send(_have(rank), "float32")
     return [row.tolist() if is_here(row) else len(row) for row in brought], dict(counts)
 

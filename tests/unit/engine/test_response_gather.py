@@ -29,6 +29,7 @@ def _conversation(position: int) -> dict:
     """Two tokens were sampled; one or none more was observed."""
     return {
         "rollout_logprobs": np.array([-1.0, -2.0], np.float32),
+        "routes": np.arange(5 * (position % 3), dtype=np.uint8),
         "observed": ((1, 1 + position % 2),),
         "messages": ({"role": "assistant", "content": "é"}, {"role": "tool", "content": "1"}),
         "grade": GradeResult(0.5, "scripted", None) if position % 2 else None,
@@ -73,6 +74,8 @@ def test_continued_responses_go_to_their_owners_and_stay_nowhere_else():
         for position, response in enumerate(responses):
             owner = owners.get(position, (0, 2)[position % 2])
             here = _plain(_response(position, owner))
+            if rank != owner:  # no file contains routes, so rank 0 does not receive them
+                here["routes"] = f"{len(here['routes'])} tokens"
             if rank not in (0, owner):
                 for name in ("token_ids", "rollout_logprobs"):
                     here[name] = f"{len(here[name])} tokens"
@@ -99,6 +102,8 @@ def test_only_rank_0_and_owner_have_tokens_and_texts(gathered, piece):
         for position, response in enumerate(of_rank[False, piece, 9]):
             owner, length = (0, 2)[position % 2], f"{position % 4} tokens"
             whole = _plain(_response(position, owner))
+            if rank != owner:
+                whole["routes"] = f"{len(whole['routes'])} tokens"
             if rank not in (0, owner):
                 sampled = f"{len(whole['rollout_logprobs'])} tokens"
                 whole |= {"token_ids": length, "rollout_logprobs": sampled, "text": ""}
