@@ -11,8 +11,10 @@ from tests.functional.test_actor_layouts import make_rollouts, randomise
 from tests.ranks import run_ranks
 
 UPDATES = 6
-# Replay and recomputation; the first is the definition.
+# Replay and recomputation; the first of a model is the definition.
 CASES = {
+    "qwen2 replay": (True, "none"),
+    "qwen2 replay, selective": (True, "selective"),
     "replay": (True, "none"),
     "replay, selective": (True, "selective"),
     "replay, full": (True, "full"),
@@ -29,7 +31,7 @@ LAYOUTS = {
     "tp2-pp2-cp2-ep2": (
         {"tensor": 2, "pipeline": 2, "context": 2, "expert": 2},
         8,
-        ["replay, selective", "replay, full", "compare"],
+        ["replay, selective", "replay, full", "compare", "qwen2 replay, selective"],
     ),
 }  # fmt: skip
 
@@ -54,7 +56,8 @@ def _train(root, topology, case, checkpoint):
         replay_routes=replay,
         overlap_reduction=topology.world_size > 1,
     )
-    actor = MegatronActor(root / "model", topology=topology, settings=settings)
+    model = root / ("qwen2" if case.startswith("qwen2") else "model")
+    actor = MegatronActor(model, topology=topology, settings=settings)
 
     def plan():
         rollouts, advantages = make_rollouts()
@@ -78,7 +81,7 @@ def _train(root, topology, case, checkpoint):
     assert all(map(torch.equal, plain, recorded)), "recording changed a log-prob"
     for pack, logprobs in zip(packs, recorded, strict=True):
         pack.behavior_logprobs = logprobs
-    reference = ReferencePolicy(actor, root / "model")
+    reference = ReferencePolicy(actor, model)
     report = {"behavior": gather(packs, recorded), "grad_norms": [], "changed": []}
 
     objective = build_objective("grpo")
@@ -160,12 +163,14 @@ def reports(tmp_path_factory):
 
     root = tmp_path_factory.mktemp("routing")
     torch.manual_seed(7)
-    config = transformers.Qwen3MoeConfig(
-        **SIZES, **EXPERTS | {"num_experts": 8}, norm_topk_prob=True
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    randomise(model)
-    model.save_pretrained(root / "model")
+    experts = SIZES | EXPERTS | {"num_experts": 8}
+    for name, config in (
+        ("model", transformers.Qwen3MoeConfig(**experts, norm_topk_prob=True)),
+        ("qwen2", transformers.Qwen2MoeConfig(**experts, shared_expert_intermediate_size=28)),
+    ):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        randomise(model)
+        model.save_pretrained(root / name)
     result = {
         name: [json.loads(one) for one in run_ranks(_run, world_size, str(root), layout, cases)]
         for name, (layout, world_size, cases) in LAYOUTS.items()
@@ -180,7 +185,7 @@ def test_updates_equal_those_of_one_process_without_recomputation(reports, layou
         want = results["one"][0][case.split(",")[0]]
         assert got["deviation"] == 0.0, case
         # Own choices may round to the other side of a near tie, and the runs then go apart.
-        count = UPDATES if case.startswith("replay") else 2
+        count = UPDATES if "replay" in case else 2
         assert got["grad_norms"][:count] == pytest.approx(want["grad_norms"][:count], rel=1e-4), (
             case
         )
