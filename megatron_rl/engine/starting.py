@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.process_state import hosted_start
-from megatron_rl.engine.routes import route_arguments
 from megatron_rl.errors import UserError
 from megatron_rl.runtime.processes import without_garbage_collection
 
@@ -16,11 +15,10 @@ from megatron_rl.runtime.processes import without_garbage_collection
 _STARTED: list[Any] = []
 
 
-def fixed_arguments(
-    max_model_len: int, *, on_cuda: bool, partial: bool, routes: bool
-) -> dict[str, Any]:
+def fixed_arguments(max_model_len: int, *, on_cuda: bool, partial: bool) -> dict[str, Any]:
     """Return the arguments of vLLM that do not depend on the config."""
     arguments: dict[str, Any] = {
+        "max_model_len": max_model_len,
         "load_format": "dummy",
         "config_format": "hf",  # "auto" would prefer a params.json, which the actor does not read
         "distributed_executor_backend": "external_launcher",
@@ -34,18 +32,17 @@ def fixed_arguments(
     if partial:  # rollouts
         # A cached prefix would be of older weights; each step must return its own tokens.
         arguments |= {"enable_prefix_caching": False, "async_scheduling": False}
-    if routes:
-        arguments |= route_arguments(on_cuda=on_cuda)
     return arguments
 
 
-def check_expert_parallel(requested: bool, *, on_cuda: bool) -> None:
-    """Raise ValueError if expert parallelism is requested on CPU."""
+def check_expert_parallel(requested: bool, *, on_cuda: bool) -> bool:
+    """Return `requested`; raise ValueError if expert parallelism is requested on CPU."""
     if requested and not on_cuda:
         raise UserError(
             "an expert parallel engine (rollout.expert_parallel) needs CUDA: vLLM's kernel for "
             "experts on CPU takes a slice of every expert; set it to false"
         )
+    return requested
 
 
 def start_vllm(topology: Topology, arguments: dict[str, Any]) -> Any:

@@ -51,7 +51,7 @@ from megatron_rl.engine.requests import (
     scoring_requests,
 )
 from megatron_rl.engine.response_gather import Generated, gather_responses, gather_seconds
-from megatron_rl.engine.routes import EngineRoutes
+from megatron_rl.engine.routes import EngineRoutes, route_arguments
 from megatron_rl.engine.running import GRACE, run_requests
 from megatron_rl.engine.starting import check_expert_parallel, fixed_arguments, start_vllm
 from megatron_rl.engine.stopping import find_stop_rule
@@ -109,16 +109,14 @@ class VllmEngine:
         self.layout = EngineLayout(tensor, topology.world_size, expert_parallel)
         self.layout.check(self.shape)
         on_cuda = topology.device.type == "cuda"
-        check_expert_parallel(expert_parallel, on_cuda=on_cuda)
         self.dtype, self.topology, self.max_model_len = dtype, topology, max_model_len
         self.time_limit, self.stall_limit, self.mismatch = time_limit, stall_limit, mismatch
         self._hooks = hooks or EngineHooks()
-        self._version, self._asleep = -1, False
+        self._version, self._asleep, self._tokenizer = -1, False, tokenizer
         self._engine_seconds = [0.0] * topology.world_size  # by rank
         self.environment_costs: Mapping[str, float] = {}
         self._work = StragglerBarrier("generating", patience=stall_limit + 2 * GRACE)
         self._resharder = Resharder(self, resharding or ReshardSettings())
-        self._tokenizer = tokenizer
         self._stop = find_stop_rule(
             model_folder, self._tokenizer, vocab_size=self.shape.vocab_size,
             token_ids=stop_token_ids, texts=stop,
@@ -129,14 +127,12 @@ class VllmEngine:
             "dtype": str(dtype).removeprefix("torch."),
             "seed": seed,
             "tensor_parallel_size": tensor,
-            "enable_expert_parallel": expert_parallel,
-            "max_model_len": max_model_len,
             "max_num_seqs": max_num_seqs,
             "kv_cache_memory_bytes": kv_cache_bytes,
             "gpu_memory_utilization": gpu_memory_utilization,
-            **fixed_arguments(
-                max_model_len, on_cuda=on_cuda, partial=partial_rollouts, routes=routes
-            ),
+            "enable_expert_parallel": check_expert_parallel(expert_parallel, on_cuda=on_cuda),
+            **fixed_arguments(max_model_len, on_cuda=on_cuda, partial=partial_rollouts),
+            **(route_arguments(on_cuda=on_cuda) if routes else {}),
         }
         self._llm = start_vllm(topology, arguments | dict(further_arguments or {}))
         self._routes = EngineRoutes(self._llm, self.shape, on_cuda=on_cuda) if routes else None
