@@ -101,7 +101,7 @@ class Engine:
 def as_values(response):
     """Everything of a response, arrays by their bytes."""
     values = {name: getattr(response, name) for name in vars(response)}
-    arrays = ("token_ids", "rollout_logprobs")
+    arrays = ("token_ids", "rollout_logprobs", "routes")
     return values | {name: np.asarray(values[name]).tobytes() for name in arrays}
 
 
