@@ -5,8 +5,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_rl.resharding.push import SyncStats
+from megatron_rl.rollouts.batch_metrics import generation_metrics
 from megatron_rl.runs.rows import PHASES, read_metrics
 from megatron_rl.telemetry.metrics import OVERVIEW, tensorboard_tag
 from tests.unit.resharding.test_push import PHASES as SYNC_PHASES
@@ -40,6 +42,11 @@ def emitted(tmp_path_factory):
     """Every name that runs with and without optional terms leave in metrics.jsonl."""
     pushed = SyncStats(1.0, 1, 1, dict.fromkeys(SYNC_PHASES, 0.1))
     names = set(pushed.to_metrics())
+    # A loop with a real engine's routes would need vLLM.
+    routed = SimpleNamespace(
+        engine_seconds=[1.0], rollouts=[], engine_routes_changed=torch.ones(2, 2)
+    )
+    names |= set(generation_metrics([routed], {}, seconds=1.0))
     for case, options in {
         "plain": {},
         "named": {"named": True},
