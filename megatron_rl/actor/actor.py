@@ -12,6 +12,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_rl.actor.adapter_import import load_adapters
 from megatron_rl.actor.batch_statistics import reduce_statistics, resolve_objective
 from megatron_rl.actor.build import build_chunks, build_optimizer, wrap_chunks
 from megatron_rl.actor.checkpoint import load_checkpoint, load_model, save_checkpoint
@@ -74,6 +75,10 @@ class MegatronActor:
             load_model(self.chunks, shape=self.shape, topology=topology, folder=model_folder)
             if settings.lora:
                 add_adapters(self.chunks, settings.lora, shape=self.shape, topology=topology)
+                load_adapters(
+                    self.chunks, settings.lora, shape=self.shape, topology=topology,
+                    model=model_folder,
+                )  # fmt: skip
             self.routing = RoutingRecorder(
                 self.chunks, shape=self.shape, topology=topology, replays=settings.replay_routes
             )

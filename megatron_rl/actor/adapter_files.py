@@ -22,22 +22,12 @@ from megatron_rl.actor.settings import LoraSettings
 from megatron_rl.distributed.agreement import run_on_rank_0, wire_device
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
+from megatron_rl.models.peft_folder import ABOUT, FACTORS, factor_name, peft_problem, write_base
 from megatron_rl.models.shape import ModelShape, tensor_shapes
 from megatron_rl.resharding.adapted import AdaptedWeight, LocalWeight
 from megatron_rl.resharding.pieces import Piece, Span
 
 Factor = Literal["lora_A", "lora_B"]
-
-
-def peft_problem(shape: ModelShape, settings: LoraSettings) -> str | None:
-    """Return why these adapters cannot be written for `peft`; None if they can.
-
-    transformers keeps all experts of a layer in one parameter, so that `peft` has no module for the
-    adapter of one expert.
-    """
-    if shape.experts is None or not {"fc1", "fc2"} & set(settings.targets):
-        return None
-    return "peft has no format for adapters of single experts; use the merged model"
 
 
 @torch.no_grad()
@@ -49,7 +39,7 @@ def export_adapters(actor: MegatronActor, folder: str | Path) -> None:
     """
     settings, topology, folder = actor.settings.lora, actor.topology, Path(folder)
     assert settings is not None, "the actor has no adapters"
-    if (problem := peft_problem(actor.shape, settings)) is not None:
+    if (problem := peft_problem(actor.shape, settings.targets)) is not None:
         raise UserError(problem)
     weights = actor.named_parameters_local()
     tensors: dict[str, Tensor] = {}
@@ -67,7 +57,7 @@ def export_adapters(actor: MegatronActor, folder: str | Path) -> None:
         elif owner != 0:
             dist.recv(values, src=owner)
         if topology.rank == 0:
-            _place(tensors, f"base_model.model.{name}.{factor}.weight", values.cpu(), span)
+            _place(tensors, factor_name(name, factor), values.cpu(), span)
     source = actor.model_folder
     run_on_rank_0(
         lambda: _write(tensors, settings, source=source, folder=folder), doing=f"writing {folder}"
@@ -127,7 +117,8 @@ def _write(
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
-    save_file(files, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(files, partial / FACTORS, metadata={"format": "pt"})
+    write_base(partial, model=source)
     modules = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
     config = {
         "peft_type": "LORA",
@@ -141,7 +132,7 @@ def _write(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (partial / ABOUT).write_text(json.dumps(config, indent=2) + "\n")
     if folder.exists():
         shutil.rmtree(folder)
     partial.rename(folder)

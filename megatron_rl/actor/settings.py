@@ -21,7 +21,8 @@ class LoraSettings:
     rank: r, columns of B and rows of A. alpha: the update is alpha / r times B A. targets: which
     linears have an adapter: of attention qkv and proj, of MLPs and experts fc1 (gate and up) and
     fc2 (down). init: distribution of A's initial values: uniform within 1 / sqrt(inputs), or
-    gaussian with standard deviation 1 / r; B starts at 0. seed: of the initial values.
+    gaussian with standard deviation 1 / r; B starts at 0. seed: of the initial values. path: a
+    folder of the `peft` library that has the first adapters instead.
     """
 
     rank: int
@@ -29,6 +30,7 @@ class LoraSettings:
     targets: tuple[str, ...] = ("qkv", "proj", "fc1", "fc2")
     init: Literal["uniform", "gaussian"] = "uniform"
     seed: int = 0
+    path: str | None = None
 
     @property
     def scale(self) -> float:

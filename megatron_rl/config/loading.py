@@ -126,6 +126,8 @@ def with_absolute_paths(config: Config) -> Config:
     ):  # fmt: skip
         if (section, values[section][key]) != ("offline", "file"):  # a keyword, not a path
             values[section][key] = absolute(values[section][key])
+    if values["lora"] is not None:
+        values["lora"]["path"] = absolute(values["lora"]["path"])
     for item in values["data"]["mix"].values():
         item["path"] = absolute(item["path"])
     if isinstance(lags := values["lag"]["batches"], dict) and "trace" in lags:

@@ -30,6 +30,9 @@ class LoraSection(Section):
     init: Literal["uniform", "gaussian"] = "uniform"
     """Distribution of A at the start: `uniform` within 1 / sqrt(inputs), or `gaussian` with
     standard deviation 1 / rank. B starts at 0."""
+    path: str | None = None
+    """Folder of the `peft` library (adapter_config.json, adapter_model.safetensors), such as
+    `RUN/adapter`, from whose adapters training starts; `null`: from the model alone."""
     dropout: Annotated[float, BeforeValidator(_refuse_dropout)] = 0.0
     """Dropout of the adapters' inputs; only 0 is supported."""
 

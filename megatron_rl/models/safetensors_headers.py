@@ -91,11 +91,12 @@ def check_headers(folder: str | Path, shape: ModelShape) -> None:
         suggestions += ["config.json and weights must be of one model, not quantized"] * bool(
             mismatched
         )
-        problems = _format_problems(missing + mismatched)
+        problems = format_problems(missing + mismatched)
         raise UserError(f"weights in {folder}: {problems}; {'; '.join(suggestions)}")
 
 
-def _format_problems(problems: list[str]) -> str:
+def format_problems(problems: list[str]) -> str:
+    """Join the first problems, and count the rest."""
     rest = len(problems) - MAX_LISTED_PROBLEMS
     listed = "; ".join(problems[:MAX_LISTED_PROBLEMS])
     return listed + (f"; and {rest} more" if rest > 0 else "")

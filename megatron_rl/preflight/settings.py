@@ -8,11 +8,13 @@ from pathlib import Path
 
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.config.data_sections import ColumnsSection
+from megatron_rl.config.lora_section import LoraSection
 from megatron_rl.data.hub import is_on_hub
 from megatron_rl.data.rows import Columns, check_prompt_file
 from megatron_rl.data.tokenizer import find_tokenizer
 from megatron_rl.engine.engine_arguments import engine_argument_problems
 from megatron_rl.errors import UserError
+from megatron_rl.models.peft_folder import check_peft_folder
 from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.objectives.function_spec import FunctionSpec, check_function
 from megatron_rl.preflight.disk import check_disk, find_writable
@@ -156,12 +158,25 @@ def _further_model_problems(config: Config, shape: ModelShape | None) -> list[st
         problems += _same_shape(behavior, "offline.behavior", "it", config, shape)
     if (reference := config.model.reference) is not None:
         problems += _same_shape(reference, "model.reference", "a reference", config, shape)
+    if config.lora is not None and config.lora.path is not None and shape is not None:
+        problems += _adapter_problems(config, config.lora, shape)
     if config.model.routing_replay != "none" and shape is not None and shape.experts is None:
         problems.append(
             f"model.routing_replay={config.model.routing_replay}: {config.model.path} has no "
             "experts; unset it"
         )
     return problems
+
+
+def _adapter_problems(config: Config, lora: LoraSection, shape: ModelShape) -> list[str]:
+    try:
+        check_peft_folder(
+            str(lora.path), model=config.model.path, shape=shape,
+            rank=lora.rank, alpha=lora.alpha, targets=lora.targets,
+        )  # fmt: skip
+    except ValueError as error:
+        return [f"lora.path: {error}"]
+    return []
 
 
 def _same_shape(

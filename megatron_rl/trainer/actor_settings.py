@@ -54,6 +54,7 @@ def build_lora_settings(config: Config) -> LoraSettings | None:
         targets=tuple(config.lora.targets),
         init=config.lora.init,
         seed=config.seed,
+        path=config.lora.path,
     )
 
 

@@ -8,7 +8,7 @@ from typing import cast
 import torch.distributed as dist
 
 from megatron_rl.actor.actor import MegatronActor
-from megatron_rl.actor.adapter_files import export_adapters, peft_problem
+from megatron_rl.actor.adapter_files import export_adapters
 from megatron_rl.actor.reference import ReferencePolicy
 from megatron_rl.actor.weights import ProgressCallback, check_weights
 from megatron_rl.config import Config, ConfigError
@@ -17,6 +17,7 @@ from megatron_rl.distributed.agreement import run_on_rank_0, sync_errors_across_
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.engine import ConversationSettings, EngineHooks, RolloutEngine
 from megatron_rl.engine.vllm_engine import VllmEngine
+from megatron_rl.models.peft_folder import peft_problem
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives import PolicyObjective, build_objective
 from megatron_rl.preflight.settings import check_settings
@@ -123,7 +124,7 @@ def export(actor: MegatronActor, directory: RunDirectory, progress: ProgressCall
     """Write the trained model, and its adapters alone if `peft` has a format for them."""
     actor.export_hf(directory.model, progress)
     lora = actor.settings.lora
-    if lora is not None and peft_problem(actor.shape, lora) is None:
+    if lora is not None and peft_problem(actor.shape, lora.targets) is None:
         export_adapters(actor, directory.adapter)
 
 

@@ -12,11 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.models.shape import read_model_shape
 from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.push import Resharder, ReshardSettings
 from tests.functional.test_actor_architectures import MODELS, _make_model
 from tests.functional.test_actor_layouts import freeze_behavior, make_model, make_rollouts, plan
 from tests.ranks import run_ranks
+from tests.unit.models.test_peft_folder import make_folder
 from tests.unit.resharding.test_push import Live, Slices
 
 ONE = [("one", {}, True), ("one", {"recompute": "full"}, True)]
@@ -32,7 +34,7 @@ EXPERTS_ON_FOUR = [
 ]
 
 
-def settings(**further):
+def settings(path=None, rank=4, alpha=8.0, **further):
     from megatron_rl.actor.settings import ActorSettings, LoraSettings
 
     return ActorSettings(
@@ -40,7 +42,7 @@ def settings(**further):
         warmup_updates=0,
         epsilon=1e-3,
         max_grad_norm=0.5,
-        lora=LoraSettings(rank=4, alpha=8.0, seed=1),
+        lora=LoraSettings(rank=rank, alpha=alpha, seed=1, path=path),
         **further,
     )
 
@@ -81,8 +83,9 @@ def push(actor, exported, dtype=torch.float32):
 def observe(actor, folder, stored):
     """Scores, gradient norms, exports and checkpoints of one layout; `stored`: of one rank."""
     from megatron_rl.actor.actor import MegatronActor
-    from megatron_rl.actor.adapter_files import export_adapters, peft_problem
+    from megatron_rl.actor.adapter_files import export_adapters
     from megatron_rl.actor.reference import ReferencePolicy
+    from megatron_rl.models.peft_folder import peft_problem
     from megatron_rl.objectives import build_objective
 
     objective = build_objective("grpo")
@@ -115,7 +118,7 @@ def observe(actor, folder, stored):
     scores = score(actor, minibatch)
     actor.export_hf(folder / "trained")
     push(actor, load_file(folder / "trained" / "model.safetensors"))
-    if peft_problem(actor.shape, actor.settings.lora) is None:
+    if peft_problem(actor.shape, actor.settings.lora.targets) is None:
         export_adapters(actor, folder / "adapter")
     actor.load(folder / "checkpoint")
     assert actor.digest() == digest
@@ -128,6 +131,19 @@ def observe(actor, folder, stored):
     return {"reports": reports, "scores": scores, "resharded": resharded}
 
 
+def start_from_folders(actor, root, folder):
+    """Start from adapters of one process, and from a folder whose modules have an A each."""
+    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.actor.adapter_files import export_adapters
+
+    for name, rank in (("qwen2 one/adapter", 4), ("foreign", 12)):
+        lora = replace(actor.settings.lora, path=str(root / name), rank=rank, alpha=2.0 * rank)
+        chosen = replace(actor.settings, lora=lora)
+        started = MegatronActor(actor.model_folder, topology=actor.topology, settings=chosen)
+        export_adapters(started, folder / name / "again")
+        started.export_hf(folder / name / "merged")
+
+
 def observe_layouts(rank, world_size, root, model, layouts):
     root, reports = Path(root), []
     for name, options, sequence_parallel in layouts:
@@ -138,6 +154,8 @@ def observe_layouts(rank, world_size, root, model, layouts):
         # Megatron's optimizer of experts under expert parallelism is another one.
         first = layouts[0][0] if "expert" in options and options["expert"] > 1 else "one"
         reports.append(observe(actor, folder, root / f"{model} {first}" / "checkpoint"))
+        if model == "qwen2":
+            start_from_folders(actor, root, folder)
     return json.dumps(reports)
 
 
@@ -165,10 +183,37 @@ def check(root, model, layouts, reports, want):
             assert torch.equal(value, source[key]) != is_adapted, key
 
 
+def check_started(root, layouts):
+    """Folders of adapters give W + alpha / r B A, and their own bits when they are written."""
+    base = load_file(root / "qwen2" / "model.safetensors")
+    factors = load_file(root / "foreign" / "adapter_model.safetensors")
+    own = "qwen2 one/adapter"
+    (written,) = (root / own).glob("*.safetensors")
+    trained = load_file(root / "qwen2 one" / "trained" / "model.safetensors")
+    for name, *_ in layouts:
+        folder = root / f"qwen2 {name}"
+        again = folder / own / "again"
+        assert (again / written.name).read_bytes() == written.read_bytes()
+        assert (again / "base_model.json").read_bytes() == (
+            root / own / "base_model.json"
+        ).read_bytes()
+        merged = load_file(folder / own / "merged" / "model.safetensors")
+        assert all(torch.equal(merged[key], value) for key, value in trained.items())
+        for key, value in load_file(folder / "foreign" / "merged" / "model.safetensors").items():
+            stem = f"base_model.model.{key.removesuffix('.weight')}"
+            update = torch.zeros(())
+            if f"{stem}.lora_A.weight" in factors:
+                a, b = (factors[f"{stem}.lora_{letter}.weight"] for letter in "AB")
+                update = 2.0 * b @ a
+            torch.testing.assert_close(value, base[key] + update, rtol=0, atol=1e-4, msg=key)
+
+
 @pytest.mark.parametrize("model", ["qwen2", "qwen2_moe"])
 def test_layouts_equal_one_process(tmp_path, model):
     if model == "qwen2":
         make_model(tmp_path / model, tied=True)
+        shape = read_model_shape(tmp_path / model)
+        make_folder(tmp_path / "foreign", shape, rank=4, shared=False)
     else:
         _make_model(tmp_path / model, *MODELS[model])
     (text,) = run_ranks(observe_layouts, 1, str(tmp_path), model, ONE)
@@ -180,6 +225,8 @@ def test_layouts_equal_one_process(tmp_path, model):
     texts = run_ranks(observe_layouts, 4, str(tmp_path), model, layouts)
     assert len(set(texts)) == 1  # every rank reports the same
     check(tmp_path, model, layouts, json.loads(texts[0]), want)
+    if model == "qwen2":
+        check_started(tmp_path, [*ONE, *layouts])
 
 
 def store(rank, world_size, root):

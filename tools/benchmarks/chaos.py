@@ -2,6 +2,7 @@
 
     PYTHONPATH=. OMP_NUM_THREADS=1 python -m tools.benchmarks.chaos [--kills 50] [--minutes 10]
         [--parts kills signals damage goodput] [--seed 0] [--output FOLDER]
+        [--set "lora={rank: 8, alpha: 16}" optimizer.learning_rate=8e-4]
 
 Trains the quickstart's model with two processes, vLLM and a few responses. The real launcher is
 used, with ranks forked from a process that has imported all modules. `undisturbed` is trained
@@ -70,6 +71,7 @@ class Run:
 
     folder: Path
     steps: int
+    further: tuple[str, ...] = ()
     faults: Counter = field(default_factory=Counter)
     starts: int = 0
     seconds: float = 0.0
@@ -81,7 +83,7 @@ class Run:
         """Arguments of the command."""
         places = (f"run.dir={self.folder.parent}", f"run.name={self.folder.name}")
         return ["train", "--config", str(ROOT / "examples" / "pnpo" / "quickstart.yaml"),
-                *SETTINGS, f"trainer.steps={self.steps}", *places]  # fmt: skip
+                *SETTINGS, f"trainer.steps={self.steps}", *self.further, *places]  # fmt: skip
 
     def start(self, fault: Callable[..., None] | None = None, *, rank: int = 0) -> int:
         """Start or resume; return the exit status. fault: called in each rank beforehand."""
@@ -255,7 +257,8 @@ def compare(run: Path, whole: Path) -> Iterator[str]:
                 yield f"{folder}/{name} differs"
     sums = [
         [hashlib.sha256(file.read_bytes()).hexdigest()
-         for file in sorted((folder / "model").glob("*.safetensors"))]
+         for exported in ("model", "adapter")
+         for file in sorted((folder / exported).glob("*.safetensors"))]
         for folder in (run, whole)
     ]  # fmt: skip
     if not sums[0] or sums[0] != sums[1]:
@@ -354,13 +357,14 @@ def main() -> None:
     )
     parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", nargs="+", default=[], help="Further settings of every run.")
     args = parser.parse_args()
     deadline = time.monotonic() + 60 * args.minutes
     root = args.output or Path(tempfile.mkdtemp(prefix="chaos-"))
     root.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     importlib.import_module("tests.imported")
-    whole = Run(root / "undisturbed", args.steps)
+    whole = Run(root / "undisturbed", args.steps, tuple(args.set))
     whole.resume(partial(count_made, whole.folder.with_suffix(".made")))
     if not whole.ended:
         raise SystemExit(f"the undisturbed run failed: {whole.problems}")
@@ -368,7 +372,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|", flush=True)
     lines = [report("undisturbed", whole, whole)]
     for number, part in enumerate(args.parts):
-        run, now = Run(root / part, args.steps), time.monotonic()
+        run, now = Run(root / part, args.steps, whole.further), time.monotonic()
         until = now + (deadline - now) / (len(args.parts) - number)
         if part == "damage":
             damage(run, whole.folder, seed=args.seed, deadline=until)

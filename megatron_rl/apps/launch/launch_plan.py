@@ -103,6 +103,8 @@ def _complete(config: Config, *, name: str) -> Config:
 def _further_paths(config: Config) -> dict[str, str]:
     """Return the paths that a run reads besides model and prompts, by config key."""
     named = {}
+    if config.lora is not None and config.lora.path is not None:
+        named["lora.path"] = config.lora.path
     if isinstance(lags := config.lag.batches, dict) and "trace" in lags:
         named["lag.batches.trace"] = str(lags["trace"])
     if config.offline.rollouts is not None:

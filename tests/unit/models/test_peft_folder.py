@@ -1,0 +1,121 @@
+"""Folders of the peft library: what does not fit is refused by name."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.models.peft_folder import check_peft_folder, factor_name, list_linears, write_base
+from megatron_rl.models.shape import read_model_shape
+from tests.unit.models.test_architectures import _config
+
+RANK = 2
+TARGETS = ("qkv", "proj", "fc1", "fc2")
+
+
+def make_folder(folder, shape, *, rank, shared, targets=TARGETS, **about):
+    """Write random adapters; shared: modules of one linear have one A."""
+    generator = torch.Generator().manual_seed(5)
+    tensors = {}
+    for linear in list_linears(shape, targets):
+        a = torch.randn(rank, linear.inputs, generator=generator)
+        for module, outputs in zip(linear.modules, linear.outputs, strict=True):
+            if not shared:
+                a = torch.randn(rank, linear.inputs, generator=generator)
+            tensors[factor_name(module, "lora_A")] = a.clone()
+            tensors[factor_name(module, "lora_B")] = torch.randn(outputs, rank, generator=generator)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none"} | about
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return tensors
+
+
+@pytest.fixture
+def model(tmp_path):
+    _config("Qwen2").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def check(folder, model, **changes):
+    chosen = {"rank": RANK, "alpha": 2.0 * RANK, "targets": TARGETS} | changes
+    check_peft_folder(folder, model=model, shape=read_model_shape(model), **chosen)
+
+
+def make(model, **options):
+    folder = model.parent / "adapter"
+    options = {"rank": RANK, "shared": True} | options
+    make_folder(folder, read_model_shape(model), **options)
+    return folder
+
+
+def test_rank_and_alpha_must_give_the_folders_scale(model):
+    folder = make(model)
+    check(folder, model)
+    check(folder, model, rank=3 * RANK, alpha=6.0 * RANK)
+    for rank, alpha in ((RANK, 2.0), (1, 2.0), (2 * RANK, 2.0 * RANK)):
+        with pytest.raises(ValueError, match=r"set lora.rank to 2 and lora.alpha to 4"):
+            check(folder, model, rank=rank, alpha=alpha)
+
+
+def test_modules_with_an_a_each_need_a_multiple_of_the_rank(model):
+    folder = make(model, shared=False)
+    with pytest.raises(ValueError, match=r"have 3 different A.*lora.rank to 6 and lora.alpha to 1"):
+        check(folder, model)
+    check(folder, model, rank=6, alpha=12.0)
+
+
+def test_targets_and_shapes_are_named(model):
+    folder = make(model, targets=("qkv", "fc2"))
+    check(folder, model, targets=("qkv", "fc2"))
+    with pytest.raises(ValueError, match=r"o_proj.lora_A.weight is missing.*set lora.targets"):
+        check(folder, model, targets=("qkv", "fc2", "proj"))
+    with pytest.raises(ValueError, match=r"down_proj.lora_A.weight is not expected"):
+        check(folder, model, targets=("qkv",))
+    _config("Qwen2", hidden_size=16).save_pretrained(model)
+    with pytest.raises(ValueError, match=r"has shape \[2, 32\] instead of \[2, 16\]"):
+        check(folder, model, targets=("qkv", "fc2"))
+
+
+@pytest.mark.parametrize(
+    "about",
+    [{"use_dora": True}, {"use_rslora": True}, {"bias": "all"}, {"peft_type": "IA3"},
+     {"modules_to_save": ["lm_head"]}, {"rank_pattern": {"q_proj": 4}}],
+)  # fmt: skip
+def test_other_kinds_are_refused_by_name(model, about):
+    folder = make(model, **about)
+    with pytest.raises(ValueError, match=f"has {next(iter(about))}=.*merge it"):
+        check(folder, model)
+
+
+def test_another_base_is_refused_by_its_fingerprint(model):
+    folder = make(model)
+    write_base(folder, model=model)
+    check(folder, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
+    with pytest.raises(ValueError, match=r"adapters of another model.*set model.path"):
+        check(folder, model)
+
+
+def test_broken_folders_are_named(model):
+    with pytest.raises(ValueError, match=r"has no adapter_config.json"):
+        check(model, model)
+    folder = make(model, r="two")
+    with pytest.raises(ValueError, match="positive r and lora_alpha"):
+        check(folder, model)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file({k: v.int() for k, v in tensors.items()}, folder / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": RANK, "lora_alpha": 4}
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+    with pytest.raises(ValueError, match="has dtype I32"):
+        check(folder, model)
+
+
+def test_experts_have_no_format(tmp_path):
+    _config("Qwen3Moe").save_pretrained(tmp_path / "model")
+    shape = read_model_shape(tmp_path / "model")
+    assert list_linears(shape, ["qkv", "proj"])
+    with pytest.raises(ValueError, match="no format for adapters of single experts"):
+        list_linears(shape, TARGETS)
