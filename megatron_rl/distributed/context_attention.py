@@ -27,6 +27,7 @@ from megatron_rl.distributed.cpu_attention import PackedAttention
 # Gathered keys and values of one layer and pack are kept for the backward pass up to this size;
 # below it, gathering again costs more than the memory saved.
 KEPT_BYTES = 1 << 24
+SINK_WIDTH = 8  # dimensions added to each head for the score of a sink
 
 
 def _take(x: Tensor, rows: Tensor | None) -> Tensor:
@@ -38,14 +39,57 @@ def _spread(x: Tensor, slots: Tensor | None, *, like: Tensor) -> Tensor:
     return x if slots is None else torch.zeros_like(like).index_copy_(0, slots.long(), x)
 
 
-def attend_fused(query: Tensor, key: Tensor, value: Tensor, *, window: int | None = None) -> Tensor:
+def attend_fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attend one run by torch's fused kernels; [s, H, q, d], [s, K, k, d] -> [s, H, q, d].
 
     The last query has the last key's position. A window of fewer than k tokens needs a [q, k] mask.
+    scale: of the scores; None: 1 / sqrt(d). sinks: see `context_attention`.
     """
+    if sinks is not None:
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        extended = _with_sink(query, key, value, sinks=sinks, scale=scale)
+        out = _attend_masked(*extended, window=window, scale=scale, first_seen=1)
+        return out[..., : query.shape[-1]]
+    return _attend_masked(query, key, value, window=window, scale=scale, first_seen=0)
+
+
+def _with_sink(
+    query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Put a key before all others whose score is the sink and whose value is 0.
+
+    The score comes from one more dimension of each head: sink / scale in queries, 1 in the new key,
+    0 in the others. Kernels need sizes that are multiples of 8, so seven zeros follow.
+    """
+    column = (sinks / scale).to(query.dtype)[:, None, None].expand(*query.shape[:3], 1)
+    query = F.pad(torch.cat((query, column), dim=-1), (0, SINK_WIDTH - 1))
+    first = F.one_hot(torch.tensor(key.shape[-1]), key.shape[-1] + SINK_WIDTH)
+    first = first.to(key).expand(*key.shape[:2], 1, -1)
+    key = torch.cat((first, F.pad(key, (0, SINK_WIDTH))), dim=2)
+    return query, key, F.pad(value, (0, SINK_WIDTH, 1, 0))
+
+
+def _attend_masked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window: int | None,
+    scale: float | None,
+    first_seen: int,
+) -> Tensor:
+    """Attend causally and within a window; every query attends to the keys before first_seen."""
     queries, keys = query.shape[2], key.shape[2]
     repeats = query.shape[1] // key.shape[1]
-    grouped, cut = repeats > 1, window is not None and window < keys
+    grouped, cut = repeats > 1, window is not None and window < keys - first_seen
     if grouped and (cut or query.dtype == torch.float32):
         # Only half-precision kernels without an explicit mask support grouped queries; others would
         # materialize all scores.
@@ -54,19 +98,30 @@ def attend_fused(query: Tensor, key: Tensor, value: Tensor, *, window: int | Non
     if cut:
         positions = torch.arange(keys, device=query.device)
         bias = is_visible(positions[keys - queries :, None] - positions, window)  # [q, k]
+        bias[:, :first_seen] = True
     else:
         bias = causal_lower_right(queries, keys)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=bias, enable_gqa=grouped, scale=scale
+    )
 
 
 def _attend_fused_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *, window: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value by recomputing the forward pass."""
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window: int | None,
+    scale: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of query, key, value and sinks by recomputing the forward pass."""
+    inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
     with torch.enable_grad():
-        q, k, v = (x.detach().requires_grad_() for x in (query, key, value))
-        dq, dk, dv = torch.autograd.grad(attend_fused(q, k, v, window=window), (q, k, v), grad)
-        return dq, dk, dv
+        q, k, v, *s = leaves = [x.detach().requires_grad_() for x in inputs]
+        out = attend_fused(q, k, v, window=window, scale=scale, sinks=s[0] if s else None)
+        return torch.autograd.grad(out, leaves, grad)
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -78,27 +133,36 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, group: Group
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        plan: AttentionPlan,
+        group: Group,
+        scale: float | None,
     ) -> Tensor:
-        """[t, H, d], [t, K, d], [t, K, d] -> [t, H, d]."""
+        """[t, H, d], [t, K, d], [t, K, d], [H] -> [t, H, d]."""
         own = torch.stack((key, value), dim=1)  # [t, 2, K, d]
         keys = _key_slots(own, plan, group)
         queries = _take(query, plan.query_rows)  # [query slots, H, d]
         out = torch.empty_like(queries)
         for block in plan.blocks:
             q, (k, v) = _rows(queries, block), _keys_and_values(keys, block)
-            _rows(out, block).copy_(attend_fused(q, k, v, window=plan.window))
-        ctx.plan, ctx.group = plan, group
+            attended = attend_fused(q, k, v, window=plan.window, scale=scale, sinks=sinks)
+            _rows(out, block).copy_(attended)
+        ctx.plan, ctx.group, ctx.scale = plan, group, scale
         ctx.gathers = group_size(group) > 1 and keys.nbytes > KEPT_BYTES
         # The backward pass recomputes attention and does not read the output.
-        ctx.save_for_backward(queries, own if ctx.gathers else keys)
+        ctx.save_for_backward(queries, own if ctx.gathers else keys, sinks)
         return _take(out, plan.query_slots)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of query, key and value."""
+        """Return the gradients of query, key, value and sinks."""
         plan, group = ctx.plan, ctx.group
-        queries, keys = ctx.saved_tensors
+        queries, keys, sinks = ctx.saved_tensors
+        grad_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
         if ctx.gathers:
             keys = _key_slots(keys, plan, group)
         grads = _spread(grad, plan.query_slots, like=queries)
@@ -108,15 +172,21 @@ class _FusedAttention(torch.autograd.Function):
         for block in plan.blocks:
             q, g = _rows(queries, block), _rows(grads, block)
             k, v = _keys_and_values(keys, block)
-            dq, dk, dv = _attend_fused_backward(g, q, k, v, window=plan.window)
+            dq, dk, dv, *ds = _attend_fused_backward(
+                g, q, k, v, window=plan.window, scale=ctx.scale, sinks=sinks
+            )
             _rows(grad_queries, block).copy_(dq)
+            if grad_sinks is not None:
+                grad_sinks += ds[0]
             into_k, into_v = _keys_and_values(grad_keys, block)
             into_k += dk
             into_v += dv
         owned = _take(grad_keys, plan.key_slots).to(keys.dtype)
         owned = sum_to_owners(owned.view(group_size(group), -1, *owned.shape[1:]), group=group)
         grad_query = _take(grad_queries, plan.query_slots)
-        return grad_query, owned[:, 0], owned[:, 1], None, None
+        if grad_sinks is not None:
+            grad_sinks = grad_sinks.to(sinks.dtype)
+        return grad_query, owned[:, 0], owned[:, 1], grad_sinks, None, None, None
 
 
 def _key_slots(own: Tensor, plan: AttentionPlan, group: Group) -> Tensor:
@@ -137,13 +207,22 @@ def _keys_and_values(keys: Tensor, block: Block) -> tuple[Tensor, Tensor]:
 
 
 def context_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, plan: AttentionPlan, group: Group
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    plan: AttentionPlan,
+    group: Group,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute causal softmax(q k^T / sqrt(d)) v within each sequence and the plan's window.
+    """Compute causal softmax(scale q k^T) v within each sequence and the plan's window.
 
     query [t, H, d], key and value [t, K, d] -> [t, H, d]. H must be a multiple of K (grouped
-    queries). Differentiable; gradients of keys and values are summed over the group.
+    queries). Differentiable; gradients of keys and values are summed over the group. scale: None
+    for 1 / sqrt(d). sinks: [H], a further score of every query, without a value (arXiv 2309.17453):
+    the weights of the keys then sum to less than 1. Their gradient is that of this rank's queries.
     """
     if plan.fused:
-        return _FusedAttention.apply(query, key, value, plan, group)
-    return PackedAttention.apply(query, key, value, plan, group, KEPT_BYTES)
+        return _FusedAttention.apply(query, key, value, sinks, plan, group, scale)
+    return PackedAttention.apply(query, key, value, sinks, plan, group, scale, KEPT_BYTES)

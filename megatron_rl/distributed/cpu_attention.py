@@ -44,11 +44,24 @@ def _causal(query: Tensor, key: Tensor, window: int | None) -> dict[str, Any]:
 
 
 def _attend_runs(
-    query: Tensor, key: Tensor, value: Tensor, *, window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend one run by torch's CPU kernel; output [s, H, q, d] and log-sum-exps [s, H, q]."""
+    """Attend one run by torch's CPU kernel; output [s, H, q, d] and log-sum-exps [s, H, q].
+
+    The kernel has no sinks. With one, all weights are smaller by the same factor.
+    """
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return kernel(query, key, value, **_causal(query, key, window))
+    out, log_sum = kernel(query, key, value, **_causal(query, key, window), scale=scale)
+    if sinks is None:
+        return out, log_sum
+    whole = torch.logaddexp(log_sum, sinks.float()[:, None])
+    return out * (log_sum - whole).exp()[..., None].to(out.dtype), whole
 
 
 def _attend_runs_backward(
@@ -60,11 +73,16 @@ def _attend_runs_backward(
     log_sum: Tensor,
     *,
     window: int | None = None,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value from the saved output and log-sum-exps."""
+    """Return the gradients of query, key and value from the saved output and log-sum-exps.
+
+    The kernel computes weights from the log-sum-exps and their gradient from the output, so both
+    may contain a sink.
+    """
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     causal = {"is_causal": False, **_causal(query, key, window)}
-    return kernel(grad, query, key, value, out, log_sum, dropout_p=0.0, **causal)
+    return kernel(grad, query, key, value, out, log_sum, dropout_p=0.0, **causal, scale=scale)
 
 
 def _product(left: Tensor, right: Tensor, *, into: Tensor) -> None:
@@ -76,7 +94,14 @@ def _product(left: Tensor, right: Tensor, *, into: Tensor) -> None:
 
 
 def _attend_batch(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, out: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    *,
+    out: Tensor,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> list[Tensor]:
     """Attend a batch of short sequences into `out`; return each head's weights [s, q, k].
 
@@ -85,8 +110,12 @@ def _attend_batch(
     repeats, weights = len(query) // len(key), []
     for head, (q, into) in enumerate(zip(query, out, strict=True)):
         k, v = key[head // repeats].float(), value[head // repeats].float()
-        scores = torch.baddbmm(mask, q.float(), k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
-        weights.append(scores.softmax(-1))
+        scores = torch.baddbmm(mask, q.float(), k.transpose(1, 2), alpha=scale)
+        if sinks is None:
+            weights.append(scores.softmax(-1))
+        else:
+            sink = sinks[head].float().expand(*scores.shape[:2], 1)
+            weights.append(torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1])
         _product(weights[-1], v, into=into)
     return weights
 
@@ -99,10 +128,12 @@ def _attend_batch_backward(
     weights: list[Tensor],
     *,
     into: tuple[Tensor, Tensor, Tensor],
+    scale: float,
 ) -> None:
     """Compute the gradients of query, key and value from the saved weights p.
 
-    With dp = g v^T: ds = p (dp - sum of p dp), dq = ds k, dk = ds^T q, dv = p^T g.
+    With dp = g v^T: ds = p (dp - sum of p dp), dq = ds k, dk = ds^T q, dv = p^T g. This also holds
+    for weights that sum to less than 1, because a sink has no value.
     """
     repeats, (grad_query, grad_key, grad_value) = len(query) // len(key), into
     for head, p in enumerate(weights):
@@ -111,10 +142,19 @@ def _attend_batch_backward(
         g, q, k, v = (x.float() for x in (grad[head], query[head], key[group], value[group]))
         grad_weights = torch.bmm(g, v.transpose(1, 2))
         grad_scores = torch._softmax_backward_data(grad_weights, p, -1, p.dtype)
-        grad_scores *= q.shape[-1] ** -0.5
+        grad_scores *= scale
         _product(grad_scores, k, into=grad_query[head])
         grad_key[group].baddbmm_(grad_scores.transpose(1, 2), q, beta=beta)
         grad_value[group].baddbmm_(p.transpose(1, 2), g, beta=beta)
+
+
+def _sink_gradient(grad: Tensor, out: Tensor, sink_weights: Tensor) -> Tensor:
+    """Return the gradient of sinks, - sum of p g o; [..., H, n, d], [..., H, n] -> [H].
+
+    Of a sink's weight p, dp is 0, so ds = p (0 - sum of p dp), and the sum is g o.
+    """
+    product = (grad.float() * out.float()).sum(-1)  # [..., H, n]
+    return -(sink_weights * product).movedim(-2, 0).flatten(1).sum(1)
 
 
 class PackedAttention(torch.autograd.Function):
@@ -130,11 +170,14 @@ class PackedAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         plan: AttentionPlan,
         group: Group,
+        scale: float | None,
         kept_bytes: int,
     ) -> Tensor:
-        """[t, H, d], [t, K, d], [t, K, d] -> [t, H, d]."""
+        """[t, H, d], [t, K, d], [t, K, d], [H] -> [t, H, d]."""
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
         own = torch.stack((key.transpose(0, 1), value.transpose(0, 1)))  # [2, K, t, d]
         keys = _key_slots(own, plan, group)
         queries = _take(query.transpose(0, 1).contiguous(), plan.query_rows)  # [H, query slots, d]
@@ -143,23 +186,26 @@ class PackedAttention(torch.autograd.Function):
         for block in plan.blocks:
             q, o, (k, v) = _queries(queries, block), _queries(out, block), _keys(keys, block)
             if block.mask is not None:
-                kept.append(_attend_batch(q, k, v, block.mask, out=o))
+                kept.append(_attend_batch(q, k, v, block.mask, out=o, scale=scale, sinks=sinks))
             else:
                 q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-                attended, log_sum = _attend_runs(q, k, v, window=plan.window)
+                attended, log_sum = _attend_runs(
+                    q, k, v, window=plan.window, scale=scale, sinks=sinks
+                )
                 o.copy_(attended.transpose(0, 1))
                 kept.append(log_sum)
         out = out.transpose(0, 1).contiguous()  # [query slots, H, d]
-        ctx.plan, ctx.group, ctx.kept = plan, group, kept
+        ctx.plan, ctx.group, ctx.kept, ctx.scale = plan, group, kept, scale
         ctx.gathers = group_size(group) > 1 and keys.nbytes > kept_bytes
-        ctx.save_for_backward(queries, own if ctx.gathers else keys, out)
+        ctx.save_for_backward(queries, own if ctx.gathers else keys, out, sinks)
         return out if plan.query_slots is None else out.index_select(0, plan.query_slots)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of query, key and value."""
+        """Return the gradients of query, key, value and sinks."""
         plan, group = ctx.plan, ctx.group
-        queries, keys, out = ctx.saved_tensors
+        queries, keys, out, sinks = ctx.saved_tensors
+        grad_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
         if ctx.gathers:
             keys = _key_slots(keys, plan, group)
         # No slot is padding here, so every slot has a gradient.
@@ -170,15 +216,22 @@ class PackedAttention(torch.autograd.Function):
         for index, block in enumerate(plan.blocks):
             q, g, dq = (_queries(x, block) for x in (queries, grads, grad_queries))
             (k, v), (dk, dv) = _keys(keys, block), _keys(grad_keys, block)
+            o, kept = _queries(out.transpose(0, 1), block), ctx.kept[index]
             if block.mask is not None:
-                _attend_batch_backward(g, q, k, v, ctx.kept[index], into=(dq, dk, dv))
+                _attend_batch_backward(g, q, k, v, kept, into=(dq, dk, dv), scale=ctx.scale)
+                if grad_sinks is not None:
+                    of_sinks = torch.stack([1 - weights.sum(-1) for weights in kept], dim=1)
+                    grad_sinks += _sink_gradient(*(x.transpose(0, 1) for x in (g, o)), of_sinks)
                 continue
             if block.rows.start == 0:  # the first run of these sequences
                 grad_keys[:, :, block.keys] = 0
-            o = _queries(out.transpose(0, 1), block)
             g, q, k, v, o = (x.transpose(0, 1) for x in (g, q, k, v, o))
-            log_sum = ctx.kept[index]
-            run_grads = _attend_runs_backward(g, q, k, v, o, log_sum, window=plan.window)
+            if grad_sinks is not None:
+                of_sinks = (sinks.float()[:, None] - kept).exp()
+                grad_sinks += _sink_gradient(g, o, of_sinks)
+            run_grads = _attend_runs_backward(
+                g, q, k, v, o, kept, window=plan.window, scale=ctx.scale
+            )
             dq.copy_(run_grads[0].transpose(0, 1))
             dk += run_grads[1].transpose(0, 1)
             dv += run_grads[2].transpose(0, 1)
@@ -186,7 +239,10 @@ class PackedAttention(torch.autograd.Function):
         parts = owned.unflatten(2, (group_size(group), -1)).movedim(2, 0)  # [cp, 2, K, t, d]
         owned = sum_to_owners(parts, group=group)
         grad_query = _take(grad_queries, plan.query_slots)
-        return *(x.transpose(0, 1) for x in (grad_query, *owned)), None, None, None
+        if grad_sinks is not None:
+            grad_sinks = grad_sinks.to(sinks.dtype)
+        by_token = (x.transpose(0, 1) for x in (grad_query, *owned))
+        return *by_token, grad_sinks, None, None, None, None
 
 
 def _take(x: Tensor, rows: Tensor | None) -> Tensor:

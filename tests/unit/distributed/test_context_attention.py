@@ -18,6 +18,7 @@ LENGTHS = (8, 264, 12, 260, 8, 148, 4)  # on the CPU: long sequences in runs, sh
 SHORT_LENGTHS = (8, 64, 12, 60, 8, 48, 64)  # on the CPU: batches of equal length
 LONG_LENGTHS = (1030, 40)  # one run in the kernel's causal mode
 HEADS, GROUPS, DIM = 4, 2, 8
+SINKS, SCALE = (0.5, -1.0, 2.0, 0.0), 0.3
 
 
 def _inputs(lengths=LENGTHS):
@@ -30,37 +31,45 @@ def _inputs(lengths=LENGTHS):
     return draw(HEADS), draw(GROUPS), draw(GROUPS), draw(HEADS)
 
 
-def _naive(query, key, value, lengths, window=None):
+def _naive(query, key, value, lengths, window=None, sinks=None):
     outputs, start = [], 0
     for length in lengths:
         rows = slice(start, start + length)
         q, k, v = (x[rows].double() for x in (query, key, value))
         k, v = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) / DIM**0.5
+        scores = torch.einsum("qhd,khd->hqk", q, k) * (DIM**-0.5 if sinks is None else SCALE)
         hidden = torch.ones(length, length).triu(1).bool()
         if window is not None:
             hidden |= torch.ones(length, length).tril(-window).bool()
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, length, 1)), dim=-1)
+        weights = scores.softmax(-1)[..., :length]
         outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
         start += length
     return torch.cat(outputs)
 
 
-def _attend_on_rank(rank, world_size, lengths, fused, group=None, window=None):
+def _attend_on_rank(rank, world_size, lengths, fused, group=None, window=None, sinks=False):
     if world_size > 1:
         group = torch.distributed.group.WORLD
     mask = torch.ones(sum(lengths), dtype=torch.bool)
     layout = SequenceLayout(lengths, mask, cp_rank=rank, cp_size=world_size, cp_group=group)
     *inputs, grad = (layout.shard(x) for x in _inputs(lengths))
     leaves = [x.clone().requires_grad_() for x in inputs]
+    further = {}
+    if sinks:
+        further = {"scale": SCALE, "sinks": torch.tensor(SINKS).requires_grad_()}
     plan = build_attention_plan(layout, window=window, fused=fused)
     if (
         fused and world_size > 1 and window is None
     ):  # two chunks of all sequences of one length at once
         assert len(plan.blocks) == 2 * len(set(lengths))
-    out = context_attention(*leaves, plan=plan, group=group)
+    out = context_attention(*leaves, plan=plan, group=group, **further)
     out.backward(grad)
     results = layout.local_index, out.detach(), *(leaf.grad for leaf in leaves)
+    if sinks:
+        results = *results, further["sinks"].grad
     return tuple(result.numpy() for result in results)
 
 
@@ -71,11 +80,15 @@ def test_attention_of_one_process_equals_definition(fused, lengths):
     _check([_attend_on_rank(0, 1, lengths, fused)], lengths)
 
 
-def _check(results, lengths, window=None):
+def _check(results, lengths, window=None, with_sinks=False):
     leaves = [x.double().requires_grad_() for x in _inputs(lengths)[:3]]
-    expected = _naive(*leaves, lengths, window)
+    sinks = torch.tensor(SINKS, dtype=torch.float64).requires_grad_() if with_sinks else None
+    expected = _naive(*leaves, lengths, window, sinks)
     expected.backward(_inputs(lengths)[3].double())
     results = [tuple(torch.from_numpy(x) for x in result) for result in results]
+    if with_sinks:  # each rank has the gradient of its queries
+        grad = sum(result[-1].double() for result in results)
+        torch.testing.assert_close(grad, sinks.grad, rtol=1e-5, atol=1e-5)
     index = torch.cat([result[0] for result in results])
     assert sorted(index.tolist()) == list(range(sum(lengths)))
     all_expected = (expected.detach(), *(leaf.grad for leaf in leaves))
@@ -149,21 +162,27 @@ def _random_packs():
     yield (1096, 40), 700
 
 
+def _window_cases():
+    for lengths, window in _random_packs():
+        yield from ((lengths, window, fused, False) for fused in (False, True))
+        yield from ((lengths, window, fused, True) for fused in (False, True))
+    yield from ((lengths, None, fused, True) for fused in (False, True) for lengths in
+                ((40, 16, 32, 40), (304, 104)))  # fmt: skip
+
+
 def _windows_on_ranks(rank, world_size):
     attention_plan.WINDOW_QUERIES = WINDOW_RUN
     return [
-        _attend_on_rank(rank, world_size, lengths, fused, window=window)
-        for lengths, window in _random_packs()
-        for fused in (False, True)
+        _attend_on_rank(rank, world_size, lengths, fused, window=window, sinks=sinks)
+        for lengths, window, fused, sinks in _window_cases()
     ]
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
-def test_sliding_windows_equal_definition(cp_size):
+def test_sliding_windows_and_sinks_equal_definition(cp_size):
     by_rank = run_ranks(_windows_on_ranks, cp_size)
-    cases = [(*pack, fused) for pack in _random_packs() for fused in (False, True)]
-    for (lengths, window, _), *results in zip(cases, *by_rank, strict=True):
-        _check(results, lengths, window)
+    for (lengths, window, _, sinks), *results in zip(_window_cases(), *by_rank, strict=True):
+        _check(results, lengths, window, sinks)
 
 
 def test_plan_skips_keys_before_the_window(monkeypatch):
