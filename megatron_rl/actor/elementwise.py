@@ -4,6 +4,7 @@ Without CUDA, torch and Megatron-core have no fused kernels for them, and on a s
 passes dominate the step time.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,8 +39,11 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """Compute x / sqrt(mean(x^2) + eps) * weight; [..., h], [h] -> [..., h]."""
-    if x.is_cuda:
+    """Compute x / sqrt(mean(x^2) + eps) * weight; [..., h], [h] -> [..., h].
+
+    torch's fused norm needs a weight of x's dtype.
+    """
+    if x.is_cuda and weight.dtype == x.dtype:
         return F.rms_norm(x, weight.shape, weight, eps)
     return _RmsNorm.apply(x, weight, eps)
 
@@ -48,29 +52,40 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
 SWIGLU_ELEMENTS = 1 << 18
 
 
-class _Swiglu(torch.autograd.Function):
-    """SwiGLU that saves only its input and recomputes silu(gate) in the backward pass.
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _gelu_backward(grad: Tensor, x: Tensor, *, grad_input: Tensor) -> None:
+    torch.ops.aten.gelu_backward.grad_input(grad, x, approximate="tanh", grad_input=grad_input)
+
+
+class _Gated(torch.autograd.Function):
+    """Gated activation that saves only its input and recomputes act(gate) in the backward pass.
 
     The gradient overwrites the input, so that no tensor of that size is allocated at peak memory.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, activate: Callable[..., Tensor], differentiate: Callable[..., Any]
+    ) -> Tensor:
         ctx.save_for_backward(x)
+        ctx.activate, ctx.differentiate = activate, differentiate
         gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return activate(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
         x = x.detach()
         count = max(1, SWIGLU_ELEMENTS * len(x) // max(1, x.numel()))
         for rows, grad_rows in zip(x.split(count), grad.split(count), strict=True):
             gate, up = rows.chunk(2, dim=-1)
-            grad_silu = grad_rows * up
-            torch.mul(F.silu(gate), grad_rows, out=up)
-            torch.ops.aten.silu_backward.grad_input(grad_silu, gate, grad_input=gate)
-        return x
+            grad_activated = grad_rows * up
+            torch.mul(ctx.activate(gate), grad_rows, out=up)
+            ctx.differentiate(grad_activated, gate, grad_input=gate)
+        return x, None, None
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -79,4 +94,9 @@ def swiglu(x: Tensor) -> Tensor:
     The backward pass overwrites x, so x must not be read afterwards: it must be a projection's
     output, not a leaf. A second backward pass through the same graph raises torch's RuntimeError.
     """
-    return _Swiglu.apply(x)
+    return _Gated.apply(x, F.silu, torch.ops.aten.silu_backward.grad_input)
+
+
+def geglu(x: Tensor) -> Tensor:
+    """Compute gelu(gate) * up for x = [gate; up], with gelu's tanh form; otherwise as `swiglu`."""
+    return _Gated.apply(x, _gelu, _gelu_backward)

@@ -13,7 +13,8 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.actor.layers import RmsNorm, build_local_layer_spec
+from megatron_rl.actor.layers import build_local_layer_spec
+from megatron_rl.actor.norms import RmsNorm
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape
@@ -30,15 +31,22 @@ def uses_transformer_engine(
     device: torch.device,
     window: int | None = None,
     cp_size: int = 1,
+    local_only: str | None = None,
 ) -> bool:
     """Return True if the model uses Transformer Engine's layers.
 
     By default they are used if installed, in bfloat16, on a CUDA device of compute capability 9.0
     to below 12.0, unless the model has a sliding window (`window` tokens) under context
-    parallelism. Raises ValueError if they are required but not installed, or with such a window.
+    parallelism. Raises ValueError if they are required but not installed, with such a window, or
+    for a model that has `local_only`, which they lack.
     """
     required = settings.transformer_engine or settings.fp8 is not None
     window_in_ring = window is not None and cp_size > 1
+    if required and local_only:
+        raise UserError(
+            f"transformer_engine={settings.transformer_engine}, fp8={settings.fp8}, but the model "
+            f"has {local_only}, which Transformer Engine's layers lack; unset both"
+        )
     if required and window_in_ring:
         raise UserError(
             f"transformer_engine={settings.transformer_engine}, fp8={settings.fp8}, but the model "
@@ -57,6 +65,7 @@ def uses_transformer_engine(
         return (
             te.HAVE_TE
             and not window_in_ring
+            and local_only is None
             and settings.lora is None  # adapters exist for Megatron's own layers only
             and settings.dtype == torch.bfloat16
             and capability is not None

@@ -7,7 +7,9 @@ neither context parallelism nor packed sequences; ours support all three.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -15,12 +17,12 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from megatron_rl.actor.elementwise import rms_norm, swiglu
+from megatron_rl.actor.norms import GatedMlp, PostNormAttention, PostNormMlp, RmsNorm
 from megatron_rl.actor.rotary import PackRotation
 from megatron_rl.distributed.attention_plan import AttentionPlan, build_attention_plan
 from megatron_rl.distributed.collectives import Group
@@ -45,24 +47,43 @@ class PackContext(PackedSeqParams):
     """Description of a pack for attention, passed to every layer as Megatron's pack argument.
 
     "thd" makes Megatron pass queries, keys and values as [t, heads, size]. Computed on first use:
-    `plan` for our attention, `boundaries` for Transformer Engine's.
+    plans for our attention, by window, and `boundaries` for Transformer Engine's.
 
-    layout: on the device; host: the same layout on the host, read without a device sync. window:
-    tokens that every layer's queries attend to; None: all up to themselves.
+    layout: on the device; host: the same layout on the host, read without a device sync.
+    local_rotation: of layers with a sliding window, if it differs.
     """
 
     qkv_format: str = "thd"
     layout: SequenceLayout | None = None
     host: SequenceLayout | None = None
     rotation: PackRotation | None = None
-    window: int | None = None
+    local_rotation: PackRotation | None = None
     routing: Any = None  # `actor.routing.PackRouting` of the present pass; None: routers choose
 
-    @cached_property
-    def plan(self) -> AttentionPlan:
-        """Attention plan of this rank."""
+    plans: dict[int | None, AttentionPlan] = field(default_factory=dict)  # by window
+
+    def plan(self, window: int | None) -> AttentionPlan:
+        """Return the attention plan of this rank for layers with this window; None: unlimited."""
         assert self.layout is not None and self.host is not None, "a pack without its layout"
-        return build_attention_plan(self.host, window=self.window, device=self.layout.device)
+        if window not in self.plans:
+            device = self.layout.device
+            self.plans[window] = build_attention_plan(self.host, window=window, device=device)
+        return self.plans[window]
+
+    def rotation_of(self, window: int | None) -> PackRotation:
+        """Return the rotation in layers with this window."""
+        local = None if window is None else self.local_rotation
+        rotation = local or self.rotation
+        assert rotation is not None, "a pack without its rotation"
+        return rotation
+
+    @contextmanager
+    def selected_rotations(self) -> Iterator[None]:
+        """Keep the rows of this pack's rotations for all layers in the block."""
+        with ExitStack() as stack:
+            for rotation in filter(None, (self.rotation, self.local_rotation)):
+                stack.enter_context(rotation.selected())
+            yield
 
     @cached_property
     def boundaries(self) -> Boundaries:
@@ -87,54 +108,33 @@ class PackContext(PackedSeqParams):
         )
 
 
-class RmsNorm(torch.nn.Module):
-    """RMS norm: x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467).
-
-    Under sequence parallelism each tensor-parallel rank normalises different tokens; the attribute
-    on the weight makes Megatron sum its gradient over the ranks.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
-        super().__init__()
-        self.eps = eps
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(
-            torch.ones(hidden_size, dtype=config.params_dtype, device=device)
-        )
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., h]."""
-        return rms_norm(x, self.weight, eps=self.eps)
-
-
-class GatedMlp(MLP):
-    """Megatron's dense MLP with our SwiGLU; on CUDA with Megatron's fused kernel."""
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        """[t, 1, h] -> ([t, 1, h], no bias)."""
-        if self.config.bias_activation_fusion:
-            return super().forward(hidden_states, *args, **kwargs)
-        both, _ = self.linear_fc1(hidden_states)
-        return self.linear_fc2(swiglu(both))
-
-
 class PackedCoreAttention(torch.nn.Module):
     """Core attention that rotates queries and keys, then attends within each sequence."""
 
-    def __init__(self, config: TransformerConfig, pg_collection: Any = None, **_: Any):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        pg_collection: Any = None,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ):
+        """layer_number: of the whole model, from 1. softmax_scale: None for 1 / sqrt(head size)."""
         super().__init__()
-        if config.softmax_scale is not None:
-            raise ValueError("a softmax scale other than 1 / sqrt(head size) is not supported")
         self.group: Group = pg_collection.cp
+        self.scale = softmax_scale
+        window, flags = config.window_size, config.window_attn_skip_freq
+        has_window = is_layer_window_attention(window, flags, layer_number)
+        self.window = window[0] + 1 if has_window else None
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         """[t, H, d], [t, K, d], [t, K, d] -> [t, H * d]."""
         pack = kwargs["packed_seq_params"]
-        query, key = pack.rotation.apply(query), pack.rotation.apply(key)
-        out = context_attention(query, key, value, plan=pack.plan, group=self.group)
+        rotation, plan = pack.rotation_of(self.window), pack.plan(self.window)
+        query, key = rotation.apply(query), rotation.apply(key)
+        out = context_attention(query, key, value, plan=plan, group=self.group, scale=self.scale)
         return out.flatten(1)
 
 
@@ -155,4 +155,6 @@ def build_local_layer_spec(shape: ModelShape) -> ModuleSpec:
         attention.k_layernorm = RmsNorm
     if shape.experts is None:
         layer.mlp.module = GatedMlp
+    if shape.traits.post_norms:
+        layer.self_attention.module, layer.mlp.module = PostNormAttention, PostNormMlp
     return spec

@@ -71,6 +71,10 @@ class PolicyModel(GPTModel):
             vp_stage=virtual_stage,
         )
         self.temperature = temperature
+        self.embedding_scale: float | None = None
+        if shape.traits.scaled_embeddings:  # rounded, as in training
+            scale = torch.tensor(shape.hidden_size**0.5, device="cpu").to(config.params_dtype)
+            self.embedding_scale = scale.item()
         rows = padded_vocabulary(shape.vocab_size, tp_size=topology.tp_size) // topology.tp_size
         self.vocab_shard = VocabShard(rows * topology.tp_rank, shape.vocab_size, topology.tp_group)
         mark_tensor_parallel(self)
@@ -83,11 +87,11 @@ class PolicyModel(GPTModel):
         """
         self._check_tokens(inputs.tokens.shape[1])
         hidden = self.embedding(inputs.tokens, None) if self.pre_process else None
+        if hidden is not None and self.embedding_scale is not None:
+            hidden = hidden * self.embedding_scale
         if hidden is not None and torch.is_grad_enabled():
             hidden.requires_grad_()  # of a frozen embedding: recomputed layers need it
-        rotation = inputs.context.rotation
-        assert rotation is not None, "a pack without its rotation"
-        with rotation.selected():
+        with inputs.context.selected_rotations():
             hidden = self.decoder(
                 hidden_states=hidden, attention_mask=None, packed_seq_params=inputs.context
             )

@@ -91,7 +91,7 @@ class PackCache:
         self.shape, self.topology, self.dtype = shape, topology, dtype
         self.on_prepare = on_prepare
         self._packs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._tables: RotationTables | None = None
+        self._tables: dict[ModelShape, RotationTables] = {}
 
     def prepare(self, batch: TokenBatch) -> LocalPack:
         """Return this rank's view of a pack, from the cache if possible."""
@@ -118,6 +118,7 @@ class PackCache:
         layout = host
         if device != batch.response_mask.device:
             layout = self._layout(batch, to_device(batch.response_mask, device))
+        local = self.shape.local_rotary
         inputs = ModelInput(
             tokens=to_device(tokens[None], device),
             labels=to_device(labels[response_positions], device),
@@ -125,19 +126,20 @@ class PackCache:
             context=PackContext(
                 layout=layout,
                 host=host,
-                rotation=self._rotation(positions),
-                window=self.shape.sliding_window,
+                rotation=self._rotation(positions, self.shape),
+                local_rotation=None if local is None else self._rotation(positions, local),
             ),
         )
         return LocalPack(layout, inputs, host)
 
-    def _rotation(self, positions: Tensor) -> PackRotation:
+    def _rotation(self, positions: Tensor, shape: ModelShape) -> PackRotation:
         """Return the rotation of positions [t] on the host; the tables grow by powers of two."""
         device, longest = self.topology.device, int(positions.max()) + 1
-        if self._tables is None or longest > len(self._tables.cosine):
+        tables = self._tables.get(shape)
+        if tables is None or longest > len(tables.cosine):
             rows = torch.arange(1 << (longest - 1).bit_length(), device=device)
-            self._tables = build_rotation(rows, self.shape, dtype=self.dtype)
-        return PackRotation(self._tables, to_device(positions.int(), device))
+            tables = self._tables[shape] = build_rotation(rows, shape, dtype=self.dtype)
+        return PackRotation(tables, to_device(positions.int(), device))
 
     def _layout(self, batch: TokenBatch, response_mask: Tensor) -> SequenceLayout:
         return SequenceLayout(

@@ -20,7 +20,11 @@ def build_transformer_config(
 ) -> TransformerConfig:
     """Build the config of every Megatron module in the actor."""
     on_te = uses_transformer_engine(
-        settings, device=topology.device, window=shape.sliding_window, cp_size=topology.cp_size
+        settings,
+        device=topology.device,
+        window=shape.sliding_window,
+        cp_size=topology.cp_size,
+        local_only=shape.traits.local_only,
     )
     return TransformerConfig(
         **_model(shape),
@@ -35,7 +39,7 @@ def build_transformer_config(
 
 
 def _model(shape: ModelShape) -> dict[str, Any]:
-    window = shape.sliding_window
+    window, local = shape.sliding_window, shape.local_layers
     return {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
@@ -46,7 +50,7 @@ def _model(shape: ModelShape) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.norm_epsilon,
         "gated_linear_unit": True,
-        "activation_func": F.silu,
+        "activation_func": F.gelu if shape.traits.activation == "gelu_tanh" else F.silu,
         "add_bias_linear": False,
         "add_qkv_bias": shape.qkv_bias,
         "qk_layernorm": shape.qk_norm,
@@ -54,6 +58,9 @@ def _model(shape: ModelShape) -> dict[str, Any]:
         "attention_dropout": 0.0,
         # Keys before and after a query's own, for Transformer Engine; our attention has its plan.
         "window_size": None if window is None else (window - 1, 0),
+        "window_attn_skip_freq": None if local is None else local.flags(shape.num_layers),
+        "softmax_scale": shape.softmax_scale,
+        "layernorm_zero_centered_gamma": shape.traits.zero_centered_norms,
     }
 
 

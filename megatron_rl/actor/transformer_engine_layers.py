@@ -34,7 +34,8 @@ class TransformerEngineAttention(TEDotProductAttention):
         """[t, H, d], [t, K, d], [t, K, d] -> [t, H * d]."""
         pack = kwargs.pop("packed_seq_params")
         # Transformer Engine compares strides, even for a single head; on CUDA these are views.
-        query, key = (pack.rotation.apply(x).flatten(1).view(x.shape) for x in (query, key))
+        rotation = pack.rotation_of(None)
+        query, key = (rotation.apply(x).flatten(1).view(x.shape) for x in (query, key))
         return super().forward(
             query, key, value, *args, packed_seq_params=pack.boundaries, **kwargs
         )

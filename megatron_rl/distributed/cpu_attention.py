@@ -221,7 +221,7 @@ class PackedAttention(torch.autograd.Function):
                 _attend_batch_backward(g, q, k, v, kept, into=(dq, dk, dv), scale=ctx.scale)
                 if grad_sinks is not None:
                     of_sinks = torch.stack([1 - weights.sum(-1) for weights in kept], dim=1)
-                    grad_sinks += _sink_gradient(*(x.transpose(0, 1) for x in (g, o)), of_sinks)
+                    grad_sinks += _sink_gradient(g.transpose(0, 1), o.transpose(0, 1), of_sinks)
                 continue
             if block.rows.start == 0:  # the first run of these sequences
                 grad_keys[:, :, block.keys] = 0

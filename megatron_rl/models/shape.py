@@ -1,18 +1,20 @@
 """The shape of a model, read from its config.json: its sizes and the names of its weights."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.architectures import ARCHITECTURES
+from megatron_rl.models.local_layers import LocalLayers
 from megatron_rl.models.rotary_scaling import (
     RotaryScaling,
     read_rotary_base,
     read_rotary_scaling,
     unsupported_rotary_features,
 )
+from megatron_rl.models.traits import Traits
 from megatron_rl.models.weights import OUTPUT_LAYER, Architecture, Weight
 
 
@@ -45,7 +47,22 @@ class ModelShape:
     tied_embeddings: bool
     experts: ExpertShape | None = None
     rotary_scaling: RotaryScaling | None = None
-    sliding_window: int | None = None  # tokens that every layer attends to; None: unlimited
+    sliding_window: int | None = None  # tokens that layers attend to; None: unlimited
+    local_layers: LocalLayers | None = None  # those with the window; None: all
+    softmax_scale: float | None = None  # of attention scores; None: 1 / sqrt(head size)
+
+    @property
+    def traits(self) -> Traits:
+        """Differences of this architecture's computation from Llama's."""
+        return ARCHITECTURES[self.architecture].traits
+
+    @property
+    def local_rotary(self) -> "ModelShape | None":
+        """This shape with the rotary embeddings of layers with a window, if they have others."""
+        if self.local_layers is None or self.local_layers.rotary_base is None:
+            return None
+        base = self.local_layers.rotary_base
+        return replace(self, rotary_base=base, rotary_scaling=None, local_layers=None)
 
     @property
     def qkv_bias(self) -> bool:
@@ -95,10 +112,10 @@ _POSITIVE = {
 
 def _unsupported_features(config: dict[str, Any], architecture: Architecture) -> list[str]:
     """List features in this config.json that the weight tables or our Megatron model lack."""
-    layer_types = config.get("layer_types") or []
+    layer_types, pattern = config.get("layer_types") or [], architecture.traits.local_pattern
     features = {
         "sliding-window attention in some layers": bool(config.get("use_sliding_window"))
-        or any(kind != "full_attention" for kind in layer_types),
+        or (pattern is None and any(kind != "full_attention" for kind in layer_types)),
         f"hidden_act {config.get('hidden_act')!r}": config.get("hidden_act", "silu") != "silu",
         "llama_4_scaling": config.get("llama_4_scaling") is not None,
         "attention_bias": bool(config.get("attention_bias")),
@@ -109,7 +126,10 @@ def _unsupported_features(config: dict[str, Any], architecture: Architecture) ->
         and (config.get("decoder_sparse_step", 1) != 1 or bool(config.get("mlp_only_layers"))),
     }
     unsupported = [feature for feature, present in features.items() if present]
-    return [*unsupported_rotary_features(config), *unsupported]
+    unsupported += pattern.unsupported(config) if pattern else []
+    return [
+        *unsupported_rotary_features(config), *unsupported, *architecture.traits.refuse(config)
+    ]  # fmt: skip
 
 
 def read_model_shape(folder: str | Path) -> ModelShape:
@@ -130,12 +150,14 @@ def read_model_shape(folder: str | Path) -> ModelShape:
         raise UserError(
             f"{path}: architecture {name} is not supported; choose from {sorted(ARCHITECTURES)}"
         )
-    if unsupported := _unsupported_features(config, ARCHITECTURES[name]):
-        raise UserError(
-            f"{path}: {name} with {', '.join(unsupported)} is not supported; "
-            "choose a model without these features, in floating point"
-        )
+    config = ARCHITECTURES[name].traits.keys(config)
     try:
+        unsupported = _unsupported_features(config, ARCHITECTURES[name])
+        if unsupported:
+            raise UserError(
+                f"{path}: {name} with {', '.join(unsupported)} is not supported; "
+                "choose a model without these features, in floating point"
+            )
         shape = _build_shape(config, name)
     except KeyError as missing:
         raise UserError(f"{path} has no {missing}; use the model's complete file") from None
@@ -186,14 +208,15 @@ def _build_shape(config: dict[str, Any], name: str) -> ModelShape:
             shared_ffn_hidden_size=config["shared_expert_intermediate_size"] if shared else None,
         )
     head_dim = config.get("head_dim") or architecture.default_head_dim
-    window = architecture.default_sliding_window
+    head_dim = head_dim or config["hidden_size"] // heads
+    window, traits = architecture.default_sliding_window, architecture.traits
     return ModelShape(
         architecture=name,
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
         num_attention_heads=heads,
         num_query_groups=config.get("num_key_value_heads") or heads,
-        head_dim=head_dim or config["hidden_size"] // heads,
+        head_dim=head_dim,
         ffn_hidden_size=config["intermediate_size"],
         vocab_size=config["vocab_size"],
         max_position_embeddings=scaling.positions(positions) if scaling else positions,
@@ -203,6 +226,8 @@ def _build_shape(config: dict[str, Any], name: str) -> ModelShape:
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         experts=experts,
         sliding_window=None if window is None else config.get("sliding_window", window),
+        local_layers=traits.local_pattern.read(config) if traits.local_pattern else None,
+        softmax_scale=traits.softmax_scale(config, head_dim=head_dim),
     )
 
 

@@ -8,6 +8,8 @@ merged modules).
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_rl.models.traits import LIKE_LLAMA, Traits
+
 # Sharding of a weight over tensor parallelism, and the HF tensors it consists of:
 #   replicated  every rank has all of one tensor
 #   vocabulary  rows split evenly after padding to the layout's vocabulary size
@@ -156,12 +158,14 @@ class Architecture:
     default_sliding_window: tokens that every layer attends to if config.json has no
     `sliding_window` (null there: unlimited); None: the architecture ignores that key and needs
     `use_sliding_window`.
+    traits: differences from Llama's computation.
     """
 
     name: str
     weights: tuple[Weight, ...]
     default_head_dim: int | None = None
     default_sliding_window: int | None = None
+    traits: Traits = LIKE_LLAMA
 
     @property
     def qkv_bias(self) -> bool:

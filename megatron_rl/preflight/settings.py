@@ -239,7 +239,12 @@ def _transformer_engine_problems(config: Config, shape: ModelShape) -> list[str]
             "model.fp8=blockwise: blocks of 128 tokens share a scale, but Megatron pads the tokens "
             "of an expert to a multiple of 16; use model.fp8=tensorwise for a mixture of experts"
         )
-    if shape.sliding_window is not None and config.parallel.context > 1:
+    if shape.traits.local_only is not None:
+        problems.append(
+            f"{keys_text}: the model has {shape.traits.local_only}, which Transformer Engine's "
+            f"layers lack; unset {keys_text}"
+        )
+    elif shape.sliding_window is not None and config.parallel.context > 1:
         problems.append(
             f"{keys_text}: Transformer Engine's ring of keys and values does not support the "
             f"model's sliding window of {shape.sliding_window} tokens, and parallel.context is "

@@ -55,6 +55,20 @@ MODELS = {
     "mistral": ("MistralConfig", {"sliding_window": 5}),
     "qwen3": ("Qwen3Config", {"tie_word_embeddings": True, "rope_parameters": YARN}),
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "norm_topk_prob": True}),
+    # Windows in layers of both stages, at other places than in the stage before.
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2],
+            "query_pre_attn_scalar": 20,
+            "pad_token_id": None,  # torch has no gradient for the embedding of a padding token
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
     # Its routing is not normalised over the chosen experts.
     "qwen2_moe": ("Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 28}),
 }
@@ -130,6 +144,29 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def reference(root):
     return json.loads(run_ranks(_score, 1, str(root), {})[0])
+
+
+def _norm_by_transformers(folder):
+    """The norm of the gradient of - sum_t A log p_t / sum_i L_i, which is GRPO's at ratio 1."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    rollouts, advantages = make_rollouts()
+    count = sum(len(rollout.response.token_ids) for rollout in rollouts)
+    for rollout, advantage in zip(rollouts, advantages.tolist(), strict=True):
+        length = len(rollout.response.token_ids)
+        text = torch.tensor([[*rollout.prompt.token_ids, *rollout.response.token_ids]])
+        logprobs = model(text).logits[0, :-1].log_softmax(-1)
+        picked = logprobs.gather(1, text[0, 1:, None])[-length:]
+        (-advantage / count * picked.sum()).backward()
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return torch.stack([grad.norm() for grad in grads]).norm().item()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradient_norms_are_those_of_transformers(root, reference, name):
+    want = _norm_by_transformers(root / name)
+    assert reference[f"{name}/grad_norm"] == pytest.approx(want, rel=1e-5)
 
 
 LAYOUTS = [

@@ -11,6 +11,20 @@ import torch
 from tests.ranks import run_ranks
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+# The second layer attends to all tokens, up to 30, with other frequencies.
+GEMMA3 = {
+    "num_hidden_layers": 3,
+    "head_dim": 64,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 100,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+}
 SEQUENCES = [[3, 5, 7, 11, 13], list(range(40, 70)), [299, 298, 1]]
 
 
@@ -37,7 +51,10 @@ def _save_model(name: str, folder: Path) -> None:
         sizes |= EXPERTS | {"norm_topk_prob": name == "Qwen3Moe"}
     if name == "Qwen2Moe":
         sizes["shared_expert_intermediate_size"] = 192
-    config = getattr(transformers, f"{name}Config")(**sizes, architectures=[f"{name}ForCausalLM"])
+    if name == "Gemma3":
+        sizes |= GEMMA3
+    config_class = getattr(transformers, CONFIGS.get(name, f"{name}Config"))
+    config = config_class(**sizes, architectures=[f"{name}ForCausalLM"])
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -83,7 +100,7 @@ def _push(rank, world_size, folder):
     return True
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3", "Qwen3Moe", "Qwen2Moe"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3", "Qwen3Moe", "Qwen2Moe", "Gemma3"])
 def test_vllm_log_probs_match_transformers(name, tmp_path):
     _save_model(name, tmp_path)
     assert all(run_ranks(_push, 2, str(tmp_path)))

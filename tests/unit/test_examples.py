@@ -25,7 +25,7 @@ QWEN2 = {
 MODELS = {
     "r1_distill_1_5b_epochs1": 32, "r1_distill_1_5b_epochs4": 32, "qwen2_5_7b": 32,
     "qwen2_5_32b": 64, "qwen2_5_7b_lora": 1, "qwen2_5_32b_lora": 8, "mistral_7b": 32,
-    "qwen3_30b_a3b": 32, "qwen3_235b_a22b": 256,
+    "qwen3_30b_a3b": 32, "qwen3_235b_a22b": 256, "gemma_3_4b": 16,
 }  # fmt: skip
 R1_DISTILL = QWEN2 | {
     "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
@@ -47,6 +47,13 @@ SHAPES = {
         "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": None,
+    },
+    "gemma_3_4b": {
+        "architectures": ["Gemma3ForCausalLM"], "vocab_size": 262208, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131072, "hidden_size": 2560, "intermediate_size": 10240,
+        "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 256, "sliding_window": 1024, "query_pre_attn_scalar": 256,
+        "rope_theta": 1e6, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
     },
     "qwen3_30b_a3b": QWEN2 | {
         "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144,

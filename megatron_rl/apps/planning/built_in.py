@@ -4,11 +4,14 @@ Planning uses only sizes, so the rotary embedding values are placeholders.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
+from megatron_rl.models.architectures import ARCHITECTURES
+from megatron_rl.models.local_layers import LocalLayers
 from megatron_rl.models.shape import ExpertShape, ModelShape, read_model_shape
 from megatron_rl.preflight.hub_names import find_cached_config
 
@@ -31,6 +34,22 @@ def _dense(
         norm_epsilon=1e-6,
         tied_embeddings=tied,
         experts=experts,
+    )
+
+
+def _gemma3(
+    layers: int, hidden: int, heads: int, groups: int, ffn: int, vocabulary: int,
+    *, window: int, head_dim: int = 256, query_scalar: int = 256,
+) -> ModelShape:  # fmt: skip
+    shape = _dense(
+        "Gemma3ForCausalLM", layers, hidden, heads, groups, ffn, vocabulary,
+        head_dim=head_dim, tied=True,
+    )  # fmt: skip
+    return replace(
+        shape,
+        sliding_window=window,
+        local_layers=LocalLayers(tuple(range(5, layers, 6)), rotary_base=1e4),
+        softmax_scale=None if query_scalar == head_dim else query_scalar**-0.5,
     )
 
 
@@ -59,6 +78,13 @@ MODELS = {
     "Mistral-7B-Instruct-v0.3": _dense(_MISTRAL, 32, 4096, 32, 8, 14336, 32768),
     "Mistral-Small-24B-Instruct-2501": _dense(
         _MISTRAL, 40, 5120, 32, 8, 32768, 131072, head_dim=128
+    ),
+    # The sizes from 4B are those of the text models in checkpoints that also have a vision tower.
+    "Gemma-3-1B-it": _gemma3(26, 1152, 4, 1, 6912, 262144, window=512),
+    "Gemma-3-4B-it-text": _gemma3(34, 2560, 8, 4, 10240, 262208, window=1024),
+    "Gemma-3-12B-it-text": _gemma3(48, 3840, 16, 8, 15360, 262208, window=1024),
+    "Gemma-3-27B-it-text": _gemma3(
+        62, 5376, 32, 16, 21504, 262208, window=1024, head_dim=128, query_scalar=168
     ),
 }
 
@@ -113,6 +139,15 @@ def write_config_json(shape: ModelShape, folder: Path) -> Path:
         "tie_word_embeddings": shape.tied_embeddings,
         "sliding_window": shape.sliding_window,  # a missing key would mean Mistral's default
     }
+    if shape.local_layers is not None:
+        flags = shape.local_layers.flags(shape.num_layers)
+        kinds = {1: "sliding_attention", 0: "full_attention"}
+        values["layer_types"] = [kinds[flag] for flag in flags]
+        if shape.local_layers.rotary_base is not None:
+            values["rope_local_base_freq"] = shape.local_layers.rotary_base
+    if ARCHITECTURES[shape.architecture].traits.query_scalar is not None:
+        scale = shape.softmax_scale
+        values["query_pre_attn_scalar"] = shape.head_dim if scale is None else scale**-2
     if shape.experts is not None:
         values |= {
             "num_experts": shape.experts.num_experts,

@@ -118,11 +118,14 @@ def activation_bytes(
 def kept_per_token(shape: ModelShape, parts: Parts) -> float:
     """Return the bytes that one layer stores per local token for its backward pass.
 
-    Norms store input and output (8 h) and a scale (4 each). Attention stores queries, keys, values
-    and the input of its output projection. Norms of queries and keys store their inputs.
+    Norms store input and output (8 h) and a scale (4 each), norms of what attention and MLP return
+    only their inputs (4 h). Attention stores queries, keys, values and the input of its output
+    projection. Norms of queries and keys store their inputs.
     """
     sizes = shape.sizes
     kept = norms_kept(shape.hidden_size) + 8 + attention_kept(sizes["query"], 0)
+    if shape.traits.post_norms:
+        kept += 4 * shape.hidden_size + 8
     if shape.qk_norm:
         kept += 4 * sizes["query"] + 4 * shape.num_attention_heads
     kept /= parts.tensor
@@ -274,4 +277,5 @@ def route_bytes(shape: ModelShape, *, tensor: int, stages: int) -> float:
 
 def rotation_bytes(shape: ModelShape, parts: Parts) -> int:
     """Return the bytes of the cosines and sines of one micro-batch, which its pass keeps."""
-    return 2 * shape.head_dim * parts.local_tokens
+    tables = 1 if shape.local_rotary is None else 2
+    return 2 * tables * shape.head_dim * parts.local_tokens

@@ -17,6 +17,7 @@ SIZES = {
     "num_key_value_heads": 4,
     "head_dim": 8,
 }
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 
 
@@ -28,11 +29,14 @@ def _config(name: str, **changes):
         sizes.pop("head_dim")
     if name == "Mistral":
         sizes = {"sliding_window": None} | sizes
-    return getattr(transformers, f"{name}Config")(**sizes, architectures=[f"{name}ForCausalLM"])
+    config_class = getattr(transformers, CONFIGS.get(name, f"{name}Config"))
+    return config_class(**sizes, architectures=[f"{name}ForCausalLM"])
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", ["Qwen2", "Qwen2Moe", "Llama", "Mistral", "Qwen3", "Qwen3Moe"])
+@pytest.mark.parametrize(
+    "name", ["Qwen2", "Qwen2Moe", "Llama", "Mistral", "Qwen3", "Qwen3Moe", "Gemma3"]
+)
 def test_tensor_shapes_equal_those_saved_by_transformers(name, tied, tmp_path):
     config = _config(name, tie_word_embeddings=tied)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -126,6 +130,61 @@ def test_sliding_window_of_mistral_defaults_to_that_of_transformers(tmp_path):
 def test_sliding_window_is_ignored_where_transformers_ignores_it(tmp_path):
     _config("Llama", sliding_window=8).save_pretrained(tmp_path)
     assert read_model_shape(tmp_path).sliding_window is None
+
+
+FULL, LOCAL = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"use_bidirectional_attention": True}, "bidirectional attention"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"sliding_window": None}, "sliding_window null"),
+        ({"layer_types": ["chunked_attention", FULL]}, "layer type 'chunked_attention'"),
+        ({"layer_types": [FULL]}, "1 layer_types for all layers"),
+        (
+            {"rope_parameters": {LOCAL: {"rope_type": "linear", "factor": 2.0}}},
+            "rope parameters per layer type",
+        ),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),
+    ],
+)
+def test_read_model_shape_refuses_variants_of_gemma_3_by_name(changes, named, tmp_path):
+    _config("Gemma3").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert read_model_shape(tmp_path).architecture == "Gemma3ForCausalLM"
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=named):
+        read_model_shape(tmp_path)
+
+
+def test_gemma_3_is_read_from_keys_of_earlier_releases_as_by_transformers(tmp_path):
+    """The keys of the published 1B and 4B, which have neither layer types nor tied embeddings."""
+    path = tmp_path / "config.json"
+    config = _config("Gemma3", num_hidden_layers=7).to_dict()
+    for key in ("rope_parameters", "layer_types", "tie_word_embeddings"):
+        config.pop(key, None)
+    scaling = {"factor": 8.0, "rope_type": "linear"}
+    old = {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": scaling,
+           "sliding_window_pattern": 3}  # fmt: skip
+    path.write_text(json.dumps(config | old))
+    shape, theirs = read_model_shape(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
+    assert shape.tied_embeddings and theirs.tie_word_embeddings
+    full = [index for index, kind in enumerate(theirs.layer_types) if kind == FULL]
+    assert list(shape.local_layers.full) == full == [2, 5]
+    assert theirs.rope_parameters[FULL] == {"rope_theta": shape.rotary_base, **scaling}
+    assert theirs.rope_parameters[LOCAL]["rope_theta"] == shape.local_layers.rotary_base == 2e4
+    assert dict(shape.rotary_scaling.parameters) == {"factor": 8.0}
+    assert shape.softmax_scale == theirs.query_pre_attn_scalar**-0.5 == 256**-0.5
+    path.write_text(json.dumps(config))
+    shape, theirs = read_model_shape(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
+    assert list(shape.local_layers.full) == [5] == [theirs.layer_types.index(FULL)]
+    assert theirs.rope_parameters[FULL]["rope_theta"] == shape.rotary_base == 1e6
+    assert theirs.rope_parameters[LOCAL]["rope_theta"] == shape.local_layers.rotary_base == 1e4
 
 
 def test_read_model_shape_of_folder_without_config_raises(tmp_path):

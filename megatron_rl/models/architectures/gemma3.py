@@ -1,0 +1,65 @@
+"""Gemma 3, text (arXiv 2503.19786): windows in 5 of 6 layers, norms around every part."""
+
+from typing import Any
+
+from megatron_rl.models.local_layers import LocalPattern, common_rotary_keys
+from megatron_rl.models.traits import Traits
+from megatron_rl.models.weights import (
+    ATTENTION,
+    DENSE_MLP,
+    EMBEDDING,
+    FINAL_NORM,
+    OUTPUT_LAYER,
+    QK_NORM,
+    Architecture,
+    Weight,
+)
+
+_HF, _MEGATRON = "model.layers.{layer}.", "decoder.layers.{layer}."
+
+NORMS = tuple(
+    Weight(
+        "layer", "replicated", ("hidden",),
+        (f"{_HF}{name}.weight",), f"{_MEGATRON}{megatron}.weight", f"{_HF}{name}.weight",
+    )
+    for name, megatron in (
+        ("post_attention_layernorm", "self_attention.post_layernorm"),
+        ("pre_feedforward_layernorm", "pre_mlp_layernorm"),
+        ("post_feedforward_layernorm", "mlp.post_layernorm"),
+    )
+)  # fmt: skip
+
+
+def _keys(config: dict[str, Any]) -> dict[str, Any]:
+    rotary = common_rotary_keys(config, default_base=1e6, default_local_base=1e4)
+    return {"tie_word_embeddings": True, "sliding_window": 4096} | rotary
+
+
+def _refuse(config: dict[str, Any]) -> list[str]:
+    activation = config.get("hidden_activation", "gelu_pytorch_tanh")
+    features = {
+        f"hidden_activation {activation!r}": activation != "gelu_pytorch_tanh",
+        "attn_logit_softcapping": config.get("attn_logit_softcapping") is not None,
+        "final_logit_softcapping": config.get("final_logit_softcapping") is not None,
+        "bidirectional attention": bool(config.get("use_bidirectional_attention")),
+    }
+    return [feature for feature, present in features.items() if present]
+
+
+ARCHITECTURE = Architecture(
+    "Gemma3ForCausalLM",
+    (EMBEDDING, *ATTENTION, *QK_NORM, *NORMS, *DENSE_MLP[1:], FINAL_NORM, OUTPUT_LAYER),
+    default_head_dim=256,
+    default_sliding_window=4096,
+    traits=Traits(
+        activation="gelu_tanh",
+        zero_centered_norms=True,
+        post_norms=True,
+        scaled_embeddings=True,
+        query_scalar=256.0,
+        local_pattern=LocalPattern(6, key="sliding_window_pattern"),
+        local_only="norms after attention and MLP",
+        keys=_keys,
+        refuse=_refuse,
+    ),
+)
