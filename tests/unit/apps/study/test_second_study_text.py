@@ -1,5 +1,6 @@
 """Every number in the results of the second study, recomputed from its stored metrics."""
 
+import itertools
 import re
 import runpy
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ def runs() -> Runs:
                   if row["eval/heldout/avg@16"] is not None]  # fmt: skip
         drops = [max(rewards[:n]) - rewards[n] for n in range(1, len(rewards))]
         found[*axes, first["seed"]] = {
-            "score": scores[-1], "reward": float(np.mean(rewards)),
+            "score": scores[-1], "scores": scores, "drop": max(drops), "reward": float(np.mean(rewards)),
             "solved": 100 * last["eval/heldout/pass@16"],
             "tokens": sum(row["rollout/tokens"] for row in rows[1:]), "rewards": rewards,
             "fall": max(0.0, *drops, max(scores) - scores[-1]),
@@ -170,6 +171,30 @@ def epoch_claims(runs: Runs) -> Iterator[str]:
     ).format(*seconds)
 
 
+PLATEAU = ("positive_only", "balanced", "damped_negatives", "gspo_low_0.005", "pnpo_one_sided",
+           "grpo")  # fmt: skip
+
+
+def plateau_rows(runs: Runs) -> Iterator[str]:
+    for name in PLATEAU:
+        run = runs["sum_2", "0.0004", "4_long", name, 1]
+        scores = [f"{run['scores'][batches // 5]:.1f}" for batches in (5, 10, 15, 20, 30, 40, 50)]
+        yield f"| `{name}` | {' | '.join(scores)} | {run['reward']:.1f} | {run['drop']:.1f} |"
+
+
+def plateau_claims(runs: Runs) -> Iterator[str]:
+    """Parts of the sentences on 50 rollout batches."""
+    scores = [runs["sum_2", "0.0004", "4_long", name, 1]["scores"] for name in PLATEAU]
+    early, late = [each[1] for each in scores], [each[-1] for each in scores]
+    yield f"lie {max(early) - min(early):.1f} points apart after 5 rollout batches and"
+    yield f"{max(late) - min(late):.1f} after 50"
+    assert sorted(late, reverse=True) == late
+    drops = [max(a - b for a, b in itertools.pairwise(each[1:])) for each in scores]
+    yield f"by {max(drops):.1f} points for `balanced` from batch 10 to 15"
+    assert drops[1] == max(drops) == scores[1][2] - scores[1][3]
+    assert min(drops) > 0.5
+
+
 def objective_rows(runs: Runs) -> Iterator[str]:
     for name in OBJECTIVES:
         cells = [", ".join(map(signed, against_positive_only(runs, name, family)))
@@ -239,13 +264,13 @@ def claims(runs: Runs) -> Iterator[str]:
 
 
 def test_tables_of_the_results_equal_a_second_computation(runs):
-    tables = (*primary_rows(runs), *choice_rows(runs), *epoch_rows(runs), *objective_rows(runs))
-    for line in tables:
+    tables = (primary_rows, choice_rows, epoch_rows, plateau_rows, objective_rows)
+    for line in (line for rows in tables for line in rows(runs)):
         assert line in RESULTS
 
 
 def test_sentences_of_the_results_equal_a_second_computation(runs):
-    for claim in (*claims(runs), *epoch_claims(runs)):
+    for claim in (*claims(runs), *epoch_claims(runs), *plateau_claims(runs)):
         assert claim in TEXT
 
 
