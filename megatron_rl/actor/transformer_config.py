@@ -11,6 +11,7 @@ from megatron_rl.actor.loss_contract import SUM_SEMANTICS
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
+from megatron_rl.models.adapters import adapters_of_experts
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import layout_of
 
@@ -19,12 +20,13 @@ def build_transformer_config(
     shape: ModelShape, settings: ActorSettings, topology: Topology
 ) -> TransformerConfig:
     """Build the config of every Megatron module in the actor."""
+    targets = settings.lora.targets if settings.lora else ()
     on_te = uses_transformer_engine(
         settings,
         device=topology.device,
         window=shape.sliding_window,
         cp_size=topology.cp_size,
-        local_only=shape.traits.local_only,
+        local_only=shape.traits.local_only or adapters_of_experts(shape, targets),
     )
     return TransformerConfig(
         **_model(shape),

@@ -37,3 +37,10 @@ def count_adapter_parameters(shape: ModelShape, *, rank: int, targets: Collectio
             copies *= shape.experts.num_experts
         total += copies * rank * (cut + whole)
     return total
+
+
+def adapters_of_experts(shape: ModelShape, targets: Collection[str]) -> str | None:
+    """Name adapters that one product of all experts cannot have; None if there are none."""
+    if shape.experts is None or not {"fc1", "fc2"} & set(targets):
+        return None
+    return "adapters of experts (fc1 or fc2 in lora.targets)"

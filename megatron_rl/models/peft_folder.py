@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.errors import UserError
-from megatron_rl.models.adapters import adapted_linears
+from megatron_rl.models.adapters import adapted_linears, adapters_of_experts
 from megatron_rl.models.fingerprint import model_fingerprint
 from megatron_rl.models.safetensors_headers import FLOATS, format_problems, read_header
 from megatron_rl.models.shape import ModelShape, weight_shapes
@@ -47,7 +47,7 @@ def peft_problem(shape: ModelShape, targets: Collection[str]) -> str | None:
     transformers keeps all experts of a layer in one parameter, so that `peft` has no module for the
     adapter of one expert.
     """
-    if shape.experts is None or not {"fc1", "fc2"} & set(targets):
+    if adapters_of_experts(shape, targets) is None:
         return None
     return "peft has no format for adapters of single experts; use the merged model"
 

@@ -14,6 +14,7 @@ from megatron_rl.data.rows import Columns, check_prompt_file
 from megatron_rl.data.tokenizer import find_tokenizer
 from megatron_rl.engine.engine_arguments import engine_argument_problems
 from megatron_rl.errors import UserError
+from megatron_rl.models.adapters import adapters_of_experts
 from megatron_rl.models.peft_folder import check_peft_folder
 from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.objectives.function_spec import FunctionSpec, check_function
@@ -239,9 +240,10 @@ def _transformer_engine_problems(config: Config, shape: ModelShape) -> list[str]
             "model.fp8=blockwise: blocks of 128 tokens share a scale, but Megatron pads the tokens "
             "of an expert to a multiple of 16; use model.fp8=tensorwise for a mixture of experts"
         )
-    if shape.traits.local_only is not None:
+    adapted = adapters_of_experts(shape, config.lora.targets if config.lora else ())
+    if (local_only := shape.traits.local_only or adapted) is not None:
         problems.append(
-            f"{keys_text}: the model has {shape.traits.local_only}, which Transformer Engine's "
+            f"{keys_text}: the model has {local_only}, which Transformer Engine's "
             f"layers lack; unset {keys_text}"
         )
     elif shape.sliding_window is not None and config.parallel.context > 1:

@@ -42,7 +42,7 @@ ON_TWO = {
     "pp2": {"pipeline": 2, "virtual_stages": 2},
 }
 ON_FOUR = {"tp2-cp2-ep2": {"tensor": 2, "context": 2, "expert": 2}}
-ON_RINGS = ("qwen2", "qwen3", "qwen3_moe")  # no sliding windows
+ON_RINGS = ("qwen2", "qwen3", "qwen3_moe", "qwen2 lora")  # no sliding windows
 # The experts' model has what those on rings have, but for biases.
 EXPERTS_OR_WINDOW = ("qwen3_moe", "mistral")
 WITH_BIASES_OR_EXPERTS = ("qwen2", "qwen3_moe")
@@ -70,7 +70,8 @@ def _train(actor, folder, others):
     # Transformer Engine added these gradients itself, and the hooks nothing.
     added = {
         name: parameter.grad_added_to_main_grad
-        for name, parameter in actor.named_parameters_local().items()
+        for name, parameter in actor.tensors().items()
+        if parameter.requires_grad
     }
     actor.sleep()
     actor.save(folder / "saved")
@@ -126,22 +127,25 @@ def _run(rank, world_size, root, engine, core, layouts, models, others):
 
     from megatron_rl.actor import cpu_adaptation, groups
     from megatron_rl.actor.actor import MegatronActor
-    from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.actor.settings import ActorSettings, LoraSettings
 
     stalls = runtime.watch_comparisons()
     reports = {}
     for name, layout in layouts.items():
         topology = groups.initialise(**layout)
         for model in models:
+            adapters = LoraSettings(rank=4, alpha=8.0, seed=1) if "lora" in model else None
             settings = ActorSettings(
-                learning_rate=1e-3,
+                lora=adapters,
+                learning_rate=3e-2 if adapters else 1e-3,
                 warmup_updates=0,
                 epsilon=1e-3,
                 recompute="full" if name == "tp2-cp2-ep2" else "none",
                 transformer_engine=engine is not None,
                 overlap_reduction=engine is not None,  # as on CUDA
             )
-            actor = MegatronActor(Path(root) / model, topology=topology, settings=settings)
+            source = Path(root) / model.split()[0]
+            actor = MegatronActor(source, topology=topology, settings=settings)
             folder = Path(root) / f"{name}-{model}-{bool(engine)}"
             earlier = [Path(root) / other.format(model) for other in others]
             if layout.get("expert"):  # Megatron-core keeps experts' optimizer apart only then
@@ -165,7 +169,9 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(root):
-    return json.loads(run_ranks(_run, 1, str(root), None, None, {"one": {}}, [*MODELS], [])[0])
+    return json.loads(
+        run_ranks(_run, 1, str(root), None, None, {"one": {}}, [*MODELS, "qwen2 lora"], [])[0]
+    )
 
 
 @pytest.fixture
@@ -193,7 +199,7 @@ def launch(root, reference, monkeypatch):
 def _agree(report, expected, root, name, model):
     """Report of a layout on Transformer Engine against the one process without it."""
     assert report["fused"] and not expected["fused"]
-    theirs = transformers_logprobs(root / model)
+    theirs = transformers_logprobs(root / model.split()[0])
     for rows in (expected["logprobs"], theirs):
         for mine, other in zip(report["logprobs"], rows, strict=True):
             assert mine == pytest.approx(other, rel=1e-5, abs=1e-5), (name, model)
@@ -205,10 +211,10 @@ def _agree(report, expected, root, name, model):
     for parameter, is_added in report["added"].items():
         # Embedding, output layer, router and norms keep Megatron's hook or our head.
         layers = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-        by_engine = any(f"{layer}.weight" in parameter for layer in layers)
+        by_engine = any(f"{layer}.weight" in parameter for layer in layers)  # nor have adapters
         assert is_added == by_engine, (name, model, parameter)
-    assert any(report["added"].values()), (name, model)
-    source = load_file(root / model / "model.safetensors")
+    assert any(report["added"].values()) != ("lora" in model), (name, model)
+    source = load_file(root / model.split()[0] / "model.safetensors")
     exported = load_file(root / f"{name}-{model}-True" / "exported" / "model.safetensors")
     assert exported.keys() == source.keys()
     assert all(torch.equal(exported[key], tensor) for key, tensor in source.items())

@@ -148,11 +148,6 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
         ),
         (
             MINIMAL,
-            ["lora.rank=8", "optimizer.learning_rate=1e-4", "model.transformer_engine=true"],
-            "model.transformer_engine=True cannot be combined with lora",
-        ),
-        (
-            MINIMAL,
             ["model.routing_replay=engine", "environment={name: 'a:b', max_context_tokens: 99}"],
             "model.routing_replay=engine cannot be combined with environment.name=a:b",
         ),

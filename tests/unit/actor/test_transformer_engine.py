@@ -14,10 +14,11 @@ from packaging.version import Version
 from megatron_rl.actor import layer_choice, transformer_config
 from megatron_rl.actor.layers import PackContext
 from megatron_rl.actor.model import PolicyModel
-from megatron_rl.actor.settings import GEMM_TOKENS, ActorSettings
+from megatron_rl.actor.settings import GEMM_TOKENS, ActorSettings, LoraSettings
 from megatron_rl.config import ParallelSection, parse_config
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.models.adapters import adapters_of_experts
 from megatron_rl.models.shape import ExpertShape, ModelShape
 from megatron_rl.preflight import layout
 from megatron_rl.preflight import settings as preflight
@@ -70,6 +71,31 @@ def test_transformer_engine_is_used_under_its_conditions(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     settings = ActorSettings(dtype=dtype, transformer_engine=setting)
     assert layer_choice.uses_transformer_engine(settings, device=device) is used
+
+
+def test_adapters_are_on_its_layers_only_if_required(monkeypatch):
+    monkeypatch.setattr(layer_choice.te, "HAVE_TE", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    experts = replace(SHAPE, experts=ExpertShape(4, 2, 16, normalize_top_k=True))
+
+    def is_used(required, targets, shape):
+        lora = LoraSettings(8, 16.0, targets)
+        settings = ActorSettings(dtype=LOW, transformer_engine=required, lora=lora)
+        local_only = adapters_of_experts(shape, targets)
+        return layer_choice.uses_transformer_engine(settings, device=CUDA, local_only=local_only)
+
+    assert not is_used(None, ("qkv",), SHAPE)
+    assert is_used(True, ("qkv", "fc1"), SHAPE) and is_used(True, ("qkv",), experts)
+    with pytest.raises(ValueError, match=r"adapters of experts \(fc1 or fc2 in lora\.targets\)"):
+        is_used(True, ("qkv", "fc1"), experts)
+    monkeypatch.setattr(preflight, "has_cuda", lambda: True)
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: name)
+    given = {"model": {"path": "p", "transformer_engine": True}, "data": {"train": "t"},
+             "lora": {"rank": 8}, "optimizer": {"learning_rate": 1e-4}}  # fmt: skip
+    (problem,) = preflight._transformer_engine_problems(parse_config(given), experts)
+    assert "the model has adapters of experts" in problem
+    assert not preflight._transformer_engine_problems(parse_config(given), SHAPE)
 
 
 def test_devices_with_wrong_gradients_warn(monkeypatch):
