@@ -44,7 +44,8 @@ def runs() -> Runs:
                   if row["eval/heldout/avg@16"] is not None]  # fmt: skip
         drops = [max(rewards[:n]) - rewards[n] for n in range(1, len(rewards))]
         found[*axes, first["seed"]] = {
-            "score": scores[-1], "scores": scores, "drop": max(drops), "reward": float(np.mean(rewards)),
+            "score": scores[-1], "scores": scores, "drop": max(drops),
+            "reward": float(np.mean(rewards)),
             "solved": 100 * last["eval/heldout/pass@16"],
             "tokens": sum(row["rollout/tokens"] for row in rows[1:]), "rewards": rewards,
             "fall": max(0.0, *drops, max(scores) - scores[-1]),
