@@ -60,6 +60,7 @@ MODELS = {
     "DeepseekV3": {
         **GROUPS, "num_key_value_heads": 4, "head_dim": None, "q_lora_rank": 16,
         "kv_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 20,
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc",
     },
 }  # fmt: skip
 # Buffers of Megatron's that no model folder has.

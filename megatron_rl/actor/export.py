@@ -39,6 +39,7 @@ MAX_WRITERS = 16
 PATIENCE = 1800.0  # seconds without progress on any rank
 APPEARS_SECONDS = 30.0  # for a file of another node to be seen
 _ALIGNMENT = 8  # bytes: a bucket may contain several dtypes
+_FURTHER_TOKENS = ("num_nextn_predict_layers", "num_mtp_layers")  # keys of config.json
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".gguf")
 
 
@@ -311,10 +312,17 @@ def _complete(plan: ExportPlan, partial: Path, folder: Path) -> None:
 
 
 def begin_folder(partial: Path, source: str | Path) -> None:
-    """Create a new folder with copies of all files of `source` except weights."""
+    """Create a new folder with copies of all files of `source` except weights.
+
+    Layers that predict further tokens (MTP) are not loaded, so config.json then lists none.
+    """
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
     for path in Path(source).iterdir():
         if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES):
             shutil.copy2(path, partial / path.name)
+    path = partial / "config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    if without := {key: 0 for key in _FURTHER_TOKENS if config.get(key)}:
+        path.write_text(json.dumps(config | without, indent=2) + "\n")

@@ -10,9 +10,11 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_rl.actor.latent_attention import LatentAttention
 from megatron_rl.actor.layers import build_local_layer_spec
 from megatron_rl.actor.norms import RmsNorm
 from megatron_rl.actor.settings import ActorSettings
@@ -82,9 +84,9 @@ def uses_transformer_engine(
 
 
 def build_block_spec(
-    shape: ModelShape, *, config: TransformerConfig, depth: int
+    shape: ModelShape, *, config: TransformerConfig, layers: range
 ) -> TransformerBlockSubmodules:
-    """Build the spec of `depth` layers and a final norm for `config.transformer_impl`."""
+    """Build the spec of these layers of the model and a final norm."""
     if config.transformer_impl == "transformer_engine":
         # This import fails without Transformer Engine.
         from megatron_rl.actor.transformer_engine_layers import (
@@ -92,10 +94,15 @@ def build_block_spec(
             build_transformer_engine_spec,
         )
 
-        layer, norm = build_transformer_engine_spec(shape), TENorm
+        build, norm = build_transformer_engine_spec, TENorm
     else:
-        layer, norm = build_local_layer_spec(shape), RmsNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * depth, layer_norm=norm)
+        build, norm = build_local_layer_spec, RmsNorm
+    kinds = [number in shape.layers_with("experts") for number in layers]
+    specs = {experts: build(shape, experts=experts) for experts in set(kinds)}
+    for spec in specs.values() if shape.latent else ():
+        attention = ModuleSpec(module=LatentAttention, params={"shape": shape})
+        spec.submodules.self_attention = attention
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=norm)
 
 
 def mark_tensor_parallel(model: torch.nn.Module) -> None:

@@ -138,10 +138,13 @@ class PackedCoreAttention(torch.nn.Module):
         return out.flatten(1)
 
 
-def build_local_layer_spec(shape: ModelShape) -> ModuleSpec:
-    """Build Megatron's local layer spec with our norm and attention."""
+def build_local_layer_spec(shape: ModelShape, *, experts: bool) -> ModuleSpec:
+    """Build Megatron's local layer spec with our norm and attention.
+
+    experts: of a layer with a mixture of experts.
+    """
     spec = get_gpt_layer_local_spec(
-        num_experts=shape.experts.num_experts if shape.experts else None,
+        num_experts=shape.experts.num_experts if shape.experts and experts else None,
         qk_layernorm=shape.qk_norm,
         normalization="RMSNorm",
     )
@@ -153,7 +156,7 @@ def build_local_layer_spec(shape: ModelShape) -> ModuleSpec:
     if shape.qk_norm:
         attention.q_layernorm = RmsNorm
         attention.k_layernorm = RmsNorm
-    if shape.experts is None:
+    if not experts:
         layer.mlp.module = GatedMlp
     if shape.traits.post_norms:
         layer.self_attention.module, layer.mlp.module = PostNormAttention, PostNormMlp

@@ -24,7 +24,7 @@ from megatron_rl.actor.weights import named_parameters
 from megatron_rl.distributed.agreement import run_on_rank_0
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
-from megatron_rl.models.adapters import are_in_experts_only
+from megatron_rl.models.adapters import are_in_experts_only, target_problems
 from megatron_rl.models.fingerprint import model_fingerprint
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.adapted import AdaptedWeight, LocalWeight
@@ -66,6 +66,8 @@ def add_adapters(
             f"lora with parallel.expert_tensor={topology.expert_tp_size}: adapters of experts need "
             f"1 or parallel.tensor={topology.tp_size}; set parallel.expert_tensor to one of them"
         )
+    if problems := target_problems(shape, settings.targets):
+        raise UserError(problems[0])
     if topology.ep_size > 1 and are_in_experts_only(shape, settings.targets):
         raise UserError(
             f"lora.targets={list(settings.targets)} are in experts only: with expert parallelism "

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_rl.actor.expert_bias import add_expert_biases
 from megatron_rl.actor.layer_choice import (
     build_block_spec,
     fuse_gradient_accumulation,
@@ -29,6 +29,7 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.distributed.vocab_parallel import VocabShard, token_logprobs
 from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.resharding.layouts import layout_of
 from megatron_rl.resharding.pieces import padded_vocabulary
 
 _EXTRA_STATE = "_extra_state"  # in the names of module state other than parameters
@@ -58,10 +59,10 @@ class PolicyModel(GPTModel):
     ) -> None:
         chunk = (virtual_stage or 0) * topology.pp_size + topology.pp_rank
         chunks = topology.pp_size * topology.virtual_stages
-        depth = get_num_layers_to_build(config, virtual_stage, topology.pp_rank)
+        layers = layout_of(topology).chunks(shape)[chunk]
         super().__init__(
             config=config,
-            transformer_layer_spec=build_block_spec(shape, config=config, depth=depth),
+            transformer_layer_spec=build_block_spec(shape, config=config, layers=layers),
             vocab_size=padded_vocabulary(shape.vocab_size, tp_size=topology.tp_size),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=chunk == 0,
@@ -77,6 +78,8 @@ class PolicyModel(GPTModel):
             self.embedding_scale = scale.item()
         rows = padded_vocabulary(shape.vocab_size, tp_size=topology.tp_size) // topology.tp_size
         self.vocab_shard = VocabShard(rows * topology.tp_rank, shape.vocab_size, topology.tp_group)
+        if shape.experts is not None and shape.experts.scoring == "sigmoid":
+            add_expert_biases(self)
         mark_tensor_parallel(self)
         fuse_gradient_accumulation(self)
 

@@ -29,6 +29,11 @@ class RotationByHalves:
     cosine: Tensor  # [t, 1, d / 2] in the model's dtype
     sine: Tensor  # [t, 1, d / 2]
 
+    @property
+    def size(self) -> int:
+        """Number of rotated elements of a head, d."""
+        return 2 * self.cosine.shape[-1]
+
     def apply(self, x: Tensor) -> Tensor:
         """Rotate queries or keys; [t, H, d] -> [t, H, d]."""
         return _Rotate.apply(x, self.cosine, self.sine, _rotate_halves)
@@ -44,6 +49,11 @@ class RotationByHead:
 
     cosine: Tensor  # [t, d] in the model's dtype, identical halves
     sine: Tensor  # [t, d], first half negated
+
+    @property
+    def size(self) -> int:
+        """Number of rotated elements of a head, d."""
+        return self.cosine.shape[-1]
 
     def apply(self, x: Tensor) -> Tensor:
         """Rotate queries or keys; [t, H, d] -> [t, H, d]."""
@@ -68,8 +78,11 @@ class PackRotation:
         self._rows: RotationTables | None = None
 
     def apply(self, x: Tensor) -> Tensor:
-        """Rotate queries or keys; [t, H, d] -> [t, H, d]."""
-        return (self._rows or self._select()).apply(x)
+        """Rotate queries or keys; [t, H, d] -> [t, H, d], of which the tables may cover a part."""
+        rows = self._rows or self._select()
+        if rows.size == x.shape[-1]:
+            return rows.apply(x)
+        return torch.cat((rows.apply(x[..., : rows.size]), x[..., rows.size :]), dim=-1)
 
     @contextmanager
     def selected(self) -> Iterator[None]:
@@ -105,7 +118,8 @@ def build_rotation(
 def rotary_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
     """Return the frequencies [d / 2], on the host, and the factor of cosine and sine."""
     if shape.rotary_scaling is None:
-        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+        size = shape.rotary_size
+        exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
         return 1.0 / shape.rotary_base**exponents, 1.0
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -113,7 +127,7 @@ def rotary_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
     scaling = shape.rotary_scaling
     parameters = dict(scaling.parameters)
     config = LlamaConfig(  # any config class works: the functions read only these values
-        head_dim=shape.head_dim,
+        head_dim=shape.rotary_size,
         max_position_embeddings=shape.max_position_embeddings,
         rope_parameters={
             "rope_type": scaling.kind,

@@ -12,6 +12,7 @@ from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
 from megatron_rl.models.adapters import adapters_of_experts
+from megatron_rl.models.experts import ExpertShape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import layout_of
 
@@ -121,9 +122,25 @@ def _recompute(shape: ModelShape, settings: ActorSettings) -> dict[str, Any]:
         }
     if settings.recompute == "selective":
         # Our attention's memory is linear; most memory is in the MLP, or router and experts.
-        modules = ["mlp" if shape.experts is None else "moe"]
+        modules = ["mlp"] if shape.layers_with("dense") else []
+        modules += ["moe"] if shape.experts else []
         return {"recompute_granularity": "selective", "recompute_modules": modules}
     return {}
+
+
+def _groups(experts: ExpertShape) -> dict[str, Any]:
+    if experts.groups == 1:
+        return {}
+    return {
+        "moe_router_num_groups": experts.groups,
+        "moe_router_group_topk": experts.chosen_groups,
+    }
+
+
+def _dense_layers(shape: ModelShape) -> dict[str, Any]:
+    """List which layers have experts, so that a checkpoint does not stack layers that differ."""
+    first = shape.num_layers - len(shape.layers_with("experts"))
+    return {"moe_layer_freq": [int(n >= first) for n in range(shape.num_layers)]} if first else {}
 
 
 def _experts(
@@ -142,7 +159,7 @@ def _experts(
         "moe_router_topk": experts.experts_per_token,
         "moe_ffn_hidden_size": experts.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size,
-        "moe_shared_expert_gate": experts.shared_ffn_hidden_size is not None,
+        "moe_shared_expert_gate": shape.shared_expert_gate,
         "moe_grouped_gemm": grouped,  # all local experts in one product
         # Transformer Engine's kernels that sort tokens by expert; they exist only for CUDA.
         "moe_permute_fusion": grouped and topology.device.type == "cuda",
@@ -150,6 +167,10 @@ def _experts(
         # Softmax over the chosen experts is softmax over all of them, normalised over the chosen.
         "moe_router_pre_softmax": not experts.normalize_top_k,
         "moe_router_dtype": "fp32",
+        "moe_router_score_function": experts.scoring,
+        "moe_router_topk_scaling_factor": None if experts.scale == 1 else experts.scale,
+        **_groups(experts),
+        **_dense_layers(shape),
         "expert_model_parallel_size": topology.ep_size,
         "expert_tensor_parallel_size": topology.expert_tp_size or topology.tp_size,
     }

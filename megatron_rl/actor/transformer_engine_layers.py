@@ -41,16 +41,16 @@ class TransformerEngineAttention(TEDotProductAttention):
         )
 
 
-def build_transformer_engine_spec(shape: ModelShape) -> ModuleSpec:
+def build_transformer_engine_spec(shape: ModelShape, *, experts: bool) -> ModuleSpec:
     """Build Megatron's Transformer Engine layer spec with explicit rotary positions."""
     spec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=shape.experts.num_experts if shape.experts else None,
-        moe_grouped_gemm=shape.experts is not None,
+        num_experts=shape.experts.num_experts if shape.experts and experts else None,
+        moe_grouped_gemm=experts,
         qk_layernorm=shape.qk_norm,
     )
     layer = spec.submodules
     layer.self_attention.submodules.core_attention = TransformerEngineAttention
     # Checkpoints use the tensor names of local layers, so that either kind can load them.
-    local = build_local_layer_spec(shape).submodules
+    local = build_local_layer_spec(shape, experts=experts).submodules
     layer.sharded_state_dict_keys_map = local.sharded_state_dict_keys_map
     return spec

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from megatron_rl.actor.checkpoint_contents import FOLDER, check_stored, is_checkpoint, read_dtypes
 from megatron_rl.distributed.agreement import sync_errors_across_ranks
@@ -30,6 +30,7 @@ from megatron_rl.resharding.verify import check_parameters
 
 ProgressCallback = Callable[[int, int], None]  # (done, total)
 ADAPTER = ".lora_"  # in the names of the factors of adapters, and of no other parameter
+BUFFER = ".expert_bias"  # of routers: the one buffer that is part of a model
 
 
 def ignore_progress(done: int, total: int) -> None:
@@ -82,14 +83,16 @@ def stored_dtypes(folder: str | Path, shape: ModelShape) -> dict[str, torch.dtyp
 def named_parameters(chunks: Sequence[Module], *, adapters: bool = False) -> dict[str, Tensor]:
     """Return a rank's parameters by Megatron name, prefixed by `chunk{i}.` if several chunks.
 
-    adapters: return those of the adapters (LoRA) instead of those of the model.
+    The biases by which routers choose experts are among them, although Megatron keeps them as
+    buffers. adapters: return the parameters of the adapters (LoRA) instead of the model's.
     """
     prefixes = [f"chunk{index}." for index in range(len(chunks))] if len(chunks) > 1 else [""]
     return {
         prefix + name: parameter
         for prefix, chunk in zip(prefixes, chunks, strict=True)
-        for name, parameter in chunk.named_parameters()
+        for name, parameter in (*chunk.named_parameters(), *chunk.named_buffers())
         if (ADAPTER in name) == adapters
+        and (isinstance(parameter, Parameter) or (name.endswith(BUFFER) and not adapters))
     }
 
 

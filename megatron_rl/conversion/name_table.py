@@ -21,7 +21,7 @@ def build_name_table(
             names = {str(dtypes[tensor])[6:] for tensor in _tensor_names(name, weight, shape)}
             lines.append(
                 (
-                    _name_with_ranges(name, shape),
+                    _name_with_ranges(name, weight, shape),
                     " x ".join(map(str, size)),
                     "/".join(sorted(names)),
                     weight.megatron.replace("{layer}", "i").replace("{expert}", "e"),
@@ -59,14 +59,15 @@ def describe_shares(shape: ModelShape, layout: ActorLayout) -> list[str]:
 
 
 def _tensor_names(name: str, weight: Weight, shape: ModelShape) -> list[str]:
-    layers = range(shape.num_layers if "{layer}" in name else 1)
+    layers = shape.layers_with(weight.layers) if "{layer}" in name else range(1)
     experts = range(shape.experts.num_experts if weight.part == "expert" and shape.experts else 1)
     return [name.format(layer=layer, expert=expert) for layer in layers for expert in experts]
 
 
-def _name_with_ranges(name: str, shape: ModelShape) -> str:
+def _name_with_ranges(name: str, weight: Weight, shape: ModelShape) -> str:
     last = shape.experts.num_experts - 1 if shape.experts else 0
-    return name.format(layer=f"[0-{shape.num_layers - 1}]", expert=f"[0-{last}]")
+    layers = shape.layers_with(weight.layers)
+    return name.format(layer=f"[{layers.start}-{layers.stop - 1}]", expert=f"[0-{last}]")
 
 
 def _sharding(weight: Weight, shape: ModelShape, layout: ActorLayout) -> str:
@@ -76,6 +77,7 @@ def _sharding(weight: Weight, shape: ModelShape, layout: ActorLayout) -> str:
     text = {
         "replicated": "replicated",
         "vocabulary": f"{rows}, padded to {padded}",
+        "rows": rows,
         "columns": columns,
         "qkv": f"{rows}, q k v of each group together",
         "gate_up": f"{rows}, gate above up",

@@ -36,10 +36,23 @@ REFUSED = {
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
-def cpu_engine_problems(*, head_dim: int, expert_parallel: bool) -> list[str]:
-    """List the reasons why vLLM cannot run this model on a CPU."""
+CPU_LATENT = 576  # of CPUMLABackend, whose kernel exists for this size alone
+
+
+def cpu_engine_problems(
+    *, head_dim: int, expert_parallel: bool, latent: int | None = None
+) -> list[str]:
+    """List the reasons why vLLM cannot run this model on a CPU.
+
+    latent: what latent attention caches of a token, instead of keys and values of heads.
+    """
     problems = []
-    if head_dim not in CPU_HEAD_SIZES:
+    if latent is not None and latent != CPU_LATENT:
+        problems.append(
+            f"model.path: its kv_lora_rank + qk_rope_head_dim is {latent}, but on a CPU vLLM "
+            f"supports only {CPU_LATENT}; use another model, or a machine with a GPU"
+        )
+    elif latent is None and head_dim not in CPU_HEAD_SIZES:
         problems.append(
             f"model.path: its head_dim is {head_dim}, but on a CPU vLLM supports only "
             f"{', '.join(map(str, CPU_HEAD_SIZES))}; use another model, or a machine with a GPU"

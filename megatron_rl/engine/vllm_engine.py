@@ -316,9 +316,9 @@ class VllmEngine:
         return time.perf_counter() - start
 
     def live_parameters(self) -> Mapping[str, Tensor] | None:
-        """Return vLLM's own parameters; None if it laid them out otherwise, as on a CPU."""
-        if self.topology.device.type != "cuda" or self.mismatch != "none":  # rounds whole tensors
-            return None
+        """Return vLLM's own parameters; None if it computes with others (CPU, latent attention)."""
+        if self.topology.device.type != "cuda" or self.mismatch != "none" or self.shape.latent:
+            return None  # a mismatch rounds whole tensors
         expected = self.layout.parameter_shapes(self.shape, rank=self.topology.rank)
         return parameters_as_expected(self._llm, expected, shape=self.shape, dtype=self.dtype)
 

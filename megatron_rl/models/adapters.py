@@ -16,10 +16,21 @@ def adapted_linears(
     """
     for weight in shape.weights:
         stem, _, kind = weight.megatron.rpartition(".")
-        if kind == "weight" and ".linear_" in stem and stem.rpartition("_")[2] in targets:
+        if kind == "weight" and stem.rpartition(".linear_")[2] in targets:
             sizes = weight_shapes(weight, shape=shape)
             outputs, inputs = sum(size[0] for size in sizes), sizes[0][1]
             yield weight, *((inputs, outputs) if weight.cut == "columns" else (outputs, inputs))
+
+
+def target_problems(shape: ModelShape, targets: Collection[str]) -> list[str]:
+    """List why linears cannot have adapters."""
+    if shape.latent is None or "qkv" not in targets:
+        return []
+    others = [target for target in targets if target != "qkv"]
+    return [
+        f"lora.targets={list(targets)}: the model's latent attention has no linear for queries, "
+        f"keys and values together; set it to {others or ['proj']}"
+    ]
 
 
 def are_in_experts_only(shape: ModelShape, targets: Collection[str]) -> bool:
@@ -31,7 +42,7 @@ def count_adapter_parameters(shape: ModelShape, *, rank: int, targets: Collectio
     """Count the parameters of all adapters of a model."""
     total = 0
     for weight, cut, whole in adapted_linears(shape, targets):
-        copies = shape.num_layers
+        copies = len(shape.layers_with(weight.layers))
         if weight.part == "expert":
             assert shape.experts is not None, "experts without a shape"
             copies *= shape.experts.num_experts

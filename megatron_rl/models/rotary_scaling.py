@@ -49,8 +49,11 @@ def _kind(rope: dict[str, Any]) -> str:
     return rope.get("rope_type") or rope.get("type") or "default"
 
 
-def unsupported_rotary_features(config: dict[str, Any]) -> list[str]:
-    """List the rotary features in this config.json that the actor does not support."""
+def unsupported_rotary_features(config: dict[str, Any], *, partial: bool = False) -> list[str]:
+    """List the rotary features in this config.json that the actor does not support.
+
+    partial: whether models of this architecture may rotate a part of each head.
+    """
     rope = _rope_config(config)
     kind = _kind(rope)
     unsupported = []
@@ -65,10 +68,19 @@ def unsupported_rotary_features(config: dict[str, Any]) -> list[str]:
         unsupported += [f"rope type {kind!r} without {key}" for key in missing]
     if rope.get("llama_4_scaling_beta"):
         unsupported.append("queries scaled by position (llama_4_scaling_beta)")
-    partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
-    if partial != 1:
+    if not partial and _rotary_part(config) not in (None, 1):
         unsupported.append("partial rotary embeddings")
     return unsupported
+
+
+def _rotary_part(config: dict[str, Any]) -> float | None:
+    part = _rope_config(config).get("partial_rotary_factor")
+    return part or config.get("partial_rotary_factor")
+
+
+def read_rotary_part(config: dict[str, Any], *, default: float | None) -> float:
+    """Return the part of each head that is rotated; default None: the whole head."""
+    return 1.0 if default is None else float(_rotary_part(config) or default)
 
 
 def read_rotary_base(config: dict[str, Any]) -> float:

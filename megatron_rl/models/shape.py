@@ -7,26 +7,23 @@ from typing import Any
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.architectures import ARCHITECTURES
+from megatron_rl.models.experts import ExpertShape, read_experts, unsupported_expert_features
+from megatron_rl.models.latent import (
+    LatentShape,
+    latent_sizes,
+    read_latent,
+    unsupported_latent_features,
+)
 from megatron_rl.models.local_layers import LocalLayers
 from megatron_rl.models.rotary_scaling import (
     RotaryScaling,
     read_rotary_base,
+    read_rotary_part,
     read_rotary_scaling,
     unsupported_rotary_features,
 )
 from megatron_rl.models.traits import Traits
-from megatron_rl.models.weights import OUTPUT_LAYER, Architecture, Weight
-
-
-@dataclass(frozen=True)
-class ExpertShape:
-    """The mixture of experts that replaces the MLP of every layer."""
-
-    num_experts: int
-    experts_per_token: int
-    ffn_hidden_size: int
-    normalize_top_k: bool
-    shared_ffn_hidden_size: int | None = None  # of the shared expert, which processes every token
+from megatron_rl.models.weights import OUTPUT_LAYER, QK_NORM, QKV_BIAS, Architecture, Layers, Weight
 
 
 @dataclass(frozen=True)
@@ -50,6 +47,10 @@ class ModelShape:
     sliding_window: int | None = None  # tokens that layers attend to; None: unlimited
     local_layers: LocalLayers | None = None  # those with the window; None: all
     softmax_scale: float | None = None  # of attention scores; None: 1 / sqrt(head size)
+    rotary_part: float = 1.0  # of each head, from its first element
+    latent: LatentShape | None = None  # of multi-head latent attention
+    options: tuple[str, ...] = ()  # of the architecture, that this model sets
+    lists_frozen: bool = True  # whether `weights` lists those that training does not change
 
     @property
     def traits(self) -> Traits:
@@ -67,18 +68,45 @@ class ModelShape:
     @property
     def qkv_bias(self) -> bool:
         """True if the q, k and v projections have biases."""
-        return ARCHITECTURES[self.architecture].qkv_bias
+        return QKV_BIAS in self.weights
 
     @property
     def qk_norm(self) -> bool:
         """True if queries and keys are normalised per head."""
-        return ARCHITECTURES[self.architecture].qk_norm
+        return QK_NORM[0] in self.weights
+
+    @property
+    def shared_expert_gate(self) -> bool:
+        """True if a gate scales the output of the shared expert."""
+        return any(weight.size == ("one", "hidden") for weight in self.weights)
+
+    @property
+    def rotary_size(self) -> int:
+        """Elements of a head that are rotated."""
+        if self.latent is not None:
+            return self.latent.rotated
+        return int(self.head_dim * self.rotary_part)
 
     @property
     def weights(self) -> tuple[Weight, ...]:
         """The weights of this architecture, without the output layer if embeddings are tied."""
-        weights = ARCHITECTURES[self.architecture].weights
-        return tuple(w for w in weights if not (self.tied_embeddings and w is OUTPUT_LAYER))
+        weights = ARCHITECTURES[self.architecture].weights_of(self.options)
+        return tuple(
+            w
+            for w in weights
+            if not (self.tied_embeddings and w is OUTPUT_LAYER)
+            and (self.lists_frozen or not w.frozen)
+        )
+
+    def layers_with(self, kind: Layers, among: range | None = None) -> range:
+        """Return the layers of a kind, of all or of the consecutive layers `among`."""
+        layers = range(self.num_layers) if among is None else among
+        first = self.experts.first_layer if self.experts else self.num_layers
+        if kind == "dense":
+            return range(layers.start, max(layers.start, min(first, layers.stop)))
+        if kind == "experts":
+            return range(min(max(first, layers.start), layers.stop), layers.stop)
+        return layers
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -92,6 +120,9 @@ class ModelShape:
             "vocabulary": self.vocab_size,
             "one": 1,
         }
+        if self.latent is not None:
+            heads, head_dim = self.num_attention_heads, self.head_dim
+            sizes |= latent_sizes(self.latent, heads=heads, head_dim=head_dim)
         if self.experts is None:
             return sizes
         return sizes | {
@@ -118,18 +149,20 @@ def _unsupported_features(config: dict[str, Any], architecture: Architecture) ->
         or (pattern is None and any(kind != "full_attention" for kind in layer_types)),
         f"hidden_act {config.get('hidden_act')!r}": config.get("hidden_act", "silu") != "silu",
         "llama_4_scaling": config.get("llama_4_scaling") is not None,
-        "attention_bias": bool(config.get("attention_bias")),
+        "attention_bias": bool(config.get("attention_bias"))
+        and all(option.key != "attention_bias" for option in architecture.options),
         "qkv_bias false": architecture.qkv_bias and config.get("qkv_bias", True) is False,
         "mlp_bias": bool(config.get("mlp_bias")),
         "quantized weights": config.get("quantization_config") is not None,
-        "dense layers in a mixture of experts": architecture.mixture_of_experts
-        and (config.get("decoder_sparse_step", 1) != 1 or bool(config.get("mlp_only_layers"))),
     }
     unsupported = [feature for feature, present in features.items() if present]
     unsupported += pattern.unsupported(config) if pattern else []
-    return [
-        *unsupported_rotary_features(config), *unsupported, *architecture.traits.refuse(config)
-    ]  # fmt: skip
+    unsupported += unsupported_expert_features(config, architecture)
+    if architecture.latent_attention:
+        unsupported += unsupported_latent_features(config)
+    partial = architecture.default_rotary_part is not None
+    rotary = unsupported_rotary_features(config, partial=partial)
+    return [*rotary, *unsupported, *architecture.traits.refuse(config)]
 
 
 def read_model_shape(folder: str | Path) -> ModelShape:
@@ -158,7 +191,7 @@ def read_model_shape(folder: str | Path) -> ModelShape:
                 f"{path}: {name} with {', '.join(unsupported)} is not supported; "
                 "choose a model without these features, in floating point"
             )
-        shape = _build_shape(config, name)
+        shape = build_shape(config)
     except KeyError as missing:
         raise UserError(f"{path} has no {missing}; use the model's complete file") from None
     except (TypeError, ZeroDivisionError) as error:
@@ -190,32 +223,25 @@ def _read_object(path: Path) -> dict[str, Any]:
     return config
 
 
-def _build_shape(config: dict[str, Any], name: str) -> ModelShape:
+def build_shape(config: dict[str, Any]) -> ModelShape:
+    """Build the shape that a config.json of a supported architecture describes, unchecked."""
+    name = config["architectures"][0]
     architecture = ARCHITECTURES[name]
     heads = config["num_attention_heads"]
     scaling = read_rotary_scaling(config)
     positions = config["max_position_embeddings"]
-    experts = None
-    if architecture.mixture_of_experts:
-        shared = any("shared_ffn" in weight.size for weight in architecture.weights)
-        # transformers 5 writes num_local_experts, earlier releases num_experts.
-        num_experts = config.get("num_experts") or config["num_local_experts"]
-        experts = ExpertShape(
-            num_experts=num_experts,
-            experts_per_token=config["num_experts_per_tok"],
-            ffn_hidden_size=config["moe_intermediate_size"],
-            normalize_top_k=bool(config.get("norm_topk_prob", False)),
-            shared_ffn_hidden_size=config["shared_expert_intermediate_size"] if shared else None,
-        )
     head_dim = config.get("head_dim") or architecture.default_head_dim
     head_dim = head_dim or config["hidden_size"] // heads
+    groups = config.get("num_key_value_heads") or heads
+    if architecture.latent_attention:  # transformers writes the rotated part as head_dim
+        head_dim, groups = config["qk_nope_head_dim"] + config["qk_rope_head_dim"], heads
     window, traits = architecture.default_sliding_window, architecture.traits
     return ModelShape(
         architecture=name,
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
         num_attention_heads=heads,
-        num_query_groups=config.get("num_key_value_heads") or heads,
+        num_query_groups=groups,
         head_dim=head_dim,
         ffn_hidden_size=config["intermediate_size"],
         vocab_size=config["vocab_size"],
@@ -224,10 +250,13 @@ def _build_shape(config: dict[str, Any], name: str) -> ModelShape:
         rotary_scaling=scaling,
         norm_epsilon=config["rms_norm_eps"],
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        experts=experts,
+        experts=read_experts(config, architecture) if architecture.mixture_of_experts else None,
         sliding_window=None if window is None else config.get("sliding_window", window),
         local_layers=traits.local_pattern.read(config) if traits.local_pattern else None,
         softmax_scale=traits.softmax_scale(config, head_dim=head_dim),
+        rotary_part=read_rotary_part(config, default=architecture.default_rotary_part),
+        options=architecture.set_options(config),
+        latent=read_latent(config, scaling) if architecture.latent_attention else None,
     )
 
 
@@ -235,8 +264,9 @@ def weight_shapes(weight: Weight, *, shape: ModelShape) -> tuple[tuple[int, ...]
     """Return the shape of each HF tensor of `weight`, in the order of `weight.hf`."""
     sizes = shape.sizes
     rest = tuple(sizes[name] for name in weight.size[1:])
-    if weight.cut == "qkv":
-        return tuple((sizes[name], *rest) for name in ("query", "key", "key"))
+    heights = ("query", "key", "key") if weight.cut == "qkv" else weight.heights
+    if heights is not None:
+        return tuple((sizes[name], *rest) for name in heights)
     return ((sizes[weight.size[0]], *rest),) * len(weight.hf)
 
 
@@ -244,7 +274,9 @@ def tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor in the model's safetensors files, by Hugging Face name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for weight in shape.weights:
-        layers = range(shape.num_layers) if weight.part in ("layer", "expert") else range(1)
+        layers = (
+            shape.layers_with(weight.layers) if weight.part in ("layer", "expert") else range(1)
+        )
         experts = range(
             shape.experts.num_experts if weight.part == "expert" and shape.experts else 1
         )

@@ -6,21 +6,25 @@ merged modules).
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_rl.models.traits import LIKE_LLAMA, Traits
 
 # Sharding of a weight over tensor parallelism, and the HF tensors it consists of:
-#   replicated  every rank has all of one tensor
+#   replicated  every rank has all of one tensor, or of several, one above the other
 #   vocabulary  rows split evenly after padding to the layout's vocabulary size
+#   rows        rows split evenly (the output dimension of a column-parallel linear)
 #   columns     columns split evenly (the input dimension of a row-parallel linear)
 #   qkv         (q, k, v): Megatron interleaves them per query group, vLLM concatenates them
 #   gate_up     (gate, up): each rank's [gate shard; up shard]
-Cut = Literal["replicated", "vocabulary", "columns", "qkv", "gate_up"]
+Cut = Literal["replicated", "vocabulary", "rows", "columns", "qkv", "gate_up"]
 Part = Literal["first", "layer", "expert", "last"]
 # A size by name; `ModelShape.sizes` has the values. "qkv" is the query size + 2 * the key size.
 Size = Literal["hidden", "query", "qkv", "head", "ffn", "expert_ffn", "shared_ffn",
-               "experts", "vocabulary", "one"]  # fmt: skip
+               "experts", "vocabulary", "one",
+               "query_rank", "rank", "latent", "keys_values", "values"]  # fmt: skip
+# Layers with a weight: all, those with a dense MLP, or those with a mixture of experts.
+Layers = Literal["all", "dense", "experts"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,9 @@ class Weight:
 
     Names are templates with the layer index `{layer}` and the expert index `{expert}`; both are
     local in Megatron names and global in HF names. `fused` is the name with Transformer Engine's
-    layers if it differs. `size` is the shape of each HF tensor, (rows, columns) for matrices.
+    layers if it differs. `size` is the shape of each HF tensor, (rows, columns) for matrices;
+    `heights` are their rows if they differ.
+    `frozen` is a buffer in float32, whatever the other weights are, that training does not change.
     """
 
     part: Part
@@ -39,6 +45,9 @@ class Weight:
     megatron: str
     vllm: str
     fused: str | None = None
+    layers: Layers = "all"
+    heights: tuple[Size, ...] | None = None
+    frozen: bool = False
 
 
 _L = "model.layers.{layer}."
@@ -106,18 +115,21 @@ DENSE_MLP = (
         _M + "pre_mlp_layernorm.weight",
         _L + "post_attention_layernorm.weight",
         fused=_M + "mlp.linear_fc1.layer_norm_weight",
+        layers="dense",
     ),
     Weight(
         "layer", "gate_up", ("ffn", "hidden"),
         (_L + "mlp.gate_proj.weight", _L + "mlp.up_proj.weight"),
         _M + "mlp.linear_fc1.weight",
         _L + "mlp.gate_up_proj.weight",
+        layers="dense",
     ),
     Weight(
         "layer", "columns", ("hidden", "ffn"),
         (_L + "mlp.down_proj.weight",),
         _M + "mlp.linear_fc2.weight",
         _L + "mlp.down_proj.weight",
+        layers="dense",
     ),
 )  # fmt: skip
 MIXTURE_OF_EXPERTS = (
@@ -126,12 +138,14 @@ MIXTURE_OF_EXPERTS = (
         (_L + "post_attention_layernorm.weight",),
         _M + "pre_mlp_layernorm.weight",
         _L + "post_attention_layernorm.weight",
+        layers="experts",
     ),
     Weight(
         "layer", "replicated", ("experts", "hidden"),
         (_L + "mlp.gate.weight",),
         _M + "mlp.router.weight",
         _L + "mlp.gate.weight",
+        layers="experts",
     ),
     Weight(
         "expert", "gate_up", ("expert_ffn", "hidden"),
@@ -139,6 +153,7 @@ MIXTURE_OF_EXPERTS = (
         _M + "mlp.experts.local_experts.{expert}.linear_fc1.weight",
         _L + "mlp.experts.routed_experts.w13_weight",
         fused=_M + "mlp.experts.linear_fc1.weight{expert}",
+        layers="experts",
     ),
     Weight(
         "expert", "columns", ("hidden", "expert_ffn"),
@@ -146,8 +161,45 @@ MIXTURE_OF_EXPERTS = (
         _M + "mlp.experts.local_experts.{expert}.linear_fc2.weight",
         _L + "mlp.experts.routed_experts.w2_weight",
         fused=_M + "mlp.experts.linear_fc2.weight{expert}",
+        layers="experts",
     ),
 )  # fmt: skip
+
+
+# Added to an expert's score where experts are chosen, but not to its weight in the mixture.
+EXPERT_BIAS = Weight(
+    "layer", "replicated", ("experts",),
+    (_L + "mlp.gate.e_score_correction_bias",),
+    _M + "mlp.router.expert_bias",
+    _L + "mlp.gate.e_score_correction_bias",
+    layers="experts",
+    frozen=True,
+)  # fmt: skip
+SHARED_EXPERTS = (
+    Weight(
+        "layer", "gate_up", ("shared_ffn", "hidden"),
+        (_L + "mlp.shared_experts.gate_proj.weight", _L + "mlp.shared_experts.up_proj.weight"),
+        _M + "mlp.shared_experts.linear_fc1.weight",
+        _L + "mlp.shared_experts.gate_up_proj.weight",
+        layers="experts",
+    ),
+    Weight(
+        "layer", "columns", ("hidden", "shared_ffn"),
+        (_L + "mlp.shared_experts.down_proj.weight",),
+        _M + "mlp.shared_experts.linear_fc2.weight",
+        _L + "mlp.shared_experts.down_proj.weight",
+        layers="experts",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Option:
+    """A key of config.json that decides which weights a model has; unset, null and 0 are false."""
+
+    key: str
+    present: tuple[Weight, ...]
+    absent: tuple[Weight, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -159,6 +211,10 @@ class Architecture:
     `sliding_window` (null there: unlimited); None: the architecture ignores that key and needs
     `use_sliding_window`.
     traits: differences from Llama's computation.
+    default_rotary_part: the rotated part of each head if config.json has no
+    `partial_rotary_factor`; None: heads are rotated whole, and that key is refused.
+    scoring: how a router scores experts (`models/experts.py`). options: weights that only some
+    models have; `weights` lists those of all. latent_attention: as in `models/latent.py`.
     """
 
     name: str
@@ -166,18 +222,30 @@ class Architecture:
     default_head_dim: int | None = None
     default_sliding_window: int | None = None
     traits: Traits = LIKE_LLAMA
+    default_rotary_part: float | None = None
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    options: tuple[Option, ...] = ()
+    latent_attention: bool = False
+
+    def set_options(self, config: dict[str, Any]) -> tuple[str, ...]:
+        """Return the options that this config.json sets."""
+        return tuple(option.key for option in self.options if config.get(option.key))
+
+    def weights_of(self, options: tuple[str, ...]) -> tuple[Weight, ...]:
+        """Return the weights of a model that sets these options."""
+        without = {
+            weight
+            for option in self.options
+            for weight in (option.absent if option.key in options else option.present)
+        }
+        return tuple(weight for weight in self.weights if weight not in without)
 
     @property
     def qkv_bias(self) -> bool:
-        """True if the q, k and v projections have biases."""
-        return QKV_BIAS in self.weights
-
-    @property
-    def qk_norm(self) -> bool:
-        """True if queries and keys are normalised per head."""
-        return QK_NORM[0] in self.weights
+        """True if the q, k and v projections of every model have biases."""
+        return QKV_BIAS in self.weights_of(())
 
     @property
     def mixture_of_experts(self) -> bool:
-        """True if the MLP of every layer is a mixture of experts."""
+        """True if the MLP of most layers is a mixture of experts."""
         return any(weight.part == "expert" for weight in self.weights)

@@ -84,7 +84,9 @@ def _input_problems(
     if shape is not None:
         if is_here and not has_cuda():
             problems += cpu_engine_problems(
-                head_dim=shape.head_dim, expert_parallel=config.rollout.expert_parallel
+                head_dim=shape.head_dim,
+                expert_parallel=config.rollout.expert_parallel,
+                latent=shape.sizes["latent"] if shape.latent else None,
             )
         if not _is_named("model.path", known) and not _is_named("--model", known):
             more, prompts = prompt_problems(environment.with_tools(), shape, usable)

@@ -41,11 +41,13 @@ def _automatic_sizes(num_layers: int, chunks: int) -> list[int]:
 def sharded_sizes(shape: ModelShape) -> tuple[tuple[str, int, str], ...]:
     """List what the actor's parallel sizes must divide: (kind of size, number, name)."""
     heads = ("tensor", shape.num_attention_heads, "attention heads")
+    dense = [("tensor", shape.ffn_hidden_size, "feed-forward units")]
     if shape.experts is None:
-        return (heads, ("tensor", shape.ffn_hidden_size, "feed-forward units"))
+        return (heads, *dense)
     shared = shape.experts.shared_ffn_hidden_size
     return (
         heads,
+        *(dense if shape.layers_with("dense") else []),
         *([("tensor", shared, "units of the shared expert")] if shared else []),
         ("expert tensor", shape.experts.ffn_hidden_size, "units of an expert"),
         ("expert parallel", shape.experts.num_experts, "experts"),

@@ -45,7 +45,11 @@ class ActorLayout:
 
     def depth(self, shape: ModelShape, *, stage: int) -> int:
         """Return the number of layers of a pipeline stage."""
-        return sum(map(len, self.chunks(shape)[stage :: self.pipeline]))
+        return sum(map(len, self.layers(shape, stage=stage)))
+
+    def layers(self, shape: ModelShape, *, stage: int) -> tuple[range, ...]:
+        """Return the global layers of a pipeline stage, by model chunk."""
+        return self.chunks(shape)[stage :: self.pipeline]
 
     def shard_coordinates(self, rank: int) -> tuple[int, ...]:
         """Return `rank`'s coordinates in the sharding; ranks with equal ones have equal shards."""

@@ -126,7 +126,12 @@ def _simple_cuts(
     sizes = weight_shapes(weight, shape=shape)
     height, width = sizes[0][0], _width(sizes[0])
     if weight.cut == "replicated":
-        yield _Cut(0, (0, height), width)
+        top = 0
+        for index, (rows, *_) in enumerate(sizes):
+            yield _Cut(index, (0, rows), width, top)
+            top += rows
+    elif weight.cut == "rows":
+        yield _Cut(0, _shard(height, rank, size), width)
     elif weight.cut == "vocabulary":
         start, stop = _shard(padded_rows, rank, size)
         if start < height:  # a shard may consist of padding only
@@ -230,7 +235,8 @@ def megatron_pieces(
         elif weight.part in ("layer", "expert"):
             total = shape.experts.num_experts if weight.part == "expert" and shape.experts else 1
             local_experts = range(*_shard(total, ep_rank, ep_size)) if total > 1 else range(1)
-            every = itertools.product(enumerate(layers), enumerate(local_experts))
+            own = ((n - layers.start, n) for n in shape.layers_with(weight.layers, layers))
+            every = itertools.product(own, enumerate(local_experts))
             add(weight, name, [(*layer, *expert) for layer, expert in every])
     return tuple(pieces)
 
@@ -244,12 +250,14 @@ def vllm_pieces(
     instead of a slice of every expert. Raises ValueError if the layout does not fit the model.
     """
     heads, groups = shape.num_attention_heads, shape.num_query_groups
-    ffn = shape.experts.ffn_hidden_size if shape.experts else shape.ffn_hidden_size
     of = "vLLM's tensor parallel size"
+    if shape.layers_with("dense"):
+        require_divisible(shape.ffn_hidden_size, "feed-forward units", by=tp_size, of=of)
     if shape.experts and expert_parallel:
         require_divisible(shape.experts.num_experts, "experts", by=tp_size, of=of)
-    else:
-        require_divisible(ffn, "feed-forward units", by=tp_size, of=of)
+    elif shape.experts:
+        ffn = shape.experts.ffn_hidden_size
+        require_divisible(ffn, "feed-forward units of an expert", by=tp_size, of=of)
     if shape.experts and (shared := shape.experts.shared_ffn_hidden_size):
         require_divisible(shared, "units of the shared expert", by=tp_size, of=of)
     if heads % tp_size or not shares_key_heads(shape, tp_size=tp_size):
@@ -260,7 +268,8 @@ def vllm_pieces(
     padded_rows = padded_vocabulary(shape.vocab_size, tp_size=tp_size)
     pieces: list[Piece] = []
     for weight in shape.weights:
-        layers = range(shape.num_layers) if weight.part in ("layer", "expert") else range(1)
+        is_layer = weight.part in ("layer", "expert")
+        layers = shape.layers_with(weight.layers) if is_layer else range(1)
         local_experts, rank, size = range(1), tp_rank, tp_size
         if weight.part == "expert" and shape.experts:
             local_experts = range(shape.experts.num_experts)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from megatron_rl.distributed.agreement import raise_across_ranks, sum_over_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import ModelShape, tensor_shapes
 from megatron_rl.resharding.adapted import LocalWeight
+from megatron_rl.resharding.frozen import FrozenTensors, without_frozen, writing_frozen
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout, has_fused_names, layout_of
 from megatron_rl.resharding.push_schedule import RankPlan, plan_for_rank
 from megatron_rl.resharding.scratch import Scratch
@@ -138,6 +140,7 @@ class Resharder:
     settings: ReshardSettings = ReshardSettings()
     _pushes: int = 0
     _scratch: Scratch | None = None
+    _frozen: FrozenTensors = field(default_factory=FrozenTensors)
     _plans: dict[tuple[ModelShape, ActorLayout, bool, bool], RankPlan] = field(default_factory=dict)
 
     def push(self, source: WeightSource, *, version: int) -> SyncStats:
@@ -178,6 +181,7 @@ class Resharder:
         """Exchange, load and verify; returns the plan and the seconds of each phase."""
         start = time.perf_counter()
         limit, device = self.settings.time_limit, source.topology.device
+        frozen = self._collect_frozen(source, parameters, doing=doing)
         if not self._pushes and device.type == "cuda":
             # NCCL's first point-to-point message needs a communicator that all ranks create.
             dist.all_reduce(torch.zeros(1, device=device))
@@ -206,7 +210,7 @@ class Resharder:
             else Overwriting(**common, live=live)
         )
         self._pushes += 1
-        load_seconds = self._load(transfer, version=version, doing=doing)
+        load_seconds = self._load(transfer, source, frozen, version=version, doing=doing)
         changed = _agree_on_names(transfer.changed(), doing=doing, time_limit=limit)
         if device.type == "cpu":
             self._scratch = scratch
@@ -226,7 +230,7 @@ class Resharder:
             elements = self.settings.bucket_bytes // self.receiver.dtype.itemsize
             wire, tensors = (elements, None) if direct else (elements // 4, elements // 2)
             self._plans[key] = plan_for_rank(
-                source.shape,
+                without_frozen(source.shape),
                 layout,
                 self.receiver.layout,
                 rank=source.topology.rank,
@@ -237,15 +241,42 @@ class Resharder:
             )
         return self._plans[key]
 
-    def _load(self, transfer: Assembly | Overwriting, *, version: int, doing: str) -> float:
+    def _collect_frozen(
+        self, source: WeightSource, parameters: Mapping[str, LocalWeight], *, doing: str
+    ) -> Mapping[str, Tensor]:
+        """Return the tensors that the exchange would round, from all ranks."""
+        pieces = layout_of(source.topology).pieces(
+            source.shape, rank=source.topology.rank, fused=has_fused_names(parameters)
+        )
+        limit = self.settings.time_limit
+        return self._frozen.collect(source.shape, pieces, parameters, doing=doing, time_limit=limit)
+
+    def _load(
+        self,
+        transfer: Assembly | Overwriting,
+        source: WeightSource,
+        frozen: Mapping[str, Tensor],
+        *,
+        version: int,
+        doing: str,
+    ) -> float:
         """Load all tensors into the receiver; returns the seconds spent outside the exchange."""
         error: Exception | None = None
         start = time.perf_counter()
         try:
             if isinstance(transfer, Overwriting):
-                cache_seconds = self.receiver.overwrite(transfer.write, version=version)
+                write = writing_frozen(
+                    transfer.write,
+                    frozen,
+                    transfer.live,
+                    shape=source.shape,
+                    layout=self.receiver.layout,
+                    rank=source.topology.rank,
+                )
+                cache_seconds = self.receiver.overwrite(write, version=version)
             else:
-                cache_seconds = self.receiver.receive(transfer.tensors(), version=version)
+                tensors = chain(transfer.tensors(), frozen.items())
+                cache_seconds = self.receiver.receive(tensors, version=version)
             transfer.seconds["cache_reset"] += cache_seconds
         except ExchangeError:
             raise  # no further collective is possible; each rank raises its own

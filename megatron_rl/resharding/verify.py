@@ -145,7 +145,7 @@ class Ledger:
     def note_slice(self, slice_: Slice, matrix: Tensor) -> None:
         """Record a slice as the engine receives it; only in full checks."""
         if self.full:
-            self._actual[self._indices[id(slice_)]] = slice_checksum(matrix)
+            self._actual[self._indices[id(slice_)]] = slice_checksum(matrix, self.dtype)
 
     def changed(self) -> list[str]:
         """Return the sorted names of tensors that differ from those sent; waits for the device."""

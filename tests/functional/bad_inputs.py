@@ -275,6 +275,20 @@ DATA = [
 
 CONFIG = "model/config.json"
 WEIGHTS = "model/model.safetensors"
+LATENT = edit_json(
+    CONFIG,
+    architectures=["DeepseekV3ForCausalLM"],
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=8,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    first_k_dense_replace=1,
+    scoring_func="sigmoid",
+    topk_method="noaux_tc",
+)
 
 MODELS = [
     Case("a name of the hub", ("Qwen/Qwen3-8B is not a folder", "hf download Qwen/Qwen3-8B"),
@@ -302,6 +316,14 @@ MODELS = [
     Case("head_dim that the CPU engine lacks",
          ("head_dim is 16", "on a CPU vLLM supports only 32, 64", "use another model"), (),
          edit_json(CONFIG, num_attention_heads=4, num_key_value_heads=4)),
+    Case("latents that the CPU engine lacks",
+         ("kv_lora_rank + qk_rope_head_dim is 24", "on a CPU vLLM supports only 576"), (), LATENT),
+    Case("adapters on linears that latent attention lacks",
+         ("lora.targets=", "latent attention has no linear for queries", "set it to"),
+         ("lora.rank=8", "optimizer.learning_rate=1e-4"), LATENT),
+    Case("the engine's routes of a sigmoid router",
+         ("model.routing_replay=engine", "untested", "set it to behavior"),
+         ("model.routing_replay=engine",), LATENT),
     Case("experts in parallel on a CPU", ("rollout.expert_parallel=true: needs CUDA", "false"),
          ("rollout.expert_parallel=true",)),
     Case("no tokenizer", ("model has no tokenizer", "copy the tokenizer's files"), (),

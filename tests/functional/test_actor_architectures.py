@@ -49,6 +49,29 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+# Two of four groups of two experts; the first of four layers is dense.
+GROUPED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+LATENT = {
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,  # as transformers writes it: the rotated part
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+}
 MODELS = {
     "llama": ("LlamaConfig", {"rope_parameters": LLAMA3}),
     # Sequences of up to 49 tokens: an error of one token in the window changes the log-probs.
@@ -71,6 +94,12 @@ MODELS = {
     ),
     # Its routing is not normalised over the chosen experts.
     "qwen2_moe": ("Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 28}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        # The first pipeline stage has no experts; latents are normalised with another epsilon.
+        {**GROUPED, **LATENT, "first_k_dense_replace": 2, "rms_norm_eps": 1e-3},
+    ),
+    "glm4_moe": ("Glm4MoeConfig", {**GROUPED, "use_qk_norm": True, "attention_bias": True}),
 }
 
 
@@ -78,7 +107,8 @@ def _make_model(folder, config_class, extra):
     import transformers
 
     torch.manual_seed(7)
-    config = getattr(transformers, config_class)(**SIZES, **extra)
+    extra = {**SIZES, **extra}
+    config = getattr(transformers, config_class)(**extra)
     model = transformers.AutoModelForCausalLM.from_config(config)
     randomise(model)
     model.save_pretrained(folder)

@@ -25,6 +25,19 @@ GEMMA3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
     },
 }
+GROUPED = {
+    "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
+    "moe_intermediate_size": 64, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+# On a CPU vLLM has a kernel for latents of this size alone.
+LATENT = {
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    "kv_lora_rank": 512, "qk_nope_head_dim": 40, "qk_rope_head_dim": 64, "head_dim": 64,
+    "v_head_dim": 48, "num_key_value_heads": 4, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "mscale": 1.0,
+        "mscale_all_dim": 0.7, "original_max_position_embeddings": 32,
+    },
+}  # fmt: skip
 SEQUENCES = [[3, 5, 7, 11, 13], list(range(40, 70)), [299, 298, 1]]
 
 
@@ -43,16 +56,21 @@ def _save_model(name: str, folder: Path) -> None:
         "tie_word_embeddings": False,
         "eos_token_id": 2,
     }
-    if name.startswith("Qwen3"):
+    if name.startswith(("Qwen3", "Glm4")):
         sizes["head_dim"] = 64  # not hidden size / heads
     if name == "Mistral":
         sizes |= {"head_dim": 64, "sliding_window": 5}  # the longest sequence has 30 tokens
-    if name.endswith("Moe"):
+    if name.startswith("Qwen") and name.endswith("Moe"):
         sizes |= EXPERTS | {"norm_topk_prob": name == "Qwen3Moe"}
+    if name.startswith("Deepseek"):
+        sizes |= GROUPED | LATENT | {"q_lora_rank": 48 if name == "DeepseekV3" else None}
+    if name == "Glm4Moe":
+        sizes |= GROUPED | {"use_qk_norm": True, "attention_bias": True}
     if name == "Qwen2Moe":
         sizes["shared_expert_intermediate_size"] = 192
     if name == "Gemma3":
         sizes |= GEMMA3
+    name = name.partition(" ")[0]
     config_class = getattr(transformers, CONFIGS.get(name, f"{name}Config"))
     config = config_class(**sizes, architectures=[f"{name}ForCausalLM"])
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -61,6 +79,9 @@ def _save_model(name: str, folder: Path) -> None:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else 0.1 * noise)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder)
     if name == "Mistral":  # a download has the weights and sizes in Mistral's own format, too
         (folder / "consolidated.safetensors").touch()
@@ -100,7 +121,20 @@ def _push(rank, world_size, folder):
     return True
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3", "Qwen3Moe", "Qwen2Moe", "Gemma3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Llama",
+        "Mistral",
+        "Qwen3",
+        "Qwen3Moe",
+        "Qwen2Moe",
+        "Gemma3",
+        "Glm4Moe",
+        "DeepseekV3",
+        "DeepseekV3 whole queries",
+    ],
+)
 def test_vllm_log_probs_match_transformers(name, tmp_path):
     _save_model(name, tmp_path)
     assert all(run_ranks(_push, 2, str(tmp_path)))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.functional.test_actor_architectures import EXPERTS, SIZES
+from tests.functional.test_actor_architectures import EXPERTS, GROUPED, SIZES
 from tests.functional.test_actor_layouts import make_rollouts, randomise
 from tests.ranks import run_ranks
 
@@ -15,6 +15,8 @@ UPDATES = 6
 CASES = {
     "qwen2 replay": (True, "none"),
     "qwen2 replay, selective": (True, "selective"),
+    "glm4 replay": (True, "none"),  # chosen by sigmoids and biases, among groups
+    "glm4 replay, selective": (True, "selective"),
     "replay": (True, "none"),
     "replay, selective": (True, "selective"),
     "replay, full": (True, "full"),
@@ -31,7 +33,10 @@ LAYOUTS = {
     "tp2-pp2-cp2-ep2": (
         {"tensor": 2, "pipeline": 2, "context": 2, "expert": 2},
         8,
-        ["replay, selective", "replay, full", "compare", "qwen2 replay, selective"],
+        [
+            "replay, selective", "replay, full", "compare", "qwen2 replay, selective",
+            "glm4 replay, selective",
+        ],
     ),
 }  # fmt: skip
 
@@ -56,7 +61,7 @@ def _train(root, topology, case, checkpoint):
         replay_routes=replay,
         overlap_reduction=topology.world_size > 1,
     )
-    model = root / ("qwen2" if case.startswith("qwen2") else "model")
+    model = root / (case.split()[0] if case.startswith(("qwen2", "glm4")) else "model")
     actor = MegatronActor(model, topology=topology, settings=settings)
 
     def plan():
@@ -101,7 +106,8 @@ def _train(root, topology, case, checkpoint):
             report["deviation"] = result.statistics.to_metrics()["ratio/max_deviation"]
             assert result.routes[:, 0].sum() == 0, "nothing has changed yet"
         report["grad_norms"].append(result.grad_norm)
-        report["changed"].append((result.routes[:, 0] / result.routes[:, 1]).tolist())
+        routed = result.routes[result.routes[:, 1] > 0]  # layers with experts
+        report["changed"].append((routed[:, 0] / routed[:, 1]).tolist())
     report["after"] = gather(packs, actor.compute_logprobs(packs))
     report["own"] = gather(packs, actor.compute_logprobs(packs, routing="own"))
     report["recorded"] = gather(packs, actor.compute_logprobs(packs, routing="recorded"))
@@ -167,6 +173,7 @@ def reports(tmp_path_factory):
     for name, config in (
         ("model", transformers.Qwen3MoeConfig(**experts, norm_topk_prob=True)),
         ("qwen2", transformers.Qwen2MoeConfig(**experts, shared_expert_intermediate_size=28)),
+        ("glm4", transformers.Glm4MoeConfig(**SIZES, **GROUPED)),
     ):
         model = transformers.AutoModelForCausalLM.from_config(config)
         randomise(model)

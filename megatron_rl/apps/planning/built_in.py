@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.apps.planning.published import CONFIGS
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.models.architectures import ARCHITECTURES
 from megatron_rl.models.local_layers import LocalLayers
-from megatron_rl.models.shape import ExpertShape, ModelShape, read_model_shape
+from megatron_rl.models.shape import ExpertShape, ModelShape, build_shape, read_model_shape
 from megatron_rl.preflight.hub_names import find_cached_config
 
 
@@ -86,7 +87,7 @@ MODELS = {
     "Gemma-3-27B-it-text": _gemma3(
         62, 5376, 32, 16, 21504, 262208, window=1024, head_dim=128, query_scalar=168
     ),
-}
+} | {name: build_shape(config) for name, config in CONFIGS.items()}
 
 
 def find_shape(model: str) -> ModelShape:
@@ -124,7 +125,8 @@ def with_built_in_model(config: Config, folder: Path) -> Config:
 
 def write_config_json(shape: ModelShape, folder: Path) -> Path:
     """Write the config.json of a shape to `folder` and return the folder."""
-    values: dict[str, Any] = {
+    known = next((c for c in CONFIGS.values() if build_shape(c) == shape), None)
+    values: dict[str, Any] = known or {
         "architectures": [shape.architecture],
         "hidden_size": shape.hidden_size,
         "num_hidden_layers": shape.num_layers,
@@ -148,7 +150,7 @@ def write_config_json(shape: ModelShape, folder: Path) -> Path:
     if ARCHITECTURES[shape.architecture].traits.query_scalar is not None:
         scale = shape.softmax_scale
         values["query_pre_attn_scalar"] = shape.head_dim if scale is None else scale**-2
-    if shape.experts is not None:
+    if shape.experts is not None and known is None:
         values |= {
             "num_experts": shape.experts.num_experts,
             "num_experts_per_tok": shape.experts.experts_per_token,

@@ -23,6 +23,7 @@ from megatron_rl.apps.planning.footprint import (
     RESERVED_COMMUNICATORS,
     route_bytes,
 )
+from megatron_rl.apps.planning.parts import cached_elements
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.preflight.layout import layout_problems
@@ -161,10 +162,7 @@ def _engine_bytes(config: Config, dry_run: DryRun) -> tuple[int, int]:
     if shape.tied_embeddings:
         sizes.pop("lm_head.weight", None)
     width = 4 if config.trainer.dtype == "float32" else 2
-    heads = max(
-        1, shape.num_query_groups // tensor
-    )  # replicated if there are fewer heads than ranks
-    per_token = 2 * shape.num_layers * heads * shape.head_dim
+    per_token = int(cached_elements(shape, tensor))
     weights = sum(math.prod(size) for size in sizes.values())
     return width * weights, width * per_token * config.max_model_tokens
 

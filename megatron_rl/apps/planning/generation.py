@@ -13,7 +13,11 @@ from collections import deque
 from dataclasses import dataclass
 
 from megatron_rl.apps.planning.devices import GIB, Device
-from megatron_rl.apps.planning.parts import active_parameters, engine_parameters
+from megatron_rl.apps.planning.parts import (
+    active_parameters,
+    cached_elements,
+    engine_parameters,
+)
 from megatron_rl.apps.planning.workload import Workload
 from megatron_rl.models.shape import ModelShape
 
@@ -45,9 +49,8 @@ class Engine:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes of one token's keys and values on one device."""
-        groups = max(1.0, self.shape.num_query_groups / self.tensor)
-        return 4 * self.shape.num_layers * groups * self.shape.head_dim
+        """Bytes of one token's keys and values, or of their latents, on one device."""
+        return 2 * cached_elements(self.shape, self.tensor)
 
     def step_seconds(self, running: int, context: float) -> float:
         """Estimate the time of one decoding step; `context` is the tokens of all sequences."""
@@ -77,7 +80,7 @@ class Engine:
             return parameters
         expert_parameters = (
             3 * self.shape.hidden_size * experts.ffn_hidden_size * experts.num_experts
-        ) * self.shape.num_layers / self.tensor  # fmt: skip
+        ) * len(self.shape.layers_with("experts")) / self.tensor  # fmt: skip
         unused = (1 - experts.experts_per_token / experts.num_experts) ** running
         return parameters - expert_parameters * unused
 

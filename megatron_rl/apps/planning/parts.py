@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 from megatron_rl.models.adapters import adapted_linears
 from megatron_rl.models.shape import ModelShape, weight_shapes
-from megatron_rl.models.weights import Weight
+from megatron_rl.models.weights import Layers, Weight
 from megatron_rl.resharding.layouts import ActorLayout
 from megatron_rl.resharding.pieces import padded_vocabulary
 
 Recompute = Literal["none", "selective", "full"]
+KINDS = get_args(Layers)
 
 
 @dataclass(frozen=True)
@@ -90,18 +91,32 @@ def count_parameters(shape: ModelShape, parts: Parts, *, stage: int) -> RankPara
         parts.tensor,
         parts.expert,
         parts.expert_slices,
-        depth=parts.depth(shape, stage=stage),
+        depths=_depths(shape, parts, stage),
         first=stage == 0,
         last=stage == parts.pipeline - 1,
     )
 
 
+def _depths(shape: ModelShape, parts: Parts, stage: int) -> tuple[int, ...]:
+    """Count the layers of each kind of a stage, in the order of `KINDS`."""
+    chunks = parts.layers(shape, stage=stage)
+    return tuple(sum(len(shape.layers_with(kind, chunk)) for chunk in chunks) for kind in KINDS)
+
+
 @lru_cache(maxsize=4096)
 def _count(
-    shape: ModelShape, tensor: int, expert: int, slices: int, *, depth: int, first: bool, last: bool
+    shape: ModelShape,
+    tensor: int,
+    expert: int,
+    slices: int,
+    *,
+    depths: tuple[int, ...],
+    first: bool,
+    last: bool,
 ) -> RankParameters:
     dense = experts = 0
     for weight in shape.weights:
+        depth = depths[KINDS.index(weight.layers)]
         size = _elements(weight, shape, slices if weight.part == "expert" else tensor)
         if weight.part == "layer":
             dense += depth * size
@@ -118,8 +133,9 @@ def _count(
 def count_adapters(shape: ModelShape, parts: Parts, *, stage: int) -> RankParameters:
     """Count the adapters' parameters of a rank: one factor is cut like the weight."""
     dense = experts = 0
-    depth = parts.depth(shape, stage=stage)
+    depths = _depths(shape, parts, stage)
     for weight, cut, whole in adapted_linears(shape, parts.lora_targets):
+        depth = depths[KINDS.index(weight.layers)]
         if weight.part == "expert":
             assert shape.experts is not None, "experts without a shape"
             local = depth * shape.experts.num_experts // parts.expert
@@ -168,3 +184,13 @@ def engine_parameters(shape: ModelShape, tensor: int) -> int:
         keys = 2 * shape.num_query_groups * shape.head_dim * shape.hidden_size // tensor
         total += (replication - 1) * keys * shape.num_layers
     return total
+
+
+def cached_elements(shape: ModelShape, tensor: int) -> float:
+    """Count what one vLLM rank caches of a token: keys and values of its heads, or latents.
+
+    With fewer key-value heads than ranks, heads are replicated; latents always are.
+    """
+    if shape.latent is not None:
+        return shape.num_layers * shape.sizes["latent"]
+    return 2 * shape.num_layers * max(1.0, shape.num_query_groups / tensor) * shape.head_dim

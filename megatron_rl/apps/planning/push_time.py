@@ -71,7 +71,9 @@ def _push_bytes(shape: ModelShape, layout: ActorLayout, rollout: int, node: int)
     depth, experts = shape.num_layers / layout.pipeline, 1
     if shape.experts is not None:
         experts = shape.experts.num_experts // layout.expert
-        small = replace(small, experts=replace(shape.experts, num_experts=layout.expert))
+        # Layers without experts count as layers with them.
+        few = replace(shape.experts, num_experts=layout.expert, first_layer=0, groups=1)
+        small = replace(small, experts=few)
     slices = plan_slices(small, layout, EngineLayout(rollout, ranks), ranks_per_node=node)
     within = between = 0.0
     for name, of_tensor in slices.items():

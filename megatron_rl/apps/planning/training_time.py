@@ -6,6 +6,7 @@ at least the time to launch its kernels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from megatron_rl.apps.planning.footprint import (
 from megatron_rl.apps.planning.parts import Parts, count_trained
 from megatron_rl.apps.planning.traffic import Traffic
 from megatron_rl.apps.planning.workload import Packs, Workload
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shape import ModelShape, weight_shapes
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ class TrainingTime:
         parts, shape = self.parts, self.shape
         tokens, query = pack.tokens / parts.context, shape.sizes["query"]
         weights = shape.hidden_size * (2 * query + 2 * shape.sizes["key"])
+        if shape.latent is not None:
+            weights = _latent_weights(shape)
         products = 2 * tokens * (weights + self._mlp_weights()) / parts.tensor
         # A query attends to half of its sequence's keys: 2 products of 2 FLOPs, L^2 / 2 pairs.
         return products, 2 * query / parts.tensor * pack.squares / parts.context
@@ -190,3 +193,10 @@ class TrainingTime:
         awake, asleep = state_bytes(self.shape, self.parts, stage=0)
         shard = (awake - asleep - GRADIENT * parameters.total) / OPTIMIZER
         return self._move(2 * GRADIENT * parameters.total + (2 * OPTIMIZER + 2 * GRADIENT) * shard)
+
+
+def _latent_weights(shape: ModelShape) -> int:
+    """Count the weights of latent attention that are used per token."""
+    names = ("linear_down_proj.", "linear_q_up_proj.", "linear_kv_up_proj.", "linear_proj.")
+    linears = [weight for weight in shape.weights if any(n in weight.megatron for n in names)]
+    return sum(math.prod(s) for weight in linears for s in weight_shapes(weight, shape=shape))

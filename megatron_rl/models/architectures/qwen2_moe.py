@@ -22,18 +22,21 @@ SHARED_EXPERT = (
         (_HF + "shared_expert.gate_proj.weight", _HF + "shared_expert.up_proj.weight"),
         _MEGATRON + "linear_fc1.weight",
         _HF + "shared_expert.gate_up_proj.weight",
+        layers="experts",
     ),
     Weight(
         "layer", "columns", ("hidden", "shared_ffn"),
         (_HF + "shared_expert.down_proj.weight",),
         _MEGATRON + "linear_fc2.weight",
         _HF + "shared_expert.down_proj.weight",
+        layers="experts",
     ),
     Weight(
         "layer", "replicated", ("one", "hidden"),
         (_HF + "shared_expert_gate.weight",),
         _MEGATRON + "gate_weight",
         _HF + "shared_expert_gate.weight",
+        layers="experts",
     ),
 )  # fmt: skip
 

@@ -21,8 +21,29 @@ CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 
 
+GROUPED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+
+LATENT = {
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "q_lora_rank": 10,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 5,
+    "qk_rope_head_dim": 4,
+    "head_dim": 4,
+    "v_head_dim": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+
+
 def _config(name: str, **changes):
     sizes = SIZES | (EXPERTS if name.endswith("Moe") else {}) | changes
+    if name == "DeepseekV3":
+        sizes = SIZES | GROUPED | LATENT | changes
+    if name == "Glm4Moe":
+        sizes = SIZES | GROUPED | {"attention_bias": True, "use_qk_norm": True} | changes
     if name == "Qwen2Moe":
         sizes["shared_expert_intermediate_size"] = 20
     if name.startswith("Qwen2"):
@@ -35,7 +56,18 @@ def _config(name: str, **changes):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    "name", ["Qwen2", "Qwen2Moe", "Llama", "Mistral", "Qwen3", "Qwen3Moe", "Gemma3"]
+    "name",
+    [
+        "Qwen2",
+        "Qwen2Moe",
+        "Llama",
+        "Mistral",
+        "Qwen3",
+        "Qwen3Moe",
+        "Gemma3",
+        "Glm4Moe",
+        "DeepseekV3",
+    ],
 )
 def test_tensor_shapes_equal_those_saved_by_transformers(name, tied, tmp_path):
     config = _config(name, tie_word_embeddings=tied)
@@ -113,6 +145,70 @@ def test_read_model_shape_refuses_variants_of_mistral_by_name(changes, named, tm
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(ValueError, match=named):
         read_model_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob false"),
+        ({"n_group": 2, "topk_group": 2}, "num_experts_per_tok 2 in 2 of 2 groups"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok 1"),
+        ({"n_shared_experts": 0}, "no shared experts"),
+        ({"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ({"topk_method": "greedy"}, "topk_method 'greedy'"),
+        ({"moe_layer_freq": 2}, "dense layers in a mixture of experts"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
+    ],
+)
+def test_read_model_shape_refuses_variants_of_grouped_experts_by_name(changes, named, tmp_path):
+    config = json.loads(_config("Glm4Moe").to_json_string(use_diff=False))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_model_shape(tmp_path).experts.first_layer == 1
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=named):
+        read_model_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rope_interleave": False}, "rope_interleave false"),
+        ({"v_head_dim": 10}, "v_head_dim 10 above the 9 of keys"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"index_topk": 8}, "index_topk"),
+        ({"scoring_func": None}, "scoring_func None"),
+        ({"topk_method": None}, "topk_method None"),
+        ({"partial_rotary_factor": 0.5}, "partial rotary embeddings"),
+    ],
+)
+def test_read_model_shape_refuses_variants_of_latent_attention_by_name(changes, named, tmp_path):
+    config = json.loads(_config("DeepseekV3").to_json_string(use_diff=False))
+    for rank in (10, None):  # of the queries' latent
+        (tmp_path / "config.json").write_text(json.dumps(config | {"q_lora_rank": rank}))
+        shape = read_model_shape(tmp_path)
+        assert (shape.latent.query_rank, shape.head_dim, shape.rotary_size) == (rank, 9, 4)
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=named):
+        read_model_shape(tmp_path)
+
+
+def test_latent_attention_without_a_query_latent_has_the_tensors_of_transformers(tmp_path):
+    config = _config("DeepseekV3", q_lora_rank=None)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    shapes = tensor_shapes(read_model_shape(tmp_path))
+    attention = {name: size for name, size in expected.items() if ".self_attn." in name}
+    assert {name: size for name, size in shapes.items() if ".self_attn." in name} == attention
+
+
+def test_options_of_glm_decide_its_weights(tmp_path):
+    for options in ({}, {"attention_bias": True}, {"use_qk_norm": True}):
+        config = {"attention_bias": False, "use_qk_norm": False} | options
+        _config("Glm4Moe", **config).save_pretrained(tmp_path)
+        shape = read_model_shape(tmp_path)
+        assert (shape.qkv_bias, shape.qk_norm) == tuple(config.values())
+        assert shape.rotary_size == 4  # half of a head
 
 
 def test_sliding_window_of_mistral_defaults_to_that_of_transformers(tmp_path):

@@ -3,7 +3,12 @@
 import torch
 from torch import Tensor
 
+from megatron_rl.models.latent import LatentShape
 from megatron_rl.models.shape import ExpertShape, ModelShape, tensor_shapes
+
+DENSE_FIRST = ExpertShape(
+    4, 2, 12, True, shared_ffn_hidden_size=28, first_layer=2, scoring="sigmoid"
+)
 
 
 def small_shape(architecture: str = "Qwen2ForCausalLM", **changes) -> ModelShape:
@@ -24,7 +29,14 @@ def small_shape(architecture: str = "Qwen2ForCausalLM", **changes) -> ModelShape
         "experts": {
             "Qwen3MoeForCausalLM": ExpertShape(4, 2, 12, True),
             "Qwen2MoeForCausalLM": ExpertShape(4, 2, 12, False, shared_ffn_hidden_size=28),
+            "Glm4MoeForCausalLM": DENSE_FIRST,
+            "DeepseekV3ForCausalLM": DENSE_FIRST,
         }.get(architecture),
+        "options": {
+            "Glm4MoeForCausalLM": ("attention_bias", "use_qk_norm"),
+            "DeepseekV3ForCausalLM": ("q_lora_rank",),
+        }.get(architecture, ()),
+        "latent": LatentShape(6, 5, 2, 3) if architecture.startswith("Deepseek") else None,
     }
     return ModelShape(**(sizes | changes))
 

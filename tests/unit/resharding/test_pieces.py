@@ -95,6 +95,10 @@ def test_vllm_pieces_match_vllm_sharding(tp_size):
         assert torch.equal(local["model.layers.2.mlp.gate_up_proj.weight"], torch.cat([gate, up]))
 
 
+# In the names of tensors that every tensor-parallel rank has whole.
+WHOLE = ("norm", ".gate.", "expert_gate.", "_a_proj")
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     architecture=st.sampled_from(sorted(ARCHITECTURES)),
@@ -129,7 +133,7 @@ def test_megatron_pieces_cover_every_element_once_per_replica(
         expected = copies
         if ".experts." in name:
             expected = tensor * copies // (expert * expert_tensor)
-        elif "norm" in name or name.endswith(("mlp.gate.weight", "expert_gate.weight")):
+        elif any(kind in name for kind in WHOLE):
             expected = copies * tensor
         elif name == "model.embed_tokens.weight" and tied and (pipeline, virtual) != (1, 1):
             expected = 2 * copies  # the last stage's output layer
@@ -149,7 +153,7 @@ def test_vllm_pieces_cover_whole_model_per_engine(architecture):
             for piece in pieces:
                 piece.of_tensor(held[piece.tensor]).add_(1)
         for name, count in held.items():
-            shared = "norm" in name or name.endswith(("mlp.gate.weight", "expert_gate.weight"))
+            shared = any(kind in name for kind in WHOLE)
             assert (count == (tp_size if shared else 1)).all(), name
 
 

@@ -19,9 +19,19 @@ DENSE = replace(MODELS["Qwen2.5-0.5B"], num_layers=4)  # tied
 UNTIED = replace(MODELS["DeepSeek-R1-Distill-Qwen-1.5B"], num_layers=4)
 EXPERTS = MODELS["Qwen3-30B-A3B"]
 EXPERTS = replace(EXPERTS, num_layers=4, experts=replace(EXPERTS.experts, num_experts=8))
+DENSE_FIRST = MODELS["GLM-4.5"]
+DENSE_FIRST = replace(
+    DENSE_FIRST, num_layers=4, experts=replace(DENSE_FIRST.experts, num_experts=8)
+)
+LATENT = MODELS["DeepSeek-V3"]
+LATENT = replace(LATENT, num_layers=4, experts=replace(LATENT.experts, num_experts=8))
+
+SHAPES = [DENSE, UNTIED, EXPERTS, DENSE_FIRST, LATENT]
 
 
-@pytest.mark.parametrize("shape", [DENSE, UNTIED, EXPERTS], ids=["tied", "untied", "experts"])
+@pytest.mark.parametrize(
+    "shape", SHAPES, ids=["tied", "untied", "experts", "dense first", "latent"]
+)
 @pytest.mark.parametrize("tensor,pipeline,expert", [(1, 1, 1), (2, 1, 1), (2, 2, 4), (1, 4, 2)])
 def test_parameters_per_rank_match_resharding_pieces(shape, tensor, pipeline, expert):
     expert = expert if shape.experts else 1
@@ -41,7 +51,9 @@ def test_parameters_per_rank_match_resharding_pieces(shape, tensor, pipeline, ex
         assert counted.expert == of_experts
 
 
-@pytest.mark.parametrize("shape", [DENSE, UNTIED, EXPERTS], ids=["tied", "untied", "experts"])
+@pytest.mark.parametrize(
+    "shape", SHAPES, ids=["tied", "untied", "experts", "dense first", "latent"]
+)
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_engine_parameters_match_weights_that_vllm_loads(shape, tensor):
     sizes = vllm_parameter_shapes(shape, tp_size=tensor)
@@ -75,6 +87,10 @@ def test_key_value_heads_are_replicated_in_engine_with_more_ranks():
         ("Qwen2.5-32B", 32.764),
         ("Qwen3-30B-A3B", 30.532),
         ("Qwen3-235B-A22B", 235.094),
+        ("GLM-4.5-Air", 106.852),  # "106B", without the layer that predicts two tokens ahead
+        ("GLM-4.5", 352.798),  # "355B", likewise
+        ("Moonlight-16B-A3B-Instruct", 15.960),
+        ("DeepSeek-V3", 671.026),
         ("Llama-3.1-70B", 70.554),
         ("Mistral-7B-Instruct-v0.3", 7.248),
         ("Mistral-Small-24B-Instruct-2501", 23.572),
