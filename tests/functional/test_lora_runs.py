@@ -58,3 +58,18 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(tmp_path, whole):
     for name in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
         ours, theirs = load_file(tmp_path / "killed" / name), load_file(whole / name)
         assert all(torch.equal(ours[key], value) for key, value in theirs.items())
+
+
+def test_a_run_starts_from_the_adapters_of_another(tmp_path, whole):
+    adapters = f"lora={{rank: 8, alpha: 16, path: '{whole / 'adapter'}'}}"
+    train(f"run.dir={tmp_path}", "run.name=next", *LORA, adapters, "trainer.steps=1",
+          "optimizer.learning_rate=1e-12")  # fmt: skip
+    (row,) = read_metrics(tmp_path / "next")[1:]
+    assert row["ratio/first_minibatch_max_deviation"] == 0.0
+    assert row["mismatch/logprob_abs_diff_mean"] < 1e-5  # the engine has them too
+    ours, theirs = (
+        load_file(run / "adapter" / "adapter_model.safetensors")
+        for run in (tmp_path / "next", whole)
+    )
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-8)
