@@ -86,6 +86,18 @@ def raw_advantages(rewards: Tensor, *, shift: float) -> Tensor:
     return rewards - shift
 
 
+def returns_to_go(rewards: Tensor) -> Tensor:
+    """Compute G_k = r_k + ... + r_n, the rewards from turn k on; [N, n] -> [N, n].
+
+    A turn's decisions cannot change earlier rewards, and a baseline that they do not influence
+    leaves the gradient's expectation unchanged: GPOMDP (Baxter and Bartlett, 2001) with a baseline
+    for each time step. With an estimator per turn and without its standard deviation, these are the
+    advantages of MT-GRPO (arXiv 2505.11821). Rewards after a conversation's last turn are 0, so
+    conversations that have ended count in the baseline: how many continue depends on the policy.
+    """
+    return rewards.flip(1).cumsum(1).flip(1)
+
+
 def _check(rewards: Tensor) -> None:
     if rewards.dim() != 2 or rewards.numel() == 0:
         raise ValueError(

@@ -155,6 +155,11 @@ def _write_step(
         step,
         rollouts,
         advantages=[r.grade_result.reward - 0.5 for r in rollouts],
+        turn_advantages=[  # the last turns of right answers have negative ones
+            np.array([r.grade_result.reward - 0.5 - turn for turn in range(turns)])
+            for r in rollouts
+            if turns > 1
+        ],
         behavior_logprobs=behavior,
         sampled=[place >= GROUP for place in range(len(rollouts))],
     )

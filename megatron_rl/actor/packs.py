@@ -44,10 +44,11 @@ class LocalPack:
         assert batch.behavior_logprobs is not None, "compute behavior log-probs before the update"
         logprobs, *entropy = output
         rollout, reference = batch.rollout_logprobs, batch.reference_logprobs
+        by_turn = batch.turn_advantages
         return TokenInputs(
             policy_logprobs=logprobs,
             behavior_logprobs=self.shard(batch.behavior_logprobs),
-            advantages=self.spread(batch.advantages),
+            advantages=self.spread(batch.advantages) if by_turn is None else self.shard(by_turn),
             rollout_logprobs=None if rollout is None else self.shard(rollout),
             reference_logprobs=None if reference is None else self.shard(reference),
             entropy=entropy[0] if entropy else None,

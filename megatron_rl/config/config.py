@@ -5,7 +5,11 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from megatron_rl.config.data_sections import ColumnsSection, DataSection, EvalSection
-from megatron_rl.config.environment_section import EnvironmentSection, environment_problems
+from megatron_rl.config.environment_section import (
+    EnvironmentSection,
+    credit_problems,
+    environment_problems,
+)
 from megatron_rl.config.lag_sections import (
     LagSection,
     ReplaySection,
@@ -94,6 +98,7 @@ class Config(Section):
         problems += self._unused_settings() + self._objective_problems() + self._best_problems()
         problems += self._lag_problems() + self._ppo_problems()
         problems += environment_problems(self) + lora_problems(self) + routing_problems(self)
+        problems += credit_problems(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self

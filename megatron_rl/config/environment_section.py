@@ -37,6 +37,29 @@ class EnvironmentSection(Section):
     time."""
 
 
+def credit_problems(config: Any) -> list[str]:
+    """List conflicts of `advantage.credit=turn` with other sections of a `Config`."""
+    if config.advantage.credit == "response":
+        return []
+    problems = []
+    if config.environment is None and config.offline.rollouts is None:
+        problems.append(
+            "advantage.credit=turn: no effect without environment, which gives rewards to turns; "
+            "set environment, or unset it"
+        )
+    if config.advantage.estimator == "optimal_value":
+        problems.append(
+            "advantage.credit=turn: advantage.estimator=optimal_value is the value of a whole "
+            "response; choose another estimator, or unset advantage.credit"
+        )
+    if config.shaping.signed:
+        problems.append(
+            "advantage.credit=turn: shaping.signed rescales the reward of a whole response; return "
+            "such rewards from the environment, or unset one"
+        )
+    return problems
+
+
 def environment_problems(config: Any) -> list[str]:
     """List conflicts of `config.environment` with other sections of a `Config`."""
     environment: EnvironmentSection | None = config.environment

@@ -24,7 +24,12 @@ from megatron_rl.engine.requests import SequenceRequest, sampling_params
 from megatron_rl.engine.response_gather import Generated
 from megatron_rl.engine.running import POLL_INTERVAL_STEPS, tensor_group
 from megatron_rl.engine.stopping import StopCriterion
-from megatron_rl.environments.interface import Answer, EnvironmentFailure
+from megatron_rl.environments.interface import (
+    Answer,
+    BrokenEnvironmentError,
+    EnvironmentFailure,
+    TurnTokens,
+)
 from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.types import FinishReason, GradeResult, Prompt, SamplingSettings
 
@@ -52,9 +57,17 @@ class _Conversation:
     messages: list[Message] = field(default_factory=list)
     turn: list[int] = field(default_factory=list)  # tokens of the last turn
     turns: int = 0
-    rewards: list[float] = field(default_factory=list)
+    rewards: list[float | None] = field(default_factory=list)  # of each answer
     reason: str = ""
     sent: float = 0.0  # time at which the last turn was sent to the environment
+
+    @property
+    def grade(self) -> GradeResult | None:
+        """The sum of the rewards of turns; None if the environment gave none."""
+        if all(reward is None for reward in self.rewards):
+            return None
+        rewards = [reward or 0.0 for reward in self.rewards]
+        return GradeResult(math.fsum(rewards), self.reason or SCORED, None, turn_rewards=rewards)
 
 
 class Conversations:
@@ -141,7 +154,14 @@ class Conversations:
             if one.turns:
                 self.costs["cached_tokens"] += output.num_cached_tokens or 0
                 self.costs["context_tokens"] += len(output.prompt_token_ids)
-            self.settings.pool.send(position, text)
+            first, end = one.observed[-1] if one.turns else (0, 0)
+            tokens = TurnTokens(
+                context=one.token_ids[first:end] if one.turns else list(one.prompt.token_ids),
+                sampled=one.turn,
+                logprobs=one.logprobs[-len(one.turn) :],
+                is_complete=has_ended,
+            )
+            self.settings.pool.send(position, text, tokens)
         one.sent = time.monotonic()
         one.turns += 1
         self._turns += 1
@@ -172,7 +192,10 @@ class Conversations:
         error: Exception | None = None
         if self.settings.pool is not None:
             try:
-                answers = self.settings.pool.poll(timeout)
+                answers = [
+                    (place, self._check(answer))
+                    for place, answer in self.settings.pool.poll(timeout)
+                ]
             except Exception as caught:  # noqa: BLE001 - the other ranks wait for its broadcast
                 error = caught
             now = time.monotonic()
@@ -187,6 +210,20 @@ class Conversations:
         if error is not None:
             raise error
         return answers
+
+    def _check(self, answer: Answer | EnvironmentFailure) -> Answer | EnvironmentFailure:
+        """Turn an answer with token ids that the model does not have into a failure."""
+        size = len(self.finished.tokenizer)
+        if isinstance(answer, EnvironmentFailure) or max(answer.token_ids or [0]) < size:
+            return answer
+        assert self.settings.pool is not None
+        text = (
+            f"{self.settings.pool.name} returned token id {max(answer.token_ids or [0])}, outside "
+            f"the tokenizer's {size}; send tokens of the model that is trained"
+        )
+        if self.settings.pool.on_error == "end":
+            raise BrokenEnvironmentError(text)
+        return EnvironmentFailure("failed", text)
 
     def _continue(
         self, position: int, answer: Answer | EnvironmentFailure
@@ -203,26 +240,28 @@ class Conversations:
             grade = GradeResult(0.0, FAILURE_REASONS[answer.kind], None)
             self._end(one, reason, grade)
             return None
-        if answer.reward is not None:
-            one.rewards.append(answer.reward)
+        one.rewards.append(answer.reward)
         one.reason = answer.reason or one.reason
-        grade = GradeResult(math.fsum(one.rewards), one.reason or SCORED, None)
         if answer.done:
-            self._end(one, "stop", grade if one.rewards else None)
+            self._end(one, "stop", one.grade)
             return None
-        messages = as_messages(answer.observation)
-        observed = without_repeated_end(
-            self.settings.renderer.render(one.prompt.messages, messages),
-            turn=one.turn,
-            stop=self.stop.token_ids,
-        )
+        messages, observed = self._observe(one, answer)
         if one.turns >= self.settings.max_turns or self._room(one) - len(observed) < 1:
-            self._end(one, "length", grade if one.rewards else None)
+            self._end(one, "length", one.grade)
             return None
         one.observed.append((len(one.token_ids), len(one.token_ids) + len(observed)))
         one.token_ids += observed
         one.messages += messages
         return self._request(one)
+
+    def _observe(self, one: _Conversation, answer: Answer) -> tuple[list[Message], list[int]]:
+        """Return the messages and the tokens of an observation."""
+        if answer.token_ids is not None:
+            text = self.finished.tokenizer.decode(answer.token_ids, skip_special_tokens=False)
+            return as_messages(text), list(answer.token_ids)
+        messages = as_messages(answer.observation)
+        rendered = self.settings.renderer.render(one.prompt.messages, messages)
+        return messages, without_repeated_end(rendered, turn=one.turn, stop=self.stop.token_ids)
 
     def _request(self, one: _Conversation) -> SequenceRequest:
         seed = one.sampling.seed

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from megatron_rl.environments.call_formats import CallFormat
 from megatron_rl.environments.endpoint import Endpoint, Session
-from megatron_rl.environments.interface import Answer
+from megatron_rl.environments.interface import Answer, TurnTokens
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.calling import as_number, shown
 from megatron_rl.runtime.interruption import end_with_parent
@@ -37,6 +37,7 @@ class AgentEnvironment:
     def __init__(self, row: Mapping[str, Any], seed: int) -> None:
         self.row, self.seed = row, seed
         self._session: Session | None = None
+        self._tokens: TurnTokens | None = None
         self._agent: asyncio.Task[Any] | None = None
 
     def run(self, url: str) -> Any:
@@ -46,19 +47,26 @@ class AgentEnvironment:
         """
         raise NotImplementedError(f"{type(self).__name__} has no method run(url)")
 
+    def receive_tokens(self, tokens: TurnTokens) -> None:
+        """Keep the tokens of the next turn, for an agent that asks for them."""
+        self._tokens = tokens
+
     async def step(self, message: str) -> Answer:
         """Answer the agent's request with this turn; return what the next request adds."""
         if self._session is None:
             self._session = (await Endpoint.of_this_process()).open(
                 self._first_messages(), call_format=self.call_format
             )
+            self._session.receive(self._tokens)
             self._agent = asyncio.create_task(self._run(self._session.url))
-            if await self._next_messages() is None:
+            if await self._next_request() is None:
                 raise UserError("the agent ended without a request to the model")
+        else:
+            self._session.receive(self._tokens)
         self._session.answer(message)
-        messages = await self._next_messages()
-        if messages is not None:
-            return Answer(messages)
+        request = await self._next_request()
+        if request is not None:
+            return request
         assert self._agent is not None
         reward = as_number(self._agent.result())
         if reward is None:
@@ -87,11 +95,11 @@ class AgentEnvironment:
             return await self.run(url)
         return await asyncio.to_thread(self.run, url)
 
-    async def _next_messages(self) -> list[dict[str, Any]] | None:
+    async def _next_request(self) -> Answer | None:
         """Wait for the agent's next request; None if the agent ended instead."""
         assert self._session is not None
         assert self._agent is not None
-        request = asyncio.create_task(self._session.next_messages())
+        request = asyncio.create_task(self._session.next_request())
         try:
             await asyncio.wait({request, self._agent}, return_when=asyncio.FIRST_COMPLETED)
             if request.done():

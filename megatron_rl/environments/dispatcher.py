@@ -38,7 +38,7 @@ class Dispatcher:
     time_limit: float
     echo: Callable[[str], object]
     commands: "SimpleQueue[tuple[str, tuple[Any, ...]]]" = field(default_factory=SimpleQueue)
-    # (key, result); key -1: a process is ready, with its tools, or the error that ended the thread
+    # (key, result); key -1: a process is ready, or the error that ended the thread
     results: "SimpleQueue[tuple[int, Any]]" = field(default_factory=SimpleQueue)
     _conversations: dict[int, Conversation] = field(default_factory=dict)
     _homes: dict[int, EnvironmentProcess] = field(default_factory=dict)
@@ -123,9 +123,9 @@ class Dispatcher:
     def _begin(self, key: int, place: int, row: str, seed: int) -> None:
         self._conversations[key] = Conversation(key, place, row, seed)
 
-    def _send(self, key: int, message: str) -> None:
+    def _send(self, key: int, message: str, tokens: dict[str, Any] | None) -> None:
         conversation = self._conversations[key]
-        conversation.turns.append(Turn(message))
+        conversation.turns.append(Turn(message, tokens=tokens))
         if self._journal is not None and self._journal.answer(conversation):
             self.results.put((key, Answer(**(conversation.turns[-1].answer or {}))))
             return
@@ -152,7 +152,7 @@ class Dispatcher:
                 raise BrokenEnvironmentError(f"{self.name} did not start:\n{line['error']}")
             elif "ready" in line:
                 process.is_ready, self._answers_late = True, line["ready"]["answers_late"]
-                self.results.put((-1, line["ready"]["tools"]))
+                self.results.put((-1, line["ready"]))
             else:
                 self._finish(process.finish(line["key"]), line)
 

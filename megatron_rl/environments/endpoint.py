@@ -1,4 +1,6 @@
-"""A server of OpenAI's chat completions, with one address per conversation.
+"""A server of OpenAI's chat completions and vLLM's generation from token ids.
+
+Every conversation has an address of its own.
 
 It runs in the environment's process, on the loopback interface only, and a path that contains a
 random token. It has no model: a request waits for the turn that the engine samples.
@@ -8,14 +10,14 @@ import asyncio
 import contextlib
 import json
 import secrets
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from megatron_rl.environments.call_formats import PARSERS, CallFormat
+from megatron_rl.environments.interface import Answer, TurnTokens, is_token_list
+from megatron_rl.environments.replies import Message, Turn, error_reply
 
-Message = dict[str, Any]
-_CALL_TAG = "<tool_call>"
+_OVER = error_reply(410, "the conversation is over: it reached a limit of the run")
 
 
 class RewrittenHistoryError(Exception):
@@ -23,45 +25,40 @@ class RewrittenHistoryError(Exception):
 
 
 class Session:
-    """One conversation: `messages` so far, and at most one request that waits for a turn."""
+    """One conversation: `messages` and `token_ids` so far, and at most one request that waits."""
 
     def __init__(self, url: str, messages: Sequence[Message], *, call_format: CallFormat) -> None:
         self.url, self.messages = url, list(messages)
+        self.token_ids: list[int] = []  # as the engine has them
+        self._tokens: TurnTokens | None = None  # of the next turn
         self._call_format = call_format
-        self._requests: asyncio.Queue[list[Message] | Exception] = asyncio.Queue()
-        self._turn: asyncio.Future[Message] | None = None
-        self._has_tools = self._is_closed = False
+        self._requests: asyncio.Queue[Answer | Exception] = asyncio.Queue()
+        self._turn: asyncio.Future[Turn] | None = None
+        self._is_closed = False
         self._turns = 0
 
-    async def next_messages(self) -> list[Message]:
-        """Wait for the next request; return the messages that it adds, or raise why it cannot."""
+    async def next_request(self) -> Answer:
+        """Wait for the next request; return what it adds, or raise why it cannot."""
         request = await self._requests.get()
         if isinstance(request, Exception):
             raise request
         return request
 
+    def receive(self, tokens: TurnTokens | None) -> None:
+        """Take the tokens of the next turn, and those before it; None: they are unknown."""
+        self._tokens = tokens
+        self.token_ids += tokens.context if tokens is not None else []
+
     def answer(self, text: str) -> None:
         """Answer the request that waits with a turn of the policy."""
         assert self._turn is not None, "a request comes first"
-        calls = [call for call in PARSERS[self._call_format](text) if not call.problem]
-        message: Message = {"role": "assistant", "content": text}
-        if self._has_tools and calls:
-            content = text.partition(_CALL_TAG)[0] if self._call_format == "hermes" else ""
-            functions = [
-                {"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls
-            ]
-            message |= {
-                "content": content or None,
-                "tool_calls": [
-                    {"id": f"call_{self._turns}_{number}", "type": "function", "function": function}
-                    for number, function in enumerate(functions)
-                ],
-            }
+        made = Turn(text, list(self.token_ids), self._tokens, self._turns)
         self._turns += 1
-        self.messages.append(message)
+        self.token_ids += self._tokens.sampled if self._tokens is not None else []
         turn, self._turn = self._turn, None
+        self.messages.append({"role": "assistant", "content": text})
         if not turn.done():  # its client may have closed the connection
-            turn.set_result(message)
+            turn.set_result(made)
 
     def close(self) -> None:
         """Refuse the request that waits, and further ones: the conversation is over."""
@@ -70,62 +67,91 @@ class Session:
             self._turn.cancel()
 
     async def complete(self, body: Mapping[str, Any]) -> tuple[int, Message]:
-        """Serve one request; return its HTTP status and JSON."""
-        problem = self._problem(body)
+        """Serve a request of chat completions; return its HTTP status and JSON."""
+        problem = self._problem(body, n=body.get("n", 1)) or self._changed_messages(body)
         if problem is not None:
             return problem
         added = body["messages"][len(self.messages) :]
         self.messages += added
-        self._has_tools = bool(body.get("tools"))
+        made = await self._wait(Answer(added))
+        if made is None:
+            return _OVER
+        calls = PARSERS[self._call_format](made.text) if body.get("tools") else []
+        message = made.message(calls, call_format=self._call_format)
+        self.messages[-1] = message
+        return 200, made.completion(message, body)
+
+    async def generate(self, body: Mapping[str, Any]) -> tuple[int, Message]:
+        """Serve a request with token ids, as vLLM's; return its HTTP status and JSON."""
+        sampling = body.get("sampling_params") or {}
+        problem = self._problem(body, n=sampling.get("n", 1)) or self._changed_tokens(body)
+        if problem is not None:
+            return problem
+        added = body["token_ids"][len(self.token_ids) :]
+        made = await self._wait(Answer(token_ids=added))
+        return _OVER if made is None else (200, made.generation(body))
+
+    async def _wait(self, added: Answer) -> Turn | None:
+        """Wait for the turn that answers a request; None if the conversation is over."""
         turn = self._turn = asyncio.get_running_loop().create_future()
         self._requests.put_nowait(added)
         try:
-            message = await turn
+            return await turn
         except asyncio.CancelledError:
             if not self._is_closed:
                 raise
-            return _error(410, "the conversation is over: it reached a limit of the run")
-        reason = "tool_calls" if message.get("tool_calls") else "stop"
-        usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 0)
-        choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
-        return 200, {
-            "id": f"turn-{self._turns}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": body.get("model", "policy"),
-            "choices": [choice],
-            "usage": usage,  # tokens are counted where they are: in the engine's process
-        }
+            return None
 
-    def _problem(self, body: Mapping[str, Any]) -> tuple[int, Message] | None:
+    def _problem(self, body: Mapping[str, Any], *, n: Any) -> tuple[int, Message] | None:
         if self._is_closed:
-            return _error(410, "the conversation is over: it reached a limit of the run")
-        if body.get("stream") or body.get("n", 1) != 1:
-            return _error(
+            return _OVER
+        if body.get("stream") or n != 1:
+            return error_reply(
                 400, "stream=true and n above 1 are not supported; ask for one whole turn"
             )
+        if self._turn is not None:
+            return error_reply(409, "an earlier request of this conversation waits for its turn")
+        return None
+
+    def _changed_messages(self, body: Mapping[str, Any]) -> tuple[int, Message] | None:
         messages = body.get("messages")
         if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
-            return _error(400, "messages must be a list of objects with role and content")
-        if self._turn is not None:
-            return _error(409, "an earlier request of this conversation waits for its turn")
+            return error_reply(400, "messages must be a list of objects with role and content")
         known = len(self.messages)
         different = [
             place
             for place, one in enumerate(self.messages)
             if place >= len(messages) or _essence(messages[place]) != _essence(one)
         ]
-        if any(one.get("role") == "assistant" for one in messages[known:]):
+        added = messages[known:]
+        if any(one.get("role") == "assistant" for one in added) or (added and not self._turns):
             different.append(known)
         if not different:
             return None
-        text = (
+        return self._refuse(
             f"message {different[0] + 1} of the request is not that of the conversation, whose "
             f"first {known} messages are fixed: the policy is trained on the tokens that it "
             "sampled in them; send them unchanged, also the thinking, and new ones after them"
         )
+
+    def _changed_tokens(self, body: Mapping[str, Any]) -> tuple[int, Message] | None:
+        tokens, known = body.get("token_ids"), self.token_ids
+        if not is_token_list(tokens) or not tokens:
+            return error_reply(400, "token_ids must be a list of integers from 0 on, and not empty")
+        if body.get("features") or body.get("content_parts"):
+            return error_reply(400, "features and content_parts are not supported; send token_ids")
+        is_first = not self._turns
+        if tokens[: len(known)] == known and not (is_first and len(tokens) > len(known)):
+            return None
+        return self._refuse(
+            f"token_ids are not those of the conversation, whose first {len(known)} are fixed: "
+            + ("they are the prompt of the row" if is_first else "the policy sampled some of them")
+            + "; send them unchanged, and new ones after them"
+        )
+
+    def _refuse(self, text: str) -> tuple[int, Message]:
         self._requests.put_nowait(RewrittenHistoryError(text))
-        return _error(409, text)
+        return error_reply(409, text)
 
 
 class Endpoint:
@@ -160,18 +186,25 @@ class Endpoint:
         async def serve(request: Request) -> JSONResponse:
             session = self._sessions.get(request.path_params["token"])
             if session is None:
-                status, content = _error(404, "no conversation has this address")
+                status, content = error_reply(404, "no conversation has this address")
             else:
+                is_chat = request.url.path.endswith("/chat/completions")
                 try:
-                    status, content = await session.complete(await request.json())
+                    body = await request.json()
                 except ValueError as error:
-                    status, content = _error(400, f"the request is not valid JSON: {error}")
+                    status, content = error_reply(400, f"the request is not valid JSON: {error}")
+                else:
+                    serve_one = session.complete if is_chat else session.generate
+                    status, content = await serve_one(body)
             # OpenAI's client would send a request with status 409 again.
             return JSONResponse(content, status, headers={"x-should-retry": "false"})
 
-        route = Route("/{token}/v1/chat/completions", serve, methods=["POST"])
+        routes = [
+            Route("/{token}/" + path, serve, methods=["POST"])
+            for path in ("v1/chat/completions", "inference/v1/generate")
+        ]
         config = uvicorn.Config(
-            Starlette(routes=[route]), host="127.0.0.1", port=0, log_level="error", lifespan="off"
+            Starlette(routes=routes), host="127.0.0.1", port=0, log_level="error", lifespan="off"
         )
         self._server = server = Server(config)
         self._task = asyncio.create_task(server.serve())
@@ -192,10 +225,6 @@ class Endpoint:
         url = f"{self._address}/{token}/v1"
         session = self._sessions[token] = Session(url, messages, call_format=call_format)
         return session
-
-
-def _error(status: int, text: str) -> tuple[int, Message]:
-    return status, {"error": {"message": text, "type": "invalid_request_error", "code": status}}
 
 
 def _essence(message: Message) -> tuple[Any, ...]:

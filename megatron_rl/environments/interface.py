@@ -8,7 +8,7 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeGuard
 
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.calling import as_number, shown
@@ -27,13 +27,29 @@ class Answer:
     observation: the text of a user's message, or several messages (dicts with role and content),
     that the policy reads next. reward: added up over the turns; if no turn has one, the verifier
     grades the last turn. done: True ends the conversation, and the observation is not used.
-    reason: a word or two for the records.
+    reason: a word or two for the records. token_ids: the tokens that follow the turn, in place of
+    an observation.
     """
 
     observation: str | list[dict[str, Any]] = ""
     reward: float | None = None
     done: bool = False
     reason: str = ""
+    token_ids: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class TurnTokens:
+    """The tokens of a turn of the policy, for environments that take them.
+
+    context: the tokens before it that are of no earlier turn: the prompt, later an observation.
+    sampled, logprobs: those of the turn. is_complete: False if it was cut at its limit.
+    """
+
+    context: list[int]
+    sampled: list[int]
+    logprobs: list[float]
+    is_complete: bool
 
 
 class Environment(Protocol):
@@ -43,8 +59,9 @@ class Environment(Protocol):
     The answers must be a function of (row, seed, messages so far): if the worker process of a
     conversation is lost, its messages are sent again to a new environment.
 
-    Three methods are optional. `timed_out(message) -> Answer` answers a turn whose `step` exceeded
-    the time limit, in place of ending the conversation. `replay(turns)` restores the state after
+    Four methods are optional. `receive_tokens(tokens)` gets the `TurnTokens` of a turn before
+    `step` gets its text. `timed_out(message) -> Answer` answers a turn whose `step` exceeded the
+    time limit, in place of ending the conversation. `replay(turns)` restores the state after
     `turns`, a list of (message, Answer), where calling `step` again would repeat side effects.
     `close()` releases what the environment has when the conversation is over.
     """
@@ -132,8 +149,30 @@ def read_answer(value: Any, *, name: str) -> dict[str, Any]:
             "True or False, and a text"
         )
     observation = _read_observation(value.observation, name=name)
-    fields = {"observation": observation, "reward": reward, "done": value.done}
+    fields: dict[str, Any] = {
+        "observation": observation, "reward": reward, "done": value.done,
+    }  # fmt: skip
+    if value.token_ids is not None:
+        fields["token_ids"] = _read_tokens(value.token_ids, name=name)
     return fields | {"reason": clean(value.reason)}
+
+
+def _read_tokens(value: Any, *, name: str) -> list[int]:
+    if not is_token_list(value):
+        raise TypeError(
+            f"{name} returned token_ids={shown(value)}; return a list of at most "
+            f"{MAX_OBSERVATION:,} integers from 0 on"
+        )
+    return value
+
+
+def is_token_list(value: Any) -> TypeGuard[list[int]]:
+    """Return whether a value is a list of token ids, of any vocabulary."""
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_OBSERVATION
+        and all(type(token) is int and 0 <= token < 1 << 31 for token in value)
+    )
 
 
 def _read_observation(value: Any, *, name: str) -> str | list[dict[str, Any]]:

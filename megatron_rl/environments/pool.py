@@ -15,7 +15,12 @@ from queue import Empty
 from typing import Any, Literal, Self
 
 from megatron_rl.environments.dispatcher import Dispatcher
-from megatron_rl.environments.interface import Answer, BrokenEnvironmentError, EnvironmentFailure
+from megatron_rl.environments.interface import (
+    Answer,
+    BrokenEnvironmentError,
+    EnvironmentFailure,
+    TurnTokens,
+)
 from megatron_rl.environments.journal import Journal
 from megatron_rl.environments.process import EnvironmentProcess
 from megatron_rl.rewards.process import PrintedLines, worker_environment
@@ -57,6 +62,7 @@ class EnvironmentPool:
             raise BrokenEnvironmentError(str(error)) from None
         self.name, self.on_error = name, on_error
         self.tools: list[dict[str, Any]] = []  # JSON schemas, after `start`
+        self.takes_tokens = False  # whether environments have `receive_tokens`, after `start`
         self.answered = 0  # total number of results, to detect progress
         self._not_ready, self._is_closed = workers, False
         self._numbers = itertools.count()
@@ -96,9 +102,10 @@ class EnvironmentPool:
         self._places[key] = place
         self._dispatcher.command("begin", key, place, row, seed)
 
-    def send(self, place: int, message: str) -> None:
+    def send(self, place: int, message: str, tokens: TurnTokens | None = None) -> None:
         """Send a turn of the policy; `poll` returns the answer later."""
-        self._dispatcher.command("send", self._keys[place], message)
+        fields = vars(tokens) if tokens is not None and self.takes_tokens else None
+        self._dispatcher.command("send", self._keys[place], message, fields)
 
     def poll(self, timeout: float) -> list[Result]:
         """Return the answers that have arrived; wait up to `timeout` seconds for the first."""
@@ -142,7 +149,8 @@ class EnvironmentPool:
             self._dispatcher.results.put((key, result))  # for the next call, too
             raise result
         if key < 0:
-            self._not_ready, self.tools = max(self._not_ready - 1, 0), result
+            self._not_ready = max(self._not_ready - 1, 0)
+            self.tools, self.takes_tokens = result["tools"], result["takes_tokens"]
             return []
         place = self._places.get(key)
         if place is None:  # ended meanwhile

@@ -20,10 +20,11 @@ class Turn:
     message: str
     answer: Message | None = None
     timed_out: bool = False
+    tokens: Message | None = None  # the fields of a `TurnTokens`
 
     def to_json(self) -> Message:
         """Return the turn as a worker reads it."""
-        return {"message": self.message, "answer": self.answer, "timed_out": self.timed_out}
+        return dict(vars(self))
 
 
 @dataclass(eq=False)

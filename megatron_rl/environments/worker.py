@@ -8,7 +8,8 @@ new interpreter, as a verifier's (`megatron_rl.rewards.worker`). Lines of JSON, 
     {"key": 3, "turns": [TURN]}                                    answer the next turn
     {"end": 3}                                                       forget the conversation
 
-A TURN is {"message": text, "answer": an answer or null, "timed_out": true or false}. From it: first
+A TURN is {"message": text, "answer": an answer or null, "timed_out": true or false, "tokens":
+`TurnTokens` or null}. From it: first
 {"ready": ...} or {"error": ...}; {"started": 3} before every call, so that the time limit of a call
 does not include waiting for others; then an "answer" or a "failure" with its "trace".
 """
@@ -29,6 +30,7 @@ from megatron_rl.environments.endpoint import RewrittenHistoryError
 from megatron_rl.environments.interface import (
     Answer,
     InfrastructureError,
+    TurnTokens,
     load_environment,
     read_answer,
 )
@@ -118,6 +120,8 @@ class Worker:
     async def _answer(self, key: int, turn: dict[str, Any]) -> dict[str, Any]:
         environment, message = self._environments[key], turn["message"]
         late = turn["timed_out"]
+        if turn["tokens"] is not None:
+            environment.receive_tokens(TurnTokens(**turn["tokens"]))
         if not late:
             try:
                 value = await self._call(key, environment.step, message)
@@ -180,7 +184,11 @@ def main() -> None:
         except Exception:  # noqa: BLE001 - the parent raises it
             send(output, {"error": clean(traceback.format_exc())})
             return
-        ready = {"tools": tools, "answers_late": hasattr(make, "timed_out")}
+        ready = {
+            "tools": tools,
+            "answers_late": hasattr(make, "timed_out"),
+            "takes_tokens": hasattr(make, "receive_tokens"),
+        }
         send(output, {"ready": ready})
         worker = Worker(
             make, name=arguments.environment, time_limit=arguments.time_limit, output=output

@@ -8,7 +8,11 @@ from typing import Any
 from megatron_rl.config import Config
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.data.turns import TurnRenderer, as_messages
-from megatron_rl.environments.interface import BrokenEnvironmentError, EnvironmentFailure
+from megatron_rl.environments.interface import (
+    BrokenEnvironmentError,
+    EnvironmentFailure,
+    TurnTokens,
+)
 from megatron_rl.environments.pool import EnvironmentPool
 from megatron_rl.preflight.verifier import describe
 from megatron_rl.types import Prompt
@@ -57,7 +61,10 @@ class EnvironmentTrial:
         assert self.config.environment is not None
         turn = "" if self.config.environment.on_error == "end" else "."
         tried = f"tried with {'the turn .' if turn else 'an empty turn'}, it"
-        self.pool.send(0, turn)
+        tokenizer = load_tokenizer(self.config.model.path, template=self.config.data.template)
+        sampled = [*tokenizer(turn, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        tokens = TurnTokens(list(prompt.token_ids), sampled, [0.0] * len(sampled), True)
+        self.pool.send(0, turn, tokens)
         limit = self.pool_limit
         try:
             results = self.pool.poll(limit + GRACE_SECONDS)
@@ -70,10 +77,9 @@ class EnvironmentTrial:
             text = answer.text.removeprefix(f"{self.pool.name} ")
             cure = "" if "; " in text else f"; {CURES[answer.kind]}"
             return [self._name(f"{tried} {text}{cure}")]
-        if answer.done:
+        if answer.done or answer.token_ids is not None:
             return []
         config = self.with_tools()
-        tokenizer = load_tokenizer(config.model.path, template=config.data.template)
         renderer = TurnRenderer(tokenizer, config.data.template, config.data.template_arguments)
         try:
             renderer.render(prompt.messages, as_messages(answer.observation))

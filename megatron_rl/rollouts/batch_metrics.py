@@ -35,8 +35,8 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
         "reward/failed_fraction": reasons.count(FAILED) / len(reasons),
         "reward/retries": sum(rollout.grade_result.retries for rollout in batch.rollouts),
         "reward/unparsable_truth_fraction": reasons.count(UNPARSABLE_TRUTH) / len(reasons),
-        "advantage/zero_fraction": (batch.advantages == 0).float().mean().item(),
-        "advantage/zero_groups_fraction": (batch.advantages == 0).all(dim=1).float().mean().item(),
+        "advantage/zero_fraction": (~batch.learns).float().mean().item(),
+        "advantage/zero_groups_fraction": (~batch.learns).all(dim=1).float().mean().item(),
         "train/computed_fraction": statistics.fmean(batch.computed),
         "train/masked_fraction": statistics.fmean(batch.masked),
         "reward/shaped_mean": statistics.fmean(batch.shaped),
@@ -64,8 +64,11 @@ def _conversation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     reasons = [rollout.grade_result.reason for rollout in rollouts]
     tokens = sum(len(one.token_ids) for one in responses)
     by_turns: dict[int, list[float]] = {}
+    of_turn: dict[int, list[float]] = {}
     for rollout in rollouts:
         by_turns.setdefault(rollout.response.turns, []).append(rollout.grade_result.reward)
+        for turn, reward in enumerate(rollout.grade_result.turn_rewards, start=1):
+            of_turn.setdefault(turn, []).append(reward)
     return {
         "conversation/turns_mean": statistics.fmean(one.turns for one in responses),
         "conversation/turns_max": max(one.turns for one in responses),
@@ -80,6 +83,10 @@ def _conversation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         **{
             f"reward_by_turns/{turns}": statistics.fmean(rewards)
             for turns, rewards in sorted(by_turns.items())
+        },
+        **{
+            f"reward_of_turn/{turn}": statistics.fmean(rewards)
+            for turn, rewards in sorted(of_turn.items())
         },
     }
 

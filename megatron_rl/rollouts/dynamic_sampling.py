@@ -7,6 +7,7 @@ are counted.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,10 +39,16 @@ class Filled(NamedTuple):
     engine_seconds: tuple[float, ...]
 
 
-def is_informative(group: Sequence[Rollout]) -> bool:
-    """True if the rewards of the group differ, apart from those of lost conversations."""
-    rewards = {one.grade_result.reward for one in group if one.response.finish_reason != "lost"}
-    return len(rewards) > 1
+def is_informative(group: Sequence[Rollout], *, by_turn: bool = False) -> bool:
+    """True if the rewards of the group differ, apart from those of lost conversations.
+
+    by_turn: or those of their turns, with 0 after the last one.
+    """
+    known = [one for one in group if one.response.finish_reason != "lost"]
+    if not by_turn:
+        return len({one.grade_result.reward for one in known}) > 1
+    by_turns = itertools.zip_longest(*(one.turn_rewards for one in known), fillvalue=0.0)
+    return any(len(set(rewards)) > 1 for rewards in by_turns)
 
 
 @dataclass
@@ -49,6 +56,7 @@ class DynamicSampling:
     """Fills slots within `rounds` rounds, by default 0, and counts the cost of a step."""
 
     rounds: int
+    by_turn: bool = False  # as of `is_informative`
     costs: dict[str, float] = field(default_factory=dict)
 
     def fill(
@@ -67,7 +75,9 @@ class DynamicSampling:
         The engines' seconds of all calls are attributed to the first part.
         """
         groups, seconds = ask([Request(slots, 0, len(slots)) for slots in parts])
-        searches = [_Search(slots, first) for slots, first in zip(parts, groups, strict=True)]
+        searches = [
+            _Search(slots, first, self.by_turn) for slots, first in zip(parts, groups, strict=True)
+        ]
         for number in range(1, self.rounds + 1):
             lacking = [one for one in searches if one.found < len(one.slots)]
             if not lacking:
@@ -91,7 +101,7 @@ class DynamicSampling:
     ) -> list[tuple[Sequence[PromptSlot], list[list[Rollout]]]]:
         """Slots of a part with their groups, and spare slots with surplus groups."""
         waiting = iter(search.further)
-        kept = [g if is_informative(g) else next(waiting, g) for g in search.first]
+        kept = [g if search.is_good(g) else next(waiting, g) for g in search.first]
         left = list(waiting)
         later = sorted(spare[: len(left)])
         del spare[: len(later)]
@@ -100,7 +110,7 @@ class DynamicSampling:
         self._add("rounds", 0)
         self._add("groups_generated", search.generated)
         self._add("groups_kept_for_later", len(later))
-        self._add("groups_lacking", sum(not is_informative(group) for group in kept))
+        self._add("groups_lacking", sum(not search.is_good(group) for group in kept))
         further = [(later, left[: len(later)])] if later else []
         return [(search.slots, kept), *further]
 
@@ -127,11 +137,16 @@ class _Search:
 
     slots: Sequence[PromptSlot]
     first: list[list[Rollout]]
+    by_turn: bool
     further: list[list[Rollout]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.generated = len(self.first)
-        self.found = sum(map(is_informative, self.first))
+        self.found = sum(map(self.is_good, self.first))
+
+    def is_good(self, group: Sequence[Rollout]) -> bool:
+        """Return whether a group has a gradient."""
+        return is_informative(group, by_turn=self.by_turn)
 
     @property
     def likely_to_do(self) -> int:
@@ -141,11 +156,11 @@ class _Search:
 
     def take(self, groups: list[list[Rollout]]) -> list[list[Rollout]]:
         """Keep informative groups; return the others."""
-        good = [group for group in groups if is_informative(group)]
+        good = [group for group in groups if self.is_good(group)]
         self.further += good
         self.generated += len(groups)
         self.found += len(good)
-        return [group for group in groups if not is_informative(group)]
+        return [group for group in groups if not self.is_good(group)]
 
 
 def _flat(groups: Sequence[Sequence[Rollout]]) -> list[Rollout]:

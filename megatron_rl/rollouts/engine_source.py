@@ -33,7 +33,10 @@ class EngineSource(RolloutSource):
     conversations: ConversationSettings | None = None  # None: one turn
 
     def __post_init__(self) -> None:
-        self.sampling = DynamicSampling(self.run.config.dynamic_sampling.rounds)
+        self.sampling = DynamicSampling(
+            self.run.config.dynamic_sampling.rounds,
+            by_turn=self.run.config.advantage.credit == "turn",
+        )
         self.environment_costs: Counter[str] = Counter()  # since the last `metrics`
 
     @property

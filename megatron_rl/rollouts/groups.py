@@ -14,6 +14,7 @@ from megatron_rl.advantages import (
     leave_one_out_advantages,
     optimal_value_advantages,
     raw_advantages,
+    returns_to_go,
 )
 from megatron_rl.config import AdvantageSection, Config
 from megatron_rl.rollouts.shaping import shape_reward
@@ -34,15 +35,11 @@ def build_groups(
     step, updates: the step, and the updates before it, in which they were generated.
     """
     size = config.rollout.responses_per_prompt
-    if config.has_late_advantages:
-        advantages = np.full((len(slots), size), np.nan, np.float32)
-    else:
-        advantages = _advantages(rollouts, config)
-    return [
+    groups = [
         PromptGroup(
             slot=slot,
             rollouts=tuple(rollouts[place * size : (place + 1) * size]),
-            advantages=advantages[place],
+            advantages=np.full(size, np.nan, np.float32),
             behavior_logprobs=(None,) * size,
             entropy=math.nan,
             generated_at_step=step,
@@ -50,19 +47,55 @@ def build_groups(
         )
         for place, slot in enumerate(slots)
     ]
+    return groups if config.has_late_advantages else compute_all_advantages(groups, config)
 
 
-def compute_late_advantages(groups: Sequence[PromptGroup], config: Config) -> list[PromptGroup]:
-    """Compute advantages over all groups that a step trains."""
+def compute_all_advantages(groups: Sequence[PromptGroup], config: Config) -> list[PromptGroup]:
+    """Compute advantages over all groups that a step trains.
+
+    With `advantage.credit=turn` the estimator is applied to the returns of every turn; those of the
+    first turn are also the response's.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rows = _advantages(rollouts, config)
-    return [replace(group, advantages=row) for group, row in zip(groups, rows, strict=True)]
+    if config.advantage.credit == "response":
+        rows = _advantages(
+            [shape_reward(rollout, config) for rollout in rollouts], rollouts, config
+        )
+        return [replace(group, advantages=row) for group, row in zip(groups, rows, strict=True)]
+    returns = _turn_returns(rollouts, config)
+    by_turn = [_advantages(column, rollouts, config) for column in returns.T.tolist()]
+    return [
+        replace(
+            group,
+            advantages=by_turn[0][place],
+            turn_advantages=tuple(
+                np.array([column[place, sample] for column in by_turn[: one.response.turns]])
+                for sample, one in enumerate(group.rollouts)
+            ),
+        )
+        for place, group in enumerate(groups)
+    ]
 
 
-def _advantages(rollouts: Sequence[Rollout], config: Config) -> np.ndarray:
+def _turn_returns(rollouts: Sequence[Rollout], config: Config) -> Tensor:
+    """Return the rewards from each turn on, 0 after the last one; [rollouts, turns] float64.
+
+    What shaping adds to a reward, and the reward of a verifier, are those of the last turn.
+    """
+    turns = max(rollout.response.turns for rollout in rollouts)
+    rewards = torch.zeros(len(rollouts), turns, dtype=torch.float64)
+    for row, rollout in zip(rewards, rollouts, strict=True):
+        *earlier, _ = rollout.turn_rewards
+        row[: len(earlier)] = torch.tensor(earlier, dtype=torch.float64)
+        row[len(earlier)] = shape_reward(rollout, config) - math.fsum(earlier)
+    return returns_to_go(rewards)
+
+
+def _advantages(
+    rewards: Sequence[float], rollouts: Sequence[Rollout], config: Config
+) -> np.ndarray:
     """Advantages of rollouts in group order; [groups, responses to each] float32."""
-    rewards = torch.tensor([shape_reward(rollout, config) for rollout in rollouts])
-    grouped = rewards.view(-1, config.rollout.responses_per_prompt)
+    grouped = torch.tensor(rewards).view(-1, config.rollout.responses_per_prompt)
     lost = torch.tensor([rollout.response.finish_reason == "lost" for rollout in rollouts])
     if lost.any():
         grouped = fill_lost(grouped, lost.view_as(grouped))

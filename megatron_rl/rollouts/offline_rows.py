@@ -18,7 +18,7 @@ from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
 from megatron_rl.rollouts.rollout_files import NEEDED
-from megatron_rl.runs.rollout_tables import MESSAGES, OBSERVED, read_observed
+from megatron_rl.runs.rollout_tables import MESSAGES, OBSERVED, TURN_REWARDS, read_observed
 from megatron_rl.types import TOKEN_COLUMNS, GradeResult, Prompt, Response, Rollout
 
 LOGPROBS = ("behavior_logprobs", "rollout_logprobs")  # columns in order of preference
@@ -161,6 +161,7 @@ def parse_rollout(row: dict[str, Any], tokenizer: Any, *, place: int, config: Co
     grade_result = GradeResult(
         float(reward), row.get("reason") or "", row.get("extracted"),
         rewards=dict(row.get("rewards") or {}),
+        turn_rewards=_turn_rewards(row.get(TURN_REWARDS) or [], response.turns),
     )  # fmt: skip
     # the actor's if the file has the column (null: not computed), else the engine's
     behavior = frozen if LOGPROBS[0] in row else generated
@@ -178,6 +179,15 @@ def _logprobs(values: Any, name: str, count: int) -> np.ndarray | None:
             f"{OBSERVED}, if an environment wrote some of them)"
         )
     return array
+
+
+def _turn_rewards(rewards: Sequence[float], turns: int) -> list[float]:
+    if len(rewards) not in (0, turns) or not all(map(math.isfinite, rewards)):
+        raise UserError(
+            f"{TURN_REWARDS} is {list(rewards)!r:.80} for {turns} turns; it needs a finite number "
+            "for each, or none"
+        )
+    return list(rewards)
 
 
 def _count_sampled(observed: Sequence[tuple[int, int]], count: int) -> int:

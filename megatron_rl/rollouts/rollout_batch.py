@@ -59,6 +59,16 @@ class RolloutBatch:
         return torch.from_numpy(np.stack([group.advantages for group in self.groups]))
 
     @property
+    def turn_advantages(self) -> list[np.ndarray]:
+        """[N] arrays over the turns of each response; empty without `advantage.credit=turn`."""
+        return [row for group in self.groups for row in group.turn_advantages]
+
+    @property
+    def learns(self) -> Tensor:
+        """True where some turn has an advantage other than 0; [groups, responses to each] bool."""
+        return torch.tensor([group.learns for group in self.groups])
+
+    @property
     def behavior_logprobs(self) -> list[np.ndarray | None]:
         """[N] arrays over response tokens, where the response's are; None if not computed."""
         return [row for group in self.groups for row in group.behavior_logprobs]
@@ -167,6 +177,15 @@ class RolloutBatch:
         for minibatch in self.minibatches:
             minibatch.classes = len(self.lags)
 
+    def spread_turn_advantages(self) -> None:
+        """Give each token of the packs the advantage of its turn."""
+        rows: list[np.ndarray | None] = [None] * len(self.computed)
+        responses, advantages = [one.response for one in self.rollouts], self.turn_advantages
+        for index in self.own_rollouts:
+            rows[index] = np.repeat(advantages[index], responses[index].turn_lengths)
+        for pack, values in zip(self.packs, scatter_to_packs(self.packs, rows), strict=True):
+            pack.turn_advantages = values
+
     def freeze_reference_logprobs(self, reference: ReferencePolicy) -> None:
         """Compute log-probs under the reference policy for a KL term."""
         for pack, logprobs in zip(self.packs, reference.compute_logprobs(self.packs), strict=True):
@@ -196,18 +215,17 @@ def build_rollout_batch(
 ) -> RolloutBatch:
     """Pack groups with their frozen log-probs; collective.
 
-    Rollouts of advantage 0 are packed only if the objective or `trainer.zero_advantage` needs them:
-    their gradient is 0, but the denominators count them. Rollouts masked by `shaping.truncated` are
-    in neither. A partial rollout batch may have fewer minibatches.
+    Rollouts without an advantage other than 0 are packed only if the objective or
+    `trainer.zero_advantage` needs them: their gradient is 0, but the denominators count them.
+    Rollouts masked by `shaping.truncated` are in neither. A partial rollout batch may have fewer
+    minibatches.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     advantages = torch.from_numpy(np.concatenate([group.advantages for group in groups]))
     all_computed = config.trainer.zero_advantage == "compute" or objective.uses_zero_advantage
     counted = [not is_masked(rollout, config) for rollout in rollouts]
-    computed = [
-        one and (all_computed or advantage != 0)
-        for one, advantage in zip(counted, advantages.tolist(), strict=True)
-    ]
+    learns = [one for group in groups for one in group.learns]
+    computed = [one and (all_computed or own) for one, own in zip(counted, learns, strict=True)]
     minibatches = plan_minibatches(
         rollouts,
         advantages,
@@ -234,6 +252,8 @@ def build_rollout_batch(
         replays_engine=config.model.routing_replay == "engine",
     )
     mark_traced(batch.packs, traced)
+    if batch.turn_advantages:
+        batch.spread_turn_advantages()
     frozen = batch.behavior_logprobs
     if all(row is not None for row, used in zip(frozen, computed, strict=True) if used):
         rows = bring_rows(frozen, batch.own_rollouts, rollouts=rollouts)

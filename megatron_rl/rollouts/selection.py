@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.actor.reference import ReferencePolicy
-from megatron_rl.rollouts.groups import compute_late_advantages
+from megatron_rl.rollouts.groups import compute_all_advantages
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.source import RunContext
 
@@ -26,7 +26,7 @@ class BatchSelector:
             buffer.insert(group for batch in fresh for group in batch.groups)
             groups = buffer.select(step)
             if config.has_late_advantages:
-                groups = compute_late_advantages(groups, config)
+                groups = compute_all_advantages(groups, config)
             packed = next((batch for batch in fresh if batch.groups == groups), None)
             batch = packed or self.run.pack(groups)
             batch.report_by_lag(step)

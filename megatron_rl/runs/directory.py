@@ -43,6 +43,7 @@ from megatron_rl.runs.generated import GeneratedGroups
 from megatron_rl.runs.lock import LOCK, find_holder, take_lock
 from megatron_rl.runs.rollout_tables import (
     SAMPLED,
+    TURN_ADVANTAGES,
     build_rollout_table,
     thin,
     thin_file,
@@ -274,6 +275,7 @@ class RunDirectory:
         rollouts: Sequence[Rollout],
         *,
         advantages: Sequence[float],
+        turn_advantages: Sequence[np.ndarray] = (),
         behavior_logprobs: Sequence[np.ndarray | None],
         lag: Sequence[int] | None = None,
         sampled: Sequence[bool] | None = None,
@@ -288,6 +290,9 @@ class RunDirectory:
         """
         table = build_rollout_table(rollouts)
         table = table.append_column("advantage", pa.array(advantages, pa.float32()))
+        if turn_advantages:
+            rows = pa.array(turn_advantages, pa.list_(pa.float32()))
+            table = table.append_column(TURN_ADVANTAGES, rows)
         table = table.append_column("lag", pa.array(lag or [0] * len(rollouts), pa.int32()))
         table = table.append_column(
             "behavior_logprobs", pa.array(behavior_logprobs, pa.list_(pa.float32()))

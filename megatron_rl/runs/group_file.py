@@ -43,6 +43,7 @@ SCHEMA = pa.schema(
         "messages": pa.string(),  # JSON
         "verdict": pa.string(),  # JSON of a GradeResult
         "advantage": pa.float32(),
+        "turn_advantages": pa.list_(pa.float32()),
         "behavior_logprobs": pa.list_(pa.float32()),
     }
 )
@@ -68,11 +69,16 @@ def write_groups(
             "messages": json.dumps(rollout.response.messages),
             "verdict": json.dumps(dataclasses.asdict(rollout.grade_result)),
             "advantage": advantage,
+            "turn_advantages": by_turn,
             "behavior_logprobs": logprobs,
         }
         for group in groups
-        for rollout, advantage, logprobs in zip(
-            group.rollouts, group.advantages, group.behavior_logprobs, strict=True
+        for rollout, advantage, by_turn, logprobs in zip(
+            group.rollouts,
+            group.advantages,
+            group.turn_advantages or [None] * len(group.rollouts),
+            group.behavior_logprobs,
+            strict=True,
         )
     ]
     schema = SCHEMA.with_metadata({ABOUT: json.dumps(about or {})})
@@ -128,6 +134,12 @@ def _group(rows: list[dict[str, Any]], *, owner: int) -> PromptGroup:
         rollouts=tuple(_rollout(row, owner=owner) for row in rows),
         advantages=np.array([row["advantage"] for row in rows], np.float32),
         behavior_logprobs=tuple(row["behavior_logprobs"] for row in rows),
+        # missing in a file that an earlier release wrote
+        turn_advantages=tuple(
+            np.array(row["turn_advantages"], np.float32)
+            for row in rows
+            if row.get("turn_advantages") is not None
+        ),
         **{name: rows[0][name] for name in GROUP},
     )
 

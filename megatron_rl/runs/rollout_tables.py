@@ -83,6 +83,9 @@ def build_rollout_table(rollouts: Sequence[Rollout]) -> pa.Table:
         table = table.append_column(
             MESSAGES, column(lambda r: json.dumps(r.response.messages), pa.string())
         )
+        table = table.append_column(
+            TURN_REWARDS, column(lambda r: r.grade_result.turn_rewards, pa.list_(pa.float64()))
+        )
     names = sorted({name for rollout in rollouts for name in rollout.grade_result.rewards})
     if not names:
         return table
@@ -91,8 +94,10 @@ def build_rollout_table(rollouts: Sequence[Rollout]) -> pa.Table:
 
 
 # Columns of conversations: the ranges of token_ids that an environment wrote, while rollout and
-# behavior log-probs are of the other tokens only; and the messages after those of the prompt.
+# behavior log-probs are of the other tokens only; the messages after those of the prompt; and the
+# rewards of turns. Only with `advantage.credit=turn`: the advantages of turns.
 OBSERVED, MESSAGES = "observed", "messages"
+TURN_REWARDS, TURN_ADVANTAGES = "turn_rewards", "turn_advantages"
 RANGES = pa.list_(pa.struct({"first": pa.int32(), "end": pa.int32()}))
 
 

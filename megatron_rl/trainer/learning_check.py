@@ -69,7 +69,7 @@ def describe_no_learning(batch: RolloutBatch, config: Config) -> str | None:
             f"{config.rollout.max_response_tokens}, so none came to its end: raise it, or see in "
             "rollouts/ whether the model ever writes the end token of its generation_config.json"
         )
-    if not batch.advantages.any():
+    if not batch.learns.any():
         reward = batch.rollouts[0].grade_result.reward
         if all(rollout.grade_result.reward == reward for rollout in batch.rollouts):
             what = f"every response got the same reward, {reward:g}"

@@ -161,6 +161,7 @@ class Recorder:
                 int(metrics["step"]),
                 batch.rollouts,
                 advantages=batch.advantages.flatten().tolist(),
+                turn_advantages=batch.turn_advantages,
                 behavior_logprobs=batch.behavior_logprobs,
                 lag=batch.lag(int(metrics["step"])),
                 sampled=choose_sampled(

@@ -25,6 +25,7 @@ SHORT = (
     "trainer.epochs=2", "trainer.minibatches=2", "trainer.checkpoint_every=1",
     "optimizer.decay=constant", "optimizer.warmup_steps=0", "eval.every=2", "eval.samples=2",
     "logging.tensorboard=false", "logging.traced_responses=32", "run.resume=auto",
+    "advantage.credit=turn",
 )  # fmt: skip
 ALL = (
     "lag.batches=1", "replay={capacity: 3, fresh: 0.5}", "dynamic_sampling.rounds=1",

@@ -2,12 +2,13 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_rl.types import Prompt, SamplingSettings
+from megatron_rl.types import Prompt, SamplingSettings, sampled_ranges
 from tests.ranks import run_ranks
 
 SAMPLES, MAX_TURNS, MAX_TURN_TOKENS, CONTEXT = 4, 5, 6, 96
@@ -73,15 +74,18 @@ class Engine:
         responses = self.engine.generate(self.prompts, samples=2, sampling=SAMPLING)
         return [as_values(one) for one in responses]
 
-    def converse(self, name, *, prompts=None, in_rounds=False, on_error="end", **limits):
+    def converse(
+        self, name, *, prompts=None, in_rounds=False, on_error="end",
+        module="tests.functional.talking", **limits,
+    ):  # fmt: skip
         from megatron_rl.engine.engine import ConversationSettings
         from megatron_rl.environments.pool import EnvironmentPool
 
         pool = None
         if self.rank == 0:
             pool = EnvironmentPool(
-                f"tests.functional.talking:{name}", workers=2, time_limit_seconds=3.0,
-                on_error=on_error, echo=lambda line: None,
+                f"{module}:{name}", workers=2, on_error=on_error,
+                time_limit_seconds=3.0 if name == "Digits" else 60.0, echo=lambda line: None,
             )  # fmt: skip
             pool.start()
         settings = ConversationSettings(
@@ -124,6 +128,19 @@ def on_rank(rank, world_size, folder):
         "broken": engine.converse("Digits", prompts=broken, on_error="zero"),
     }
     costs = dict(engine.engine.environment_costs)
+    rows = [
+        replace(p, row=json.dumps({
+            "prompt": p.messages, "token_ids": p.token_ids, "folder": folder,
+            "observation": engine.renderer.render(p.messages, [{"role": "user", "content": "go"}]),
+        }))
+        for p in engine.prompts[:2]
+    ]  # fmt: skip
+    agents = "tests.functional.token_agents"
+    results |= {
+        "tokens": engine.converse("Tokens", prompts=rows, module=agents),
+        "messages": engine.converse("Messages", prompts=rows, module=agents),
+        "foreign": engine.converse("Foreign", prompts=rows, module=agents, on_error="zero"),
+    }
     sequences = [
         [*engine.prompts[place // SAMPLES].token_ids, *response.token_ids.tolist()][: CONTEXT - 1]
         for place, response in enumerate(first)
@@ -136,6 +153,9 @@ def on_rank(rank, world_size, folder):
         "results": {name: [as_values(one) for one in rows] for name, rows in results.items()},
         "gaps": check_tokens(engine, first, scored),
         "costs": costs,
+        "replies": {name: read_replies(folder, name) for name in ("tokens", "messages")},
+        "prompts": [list(prompt.token_ids) for prompt in engine.prompts],
+        "end": engine.renderer.tokenizer.eos_token_id,
     }
 
 
@@ -144,6 +164,24 @@ def check_costs(costs, responses):
     if costs:
         assert costs["answers"] == sum(one.turns for one in responses)
         assert 0 < costs["cached_tokens"] < costs["context_tokens"]
+
+
+def read_replies(folder, name):
+    """The replies of each conversation, by its prompt and the sampled tokens of its turns.
+
+    Each has the form of the library whose protocol it speaks.
+    """
+    from openai.types.chat import ChatCompletion
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTokensResponse
+
+    form = {"tokens": GenerateTokensResponse, "messages": ChatCompletion}[name]
+    lines = (Path(folder) / name).read_text().splitlines()
+    found = {}
+    for prompt, replies in map(json.loads, lines):
+        turns = [reply["choices"][0]["token_ids"] for reply in replies]
+        assert all(form.model_validate(reply) for reply in replies)
+        found[json.dumps([prompt, turns])] = replies
+    return found
 
 
 def check_tokens(engine, responses, all_scores):
@@ -200,6 +238,54 @@ def test_rewards_of_turns_add_up_and_verifier_grades_without_them(ranks):
     assert {one["grade"].reward for one in results["first"]} > {0.0, 1.0}
     for one, graded in zip(results["ungraded"], results["first"], strict=True):
         assert one | {"grade": None} == one and one["token_ids"] == graded["token_ids"]
+
+
+@pytest.mark.parametrize("name", ["tokens", "messages"])
+def test_tokens_over_http_are_those_of_the_engine(ranks, name):
+    replies, prompts, end = (ranks[0][key] for key in ("replies", "prompts", "end"))
+    results = ranks[0]["results"][name]
+    assert len(results) == 2 * SAMPLES
+    for one in results:
+        ids = np.frombuffer(one["token_ids"], np.int32).tolist()
+        logprobs = iter(np.frombuffer(one["rollout_logprobs"], np.float32).tolist())
+        spans = sampled_ranges(one["observed"], len(ids))
+        turns = [ids[first:end] for first, end in spans]
+        prompt = prompts[one["prompt_index"]]
+        assert one["grade"].reward == len(turns[-1]) and len(turns) == 3
+        for (first, _), sampled, reply in zip(
+            spans, turns, replies[name][json.dumps([prompt, turns])], strict=True
+        ):
+            (choice,) = reply["choices"]
+            expected = [next(logprobs) for _ in sampled]
+            given = [token["logprob"] for token in choice["logprobs"]["content"]]
+            assert np.array_equal(np.float32(given), np.float32(expected))
+            assert [t["token_id"] for t in choice["logprobs"]["content"]] == sampled
+            context = len(prompt) + first
+            assert reply["usage"] == {
+                "prompt_tokens": context, "completion_tokens": len(sampled),
+                "total_tokens": context + len(sampled),
+            }  # fmt: skip
+            cut = len(sampled) == MAX_TURN_TOKENS and sampled[-1] != end
+            assert choice["finish_reason"] == ("length" if cut else "stop")
+            if name == "messages":
+                message = choice["message"]
+                assert message["prompt_token_ids"] == prompt + ids[:first]
+                assert message["prompt_token_ids"] == reply["prompt_token_ids"]
+                assert message["generation_token_ids"] == sampled
+                assert message["generation_log_probs"] == given
+
+
+def test_token_ids_and_messages_are_the_same_conversation(ranks):
+    results = ranks[0]["results"]
+    for one, other in zip(results["tokens"], results["messages"], strict=True):
+        # Of token ids, the template's text between messages is known to the client alone.
+        assert one | {"messages": other["messages"]} == other
+    assert any(len(one["observed"]) for one in results["tokens"])
+
+
+def test_token_of_another_model_ends_its_conversation(ranks):
+    for one in ranks[0]["results"]["foreign"]:
+        assert (one["grade"].reward, one["grade"].reason) == (0.0, "environment failed")
 
 
 def test_limit_of_turns_cuts_conversations(ranks):

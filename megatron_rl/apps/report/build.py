@@ -205,7 +205,11 @@ def _curves(runs: Sequence[Run]) -> dict[str, str]:
         f"reward_by_turns/{turns}": f"Reward of conversations of {turns} turn{'s'[: turns > 1]}"
         for turns in range(1, MAX_TURNS + 1)
     }
-    further = CONVERSATION_CURVES | by_turns
+    of_turn = {
+        f"reward_of_turn/{turn}": f"Reward that the environment gave after turn {turn}"
+        for turn in range(1, MAX_TURNS + 1)
+    }
+    further = CONVERSATION_CURVES | by_turns | of_turn
     return CURVES | {key: title for key, title in further.items() if key in keys}
 
 

@@ -20,7 +20,8 @@ from megatron_rl.apps.report.traces import (
 )
 from megatron_rl.objectives import Objective
 from megatron_rl.objectives.spec import Bounds
-from megatron_rl.runs.rollout_tables import read_observed
+from megatron_rl.runs.rollout_tables import TURN_ADVANTAGES, read_observed
+from megatron_rl.types import sampled_ranges
 
 BYTES_PER_TOKEN = 24  # in the page, besides BYTES_PER_UPDATE
 BYTES_PER_UPDATE = 12
@@ -139,6 +140,7 @@ def _response(
         "sample": row["sample_index"],
         "reward": row["reward"],
         "advantage": row["advantage"],
+        "turn_advantages": row.get(TURN_ADVANTAGES),
         "reason": row["reason"],
         "extracted": row["extracted"],
         "finish": row["finish_reason"],
@@ -171,8 +173,7 @@ def _response(
 
 def _sampled(items: Sequence[Any], observed: Sequence[tuple[int, int]]) -> list[Any]:
     """Return the items of the tokens that the policy sampled; [L]."""
-    bounds = [0, *(bound for one in observed for bound in one), len(items)]
-    spans = zip(bounds[::2], bounds[1::2], strict=True)
+    spans = sampled_ranges(observed, len(items))
     return [item for first, end in spans for item in items[first:end]]
 
 

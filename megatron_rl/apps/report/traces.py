@@ -16,7 +16,8 @@ from megatron_rl.errors import UserError
 from megatron_rl.objectives import Objective, build_objective
 from megatron_rl.objectives.inputs import TokenInputs
 from megatron_rl.objectives.objective import PolicyObjective
-from megatron_rl.runs.rollout_tables import PLACE
+from megatron_rl.runs.rollout_tables import PLACE, TURN_ADVANTAGES, read_observed
+from megatron_rl.types import sampled_ranges
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,12 +150,15 @@ def replay_constraint(
     row, length = response.row, response.behavior.size
     layout = SequenceLayout([length], torch.ones(length, dtype=torch.bool))
     behavior, engine = torch.from_numpy(response.behavior), response.engine
+    turns = sampled_ranges(read_observed(row), len(row["token_ids"]))
+    by_turn = row.get(TURN_ADVANTAGES) or [row["advantage"]] * len(turns)
+    each = np.repeat(np.array(by_turn, np.float32), [end - first for first, end in turns])
     weights, kept = [], []
     for policy in torch.from_numpy(response.policy):
         x = TokenInputs(
             policy_logprobs=policy,
             behavior_logprobs=behavior,
-            advantages=torch.full((length,), row["advantage"]),
+            advantages=torch.from_numpy(each),
             rollout_logprobs=None if engine is None else torch.from_numpy(engine),
         )
         weighed = objective.weigh(x, layout)

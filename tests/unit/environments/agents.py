@@ -81,6 +81,11 @@ class OtherPrompt(AgentEnvironment):
         await complete(url, [{"role": "user", "content": "Something else."}])
 
 
+class LongerPrompt(AgentEnvironment):
+    async def run(self, url):
+        await complete(url, [*self.row["prompt"], {"role": "user", "content": "And now."}])
+
+
 class Streaming(AgentEnvironment):
     async def run(self, url):
         await complete(url, self.row["prompt"], stream=True)

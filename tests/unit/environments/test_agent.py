@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from megatron_rl.environments.endpoint import Endpoint, Session
-from megatron_rl.environments.interface import Answer
+from megatron_rl.environments.endpoint import Endpoint, RewrittenHistoryError, Session
+from megatron_rl.environments.interface import Answer, TurnTokens
 from megatron_rl.environments.pool import EnvironmentPool
 from tests.unit.environments.agents import QUESTION
 from tests.unit.environments.test_pool import Talk
@@ -67,6 +67,7 @@ def test_client_that_blocks_runs_in_thread():
         ("Rewriter", "turn 1: RewrittenHistoryError: message 3 of the request is not that of the "
                      "conversation, whose first 3 messages are fixed"),
         ("OtherPrompt", "turn 1: RewrittenHistoryError: message 1 of the request is not that of"),
+        ("LongerPrompt", "turn 1: RewrittenHistoryError: message 3 of the request is not that of"),
         ("Streaming", "stream=true and n above 1 are not supported; ask for one whole turn"),
         ("Silent", "turn 1: the agent ended without a request to the model"),
         ("Failing", "turn 1: LookupError: my own mistake"),
@@ -143,7 +144,7 @@ def test_only_its_own_address_reaches_conversation():
             statuses = [await post(f"{base}/guess/v1", body), await post(session.url, "{"),
                         await post(session.url, "{}")]  # fmt: skip
             waiting = asyncio.create_task(post(session.url, body))
-            await session.next_messages()
+            await session.next_request()
             statuses.append(await post(session.url, body))  # a second request at once
             session.close()
             statuses += [await waiting, await post(session.url, body)]
@@ -160,7 +161,7 @@ def test_turn_of_policy_is_unchanged():
     async def check():
         session = Session("", QUESTION, call_format="hermes")
         serving = asyncio.create_task(session.complete({"messages": QUESTION}))
-        assert await session.next_messages() == []
+        assert await session.next_request() == Answer([])
         session.answer("half \ud83d <think>x</think>  ")
         status, reply = await serving
         assert (status, reply["choices"][0]["message"]["content"]) == (
@@ -171,6 +172,73 @@ def test_turn_of_policy_is_unchanged():
             assert status == 409
 
     asyncio.run(check())
+
+
+def test_token_ids_extend_those_of_the_engine():
+    """vLLM's route: the prompt, then everything so far and the tokens of an observation."""
+    import asyncio
+
+    async def check():
+        session = Session("", QUESTION, call_format="hermes")
+        session.receive(TurnTokens([5, 6], [7, 2], [-0.5, -0.25], is_complete=True))
+
+        def ask(tokens, **more):
+            return asyncio.create_task(session.generate({"token_ids": tokens} | more))
+
+        for wrong in ([], [5, 6.0], "56", [5, True], [-1]):
+            assert (await ask(wrong))[0] == 400
+        assert (await ask([5, 6], features={"mm_hashes": {}}))[0] == 400
+        assert (await ask([5, 6], sampling_params={"n": 2}))[0] == 400
+        for wrong in ([5], [5, 7], [5, 6, 7]):  # the first request is the prompt of the row
+            assert (await ask(wrong))[0] == 409
+            with pytest.raises(RewrittenHistoryError, match="first 2 are fixed: they are the pro"):
+                await session.next_request()
+        asked = ask([5, 6], sampling_params={"logprobs": 1}, request_id="mine", model="m")
+        assert await session.next_request() == Answer(token_ids=[])
+        session.answer("x")
+        status, reply = await asked
+        (choice,) = reply["choices"]
+        assert (status, reply["request_id"], reply["model"]) == (200, "mine", "m")
+        assert (choice["token_ids"], choice["finish_reason"]) == ([7, 2], "stop")
+        assert [one["logprob"] for one in choice["logprobs"]["content"]] == [-0.5, -0.25]
+        assert "prompt_token_ids" not in reply
+        for wrong in ([5, 6, 7, 3, 9], [5, 6, 7]):  # a sampled token changed, or was left out
+            assert (await ask(wrong))[0] == 409
+            with pytest.raises(RewrittenHistoryError, match="first 4 are fixed: the policy sam"):
+                await session.next_request()
+        asked = ask([5, 6, 7, 2, 8, 9], return_token_ids=True)
+        assert await session.next_request() == Answer(token_ids=[8, 9])
+        session.receive(TurnTokens([8, 9], [3], [-1.0], is_complete=False))
+        session.answer("y")
+        _, reply = await asked
+        assert reply["prompt_token_ids"] == [5, 6, 7, 2, 8, 9]
+        assert reply["usage"] == {"prompt_tokens": 6, "completion_tokens": 1, "total_tokens": 7}
+        assert reply["choices"][0]["finish_reason"] == "length"
+        assert reply["choices"][0]["logprobs"] is None
+
+    asyncio.run(check())
+
+
+def test_tokens_of_a_message_only_if_they_are_asked_for():
+    import asyncio
+
+    async def reply(**asking):
+        session = Session("", QUESTION, call_format="hermes")
+        session.receive(TurnTokens([5, 6], [7, 2], [-0.5, -0.25], is_complete=True))
+        asked = asyncio.create_task(session.complete({"messages": QUESTION} | asking))
+        await session.next_request()
+        session.answer("x")
+        return (await asked)[1]
+
+    plain = asyncio.run(reply())
+    assert plain["usage"]["total_tokens"] == 4 and plain["choices"][0]["logprobs"] is None
+    assert plain["choices"][0]["message"] == {"role": "assistant", "content": "x"}
+    # as NeMo-Gym's model server asks
+    asked = asyncio.run(reply(logprobs=True, return_tokens_as_token_ids=True))["choices"][0]
+    fields = {"prompt_token_ids": [5, 6], "generation_token_ids": [7, 2],
+              "generation_log_probs": [-0.5, -0.25]}  # fmt: skip
+    assert asked["message"] == plain["choices"][0]["message"] | fields
+    assert [one["token"] for one in asked["logprobs"]["content"]] == ["token_id:7", "token_id:2"]
 
 
 def test_no_torch_is_imported():

@@ -27,8 +27,8 @@ SHORT_TURNS = [(0,), (1,), (2,)]  # of one symbol each
 class ConversationTree:
     """All conversations of `turns` turns; logit tables have a row for each history."""
 
-    def __init__(self, *, turns, seed, choices=TURNS):
-        self.choices = choices
+    def __init__(self, *, turns, seed, choices=TURNS, ends=lambda history: False):
+        self.choices, self.ends = choices, ends  # ends: a history that the environment ends early
         self.rows, self.environment_rows = {}, {}
         self.tokens, self.observed, self.states, self.hidden, self.answers = [], [], [], [], []
         for hidden in (0, 1):
@@ -54,7 +54,7 @@ class ConversationTree:
     def _grow(self, hidden, history, observed, answers, turns):
         for turn in self.choices:
             now = (*history, *turn)
-            if turns == 1:
+            if turns == 1 or self.ends(now):
                 self.tokens.append(now)
                 self.observed.append(observed)
                 self.states.append(

@@ -17,7 +17,8 @@ from megatron_rl.data.packing import gather_by_rollout, plan_minibatches, scatte
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import TokenInputs, build_objective
-from megatron_rl.types import GradeResult, Prompt, Response, Rollout
+from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.types import GradeResult, Prompt, PromptGroup, PromptSlot, Response, Rollout
 from tests.unit.distributed.eight_ranks import all_results
 from tests.unit.objectives import naive
 from tests.unit.objectives.conversation_tree import SHORT_TURNS, TURNS, ConversationTree
@@ -83,7 +84,26 @@ def conversations(seed, *, groups=3, samples=4):
     return rollouts, drifts, advantages
 
 
-def run(seed, topology):
+def turn_advantage(advantage, turn):
+    """A different advantage, also of the other sign, for each turn."""
+    return np.float32(float(advantage) * (-0.7) ** turn)
+
+
+def per_token(rollouts, advantages, *, by_turn):
+    """The advantage of each sampled token of each response, those of turns drawn from its own."""
+    rows = []
+    for rollout, advantage in zip(rollouts, advantages, strict=True):
+        response, owner = rollout.response, []
+        for place in range(
+            len(response.token_ids)
+        ):  # the turn is the number of observations before
+            if not any(first <= place < end for first, end in response.observed):
+                owner.append(sum(end <= place for _, end in response.observed))
+        rows.append(np.array([turn_advantage(advantage, turn * by_turn) for turn in owner]))
+    return rows
+
+
+def run(seed, topology, *, by_turn=False):
     """Loss and gradients [sum of L] of every objective for this rank's part of a minibatch.
 
     The packs are those of the package; the model's log-probs on observations are nan.
@@ -94,13 +114,24 @@ def run(seed, topology):
         topology=topology, sequence_parallel=False,
     )  # fmt: skip
     packs = minibatch.micro_batches
+    if by_turn:
+        turns = [
+            np.array([turn_advantage(a, turn) for turn in range(one.response.turns)])
+            for one, a in zip(rollouts, advantages, strict=True)
+        ]
+        group = PromptGroup(
+            PromptSlot(1, 0), tuple(rollouts), advantages, (None,) * len(rollouts), 0.0, 1, 0,
+            turn_advantages=tuple(turns),
+        )  # fmt: skip
+        batch = RolloutBatch([group], [True] * len(rollouts), [minibatch], topology)
+        batch.spread_turn_advantages()
     engine = [np.asarray(one.response.rollout_logprobs) for one in rollouts]
     behavior = scatter_to_packs(packs, engine)
     policy = scatter_to_packs(packs, [e + d for e, d in zip(engine, drifts, strict=True)])
     check_packs(packs, behavior)
     flat = [torch.from_numpy(np.concatenate(rows).astype(np.float64)) for rows in (
         [(e + d).astype(np.float64) - e for e, d in zip(engine, drifts, strict=True)],
-        [np.full(len(e), a) for e, a in zip(engine, advantages, strict=True)],
+        per_token(rollouts, advantages, by_turn=by_turn),
         engine,
     )]  # fmt: skip
     starts = np.cumsum([0, *map(len, engine)])
@@ -145,16 +176,17 @@ def check_packs(packs, behavior):
     assert any((pack.labels[~pack.response_mask] >= OBSERVED_FROM).any() for pack in packs)
 
 
-def expected(seed):
+def expected(seed, *, by_turn=False):
     """The same by double loops over the sampled tokens alone."""
     rollouts, drifts, advantages = conversations(seed)
+    advantages = per_token(rollouts, advantages, by_turn=by_turn)
     responses = []
     for rollout, drift, advantage in zip(rollouts, drifts, advantages, strict=True):
         engine = np.asarray(rollout.response.rollout_logprobs)
         now = (engine + drift).astype(np.float64)
         responses.append({
             "log_ratios": (now - engine).tolist(), "logprobs": now.tolist(),
-            "advantages": [float(advantage)] * len(engine), "gaps": [0.0] * len(engine),
+            "advantages": advantage.tolist(), "gaps": [0.0] * len(engine),
         })  # fmt: skip
     results = {}
     for name, spec in naive.NAMED.items():
@@ -244,7 +276,7 @@ def on_rank(rank, world_size):
             world_size=world_size, rank=rank, dp_size=dp_size, dp_rank=rank // cp_size,
             cp_size=cp_size, cp_rank=rank % cp_size, cp_group=along[rank // cp_size],
         )  # fmt: skip
-        totals = run(3, topology)
+        totals = run(3, topology, by_turn=True)
         together = torch.cat(list(totals.values()))
         dist.all_reduce(together)
         parts = together.split([len(total) for total in totals.values()])
@@ -254,4 +286,4 @@ def on_rank(rank, world_size):
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4, 8])
 def test_layouts_do_not_matter(cp_size):
-    assert_same(all_results()[0]["conversations"][cp_size], expected(3))
+    assert_same(all_results()[0]["conversations"][cp_size], expected(3, by_turn=True))

@@ -149,7 +149,7 @@ def test_conversations_of_run_are_read_back_with_observations(tmp_path):
         0, 0, np.array([7, 50, 51, 8, 0], np.int32), np.full(3, -0.3, np.float32), "last", "stop",
         4, observed=((1, 3),), messages=({"role": "assistant", "content": "a"},),
     )  # fmt: skip
-    rollout = Rollout(prompt, response, GradeResult(1.0, "", None))
+    rollout = Rollout(prompt, response, GradeResult(1.0, "", None, turn_rewards=[0.9, 0.1]))
     logprobs = np.array([-0.1, -0.2, -0.3], np.float32)
     directory.write_rollouts(
         1, [rollout] * 2, advantages=[0.5] * 2, behavior_logprobs=[logprobs] * 2
@@ -159,6 +159,7 @@ def test_conversations_of_run_are_read_back_with_observations(tmp_path):
     assert (again.observed, again.messages) == (response.observed, response.messages)
     assert (again.length, again.turns) == (3, 2) and found[0].tolist() == logprobs.tolist()
     assert again.own.tolist() == [True, False, False, True, True]
+    assert rollouts[0].grade_result.turn_rewards == [0.9, 0.1]
 
 
 RANGES = [[{"first": 1, "end": 2}]]  # of the 2 tokens of "4" and its end: no turn follows
@@ -180,6 +181,11 @@ RANGES = [[{"first": 1, "end": 2}]]  # of the 2 tokens of "4" and its end: no tu
             },
             {},
             r"row 0: rollout_logprobs has 3 numbers for 2 sampled tokens",
+        ),
+        (
+            {"turn_rewards": [[1.0, 0.0]] * 4},
+            {},
+            r"row 0: turn_rewards is \[1.0, 0.0\] for 1 turns",
         ),
         ({"reward": [1.0, None, 1.0, 0.0]}, {}, r"row 1: reward is None: it must be a finite"),
         ({"response": ["4", "5", "6", "6" * 20]}, {}, r"row 3: prompt and response have 26 tokens"),

@@ -33,7 +33,10 @@ def make_group(step=2, *, rng=None, conversation=False):
             observed=((1, 3), (4, 4)),
             messages=({"role": "assistant", "content": "é"}, {"role": "tool", "content": "\n"}),
         )
-        rollouts = (rollouts[0], dataclasses.replace(rollouts[1], response=answer))
+        graded = dataclasses.replace(rollouts[1].grade_result, turn_rewards=[1 / 3, 0.0, 0.0])
+        last = dataclasses.replace(rollouts[1], response=answer, grade_result=graded)
+        rollouts = (rollouts[0], last)
+    by_turn = tuple(rng.standard_normal(one.response.turns) for one in rollouts)
     return PromptGroup(
         slot=PromptSlot(step, 1),
         rollouts=rollouts,
@@ -44,6 +47,7 @@ def make_group(step=2, *, rng=None, conversation=False):
         updates=12,
         first_trained_at_step=3,
         times_trained=2,
+        turn_advantages=tuple(row.astype(np.float32) for row in by_turn) if conversation else (),
     )
 
 
@@ -68,7 +72,7 @@ def test_groups_are_read_back_exactly_and_in_order(tmp_path):
 def test_groups_of_earlier_release_have_one_turn(tmp_path):
     file = tmp_path / "held.parquet"
     write_groups(file, [make_group()])
-    table = pq.read_table(file).drop_columns(["observed", "messages"])
+    table = pq.read_table(file).drop_columns(["observed", "messages", "turn_advantages"])
     pq.write_table(table, file, write_page_checksum=True)
     assert plain(read_groups(file)) == plain([make_group()])
 

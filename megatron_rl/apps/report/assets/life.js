@@ -147,7 +147,7 @@ class Life {
     this.paintChart(values);
     this.paintWorst(values);
     const one = this.response;
-    this.parts.opened.textContent = `${one.sample + 1} of ${this.group.responses.length}: reward ${show(one.reward)}, advantage ${signed(one.advantage)}, ${this.table.length} tokens${one.turns > 1 ? ` in ${one.turns} turns` : ""}`
+    this.parts.opened.textContent = `${one.sample + 1} of ${this.group.responses.length}: reward ${show(one.reward)}, advantage ${one.turn_advantages ? `by turn ${one.turn_advantages.map((value) => signed(value)).join(", ")}` : signed(one.advantage)}, ${this.table.length} tokens${one.turns > 1 ? ` in ${one.turns} turns` : ""}`
       + (this.table.decided ? `, ${now.rejected} rejected in epoch ${epoch + 1}` : "");
   }
 
