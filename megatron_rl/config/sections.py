@@ -161,7 +161,7 @@ class AdvantageSection(Section):
     """Temperature of `optimal_value` (OAPL) in units of reward; small values approach the best
     reward of the group, large values its mean."""
     credit: Literal["response", "turn"] = "response"
-    """What an advantage belongs to: a whole response, or each turn of a conversation. With `turn`,
+    """Unit that has an advantage: a whole response, or each turn of a conversation. With `turn`,
     the estimator compares the rewards from that turn on (`docs/agents.md`)."""
     shift: float = 0.0
     """Constant added to the baseline of `group_relative`, or the whole baseline of `raw`, in units

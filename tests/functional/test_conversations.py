@@ -169,7 +169,7 @@ def check_costs(costs, responses):
 def read_replies(folder, name):
     """The replies of each conversation, by its prompt and the sampled tokens of its turns.
 
-    Each has the form of the library whose protocol it speaks.
+    Each is valid in the library whose protocol it follows.
     """
     from openai.types.chat import ChatCompletion
     from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTokensResponse

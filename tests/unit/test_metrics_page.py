@@ -18,7 +18,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 UNRECORDED = SimpleNamespace(record=lambda name: None)  # conversation settings without a journal
 PLACES = {
     "set": r"[\w.-]+", "k": r"\d+", "source": ".+", "epoch": r"\d+", "phase": "|".join(PHASES),
-    "lag": r"\d+", "layer": r"\d+", "turns": r"\d+", "name": r"(?!shaped)[A-Za-z]\w*",
+    "lag": r"\d+", "layer": r"\d+", "turn": r"\d+", "turns": r"\d+",
+    "name": r"(?!shaped)[A-Za-z]\w*",
     "kind": "acceptance|effective_sample_fraction|prefix_mean_log_std|chi_square|tokens",
     "end": r"[01]\.\d", "start": r"2\^\d\d", "part": "[a-z_]+",
 }  # fmt: skip

@@ -150,15 +150,17 @@ def replay_constraint(
     row, length = response.row, response.behavior.size
     layout = SequenceLayout([length], torch.ones(length, dtype=torch.bool))
     behavior, engine = torch.from_numpy(response.behavior), response.engine
-    turns = sampled_ranges(read_observed(row), len(row["token_ids"]))
-    by_turn = row.get(TURN_ADVANTAGES) or [row["advantage"]] * len(turns)
-    each = np.repeat(np.array(by_turn, np.float32), [end - first for first, end in turns])
+    advantages = np.full(length, row["advantage"], np.float32)
+    if row.get(TURN_ADVANTAGES) is not None:
+        turns = sampled_ranges(read_observed(row), len(row["token_ids"]))
+        sizes = [end - first for first, end in turns]
+        advantages = np.repeat(np.array(row[TURN_ADVANTAGES], np.float32), sizes)
     weights, kept = [], []
     for policy in torch.from_numpy(response.policy):
         x = TokenInputs(
             policy_logprobs=policy,
             behavior_logprobs=behavior,
-            advantages=torch.from_numpy(each),
+            advantages=torch.from_numpy(advantages),
             rollout_logprobs=None if engine is None else torch.from_numpy(engine),
         )
         weighed = objective.weigh(x, layout)

@@ -202,7 +202,9 @@ class ConversingEngine(ScriptedEngine):
 
     def generate(self, prompts, *, on_response, **options):
         def give(place, response):
-            grade = GradeResult(1.0, "scripted", None) if response.sample_index % 2 else None
+            rewards = [0.25, 0.75]
+            grade = GradeResult(1.0, "scripted", None, turn_rewards=rewards)
+            grade = grade if response.sample_index % 2 else None
             replies = tuple({"role": "assistant", "content": text} for text in ("ask", "say"))
             converted[place] = replace(
                 response, token_ids=np.array([7, 5, 2], np.int32), observed=((1, 2),), grade=grade,
