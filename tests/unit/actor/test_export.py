@@ -1,5 +1,6 @@
 """Export by several writers: the same tensors, progress while waiting, and no half folder."""
 
+import json
 import os
 import signal
 import time
@@ -167,3 +168,17 @@ def test_killed_export_leaves_no_folder_of_that_name(root):
     assert process.exitcode == -signal.SIGKILL
     assert not (root / "killed").exists()
     assert list((root / ".killed.partial").glob("*.safetensors"))
+
+
+def test_exported_config_lists_no_layers_that_predict_further_tokens(tmp_path):
+    from megatron_rl.actor.export import begin_folder
+
+    source = tmp_path / "source"
+    source.mkdir()
+    for config in ({"num_nextn_predict_layers": 1, "x": 2}, {"num_nextn_predict_layers": 0}):
+        text = json.dumps(config, separators=(",", ":"))
+        (source / "config.json").write_text(text)
+        begin_folder(tmp_path / "partial", source)
+        written = (tmp_path / "partial" / "config.json").read_text()
+        assert json.loads(written) == config | {"num_nextn_predict_layers": 0}
+        assert (written == text) == (config["num_nextn_predict_layers"] == 0)  # a copy
