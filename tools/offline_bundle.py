@@ -11,6 +11,7 @@ task's model are in the repository.
 import argparse
 import ast
 import hashlib
+import platform
 import shutil
 import subprocess
 import sys
@@ -19,8 +20,8 @@ from pathlib import Path
 from tools.slim_wheels import parse_capability, slim_wheel
 
 ROOT = Path(__file__).parents[1]
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64",
-             "manylinux2014_x86_64", "manylinux_2_5_x86_64", "manylinux1_x86_64")  # fmt: skip
+# pip compares names of platforms: NCCL's wheels alone are for 2_18, cuda-bindings' for 2_24.
+NAMED_PLATFORMS = ("manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 TOOLS = ("pip", "setuptools>=68", "wheel")
 JOIN = """#!/usr/bin/env bash
@@ -58,6 +59,13 @@ def requirements(kind: str, python: str) -> list[str]:
     return [f"{torch}+cpu" if kind == "cpu" else torch, vllm, core, *others]
 
 
+def platforms() -> tuple[str, ...]:
+    """Platforms of wheels that run with this machine's C library or an older one, newest first."""
+    _, version = platform.libc_ver()
+    newest = int(version.partition(".")[2])
+    return (*(f"manylinux_2_{minor}_x86_64" for minor in range(newest, 4, -1)), *NAMED_PLATFORMS)
+
+
 def download(
     wheels: Path, wanted: list[str], *, optional: list[str], kind: str, python: str
 ) -> None:
@@ -68,7 +76,7 @@ def download(
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(wheels)]
     if python != f"{sys.version_info.major}.{sys.version_info.minor}":
         command += ["--python-version", python, "--implementation", "cp", "--only-binary", ":all:"]
-        command += [word for platform in PLATFORMS for word in ("--platform", platform)]
+        command += [word for name in platforms() for word in ("--platform", name)]
     torch = [one for one in wanted if one.startswith("torch==")]
     if torch and kind == "cpu":  # as in setup_env.sh: pip's own index may have the CPU build
         alone = [*command, "--no-deps", *torch]

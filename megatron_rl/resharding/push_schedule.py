@@ -5,7 +5,8 @@ other node, whose ranks receive first in turn and forward it within the node.
 
 In a round no rank has more than a bucket of messages, sent and received together. A tensor that
 would fill much of a round is split into blocks of rows, so that several pipeline stages send in it.
-If tensors are assembled for a loader, those that a round adds to are bounded as well.
+If tensors are assembled for a loader, those that a round adds to are bounded as well, and blocks
+are so small that every pipeline stage and expert rank sends in a round.
 
 Every rank computes the rounds of all ranks, so that all find the same ones, but only its own
 slices. A round ends for all ranks where one of them has no room: ranks that have less in it have
@@ -26,7 +27,7 @@ from megatron_rl.resharding.parcels import Message
 from megatron_rl.resharding.routes import Path
 from megatron_rl.resharding.senders import SLICE_EXTRA, WITHIN, Part, Plan, Slice, Step
 
-STEPS = 4  # at least as many in a round, so that several pipeline stages send in it
+LEAST_STEPS = 4  # in a round, so that several pipeline stages send in it
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,12 @@ def schedule(
 
     The limits are those of `plan_for_rank`.
     """
+    steps = LEAST_STEPS
+    if tensor_elements is not None:  # its rounds are smaller: each has room for a block of each
+        steps = max(steps, source.pipeline * (source.expert if shape.experts else 1))
     plan = Plan(
         shape, source, destination, fused=fused, ranks_per_node=ranks_per_node,
-        block_elements=max(1, wire_elements // STEPS),
+        block_elements=max(1, wire_elements // steps),
     )  # fmt: skip
     if tensor_elements is not None:
         tensor_elements = max(tensor_elements, 2 * _one_of_each_holder(plan.sizes, source))

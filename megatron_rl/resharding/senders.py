@@ -6,7 +6,7 @@ Several possible senders take turns. The bytes received are therefore exactly th
 each rank needs and lacks, and between nodes, what the ranks of a node need and all of them lack.
 
 Order decides how many ranks send at once. Within a module (of the engine's, in model order) one
-tensor of each holder follows the other (of each expert rank, for experts), and pipeline stages
+block of each holder follows the other (of each expert rank, for experts), and pipeline stages
 alternate, all in proportion to what they have to send. vLLM's loaders therefore have one incomplete
 module of each stage at a time.
 
@@ -251,11 +251,10 @@ class Plan:
             holders: dict[tuple, list[list[Step]]] = {}
             for name in names:
                 holder = tuple(map(tuple, self._owned[name].values()))
-                holders.setdefault(holder, []).append(self.steps_of(name))
+                holders.setdefault(holder, []).extend([step] for step in self.steps_of(name))
             first = min(self._owners[groups[0]][0] for groups in next(iter(holders)))
             queue = stages.setdefault(first // self._stage_size, [])
-            for of_tensor in _in_proportion(list(holders.values())):
-                queue.extend([step] for step in of_tensor)
+            queue.extend(_in_proportion(list(holders.values())))
         for together in _in_proportion(list(stages.values())):
             yield from together
 

@@ -108,12 +108,17 @@ def make_task(name: str) -> Path:
     return folder
 
 
+def peer_settings(name: str, batches: int) -> dict:
+    """Return the sizes of a run, as another system's program receives them."""
+    size = SIZES[name]
+    return {"prompts": size.prompts, "samples": size.samples, "tokens": size.tokens,
+            "epochs": EPOCHS, "minibatches": MINIBATCHES, "batches": batches,
+            "parity": size.shape is not None, "threads": os.cpu_count()}  # fmt: skip
+
+
 def run_trl(name: str, task: Path, batches: int) -> dict:
     """Run TRL; return the phases of each rollout batch and the peak memory."""
-    size = SIZES[name]
-    settings = {"prompts": size.prompts, "samples": size.samples, "tokens": size.tokens,
-                "epochs": EPOCHS, "minibatches": MINIBATCHES, "batches": batches,
-                "parity": size.shape is not None, "threads": os.cpu_count()}  # fmt: skip
+    settings = peer_settings(name, batches)
     program = Path(__file__).with_name("trl_side.py")
     command = [str(TRL / "bin" / "python"), str(program), str(task), json.dumps(settings)]
     output, peak = run_watched(command, environment={})

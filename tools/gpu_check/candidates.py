@@ -2,15 +2,23 @@
 
 import importlib.util
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
+from tools.gpu_check.numerics import attend, attention_inputs
 from tools.gpu_check.row import DEVICE, LOW
 from tools.gpu_check.speed import timed
 
 HEAD = (8192, 1536, 151936) if DEVICE == "cuda" else (64, 32, 1000)  # tokens, hidden, vocabulary
+SEQUENCES = (4096,) * 4 if DEVICE == "cuda" else (64,) * 2
+HEADS_AND_SIZE = ((12, 2, 2), 128) if DEVICE == "cuda" else ((4, 2, 2), 32)
 SWIGLU = (16384, 2 * 8960) if DEVICE == "cuda" else (64, 128)
 
 
@@ -121,3 +129,69 @@ def check_swiglu(row):
         "in use"
     ].float().norm()
     row.at_most("gradient's difference", gap.item(), 1e-2)
+
+
+# The fused kernels of scaled_dot_product_attention, which return the output and its log-sums.
+FUSED = (
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+
+
+def plain_attention(inputs):
+    """Attend by torch's own autograd, which keeps output and log-sums for the backward pass."""
+    q, k, v = (x.view(len(SEQUENCES), -1, *x.shape[1:]).transpose(1, 2) for x in inputs)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _keep_fused(context, operation, *arguments, **options):
+    del context, arguments, options
+    return CheckpointPolicy.MUST_SAVE if operation in FUSED else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _layer(attention, *inputs):
+    """Attention between two elementwise steps, as part of a recomputed layer."""
+    return torch.tanh(attention([x * 1.5 for x in inputs]))
+
+
+def _recomputed(attention, inputs, **options):
+    return checkpoint(partial(_layer, attention), *inputs, use_reentrant=False, **options)
+
+
+ATTENTIONS = {  # with the forward passes of attention that an update makes
+    "in use": (2, lambda inputs: _layer(partial(attend, SEQUENCES), *inputs)),
+    "output kept": (1, lambda inputs: _layer(plain_attention, *inputs)),
+    "in use, layer recomputed": (3, partial(_recomputed, partial(attend, SEQUENCES))),
+    "output kept, layer recomputed": (2, partial(_recomputed, plain_attention)),
+    "output kept by the recomputed layer": (
+        1,
+        partial(
+            _recomputed, plain_attention,
+            context_fn=partial(create_selective_checkpoint_contexts, _keep_fused),
+        ),
+    ),
+}  # fmt: skip
+
+
+def check_attention_kept(row):
+    """Time attention that repeats its forward pass next to variants that keep its output."""
+    torch.manual_seed(0)
+    inputs = attention_inputs(SEQUENCES, LOW, *HEADS_AND_SIZE)
+    weights = torch.randn(sum(SEQUENCES), HEADS_AND_SIZE[0][0], HEADS_AND_SIZE[1], device=DEVICE)
+    wanted = None
+    for name, (passes, attention) in ATTENTIONS.items():
+        results = []
+
+        def act(attention=attention, results=results):
+            results[:] = torch.autograd.grad((attention(inputs) * weights).sum(), inputs)
+
+        row.note(f"{name}, {passes} forward, ms", 1e3 * min(timed(act) for _ in range(4)))
+        wanted = wanted or [one.clone() for one in results]
+        gap = max(
+            ((got.float() - want.float()).norm() / want.float().norm()).item()
+            for got, want in zip(results, wanted, strict=True)
+        )
+        row.at_most(f"{name}, gradient's difference", gap, 1e-2)

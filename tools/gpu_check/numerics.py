@@ -69,7 +69,8 @@ def check_objective(row):
     row.at_most("gradient error", gap, 1e-4)
 
 
-def _attention_inputs(lengths, dtype, heads=(8, 2, 2), size=64):
+def attention_inputs(lengths, dtype, heads=(8, 2, 2), size=64):
+    """Make random queries, keys and values; [T, heads, size] each."""
     total = sum(lengths)
     return [
         torch.randn(total, count, size, device=DEVICE, dtype=dtype, requires_grad=True)
@@ -77,7 +78,8 @@ def _attention_inputs(lengths, dtype, heads=(8, 2, 2), size=64):
     ]
 
 
-def _attend(lengths, inputs):
+def attend(lengths, inputs):
+    """Attend within sequences by the kernels in use on CUDA; [T, H, d]."""
     from megatron_rl.distributed.attention_plan import build_attention_plan
     from megatron_rl.distributed.context_attention import context_attention
     from megatron_rl.distributed.sequence_layout import SequenceLayout
@@ -92,8 +94,8 @@ def check_attention(row):
     lengths = (1024, 96, 2048, 512)
     for dtype, output_bound, gradient_bound in ((LOW, 3e-2, 2e-2), (torch.float32, 1e-3, 1e-3)):
         torch.manual_seed(0)
-        inputs = _attention_inputs(lengths, dtype)
-        mine = _attend(lengths, inputs)
+        inputs = attention_inputs(lengths, dtype)
+        mine = attend(lengths, inputs)
         parts = []
         for sequence in zip(*(x.split(lengths) for x in inputs), strict=True):
             q, k, v = (x.transpose(0, 1).float()[None] for x in sequence)
@@ -136,10 +138,10 @@ def check_memory(row):
     for dtype in (LOW, torch.float32):
         peaks = []
         for tokens in (8192, 16384):
-            inputs = _attention_inputs((tokens,), dtype, heads=(12, 2, 2), size=128)
+            inputs = attention_inputs((tokens,), dtype, heads=(12, 2, 2), size=128)
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-            _attend((tokens,), inputs).sum().backward()
+            attend((tokens,), inputs).sum().backward()
             peaks.append(torch.cuda.max_memory_allocated() - before)
         name = str(dtype)[6:]
         row.note(f"{name} MiB at 16k tokens", peaks[1] / 2**20)

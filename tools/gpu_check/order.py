@@ -20,7 +20,10 @@ from tools.gpu_check import (
 from tools.gpu_check.row import Row
 
 # Rows that only `--budget` and `--only` run: they compare systems or settings.
-LONG = ("peers", "windows", "heads", "swiglu", "study", "lora_7b", "routes", "layouts")
+LONG = (
+    "peers", "windows", "heads", "swiglu", "attention_kept", "decode_graphs", "study", "lora_7b",
+    "routes", "layouts",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,13 @@ ORDER = (
     Planned(mended.check_mended, "mended", 20),
     Planned(actors.check_update, "actors", 3.9),
     Planned(engine.check_quickstart, "quickstart", 139.7),
-    Planned(peers.check_peers, "peers", 300),
+    Planned(peers.check_peers, "peers", 500),
     Planned(speed.check_update_16k, "speed", 28.6),
     Planned(speed.check_update_32k, "speed", 13.7),
     Planned(candidates.check_heads, "candidates", 40),
     Planned(candidates.check_swiglu, "candidates", 20),
+    Planned(candidates.check_attention_kept, "candidates", 20),
+    Planned(runs.check_decode_graphs, "decode", 120),
     Planned(runs.check_study, "study", 480),
     Planned(runs.check_lora_7b, "lora", 180),
     Planned(engine.check_engine, "engine", 80.4),

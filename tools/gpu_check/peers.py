@@ -1,8 +1,8 @@
-"""A training step next to TRL's GRPOTrainer, and partial rollouts next to whole ones."""
+"""A training step next to TRL's and verl's, and partial rollouts next to whole ones."""
 
 import statistics
 
-from tools.benchmarks import against_trl
+from tools.benchmarks import against_trl, verl_side
 from tools.gpu_check.row import DEVICE, Skipped
 
 BATCHES = 3  # of which the first is not counted
@@ -13,15 +13,28 @@ ROOM = ("rollout.max_num_seqs=2048", *(() if DEVICE == "cuda" else ("rollout.kv_
 
 
 def check_peers(row):
-    """Time rollout batches of 4 epochs of both systems: same model, prompts, lengths, updates."""
-    if not (against_trl.TRL / "bin" / "python").exists():
-        raise Skipped("TRL is not installed: python tools/benchmarks/against_trl.py install")
+    """Time rollout batches of 4 epochs of each system: same model, prompts, lengths, updates."""
+    lacking = {
+        "TRL": _trl_is_missing(),
+        "verl": verl_side.missing(on_cuda=DEVICE == "cuda"),
+    }
+    peers = [name for name, reason in lacking.items() if reason is None]
+    if not peers:
+        raise Skipped("; ".join(lacking.values()))
     size = "1.5b" if DEVICE == "cuda" else "quickstart"
     task = against_trl.make_task(size)
-    seconds = {}
-    for system in ("TRL", LAYOUT):
-        seconds[system] = _note(row, system, _run(size, task, system))
-    row.note("seconds of TRL / of this system", seconds["TRL"] / seconds[LAYOUT])
+    seconds = {name: _note(row, name, _run(size, task, name)) for name in (*peers, LAYOUT)}
+    for name, reason in lacking.items():
+        if reason is None:
+            row.note(f"seconds of {name} / of this system", seconds[name] / seconds[LAYOUT])
+        else:
+            row.note(name, reason)
+
+
+def _trl_is_missing():
+    if (against_trl.TRL / "bin" / "python").exists():
+        return None
+    return "TRL is not installed: python tools/benchmarks/against_trl.py install"
 
 
 def check_windows(row):
@@ -43,6 +56,8 @@ def check_windows(row):
 def _run(size, task, system, **options):
     if system == "TRL":
         return against_trl.run_trl(size, task, BATCHES)
+    if system == "verl":
+        return verl_side.run(task, against_trl.peer_settings(size, BATCHES))
     return against_trl.run_ours(size, task, BATCHES, system, **options)
 
 

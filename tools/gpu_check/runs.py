@@ -118,6 +118,26 @@ def _small_batch():
     )
 
 
+def check_decode_graphs(row):
+    """Time generation with vLLM's CUDA graphs, as it is started, and without them."""
+    sizes, responses = _small_batch(), 8 * 4
+    if ON_GPU:
+        sizes += ("rollout.prompts_per_step=32", "rollout.max_response_tokens=512")
+        responses = 32 * 4
+    rates = {}
+    with _random_model(
+        PUBLISHED if ON_GPU else TINY, None if ON_GPU else TINY_VOCABULARY
+    ) as folder:
+        for name, settings in (
+            ("as started", ()), ("eager", ("rollout.engine={enforce_eager: true}",))
+        ):  # fmt: skip
+            last = _train(folder, name.replace(" ", "_"), *sizes, *settings)[-1]
+            rates[name] = responses * last["response/length_mean"] / last["time/rollout"]
+            row.note(f"{name}: tokens/s of generation", rates[name])
+            row.note(f"{name}: log-prob gap", last["mismatch/logprob_abs_diff_mean"])
+    row.note("tokens/s as started / eager", rates["as started"] / rates["eager"])
+
+
 def check_layouts(row):
     """Train with context parallelism 2 and tensor parallelism 2: collectives, pushes, engines."""
     if ON_GPU and torch.cuda.device_count() < 2:

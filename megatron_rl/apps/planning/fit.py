@@ -25,7 +25,7 @@ from megatron_rl.apps.planning.footprint import (
 )
 from megatron_rl.apps.planning.parts import cached_elements
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.models.shape import read_model_shape
+from megatron_rl.models.shape import read_model_shape, tensor_shapes
 from megatron_rl.preflight.layout import layout_problems
 from megatron_rl.resharding.layouts import EngineLayout
 
@@ -103,6 +103,7 @@ def moments(
         "the actor asleep": asleep,
         "the engine's weights": weights,
         "buckets": 2 * config.resharding.bucket_bytes(cuda=True),
+        **loader_bytes(config, dry_run),
         "the rest of the engine": ENGINE_ASLEEP,
         "reserve": RESERVE,
     }
@@ -124,6 +125,29 @@ def moments(
         Moment(ENGINE, share, engine),
         *([] if host_bytes is None else [Moment(HOST, host_bytes, on_host)]),
     ]
+
+
+def loader_bytes(config: Config, dry_run: DryRun) -> dict[str, int]:
+    """Return bytes of the modules that vLLM's loaders keep, if the settings lead to loaders.
+
+    They keep one module of each pipeline stage until it is complete, in full shape. Unless the
+    weights are rounded for the engine, CUDA's default is to write them directly.
+    """
+    kernel = config.rollout.engine.get("moe_backend", "triton")
+    shape = read_model_shape(config.model.path)
+    if config.rollout.mismatch == "none" and (shape.experts is None or kernel == "triton"):
+        return {}
+    layout = EngineLayout(config.rollout.tensor, dry_run.processes, config.rollout.expert_parallel)
+    sizes, modules = tensor_shapes(shape), dict[str, set[str]]()
+    for piece in layout.pieces(shape, rank=dry_run.rank):
+        modules.setdefault(piece.parameter.rpartition(".")[0], set()).add(piece.tensor)
+    largest = max(
+        sum(math.prod(sizes[name]) for name in names)
+        for module, names in modules.items()
+        if ".layers." in module
+    )
+    width = 4 if config.trainer.dtype == "float32" else 2
+    return {"modules that vLLM's loaders keep": width * largest * config.parallel.pipeline}
 
 
 def prepared_bytes(config: Config, dry_run: DryRun) -> int:

@@ -1,5 +1,6 @@
 """Findings of the doctor, and the namesake of NVIDIA apex."""
 
+import resource
 import subprocess
 import sys
 
@@ -49,6 +50,15 @@ def test_compiler_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     assert (finding("C++ compiler").found, finding("C++ compiler").good) == ("missing", False)
+
+
+def test_limit_of_open_files_is_reported(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (180, 1535))
+    found = doctor._open_files()
+    assert found.found == "1,535 in each process" and not found.good
+    assert "enough for 1,023 ranks; more need a higher hard limit (ulimit -Hn)" in found.use
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (180, 1536))
+    assert doctor._open_files().good
 
 
 def pretend(monkeypatch, python, **releases):

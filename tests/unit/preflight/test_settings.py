@@ -1,6 +1,7 @@
 """Tests of the checks of settings against the model's config.json."""
 
 import json
+import resource
 
 import pytest
 
@@ -52,6 +53,14 @@ def test_check_settings_shards_experts_by_their_own_size(tmp_path):
         ConfigError, match=r"parallel.expert=4 .* model's 6 experts; choose from 1, 2, 3, 6$"
     ):
         check(tmp_path / "d", EXPERTS, world_size=4, parallel={"expert": 4})
+
+
+def test_check_settings_names_limit_of_open_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (180, 514))  # 3 sockets and 512 others
+    with pytest.raises(ConfigError) as error:
+        check(tmp_path, {}, world_size=4)
+    assert "each of the 4 processes needs up to" in str(error.value)
+    assert "the hard limit here is 514 (ulimit -Hn); raise it" in str(error.value)
 
 
 def test_check_settings_suggests_sizes_that_divide_everything(tmp_path):

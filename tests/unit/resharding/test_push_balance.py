@@ -44,12 +44,22 @@ def test_rounds_take_little_more_than_busiest_port(shape, actor, engine, bound):
 
 @pytest.mark.parametrize(("shape", "actor", "engine", "bound"), LAYOUTS)
 def test_rounds_for_loaders_take_little_more_than_the_busiest_port(shape, actor, engine, bound):
-    """Whole tensors, with buckets of 512 MiB as on CUDA: `Resharder._plan`."""
+    """Whole tensors, with buckets of 512 MiB as on CUDA and of 64 MiB: `Resharder._plan`."""
+    for bucket in (64000, 8000):
+        found = simulate(
+            shape, actor, engine, wire_elements=bucket // 4, tensor_elements=bucket // 2,
+            ranks_per_node=8,
+        )  # fmt: skip
+        assert len(found.out) >= 5
+        assert found.over_ideal <= bound, (bucket, found.over_ideal, found.senders)
+
+
+def test_small_round_for_loaders_has_a_block_of_every_expert_rank():
     found = simulate(
-        shape, actor, engine, wire_elements=16000, tensor_elements=32000, ranks_per_node=8
-    )
-    assert len(found.out) >= 5
-    assert found.over_ideal <= bound, (found.over_ideal, found.senders)
+        EXPERTS, ActorLayout(data=64, expert=64), EngineLayout(4, 64), wire_elements=4000,
+        tensor_elements=8000, ranks_per_node=8,
+    )  # fmt: skip
+    assert found.over_ideal <= 2.0, (found.over_ideal, found.senders)
 
 
 def test_planner_uses_the_largest_simulated_ratio():

@@ -103,8 +103,8 @@ def test_objective_is_compared_with_cpu(monkeypatch):
 def test_memory_must_grow_linearly(monkeypatch):
     peaks = iter([1 << 20, 4 << 20])
     monkeypatch.setattr(numerics, "DEVICE", "cuda")
-    monkeypatch.setattr(numerics, "_attention_inputs", lambda *args, **kwargs: None)
-    monkeypatch.setattr(numerics, "_attend", lambda *args: torch.zeros(1, requires_grad=True))
+    monkeypatch.setattr(numerics, "attention_inputs", lambda *args, **kwargs: None)
+    monkeypatch.setattr(numerics, "attend", lambda *args: torch.zeros(1, requires_grad=True))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(peaks))
@@ -320,13 +320,14 @@ def test_budget_runs_the_rows_that_fit_in_order_of_value(monkeypatch, tmp_path):
     )
     status = {one["name"]: one["status"] for one in report["rows"]}
     assert list(status) == command.NAMES
-    # machine, mended, update and the quickstart take 40 s; peers would need 315.
+    # machine, mended, update and the quickstart take 40 s; peers would need 515.
     expected = dict.fromkeys(command.NAMES, "ok")
-    expected |= dict.fromkeys(set(order.LONG) - {"heads", "swiglu", "routes"}, "skipped")
-    expected["dry_run"] = "skipped"  # 220 of 260 s are gone
+    short = {"heads", "swiglu", "attention_kept", "decode_graphs", "routes"}
+    expected |= dict.fromkeys(set(order.LONG) - short, "skipped")
+    expected |= {"fp8": "skipped", "dry_run": "skipped"}  # 230 of 260 s are gone
     assert status == expected
     details = {one["name"]: one["detail"] for one in report["rows"]}
-    assert details["peers"] == "needs about 300 s and a start; 220 s of the budget left"
+    assert details["peers"] == "needs about 500 s and a start; 220 s of the budget left"
     assert report["budget"] == 260.0
 
 
@@ -409,8 +410,23 @@ def test_peers_and_windows_compare_medians_of_the_counted_batches(monkeypatch, t
         made = run_row("x", check)
         assert made.status == "ok", made.detail
         found |= {one["what"]: one["value"] for one in made.measures}
-    assert found["seconds of TRL / of this system"] == 2.0
+    assert found["seconds of TRL / of this system"] == 2.0 and found["verl"] == "verl needs CUDA"
     assert found["seconds whole / in windows of 16"] == 2.0
+
+
+def test_peers_compare_with_verl_where_it_is_installed(monkeypatch, tmp_path):
+    row = {"generate": 1.0, "tokens": 30.0}
+    monkeypatch.setattr(against_trl, "TRL", tmp_path / "absent")
+    monkeypatch.setattr(against_trl, "make_task", lambda size: tmp_path)
+    for name, seconds in (("run_ours", 4.0), ("run", 6.0)):
+        result = {"rows": [{"seconds": seconds, **row}] * 3, "peak_gib": 1.0}
+        module = against_trl if name == "run_ours" else peers.verl_side
+        monkeypatch.setattr(module, name, lambda *_, result=result, **__: result)
+    monkeypatch.setattr(peers.verl_side, "missing", lambda **_: None)
+    made = run_row("peers", peers.check_peers)
+    found = {one["what"]: one["value"] for one in made.measures}
+    assert found["seconds of verl / of this system"] == 1.5
+    assert "against_trl.py install" in found["TRL"]
 
 
 def test_operations_of_an_update_with_experts():
@@ -434,6 +450,27 @@ def test_compiled_kernels_equal_those_in_use():
         assert made.status == "ok", made.line()
     values = {one["what"]: one["value"] for one in made.measures}
     assert values["gradient's difference"] == 0.0
+
+
+def test_variants_of_attention_make_as_many_forward_passes_as_named():
+    made = run_row("x", candidates.check_attention_kept)
+    assert made.status == "ok", made.line()
+    assert len(made.measures) == 2 * len(candidates.ATTENTIONS)
+    inputs = candidates.attention_inputs(
+        candidates.SEQUENCES, torch.float32, *candidates.HEADS_AND_SIZE
+    )
+    results = {}
+    for name, (passes, attention) in candidates.ATTENTIONS.items():
+        with torch.profiler.profile() as profile:
+            results[name] = torch.autograd.grad(attention(inputs).square().sum(), inputs)
+        kernel = "aten::_scaled_dot_product_flash_attention_for_cpu"
+        events = sum(event.name == kernel for event in profile.events())
+        # What chooses the kept tensors intercepts two calls, and passes on the first.
+        assert events == passes + 2 * ("by the recomputed" in name), name
+    wanted = results.pop("in use")
+    for name, got in results.items():
+        # Sums over the queries of a group may be in another order.
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got, wanted, strict=True)), name
 
 
 def test_candidate_with_other_gradient_fails(monkeypatch):

@@ -1,6 +1,7 @@
 """The large examples fit on their devices; errors suggest settings that fit."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 
@@ -121,6 +122,22 @@ def test_prepared_packs_must_fit(tmp_path):
         assert training.parts["prepared packs"] == 80 * tokens / len(run.sequences)
         assert (not lacking) == fits
         assert fits or lacking[0].name == fit.TRAINING
+
+
+@pytest.mark.parametrize(
+    ("rollout", "modules"),
+    [({}, 0), ({"engine": {"moe_backend": "triton"}}, 0), ({"mismatch": "bf16"}, 4),
+     ({"engine": {"moe_backend": "flashinfer_trtllm"}}, 4)],
+)  # fmt: skip
+def test_modules_that_loaders_keep_are_counted(tmp_path, rollout, modules):
+    path = save_shape(tmp_path, SHAPES["qwen3_235b_a22b"])
+    config = parse_config({
+        "model": {"path": str(path)}, "data": {"train": "none.jsonl"},
+        "parallel": {"pipeline": 4}, "rollout": {"tensor": 8, **rollout},
+    })  # fmt: skip
+    found = fit.loader_bytes(config, SimpleNamespace(processes=32, rank=0))
+    # of each stage: gate, up and down of a layer's 128 experts, 1536 wide, in bfloat16
+    assert sum(found.values()) == modules * 128 * 3 * 1536 * 4096 * 2
 
 
 def run_command(tmp_path, capsys, monkeypatch, *arguments):
