@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,22 +111,27 @@ def slim(data: bytearray, capability: int) -> int:
 
 
 def slim_wheel(wheel: Path, capability: int) -> int:
-    """Slim all shared objects of a wheel and pack it again; return the bytes of dropped kernels."""
+    """Slim all shared objects of a wheel and pack it again; return the bytes of dropped kernels.
+
+    Extracted without comparing hashes, as pip does: a published wheel of NVIDIA's has wrong ones.
+    """
     total = 0
-    with tempfile.TemporaryDirectory() as temporary:
-        tool = [sys.executable, "-m", "wheel"]
-        subprocess.run([*tool, "unpack", "--dest", temporary, str(wheel)], check=True,
-                       stdout=subprocess.DEVNULL)  # fmt: skip
-        (folder,) = Path(temporary).iterdir()
-        for file in folder.rglob("*.so*"):
+    with tempfile.TemporaryDirectory() as temporary, zipfile.ZipFile(wheel) as archive:
+        if not any(".so" in name for name in archive.namelist()):
+            return 0
+        for member in archive.infolist():
+            path = Path(archive.extract(member, temporary))
+            if path.is_file() and (mode := member.external_attr >> 16 & 0o777):
+                path.chmod(mode)
+        for file in Path(temporary).rglob("*.so*"):
             data = bytearray(file.read_bytes())
             dropped = slim(data, capability)
             if dropped:
                 file.write_bytes(data)
                 total += dropped
         if total:  # writes hashes of the changed files
-            subprocess.run([*tool, "pack", "--dest-dir", str(wheel.parent), str(folder)],
-                           check=True, stdout=subprocess.DEVNULL)  # fmt: skip
+            pack = [sys.executable, "-m", "wheel", "pack", "--dest-dir", str(wheel.parent)]
+            subprocess.run([*pack, temporary], check=True, stdout=subprocess.DEVNULL)
     return total
 
 
