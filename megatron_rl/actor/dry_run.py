@@ -32,7 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rl.actor import actor as actor_module
 from megatron_rl.actor import device as device_module
-from megatron_rl.actor import dry_run_kernels, layers
+from megatron_rl.actor import dry_run_kernels, norms
 from megatron_rl.actor import reference as reference_module
 from megatron_rl.distributed import context_attention
 from megatron_rl.distributed.topology import Topology
@@ -161,7 +161,7 @@ class Stage:
             (megatron_random, "_set_cuda_rng_state", _nothing),
             (megatron_random.CudaRNGStatesTracker, "fork", _no_fork),
             (context_attention, "attend_fused", kernels.attention(self.count_flops)),
-            (layers, "rms_norm", kernels.rms_norm),
+            (norms, "rms_norm", kernels.rms_norm),
             *(
                 (fused_bias_swiglu, name, getattr(kernels, name))
                 for name in ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back")

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.distributed.context_attention import _with_sink
+
 
 class _Norm(torch.autograd.Function):
     @staticmethod
@@ -102,11 +104,24 @@ def _visible_products(query: Tensor, key: Tensor, window: int | None) -> int:
 def attention(count: Callable[[int], None]) -> Callable[..., Tensor]:
     """Return causal attention that reports FLOPs; [s, H, q, d], [s, K, k, d] -> [s, H, q, d]."""
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, *, window: int | None = None) -> Tensor:
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        size = query.shape[-1]
+        if sinks is not None:  # as in `attend_fused`
+            query, key, value = _with_sink(
+                query, key, value, sinks=sinks, scale=scale or size**-0.5
+            )
         repeats = query.shape[1] // key.shape[1]
         cut = window is not None and window < key.shape[2]
         if repeats > 1 and (cut or query.dtype == torch.float32):  # as in `attend_fused`
             key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-        return _Attention.apply(query, key, value, count, window)
+        return _Attention.apply(query, key, value, count, window)[..., :size]
 
     return attend
