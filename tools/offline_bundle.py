@@ -76,6 +76,10 @@ def download(
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(wheels)]
     if python != f"{sys.version_info.major}.{sys.version_info.minor}":
         command += ["--python-version", python, "--implementation", "cp", "--only-binary", ":all:"]
+        print(
+            f"pip decides requirements with conditions by this Python, not {python}; what {python} "
+            "alone needs is missing: make the bundle with that Python, or add it by hand"
+        )
         command += [word for name in platforms() for word in ("--platform", name)]
     torch = [one for one in wanted if one.startswith("torch==")]
     if torch and kind == "cpu":  # as in setup_env.sh: pip's own index may have the CPU build
