@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed._tools.fake_collectives
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core import parallel_state
-from megatron.core.fusions import fused_bias_swiglu
+from megatron.core.fusions import fused_bias_geglu, fused_bias_swiglu
 from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import token_dispatcher
@@ -162,6 +162,8 @@ class Stage:
             (megatron_random.CudaRNGStatesTracker, "fork", _no_fork),
             (context_attention, "attend_fused", kernels.attention(self.count_flops)),
             (norms, "rms_norm", kernels.rms_norm),
+            (fused_bias_geglu, "geglu", kernels.swiglu),
+            (fused_bias_geglu, "geglu_back", kernels.swiglu_back),
             *(
                 (fused_bias_swiglu, name, getattr(kernels, name))
                 for name in ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back")

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.distributed.context_attention import _with_sink
+from megatron_rl.actor import elementwise
+from megatron_rl.distributed.context_attention import with_sink
 
 
 class _Norm(torch.autograd.Function):
@@ -33,6 +34,8 @@ class _Norm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """[..., h], [h] -> [..., h]."""
+    if weight.dtype != x.dtype:  # not fused on CUDA either
+        return elementwise.rms_norm(x, weight, eps=eps)
     return _Norm.apply(x, weight)
 
 
@@ -113,15 +116,15 @@ def attention(count: Callable[[int], None]) -> Callable[..., Tensor]:
         scale: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        size = query.shape[-1]
-        if sinks is not None:  # as in `attend_fused`
-            query, key, value = _with_sink(
-                query, key, value, sinks=sinks, scale=scale or size**-0.5
-            )
+        if sinks is not None:
+            size = query.shape[-1]
+            query, key, value = with_sink(query, key, value, sinks=sinks, scale=scale or 1.0)
+            window = None if window is None else window + 1
+            return attend(query, key, value, window=window)[..., :size]
         repeats = query.shape[1] // key.shape[1]
         cut = window is not None and window < key.shape[2]
         if repeats > 1 and (cut or query.dtype == torch.float32):  # as in `attend_fused`
             key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-        return _Attention.apply(query, key, value, count, window)[..., :size]
+        return _Attention.apply(query, key, value, count, window)
 
     return attend

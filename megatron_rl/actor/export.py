@@ -29,6 +29,7 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
 from megatron_rl.models.safetensors_headers import INDEX, SINGLE
 from megatron_rl.models.shape import ModelShape, tensor_shapes
+from megatron_rl.models.stored_tensors import stored_places, stored_shapes, view_stored
 from megatron_rl.resharding.adapted import LocalWeight, read_rectangle
 from megatron_rl.resharding.layouts import has_fused_names, layout_of
 from megatron_rl.resharding.pieces import Piece
@@ -76,7 +77,10 @@ class ExportPlan:
         dtypes: Mapping[str, torch.dtype],
         fused: bool,
     ) -> None:
-        self.sizes, self.dtypes = tensor_shapes(shape), dtypes
+        self.shape, self.sizes, self.dtypes = shape, stored_shapes(shape), dtypes
+        self._parts: dict[str, list[str]] = {}  # weights in each tensor of all experts
+        for name, place in stored_places(shape).items():
+            self._parts.setdefault(place.tensor, []).append(name)
         owners = find_owners(shape, topology, fused=fused)
         contents = list(self._split())
         writers = min(len(contents), MAX_WRITERS, topology.world_size)
@@ -120,7 +124,7 @@ class ExportPlan:
     ) -> Iterator[_Bucket]:
         """Combine the rectangles that one rank has of a file's tensors up to BUCKET_BYTES."""
         by_owner: dict[int, list[Piece]] = {}
-        for name in tensors:
+        for name in (part for tensor in tensors for part in self._parts.get(tensor, [tensor])):
             for rank, piece in owners[name]:
                 by_owner.setdefault(rank, []).extend(self._rows(piece))
         for rank, pieces in by_owner.items():
@@ -287,6 +291,7 @@ def _place(
 ) -> None:
     """Copy the rectangles of a bucket into the tensors of its file."""
     values, start = values.cpu(), 0
+    tensors = view_stored(tensors, plan.shape)
     for piece in bucket.pieces:
         dtype = plan.dtypes[piece.tensor]
         part = values[start : start + piece.size * dtype.itemsize].view(dtype)

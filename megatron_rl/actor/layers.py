@@ -17,11 +17,16 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 
+from megatron_rl.actor.clamped import ClampedExperts
 from megatron_rl.actor.norms import GatedMlp, PostNormAttention, PostNormMlp, RmsNorm
 from megatron_rl.actor.rotary import PackRotation
 from megatron_rl.distributed.attention_plan import AttentionPlan, build_attention_plan
@@ -123,6 +128,13 @@ class PackedCoreAttention(torch.nn.Module):
         super().__init__()
         self.group: Group = pg_collection.cp
         self.scale = softmax_scale
+        self.sinks: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+            empty = torch.empty(heads, dtype=config.params_dtype, device=device)
+            self.sinks = torch.nn.Parameter(empty)
+            set_tensor_model_parallel_attributes(self.sinks, True, 0, 1)
         window, flags = config.window_size, config.window_attn_skip_freq
         has_window = is_layer_window_attention(window, flags, layer_number)
         self.window = window[0] + 1 if has_window else None
@@ -134,8 +146,17 @@ class PackedCoreAttention(torch.nn.Module):
         pack = kwargs["packed_seq_params"]
         rotation, plan = pack.rotation_of(self.window), pack.plan(self.window)
         query, key = rotation.apply(query), rotation.apply(key)
-        out = context_attention(query, key, value, plan=plan, group=self.group, scale=self.scale)
+        out = context_attention(
+            query, key, value, plan=plan, group=self.group, scale=self.scale, sinks=self.sinks
+        )
         return out.flatten(1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Return the sinks for Megatron's checkpoints, cut by heads."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"sinks": 0}, sharded_offsets)
 
 
 def build_local_layer_spec(shape: ModelShape, *, experts: bool) -> ModuleSpec:
@@ -158,6 +179,8 @@ def build_local_layer_spec(shape: ModelShape, *, experts: bool) -> ModuleSpec:
         attention.k_layernorm = RmsNorm
     if not experts:
         layer.mlp.module = GatedMlp
+    if shape.traits.activation == "clamped_silu":
+        layer.mlp.submodules.experts.module = ClampedExperts
     if shape.traits.post_norms:
         layer.self_attention.module, layer.mlp.module = PostNormAttention, PostNormMlp
     return spec

@@ -54,7 +54,7 @@ def _model(shape: ModelShape) -> dict[str, Any]:
         "layernorm_epsilon": shape.norm_epsilon,
         "gated_linear_unit": True,
         "activation_func": F.gelu if shape.traits.activation == "gelu_tanh" else F.silu,
-        "add_bias_linear": False,
+        "add_bias_linear": shape.traits.biases,
         "add_qkv_bias": shape.qkv_bias,
         "qk_layernorm": shape.qk_norm,
         "hidden_dropout": 0.0,
@@ -63,6 +63,7 @@ def _model(shape: ModelShape) -> dict[str, Any]:
         "window_size": None if window is None else (window - 1, 0),
         "window_attn_skip_freq": None if local is None else local.flags(shape.num_layers),
         "softmax_scale": shape.softmax_scale,
+        "softmax_type": "learnable" if shape.has_sinks else "vanilla",
         "layernorm_zero_centered_gamma": shape.traits.zero_centered_norms,
     }
 

@@ -23,7 +23,8 @@ from megatron_rl.distributed.collectives import Group, group_rank, group_size
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
 from megatron_rl.models.safetensors_headers import check_headers, find_files
-from megatron_rl.models.shape import ModelShape, tensor_shapes
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.stored_tensors import Stored, stored_places, stored_shapes
 from megatron_rl.resharding.layouts import has_fused_names, layout_of
 from megatron_rl.resharding.pieces import Piece
 from megatron_rl.resharding.verify import check_parameters
@@ -38,10 +39,14 @@ def ignore_progress(done: int, total: int) -> None:
 
 
 class HfReader:
-    """Reader of tensor slices in a Hugging Face folder; keeps files open but caches no data."""
+    """Reader of tensor slices in a Hugging Face folder; keeps files open but caches no data.
 
-    def __init__(self, folder: str | Path) -> None:
+    shape: needed to read weights that files have in one tensor of all experts.
+    """
+
+    def __init__(self, folder: str | Path, shape: ModelShape | None = None) -> None:
         self.folder = Path(folder)
+        self.places: dict[str, Stored] = {} if shape is None else stored_places(shape)
         self._open: dict[str, Any] = {}
         self.files = find_files(folder)
 
@@ -53,6 +58,21 @@ class HfReader:
     def slice(self, name: str) -> Any:
         """Return a lazy view of one tensor, which supports indexing."""
         return self._file(self.files[name]).get_slice(name)
+
+    def rectangle(self, name: str, rows: Any, columns: Any) -> Tensor:
+        """Return slices of a weight: [height, width], of a vector [height]."""
+        if (place := self.places.get(name)) is not None:
+            whole = self.slice(place.tensor)
+            if len(whole.get_shape()) == 2:
+                return whole[place.expert, rows]
+            return whole[place.expert, columns, rows].t()
+        view = self.slice(name)
+        return view[rows] if len(view.get_shape()) == 1 else view[rows, columns]
+
+    def file(self, name: str) -> Path:
+        """Return the file that has a weight."""
+        place = self.places.get(name)
+        return self.folder / self.files[name if place is None else place.tensor]
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype of a tensor."""
@@ -73,11 +93,16 @@ def check_weights(folder: str | Path, shape: ModelShape) -> None:
 
 
 def stored_dtypes(folder: str | Path, shape: ModelShape) -> dict[str, torch.dtype]:
-    """Return the dtype of every tensor in a model folder with safetensors or a checkpoint."""
+    """Return the dtype of every tensor in a model folder with safetensors or a checkpoint.
+
+    By the names of tensors in files, and of weights that files have in one tensor of all experts.
+    """
     if is_checkpoint(Path(folder) / FOLDER):
         return read_dtypes(Path(folder) / FOLDER)
     reader = HfReader(folder)
-    return {name: reader.dtype(name) for name in tensor_shapes(shape)}
+    dtypes = {name: reader.dtype(name) for name in stored_shapes(shape)}
+    places = stored_places(shape).items()
+    return dtypes | {name: dtypes[place.tensor] for name, place in places}
 
 
 def named_parameters(chunks: Sequence[Module], *, adapters: bool = False) -> dict[str, Tensor]:
@@ -114,13 +139,11 @@ def read_piece(reader: HfReader, piece: Piece) -> Tensor:
     Raises ValueError if it contains NaN or infinity: the model folder is then at fault, and not a
     checkpoint of the run.
     """
-    view = reader.slice(piece.tensor)
-    rows = slice(*piece.rows)
-    is_vector = len(view.get_shape()) == 1
-    values: Tensor = view[rows].unsqueeze(1) if is_vector else view[rows, slice(*piece.columns)]
+    values = reader.rectangle(piece.tensor, slice(*piece.rows), slice(*piece.columns))
+    values = values.unsqueeze(1) if values.dim() == 1 else values
     if not torch.isfinite(values).all():
         raise UserError(
-            f"{reader.folder / reader.files[piece.tensor]}: {piece.tensor} has values that are not "
+            f"{reader.file(piece.tensor)}: {piece.tensor} has values that are not "
             "finite: the model folder is broken; download, copy or export it again"
         )
     return values
@@ -161,7 +184,7 @@ def load_weights(
     any rank on all of them.
     """
     with sync_errors_across_ranks(doing=f"reading {folder}"):
-        reader = HfReader(folder)
+        reader = HfReader(folder, shape)
         reader.check(shape)
         layout = layout_of(topology)
         pieces = layout.pieces(shape, rank=topology.rank, fused=has_fused_names(parameters))

@@ -20,6 +20,7 @@ from megatron_rl.config import (
 )
 from megatron_rl.conversion.name_table import build_name_table, describe_shares, format_table
 from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes
+from megatron_rl.models.stored_tensors import stored_shapes
 from megatron_rl.preflight.disk import find_writable
 from megatron_rl.preflight.layout import cut_problems
 from megatron_rl.resharding.layouts import ActorLayout
@@ -87,7 +88,7 @@ def describe_dry_run(conversion: Conversion) -> str:
     """Describe a conversion: its table of names and the elements of each process."""
     shape, layout = conversion.shape, conversion.layout
     table = format_table(build_name_table(shape, layout, conversion.dtypes))
-    size = f"{len(conversion.dtypes)} tensors, {_mebibytes(conversion):,.1f} MiB"
+    size = f"{len(stored_shapes(shape))} tensors, {_mebibytes(conversion):,.1f} MiB"
     shares = "\n".join(describe_shares(shape, layout))
     return f"{conversion.describe()}\n\n{table}\n\n{size}\n{shares}\nnothing was written"
 
@@ -205,4 +206,4 @@ def _check_disk(conversion: Conversion) -> None:
 def _mebibytes(conversion: Conversion) -> float:
     """Return the size of the weights in the dtypes of the Hugging Face files."""
     sizes, dtypes = tensor_shapes(conversion.shape), conversion.dtypes
-    return sum(math.prod(sizes[name]) * dtype.itemsize for name, dtype in dtypes.items()) / 2**20
+    return sum(math.prod(size) * dtypes[name].itemsize for name, size in sizes.items()) / 2**20

@@ -55,13 +55,13 @@ def attend_fused(
     """
     if sinks is not None:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        extended = _with_sink(query, key, value, sinks=sinks, scale=scale)
+        extended = with_sink(query, key, value, sinks=sinks, scale=scale)
         out = _attend_masked(*extended, window=window, scale=scale, first_seen=1)
         return out[..., : query.shape[-1]]
     return _attend_masked(query, key, value, window=window, scale=scale, first_seen=0)
 
 
-def _with_sink(
+def with_sink(
     query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Put a key before all others whose score is the sink and whose value is 0.
@@ -71,8 +71,9 @@ def _with_sink(
     """
     column = (sinks / scale).to(query.dtype)[:, None, None].expand(*query.shape[:3], 1)
     query = F.pad(torch.cat((query, column), dim=-1), (0, SINK_WIDTH - 1))
-    first = F.one_hot(torch.tensor(key.shape[-1]), key.shape[-1] + SINK_WIDTH)
-    first = first.to(key).expand(*key.shape[:2], 1, -1)
+    first = key.new_zeros(key.shape[-1] + SINK_WIDTH)
+    first[key.shape[-1]] = 1
+    first = first.expand(*key.shape[:2], 1, -1)
     key = torch.cat((first, F.pad(key, (0, SINK_WIDTH))), dim=2)
     return query, key, F.pad(value, (0, SINK_WIDTH, 1, 0))
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from megatron_rl.models.shape import ModelShape, tensor_shapes
+from megatron_rl.models.stored_tensors import stored_places
 
 Mismatch = Literal["none", "bf16", "fp8_e4m3"]
 # The matrices of a layer; embeddings, norms, the output layer and routers are not rounded, as in
 # engines that quantize to fp8.
-LAYER_MATRIX = re.compile(r"model\.layers\.\d+\.(?!mlp\.gate\.)[\w.]+\.weight")
+LAYER_MATRIX = re.compile(r"model\.layers\.\d+\.(?!mlp\.(gate|router)\.)[\w.]+[._]weight")
 PLAIN_BACKENDS = ("TRITON", "BATCHED_TRITON")
 
 
@@ -34,6 +35,18 @@ def check_tensors(
         yield name, tensor
     if missing:
         raise ValueError(f"weights were not received: {sorted(missing)}")
+
+
+def prepare_tensors(
+    weights: Iterable[tuple[str, Tensor]], shape: ModelShape, mismatch: Mismatch
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield checked and rounded weights as vLLM's loaders expect them.
+
+    Matrices that files have in a tensor of all experts are transposed there.
+    """
+    places = stored_places(shape)
+    for name, tensor in round_tensors(check_tensors(weights, shape), mismatch):
+        yield name, tensor.t() if name in places else tensor
 
 
 def round_tensors(
@@ -73,6 +86,8 @@ def parameters_as_expected(
     model: torch.nn.Module
     (model,) = llm.apply_model(lambda model: model)
     parameters = dict(model.named_parameters())
+    if stored_places(shape):  # on ranks other than the first, loaders set a bias to zero
+        return None
     as_expected = parameters.keys() == expected.keys() and all(
         tuple(parameters[name].shape) == size
         and parameters[name].dtype in (dtype, torch.float32)  # of some routers, in any model

@@ -30,9 +30,8 @@ from megatron_rl.engine.engine import (
 from megatron_rl.engine.finished import FinishedResponses
 from megatron_rl.engine.incoming import (
     Mismatch,
-    check_tensors,
     parameters_as_expected,
-    round_tensors,
+    prepare_tensors,
 )
 from megatron_rl.engine.partial_requests import (
     PartialRequests,
@@ -279,7 +278,7 @@ class VllmEngine:
         of a wrong shape.
         """
         request = {
-            "weights": round_tensors(check_tensors(weights, self.shape), self.mismatch),
+            "weights": prepare_tensors(weights, self.shape, self.mismatch),
             "expected": self.layout.parameter_shapes(self.shape, rank=self.topology.rank),
             "tied_embeddings": self.shape.tied_embeddings,
         }

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError
-from megatron_rl.models.shape import ModelShape, tensor_shapes
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.stored_tensors import stored_shapes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -78,7 +79,7 @@ def check_headers(folder: str | Path, shape: ModelShape) -> None:
     files = find_files(folder)
     headers = {name: read_header(folder / name) for name in sorted(set(files.values()))}
     missing, mismatched = [], []
-    for name, size in tensor_shapes(shape).items():
+    for name, size in stored_shapes(shape).items():
         entry = headers[files[name]].get(name) if name in files else None
         if entry is None:
             missing.append(f"{name} is missing")

@@ -15,6 +15,7 @@ from megatron_rl.models.latent import (
     unsupported_latent_features,
 )
 from megatron_rl.models.local_layers import LocalLayers
+from megatron_rl.models.missing import MISSING
 from megatron_rl.models.rotary_scaling import (
     RotaryScaling,
     read_rotary_base,
@@ -56,6 +57,11 @@ class ModelShape:
     def traits(self) -> Traits:
         """Differences of this architecture's computation from Llama's."""
         return ARCHITECTURES[self.architecture].traits
+
+    @property
+    def has_sinks(self) -> bool:
+        """True if every head has a learned score without a value."""
+        return any(weight.size == ("heads",) for weight in self.weights)
 
     @property
     def local_rotary(self) -> "ModelShape | None":
@@ -119,6 +125,7 @@ class ModelShape:
             "ffn": self.ffn_hidden_size,
             "vocabulary": self.vocab_size,
             "one": 1,
+            "heads": self.num_attention_heads,
         }
         if self.latent is not None:
             heads, head_dim = self.num_attention_heads, self.head_dim
@@ -128,6 +135,7 @@ class ModelShape:
         return sizes | {
             "experts": self.experts.num_experts,
             "expert_ffn": self.experts.ffn_hidden_size,
+            "expert_gate_up": 2 * self.experts.ffn_hidden_size,
             "shared_ffn": self.experts.shared_ffn_hidden_size or 0,
         }
 
@@ -150,6 +158,7 @@ def _unsupported_features(config: dict[str, Any], architecture: Architecture) ->
         f"hidden_act {config.get('hidden_act')!r}": config.get("hidden_act", "silu") != "silu",
         "llama_4_scaling": config.get("llama_4_scaling") is not None,
         "attention_bias": bool(config.get("attention_bias"))
+        and not architecture.traits.biases
         and all(option.key != "attention_bias" for option in architecture.options),
         "qkv_bias false": architecture.qkv_bias and config.get("qkv_bias", True) is False,
         "mlp_bias": bool(config.get("mlp_bias")),
@@ -180,8 +189,10 @@ def read_model_shape(folder: str | Path) -> ModelShape:
     config = _read_object(path)
     name = (config.get("architectures") or ["(none)"])[0]
     if name not in ARCHITECTURES:
+        why = f" ({MISSING[name]})" if name in MISSING else ""
         raise UserError(
-            f"{path}: architecture {name} is not supported; choose from {sorted(ARCHITECTURES)}"
+            f"{path}: architecture {name} is not supported{why}; choose from "
+            f"{sorted(ARCHITECTURES)}"
         )
     config = ARCHITECTURES[name].traits.keys(config)
     try:
@@ -271,7 +282,10 @@ def weight_shapes(weight: Weight, *, shape: ModelShape) -> tuple[tuple[int, ...]
 
 
 def tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor in the model's safetensors files, by Hugging Face name."""
+    """Return the shape of every weight by its Hugging Face name, of experts one by one.
+
+    Files of some architectures have the experts of a layer in one tensor (`stored_tensors.py`).
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for weight in shape.weights:
         layers = (

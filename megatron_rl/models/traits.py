@@ -13,7 +13,8 @@ Keys = dict[str, Any]  # of a config.json
 class Traits:
     """Differences from Llama's computation, and from its config.json.
 
-    activation: of the gated MLP or the experts. zero_centered_norms: norms multiply by 1 + weight.
+    activation: of the gated MLP or the experts. biases: every linear and the router have one.
+    zero_centered_norms: norms multiply by 1 + weight.
     scaled_embeddings: embeddings are multiplied by sqrt(hidden size), rounded to the model's dtype.
     query_scalar: the default of `query_pre_attn_scalar`, the inverse square of the scores' scale.
     local_only: what Transformer Engine's layers, as Megatron builds them, do not have.
@@ -22,6 +23,7 @@ class Traits:
     """
 
     activation: Literal["silu", "gelu_tanh", "clamped_silu"] = "silu"
+    biases: bool = False
     zero_centered_norms: bool = False
     post_norms: bool = False
     scaled_embeddings: bool = False

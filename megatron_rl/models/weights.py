@@ -22,7 +22,8 @@ Part = Literal["first", "layer", "expert", "last"]
 # A size by name; `ModelShape.sizes` has the values. "qkv" is the query size + 2 * the key size.
 Size = Literal["hidden", "query", "qkv", "head", "ffn", "expert_ffn", "shared_ffn",
                "experts", "vocabulary", "one",
-               "query_rank", "rank", "latent", "keys_values", "values"]  # fmt: skip
+               "query_rank", "rank", "latent", "keys_values", "values",
+               "heads", "expert_gate_up"]  # fmt: skip
 # Layers with a weight: all, those with a dense MLP, or those with a mixture of experts.
 Layers = Literal["all", "dense", "experts"]
 
@@ -36,6 +37,7 @@ class Weight:
     layers if it differs. `size` is the shape of each HF tensor, (rows, columns) for matrices;
     `heights` are their rows if they differ.
     `frozen` is a buffer in float32, whatever the other weights are, that training does not change.
+    `stored` is the tensor of files that has all experts', each transposed (`stored_tensors.py`).
     """
 
     part: Part
@@ -48,6 +50,7 @@ class Weight:
     layers: Layers = "all"
     heights: tuple[Size, ...] | None = None
     frozen: bool = False
+    stored: str | None = None
 
 
 _L = "model.layers.{layer}."

@@ -49,7 +49,11 @@ def sharded_sizes(shape: ModelShape) -> tuple[tuple[str, int, str], ...]:
         heads,
         *(dense if shape.layers_with("dense") else []),
         *([("tensor", shared, "units of the shared expert")] if shared else []),
-        ("expert tensor", shape.experts.ffn_hidden_size, "units of an expert"),
+        (
+            ("expert tensor", 1, "expert with biases, which Megatron keeps whole,")
+            if shape.traits.biases
+            else ("expert tensor", shape.experts.ffn_hidden_size, "units of an expert")
+        ),
         ("expert parallel", shape.experts.num_experts, "experts"),
     )
 

@@ -305,12 +305,13 @@ def vllm_parameter_shapes(
     pieces = vllm_pieces(shape, tp_rank=tp_rank, tp_size=tp_size, expert_parallel=expert_parallel)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (height, width) in parameter_shapes(pieces).items():
-        is_vector = name.endswith("bias") or "norm" in name
+        is_vector = name.endswith(("bias", "sinks")) or "norm" in name
         shapes[name] = (height,) if is_vector else (height, width)
         if ".experts." in name:
             assert shape.experts is not None, f"{name} needs experts"
             count = shape.experts.num_experts // (tp_size if expert_parallel else 1)
-            shapes[name] = (count, height // count, width)
+            each = (height // count,) if is_vector else (height // count, width)
+            shapes[name] = (count, *each)
     padded = padded_vocabulary(shape.vocab_size, tp_size=tp_size)
     for weight in shape.weights:
         if weight.cut == "vocabulary":

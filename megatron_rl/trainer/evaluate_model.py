@@ -48,7 +48,7 @@ def run_evaluation(
     Raises ValueError for bad input before any long work.
     """
     shape = check_evaluation(config, files, world_size=world_size)
-    reader = HfReader(config.model.path)
+    reader = HfReader(config.model.path, shape)
     reader.check(shape)
     directory = RunDirectory.of(config)
     if rank == 0:
@@ -82,7 +82,7 @@ def run_evaluation(
 @torch.no_grad()
 def _read_weights(reader: HfReader, engine: VllmEngine) -> Iterator[tuple[str, Tensor]]:
     for name in tensor_shapes(engine.shape):
-        yield name, reader.slice(name)[:].to(engine.dtype)
+        yield name, reader.rectangle(name, slice(None), slice(None)).to(engine.dtype)
 
 
 def _report(

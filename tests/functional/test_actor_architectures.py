@@ -92,6 +92,17 @@ MODELS = {
             },
         },
     ),
+    # Its experts are whole on a rank, so it needs a layout of its own.
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 20,
+            "sliding_window": 5,
+            "rope_parameters": {**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+        },
+    ),
     # Its routing is not normalised over the chosen experts.
     "qwen2_moe": ("Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 28}),
     "deepseek_v3": (
@@ -114,7 +125,7 @@ def _make_model(folder, config_class, extra):
     model.save_pretrained(folder)
 
 
-def _score(rank, world_size, root, layout):
+def _score(rank, world_size, root, layout, names):
     """Log-probs by rollout and an export of every model; one update must stay finite."""
     from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
@@ -125,7 +136,7 @@ def _score(rank, world_size, root, layout):
     topology = groups.initialise(**layout)
     rollouts, advantages = make_rollouts()
     report = {}
-    for name in MODELS:
+    for name in names:
         settings = ActorSettings(
             learning_rate=1e-3,
             warmup_updates=0,
@@ -173,7 +184,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(root):
-    return json.loads(run_ranks(_score, 1, str(root), {})[0])
+    return json.loads(run_ranks(_score, 1, str(root), {}, list(MODELS))[0])
 
 
 def _norm_by_transformers(folder):
@@ -199,19 +210,21 @@ def test_gradient_norms_are_those_of_transformers(root, reference, name):
     assert reference[f"{name}/grad_norm"] == pytest.approx(want, rel=1e-5)
 
 
-LAYOUTS = [
-    ({"tensor": 2, "pipeline": 2, "context": 2, "expert": 2}, 8),
-    ({"expert": 2}, 2),
-    ({"pipeline": 2, "virtual_stages": 2}, 2),
-]
+OTHERS = [name for name in MODELS if name != "gpt_oss"]
+EIGHT = {"tensor": 2, "pipeline": 2, "context": 2, "expert": 2}
+LAYOUTS = {
+    "tp2-pp2-cp2-ep2": (EIGHT, 8, OTHERS),
+    "tp2-pp2-cp2-ep2-etp1": ({**EIGHT, "expert_tensor": 1}, 8, ["gpt_oss"]),
+    "dp2-ep2": ({"expert": 2}, 2, list(MODELS)),
+    "pp2-virtual2": ({"pipeline": 2, "virtual_stages": 2}, 2, list(MODELS)),
+}
 
 
-@pytest.mark.parametrize(
-    ("layout", "world_size"), LAYOUTS, ids=["tp2-pp2-cp2-ep2", "dp2-ep2", "pp2-virtual2"]
-)
-def test_architectures_equal_transformers(root, reference, layout, world_size):
-    report = json.loads(run_ranks(_score, world_size, str(root), layout)[0])
-    for name in MODELS:
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_architectures_equal_transformers(root, reference, case):
+    layout, world_size, names = LAYOUTS[case]
+    report = json.loads(run_ranks(_score, world_size, str(root), layout, names)[0])
+    for name in names:
         for mine, theirs in zip(report[name], transformers_logprobs(root / name), strict=True):
             assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5), name
         assert report[f"{name}/deviation"] == 0.0, name

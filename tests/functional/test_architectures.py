@@ -12,6 +12,16 @@ from tests.ranks import run_ranks
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "truncate": False,
+        "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}  # fmt: skip
+GPT_OSS = {
+    "head_dim": 64,
+    "sliding_window": 5,
+    "intermediate_size": 128,  # vLLM's kernel divides it into 32s on each rank
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rope_parameters": YARN,
+}
 # The second layer attends to all tokens, up to 30, with other frequencies.
 GEMMA3 = {
     "num_hidden_layers": 3,
@@ -68,8 +78,7 @@ def _save_model(name: str, folder: Path) -> None:
         sizes |= GROUPED | {"use_qk_norm": True, "attention_bias": True}
     if name == "Qwen2Moe":
         sizes["shared_expert_intermediate_size"] = 192
-    if name == "Gemma3":
-        sizes |= GEMMA3
+    sizes |= {"Gemma3": GEMMA3, "GptOss": GPT_OSS}.get(name, {})
     name = name.partition(" ")[0]
     config_class = getattr(transformers, CONFIGS.get(name, f"{name}Config"))
     config = config_class(**sizes, architectures=[f"{name}ForCausalLM"])
@@ -100,6 +109,7 @@ def _push(rank, world_size, folder):
     from transformers import AutoModelForCausalLM
 
     from megatron_rl.engine.vllm_engine import VllmEngine
+    from megatron_rl.models.stored_tensors import view_stored
     from megatron_rl.resharding.layouts import ActorLayout
     from tests.cut_shards import cut_shards, topology_of
 
@@ -114,10 +124,14 @@ def _push(rank, world_size, folder):
         kv_cache_bytes=8 << 20,
     )
     tensors = load_file(f"{folder}/model.safetensors")
-    shards = cut_shards(tensors, shape=engine.shape, layout=layout, rank=rank)
+    shards = cut_shards(
+        view_stored(tensors, engine.shape), shape=engine.shape, layout=layout, rank=rank
+    )
     engine.sync_weights(shards, version=0)
     for scored, sequence in zip(engine.score(SEQUENCES), SEQUENCES, strict=True):
-        torch.testing.assert_close(scored, _logprobs(model, sequence), atol=1e-5, rtol=0)
+        # vLLM computes gpt-oss less accurately on a CPU: 8.7e-4 was seen, at log-probs of -7.
+        atol = 3e-3 if engine.shape.traits.biases else 1e-5
+        torch.testing.assert_close(scored, _logprobs(model, sequence), atol=atol, rtol=0)
     return True
 
 
@@ -130,6 +144,7 @@ def _push(rank, world_size, folder):
         "Qwen3Moe",
         "Qwen2Moe",
         "Gemma3",
+        "GptOss",
         "Glm4Moe",
         "DeepseekV3",
         "DeepseekV3 whole queries",

@@ -28,6 +28,7 @@ MODELS = {
     "qwen2_5_32b": 64, "qwen2_5_7b_lora": 1, "qwen2_5_32b_lora": 8, "mistral_7b": 32,
     "qwen3_30b_a3b": 32, "qwen3_235b_a22b": 256, "gemma_3_4b": 16,
     "glm_4_5_air": 64, "moonlight_16b_a3b": 8,
+    "gpt_oss_20b": 32,
 }  # fmt: skip
 R1_DISTILL = QWEN2 | {
     "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
@@ -49,6 +50,13 @@ SHAPES = {
         "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": None,
+    },
+    "gpt_oss_20b": {
+        "architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072, "hidden_size": 2880, "intermediate_size": 2880,
+        "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "head_dim": 64, "sliding_window": 128, "num_local_experts": 32, "num_experts_per_tok": 4,
+        "rope_theta": 150000, "tie_word_embeddings": False, "attention_bias": True,
     },
     "gemma_3_4b": {
         "architectures": ["Gemma3ForCausalLM"], "vocab_size": 262208, "rms_norm_eps": 1e-6,

@@ -13,6 +13,7 @@ from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.models.architectures import ARCHITECTURES
 from megatron_rl.models.local_layers import LocalLayers
+from megatron_rl.models.rotary_scaling import RotaryScaling
 from megatron_rl.models.shape import ExpertShape, ModelShape, build_shape, read_model_shape
 from megatron_rl.preflight.hub_names import find_cached_config
 
@@ -54,6 +55,23 @@ def _gemma3(
     )
 
 
+def _gpt_oss(layers: int, experts: int) -> ModelShape:
+    shape = _dense(
+        "GptOssForCausalLM", layers, 2880, 64, 8, 2880, 201088,
+        head_dim=64, experts=ExpertShape(experts, 4, 2880, True),
+    )  # fmt: skip
+    yarn = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+            "original_max_position_embeddings": 4096, "truncate": False}  # fmt: skip
+    return replace(
+        shape,
+        sliding_window=128,
+        local_layers=LocalLayers(tuple(range(1, layers, 2))),
+        rotary_base=150000.0,
+        rotary_scaling=RotaryScaling("yarn", tuple(yarn.items())),
+        norm_epsilon=1e-5,
+    )
+
+
 _QWEN2, _QWEN3, _MOE = "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 _LLAMA, _MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"
 MODELS = {
@@ -80,6 +98,8 @@ MODELS = {
     "Mistral-Small-24B-Instruct-2501": _dense(
         _MISTRAL, 40, 5120, 32, 8, 32768, 131072, head_dim=128
     ),
+    "gpt-oss-20b-bf16": _gpt_oss(24, 32),
+    "gpt-oss-120b-bf16": _gpt_oss(36, 128),
     # The sizes from 4B are those of the text models in checkpoints that also have a vision tower.
     "Gemma-3-1B-it": _gemma3(26, 1152, 4, 1, 6912, 262144, window=512),
     "Gemma-3-4B-it-text": _gemma3(34, 2560, 8, 4, 10240, 262208, window=1024),

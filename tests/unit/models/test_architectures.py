@@ -1,5 +1,6 @@
 """Model shapes read from config.json, compared with the models that transformers builds."""
 
+import itertools
 import json
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import transformers
 
 from megatron_rl.models.shape import read_model_shape, tensor_shapes
+from megatron_rl.models.stored_tensors import stored_shapes
 
 SIZES = {
     "vocab_size": 37,
@@ -50,24 +52,27 @@ def _config(name: str, **changes):
         sizes.pop("head_dim")
     if name == "Mistral":
         sizes = {"sliding_window": None} | sizes
+    if name == "GptOss":
+        sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     config_class = getattr(transformers, CONFIGS.get(name, f"{name}Config"))
     return config_class(**sizes, architectures=[f"{name}ForCausalLM"])
 
 
-@pytest.mark.parametrize("tied", [False, True])
+NAMES = [
+    "Qwen2",
+    "Qwen2Moe",
+    "Llama",
+    "Mistral",
+    "Qwen3",
+    "Qwen3Moe",
+    "Gemma3",
+    "Glm4Moe",
+    "DeepseekV3",
+]
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "Qwen2",
-        "Qwen2Moe",
-        "Llama",
-        "Mistral",
-        "Qwen3",
-        "Qwen3Moe",
-        "Gemma3",
-        "Glm4Moe",
-        "DeepseekV3",
-    ],
+    ("name", "tied"), [*itertools.product(NAMES, (False, True)), ("GptOss", False)]
 )
 def test_tensor_shapes_equal_those_saved_by_transformers(name, tied, tmp_path):
     config = _config(name, tie_word_embeddings=tied)
@@ -78,7 +83,7 @@ def test_tensor_shapes_equal_those_saved_by_transformers(name, tied, tmp_path):
     saved = {
         key: tuple(value.shape) for key, value in load_file(tmp_path / "model.safetensors").items()
     }
-    assert tensor_shapes(read_model_shape(tmp_path)) == saved
+    assert stored_shapes(read_model_shape(tmp_path)) == saved
 
 
 def test_read_model_shape_accepts_both_keys_of_rotary_base(tmp_path):
@@ -104,6 +109,8 @@ def test_yarn_positions_are_original_positions_times_factor(tmp_path):
     ("changes", "named"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+        ({"architectures": ["Qwen3NextForCausalLM"]}, "gated delta net layers: Megatron-core"),
+        ({"architectures": ["Qwen3_5MoeForCausalLM"]}, "flash-linear-attention"),
         ({"use_sliding_window": True}, "sliding-window attention in some layers"),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 4}},
@@ -281,6 +288,29 @@ def test_gemma_3_is_read_from_keys_of_earlier_releases_as_by_transformers(tmp_pa
     assert list(shape.local_layers.full) == [5] == [theirs.layer_types.index(FULL)]
     assert theirs.rope_parameters[FULL]["rope_theta"] == shape.rotary_base == 1e6
     assert theirs.rope_parameters[LOCAL]["rope_theta"] == shape.local_layers.rotary_base == 1e4
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"attention_bias": False}, "attention_bias false"),
+        ({"swiglu_alpha": 1.0}, "swiglu_alpha 1.0"),
+        ({"swiglu_limit": 9.0}, "swiglu_limit 9.0"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06"),
+        ({"tie_word_embeddings": True}, "tied embeddings"),
+        ({"rope_parameters": {"rope_type": "default"}}, "rope parameters other than yarn"),
+        ({"layer_types": [FULL, LOCAL]}, "layer_types other than a full layer after 1 local"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantized weights"),
+    ],
+)
+def test_read_model_shape_refuses_variants_of_gpt_oss_by_name(changes, named, tmp_path):
+    _config("GptOss").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    shape = read_model_shape(tmp_path)
+    assert (shape.sliding_window, shape.local_layers.full, shape.rotary_base) == (128, (1,), 150000)
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=named):
+        read_model_shape(tmp_path)
 
 
 def test_read_model_shape_of_folder_without_config_raises(tmp_path):

@@ -28,6 +28,7 @@ def small_shape(architecture: str = "Qwen2ForCausalLM", **changes) -> ModelShape
         "tied_embeddings": False,
         "experts": {
             "Qwen3MoeForCausalLM": ExpertShape(4, 2, 12, True),
+            "GptOssForCausalLM": ExpertShape(4, 2, 12, True),
             "Qwen2MoeForCausalLM": ExpertShape(4, 2, 12, False, shared_ffn_hidden_size=28),
             "Glm4MoeForCausalLM": DENSE_FIRST,
             "DeepseekV3ForCausalLM": DENSE_FIRST,

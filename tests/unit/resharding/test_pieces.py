@@ -96,7 +96,7 @@ def test_vllm_pieces_match_vllm_sharding(tp_size):
 
 
 # In the names of tensors that every tensor-parallel rank has whole.
-WHOLE = ("norm", ".gate.", "expert_gate.", "_a_proj")
+WHOLE = ("norm", ".gate.", "expert_gate.", "_a_proj", "o_proj.bias", "router.")
 
 
 @settings(deadline=None, max_examples=40)
@@ -114,9 +114,9 @@ def test_megatron_pieces_cover_every_element_once_per_replica(
 ):
     context, pipeline, virtual, data, tensor, expert = sizes
     shape = small_shape(architecture, tied_embeddings=tied, num_layers=7, num_query_groups=groups)
-    expert_tensor = 1 if whole_experts else tensor
+    expert_tensor = 1 if whole_experts or shape.traits.biases else tensor
     if shape.experts is None or (tensor * context * data) % (expert_tensor * expert):
-        expert, expert_tensor = 1, tensor
+        expert, expert_tensor = 1, 1 if shape.traits.biases else tensor
     chosen = tuple(stage_layers) if pipeline * virtual == 4 else None
     layout = ActorLayout(
         tensor, pipeline, context, data, virtual, expert, expert_tensor, stage_layers=chosen
@@ -153,7 +153,7 @@ def test_vllm_pieces_cover_whole_model_per_engine(architecture):
             for piece in pieces:
                 piece.of_tensor(held[piece.tensor]).add_(1)
         for name, count in held.items():
-            shared = any(kind in name for kind in WHOLE)
+            shared = any(kind in name for kind in (*WHOLE, "w2_bias"))
             assert (count == (tp_size if shared else 1)).all(), name
 
 

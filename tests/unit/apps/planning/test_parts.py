@@ -94,6 +94,8 @@ def test_key_value_heads_are_replicated_in_engine_with_more_ranks():
         ("Llama-3.1-70B", 70.554),
         ("Mistral-7B-Instruct-v0.3", 7.248),
         ("Mistral-Small-24B-Instruct-2501", 23.572),
+        ("gpt-oss-20b-bf16", 20.91),  # table 1 of arXiv 2508.10925
+        ("gpt-oss-120b-bf16", 116.83),
         # Embeddings and the rest, table 1 of arXiv 2503.19786.
         ("Gemma-3-1B-it", 0.302 + 0.698),
         ("Gemma-3-4B-it-text", 0.675 + 3.209),
