@@ -182,8 +182,8 @@ class Refusing(Slices):
 
 
 def _refuse(shape, shards, rank):
-    """Return each rank's error, version and seconds when the engine of rank 1 fails."""
-    messages, start = [], time.monotonic()
+    """Return each rank's errors and versions when the engine of rank 1 fails."""
+    messages = []
     receiver = Refusing(shape, EngineLayout(1, 2), rank)
     resharder = Resharder(receiver, ReshardSettings(bucket_bytes=999))
     for version, when in enumerate(("", "generating", "", "at once", "", "halfway")):
@@ -192,7 +192,7 @@ def _refuse(shape, shards, rank):
             resharder.push(shards, version=version)
         except (RuntimeError, KeyError) as error:
             messages.append((type(error).__name__, error.args[0], receiver.version))
-    return messages, time.monotonic() - start
+    return messages
 
 
 def _damage(rank, world_size, large_slice):
@@ -221,7 +221,7 @@ def _damage(rank, world_size, large_slice):
 @pytest.mark.parametrize("large_slice", LARGE_SLICES)
 def test_push_changed_slice_raises_on_every_rank_with_its_name(large_slice):
     messages = run_ranks(_damage, 2, large_slice)
-    for rank, ((refused, seconds), message, full) in enumerate(messages):
+    for rank, (refused, message, full) in enumerate(messages):
         pair = "actor tp1 pp2 to vLLM tp1 x 2 engines: "
         busy, key = "the engine is generating", "no such parameter"
         # The failing rank raises the error itself. If an engine is generating, all engines keep
@@ -233,7 +233,7 @@ def test_push_changed_slice_raises_on_every_rank_with_its_name(large_slice):
             expected = [("OtherRankError", f"weight sync 1, {pair}rank 1: RuntimeError: {busy}", 0)]
             messages = f"{pair}rank 1: KeyError: '{key}'"
             expected += [("OtherRankError", f"weight sync {v}, {messages}", -1) for v in (3, 5)]
-        assert refused == expected and seconds < 30
+        assert refused == expected
         start = "weight sync 5, actor tp1 pp2 to vLLM tp1 x 2 engines: checksums differ"
         assert message[0].startswith(start) and full[0].startswith(start)
         # A message checksum names all tensors of the message, a slice checksum only its own.
