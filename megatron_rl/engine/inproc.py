@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -25,6 +26,7 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 BACKEND = "megatron_rl_inproc"
 
@@ -78,13 +80,35 @@ class InprocTransferEngine(WeightTransferEngine[InprocInitInfo, InprocUpdateInfo
         elif update_info.tied_embeddings:  # in earlier releases the same parameter
             expected.pop("lm_head.weight", None)
         _compare_parameters(actual, expected)
-        loaded = set(self.model.load_weights(weights))
+        loaded = set(self.model.load_weights(self._with_sinks(weights)))
         # The names of loaded experts that earlier releases return lack one module.
         loaded |= {name.replace(".experts.", ".experts.routed_experts.") for name in loaded}
         if update_info.tied_embeddings:
             loaded.add("lm_head.weight")
-        if missing := sorted(set(actual) - loaded):
-            raise ValueError(f"vLLM loaded no weights into {missing}")
+        missing = set(actual) - loaded | set(self._never_loaded())
+        if missing:
+            raise ValueError(f"vLLM loaded no weights into {sorted(missing)}")
+
+    def _never_loaded(self) -> Iterator[str]:
+        """Yield parameters of modules none of whose loaders was called, whatever vLLM returned.
+
+        Between start and finish parameters have no memory, and only their loaders keep what is
+        loaded: after a plain copy into one, finishing restores the values of the update before.
+        """
+        for place, module in self.model.named_modules():
+            info = get_layerwise_info(module)
+            if info.can_load() and not info.load_numel:
+                for name, _ in module.named_parameters(prefix=place, recurse=False):
+                    yield name
+
+    def _with_sinks(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Call the loaders of attention sinks, which vLLM's `load_weights` of gpt-oss bypasses."""
+        for name, tensor in weights:
+            if name.endswith(".self_attn.sinks"):
+                sinks = self.model.get_parameter(name.replace(".self_attn.", ".attn."))
+                first = len(sinks) * get_tensor_model_parallel_rank()
+                sinks.weight_loader(sinks, tensor.narrow(0, first, len(sinks)))
+            yield name, tensor
 
     def _with_output_layer(
         self, weights: Iterator[tuple[str, Tensor]]
