@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.functional.test_actor_architectures import EXPERTS, GROUPED, SIZES
+from tests.functional.test_actor_architectures import EXPERTS, GROUPED, LATENT, MODELS, SIZES
 from tests.functional.test_actor_layouts import make_rollouts, randomise
 from tests.ranks import run_ranks
 
@@ -17,6 +17,10 @@ CASES = {
     "qwen2 replay, selective": (True, "selective"),
     "glm4 replay": (True, "none"),  # chosen by sigmoids and biases, among groups
     "glm4 replay, selective": (True, "selective"),
+    "deepseek replay": (True, "none"),  # the same below latent attention
+    "deepseek replay, selective": (True, "selective"),
+    "gpt replay": (True, "none"),  # by a router with biases
+    "gpt replay, selective": (True, "selective"),
     "replay": (True, "none"),
     "replay, selective": (True, "selective"),
     "replay, full": (True, "full"),
@@ -35,8 +39,13 @@ LAYOUTS = {
         8,
         [
             "replay, selective", "replay, full", "compare", "qwen2 replay, selective",
-            "glm4 replay, selective",
+            "glm4 replay, selective", "deepseek replay, selective",
         ],
+    ),
+    "tp2-pp2-cp2-ep2-etp1": (
+        {"tensor": 2, "pipeline": 2, "context": 2, "expert": 2, "expert_tensor": 1},
+        8,
+        ["gpt replay, selective"],
     ),
 }  # fmt: skip
 
@@ -61,7 +70,8 @@ def _train(root, topology, case, checkpoint):
         replay_routes=replay,
         overlap_reduction=topology.world_size > 1,
     )
-    model = root / (case.split()[0] if case.startswith(("qwen2", "glm4")) else "model")
+    first, _, rest = case.partition(" ")
+    model = root / (first if rest.startswith("replay") else "model")
     actor = MegatronActor(model, topology=topology, settings=settings)
 
     def plan():
@@ -174,6 +184,8 @@ def reports(tmp_path_factory):
         ("model", transformers.Qwen3MoeConfig(**experts, norm_topk_prob=True)),
         ("qwen2", transformers.Qwen2MoeConfig(**experts, shared_expert_intermediate_size=28)),
         ("glm4", transformers.Glm4MoeConfig(**SIZES, **GROUPED)),
+        ("deepseek", transformers.DeepseekV3Config(**SIZES | GROUPED | LATENT)),
+        ("gpt", transformers.GptOssConfig(**SIZES | MODELS["gpt_oss"][1])),
     ):
         model = transformers.AutoModelForCausalLM.from_config(config)
         randomise(model)
