@@ -72,7 +72,7 @@ def _read(backend, size=(2, 8, 4)):
     model = torch.nn.Sequential(_Experts(backend and UnquantizedMoeBackend[backend]))
     llm = SimpleNamespace(apply_model=lambda function: [function(model)])
     return parameters_as_expected(
-        llm, {"0.w13_weight": size}, shape=SimpleNamespace(tied_embeddings=False),
+        llm, {"0.w13_weight": size}, shape=SimpleNamespace(tied_embeddings=False, weights=()),
         dtype=torch.float32,
     )  # fmt: skip
 

@@ -50,7 +50,7 @@ class Pool:
     def begin(self, place, row, seed):
         self.turns[place] = 0
 
-    def send(self, place, text):
+    def send(self, place, text, tokens):
         self.turns[place] += 1
         self.sent.append(place)
 

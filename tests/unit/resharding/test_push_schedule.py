@@ -50,9 +50,10 @@ def test_plan_slices_sends_each_missing_element_once(
     tensor, pipeline, context, data, virtual, expert, node = sizes
     shape = small_shape(architecture, tied_embeddings=tied, ffn_hidden_size=16)
     stage = tensor * context * data
-    if shape.experts is None or stage % (tensor * expert):
+    expert_tensor = 1 if shape.traits.biases else tensor
+    if shape.experts is None or stage % (expert_tensor * expert):
         expert = 1
-    source = ActorLayout(tensor, pipeline, context, data, virtual, expert)
+    source = ActorLayout(tensor, pipeline, context, data, virtual, expert, expert_tensor)
     world_size = source.world_size
     if world_size % engine_tensor or (shape.experts and engine_tensor == 8):
         engine_tensor = 1
