@@ -84,6 +84,8 @@ class Session:
     async def generate(self, body: Mapping[str, Any]) -> tuple[int, Message]:
         """Serve a request with token ids, as vLLM's; return its HTTP status and JSON."""
         sampling = body.get("sampling_params") or {}
+        if not isinstance(sampling, dict):
+            return error_reply(400, "sampling_params must be an object")
         problem = self._problem(body, n=sampling.get("n", 1)) or self._changed_tokens(body)
         if problem is not None:
             return problem
@@ -194,6 +196,10 @@ class Endpoint:
                 except ValueError as error:
                     status, content = error_reply(400, f"the request is not valid JSON: {error}")
                 else:
+                    if not isinstance(body, dict):
+                        return JSONResponse(
+                            error_reply(400, "the request must be an object")[1], 400
+                        )
                     serve_one = session.complete if is_chat else session.generate
                     status, content = await serve_one(body)
             # OpenAI's client would send a request with status 409 again.

@@ -189,6 +189,7 @@ def test_token_ids_extend_those_of_the_engine():
             assert (await ask(wrong))[0] == 400
         assert (await ask([5, 6], features={"mm_hashes": {}}))[0] == 400
         assert (await ask([5, 6], sampling_params={"n": 2}))[0] == 400
+        assert (await ask([5, 6], sampling_params=[2]))[0] == 400
         for wrong in ([5], [5, 7], [5, 6, 7]):  # the first request is the prompt of the row
             assert (await ask(wrong))[0] == 409
             with pytest.raises(RewrittenHistoryError, match="first 2 are fixed: they are the pro"):
