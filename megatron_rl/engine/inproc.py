@@ -98,7 +98,7 @@ class InprocTransferEngine(WeightTransferEngine[InprocInitInfo, InprocUpdateInfo
         """
         for place, module in self.model.named_modules():
             info = get_layerwise_info(module)
-            if info.can_load() and not info.load_numel:
+            if info.can_load() and not info.loaded_weights:  # a shard of padding loads nothing
                 for name, _ in module.named_parameters(prefix=place, recurse=False):
                     yield name
 
