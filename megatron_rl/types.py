@@ -1,7 +1,8 @@
 """Shared data types.
 
-Shape letters: T tokens in a pack, S sequences in a pack; of one response, L tokens that the policy
-sampled, K tokens with the observations of its environment between them.
+Shape letters: T tokens in a pack, S sequences, R responses, of one sequence each unless their
+history was replaced; of one response, L tokens that the policy sampled, K tokens with the
+observations of its environment between them.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def _empty_bytes() -> np.ndarray:
     return np.empty(0, np.uint8)
 
 
+REPLACES_HISTORY = "replaces_history"  # key of the first message of a history that replaces another
 TOKEN_COLUMNS = {"token_ids": "int32", "rollout_logprobs": "float32"}  # arrays of a Response
 ROUTES = {"routes": "uint8"}  # another one, which only the ranks that train it receive
 
@@ -92,7 +94,12 @@ class Response:
     later_versions: tuple[tuple[int, int], ...] = ()  # (first token, version) of later weights
     owner: int = -1  # -1: every rank has the arrays
     observed: tuple[tuple[int, int], ...] = ()  # (first, end) of each observation, in token_ids
-    messages: tuple[dict[str, Any], ...] = ()  # of a conversation, after those of the prompt
+    # first tokens of observations that replace everything before them, the prompt too: each begins
+    # another sequence of the same response
+    restarts: tuple[int, ...] = ()
+    # of a conversation, after those of the prompt; the first of each new history has the key
+    # REPLACES_HISTORY, and assistant's messages that came with it were not sampled here
+    messages: tuple[dict[str, Any], ...] = ()
     grade: GradeResult | None = None  # by the environment; None: a verifier grades
     # the engine's experts as bytes, as `EngineRoutes.of` returns them; empty: not recorded. They
     # are on the owner alone, not on rank 0
@@ -214,7 +221,10 @@ class Denominators:
 
 @dataclass
 class TokenBatch:
-    """One micro-batch: a pack of S whole sequences in one row of T tokens.
+    """One micro-batch: a pack of R whole responses, with their prompts, in one row of T tokens.
+
+    A response is one sequence, or several in order if its history was replaced (`restarts`). The
+    model reads each sequence alone; objectives count and add over the whole response.
 
     All fields are aligned with the predicting position j: `labels[j]` is the token that follows
     `tokens[j]` in the same sequence, and log-probs at j are those of `labels[j]`. The batch is not
@@ -225,15 +235,17 @@ class TokenBatch:
     position_ids: Tensor  # [T] int64, from 0 in every sequence
     labels: Tensor  # [T] int64, 0 at the end of a sequence
     response_mask: Tensor  # [T] bool, labels sampled by the policy and trained on
-    lengths: tuple[int, ...]  # [S] padded length of each sequence; they sum to T
-    rollout_indices: tuple[int, ...]  # [S] index of each sequence in the rollout batch
-    advantages: Tensor  # [S] float32
+    lengths: tuple[int, ...]  # [R] padded length of each response; they sum to T
+    rollout_indices: tuple[int, ...]  # [R] index of each response in the rollout batch
+    advantages: Tensor  # [R] float32
     rollout_logprobs: Tensor | None  # [T] float32, 0 off the mask; None: unknown for a response
     behavior_logprobs: Tensor | None = None  # [T] float32, 0 off the mask
     turn_advantages: Tensor | None = None  # [T] float32, 0 off the mask; None: `advantages`
     reference_logprobs: Tensor | None = None  # [T] float32, for an objective with a KL term
     # [T] each, the policy's at each update so far; None: not recorded
     traced_logprobs: list[Tensor] | None = None
+    # [R] padded lengths of the sequences of each response, which sum to its length; (): one each
+    parts: tuple[tuple[int, ...], ...] = ()
     classes: Tensor | None = None  # [T] int64, classes of tokens that are reported separately
     # [layers, t, k] integers: experts chosen in the behavior pass, in this rank's layers that have
     # experts, for this rank's tokens; None: not recorded
@@ -242,8 +254,18 @@ class TokenBatch:
     # its part; None: not recorded
     engine_routes: Tensor | None = None
 
+    @property
+    def sequence_lengths(self) -> tuple[int, ...]:
+        """Padded lengths of the sequences, which sum to T; [S]."""
+        return tuple(length for part in self.parts for length in part) or self.lengths
+
+    @property
+    def joined(self) -> tuple[int, ...]:
+        """Number of sequences of each response; [R], or empty if each has one."""
+        return tuple(map(len, self.parts))
+
     def advantages_per_token(self) -> Tensor:
-        """Return the advantages of turns, or else those of sequences, at their positions; [T]."""
+        """Return the advantages of turns, or else those of responses, at their positions; [T]."""
         import torch
 
         if self.turn_advantages is not None:

@@ -36,8 +36,8 @@ class LocalPack:
         return self._once(values, self.layout.shard)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Expand one value per sequence to every local token; [S] -> [t]."""
-        return self._once(values, self.layout.spread)
+        """Expand one value per response to every local token; [R] -> [t]."""
+        return self._once(values, self.layout.spread_responses)
 
     def token_inputs(self, batch: TokenBatch, output: Tensor) -> TokenInputs:
         """Return the objective's inputs; output: the policy's log-probs and entropies, [1|2, t]."""
@@ -144,8 +144,9 @@ class PackCache:
 
     def _layout(self, batch: TokenBatch, response_mask: Tensor) -> SequenceLayout:
         return SequenceLayout(
-            batch.lengths,
+            batch.sequence_lengths,
             response_mask,
+            joined=batch.joined,
             cp_rank=self.topology.cp_rank,
             cp_size=self.topology.cp_size,
             cp_group=self.topology.cp_group if self.topology.cp_size > 1 else None,
@@ -154,7 +155,7 @@ class PackCache:
 
 def check_pack(batch: TokenBatch, *, alignment: int, vocab_size: int) -> None:
     """Raise ValueError if a pack does not match the layout or the vocabulary."""
-    for length in batch.lengths:
+    for length in batch.sequence_lengths:
         if length % alignment:
             raise UserError(
                 f"a sequence of the pack has padded length {length}; it must be a multiple of "

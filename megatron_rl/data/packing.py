@@ -10,7 +10,9 @@ not be computed is in no pack, but in the sizes that losses are divided by.
 
 A sequence is the prompt and all but the last token of the response (nothing follows that one), and
 is padded only to the layout's alignment. Where matrix products want more of the sum of a pack's
-tokens, its last sequence is padded further.
+tokens, its last sequence is padded further. A response whose history was replaced is several
+sequences in the same pack, each without its last token, and still one rollout wherever rollouts are
+counted.
 """
 
 from __future__ import annotations
@@ -35,8 +37,20 @@ FILLER = -1  # in TokenBatch.rollout_indices
 
 
 def sequence_length(rollout: Rollout) -> int:
-    """Positions that predict something: prompt and response without the last token."""
-    return max(1, len(rollout.prompt.token_ids) + len(rollout.response.token_ids) - 1)
+    """Positions that predict something, in all sequences of a rollout."""
+    return sum(sequence_lengths(rollout))
+
+
+def sequence_lengths(rollout: Rollout) -> list[int]:
+    """Positions that predict something: of each sequence of a rollout, all but the last token."""
+    bounds = [-len(rollout.prompt.token_ids), *rollout.response.restarts]
+    ends = [*rollout.response.restarts, len(rollout.response.token_ids)]
+    return [max(1, end - start - 1) for start, end in zip(bounds, ends, strict=True)]
+
+
+def padded_lengths(rollout: Rollout, *, alignment: int) -> tuple[int, ...]:
+    """Padded lengths of the sequences of a rollout."""
+    return tuple(padded_length(one, alignment=alignment) for one in sequence_lengths(rollout))
 
 
 def padded_length(length: int, *, alignment: int) -> int:
@@ -121,7 +135,7 @@ def plan_minibatches(
     planned: list[tuple[list[list[int]], Denominators]] = []
     for span in split_groups(rollouts, minibatches=minibatches):
         packed = [i for i in span if computed is None or computed[i]]
-        lengths = [padded_length(sequence_length(rollouts[i]), alignment=alignment) for i in packed]
+        lengths = [sum(padded_lengths(rollouts[i], alignment=alignment)) for i in packed]
         packs = assign_packs(
             lengths,
             # Padding the sum to a multiple must not exceed the budget.
@@ -162,32 +176,42 @@ def build_pack(
     gemm_tokens: int = 1,
 ) -> TokenBatch:
     """One pack of the rollouts at `indices`, in order; a filler sequence when there are none."""
-    lengths = [
-        padded_length(sequence_length(rollouts[index]), alignment=alignment) for index in indices
-    ] or [alignment]
-    lengths[-1] += -sum(lengths) % pack_multiple(alignment, gemm_tokens=gemm_tokens)
-    tokens, labels = np.zeros((2, sum(lengths)), np.int64)
+    parts = [padded_lengths(rollouts[index], alignment=alignment) for index in indices]
+    parts = parts or [(alignment,)]
+    total = sum(map(sum, parts))
+    further = -total % pack_multiple(alignment, gemm_tokens=gemm_tokens)
+    parts[-1] = (*parts[-1][:-1], parts[-1][-1] + further)
+    lengths = [sum(part) for part in parts]
+    tokens, labels, positions = np.zeros((3, sum(lengths)), np.int64)
     mask = np.zeros(sum(lengths), bool)
     logprobs = np.zeros(sum(lengths), np.float32)
     known = all(rollouts[index].response.has_engine_logprobs for index in indices)
     routes = np.zeros((sum(lengths), _bytes_per_token(rollouts, indices)), np.uint8)
     start = 0
-    for index, length in zip(indices, lengths, strict=False):  # a filler has no index
+    for index, sizes in zip(indices, parts, strict=False):  # a filler has no index
         prompt, response = rollouts[index].prompt.token_ids, rollouts[index].response
         text = np.concatenate((prompt, response.token_ids)).astype(np.int64)
-        end = start + len(text) - 1
-        tokens[start:end], labels[start:end] = text[:-1], text[1:]
-        answer = slice(start + len(prompt) - 1, end)
-        mask[answer] = response.own
-        logprobs[answer][response.own] = response.rollout_logprobs
-        routes[start:end] = response.routes.reshape(end - start, routes.shape[1])
-        start += length
+        own = np.concatenate((np.zeros(len(prompt), bool), response.own))
+        bounds = [0, *(len(prompt) + place for place in response.restarts), len(text)]
+        begin = start
+        for (first, stop), size in zip(itertools.pairwise(bounds), sizes, strict=True):
+            end = start + stop - first - 1
+            tokens[start:end], labels[start:end] = text[first : stop - 1], text[first + 1 : stop]
+            mask[start:end] = own[first + 1 : stop]
+            positions[start : start + size] = np.arange(size)
+            start += size
+        here = slice(begin, start)
+        logprobs[here][mask[here]] = response.rollout_logprobs
+        if routes.size:
+            assert not response.restarts, "the engine's routes are of one sequence"
+            routes[begin : begin + len(text) - 1] = response.routes.reshape(-1, routes.shape[1])
     return TokenBatch(
         tokens=torch.from_numpy(tokens),
-        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        position_ids=torch.from_numpy(positions),
         labels=torch.from_numpy(labels),
         response_mask=torch.from_numpy(mask),
         lengths=tuple(lengths),
+        parts=tuple(parts) if any(len(part) > 1 for part in parts) else (),
         rollout_indices=tuple(indices) or (FILLER,),
         advantages=advantages[list(indices)].float() if indices else torch.zeros(1),
         rollout_logprobs=torch.from_numpy(logprobs) if known else None,

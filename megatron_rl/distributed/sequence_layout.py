@@ -9,7 +9,8 @@ sequence is one early chunk.
 Positions and lengths follow from the response mask of the whole pack, which every rank has, so they
 need no communication. Sums along the sequences do: see `sequence_statistics.py`.
 
-Shapes: T tokens in the pack, t = T / cp_size on this rank, S sequences.
+Shapes: T tokens in the pack, t = T / cp_size on this rank, S sequences, R responses. A response is
+one sequence unless an environment has replaced its history, which begins another.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -50,12 +51,23 @@ class PaddedChunks(NamedTuple):
             yield part.view(shape)
 
 
+class JoinedPlaces(NamedTuple):
+    """Places of sequences in a table whose rows are responses, which have one or several."""
+
+    rows: Tensor  # [S] int64: response of each sequence
+    places: Tensor  # [S] int64: its place in the table, row by row
+    shape: tuple[int, int]  # (R, most sequences of a response)
+
+
 class SequenceLayout:
     """The packing and sharding of one micro-batch.
 
     `lengths` are the padded lengths of the sequences in pack order; `response_mask` [T] marks the
-    valid decisions of the whole pack. Without a group the tables of any rank can be computed, but
-    nothing can be gathered. Raises ValueError if lengths, mask and cp_size are inconsistent.
+    valid decisions of the whole pack. `joined` [R] is the number of consecutive sequences of each
+    response, by default one: attention and shards treat them as separate sequences, while t, L and
+    scans continue from one to the next. Without a group the tables of any rank can be computed,
+    but nothing can be gathered. Raises ValueError if lengths, joined, mask and cp_size are
+    inconsistent.
     """
 
     def __init__(
@@ -63,11 +75,13 @@ class SequenceLayout:
         lengths: Sequence[int],
         response_mask: Tensor,
         *,
+        joined: Sequence[int] = (),
         cp_rank: int = 0,
         cp_size: int = 1,
         cp_group: Group = None,
     ) -> None:
         self.lengths = tuple(int(length) for length in lengths)
+        self.joined = tuple(joined) if any(count > 1 for count in joined) else ()
         self.cp_rank, self.cp_size, self.cp_group = cp_rank, cp_size, cp_group
         self.full_mask = response_mask.bool()  # [T]
         self.device = response_mask.device
@@ -85,6 +99,10 @@ class SequenceLayout:
                 f"lengths sum to {total} over {len(self.lengths)} sequences but response_mask has "
                 f"shape {tuple(self.full_mask.shape)}: give one length per sequence of the pack, "
                 "padding included, and the mask of the whole pack [T]"
+            )
+        if self.joined and (sum(self.joined) != len(self.lengths) or min(self.joined) < 1):
+            raise ValueError(
+                f"joined {self.joined} must be positive and sum to {len(self.lengths)} sequences"
             )
         if not 0 <= self.cp_rank < self.cp_size:
             raise ValueError(f"cp_rank {self.cp_rank} is not in 0..{self.cp_size - 1}")
@@ -185,36 +203,68 @@ class SequenceLayout:
         return rank * self.local_tokens + local_start + column
 
     @cached_property
+    def _response_lengths(self) -> Tensor:
+        """Padded lengths of the responses, on the host; [R]."""
+        if not self.joined:
+            return self._host_lengths
+        parts = self._host_lengths.split(list(self.joined))
+        return torch.stack([part.sum(dtype=INDEX) for part in parts])
+
+    @cached_property
+    def response_ids(self) -> Tensor:
+        """Response index of each local token; [t] int32."""
+        if not self.joined:
+            return self.sequence_ids
+        return self.joined_places.rows[self.sequence_ids].to(INDEX)
+
+    @cached_property
+    def joined_places(self) -> JoinedPlaces:
+        """Places of the sequences in a table with a row for each response, of joined ones."""
+        assert self.joined, "each response is one sequence"
+        counts = torch.tensor(self.joined)
+        rows = torch.repeat_interleave(counts)  # [S]
+        starts = counts.cumsum(0) - counts
+        columns = torch.arange(len(self.lengths)) - starts[rows]
+        width = int(counts.max())
+        table = torch.stack((rows, rows * width + columns))
+        rows, places = self._to_device(table)
+        return JoinedPlaces(rows, places, (len(self.joined), width))
+
+    @cached_property
     def mask(self) -> Tensor:
         """Response mask of this rank's tokens; [t] bool."""
         return self.shard(self.full_mask)
 
     @cached_property
     def _counts(self) -> tuple[Tensor, Tensor]:
-        full = torch.repeat_interleave(
-            self._to_device(self._host_lengths), output_size=self.full_tokens
-        )
-        ends = self._to_device(self._host_lengths.cumsum(0, dtype=INDEX))
+        lengths = self._response_lengths
+        full = torch.repeat_interleave(self._to_device(lengths), output_size=self.full_tokens)
+        ends = self._to_device(lengths.cumsum(0, dtype=INDEX))
         # Integers: subtracting the count before the sequence is exact.
         running = torch.cat((ends.new_zeros(1), self.full_mask.cumsum(0, dtype=INDEX)))  # [T + 1]
-        before = running[ends - self._to_device(self._host_lengths)]  # [S]
-        length = running[ends] - before  # [S]
+        before = running[ends - self._to_device(lengths)]  # [R]
+        length = running[ends] - before  # [R]
         ids = full[self.local_index]
         return running[self.local_index + 1] - before[ids], length[ids]
 
     @property
     def position(self) -> Tensor:
-        """t: number of valid decisions in the sequence up to and including the token; [t] int32."""
+        """t: number of valid decisions in the response up to and including the token; [t] int32."""
         return self._counts[0]
 
     @property
     def length(self) -> Tensor:
-        """L: number of valid decisions in each token's sequence; [t] int32."""
+        """L: number of valid decisions in each token's response; [t] int32."""
         return self._counts[1]
 
     @cached_property
     def is_used(self) -> Tensor:
         """True up to the last valid decision of each sequence; the rest is padding; [t] bool."""
+        if self.joined:  # t < L is also true in the padding between sequences of a response
+            apart = SequenceLayout(
+                self.lengths, self.full_mask, cp_rank=self.cp_rank, cp_size=self.cp_size
+            )
+            return apart.is_used
         return (self.position < self.length) | self.mask
 
     @cached_property
@@ -244,6 +294,10 @@ class SequenceLayout:
     def spread(self, per_sequence: Tensor) -> Tensor:
         """Expand one value per sequence to every local token; [S] -> [t]."""
         return per_sequence.index_select(0, self.sequence_ids)
+
+    def spread_responses(self, per_response: Tensor) -> Tensor:
+        """Expand one value per response to every local token; [R] -> [t]."""
+        return per_response.index_select(0, self.response_ids)
 
     def require_group(self) -> Group:
         """Return the context-parallel group; raises ValueError if it is needed but missing."""

@@ -3,8 +3,10 @@
 Each rank scans its own chunks; all ranks exchange one [S, 2, k] table with the chunk totals of k
 statistics in a single all-gather; then a running sum (or minimum) over the 2 * cp_size chunks gives
 the carry into each local chunk. Sequences are scanned independently: no prefix is computed by
-subtracting a larger one. All accumulation is in float64. The chunks are rows of padded tables
-(`PaddedChunks`), so that the number of operations does not grow with the number of sequences.
+subtracting a larger one. The carry into a sequence of a response with several (`layout.joined`)
+includes the sequences before it, whose totals are in the same table. All accumulation is in
+float64. The chunks are rows of padded tables (`PaddedChunks`), so that the number of operations
+does not grow with the number of sequences.
 
 The backward of a prefix sum is the mirrored suffix sum, d/dx_k sum_t g_t S_t = sum_{t >= k} g_t,
 which also needs one all-gather of chunk totals.
@@ -34,10 +36,10 @@ class Scan(NamedTuple):
 
 
 class Scanned(NamedTuple):
-    """Result of a scan: running values and sequence totals; only sums are differentiable."""
+    """Result of a scan: running values and totals of responses; only sums are differentiable."""
 
     running: Tensor  # [t] x_1 + ... + x_t; for "min" min(x_1, ..., x_{t-1}), inf at the first token
-    total: Tensor  # [S] float64
+    total: Tensor  # [S] float64: of the response, at each of its sequences
 
 
 def scan_together(layout: SequenceLayout, *scans: Scan) -> list[Scanned]:
@@ -51,12 +53,12 @@ def scan_together(layout: SequenceLayout, *scans: Scan) -> list[Scanned]:
 
 
 def prefix_sum(layout: SequenceLayout, x: Tensor) -> Tensor:
-    """Compute S_t = x_1 + ... + x_t over the valid decisions of each sequence; [t] -> [t]."""
+    """Compute S_t = x_1 + ... + x_t over the valid decisions of each response; [t] -> [t]."""
     return scan_together(layout, Scan(x))[0].running
 
 
 def sequence_sum(layout: SequenceLayout, x: Tensor) -> Tensor:
-    """Compute S_L, the sum over all valid decisions of the token's sequence; [t] -> [t]."""
+    """Compute S_L, the sum over all valid decisions of the token's response; [t] -> [t]."""
     return layout.spread(scan_together(layout, Scan(x))[0].total).to(x.dtype)
 
 
@@ -146,7 +148,7 @@ class _Carried(NamedTuple):
     """Carry into this rank's chunks from the other chunks, for one statistic."""
 
     carry: Tensor  # [S, 2] combined totals of all chunks before the early and the late chunk
-    total: Tensor  # [S] totals of the whole sequences
+    total: Tensor  # [S] totals of the whole responses
 
 
 def _carry_in(
@@ -172,5 +174,25 @@ def _carry_in(
         shifted = torch.cat((torch.full_like(column[:1], IDENTITY[how]), column))
         running = shifted.cumsum(0) if how == "sum" else shifted.cummin(0).values
         carry = torch.stack((running[early], running[late]), dim=1)
-        carried.append(_Carried(carry, running[-1]))
+        one = _Carried(carry, running[-1])
+        carried.append(_join(layout, one, how, reverse=reverse) if layout.joined else one)
     return carried
+
+
+def _join(layout: SequenceLayout, apart: _Carried, combine: Combine, *, reverse: bool) -> _Carried:
+    """Combine each sequence with those of its response before it (after it, if reverse).
+
+    The totals are those of whole responses, at each of their sequences.
+    """
+    joined = layout.joined_places
+    rows, columns = joined.shape
+    table = apart.total.new_full((rows * columns,), IDENTITY[combine])
+    table[joined.places] = apart.total
+    table = table.view(rows, columns)
+    table = table.flip(1) if reverse else table
+    shifted = torch.cat((torch.full_like(table[:, :1], IDENTITY[combine]), table), dim=1)
+    running = shifted.cumsum(1) if combine == "sum" else shifted.cummin(1).values
+    before = running[:, :-1].flip(1) if reverse else running[:, :-1]
+    others = before.reshape(-1)[joined.places][:, None]  # [S, 1]
+    carry = apart.carry + others if combine == "sum" else torch.minimum(apart.carry, others)
+    return _Carried(carry, running[:, -1][joined.rows])

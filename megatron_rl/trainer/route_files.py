@@ -2,8 +2,8 @@
 
 The updates of a step compare or replay the experts that the behavior pass recorded, and a run that
 resumes after an update no longer has the weights to record them again. Every rank writes its share
-to a file of its own: the experts of its layers for its tokens, each token named by its rollout and
-its position. A run with another layout takes its share from all files.
+to a file of its own: the experts of its layers for its tokens, each token named by its rollout, its
+sequence in the rollout and its position. A run with another layout takes its share from all files.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,6 +17,7 @@ from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.types import TokenBatch
 
 NAME = "routes_{:05d}.pt"  # by rank
+_POSITION_BITS = 24  # of the 32 of a token in its rollout; the others number its sequences
 
 
 def write_routes(folder: Path, packs: Sequence[TokenBatch], actor: MegatronActor) -> None:
@@ -75,8 +76,20 @@ def _layers(actor: MegatronActor) -> list[int]:
 
 
 def _tokens(pack: TokenBatch, actor: MegatronActor) -> Tensor:
-    """Name each token whose routes this rank has by its rollout and position; [t] int64."""
-    sequences = torch.tensor(pack.rollout_indices)
-    rollouts = sequences.repeat_interleave(torch.tensor(pack.lengths))
+    """Name each token whose routes this rank has; [t] int64."""
     layout = actor.packs.prepare(pack).host
-    return actor.routing.own_part(layout.shard((rollouts << 32) + pack.position_ids))
+    return actor.routing.own_part(layout.shard(name_tokens(pack)))
+
+
+def name_tokens(pack: TokenBatch) -> Tensor:
+    """Name each token by its rollout, sequence in the rollout and position; [T] int64."""
+    joined = pack.joined or (1,) * len(pack.rollout_indices)
+    sequences = [
+        (index << 32) + (number << _POSITION_BITS)
+        for index, count in zip(pack.rollout_indices, joined, strict=True)
+        for number in range(count)
+    ]
+    assert max(joined) <= 1 << 32 - _POSITION_BITS
+    assert max(pack.sequence_lengths) <= 1 << _POSITION_BITS
+    names = torch.tensor(sequences).repeat_interleave(torch.tensor(pack.sequence_lengths))
+    return names + pack.position_ids

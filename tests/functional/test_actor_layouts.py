@@ -7,6 +7,7 @@ The single process is the reference; it is compared with transformers.
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -74,6 +75,37 @@ def make_rollouts():
             response = Response(index, sample, draw(length), (0.0,) * length, "", "stop", 0)
             rollouts.append(Rollout(prompt, response, GradeResult(0.0, "", None)))
     return rollouts, torch.randn(16, generator=generator)
+
+
+def make_split_rollouts():
+    """Two of the groups; the history of each longer response is replaced once or twice."""
+    from dataclasses import replace
+
+    rollouts, _ = make_rollouts()
+    changed = []
+    for rollout in rollouts[:8]:
+        tokens = rollout.response.token_ids
+        places = [place for place in (2, 9) if len(tokens) > place + 4]
+        observed = tuple((place, place + 4) for place in places)
+        response = replace(
+            rollout.response, token_ids=np.array(tokens), observed=observed,
+            restarts=tuple(places), rollout_logprobs=(0.0,) * (len(tokens) - 4 * len(places)),
+        )  # fmt: skip
+        changed.append(replace(rollout, response=response))
+    assert {len(one.response.restarts) for one in changed} == {0, 1, 2}
+    return changed
+
+
+def _score_split(actor):
+    """Log-probs of responses with replaced histories."""
+    from megatron_rl.data.packing import gather_by_rollout
+
+    rollouts = make_split_rollouts()
+    minibatches = plan(actor, rollouts, torch.ones(len(rollouts)), minibatches=1)
+    packs = freeze_behavior(actor, minibatches)
+    values = [pack.behavior_logprobs for pack in packs]
+    rows = gather_by_rollout(packs, values, count=len(rollouts), topology=actor.topology)
+    return [row.tolist() for row in rows]
 
 
 def _settings():
@@ -236,6 +268,7 @@ def run_layout(rank, world_size, root, layout, checkpoint):
         actor.export_hf(folder / model)
         if model == "tied":
             report["neighbour"] = _perturbed_neighbour(actor, minibatches)
+            report["split"] = _score_split(actor)
     *report["computed"], differ, moved = _compare_computed(root, topology)
     assert differ < 1e-5 < 1e-3 < moved, (rank, differ, moved)
     for name, model in OBJECTIVES.items():
@@ -273,6 +306,26 @@ def transformers_logprobs(folder, dtype=torch.float32):
     return rows
 
 
+def split_logprobs(folder):
+    """Log-probs of transformers, for each sequence of a response alone."""
+    from transformers import AutoModelForCausalLM
+
+    model, rows = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), []
+    for rollout in make_split_rollouts():
+        response, row = rollout.response, []
+        text = [*rollout.prompt.token_ids, *response.token_ids]
+        own = [*(False for _ in rollout.prompt.token_ids), *response.own]
+        bounds = [0, *(len(text) - len(response.token_ids) + r for r in response.restarts)]
+        for first, end in zip(bounds, [*bounds[1:], len(text)], strict=True):
+            tokens = torch.tensor([text[first:end]])
+            with torch.no_grad():
+                logprobs = model(tokens).logits[0, :-1].log_softmax(-1)
+            picked = logprobs.gather(1, tokens[0, 1:, None]).squeeze(1)
+            row += picked[torch.tensor(own[first + 1 : end])].tolist()
+        rows.append(row)
+    return rows
+
+
 def _close(got, want):
     for mine, theirs in zip(got, want, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5)
@@ -281,6 +334,10 @@ def _close(got, want):
 @pytest.mark.parametrize("model", ["tied", "untied"])
 def test_logprobs_are_those_of_transformers(root, reference, model):
     _close(reference[model], transformers_logprobs(root / model))
+
+
+def test_sequence_after_replaced_history_reads_nothing_before_it(root, reference):
+    _close(reference["split"], split_logprobs(root / "tied"))
 
 
 def test_first_minibatch_ratio_is_exactly_one_and_objectives_differ(reference):
@@ -363,6 +420,7 @@ def test_layout_equals_one_process(root, reference, layout):
     assert len(set(reports)) == 1  # every rank reports the same
     report = json.loads(reports[0])
     assert report["neighbour"] == [True, True]
+    _close(report["split"], reference["split"])
     _check_traces(report, reference)
     for model in ("tied", "untied"):
         _close(report[model], reference[model])

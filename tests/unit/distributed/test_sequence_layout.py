@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.distributed.sequence_statistics import Scan, scan_together
 
 
 def test_positions_count_valid_decisions():
@@ -13,6 +14,24 @@ def test_positions_count_valid_decisions():
     assert layout.position.tolist() == [0, 0, 1, 1, 2, 2, 1, 2]
     assert layout.length.tolist() == [2, 2, 2, 2, 2, 2, 2, 2]
     assert layout.sequence_ids.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
+
+
+def test_positions_and_scans_of_joined_sequences_continue():
+    # Response 0 has sequences of 4 and 3 tokens, response 1 one of 2. The padding at the end of the
+    # first sequence is not used, although t < L there.
+    mask = torch.tensor([0, 1, 1, 0, 0, 1, 0, 1, 1]).bool()
+    layout = SequenceLayout((4, 3, 2), mask, joined=(2, 1))
+    assert layout.position.tolist() == [0, 1, 2, 2, 2, 3, 3, 1, 2]
+    assert layout.length.tolist() == [3] * 7 + [2] * 2
+    assert layout.offsets.tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1]
+    assert layout.response_ids.tolist() == [0] * 7 + [1] * 2
+    assert layout.is_used.tolist() == [True] * 3 + [False] + [True] * 2 + [False] + [True] * 2
+    assert layout.spread_responses(torch.tensor([5, 6])).tolist() == [5] * 7 + [6] * 2
+    x = torch.arange(1.0, 10.0)
+    sums, before = scan_together(layout, Scan(x), Scan(x, "min"))
+    assert sums.running.tolist() == [0, 2, 5, 5, 5, 11, 11, 8, 17]
+    assert sums.total.tolist() == [11, 11, 17]  # of the response, at each of its sequences
+    assert before.running[mask].tolist() == [torch.inf, 2, 2, torch.inf, 8]
 
 
 @pytest.mark.parametrize("cp_size", [2, 4])
@@ -42,6 +61,7 @@ def _tables_of(lengths, rank, cp_size):
         ({"lengths": (8, 0)}, "sequence 1 has padded length 0"),
         ({"lengths": (8,), "cp_rank": 1}, "cp_rank 1 is not in"),
         ({"lengths": (6, 2), "cp_size": 2}, "multiple of 4"),
+        ({"lengths": (4, 4), "joined": (2, 1)}, r"joined \(2, 1\) must be positive and sum to 2"),
     ],
 )
 def test_inconsistent_arguments_raise(arguments, message):

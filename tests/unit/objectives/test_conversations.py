@@ -6,6 +6,7 @@ each of these must catch.
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,11 +15,20 @@ import torch.distributed as dist
 
 from megatron_rl.data import packing
 from megatron_rl.data.packing import gather_by_rollout, plan_minibatches, scatter_to_packs
+from megatron_rl.distributed import sequence_statistics
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import TokenInputs, build_objective
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
-from megatron_rl.types import GradeResult, Prompt, PromptGroup, PromptSlot, Response, Rollout
+from megatron_rl.types import (
+    GradeResult,
+    Prompt,
+    PromptGroup,
+    PromptSlot,
+    Response,
+    Rollout,
+    sampled_ranges,
+)
 from tests.unit.distributed.eight_ranks import all_results
 from tests.unit.objectives import naive
 from tests.unit.objectives.conversation_tree import SHORT_TURNS, TURNS, ConversationTree
@@ -84,6 +94,32 @@ def conversations(seed, *, groups=3, samples=4):
     return rollouts, drifts, advantages
 
 
+def split(rollouts, seed):
+    """The same conversations, whose observations often replace everything before them."""
+    draw = np.random.default_rng(seed)
+    changed = []
+    for rollout in rollouts:
+        old, token_ids, observed, restarts = rollout.response, [], [], []
+        ranges = sampled_ranges(old.observed, len(old.token_ids))
+        for turn, (first, end) in enumerate(ranges):
+            if turn:
+                begin, (before, after) = len(token_ids), old.observed[turn - 1]
+                token_ids += old.token_ids[before:after].tolist()
+                if draw.random() < 0.6:
+                    restarts.append(begin)
+                    token_ids += draw.integers(OBSERVED_FROM, 200, draw.integers(1, 40)).tolist()
+                observed.append((begin, len(token_ids)))
+            token_ids += old.token_ids[first:end].tolist()
+        response = replace(
+            old, token_ids=np.array(token_ids, np.int32), observed=tuple(observed),
+            restarts=tuple(restarts),
+        )  # fmt: skip
+        changed.append(replace(rollout, response=response))
+    assert max(len(one.response.restarts) for one in changed) > 1
+    assert min(len(one.response.restarts) for one in changed) == 0
+    return changed
+
+
 def turn_advantage(advantage, turn):
     """A different advantage, also of the other sign, for each turn."""
     return np.float32(float(advantage) * (-0.7) ** turn)
@@ -103,12 +139,13 @@ def per_token(rollouts, advantages, *, by_turn):
     return rows
 
 
-def run(seed, topology, *, by_turn=False):
+def run(seed, topology, *, by_turn=False, is_split=False):
     """Loss and gradients [sum of L] of every objective for this rank's part of a minibatch.
 
     The packs are those of the package; the model's log-probs on observations are nan.
     """
     rollouts, drifts, advantages = conversations(seed)
+    rollouts = split(rollouts, seed) if is_split else rollouts
     (minibatch,) = plan_minibatches(
         rollouts, torch.from_numpy(advantages), minibatches=1, tokens_per_micro_batch=160,
         topology=topology, sequence_parallel=False,
@@ -141,8 +178,8 @@ def run(seed, topology, *, by_turn=False):
         total = torch.zeros(1 + starts[-1], dtype=torch.float64)
         for pack, b, p in zip(packs, behavior, policy, strict=True):
             layout = SequenceLayout(
-                pack.lengths, pack.response_mask, cp_rank=topology.cp_rank,
-                cp_size=topology.cp_size, cp_group=topology.cp_group,
+                pack.sequence_lengths, pack.response_mask, joined=pack.joined,
+                cp_rank=topology.cp_rank, cp_size=topology.cp_size, cp_group=topology.cp_group,
             )  # fmt: skip
             nan = torch.full_like(p, math.nan).double()
             x = layout.shard(torch.where(pack.response_mask, p.double(), nan)).requires_grad_()
@@ -204,15 +241,32 @@ def assert_correct():
     """Checks that a correct package passes, and that fail under every mistake below."""
     assert max(exact_gradients(ConversationTree(turns=2, seed=1)).values()) < 1e-10
     assert_same(run(1, Topology.single()), expected(1))
+    assert_same(run(1, Topology.single(), is_split=True), expected(1))
 
 
 def test_objectives_equal_loops_over_sampled_tokens():
     assert_correct()
 
 
+def test_split_conversations_have_loss_and_gradients_of_whole_ones():
+    """A rewritten history changes what is read; S, t, L and the vote in the group run on."""
+    whole, parts = run(5, Topology.single()), run(5, Topology.single(), is_split=True)
+    for name, values in whole.items():
+        np.testing.assert_allclose(parts[name], values, rtol=1e-12, atol=1e-14, err_msg=name)
+    rollouts = split(conversations(5)[0], 5)
+    (minibatch,) = plan_minibatches(
+        rollouts, torch.zeros(len(rollouts)), minibatches=1, tokens_per_micro_batch=10**6,
+        topology=Topology.single(), sequence_parallel=False,
+    )  # fmt: skip
+    (pack,) = minibatch.micro_batches
+    starts = np.cumsum([0, *pack.sequence_lengths[:-1]])
+    assert (pack.position_ids[starts] == 0).all() and (pack.position_ids == 0).sum() == len(starts)
+    assert minibatch.denominators.responses == len(rollouts) < len(starts) == sum(pack.joined)
+
+
 MISTAKES = {
     "observations are trained": (
-        packing.build_pack, "mask[answer] = response.own", "mask[answer] = True"
+        packing.build_pack, "mask[start:end] = own[first + 1 : stop]", "mask[start:end] = True"
     ),
     "observations count in t": (
         SequenceLayout._counts,
@@ -234,10 +288,19 @@ MISTAKES = {
         "values[pack.response_mask] =",
         "values[pack.response_mask.roll(1)] =",
     ),
+    "sums of a split conversation start again": (
+        sequence_statistics._join, "apart.carry + others", "apart.carry"
+    ),
+    "totals of a split conversation are of its sequences": (
+        sequence_statistics._join, "running[:, -1][joined.rows]", "apart.total"
+    ),
+    "t and L of a split conversation start again": (
+        SequenceLayout._counts, "self._response_lengths", "self._host_lengths"
+    ),
     "the engine's log-probs are shifted by an observation": (
         packing.build_pack,
-        "logprobs[answer][response.own] =",
-        "logprobs[answer][: response.length] =",
+        "logprobs[here][mask[here]] =",
+        "logprobs[here][: response.length] =",
     ),
 }  # fmt: skip
 
@@ -276,7 +339,7 @@ def on_rank(rank, world_size):
             world_size=world_size, rank=rank, dp_size=dp_size, dp_rank=rank // cp_size,
             cp_size=cp_size, cp_rank=rank % cp_size, cp_group=along[rank // cp_size],
         )  # fmt: skip
-        totals = run(3, topology, by_turn=True)
+        totals = run(3, topology, by_turn=True, is_split=True)
         together = torch.cat(list(totals.values()))
         dist.all_reduce(together)
         parts = together.split([len(total) for total in totals.values()])
