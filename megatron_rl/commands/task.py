@@ -24,6 +24,8 @@ HELP = {
     "batch": "Solutions per update of the fine-tuning; fewer if they are long.",
     "learning_rate": "Learning rate of the fine-tuning.",
     "longest_warm_up": "Maximum number of updates per stage of the fine-tuning in one call.",
+    "experts": "Experts in each layer of a Qwen3-MoE; 0 makes a dense Qwen2.",
+    "experts_per_token": "Experts that a token is sent to; together as wide as a dense MLP.",
 }
 
 

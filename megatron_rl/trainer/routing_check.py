@@ -19,7 +19,8 @@ def measure_routing(actor: MegatronActor, minibatch: Minibatch) -> dict[str, flo
 
     The metric is the variance, over responses, of the difference that the choices make to the mean
     log-ratio of a response, divided by the variance of that mean log-ratio as it is trained. Empty
-    without recorded routes, nan for a policy that has not moved. Collective.
+    without recorded routes, nan for a policy that has not moved and for packs without a response.
+    Collective.
     """
     pack = minibatch.micro_batches[0]
     if pack.routes is None:
@@ -31,6 +32,8 @@ def measure_routing(actor: MegatronActor, minibatch: Minibatch) -> dict[str, flo
     used = recorded if actor.routing.replays else own
     sums = torch.stack([_moments(used), _moments(own - recorded)])  # [2, 3]
     sums = reduce_sum(sums.to(actor.topology.device), group=actor.topology.dp_group)
+    if not sums[0, 0]:  # every reward was equal, so nothing is trained
+        return {NAME: float("nan")}
     total, difference = ((s2 / n - (s1 / n) ** 2) for n, s1, s2 in sums.tolist())
     return {NAME: difference / total if total > 0 else float("nan")}
 

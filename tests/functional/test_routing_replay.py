@@ -1,6 +1,7 @@
 """Routing of experts: the same records, counts and replays under layouts and recomputation."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,9 @@ def _train(root, topology, case, checkpoint):
     # The reference is the model at the start, whose own choices are the recorded ones.
     again = gather(packs, reference.compute_logprobs(packs))
     assert again == report["behavior"], "the reference did not choose its own experts"
+    for pack in minibatches[1].micro_batches:  # as if no response had an advantage
+        pack.response_mask = torch.zeros_like(pack.response_mask)
+    assert all(map(math.isnan, measure_routing(actor, minibatches[1]).values()))
     return report
 
 

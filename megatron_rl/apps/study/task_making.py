@@ -6,14 +6,17 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.apps.study.study_plan import PlannedRun, Study
+from megatron_rl.apps.tasks.settings import TaskSettings
 from megatron_rl.runtime.interruption import end_with_parent
 
 POLL_SECONDS = 0.2
+DEFAULTS = {field.name: field.default for field in fields(TaskSettings)}
 
 
 class TaskMaker:
@@ -46,11 +49,12 @@ class TaskMaker:
 
     def _make_one(self, run: PlannedRun, folder: str, settings: dict[str, Any]) -> bool:
         if (stamp := Path(folder) / "made.json").is_file():
-            existing = json.loads(stamp.read_text()).get("settings", {})
+            # A setting that an earlier version did not have had its default there.
+            existing = DEFAULTS | json.loads(stamp.read_text()).get("settings", {})
             different = [
                 f"{key}={existing[key]}, not {value}"
                 for key, value in settings.items()
-                if key != "longest_warm_up" and existing.get(key, value) != value
+                if key != "longest_warm_up" and existing[key] != value
             ]
             if different:
                 self.echo(

@@ -56,21 +56,39 @@ def build_model(settings: TaskSettings, tokenizer: Any, max_length: int) -> Any:
     """Build a randomly initialized Qwen2 of the size in `settings`."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=settings.hidden,
-        intermediate_size=3 * settings.hidden,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.heads,
-        num_key_value_heads=settings.heads,
-        max_position_embeddings=max_length,
-        initializer_range=0.05,
-        tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
+    return Qwen2ForCausalLM(Qwen2Config(**_sizes(settings, tokenizer, max_length)))
+
+
+def build_mixture(settings: TaskSettings, tokenizer: Any, max_length: int) -> Any:
+    """Build a randomly initialized Qwen3-MoE of the size in `settings`."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        **_sizes(settings, tokenizer, max_length),
+        moe_intermediate_size=3 * settings.hidden // settings.experts_per_token,
+        num_experts=settings.experts,
+        num_experts_per_tok=settings.experts_per_token,
+        norm_topk_prob=True,
+        head_dim=settings.hidden // settings.heads,
     )
-    return Qwen2ForCausalLM(config)
+    return Qwen3MoeForCausalLM(config)
+
+
+def _sizes(settings: TaskSettings, tokenizer: Any, max_length: int) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": settings.hidden,
+        "intermediate_size": 3 * settings.hidden,
+        "num_hidden_layers": settings.layers,
+        "num_attention_heads": settings.heads,
+        "num_key_value_heads": settings.heads,
+        "max_position_embeddings": max_length,
+        "initializer_range": 0.05,
+        "tie_word_embeddings": False,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
 
 
 def update(

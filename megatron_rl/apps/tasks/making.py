@@ -12,7 +12,7 @@ import json
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +79,12 @@ def make_once(
 
 
 def _check_same(output: Path, present: dict[str, Any], settings: TaskSettings) -> None:
-    expected = _relevant(settings)
+    # A setting that an earlier version did not have had its default there.
+    present = {field.name: field.default for field in fields(settings)} | present
     differences = [
-        f"{name}={present.get(name)}, not {value}"
-        for name, value in expected.items()
-        if present.get(name) != value
+        f"{name}={present[name]}, not {value}"
+        for name, value in _relevant(settings).items()
+        if present[name] != value
     ]
     if differences:
         raise UserError(
@@ -126,7 +127,7 @@ def _make(folder: Path, settings: TaskSettings, report: Callable[[str], None]) -
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from megatron_rl.apps.tasks.fine_tuning import FineTuning, build_model
+    from megatron_rl.apps.tasks.fine_tuning import FineTuning, build_mixture, build_model
 
     disable_progress_bar()  # for saving one small file
     torch.set_num_threads(1)
@@ -139,7 +140,8 @@ def _make(folder: Path, settings: TaskSettings, report: Callable[[str], None]) -
     prompt = 1 + max(len(problem.question) for problem in problems)
     solution = 1 + max(len(correct_solution(problem)) for problem in problems)
     tokenizer = build_tokenizer(prompt + 2 * solution)
-    model = build_model(settings, tokenizer, prompt + 2 * solution)
+    build = build_mixture if settings.experts else build_model
+    model = build(settings, tokenizer, prompt + 2 * solution)
     seconds = 0.0  # in earlier calls
 
     def spent() -> float:

@@ -54,6 +54,8 @@ class TaskSettings:
     batch: int = 16  # solutions per update; fewer if they are long
     learning_rate: float = 3e-3
     longest_warm_up: int = 3000  # maximum updates per stage on correct solutions, in one call
+    experts: int = 0  # per layer, of a Qwen3-MoE; 0: a dense Qwen2
+    experts_per_token: int = 4  # together as wide as the dense model's MLP
 
     def __post_init__(self) -> None:
         if self.task not in KINDS:
@@ -71,6 +73,11 @@ class TaskSettings:
         if not 0 < self.tolerance <= min(self.success, 1 - self.success):
             raise UserError(
                 f"success={self.success} +- tolerance={self.tolerance} must lie between 0 and 1"
+            )
+        if self.experts and not 0 < self.experts_per_token <= self.experts:
+            raise UserError(
+                f"experts_per_token={self.experts_per_token} must be at least 1 and at most "
+                f"experts={self.experts}"
             )
         if self.hidden % (32 * self.heads):  # minimum head size of vLLM's CPU attention
             raise UserError(

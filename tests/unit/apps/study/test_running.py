@@ -274,6 +274,7 @@ def test_task_made_with_other_settings_is_refused(tmp_path):
     for wanted, output in (
         ({"size": 16, "longest_warm_up": 6000, "hidden": 64}, []),
         ({"noise": "late"}, ["pnpo-seed1 failed: .*/sum was made with noise=even, not late: rem"]),
+        ({"experts": 8}, ["pnpo-seed1 failed: .*/sum was made with experts=0, not 8: remove it"]),
     ):
         tasks = {f"{tmp_path}/sum": {"task": "running_sum"} | wanted}
         study, messages = plan(tmp_path, base=base, tasks=tasks), []

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_rl.apps.tasks import fine_tuning
-from megatron_rl.apps.tasks.fine_tuning import FineTuning, build_model, update
+from megatron_rl.apps.tasks.fine_tuning import FineTuning, build_mixture, build_model, update
 from megatron_rl.apps.tasks.making import compute_digest, draw_distinct, make_once
 from megatron_rl.apps.tasks.measuring import IGNORED, compute_accuracy, encode, sample_accuracy
 from megatron_rl.apps.tasks.settings import TaskSettings
@@ -47,6 +47,20 @@ def test_saved_tokenizer_loads_and_encodes_every_solution(tmp_path):
         ids = loaded(trace)["input_ids"]
         assert len(ids) == len(trace)
         assert loaded.decode(ids + [loaded.eos_token_id], skip_special_tokens=True) == trace
+
+
+def test_mixture_computes_with_the_experts_of_its_settings():
+    settings = TaskSettings("running_sum", 4, experts=6, experts_per_token=2, **SMALL)
+    tokenizer = build_tokenizer(40)
+    model = build_mixture(settings, tokenizer, 40)
+    assert model.model.layers[1].mlp.experts.down_proj.shape == (6, 64, 96)  # 3 * 64 / 2
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    problems = draw_distinct(settings)[:4]
+    batch = encode(tokenizer, problems, list(map(correct_solution, problems)))
+    losses = [update(model, optimizer, *batch) for _ in range(3)]
+    assert losses[0] > losses[1] > losses[2]
+    with pytest.raises(ValueError, match="experts_per_token=4 must be at least 1 and at most exp"):
+        TaskSettings("running_sum", 4, experts=3)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])  # easy problems, correct solutions, errors
@@ -264,6 +278,12 @@ def test_make_once_reuses_its_task_and_keeps_other_files(tmp_path):
     assert make_once(tmp_path, settings, silent) == made
     # The limit on updates does not matter.
     assert make_once(tmp_path, replace(settings, longest_warm_up=9), silent) == made
+    # An earlier version had no setting for experts, and made none.
+    made["settings"] = {k: v for k, v in made["settings"].items() if not k.startswith("experts")}
+    (tmp_path / "made.json").write_text(json.dumps(made))
+    assert make_once(tmp_path, settings, silent) == made
+    with pytest.raises(ValueError, match=r"other settings \(experts=0, not 8\)"):
+        make_once(tmp_path, replace(settings, experts=8), silent)
     with pytest.raises(ValueError, match=r"other settings \(size=4, not 5\)"):
         make_once(tmp_path, TaskSettings("running_sum", 5, **SMALL), silent)
     (tmp_path / "made.json").rename(tmp_path / "thesis.tex")
