@@ -318,10 +318,8 @@ def compute_fingerprint(settings: Settings, *, warm_up: bool = False) -> str:
 
 def make_once(output: Path, settings: Settings, *, warm_up: bool = False) -> dict:
     """Create the task in `output` unless it exists; return the content of made.json."""
-    stamp = {
-        "fingerprint": compute_fingerprint(settings, warm_up=warm_up),
-        "settings": asdict(settings),
-    }
+    fingerprint = compute_fingerprint(settings, warm_up=warm_up)
+    stamp = {"fingerprint": fingerprint, "settings": asdict(settings)}
     return make_folder_once(
         output,
         stamp,
@@ -334,9 +332,7 @@ def make_once(output: Path, settings: Settings, *, warm_up: bool = False) -> dic
 def main() -> None:
     """Run the command line."""
     parser = settings_parser(Settings, ".cache/tiny_task", __doc__)
-    parser.add_argument(
-        "--warm-up", action="store_true", help="Train the model even if it is stored."
-    )
+    parser.add_argument("--warm-up", action="store_true", help="Train the model even if stored.")
     arguments = vars(parser.parse_args())
     output, warm_up = arguments.pop("output"), arguments.pop("warm_up")
     try:

@@ -73,13 +73,12 @@ def download(
 
     optional: requirements that may be missing; a missing one is printed.
     """
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(wheels)]
-    if python != f"{sys.version_info.major}.{sys.version_info.minor}":
+    command = [sys.executable, "-m", "pip"]
+    if other := python != f"{sys.version_info.major}.{sys.version_info.minor}":
+        command = [sys.executable, str(ROOT / "tools" / "pip_for_python.py"), python]
+    command += ["download", "--quiet", "--dest", str(wheels)]
+    if other:
         command += ["--python-version", python, "--implementation", "cp", "--only-binary", ":all:"]
-        print(
-            f"pip decides requirements with conditions by this Python, not {python}; what {python} "
-            "alone needs is missing: make the bundle with that Python, or add it by hand"
-        )
         command += [word for name in platforms() for word in ("--platform", name)]
     torch = [one for one in wanted if one.startswith("torch==")]
     if torch and kind == "cpu":  # as in setup_env.sh: pip's own index may have the CPU build

@@ -23,17 +23,14 @@ the fraction of the run's own seconds spent in recorded steps, which depends les
 """
 
 import argparse
-import contextlib
 import hashlib
 import importlib
 import json
 import math
 import os
 import random
-import shutil
 import signal
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -44,10 +41,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from megatron_rl.runs.checkpoints import MANIFEST, CheckpointFolders
+from megatron_rl.runs.checkpoints import CheckpointFolders
 from megatron_rl.runs.rows import read_metrics
 from megatron_rl.runtime.interruption import INTERRUPTED
 from tests.functional.faults.runs import run as run_forked
+from tools.benchmarks.chaos_faults import DAMAGE, count_made, interrupt_in_phase, kill_after
 
 ROOT = Path(__file__).parents[2]
 TASK = ROOT / ".cache" / "tiny_task"
@@ -117,118 +115,6 @@ class Run:
         """Count the updates or rollout batches over all starts."""
         file = self.folder.with_suffix(".made")
         return file.read_text().split().count(what) if file.exists() else 0
-
-
-# -- in a rank -------------------------------------------------------------------------------------
-
-
-def count_made(file: Path, *, is_mine: bool) -> None:
-    """Log each update and rollout batch to a file on rank 0."""
-    from megatron_rl.actor.actor import MegatronActor
-    from megatron_rl.rollouts.rollout_batch import RolloutBatch
-
-    if int(os.environ["RANK"]):
-        return
-    for owner, name, what in ((MegatronActor, "update", "update"),
-                              (RolloutBatch, "freeze_behavior_logprobs", "batch")):  # fmt: skip
-        setattr(owner, name, _counted(getattr(owner, name), what, file))
-
-
-def _counted(call: Callable[..., Any], what: str, file: Path) -> Callable[..., Any]:
-    def counted(*args: Any, **options: Any) -> Any:
-        result = call(*args, **options)
-        with file.open("a") as stream:
-            stream.write(f"{what}\n")
-        return result
-
-    return counted
-
-
-def kill_after(seconds: float, victims: str, file: Path, *, is_mine: bool) -> None:
-    """Send SIGKILL to this rank or to the whole job, some seconds after the start."""
-    count_made(file, is_mine=is_mine)
-    if is_mine or victims == "both":
-        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
-        timer.daemon = True
-        timer.start()
-
-
-def interrupt_in_phase(phase: str, step: int, times: int, file: Path, *, is_mine: bool) -> None:
-    """Send SIGTERM to the launcher when rank 0 starts a phase, and again seconds later."""
-    from megatron_rl.telemetry.metrics import PhaseClock
-
-    count_made(file, is_mine=is_mine)
-    if not is_mine:
-        return
-    launcher, begin, seen = os.getppid(), PhaseClock.phase, Counter()
-
-    def ask() -> None:
-        for again in range(times):
-            if again:
-                time.sleep(3.5 if times == 2 else 0.5)  # outside and inside the debounce interval
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(launcher, signal.SIGTERM)
-
-    def phase_begins(self: Any, name: str) -> Any:
-        seen[name] += 1
-        if name == phase and seen[name] == step:
-            threading.Thread(target=ask, daemon=True).start()
-        return begin(self, name)
-
-    PhaseClock.phase = phase_begins
-
-
-# -- damage ---------------------------------------------------------------------------------------
-
-
-def _largest(folder: Path) -> Path:
-    return max(folder.rglob("*.distcp"), key=lambda file: file.stat().st_size)
-
-
-def truncate(folder: Path, older: Path, whole: Path) -> None:
-    """Truncate the largest file to half its size."""
-    os.truncate(_largest(folder), _largest(folder).stat().st_size // 2)
-
-
-def flip(folder: Path, older: Path, whole: Path) -> None:
-    """Flip one bit in the middle of the largest file."""
-    with _largest(folder).open("r+b") as stream:
-        middle = stream.seek(0, os.SEEK_END) // 2
-        stream.seek(middle)
-        byte = stream.read(1)[0]
-        stream.seek(middle)
-        stream.write(bytes([byte ^ 1]))
-
-
-def lose(folder: Path, older: Path, whole: Path) -> None:
-    """Delete the largest file."""
-    _largest(folder).unlink()
-
-
-def exchange(folder: Path, older: Path, whole: Path) -> None:
-    """Replace the files by those of an older checkpoint, keeping the manifest."""
-    shutil.rmtree(folder / "actor")
-    shutil.copytree(older / "actor", folder / "actor")
-
-
-def halve(folder: Path, older: Path, whole: Path) -> None:
-    """Delete every second file, as a kill during deletion would."""
-    for file in sorted(file for file in folder.rglob("*") if file.is_file())[::2]:
-        file.unlink()
-
-
-def adopt(folder: Path, older: Path, whole: Path) -> None:
-    """Replace it by an intact checkpoint of another run."""
-    newest = CheckpointFolders(whole / "checkpoints").intact_steps()[-1]
-    shutil.rmtree(folder)
-    shutil.copytree(CheckpointFolders(whole / "checkpoints").folder(newest), folder)
-    manifest = json.loads((folder / MANIFEST).read_text())
-    manifest["step"] = int(folder.name.removeprefix("step_"))  # so that only its run differs
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-
-
-DAMAGE = {"truncated": truncate, "one bit flipped": flip, "a file missing": lose,
-          "another's files": exchange, "half deleted": halve, "another run's": adopt}  # fmt: skip
 
 
 # -- comparing ------------------------------------------------------------------------------------
@@ -340,6 +226,37 @@ def report(name: str, run: Run, whole: Run) -> dict[str, Any]:
             "problems": run.problems}  # fmt: skip
 
 
+def run_part(part: str, whole: Run, args: argparse.Namespace, *, deadline: float) -> Run:
+    """Run one part in a run directory of its own; `whole` is the undisturbed run."""
+    run = Run(whole.folder.parent / part, args.steps, whole.further)
+    if part == "damage":
+        damage(run, whole.folder, seed=args.seed, deadline=deadline)
+    elif part == "signals":
+        interrupt_in_turn(run, deadline=deadline)
+    else:
+        random_ = random.Random(f"moments {args.seed}")
+        latest = args.latest or whole.seconds / 2
+        drawn = [random_.uniform(0, latest) for _ in range(args.kills)]
+        moments = drawn if part == "kills" else [args.every] * 1000
+        kill_at(run, moments, seed=args.seed, deadline=deadline)
+    return run
+
+
+def print_cost(part: str, run: Run, whole: Run, *, every: float) -> None:
+    """Print the goodput or the seconds lost per kill of a finished part."""
+    if part == "goodput" and run.ended:
+        kept = [one.kept_seconds() / one.seconds for one in (run, whole)]
+        print(
+            f"\ngoodput with a SIGKILL every {every:g} s after a start: "
+            f"{whole.seconds / run.seconds:.0%} of the undisturbed run's; of the run's seconds "
+            f"{kept[0]:.0%} were spent in recorded steps (undisturbed: {kept[1]:.0%})"
+        )
+    elif part == "kills" and run.ended and run.faults:
+        lost = (run.seconds - whole.seconds) / sum(run.faults.values())
+        print(f"\n{lost:.1f} s lost per SIGKILL, including start-up: with one per minute "
+              f"{max(0.0, 1 - lost / 60):.0%} of the time is left for training\n")  # fmt: skip
+
+
 def main() -> None:
     """Run the parts and print the table of docs/reliability.md."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -372,30 +289,11 @@ def main() -> None:
     print("|---|---|---|---|---|---|", flush=True)
     lines = [report("undisturbed", whole, whole)]
     for number, part in enumerate(args.parts):
-        run, now = Run(root / part, args.steps, whole.further), time.monotonic()
+        now = time.monotonic()
         until = now + (deadline - now) / (len(args.parts) - number)
-        if part == "damage":
-            damage(run, whole.folder, seed=args.seed, deadline=until)
-        elif part == "signals":
-            interrupt_in_turn(run, deadline=until)
-        else:
-            random_ = random.Random(f"moments {args.seed}")
-            latest = args.latest or whole.seconds / 2
-            drawn = [random_.uniform(0, latest) for _ in range(args.kills)]
-            moments = drawn if part == "kills" else [args.every] * 1000
-            kill_at(run, moments, seed=args.seed, deadline=until)
+        run = run_part(part, whole, args, deadline=until)
         lines.append(report(part, run, whole))
-        if part == "goodput" and run.ended:
-            kept = [one.kept_seconds() / one.seconds for one in (run, whole)]
-            print(
-                f"\ngoodput with a SIGKILL every {args.every:g} s after a start: "
-                f"{whole.seconds / run.seconds:.0%} of the undisturbed run's; of the run's seconds "
-                f"{kept[0]:.0%} were spent in recorded steps (undisturbed: {kept[1]:.0%})"
-            )
-        elif part == "kills" and run.ended and run.faults:
-            lost = (run.seconds - whole.seconds) / sum(run.faults.values())
-            print(f"\n{lost:.1f} s lost per SIGKILL, including start-up: with one per minute "
-                  f"{max(0.0, 1 - lost / 60):.0%} of the time is left for training\n")  # fmt: skip
+        print_cost(part, run, whole, every=args.every)
     for line in lines:
         print(f"\n{line['part']}: {line['starts']} starts; {line['faults']}")
     (root / "chaos.json").write_text(json.dumps(lines, indent=1))

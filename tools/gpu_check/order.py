@@ -58,7 +58,7 @@ ORDER = (
     Planned(speed.check_update_experts, "experts", 40),
     Planned(speed.check_routes, "routes", 60),
     Planned(speed.check_update_fp8, "speed_fp8", 30),
-    Planned(peers.check_windows, "windows", 240),
+    Planned(peers.check_windows, "windows", 1100),
     Planned(machine.check_two_devices, "two_devices", 20),
     Planned(runs.check_layouts, "layouts", 240),
     Planned(numerics.check_groups, "numerics", 10.5),

@@ -6,10 +6,18 @@ from tools.benchmarks import against_trl, verl_side
 from tools.gpu_check.row import DEVICE, Skipped
 
 BATCHES = 3  # of which the first is not counted
-WINDOWS = (4096, 2048) if DEVICE == "cuda" else (16,)  # tokens between two weight syncs
 LAYOUT = "one process"
-# Responses of several steps are unfinished at once.
-ROOM = ("rollout.max_num_seqs=2048", *(() if DEVICE == "cuda" else ("rollout.kv_cache_mib=512",)))
+# Windows of check_windows (tokens between two weight syncs), its size, and settings that both have:
+# responses of several steps are unfinished at once, and one epoch keeps updates from hiding
+# generation.
+WINDOWS = {"cuda": (8192, 4096), "cpu": (16,)}
+TAILS = {"cuda": "1.5b, long tails", "cpu": "quickstart"}
+FURTHER = {
+    "cuda": ("trainer.tokens_per_micro_batch=16896", "trainer.recompute=full"),
+    "cpu": ("rollout.kv_cache_mib=512",),
+}
+ROOM = {device: ("rollout.max_num_seqs=2048", "trainer.epochs=1", *further)
+        for device, further in FURTHER.items()}  # fmt: skip
 
 
 def check_peers(row):
@@ -39,18 +47,18 @@ def _trl_is_missing():
 
 def check_windows(row):
     """Time steps with lengths of a long tail: whole responses, then windows of some tokens."""
-    size = "1.5b, long tails" if DEVICE == "cuda" else "quickstart"
+    size = TAILS[DEVICE]
     task = against_trl.make_task(size)
-    whole = _run(size, task, LAYOUT, further=ROOM)
-    seconds = {0: _note(row, "whole", whole)}
-    for tokens in WINDOWS:
-        further = (
-            *ROOM,
-            f"lag.partial_rollouts={{every_tokens: {tokens}, cache: keep}}", "behavior=engine",
-        )  # fmt: skip
-        result = _run(size, task, LAYOUT, further=further)
+    seconds = {0: _note(row, "whole", _run(size, task, LAYOUT, further=ROOM[DEVICE]))}
+    for tokens in WINDOWS[DEVICE]:
+        result = _run(size, task, LAYOUT, further=(*ROOM[DEVICE], *windows_of(tokens)))
         seconds[tokens] = _note(row, f"windows of {tokens}", result)
         row.note(f"seconds whole / in windows of {tokens}", seconds[0] / seconds[tokens])
+
+
+def windows_of(tokens):
+    """Settings of partial rollouts in windows of so many tokens."""
+    return (f"lag.partial_rollouts={{every_tokens: {tokens}, cache: keep}}", "behavior=engine")
 
 
 def _run(size, task, system, **options):

@@ -403,7 +403,9 @@ def test_peers_and_windows_compare_medians_of_the_counted_batches(monkeypatch, t
     monkeypatch.setattr(trl, "TRL", tmp_path)
     monkeypatch.setattr(trl, "run_trl", lambda *_: rows([8.0, 8.0]))
     monkeypatch.setattr(
-        trl, "run_ours", lambda *_, further=(): rows([2.0 if further[2:] else 4.0] * 2)
+        trl,
+        "run_ours",
+        lambda *_, further=(): rows([2.0 if "behavior=engine" in further else 4.0] * 2),
     )
     found = {}
     for check in (peers.check_peers, peers.check_windows):
@@ -412,6 +414,22 @@ def test_peers_and_windows_compare_medians_of_the_counted_batches(monkeypatch, t
         found |= {one["what"]: one["value"] for one in made.measures}
     assert found["seconds of TRL / of this system"] == 2.0 and found["verl"] == "verl needs CUDA"
     assert found["seconds whole / in windows of 16"] == 2.0
+
+
+def test_settings_of_windows_on_a_gpu_fit_whole_responses():
+    """Whole responses of the size fit into a pack, and each window is shorter than they are."""
+    from megatron_rl.config import load_config
+
+    tokens = against_trl.SIZES[peers.TAILS["cuda"]].tokens
+    assert peers.WINDOWS["cuda"] == (8192, 4096)
+    for window in peers.WINDOWS["cuda"]:
+        config = load_config(
+            against_trl.ROOT / "examples" / "pnpo" / "quickstart.yaml",
+            [f"rollout.max_response_tokens={tokens}", "parallel.context=1", *peers.ROOM["cuda"],
+             *peers.windows_of(window)],
+        )  # fmt: skip
+        assert config.lag.partial_rollouts["every_tokens"] == window < tokens
+        assert config.trainer.tokens_per_micro_batch >= config.data.max_prompt_tokens + tokens
 
 
 def test_peers_compare_with_verl_where_it_is_installed(monkeypatch, tmp_path):

@@ -21,17 +21,20 @@ ROOT = Path(__file__).parents[3]
 
 
 def make_wheel(folder, name, *, needs=(), data=b""):
-    """A wheel with one module and one shared object."""
-    source = folder / f"{name}-source"
-    (source / name).mkdir(parents=True)
-    (source / name / "__init__.py").write_text(f"NAME = {name!r}\n")
-    (source / name / "lib.so").write_bytes(data)
-    (source / "setup.py").write_text(
-        f"from setuptools import setup\nsetup(name={name!r}, version='1.0', packages=[{name!r}],"
-        f" package_data={{{name!r}: ['*.so']}}, install_requires={list(needs)!r})\n"
-    )
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "--wheel-dir", str(folder / "index"), str(source)], check=True)
+    """A wheel in `index/` with one module and one shared object."""
+    about = f"{name}-1.0.dist-info"
+    requires = "".join(f"Requires-Dist: {one}\n" for one in needs)
+    files = {
+        f"{name}/__init__.py": f"NAME = {name!r}\n",
+        f"{name}/lib.so": data,
+        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{requires}",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{about}/RECORD"] = "".join(f"{one},,\n" for one in [*files, f"{about}/RECORD"])
+    (folder / "index").mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / "index" / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        for path, content in files.items():
+            wheel.writestr(path, content)
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +105,28 @@ def test_bundle_holds_what_set_up_installs():
     names = [one.split("=")[0].split(">")[0] for one in wanted]
     assert {"torch", "vllm", "megatron-core", "transformers", "ruff"} <= set(names)
     assert offline_bundle.requirements("cpu", "3.11")[0].endswith("+cpu")
+
+
+def test_requirements_are_those_of_the_other_python(tmp_path, monkeypatch):
+    other = f"{sys.version_info.major}.{sys.version_info.minor + 1}"
+    for name in ("later", "earlier", "full_later", "full_earlier"):
+        make_wheel(tmp_path, name)
+    make_wheel(
+        tmp_path, "package",
+        needs=[
+            f"later; python_version >= '{other}'", f"earlier; python_version < '{other}'",
+            f"full-later; python_full_version >= '{other}.0'",
+            f"full-earlier; python_full_version < '{other}.0'",
+        ],
+    )  # fmt: skip
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    for python, expected in ((other, {"later", "full_later"}), (here, {"earlier", "full_earlier"})):
+        wheels = tmp_path / python
+        wheels.mkdir()
+        offline_bundle.download(wheels, ["package"], optional=[], kind="cuda", python=python)
+        assert {one.name.split("-")[0] for one in wheels.iterdir()} == {"package", *expected}
 
 
 def test_wheels_of_every_older_c_library_are_accepted():
