@@ -21,9 +21,14 @@ ROOT = Path(__file__).parents[1]
 LEDGER = ROOT / "docs" / "gpu-claims.md"
 SKIPPED = {"docs/gpu-claims.md", "docs/configuration.md"}
 MEASUREMENTS = "docs/measurements/"
-DEVICE_WORDS = re.compile(r"\b(GPUs?|CUDA|NCCL|H100|H200|Transformer\s+Engine|[Ff][Pp]8)\b")
+DEVICE_WORDS = re.compile(
+    r"\b(GPUs?|CUDA|NCCL|InfiniBand|H100|H200|B200|Transformer\s+Engine|[Ff][Pp]8|compute capability"
+    r"|(on|for) (a|the) device)\b"
+)
 CLAIM_WORDS = re.compile(
-    r"\b(runs?|ran|works?|passed|faster|slower|untested|measured|tested|exact(ly)?|equals?)\b"
+    r"\b(runs?|ran|works?|passed|faster|slower|untested|measured|tested|exact(ly)?|equals?"
+    r"|shown|same|waits?|matters?|finds|choice)\b",
+    re.I,
 )
 QUANTITY = re.compile(
     r"(?<![\w.:/-])\d[\d,.]*\s*(%|GB|GiB|MiB|ms\b|s\b|us\b|tokens|TFLOP|seconds|minutes)"

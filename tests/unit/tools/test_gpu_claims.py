@@ -61,6 +61,7 @@ def test_status_of_the_readme_is_made_from_the_ledger():
         ("- NCCL works\n- gloo works\n- CUDA is\n  faster", 2),
         ("```\nruns on a GPU\n```\n# It runs on a GPU", 0),
         ("See [On GPUs](gpus.md).", 0),
+        ("Nothing waits for the device. NCCL finds InfiniBand. It leaves a device.", 2),
     ],
 )
 def test_rule_finds_claims(text, count):
