@@ -11,7 +11,7 @@ import yaml
 
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.rows import PHASES
-from megatron_rl.types import GradeResult, Prompt, Response, Rollout
+from megatron_rl.types import REPLACES_HISTORY, GradeResult, Prompt, Response, Rollout
 
 EPOCHS, LENGTH, GROUP = 4, 40, 4
 HOSTILE = (
@@ -92,7 +92,10 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def in_turns(response: Response, turns: int) -> Response:
-    """The same sampled tokens as a conversation, with three observed tokens between its turns."""
+    """The same sampled tokens as a conversation, with three observed tokens between its turns.
+
+    The last of several observations replaces everything before it.
+    """
     tokens, observed, messages = [], [], []
     parts = np.array_split(response.token_ids, turns)
     for turn, part in enumerate(parts):
@@ -103,9 +106,11 @@ def in_turns(response: Response, turns: int) -> Response:
         tokens += part.tolist()
         text = "".join(WORDS[token] for token in part)
         messages.append({"role": "assistant", "content": text})
+    if turns > 2:
+        messages[-2][REPLACES_HISTORY] = True
     return replace(
         response, token_ids=np.array(tokens, np.int32), text=text, observed=tuple(observed),
-        messages=tuple(messages),
+        restarts=tuple(first for first, _ in observed[1:][-1:]), messages=tuple(messages),
     )  # fmt: skip
 
 

@@ -327,7 +327,17 @@ class Config(Section):
 
     @property
     def max_model_tokens(self) -> int:
-        """Maximum tokens of a prompt and its response together."""
+        """Maximum tokens of one sequence: a prompt and its response, or a later history."""
         if self.environment is not None:
             return self.environment.max_context_tokens
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def max_packed_tokens(self) -> int:
+        """Maximum tokens of a prompt and its response in a pack: of all their sequences."""
+        return self.max_model_tokens * self.max_sequences
+
+    @property
+    def max_sequences(self) -> int:
+        """Maximum number of sequences of a response; 1 unless its history may be replaced."""
+        return 1 if self.environment is None else 1 + self.environment.max_rewrites

@@ -13,8 +13,9 @@ class EnvironmentSection(Section):
     name: str
     """Environment as `module:class` (`docs/agents.md`). Required."""
     max_context_tokens: Count
-    """Maximum length of a whole conversation in tokens: prompt, turns and observations; what the
-    policy writes in all turns is limited by `rollout.max_response_tokens`. Required."""
+    """Maximum length of a whole conversation in tokens: prompt, turns and observations (with
+    `max_rewrites`, of each of its sequences); what the policy writes in all turns is limited by
+    `rollout.max_response_tokens`. Required."""
     max_turns: Count = 8
     """Maximum number of turns of the policy in a conversation."""
     max_turn_tokens: Count | None = None
@@ -31,6 +32,11 @@ class EnvironmentSection(Section):
     on_error: Literal["end", "zero"] = "end"
     """Reaction to an environment that raises, returns no valid answer or crashes: `end` ends the
     run, `zero` ends the conversation with reward 0."""
+    max_rewrites: Annotated[int, Field(ge=0, le=255)] = 0
+    """Number of times that an agent may change earlier messages of a conversation, for example by
+    a summary or by removing thinking. Each time begins another sequence, and all sequences are
+    trained as one response. A further such request is refused, which is a failure of the
+    conversation (`on_error`)."""
     in_rounds: bool = False
     """Continue all conversations of an engine together, once each turn is answered. On CUDA,
     results are then reproducible although environments answer at different speeds; it costs
@@ -80,6 +86,12 @@ def environment_problems(config: Any) -> list[str]:
         problems.append(
             f"environment.max_turn_tokens={environment.max_turn_tokens} is more than all turns "
             f"may have, rollout.max_response_tokens={written}; lower it"
+        )
+    if environment.max_rewrites >= environment.max_turns:
+        problems.append(
+            f"environment.max_rewrites={environment.max_rewrites} must be below "
+            f"environment.max_turns={environment.max_turns}: a history changes only between two "
+            "turns; lower it, or raise max_turns"
         )
     limit, stall = environment.time_limit_seconds, config.rollout.stall_seconds
     if limit >= stall:

@@ -182,7 +182,8 @@ def build_pack(
     further = -total % pack_multiple(alignment, gemm_tokens=gemm_tokens)
     parts[-1] = (*parts[-1][:-1], parts[-1][-1] + further)
     lengths = [sum(part) for part in parts]
-    tokens, labels, positions = np.zeros((3, sum(lengths)), np.int64)
+    tokens, labels = np.zeros((2, sum(lengths)), np.int64)
+    positions = [np.arange(size) for sizes in parts for size in sizes]
     mask = np.zeros(sum(lengths), bool)
     logprobs = np.zeros(sum(lengths), np.float32)
     known = all(rollouts[index].response.has_engine_logprobs for index in indices)
@@ -198,7 +199,6 @@ def build_pack(
             end = start + stop - first - 1
             tokens[start:end], labels[start:end] = text[first : stop - 1], text[first + 1 : stop]
             mask[start:end] = own[first + 1 : stop]
-            positions[start : start + size] = np.arange(size)
             start += size
         here = slice(begin, start)
         logprobs[here][mask[here]] = response.rollout_logprobs
@@ -207,7 +207,7 @@ def build_pack(
             routes[begin : begin + len(text) - 1] = response.routes.reshape(-1, routes.shape[1])
     return TokenBatch(
         tokens=torch.from_numpy(tokens),
-        position_ids=torch.from_numpy(positions),
+        position_ids=torch.from_numpy(np.concatenate(positions)),
         labels=torch.from_numpy(labels),
         response_mask=torch.from_numpy(mask),
         lengths=tuple(lengths),

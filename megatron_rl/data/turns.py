@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_rl.data.prompts import tokenize_messages
 from megatron_rl.data.tokenizer import Template
 from megatron_rl.errors import UserError
 
@@ -43,6 +44,22 @@ class TurnRenderer:
             text = self._after_turn(prompt, observation)
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return tokens
+
+    def begin(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of messages that replace a conversation, as those of a prompt.
+
+        Raises UserError if the template refuses them or writes nothing.
+        """
+        try:
+            return tokenize_messages(
+                messages, self.tokenizer, template=self.template, arguments=self.arguments
+            )
+        except Exception as error:  # a template is a program and may raise anything
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise UserError(
+                f"the chat template refuses a history with messages of {roles}: {error}; replace "
+                "the history by other messages, or repair chat_template.jinja"
+            ) from error
 
     def _after_turn(self, prompt: Sequence[Message], observation: Sequence[Message]) -> str:
         mark = _MARK

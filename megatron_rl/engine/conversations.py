@@ -28,10 +28,17 @@ from megatron_rl.environments.interface import (
     Answer,
     BrokenEnvironmentError,
     EnvironmentFailure,
+    FailureKind,
     TurnTokens,
 )
 from megatron_rl.runtime.seeds import derive_seed
-from megatron_rl.types import FinishReason, GradeResult, Prompt, SamplingSettings
+from megatron_rl.types import (
+    REPLACES_HISTORY,
+    FinishReason,
+    GradeResult,
+    Prompt,
+    SamplingSettings,
+)
 
 WAIT_SECONDS = 1.0  # for an answer while nothing is generated, between two signs of life
 SCORED = "environment"  # the reason of a reward if the environment gave none
@@ -54,12 +61,21 @@ class _Conversation:
     token_ids: list[int] = field(default_factory=list)  # K
     logprobs: list[float] = field(default_factory=list)  # L
     observed: list[tuple[int, int]] = field(default_factory=list)
+    restarts: list[int] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
+    begun: Sequence[Message] = ()  # messages before the first turn of the current sequence
     turn: list[int] = field(default_factory=list)  # tokens of the last turn
     turns: int = 0
     rewards: list[float | None] = field(default_factory=list)  # of each answer
     reason: str = ""
     sent: float = 0.0  # time at which the last turn was sent to the environment
+
+    @property
+    def context(self) -> list[int]:
+        """All tokens of the current sequence."""
+        if self.restarts:
+            return self.token_ids[self.restarts[-1] :]
+        return [*self.prompt.token_ids, *self.token_ids]
 
     @property
     def grade(self) -> GradeResult | None:
@@ -98,7 +114,7 @@ class Conversations:
         self._turns = self._polls = 0
         self._open = {
             number * finished.samples + sample: _Conversation(
-                number * finished.samples + sample, prompt, sample, sampling
+                number * finished.samples + sample, prompt, sample, sampling, begun=prompt.messages
             )
             for number, prompt, sampling in prompts
             for sample in range(finished.samples)
@@ -160,6 +176,7 @@ class Conversations:
                 sampled=one.turn,
                 logprobs=one.logprobs[-len(one.turn) :],
                 is_complete=has_ended,
+                restarts=bool(one.restarts) and one.restarts[-1] == first,
             )
             self.settings.pool.send(position, text, tokens)
         one.sent = time.monotonic()
@@ -193,7 +210,7 @@ class Conversations:
         if self.settings.pool is not None:
             try:
                 answers = [
-                    (place, self._check(answer))
+                    (place, self._check(answer, self._open[place]))
                     for place, answer in self.settings.pool.poll(timeout)
                 ]
             except Exception as caught:  # noqa: BLE001 - the other ranks wait for its broadcast
@@ -211,19 +228,29 @@ class Conversations:
             raise error
         return answers
 
-    def _check(self, answer: Answer | EnvironmentFailure) -> Answer | EnvironmentFailure:
-        """Turn an answer with token ids that the model does not have into a failure."""
-        size = len(self.finished.tokenizer)
-        if isinstance(answer, EnvironmentFailure) or max(answer.token_ids or [0]) < size:
+    def _check(
+        self, answer: Answer | EnvironmentFailure, one: _Conversation
+    ) -> Answer | EnvironmentFailure:
+        """Turn an answer with tokens that the model lacks, or too many restarts, into a failure."""
+        if isinstance(answer, EnvironmentFailure):
             return answer
-        assert self.settings.pool is not None
-        text = (
-            f"{self.settings.pool.name} returned token id {max(answer.token_ids or [0])}, outside "
-            f"the tokenizer's {size}; send tokens of the model that is trained"
-        )
-        if self.settings.pool.on_error == "end":
+        pool = self.settings.pool
+        assert pool is not None
+        size, largest = len(self.finished.tokenizer), max(answer.token_ids or [0])
+        if largest >= size:
+            kind: FailureKind = "failed"
+            text = f"{pool.name} returned token id {largest}, outside the tokenizer's {size}; send "
+            text += "tokens of the model that is trained"
+        elif answer.restarts and len(one.restarts) >= pool.max_rewrites:
+            kind = "rewritten"
+            text = f"{pool.name} replaced the history of a conversation {len(one.restarts) + 1} "
+            text += f"times, more than environment.max_rewrites={pool.max_rewrites}; raise it, or "
+            text += "return restarts=True less often"
+        else:
+            return answer
+        if pool.on_error == "end":
             raise BrokenEnvironmentError(text)
-        return EnvironmentFailure("failed", text)
+        return EnvironmentFailure(kind, text)
 
     def _continue(
         self, position: int, answer: Answer | EnvironmentFailure
@@ -246,9 +273,14 @@ class Conversations:
             self._end(one, "stop", one.grade)
             return None
         messages, observed = self._observe(one, answer)
-        if one.turns >= self.settings.max_turns or self._room(one) - len(observed) < 1:
+        before = 0 if answer.restarts else len(one.context)
+        if one.turns >= self.settings.max_turns or self._room(one, before + len(observed)) < 1:
             self._end(one, "length", one.grade)
             return None
+        if answer.restarts:
+            one.restarts.append(len(one.token_ids))
+            one.begun = messages
+            messages = [messages[0] | {REPLACES_HISTORY: True}, *messages[1:]]
         one.observed.append((len(one.token_ids), len(one.token_ids) + len(observed)))
         one.token_ids += observed
         one.messages += messages
@@ -260,7 +292,9 @@ class Conversations:
             text = self.finished.tokenizer.decode(answer.token_ids, skip_special_tokens=False)
             return as_messages(text), list(answer.token_ids)
         messages = as_messages(answer.observation)
-        rendered = self.settings.renderer.render(one.prompt.messages, messages)
+        if answer.restarts:
+            return messages, self.settings.renderer.begin(messages)
+        rendered = self.settings.renderer.render(one.begun, messages)
         return messages, without_repeated_end(rendered, turn=one.turn, stop=self.stop.token_ids)
 
     def _request(self, one: _Conversation) -> SequenceRequest:
@@ -271,20 +305,20 @@ class Conversations:
             max_tokens=min(
                 self.settings.max_turn_tokens,
                 one.sampling.max_tokens - len(one.logprobs),
-                self._room(one),
+                self._room(one, len(one.context)),
             ),
         )
         return SequenceRequest(
             position=one.position,
-            token_ids=[*one.prompt.token_ids, *one.token_ids],
+            token_ids=one.context,
             params=sampling_params(sampling, prompt=one.prompt, sample=one.sample, stop=self.stop),
         )
 
-    def _room(self, one: _Conversation) -> int:
-        """Tokens that the context of the model still takes; 0 if the policy may write no more."""
+    def _room(self, one: _Conversation, context: int) -> int:
+        """Tokens that the model takes after `context`; 0 if the policy may write no more."""
         if len(one.logprobs) >= one.sampling.max_tokens:
             return 0
-        return self.max_model_len - len(one.prompt.token_ids) - len(one.token_ids)
+        return self.max_model_len - context
 
     def _end(
         self, one: _Conversation, finish_reason: FinishReason, grade: GradeResult | None
@@ -300,6 +334,7 @@ class Conversations:
             finish_reason=finish_reason,
             text=one.messages[-1]["content"],
             observed=tuple(one.observed),
+            restarts=tuple(one.restarts),
             messages=tuple(one.messages),
             grade=grade,
         )

@@ -68,6 +68,7 @@ class FinishedResponses:
             weight_version=self.weight_version,
             owner=generated.owner,
             observed=generated.observed,
+            restarts=generated.restarts,
             messages=generated.messages,
             grade=generated.grade,
             routes=generated.routes,

@@ -35,6 +35,7 @@ class Generated:
     text: str
     owner: int = -1  # this and the following as in `types.Response`
     observed: tuple[tuple[int, int], ...] = ()
+    restarts: tuple[int, ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
     grade: GradeResult | None = None
     routes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
@@ -112,7 +113,7 @@ def gather_responses(
             position=position,
             finish_reason=_FINISH_REASONS[reasons[index]],
             owner=-1 if everywhere else owned[index],
-            observed=observed.get(position, ()),
+            **observed.get(position, {}),
             **_read_texts(letters[index], text_sizes[index]),
             **{name: rows[index] for name, rows in columns.items()},
         )
@@ -122,12 +123,12 @@ def gather_responses(
 
 def _exchange_heads(
     own: Sequence[Generated], texts: Sequence[tuple[bytes, bytes]]
-) -> tuple[list[list[int]], list[int], dict[int, tuple[tuple[int, int], ...]]]:
+) -> tuple[list[list[int]], list[int], dict[int, dict[str, Any]]]:
     """Exchange the sizes of all ranks' responses.
 
     Returns lists over all responses, ordered by position: their positions, reasons, bytes of their
     texts and of these with the conversations, and lengths of each column; then the rank of each;
-    then the observed ranges by position.
+    then the observed ranges and restarts by position.
     """
     rows = [
         (*(r.position, _FINISH_REASONS.index(r.finish_reason), len(text), len(text + conversation)),
@@ -135,9 +136,12 @@ def _exchange_heads(
         for r, (text, conversation) in zip(own, texts, strict=True)
     ]  # fmt: skip
     numbers = np.array(rows, np.int64).reshape(-1, 4 + len(_COLUMNS))
-    pairs = gather_from_ranks((numbers, {r.position: r.observed for r in own if r.observed}))
+    ranges = {
+        r.position: {"observed": r.observed, "restarts": r.restarts} for r in own if r.observed
+    }
+    pairs = gather_from_ranks((numbers, ranges))
     gathered = [each for each, _ in pairs]
-    observed = {position: one for _, ranges in pairs for position, one in ranges.items()}
+    observed = {position: one for _, some in pairs for position, one in some.items()}
     ranks = np.repeat(np.arange(len(gathered)), [len(each) for each in gathered])
     order = np.argsort(np.concatenate(gathered)[:, 0], kind="stable")
     return np.concatenate(gathered)[order].T.tolist(), ranks[order].tolist(), observed

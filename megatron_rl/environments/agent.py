@@ -34,6 +34,8 @@ class AgentEnvironment:
     prompt: ClassVar[str] = "prompt"
     call_format: ClassVar[CallFormat] = "hermes"
 
+    max_rewrites = 0  # of the run
+
     def __init__(self, row: Mapping[str, Any], seed: int) -> None:
         self.row, self.seed = row, seed
         self._session: Session | None = None
@@ -55,7 +57,9 @@ class AgentEnvironment:
         """Answer the agent's request with this turn; return what the next request adds."""
         if self._session is None:
             self._session = (await Endpoint.of_this_process()).open(
-                self._first_messages(), call_format=self.call_format
+                self._first_messages(),
+                call_format=self.call_format,
+                max_rewrites=self.max_rewrites,
             )
             self._session.receive(self._tokens)
             self._agent = asyncio.create_task(self._run(self._session.url))

@@ -11,11 +11,12 @@ import contextlib
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from megatron_rl.environments.call_formats import PARSERS, CallFormat
 from megatron_rl.environments.interface import Answer, TurnTokens, is_token_list
-from megatron_rl.environments.replies import Message, Turn, error_reply
+from megatron_rl.environments.replies import Message, Turn, as_text, error_reply, readable
 
 _OVER = error_reply(410, "the conversation is over: it reached a limit of the run")
 
@@ -27,8 +28,15 @@ class RewrittenHistoryError(Exception):
 class Session:
     """One conversation: `messages` and `token_ids` so far, and at most one request that waits."""
 
-    def __init__(self, url: str, messages: Sequence[Message], *, call_format: CallFormat) -> None:
-        self.url, self.messages = url, list(messages)
+    def __init__(
+        self,
+        url: str,
+        messages: Sequence[Message],
+        *,
+        call_format: CallFormat,
+        max_rewrites: int = 0,
+    ) -> None:
+        self.url, self.messages, self._rewrites_left = url, list(messages), max_rewrites
         self.token_ids: list[int] = []  # as the engine has them
         self._tokens: TurnTokens | None = None  # of the next turn
         self._call_format = call_format
@@ -47,7 +55,8 @@ class Session:
     def receive(self, tokens: TurnTokens | None) -> None:
         """Take the tokens of the next turn, and those before it; None: they are unknown."""
         self._tokens = tokens
-        self.token_ids += tokens.context if tokens is not None else []
+        if tokens is not None:
+            self.token_ids = [*([] if tokens.restarts else self.token_ids), *tokens.context]
 
     def answer(self, text: str) -> None:
         """Answer the request that waits with a turn of the policy."""
@@ -68,12 +77,22 @@ class Session:
 
     async def complete(self, body: Mapping[str, Any]) -> tuple[int, Message]:
         """Serve a request of chat completions; return its HTTP status and JSON."""
-        problem = self._problem(body, n=body.get("n", 1)) or self._changed_messages(body)
+        problem = self._problem(body, n=body.get("n", 1)) or _malformed_messages(body)
         if problem is not None:
             return problem
-        added = body["messages"][len(self.messages) :]
-        self.messages += added
-        made = await self._wait(Answer(added))
+        messages = body["messages"]
+        change = self._changed_messages(messages)
+        if change and (not messages or messages[-1].get("role") == "assistant"):
+            return self._refuse(
+                f"{change}; a changed history must end with what the policy answers"
+            )
+        if change and not self._may_restart():
+            return self._refuse(change + self._advice)
+        request = Answer(messages[len(self.messages) :])
+        if change:
+            request = Answer([readable(message) for message in messages], restarts=True)
+        self.messages = list(messages)
+        made = await self._wait(request)
         if made is None:
             return _OVER
         calls = PARSERS[self._call_format](made.text) if body.get("tools") else []
@@ -86,11 +105,15 @@ class Session:
         sampling = body.get("sampling_params") or {}
         if not isinstance(sampling, dict):
             return error_reply(400, "sampling_params must be an object")
-        problem = self._problem(body, n=sampling.get("n", 1)) or self._changed_tokens(body)
+        problem = self._problem(body, n=sampling.get("n", 1)) or _malformed_tokens(body)
         if problem is not None:
             return problem
-        added = body["token_ids"][len(self.token_ids) :]
-        made = await self._wait(Answer(token_ids=added))
+        tokens = body["token_ids"]
+        change = self._changed_tokens(tokens)
+        if change and not self._may_restart():
+            return self._refuse(change + self._advice)
+        request = Answer(token_ids=tokens[0 if change else len(self.token_ids) :])
+        made = await self._wait(replace(request, restarts=change is not None))
         return _OVER if made is None else (200, made.generation(body))
 
     async def _wait(self, added: Answer) -> Turn | None:
@@ -115,10 +138,20 @@ class Session:
             return error_reply(409, "an earlier request of this conversation waits for its turn")
         return None
 
-    def _changed_messages(self, body: Mapping[str, Any]) -> tuple[int, Message] | None:
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
-            return error_reply(400, "messages must be a list of objects with role and content")
+    def _may_restart(self) -> bool:
+        """Count a request that changes what was before, unless it must be refused."""
+        if not self._turns or self._rewrites_left < 1:
+            return False
+        self._rewrites_left -= 1
+        return True
+
+    @property
+    def _advice(self) -> str:
+        """The end of a refusal; the first request never changes anything, whatever is allowed."""
+        return ", or raise environment.max_rewrites" if self._turns else ""
+
+    def _changed_messages(self, messages: Sequence[Message]) -> str | None:
+        """Return which earlier message a request changes, as a sentence; None if none."""
         known = len(self.messages)
         different = [
             place
@@ -130,22 +163,18 @@ class Session:
             different.append(known)
         if not different:
             return None
-        return self._refuse(
+        return (
             f"message {different[0] + 1} of the request is not that of the conversation, whose "
             f"first {known} messages are fixed: the policy is trained on the tokens that it "
             "sampled in them; send them unchanged, also the thinking, and new ones after them"
         )
 
-    def _changed_tokens(self, body: Mapping[str, Any]) -> tuple[int, Message] | None:
-        tokens, known = body.get("token_ids"), self.token_ids
-        if not is_token_list(tokens) or not tokens:
-            return error_reply(400, "token_ids must be a list of integers from 0 on, and not empty")
-        if body.get("features") or body.get("content_parts"):
-            return error_reply(400, "features and content_parts are not supported; send token_ids")
-        is_first = not self._turns
+    def _changed_tokens(self, tokens: Sequence[int]) -> str | None:
+        """Return why token ids do not extend the conversation; None if they do."""
+        known, is_first = self.token_ids, not self._turns
         if tokens[: len(known)] == known and not (is_first and len(tokens) > len(known)):
             return None
-        return self._refuse(
+        return (
             f"token_ids are not those of the conversation, whose first {len(known)} are fixed: "
             + ("they are the prompt of the row" if is_first else "the policy sampled some of them")
             + "; send them unchanged, and new ones after them"
@@ -225,19 +254,36 @@ class Endpoint:
         self._server.should_exit = True
         await self._task
 
-    def open(self, messages: Sequence[Message], *, call_format: CallFormat) -> Session:
+    def open(
+        self, messages: Sequence[Message], *, call_format: CallFormat, max_rewrites: int = 0
+    ) -> Session:
         """Open a conversation at an address of its own."""
         token = secrets.token_urlsafe(16)
         url = f"{self._address}/{token}/v1"
-        session = self._sessions[token] = Session(url, messages, call_format=call_format)
+        session = Session(url, messages, call_format=call_format, max_rewrites=max_rewrites)
+        self._sessions[token] = session
         return session
+
+
+def _malformed_messages(body: Mapping[str, Any]) -> tuple[int, Message] | None:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+        return error_reply(400, "messages must be a list of objects with role and content")
+    return None
+
+
+def _malformed_tokens(body: Mapping[str, Any]) -> tuple[int, Message] | None:
+    tokens = body.get("token_ids")
+    if not is_token_list(tokens) or not tokens:
+        return error_reply(400, "token_ids must be a list of integers from 0 on, and not empty")
+    if body.get("features") or body.get("content_parts"):
+        return error_reply(400, "features and content_parts are not supported; send token_ids")
+    return None
 
 
 def _essence(message: Message) -> tuple[Any, ...]:
     """Return what of a message must not change: role, text and tool calls."""
-    content = message.get("content") or ""
-    if isinstance(content, list):
-        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    content = as_text(message)
     calls = []
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}

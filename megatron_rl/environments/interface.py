@@ -28,7 +28,9 @@ class Answer:
     that the policy reads next. reward: added up over the turns; if no turn has one, the verifier
     grades the last turn. done: True ends the conversation, and the observation is not used.
     reason: a word or two for the records. token_ids: the tokens that follow the turn, in place of
-    an observation.
+    an observation. restarts: the observation replaces everything before it, the prompt too, at most
+    `environment.max_rewrites` times; it may have messages of the assistant, which are read and not
+    trained.
     """
 
     observation: str | list[dict[str, Any]] = ""
@@ -36,6 +38,7 @@ class Answer:
     done: bool = False
     reason: str = ""
     token_ids: list[int] | None = None
+    restarts: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,15 @@ class TurnTokens:
     """The tokens of a turn of the policy, for environments that take them.
 
     context: the tokens before it that are of no earlier turn: the prompt, later an observation.
-    sampled, logprobs: those of the turn. is_complete: False if it was cut at its limit.
+    sampled, logprobs: those of the turn. is_complete: False if it was cut at its limit. restarts:
+    the context replaces everything before it.
     """
 
     context: list[int]
     sampled: list[int]
     logprobs: list[float]
     is_complete: bool
+    restarts: bool = False
 
 
 class Environment(Protocol):
@@ -143,17 +148,23 @@ def read_answer(value: Any, *, name: str) -> dict[str, Any]:
         raise TypeError(
             f"{name} returned the reward {shown(value.reward)}; return a finite number, or None"
         )
-    if not isinstance(value.done, bool) or not isinstance(value.reason, str):
+    flags = isinstance(value.done, bool) and isinstance(value.restarts, bool)
+    if not flags or not isinstance(value.reason, str):
         raise TypeError(
-            f"{name} returned done={shown(value.done)} and reason={shown(value.reason)}; return "
-            "True or False, and a text"
+            f"{name} returned done={shown(value.done)}, restarts={shown(value.restarts)} and "
+            f"reason={shown(value.reason)}; return True or False twice, and a text"
         )
-    observation = _read_observation(value.observation, name=name)
+    roles = (*_ROLES, "assistant") if value.restarts else _ROLES
+    observation = _read_observation(value.observation, name=name, roles=roles)
     fields: dict[str, Any] = {
         "observation": observation, "reward": reward, "done": value.done,
     }  # fmt: skip
     if value.token_ids is not None:
         fields["token_ids"] = _read_tokens(value.token_ids, name=name)
+    if value.restarts and not value.done:
+        fields["restarts"] = True
+        if not (observation if value.token_ids is None else value.token_ids):
+            raise TypeError(f"{name} returned restarts=True without an observation; return one")
     return fields | {"reason": clean(value.reason)}
 
 
@@ -175,12 +186,14 @@ def is_token_list(value: Any) -> TypeGuard[list[int]]:
     )
 
 
-def _read_observation(value: Any, *, name: str) -> str | list[dict[str, Any]]:
+def _read_observation(value: Any, *, name: str, roles: Sequence[str]) -> str | list[dict[str, Any]]:
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
+    if not isinstance(messages, list | tuple) or not all(
+        _is_message(one, roles) for one in messages
+    ):
         raise TypeError(
             f"{name} returned the observation {shown(value)}; return a text, or a list of messages "
-            f"as {{'role': 'user', 'content': 'text'}} with a role of {', '.join(_ROLES)}"
+            f"as {{'role': 'user', 'content': 'text'}} with a role of {', '.join(roles)}"
         )
     characters = sum(len(message["content"]) for message in messages)
     if characters > MAX_OBSERVATION:
@@ -199,10 +212,10 @@ def _read_observation(value: Any, *, name: str) -> str | list[dict[str, Any]]:
     return cleaned
 
 
-def _is_message(value: Any) -> bool:
+def _is_message(value: Any, roles: Sequence[str]) -> bool:
     return (
         isinstance(value, dict)
-        and value.get("role") in _ROLES
+        and value.get("role") in roles
         and isinstance(value.get("content"), str)
         and all(isinstance(key, str) for key in value)
     )

@@ -38,9 +38,9 @@ class EnvironmentPool:
     time_limit_seconds: limit of one call. on_error: reaction to an environment that fails. `end`
     raises BrokenEnvironmentError; `zero` returns the failure. Failures of kind `timed_out` and
     `lost` are always returned. variables: names of environment variables for the workers in
-    addition to the standard ones. echo: receives what environments print, and tracebacks.
-    Use it as a context manager, or call `close`. One thread at a time may use it. Raises
-    BrokenEnvironmentError if a variable is not set.
+    addition to the standard ones. max_rewrites: times that a conversation may restart. echo:
+    receives what environments print, and tracebacks. Use it as a context manager, or call `close`.
+    One thread at a time may use it. Raises BrokenEnvironmentError if a variable is not set.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class EnvironmentPool:
         time_limit_seconds: float,
         on_error: OnError = "end",
         variables: Sequence[str] = (),
+        max_rewrites: int = 0,
         echo: Callable[[str], object] = lambda line: print(line, file=sys.stderr),  # noqa: T201
     ) -> None:
         if workers < 1 or time_limit_seconds <= 0:
@@ -60,7 +61,7 @@ class EnvironmentPool:
             values = worker_environment(variables, setting="environment.variables")
         except VerifierError as error:
             raise BrokenEnvironmentError(str(error)) from None
-        self.name, self.on_error = name, on_error
+        self.name, self.on_error, self.max_rewrites = name, on_error, max_rewrites
         self.tools: list[dict[str, Any]] = []  # JSON schemas, after `start`
         self.takes_tokens = False  # whether environments have `receive_tokens`, after `start`
         self.answered = 0  # total number of results, to detect progress
@@ -74,6 +75,7 @@ class EnvironmentPool:
         command = [
             *(sys.executable, "-m", "megatron_rl.environments.worker", "--environment", name),
             *("--time-limit", str(time_limit_seconds), "--parent", str(os.getpid())),
+            *("--max-rewrites", str(max_rewrites)),
         ]
         self._dispatcher = Dispatcher(
             lambda: EnvironmentProcess(command, self._printed, values),

@@ -1,5 +1,6 @@
 """Replies of the endpoint, in the forms of chat completions and of vLLM's token generation."""
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from megatron_rl.environments.interface import TurnTokens
 
 Message = dict[str, Any]
 _CALL_TAG = "<tool_call>"
+_TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
 
 @dataclass(frozen=True)
@@ -109,3 +111,28 @@ class Turn:
 def error_reply(status: int, text: str) -> tuple[int, Message]:
     """Build the reply of a refused request: its HTTP status and JSON."""
     return status, {"error": {"message": text, "type": "invalid_request_error", "code": status}}
+
+
+def as_text(message: Mapping[str, Any]) -> str:
+    """Return the text of a message, whose content may be text, parts or null."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return str(content)
+
+
+def readable(message: Message) -> Message:
+    """Return a message for a chat template: content as a text, arguments of calls as objects."""
+    kept = {key: value for key, value in message.items() if key not in _TOKEN_FIELDS}
+    kept["content"] = as_text(message)
+    if message.get("tool_calls"):
+        kept["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
+    return kept
+
+
+def _with_parsed_arguments(call: Mapping[str, Any]) -> Message:
+    function = dict(call.get("function") or {})
+    if isinstance(function.get("arguments"), str):
+        with contextlib.suppress(ValueError):
+            function["arguments"] = json.loads(function["arguments"])
+    return {**call, "function": function}

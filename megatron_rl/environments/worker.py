@@ -53,8 +53,17 @@ class DifferentAnswerError(Exception):
 class Worker:
     """The environments of the conversations of this process, by key."""
 
-    def __init__(self, make: Any, *, name: str, time_limit: float, output: RawIOBase) -> None:
+    def __init__(
+        self,
+        make: Any,
+        *,
+        name: str,
+        time_limit: float,
+        output: RawIOBase,
+        max_rewrites: int = 0,
+    ) -> None:
         self._make, self._name, self._time_limit, self._output = make, name, time_limit, output
+        self._max_rewrites = max_rewrites
         self._environments: dict[int, Any] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
@@ -103,7 +112,9 @@ class Worker:
     async def _rebuild(self, request: dict[str, Any]) -> None:
         key, (*earlier, _) = request["key"], request["turns"]
         row, seed = json.loads(request["row"]), request["seed"]
-        self._environments[key] = await self._call(key, self._make, row, seed)
+        environment = self._environments[key] = await self._call(key, self._make, row, seed)
+        if hasattr(environment, "max_rewrites"):
+            environment.max_rewrites = self._max_rewrites
         if earlier and hasattr(self._environments[key], "replay"):
             known = [(turn["message"], Answer(**turn["answer"])) for turn in earlier]
             await self._call(key, self._environments[key].replay, known)
@@ -172,6 +183,7 @@ def main() -> None:
     parser.add_argument("--environment", required=True)
     parser.add_argument("--time-limit", type=float, required=True)
     parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--max-rewrites", type=int, required=True)
     arguments = parser.parse_args()
     output = isolate(arguments.parent)
     source = os.dup(0)  # an environment that reads standard input finds its end
@@ -191,7 +203,11 @@ def main() -> None:
         }
         send(output, {"ready": ready})
         worker = Worker(
-            make, name=arguments.environment, time_limit=arguments.time_limit, output=output
+            make,
+            name=arguments.environment,
+            time_limit=arguments.time_limit,
+            output=output,
+            max_rewrites=arguments.max_rewrites,
         )
         asyncio.run(worker.serve(source))
 

@@ -101,7 +101,7 @@ def _step_bytes(config: Config, run: RunDirectory) -> float:
 
 def _longest(config: Config) -> int:
     """Return the maximum tokens of a response, with the observations of an environment."""
-    return config.max_model_tokens - config.data.max_prompt_tokens
+    return config.max_packed_tokens - config.data.max_prompt_tokens
 
 
 def _remaining_rollouts(config: Config, run: RunDirectory, step: float) -> float:

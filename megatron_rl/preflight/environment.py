@@ -21,7 +21,7 @@ GRACE_SECONDS = 30.0  # for a process that is killed at its time limit and start
 CURES = {
     "failed": "the policy can write any turn, so it needs an Answer too, or set "
     "environment.on_error=zero, which gives such a conversation no reward",
-    "rewritten": "send them unchanged",
+    "rewritten": "send them unchanged, or raise environment.max_rewrites",
     "timed_out": "raise environment.time_limit_seconds, or let it answer sooner",
     "lost": "start what it needs",
 }
@@ -77,12 +77,19 @@ class EnvironmentTrial:
             text = answer.text.removeprefix(f"{self.pool.name} ")
             cure = "" if "; " in text else f"; {CURES[answer.kind]}"
             return [self._name(f"{tried} {text}{cure}")]
+        if answer.restarts and not self.config.environment.max_rewrites:
+            cure = "environment.max_rewrites=0 refuses; raise it, or return an observation to add"
+            return [self._name(f"{tried} returned restarts=True, which {cure}")]
         if answer.done or answer.token_ids is not None:
             return []
         config = self.with_tools()
         renderer = TurnRenderer(tokenizer, config.data.template, config.data.template_arguments)
+        messages = as_messages(answer.observation)
         try:
-            renderer.render(prompt.messages, as_messages(answer.observation))
+            if answer.restarts:
+                renderer.begin(messages)
+            else:
+                renderer.render(prompt.messages, messages)
         except ValueError as error:
             return [self._name(str(error))]
         return []
@@ -111,6 +118,7 @@ def start_environment_trial(config: Config) -> Iterator[EnvironmentTrial]:
             time_limit_seconds=config.environment.time_limit_seconds,
             on_error="zero",
             variables=config.environment.variables,
+            max_rewrites=config.environment.max_rewrites,
             echo=printed.append,
         )
     except BrokenEnvironmentError as error:

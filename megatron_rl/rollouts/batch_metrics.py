@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.data.packing import sequence_lengths
 from megatron_rl.data.token_rows import is_here
 from megatron_rl.engine.conversations import FAILURE_REASONS
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, UNPARSABLE_TRUTH
@@ -72,9 +73,11 @@ def _conversation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {
         "conversation/turns_mean": statistics.fmean(one.turns for one in responses),
         "conversation/turns_max": max(one.turns for one in responses),
+        "conversation/rewrites_mean": statistics.fmean(len(one.restarts) for one in responses),
+        "conversation/rewrites_max": max(len(one.restarts) for one in responses),
         "conversation/observed_fraction": 1 - sum(one.length for one in responses) / tokens,
         "conversation/context_max": max(
-            len(one.prompt.token_ids) + len(one.response.token_ids) for one in rollouts
+            length + 1 for one in rollouts for length in sequence_lengths(one)
         ),
         **{
             f"conversation/{kind}_fraction": reasons.count(reason) / len(reasons)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,14 @@ from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
 from megatron_rl.rollouts.rollout_files import NEEDED
-from megatron_rl.runs.rollout_tables import MESSAGES, OBSERVED, TURN_REWARDS, read_observed
+from megatron_rl.runs.rollout_tables import (
+    MESSAGES,
+    OBSERVED,
+    RESTARTS,
+    TURN_REWARDS,
+    read_observed,
+    read_restarts,
+)
 from megatron_rl.types import TOKEN_COLUMNS, GradeResult, Prompt, Response, Rollout
 
 LOGPROBS = ("behavior_logprobs", "rollout_logprobs")  # columns in order of preference
@@ -128,17 +136,13 @@ def parse_rollout(row: dict[str, Any], tokenizer: Any, *, place: int, config: Co
         tokens = [*tokenizer(text, add_special_tokens=False)["input_ids"], *end]
     if not tokens:
         raise UserError("the response has no tokens")
-    if len(prompt_ids) + len(tokens) > config.max_model_tokens:
-        raise UserError(
-            f"prompt and response have {len(prompt_ids) + len(tokens)} tokens, more than "
-            f"data.max_prompt_tokens + rollout.max_response_tokens={config.max_model_tokens}; "
-            "raise one of them"
-        )
+    observed, restarts = read_observed(row), read_restarts(row)
+    sampled = _count_sampled(observed, len(tokens))
+    _check_restarts(restarts, observed)
+    _check_lengths([-len(prompt_ids), *restarts, len(tokens)], limit=config.max_model_tokens)
     size = len(tokenizer)
     if not 0 <= min((*prompt_ids, *tokens)) <= max((*prompt_ids, *tokens)) < size:
         raise UserError(f"a token lies outside the tokenizer's {size}: were they another model's?")
-    observed = read_observed(row)
-    sampled = _count_sampled(observed, len(tokens))
     frozen, generated = (_logprobs(row.get(name), name, sampled) for name in LOGPROBS)
     response = Response(
         prompt_index=row.get("prompt_index", place // config.rollout.responses_per_prompt),
@@ -149,6 +153,7 @@ def parse_rollout(row: dict[str, Any], tokenizer: Any, *, place: int, config: Co
         finish_reason=ending if ending in ("length", "lost") else "stop",
         weight_version=-1,  # versions in files are of another run
         observed=observed,
+        restarts=restarts,
         messages=tuple(json.loads(row.get(MESSAGES) or "[]")),
     )
     source = Prompt(
@@ -188,6 +193,25 @@ def _turn_rewards(rewards: Sequence[float], turns: int) -> list[float]:
             "for each, or none"
         )
     return list(rewards)
+
+
+def _check_restarts(restarts: Sequence[int], observed: Sequence[tuple[int, int]]) -> None:
+    """Raise UserError unless restarts are in order and each begins an observation with tokens."""
+    begins = {first for first, end in observed if end > first}
+    if sorted(set(restarts)) != list(restarts) or not begins.issuperset(restarts):
+        raise UserError(
+            f"{RESTARTS} is {list(restarts)!r:.80}; each must begin an observation, in order"
+        )
+
+
+def _check_lengths(bounds: Sequence[int], *, limit: int) -> None:
+    """Raise UserError if the sequence between two bounds is too long for the model."""
+    longest = max(end - start for start, end in itertools.pairwise(bounds))
+    if longest > limit:
+        raise UserError(
+            f"prompt and response have {longest} tokens, more than "
+            f"data.max_prompt_tokens + rollout.max_response_tokens={limit}; raise one of them"
+        )
 
 
 def _count_sampled(observed: Sequence[tuple[int, int]], count: int) -> int:

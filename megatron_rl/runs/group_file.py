@@ -40,6 +40,7 @@ SCHEMA = pa.schema(
         "weight_version": pa.int64(),
         "later_versions": pa.list_(pa.list_(pa.int64(), 2)),
         "observed": pa.list_(pa.list_(pa.int64(), 2)),
+        "restarts": pa.list_(pa.int64()),
         "messages": pa.string(),  # JSON
         "verdict": pa.string(),  # JSON of a GradeResult
         "advantage": pa.float32(),
@@ -66,6 +67,7 @@ def write_groups(
             "weight_version": rollout.response.weight_version,
             "later_versions": [list(each) for each in rollout.response.later_versions],
             "observed": [list(each) for each in rollout.response.observed],
+            "restarts": list(rollout.response.restarts),
             "messages": json.dumps(rollout.response.messages),
             "verdict": json.dumps(dataclasses.asdict(rollout.grade_result)),
             "advantage": advantage,
@@ -158,6 +160,7 @@ def _rollout(row: dict[str, Any], *, owner: int) -> Rollout:
         later_versions=tuple((start, version) for start, version in row["later_versions"]),
         # missing in a file that an earlier release wrote
         observed=tuple((first, end) for first, end in row.get("observed", ())),
+        restarts=tuple(row.get("restarts", ())),
         messages=tuple(json.loads(row.get("messages", "[]"))),
         owner=owner,
     )

@@ -81,6 +81,9 @@ def build_rollout_table(rollouts: Sequence[Rollout]) -> pa.Table:
     if any(rollout.response.messages for rollout in rollouts):
         table = table.append_column(OBSERVED, column(_observed_ranges, RANGES))
         table = table.append_column(
+            RESTARTS, column(lambda r: r.response.restarts, pa.list_(pa.int32()))
+        )
+        table = table.append_column(
             MESSAGES, column(lambda r: json.dumps(r.response.messages), pa.string())
         )
         table = table.append_column(
@@ -94,9 +97,10 @@ def build_rollout_table(rollouts: Sequence[Rollout]) -> pa.Table:
 
 
 # Columns of conversations: the ranges of token_ids that an environment wrote, while rollout and
-# behavior log-probs are of the other tokens only; the messages after those of the prompt; and the
-# rewards of turns. Only with `advantage.credit=turn`: the advantages of turns.
-OBSERVED, MESSAGES = "observed", "messages"
+# behavior log-probs are of the other tokens only; the places in token_ids from which an observation
+# replaces everything before it; the messages after those of the prompt; and the rewards of turns.
+# Only with `advantage.credit=turn`: the advantages of turns.
+OBSERVED, RESTARTS, MESSAGES = "observed", "restarts", "messages"
 TURN_REWARDS, TURN_ADVANTAGES = "turn_rewards", "turn_advantages"
 RANGES = pa.list_(pa.struct({"first": pa.int32(), "end": pa.int32()}))
 
@@ -104,6 +108,11 @@ RANGES = pa.list_(pa.struct({"first": pa.int32(), "end": pa.int32()}))
 def read_observed(row: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     """Return the observed ranges of a row as `Response.observed`; empty without the column."""
     return tuple((one["first"], one["end"]) for one in row.get(OBSERVED) or ())
+
+
+def read_restarts(row: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the restarts of a row as `Response.restarts`; empty without the column."""
+    return tuple(row.get(RESTARTS) or ())
 
 
 def _observed_ranges(rollout: Rollout) -> list[dict[str, int]]:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from megatron_rl.errors import UserError
 from megatron_rl.runs.rollout_tables import MESSAGES, OBSERVED, PLACE, read_observed
-from megatron_rl.types import Rollout
+from megatron_rl.types import REPLACES_HISTORY, Rollout
 
 Row = dict[str, Any]
 COLUMNS = (
@@ -123,8 +123,14 @@ def response_text(row: Mapping[str, Any]) -> str:
 
 
 def _messages(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return role and text of each message of a conversation; empty without an environment."""
-    return [(str(one.get("role")), str(one.get("content"))) for one in row.get(MESSAGES, ())]
+    """Return role and text of each message of a conversation; empty without an environment.
+
+    The role of the first message of a history that replaces everything before it begins with `new`.
+    """
+    return [
+        ("new " * (REPLACES_HISTORY in one) + str(one.get("role")), str(one.get("content")))
+        for one in row.get(MESSAGES, ())
+    ]
 
 
 def describe_rollout(row: Mapping[str, Any], *, most: int, indent: str = "  ") -> str:

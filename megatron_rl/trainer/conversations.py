@@ -47,6 +47,7 @@ def open_conversations(
                         time_limit_seconds=settings.time_limit_seconds,
                         on_error=settings.on_error,
                         variables=settings.variables,
+                        max_rewrites=settings.max_rewrites,
                         echo=echo,
                     )
                 )

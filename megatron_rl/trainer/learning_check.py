@@ -49,7 +49,7 @@ class LearningCheck:
 
 def describe_slow_packs(config: Config) -> str | None:
     """Warning if the longest sequence does not fit into a pack."""
-    budget, longest = config.trainer.tokens_per_micro_batch, config.max_model_tokens
+    budget, longest = config.trainer.tokens_per_micro_batch, config.max_packed_tokens
     if budget >= longest:
         return None
     return (

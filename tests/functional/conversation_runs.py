@@ -32,13 +32,22 @@ ALL = (
     "early_stopping.kl=1.0e-6", "shaping.truncated=mask", "trainer.keep_best=eval_macro/avg@2",
     "trainer.self_test_every=1",
 )  # fmt: skip
+RESTARTS = ("environment.name=tests.functional.talking:RestartLedger", "environment.max_rewrites=2")
+# Agents that change the history at each of their three turns.
+AGENTS = ("environment.name=tests.functional.talking:Forgetful", "environment.max_turns=4",
+          "environment.on_error=zero", "data.columns={prompt: question, answer: answer}",
+          "trainer.steps=1", "eval.sets={}", "advantage.credit=response")  # fmt: skip
 RUNS = {
     "whole": (),
     "prompt": ("environment.name=tests.functional.talking:Digits",),  # answers at once
     "rounds": ("environment.in_rounds=true",),
     "asked": (),
-    "all": ALL,
-    "all_killed": ALL,
+    "split": RESTARTS,
+    "split_asked": RESTARTS,
+    "all": (*ALL, *RESTARTS),
+    "all_killed": (*ALL, *RESTARTS),
+    "agents": (*AGENTS, "environment.max_rewrites=2"),
+    "refused": (*AGENTS, "environment.max_rewrites=1"),
 }
 
 
@@ -111,8 +120,11 @@ def main(folder):
     Recorder.draw = lambda recorder: None
     disturbed = {
         "asked": {"step": 2, "updates": 2, "act": saving.CheckpointKeeper.checkpoint_and_exit},
+        "split_asked": {
+            "step": 2, "updates": 2, "act": saving.CheckpointKeeper.checkpoint_and_exit
+        },
         "all_killed": {"step": 3, "updates": 0, "act": kill},
-    }
+    }  # fmt: skip
     for name in RUNS:
         if name in disturbed:
             run_disturbed(folder, name, **disturbed[name])
@@ -122,10 +134,10 @@ def main(folder):
 
 
 def run_offline(folder):
-    """Train on the conversations of the first run, without an engine and its environment."""
+    """Train on the conversations of a run, without an engine and its environment."""
     settings = [
         *(one for one in arguments(folder, "offline") if not one.startswith("environment")),
-        "environment=null", f"offline.rollouts={folder}/whole", "eval.sets={}",
+        "environment=null", f"offline.rollouts={folder}/split", "eval.sets={}",
         "rollout.max_response_tokens=96",
     ]  # fmt: skip
     build.run_training(load_config(CONFIG, settings), rank=0, world_size=1)

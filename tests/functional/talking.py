@@ -5,9 +5,10 @@ import hashlib
 import json
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 
-from megatron_rl.environments import Answer
+from megatron_rl.environments import AgentEnvironment, Answer
 
 
 class Digits:
@@ -38,6 +39,25 @@ class Late(Digits):
     async def step(self, message):
         await asyncio.sleep(0.05 * random.random())
         return await super().step(message)
+
+
+class Restarting:
+    """Before another class: each second answer replaces everything before it by a summary."""
+
+    async def step(self, message):
+        answer = await super().step(message)
+        if len(self.turns) % 2 or answer.done:
+            return answer
+        history = [
+            {"role": "user", "content": f"sofar{len(self.turns)}"},
+            {"role": "assistant", "content": "yes"},
+            {"role": "user", "content": answer.observation},
+        ]
+        return replace(answer, observation=history, restarts=True)
+
+
+class Restarts(Restarting, Digits):
+    """The same answers, with replaced histories."""
 
 
 class Ungraded(Digits):
@@ -82,3 +102,36 @@ class Ledger(Late):
     def _write(self, name, what):
         with (Path(self.row["folder"]) / name).open("a") as file:
             file.write(json.dumps(what) + "\n")
+
+
+class RestartLedger(Restarting, Ledger):
+    """Both: `Ledger.replay` knows the turns, from which the answers follow."""
+
+
+class Forgetful(AgentEnvironment):
+    """An agent with OpenAI's client, as its user wrote it: its history is not what was written.
+
+    It strips thinking, here all but the last two characters, from each of its turns; with a row
+    that is `flat` it replaces the conversation by a summary once. It writes its requests to a file.
+    """
+
+    prompt = "question"
+
+    async def run(self, url):
+        from openai import AsyncOpenAI
+
+        client, seen = AsyncOpenAI(base_url=url, api_key="none"), []
+        messages, compacts = [{"role": "user", "content": self.row["question"]}], self.row["flat"]
+        for turn in range(3):
+            seen.append(list(messages))
+            reply = await client.chat.completions.create(model="policy", messages=messages)
+            text = reply.choices[0].message.content
+            if compacts and turn == 1:
+                messages = [{"role": "system", "content": f"{turn + 1} turns, last {text[-2:]}"}]
+            else:
+                written = text if compacts else text[-2:]
+                messages.append({"role": "assistant", "content": written})
+            messages.append({"role": "user", "content": "more"})
+        with (Path(self.row["folder"]) / "requests").open("a") as file:
+            file.write(json.dumps([seen, text]) + "\n")
+        return float(len(text) % 2)

@@ -17,6 +17,8 @@ import safetensors.torch
 import torch
 
 from megatron_rl.config import load_config
+from megatron_rl.data.prompts import tokenize_messages
+from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.runs.rows import read_metrics
 from megatron_rl.runtime.seeds import derive_seed
 from tests.functional import conversation_runs
@@ -88,21 +90,66 @@ def test_run_interrupted_inside_a_step_resumes_there(runs):
     assert made(runs, "asked") == made(runs, "whole")
 
 
+def test_run_of_split_conversations_resumes_inside_a_step(runs):
+    assert_same(runs / "split_asked", runs / "split")
+    assert made(runs, "split_asked") == made(runs, "split")
+    for row in learned(runs / "split")[1:]:
+        assert row["ratio/first_minibatch_max_deviation"] == 0.0
+        assert row["conversation/rewrites_mean"] > 0.2
+        # The engine and the actor read the same sequences.
+        assert row["mismatch/logprob_abs_diff_mean"] < 1e-4
+
+
+def contexts(row):
+    """The tokens that the policy read before each turn of a conversation."""
+    found, start, tokens = [], 0, [*row["prompt_token_ids"], *row["token_ids"]]
+    places = [0, *(one["end"] for one in row["observed"])]
+    for first, history in zip(places, [0, *(one["first"] for one in row["observed"])], strict=True):
+        if history in row["restarts"]:
+            start = len(row["prompt_token_ids"]) + history
+        found.append(tokens[start : len(row["prompt_token_ids"]) + first])
+    return found
+
+
+def test_agents_that_change_their_history_are_trained_as_often_as_allowed(runs):
+    """The policy has read each request exactly; a conversation is one response of its group."""
+    (row,) = learned(runs / "agents")[1:]
+    table = pq.read_table(runs / "agents" / "rollouts" / "step_000001.parquet").to_pylist()
+    assert len(table) == PROMPTS * SAMPLES
+    changes = [len(one["restarts"]) for one in table]
+    assert set(changes) == {1, 2} and row["conversation/rewrites_max"] == 2
+    assert row["conversation/rewrites_mean"] == sum(changes) / len(changes)
+    assert row["conversation/turns_mean"] == 3 and row["conversation/rewritten_fraction"] == 0
+    assert row["ratio/first_minibatch_max_deviation"] == 0.0
+    assert row["mismatch/logprob_abs_diff_mean"] < 1e-4
+    tokenizer = load_tokenizer(runs / "model")
+    sent = Counter()
+    for requests, last in notes(runs, "agents", "requests"):
+        tokens = [tokenize_messages(one, tokenizer, arguments={}) for one in requests]
+        sent[json.dumps([tokens, last])] += 1
+    assert sent == Counter(json.dumps([contexts(one), one["response"]]) for one in table)
+    # With one change allowed, the second is refused and ends the conversation.
+    (row,) = learned(runs / "refused")[1:]
+    assert row["conversation/rewritten_fraction"] == changes.count(2) / len(changes)
+    assert row["conversation/rewrites_max"] == 1 and row["conversation/turns_mean"] < 3
+
+
 def test_run_with_lag_replay_and_dynamic_sampling_resumes_with_the_same_bits(runs):
     assert_same(runs / "all", runs / "all_killed")
     steps = learned(runs / "all")[1:]
     for name in ("dynamic/rounds", "train/early_stopped", "train/masked_fraction"):
         assert sum(row.get(name, 0) for row in steps) > 0, name
     assert steps[-1]["lag/steps_mean"] > 0 and steps[-1]["replay/max_uses"] > 1
+    assert all(row["conversation/rewrites_mean"] > 0.2 for row in steps)
 
 
 def test_offline_run_on_conversations_equals_the_run_that_generated_them(runs):
     """The files of a run give the updates and the weights of that run."""
     unknown = {"rollout/weight_version": -1, "policy/entropy": None}  # of another run
-    steps = [learned(runs / name)[1:] for name in ("whole", "offline")]
+    steps = [learned(runs / name)[1:] for name in ("split", "offline")]
     for online, offline in zip(*steps, strict=True):
         assert offline == {name: online[name] for name in offline} | unknown
-    assert_same_weights(runs / "offline", runs / "whole")
+    assert_same_weights(runs / "offline", runs / "split")
 
 
 def wait_until(condition, process):

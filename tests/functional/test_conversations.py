@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.types import Prompt, SamplingSettings, sampled_ranges
+from megatron_rl.types import REPLACES_HISTORY, Prompt, SamplingSettings, sampled_ranges
 from tests.ranks import run_ranks
 
 SAMPLES, MAX_TURNS, MAX_TURN_TOKENS, CONTEXT = 4, 5, 6, 96
@@ -75,7 +75,7 @@ class Engine:
         return [as_values(one) for one in responses]
 
     def converse(
-        self, name, *, prompts=None, in_rounds=False, on_error="end",
+        self, name, *, prompts=None, in_rounds=False, on_error="end", max_rewrites=2,
         module="tests.functional.talking", **limits,
     ):  # fmt: skip
         from megatron_rl.engine.engine import ConversationSettings
@@ -85,7 +85,8 @@ class Engine:
         if self.rank == 0:
             pool = EnvironmentPool(
                 f"{module}:{name}", workers=2, on_error=on_error,
-                time_limit_seconds=3.0 if name == "Digits" else 60.0, echo=lambda line: None,
+                time_limit_seconds=3.0 if name == "Digits" else 60.0,
+                max_rewrites=max_rewrites, echo=lambda line: None,
             )  # fmt: skip
             pool.start()
         settings = ConversationSettings(
@@ -125,6 +126,8 @@ def on_rank(rank, world_size, folder):
         "alone": engine.converse("Digits", prompts=engine.prompts[2:3]),
         "ungraded": engine.converse("Ungraded"),
         "two turns": engine.converse("Digits", max_turns=2),
+        "restarts": (restarted := engine.converse("Restarts")),
+        "one restart": engine.converse("Restarts", on_error="zero", max_rewrites=1),
         "broken": engine.converse("Digits", prompts=broken, on_error="zero"),
     }
     costs = dict(engine.engine.environment_costs)
@@ -141,17 +144,15 @@ def on_rank(rank, world_size, folder):
         "messages": engine.converse("Messages", prompts=rows, module=agents),
         "foreign": engine.converse("Foreign", prompts=rows, module=agents, on_error="zero"),
     }
-    sequences = [
-        [*engine.prompts[place // SAMPLES].token_ids, *response.token_ids.tolist()][: CONTEXT - 1]
-        for place, response in enumerate(first)
-    ]
-    scored = engine.engine.score(sequences)
+    scored = score(engine, first)
+    restarted_gaps = check_sequences(engine, restarted, score(engine, restarted))
     with pytest.raises(RuntimeError, match=r"no such page|on its first rank"):
         engine.converse("Digits", prompts=broken[4:])
     assert engine.plain() == before, "conversations changed what the engine generates"
     return {
         "results": {name: [as_values(one) for one in rows] for name, rows in results.items()},
         "gaps": check_tokens(engine, first, scored),
+        "restarted gaps": restarted_gaps,
         "costs": costs,
         "replies": {name: read_replies(folder, name) for name in ("tokens", "messages")},
         "prompts": [list(prompt.token_ids) for prompt in engine.prompts],
@@ -184,12 +185,44 @@ def read_replies(folder, name):
     return found
 
 
+def score(engine, responses):
+    """Log-probs of each response's tokens in their own sequences, nan where there are none; [K]."""
+    sequences, places = [], []
+    for place, response in enumerate(responses):
+        tokens, bounds = response.token_ids.tolist(), [0, *response.restarts]
+        for first, end in zip(bounds, [*bounds[1:], len(tokens)], strict=True):
+            before = engine.prompts[place // SAMPLES].token_ids if first == 0 else ()
+            sequences.append([*before, *tokens[first:end]][: CONTEXT - 1])
+            places.append((place, first + 1 - len(before)))
+    found = [np.full(len(one.token_ids), np.nan, np.float32) for one in responses]
+    for (place, begin), scores in zip(places, engine.engine.score(sequences), strict=True):
+        values = scores.numpy()[max(0, -begin) :]
+        found[place][max(0, begin) :][: len(values)] = values
+    return found
+
+
+def check_sequences(engine, responses, all_scores):
+    """Largest gap to log-probs of each sequence alone; raises unless some restart twice."""
+    gaps = []
+    assert {len(one.restarts) for one in responses} == {0, 1, 2}
+    for response, scored in zip(responses, all_scores, strict=True):
+        gaps.append(np.nanmax(np.abs(scored[response.own] - response.rollout_logprobs)))
+        begins = [n for n, one in enumerate(response.messages) if REPLACES_HISTORY in one]
+        for number, (first, begin) in enumerate(zip(response.restarts, begins, strict=True)):
+            (stop,) = (stop for start, stop in response.observed if start == first)
+            history = response.messages[begin : begin + 3]
+            assert [one["content"] for one in history[:2]] == [f"sofar{2 * number + 2}", "yes"]
+            text = "".join(f"{one['role'][0]}={one['content']}<|end|>" for one in history) + "a="
+            assert engine.renderer.tokenizer.decode(response.token_ids[first:stop]) == text
+    return float(max(gaps))
+
+
 def check_tokens(engine, responses, all_scores):
     """Largest gap to log-probs of the whole; raises if an observation is not the template's."""
     gaps = []
     end = engine.renderer.tokenizer.eos_token_id
-    for place, (response, scores) in enumerate(zip(responses, all_scores, strict=True)):
-        prompt, tokens = engine.prompts[place // SAMPLES], response.token_ids.tolist()
+    for response, scores in zip(responses, all_scores, strict=True):
+        tokens = response.token_ids.tolist()
         assert response.turns <= MAX_TURNS and response.length <= SAMPLING.max_tokens
         observations = [one["content"] for one in response.messages if one["role"] == "user"]
         assert len(observations) == len(response.observed) == response.turns - 1
@@ -197,9 +230,7 @@ def check_tokens(engine, responses, all_scores):
             # A turn that the policy ended has its end once, as a sampled token.
             glue = f"u={text}<|end|>a=" if tokens[first - 1] == end else f"<|end|>u={text}<|end|>a="
             assert engine.renderer.tokenizer.decode(tokens[first:stop]) == glue
-        scored = scores[len(prompt.token_ids) - 1 :].numpy()
-        own = scored[response.own[: len(scored)]]
-        gaps.append(np.abs(own - response.rollout_logprobs[: len(own)]).max())
+        gaps.append(np.nanmax(np.abs(scores[response.own] - response.rollout_logprobs)))
     return float(max(gaps))
 
 
@@ -230,6 +261,20 @@ def test_conversation_alone_equals_conversation_in_batch(ranks):
 
 def test_log_probs_equal_those_of_whole_sequence(ranks):
     assert ranks[0]["gaps"] < 1e-5
+
+
+def test_log_probs_after_restart_are_of_the_new_sequence_alone(ranks):
+    assert ranks[0]["restarted gaps"] < 1e-5
+
+
+def test_conversation_that_restarts_too_often_has_no_reward(ranks):
+    results = ranks[0]["results"]
+    for one, refused in zip(results["restarts"], results["one restart"], strict=True):
+        same = refused["restarts"] == one["restarts"]
+        assert same == (len(one["restarts"]) < 2) and len(refused["restarts"]) <= 1
+        if not same:
+            grade = refused["grade"]
+            assert (grade.reward, grade.reason) == (0.0, "earlier messages changed")
 
 
 def test_rewards_of_turns_add_up_and_verifier_grades_without_them(ranks):

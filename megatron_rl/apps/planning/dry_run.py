@@ -6,6 +6,7 @@ without computing anything. Packs are as full, and responses as long, as the con
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -114,12 +115,12 @@ def measure(
         meter.category = "reference"
         # A local variable, so that its weights stay allocated.
         reference = ReferencePolicy(actor, config.reference_path)  # noqa: F841
-    sequences = full_pack(config, topology, sequence_parallel=actor.sequence_parallel)
-    needed = -(-_sequences_per_rank(config, topology) // len(sequences))
+    responses = full_pack(config, topology, sequence_parallel=actor.sequence_parallel)
+    needed = -(-_responses_per_rank(config, topology) // len(responses))
     if micro_batches is None:
         in_flight = topology.pp_size * (2 if topology.virtual_stages > 1 else 1)
         micro_batches = padded_length(min(in_flight, needed), alignment=topology.round_size)
-    minibatch = _minibatch(config, actor, sequences, micro_batches)
+    minibatch = _minibatch(config, actor, responses, micro_batches)
     packs = minibatch.micro_batches
     local = sum(packs[0].lengths) // topology.cp_size
     meter.category = "activations"
@@ -142,7 +143,7 @@ def measure(
         processes=topology.world_size,
         place={s: (getattr(topology, f"{s}_rank"), getattr(topology, f"{s}_size")) for s in sizes},
         parameters=sum(p.numel() for p in actor.tensors().values()),
-        sequences=tuple(packs[0].lengths),
+        sequences=packs[0].sequence_lengths,
         local_tokens=local,
         micro_batches=len(packs),
         micro_batches_of_update=needed,
@@ -170,37 +171,44 @@ def _build(config: Config, topology: Topology, meter: Meter) -> MegatronActor:
     return actor
 
 
-def full_pack(config: Config, topology: Topology, *, sequence_parallel: bool) -> tuple[int, ...]:
-    """Return the unpadded sequence lengths of the fullest pack: as many full-length ones as fit."""
+def full_pack(
+    config: Config, topology: Topology, *, sequence_parallel: bool
+) -> tuple[tuple[int, ...], ...]:
+    """Return the unpadded sequence lengths of each response of the fullest pack.
+
+    These are as many responses as fit, at least one, with the maximum number of sequences of the
+    maximum length, and one of a single sequence in the rest.
+    """
     alignment = topology.alignment(sequence_parallel=sequence_parallel)
     longest = config.max_model_tokens - 1  # the last token predicts nothing
-    padded = padded_length(longest, alignment=alignment)
+    response = (longest,) * config.max_sequences
+    padded = padded_length(longest, alignment=alignment) * len(response)
     budget = config.trainer.tokens_per_micro_batch // alignment * alignment
     whole = max(1, budget // padded)
-    limit = _sequences_per_rank(config, topology)
+    limit = _responses_per_rank(config, topology)
     if whole >= limit:
-        return (longest,) * limit
-    rest = budget - whole * padded
-    return (longest,) * whole + ((rest,) if rest >= max(alignment, 2) else ())
+        return (response,) * limit
+    rest = min(budget - whole * padded, longest)
+    return (response,) * whole + (((rest,),) if rest >= max(alignment, 2) else ())
 
 
-def _sequences_per_rank(config: Config, topology: Topology) -> int:
-    """Return the number of sequences per rank in one minibatch."""
+def _responses_per_rank(config: Config, topology: Topology) -> int:
+    """Return the number of responses per rank in one minibatch."""
     rollout = config.rollout
-    sequences = (
+    responses = (
         rollout.prompts_per_step * rollout.responses_per_prompt // config.trainer.minibatches
     )
-    return max(1, -(-sequences // topology.dp_size))
+    return max(1, -(-responses // topology.dp_size))
 
 
 def _minibatch(
-    config: Config, actor: MegatronActor, sequences: Sequence[int], micro_batches: int
+    config: Config, actor: MegatronActor, responses: Sequence[Sequence[int]], micro_batches: int
 ) -> Minibatch:
     """Build this rank's identical packs with the trainer's own minibatch planning."""
     rollouts = [
         _rollout(tokens, config.data.max_prompt_tokens)
         for _ in range(micro_batches * actor.topology.dp_size)
-        for tokens in sequences
+        for tokens in responses
     ]
     (minibatch,) = plan_minibatches(
         rollouts,
@@ -214,10 +222,16 @@ def _minibatch(
     return minibatch
 
 
-def _rollout(tokens: int, max_prompt_tokens: int) -> Rollout:
-    """Build a sequence with `tokens` positions that predict a next token."""
-    prompt_tokens = min(max_prompt_tokens, max(1, tokens // 2))
-    length = tokens - prompt_tokens + 1
+def _rollout(tokens: Sequence[int], max_prompt_tokens: int) -> Rollout:
+    """Build a response whose sequences have `tokens` positions that predict a next token."""
+    prompt_tokens = min(max_prompt_tokens, max(1, tokens[0] // 2))
     prompt = Prompt(0, (), (1,) * prompt_tokens, "", "")
-    ones, zeros = np.ones(length, np.int32), np.zeros(length, np.float32)
-    return Rollout(prompt, Response(0, 0, ones, zeros, "", "stop", 0), GradeResult(0.0, "", None))
+    *restarts, length = itertools.accumulate(tokens[1:], lambda end, size: end + size + 1,
+                                             initial=tokens[0] - prompt_tokens + 1)  # fmt: skip
+    observed = tuple((place, place + prompt_tokens) for place in restarts)
+    sampled = length - prompt_tokens * len(restarts)
+    response = Response(
+        0, 0, np.ones(length, np.int32), np.zeros(sampled, np.float32), "", "stop", 0,
+        observed=observed, restarts=tuple(restarts),
+    )  # fmt: skip
+    return Rollout(prompt, response, GradeResult(0.0, "", None))

@@ -298,8 +298,8 @@ def _actor_candidates(config: Config, *, processes: int) -> Iterator[dict[str, A
     # First: most weights, gradients and optimizer states of a mixture are the experts'.
     yield from ({"parallel.expert": times * parallel.expert} for times in (2, 4, 8))
     smaller: dict[str, Any] = {}
-    if trainer.tokens_per_micro_batch > config.max_model_tokens:
-        smaller = {"trainer.tokens_per_micro_batch": config.max_model_tokens}
+    if trainer.tokens_per_micro_batch > config.max_packed_tokens:
+        smaller = {"trainer.tokens_per_micro_batch": config.max_packed_tokens}
         yield smaller
     kinds = ("none", "selective", "full")
     recomputed = [{"trainer.recompute": kind} for kind in kinds[kinds.index(trainer.recompute) :]]

@@ -67,7 +67,7 @@ def workload_of(
     config: Config, *, mean_prompt: int | None = None, mean_response: int | None = None
 ) -> Workload:
     """Return the workload of a config, with default mean lengths."""
-    longest = config.max_model_tokens - config.data.max_prompt_tokens  # with observations
+    longest = config.max_packed_tokens - config.data.max_prompt_tokens  # with observations
     return Workload(
         prompts=config.rollout.prompts_per_step,
         samples=config.rollout.responses_per_prompt,

@@ -20,7 +20,7 @@ from megatron_rl.apps.report.traces import (
 )
 from megatron_rl.objectives import Objective
 from megatron_rl.objectives.spec import Bounds
-from megatron_rl.runs.rollout_tables import TURN_ADVANTAGES, read_observed
+from megatron_rl.runs.rollout_tables import TURN_ADVANTAGES, read_observed, read_restarts
 from megatron_rl.types import sampled_ranges
 
 BYTES_PER_TOKEN = 24  # in the page, besides BYTES_PER_UPDATE
@@ -135,7 +135,7 @@ def _response(
     response: TracedResponse, objective: Objective | None, pieces: Pieces
 ) -> dict[str, Any]:
     row = response.row
-    observed = read_observed(row)
+    observed, restarts = read_observed(row), read_restarts(row)
     shown: dict[str, Any] = {
         "sample": row["sample_index"],
         "reward": row["reward"],
@@ -146,6 +146,7 @@ def _response(
         "finish": row["finish_reason"],
         "length": len(row["token_ids"]) - sum(end - first for first, end in observed),
         "turns": len(observed) + 1,
+        "histories": len(restarts) + 1,
         "text": row["response"],
     }
     if response.policy is None or not response.behavior.size:
@@ -158,6 +159,7 @@ def _response(
         "pieces": None if texts is None else _sampled(texts, observed),
         "ids": _sampled(ids, observed),
         "observed": _place_observations(texts or [f"#{token} " for token in ids], observed),
+        "restarts": _place_restarts(restarts, observed),
         "behavior": _packed(response.behavior),
         "engine": _packed(np.full_like(response.behavior, np.nan) if engine is None else engine),
         "policy": [_packed(line) for line in response.policy],
@@ -186,6 +188,13 @@ def _place_observations(
         places.append((first - before, "".join(texts[first:end])))
         before += end - first
     return places
+
+
+def _place_restarts(restarts: Sequence[int], observed: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the index of the sampled token that follows each history that replaces another."""
+    return [
+        place - sum(end - first for first, end in observed if first < place) for place in restarts
+    ]
 
 
 def _packed(values: np.ndarray) -> str:

@@ -13,7 +13,7 @@ from megatron_rl.actor.packs import PackCache
 from megatron_rl.data.packing import build_pack
 from megatron_rl.distributed import sequence_layout, to_device
 from megatron_rl.distributed.topology import Topology
-from tests.functional.test_actor_layouts import make_rollouts
+from tests.functional.test_actor_layouts import make_rollouts, make_split_rollouts
 from tests.unit.resharding.shapes import small_shape
 
 META = torch.device("meta")
@@ -69,10 +69,11 @@ def walk(cache, batch):
     return [*local, layout.mask, layout.position, layout.length, layout.gathered_index]
 
 
+@pytest.mark.parametrize("make", [lambda: make_rollouts()[0], make_split_rollouts])
 @pytest.mark.parametrize("cp_size", [1, 2])
-def test_updates_reuse_copies_of_first_pass(copies, cp_size):
+def test_updates_reuse_copies_of_first_pass(copies, cp_size, make):
     topology = Topology(world_size=cp_size, cp_size=cp_size, device=META)
-    rollouts, advantages = make_rollouts()
+    rollouts, advantages = make(), torch.ones(16)
     batch = build_pack(rollouts, advantages, indices=range(6), alignment=4)
     cache = PackCache(small_shape(), topology, dtype=torch.float32)
     with copies:
@@ -94,6 +95,18 @@ def test_updates_reuse_copies_of_first_pass(copies, cp_size):
         assert not cache._packs
         walk(cache, batch)
         assert copies.pinned == 2 * once + 1  # the tables of positions stay
+
+
+def test_advantage_is_that_of_all_sequences_of_a_response():
+    rollouts = make_split_rollouts()
+    advantages = torch.arange(1.0, 1 + len(rollouts))
+    batch = build_pack(rollouts, advantages, indices=range(len(rollouts)), alignment=4)
+    assert len(batch.sequence_lengths) > len(batch.lengths) == len(rollouts)
+    for rank in range(2):
+        topology = Topology(world_size=2, rank=rank, cp_size=2, cp_rank=rank)
+        local = PackCache(small_shape(), topology, dtype=torch.float32).prepare(batch)
+        wanted = local.shard(batch.advantages_per_token())
+        assert torch.equal(local.spread(batch.advantages), wanted)
 
 
 def test_packs_share_position_tables_that_grow_with_longest_sequence():

@@ -70,8 +70,8 @@ def test_conversations_are_shown_turn_by_turn(capsys, tmp_path):
     assert code == 0 and " tokens in 3 turns, ended by itself" in out
     lines = [line.split("|")[0].strip() for line in out.splitlines() if "|" in line]
     roles = [name for name in lines if name]
-    wanted = ["prompt", "assistant", "user", "assistant", "user", "assistant", "extracted", "truth"]
-    assert roles == wanted
+    turns = ["assistant", "user", "assistant", "new user", "assistant"]  # the last history is new
+    assert roles == ["prompt", *turns, "extracted", "truth"]
     (row,) = chosen(capsys, run, "--count", 1)
     assert row["turns"] == 3 and len(row["messages"]) == 5 and "observed" not in row
     table = pq.read_table(run / "rollouts" / "step_000001.parquet").to_pylist()

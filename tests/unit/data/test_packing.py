@@ -132,6 +132,7 @@ def test_rank_without_sequences_gets_filler():
     plan = _plan(_rollouts(groups=1, samples=2), dp_size=3, dp_rank=2, minibatches=1)
     pack = plan[0].micro_batches[0]
     assert pack.rollout_indices == (FILLER,)
+    assert pack.position_ids.tolist() == list(range(len(pack.tokens)))
     assert plan[0].denominators.responses == 2.0
 
 

@@ -31,6 +31,7 @@ def _conversation(position: int) -> dict:
         "rollout_logprobs": np.array([-1.0, -2.0], np.float32),
         "routes": np.arange(5 * (position % 3), dtype=np.uint8),
         "observed": ((1, 1 + position % 2),),
+        "restarts": (1,) * (position % 2),
         "messages": ({"role": "assistant", "content": "é"}, {"role": "tool", "content": "1"}),
         "grade": GradeResult(0.5, "scripted", None) if position % 2 else None,
     }

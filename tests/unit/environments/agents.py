@@ -76,6 +76,16 @@ class Rewriter(AgentEnvironment):
         return 1.0
 
 
+class TwiceRewriter(AgentEnvironment):
+    """Begins a history of its own with every request."""
+
+    async def run(self, url):
+        await complete(url, self.row["prompt"])
+        for text in ("One.", "Two."):
+            await complete(url, [{"role": "user", "content": text}])
+        return 1.0
+
+
 class OtherPrompt(AgentEnvironment):
     async def run(self, url):
         await complete(url, [{"role": "user", "content": "Something else."}])

@@ -21,7 +21,7 @@ if importlib.util.find_spec("openai") is None:
     pytest.skip("OpenAI's client comes with vLLM, which is not installed", allow_module_level=True)
 
 
-def talk(name, scripts, *, limit=60.0, **row):
+def talk(name, scripts, *, limit=60.0, max_rewrites=0, **row):
     row = json.dumps({"prompt": QUESTION, **row})
     lines = []
     with EnvironmentPool(
@@ -30,6 +30,7 @@ def talk(name, scripts, *, limit=60.0, **row):
         time_limit_seconds=limit,
         on_error="zero",
         echo=lines.append,
+        max_rewrites=max_rewrites,
     ) as pool:
         return Talk(pool, row=row, patience=2 * limit)(scripts)
 
@@ -80,6 +81,37 @@ def test_agent_error_is_one_line(name, words):
     assert failure.kind == ("rewritten" if "RewrittenHistory" in failure.text else "failed")
     assert words in failure.text
     assert "\n" not in failure.text
+
+
+def test_changed_history_restarts_as_often_as_it_may():
+    """The whole new history is the answer; one more change is a failure."""
+    answers = talk("Rewriter", [["a turn", "x"]], max_rewrites=1)
+    summary = {"role": "assistant", "content": "a "}
+    messages = [*QUESTION, summary, {"role": "user", "content": "Go on."}]
+    ended = Answer(reward=1.0, **ENDED)
+    assert answers == [[Answer(messages, restarts=True), ended]]
+    *_, failure = talk("TwiceRewriter", [["a turn", "x"]], max_rewrites=1)[0]
+    assert failure.kind == "rewritten" and "environment.max_rewrites" in failure.text
+
+
+def test_changed_token_ids_restart():
+    import asyncio
+
+    async def check():
+        session = Session("", QUESTION, call_format="hermes", max_rewrites=1)
+        session.receive(TurnTokens([5, 6], [7, 2], [-0.5, -0.25], is_complete=True))
+        asked = asyncio.create_task(session.generate({"token_ids": [5, 6]}))
+        await session.next_request()
+        session.answer("x")
+        await asked
+        asked = asyncio.create_task(session.generate({"token_ids": [9, 8]}))
+        assert await session.next_request() == Answer(token_ids=[9, 8], restarts=True)
+        session.receive(TurnTokens([9, 8], [3], [-1.0], is_complete=True, restarts=True))
+        session.answer("y")
+        assert (await asked)[1]["usage"]["prompt_tokens"] == 2
+        assert (await session.generate({"token_ids": [9, 8, 4]}))[0] == 409
+
+    asyncio.run(check())
 
 
 def test_missing_prompt_of_row_is_named():

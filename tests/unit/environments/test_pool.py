@@ -102,7 +102,7 @@ BAD = {  # turn: (kind, words of its one line)
     "return policy-message": ("failed", "with a role of user, tool, system"),
     "return no-content": ("failed", "return a text, or a list of messages as {'role': 'user'"),
     "return object": ("failed", "messages that JSON cannot contain: Object of type object"),
-    "return number-done": ("failed", "returned done=1 and reason=''; return True or False"),
+    "return number-done": ("failed", "returned done=1, restarts=False and reason=''; return True"),
 }
 
 

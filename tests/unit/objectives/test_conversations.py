@@ -283,6 +283,11 @@ MISTAKES = {
         "rollouts[i].response.length",
         "len(rollouts[i].response.token_ids)",
     ),
+    "a split conversation is several responses of the denominator": (
+        packing.plan_minibatches,
+        "sum(size > 0 for size in sizes)",
+        "sum(len(sequence_lengths(rollouts[i])) for i in span)",
+    ),
     "log-probs are shifted by an observation": (
         packing.scatter_to_packs,
         "values[pack.response_mask] =",

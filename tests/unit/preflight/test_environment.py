@@ -23,7 +23,8 @@ def config(environment, **sections):
 
 
 def test_context_replaces_sum_of_prompt_and_response():
-    assert config({}).max_model_tokens == 64
+    assert config({}).max_model_tokens == config({}).max_packed_tokens == 64
+    assert config({"max_rewrites": 2}).max_packed_tokens == 3 * 64
     assert config({}).environment.max_turn_tokens is None
 
 
@@ -41,6 +42,11 @@ def test_context_replaces_sum_of_prompt_and_response():
         ({}, {"lag": {"partial_rollouts": 8}}, r"environment and lag\.partial_rollouts cannot be"),
         ({}, {"offline": {"rollouts": "r"}}, r"environment has no effect with offline\.rollouts"),
         ({"turns": 3}, {}, r"environment\.turns"),
+        (
+            {"max_rewrites": 8},
+            {},
+            r"environment\.max_rewrites=8 must be below environment\.max_tur",
+        ),
     ],
 )
 def test_settings_that_conflict_are_refused(environment, sections, message):

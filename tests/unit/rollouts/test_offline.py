@@ -147,7 +147,7 @@ def test_conversations_of_run_are_read_back_with_observations(tmp_path):
     prompt = Prompt(0, ({"role": "user", "content": "?"},), (5, 6), "1", "s")
     response = Response(
         0, 0, np.array([7, 50, 51, 8, 0], np.int32), np.full(3, -0.3, np.float32), "last", "stop",
-        4, observed=((1, 3),), messages=({"role": "assistant", "content": "a"},),
+        4, observed=((1, 3),), restarts=(1,), messages=({"role": "assistant", "content": "a"},),
     )  # fmt: skip
     rollout = Rollout(prompt, response, GradeResult(1.0, "", None, turn_rewards=[0.9, 0.1]))
     logprobs = np.array([-0.1, -0.2, -0.3], np.float32)
@@ -156,7 +156,8 @@ def test_conversations_of_run_are_read_back_with_observations(tmp_path):
     )
     rollouts, found = read_rollouts(config(tmp_path / "run"))
     again = rollouts[0].response
-    assert (again.observed, again.messages) == (response.observed, response.messages)
+    for name in ("observed", "restarts", "messages"):
+        assert getattr(again, name) == getattr(response, name)
     assert (again.length, again.turns) == (3, 2) and found[0].tolist() == logprobs.tolist()
     assert again.own.tolist() == [True, False, False, True, True]
     assert rollouts[0].grade_result.turn_rewards == [0.9, 0.1]
@@ -187,6 +188,7 @@ RANGES = [[{"first": 1, "end": 2}]]  # of the 2 tokens of "4" and its end: no tu
             {},
             r"row 0: turn_rewards is \[1.0, 0.0\] for 1 turns",
         ),
+        ({"restarts": [[1]] * 4}, {}, r"row 0: restarts is \[1\]; each must begin an observ"),
         ({"reward": [1.0, None, 1.0, 0.0]}, {}, r"row 1: reward is None: it must be a finite"),
         ({"response": ["4", "5", "6", "6" * 20]}, {}, r"row 3: prompt and response have 26 tokens"),
         ({"rollout_logprobs": [[-0.5]] * 4}, {}, r"row 0: rollout_logprobs has 1 numbers for 2"),

@@ -31,6 +31,7 @@ def make_group(step=2, *, rng=None, conversation=False):
             rollouts[1].response,
             rollout_logprobs=rng.standard_normal(2).astype(np.float32),
             observed=((1, 3), (4, 4)),
+            restarts=(1,),
             messages=({"role": "assistant", "content": "é"}, {"role": "tool", "content": "\n"}),
         )
         graded = dataclasses.replace(rollouts[1].grade_result, turn_rewards=[1 / 3, 0.0, 0.0])
@@ -72,7 +73,9 @@ def test_groups_are_read_back_exactly_and_in_order(tmp_path):
 def test_groups_of_earlier_release_have_one_turn(tmp_path):
     file = tmp_path / "held.parquet"
     write_groups(file, [make_group()])
-    table = pq.read_table(file).drop_columns(["observed", "messages", "turn_advantages"])
+    table = pq.read_table(file).drop_columns(
+        ["observed", "messages", "turn_advantages", "restarts"]
+    )
     pq.write_table(table, file, write_page_checksum=True)
     assert plain(read_groups(file)) == plain([make_group()])
 

@@ -15,7 +15,7 @@ function floats(text) {
 /** Values of a traced response by epoch and token; computed at first use. */
 function traceOf(response) {
   if (!response.trace || response.table) return response.table;
-  const { behavior, engine, policy, log_weight: weights, kept, ids, pieces, observed } = response.trace;
+  const { behavior, engine, policy, log_weight: weights, kept, ids, pieces, observed, restarts } = response.trace;
   const before = floats(behavior);
   const epochs = policy.map((packed, epoch) => {
     const now = floats(packed), length = now.length;
@@ -30,7 +30,7 @@ function traceOf(response) {
     return { policy: now, local, cumulative, prefix, weight: weights ? floats(weights[epoch]) : null,
       kept: (t) => !kept || kept[epoch][t] === "1", rejected: kept ? [...kept[epoch]].filter((one) => one === "0").length : 0 };
   });
-  response.table = { length: ids.length, ids, behavior: before, engine: floats(engine), epochs, decided: Boolean(kept), observed: new Map(observed ?? []),
+  response.table = { length: ids.length, ids, behavior: before, engine: floats(engine), epochs, decided: Boolean(kept), observed: new Map(observed ?? []), restarts: new Set(restarts ?? []),
     pieces: pieces ?? ids.map((id) => `#${id} `) };
   return response.table;
 }
@@ -147,7 +147,7 @@ class Life {
     this.paintChart(values);
     this.paintWorst(values);
     const one = this.response;
-    this.parts.opened.textContent = `${one.sample + 1} of ${this.group.responses.length}: reward ${show(one.reward)}, advantage ${one.turn_advantages ? `by turn ${one.turn_advantages.map((value) => signed(value)).join(", ")}` : signed(one.advantage)}, ${this.table.length} tokens${one.turns > 1 ? ` in ${one.turns} turns` : ""}`
+    this.parts.opened.textContent = `${one.sample + 1} of ${this.group.responses.length}: reward ${show(one.reward)}, advantage ${one.turn_advantages ? `by turn ${one.turn_advantages.map((value) => signed(value)).join(", ")}` : signed(one.advantage)}, ${this.table.length} tokens${one.turns > 1 ? ` in ${one.turns} turns` : ""}${one.histories > 1 ? ` and ${one.histories} histories` : ""}`
       + (this.table.decided ? `, ${now.rejected} rejected in epoch ${epoch + 1}` : "");
   }
 
@@ -187,7 +187,9 @@ class Life {
     this.tip ??= document.body.appendChild(h("div", { class: "tip token-tip", hidden: true }));
     this.spans = this.table.pieces.map((piece, t) => h("span", { class: "token", "data-t": t }, visible(piece).replace(/\n/g, "↵\n") || "·"));
     // What an environment wrote stands between the turns; it has no log-probs and is not trained.
-    const observation = (t) => h("span", { class: "observed quote", title: "observation of the environment, not trained" }, visible(this.table.observed.get(t)).replace(/\n/g, "↵\n"));
+    const observation = (t) => h("span", this.table.restarts.has(t)
+      ? { class: "observed restart quote", title: "new history, in place of everything before it; not trained" }
+      : { class: "observed quote", title: "observation of the environment, not trained" }, visible(this.table.observed.get(t)).replace(/\n/g, "↵\n"));
     this.parts.tokens.replaceChildren(...this.spans.flatMap((span, t) => (this.table.observed.has(t) ? [observation(t), span] : [span])));
     this.parts.tokens.onpointerover = (event) => {
       const t = event.target.dataset?.t;

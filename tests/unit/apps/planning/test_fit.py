@@ -124,6 +124,21 @@ def test_prepared_packs_must_fit(tmp_path):
         assert fits or lacking[0].name == fit.TRAINING
 
 
+def test_pack_has_all_sequences_of_a_response(tmp_path):
+    """Of a context of 2,048 tokens, 2,047 positions predict one; two rewrites give three such."""
+    context = {"name": "my_agent:Game", "max_context_tokens": 2048}
+    sizes = {"rollout": {"max_response_tokens": 1024}, "trainer": {"tokens_per_micro_batch": 4096}}
+    for rewrites, sequences in ((0, 2), (2, 3)):
+        environment = context | {"max_rewrites": rewrites}
+        config = shallow(tmp_path, environment=environment, **sizes)
+        find = functools.partial(fit.find_lacking, config, processes=1, device_bytes=DEVICE)
+        (run,) = find()[1]
+        assert run.sequences == (2048,) * sequences and run.local_tokens == 2048 * sequences
+        responses = config.rollout.prompts_per_step * config.rollout.responses_per_prompt
+        of_update = responses // config.trainer.minibatches
+        assert run.micro_batches_of_update == (of_update if rewrites else of_update // 2)
+
+
 @pytest.mark.parametrize(
     ("rollout", "modules"),
     [({}, 0), ({"engine": {"moe_backend": "triton"}}, 0), ({"mismatch": "bf16"}, 4),

@@ -106,10 +106,12 @@ def test_observations_are_separate_from_policy_tokens(tmp_path):
         first, second = np.array_split(np.arange(len(values)), 3)[1:]
         words = WORDS[OBSERVED] * 3
         assert trace["observed"] == [(first[0], words), (second[0], words)]
+        assert trace["restarts"] == [second[0]] and one["histories"] == 2
         assert one["turn_advantages"] == [one["advantage"] - turn for turn in range(3)]
         assert OBSERVED not in trace["ids"] or trace["pieces"].count(WORDS[OBSERVED]) < 10
     alone = build_life(find_runs([tmp_path / "plain"]), megabytes=4)[0]["groups"][0]["responses"]
     assert alone[0]["turns"] == 1 and alone[0]["trace"]["observed"] == []
+    assert alone[0]["histories"] == 1 and alone[0]["trace"]["restarts"] == []
 
 
 def test_thinned_rollouts_contain_same_traced_groups(tmp_path):
