@@ -72,7 +72,13 @@ def _dry_run(config: "Config", options: argparse.Namespace) -> str:
     """Return the printed text; raises DoesNotFitError with settings that would fit."""
     from megatron_rl.apps.planning.dry_run import dry_run_rank, stage_ranks
     from megatron_rl.apps.planning.dry_run_report import as_values, describe
-    from megatron_rl.apps.planning.fit import check_fit, describe_moments, moments, summarize_fit
+    from megatron_rl.apps.planning.fit import (
+        check_fit,
+        describe_moments,
+        moments,
+        summarize_fit,
+        uncounted_loaders,
+    )
     from megatron_rl.apps.planning.response_bytes import response_bytes
     from megatron_rl.models.shape import read_model_shape
     from megatron_rl.preflight.layout import check_layout
@@ -113,10 +119,10 @@ def _dry_run(config: "Config", options: argparse.Namespace) -> str:
             for result, of_rank in zip(results, all_moments, strict=True)
         ]
         return json.dumps(values)
-    pages = [
-        f"{describe(result)}\n\n{describe_moments(of_rank)}"
-        for result, of_rank in zip(results, all_moments, strict=True)
-    ]
+    pages = []
+    for result, of_rank in zip(results, all_moments, strict=True):
+        tables = describe_moments(of_rank), uncounted_loaders(config, result)
+        pages.append("\n".join([f"{describe(result)}\n", *filter(None, tables)]))
     flat = [moment for of_rank in all_moments for moment in of_rank]
     return "\n\n".join([str(responses), *pages, summarize_fit(flat)])
 

@@ -3,6 +3,7 @@
 No process group is needed, so plans can be computed and tested for any cluster.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -172,6 +173,18 @@ def find_needs(shape: ModelShape, layout: EngineLayout) -> Needs:
         for piece in layout.pieces(shape, rank=ranks[0]):
             needs[piece.tensor].setdefault(piece, []).append(group)
     return needs
+
+
+def largest_module(shape: ModelShape, layout: EngineLayout, *, rank: int = 0) -> int:
+    """Count the elements of the largest module of a layer, as an engine's loaders keep it whole."""
+    sizes, modules = tensor_shapes(shape), dict[str, set[str]]()
+    for piece in layout.pieces(shape, rank=rank):
+        modules.setdefault(piece.parameter.rpartition(".")[0], set()).add(piece.tensor)
+    return max(
+        sum(math.prod(sizes[name]) for name in names)
+        for module, names in modules.items()
+        if ".layers." in module
+    )
 
 
 def group_equal_ranks(layout: ActorLayout | EngineLayout) -> list[list[int]]:

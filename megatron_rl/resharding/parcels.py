@@ -6,14 +6,14 @@ buffer by one call for all of them, and written out in blocks: slices that follo
 engine's parameter (the experts of a rank, gate and up) also follow each other in the message.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_rl.resharding.senders import Slice
+from megatron_rl.resharding.slices import Slice
 
 ALIGNMENT = 8  # elements
 
@@ -109,37 +109,108 @@ def _continues(
 class Parcel:
     """A message in memory.
 
-    values: its slices, flat, as laid out in `places`. outside: slices [h, w] outside the buffer, at
-    their source or destination, by number. payload: all slices, flat. wires: the tensors to send:
-    checksums and payload.
+    buffer: that of its round, in bytes. elements: the same memory as elements. start, first: the
+    bytes at which its checksums and its slices begin. sum_count: number of checksums. wire: its
+    bytes in the buffer, without slices that are sent apart. separate: these, flat; at their source
+    or destination, or in the buffer. outside: those of them that are not in the buffer, [h, w] by
+    number.
     """
 
     message: Message
     places: Places
-    values: Tensor
+    buffer: Tensor
+    elements: Tensor
+    start: int
+    first: int
+    sum_count: int
+    wire: Tensor
+    separate: list[Tensor]
     outside: dict[int, Tensor]
-    sums: Tensor  # int64
-    payload: list[Tensor]
-    wires: list[Tensor]
+
+    @property
+    def wires(self) -> list[Tensor]:
+        """Return the tensors to send."""
+        return [self.wire, *self.separate]
+
+    @property
+    def layout(self) -> tuple[int, int]:
+        """Return its bytes in the buffer and its number of checksums."""
+        return self.wire.numel(), self.sum_count
 
     def matrix(self, number: int) -> Tensor:
         """Return one slice [h, w]."""
         if number in self.outside:
             return self.outside[number]
-        each = self.message.slices[number]
-        return self.values.narrow(0, self.places.starts[number], each.size).view(each.owned.shape)
+        owned = self.message.slices[number].owned
+        (first, last), (left, right) = owned.rows, owned.columns
+        return self.rows(number, last - first, right - left)
+
+    def stacks(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield runs of slices of equal shapes: the number of the first, and all [n, h, w]."""
+        slices, starts = self.message.slices, self.places.starts
+        apart, first = set(self.places.separate), 0
+        for stop in range(1, len(slices) + 1):
+            if stop < len(slices) and not apart.intersection((first, stop)):
+                step = starts[first + 1] - starts[first]
+                if (
+                    slices[stop].owned.shape == slices[first].owned.shape
+                    and starts[stop] == starts[first] + (stop - first) * step
+                ):
+                    continue
+            matrix = self.matrix(first)
+            if stop - first == 1:
+                yield first, matrix[None]
+            else:
+                height, width = matrix.shape
+                size = (stop - first, height, width)
+                step = starts[first + 1] - starts[first]
+                yield first, matrix.as_strided(size, (step, width, 1))
+            first = stop
 
     def block(self, block: Block) -> Tensor:
         """Return the slices of a block as one rectangle [h, w]."""
         width = self.message.slices[block.first].needed.shape[1]
-        start = self.places.starts[block.first]
-        return self.values.narrow(0, start, block.height * width).view(block.height, width)
+        return self.rows(block.first, block.height, width)
+
+    def rows(self, number: int, height: int, width: int) -> Tensor:
+        """Return the memory from a slice on as a matrix [height, width]."""
+        start = self.first // self.elements.itemsize + self.places.starts[number]
+        return self.elements.as_strided((height, width), (width, 1), start)
+
+
+def stacked(block: Block, slices: Sequence[Slice], rows: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield slices of equal height in the `rows` [h, w] of a block, as `Parcel.stacks` does."""
+    first, top = block.first, 0
+    while first < block.stop:
+        height = slices[first].needed.shape[0]
+        stop = first + 1
+        while stop < block.stop and slices[stop].needed.shape[0] == height:
+            stop += 1
+        of_run = rows.narrow(0, top, (stop - first) * height)
+        yield first, of_run.unflatten(0, (stop - first, height))
+        first, top = stop, top + (stop - first) * height
+
+
+def runs_of_equal_layout(parcels: Sequence[Parcel]) -> Iterator[list[Parcel]]:
+    """Yield parcels that follow each other with equal layouts; those sent in parts come alone."""
+    run: list[Parcel] = []
+    for parcel in parcels:
+        if run and (parcel.layout != run[0].layout or parcel.separate or run[0].separate):
+            yield run
+            run = []
+        run.append(parcel)
+    if run:
+        yield run
 
 
 def copy_all(destinations: list[Tensor], sources: list[Tensor]) -> None:
     """Copy matrices, in one call for those that are contiguous and one for the others."""
-    pairs = list(zip(destinations, sources, strict=True))
-    for contiguous in (True, False):
-        chosen = [(to, of) for to, of in pairs if of.is_contiguous() == contiguous]
-        if chosen:
-            torch._foreach_copy_([to for to, _ in chosen], [of for _, of in chosen])
+    contiguous: tuple[list[Tensor], list[Tensor]] = [], []
+    others: tuple[list[Tensor], list[Tensor]] = [], []
+    for to, of in zip(destinations, sources, strict=True):
+        chosen = contiguous if of.is_contiguous() and to.is_contiguous() else others
+        chosen[0].append(to)
+        chosen[1].append(of)
+    for copied, copies in (contiguous, others):
+        if copied:
+            torch._foreach_copy_(copied, copies)

@@ -67,9 +67,9 @@ class Piece(NamedTuple):
 
     def of_matrix(self, matrix: Tensor) -> Tensor:
         """Return the rectangle in a local parameter that is viewed in two dimensions."""
-        height, width = self.shape
-        rows = matrix.narrow(0, self.top, height)
-        return rows if width == matrix.shape[1] else rows.narrow(1, self.left, width)
+        _, (first, last), (left, right), _, top, at = self
+        rows, width = matrix.narrow(0, top, last - first), right - left
+        return rows if width == matrix.shape[1] else rows.narrow(1, at, width)
 
 
 def as_matrix(tensor: Tensor) -> Tensor:

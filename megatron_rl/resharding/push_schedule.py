@@ -25,9 +25,12 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.parcels import Message
 from megatron_rl.resharding.routes import Path
-from megatron_rl.resharding.senders import SLICE_EXTRA, WITHIN, Part, Plan, Slice, Step
+from megatron_rl.resharding.senders import Plan
+from megatron_rl.resharding.slices import SLICE_EXTRA, WITHIN, Part, Slice, Step
 
 LEAST_STEPS = 4  # in a round, so that several pipeline stages send in it
+SOURCES_AT_ONCE = 32  # from which a rank receives experts in a round
+NODES_OF_SHARE = 4  # that a rank sends to, at least
 
 
 @dataclass(frozen=True)
@@ -68,28 +71,30 @@ class _Rounds:
         self._tensors = np.zeros(world_size, np.int64)  # elements of tensors that it adds to
         self._open = set[str]()  # these tensors
 
-    def place(self, step: Step, *, size: int) -> Iterator[tuple[int, Part]]:
-        """Yield the rounds of a step's parts: a single one if they fit into a bucket.
+    def place(self, step: Step, *, size: int) -> list[int]:
+        """Return the round of a step if it fits into a bucket, otherwise that of each part.
 
         size: elements of the whole tensor.
         """
-        if step.load.max(initial=0) <= self.wire_limit:
-            if step.parts:
-                self._reserve(step, step.load, step.receives, size)
-            yield from ((self.number, part) for part in step.parts)
-            return
-        for part in step.parts:
+        tensor, loads = step.tensors[0], step.loads
+        if loads.load.max(initial=0) <= self.wire_limit:
+            if loads.progress > 1 or loads.within:
+                self._reserve(tensor, loads.load, loads.receives, size)
+            return [self.number]
+        numbers = []
+        for part in step.parts():
             load = (part.size + SLICE_EXTRA) * part.turn.messages
-            self._reserve(step, load, part.turn.receives, size)
-            yield self.number, part
+            self._reserve(tensor, load, part.turn.receives, size)
+            numbers.append(self.number)
+        return numbers
 
-    def _reserve(self, step: Step, load: np.ndarray, receives: np.ndarray, size: int) -> None:
+    def _reserve(self, tensor: str, load: np.ndarray, receives: np.ndarray, size: int) -> None:
         """Open another round if this one has no room on some rank.
 
         load: elements [ranks]. A tensor of `size` elements is assembled on the ranks in `receives`.
         """
         full = ((self._wire > 0) & (self._wire + load > self.wire_limit) & (load > 0)).any()
-        if self.tensor_limit is not None and step.tensor not in self._open:
+        if self.tensor_limit is not None and tensor not in self._open:
             size = min(size, self.tensor_limit // 2)  # others are sent while a larger one is
             no_room = (receives & (self._tensors + size > self.tensor_limit)).any()
             full |= bool(self._open) and no_room
@@ -97,8 +102,8 @@ class _Rounds:
             self.number += 1
             self._wire, self._tensors, self._open = 0 * load, 0 * load, set()
         self._wire = self._wire + load
-        if step.tensor not in self._open:
-            self._open.add(step.tensor)
+        if tensor not in self._open:
+            self._open.add(tensor)
             self._tensors = self._tensors + receives * size
 
 
@@ -122,8 +127,8 @@ def schedule(
     tensor_elements: int | None = None,
     fused: bool = False,
     ranks_per_node: int | None = None,
-) -> tuple[Plan, Iterator[tuple[Step, list[tuple[int, Part]]]]]:
-    """Return the plan, and each of its steps in transfer order with the rounds of its parts.
+) -> tuple[Plan, Iterator[tuple[Step, list[int]]]]:
+    """Return the plan, and each of its steps in transfer order with its round or its parts' rounds.
 
     The limits are those of `plan_for_rank`.
     """
@@ -133,11 +138,42 @@ def schedule(
     plan = Plan(
         shape, source, destination, fused=fused, ranks_per_node=ranks_per_node,
         block_elements=max(1, wire_elements // steps),
+        shares=(
+            1 if tensor_elements is not None
+            else shares_of_nodes(shape, source, destination, ranks_per_node)
+        ),
     )  # fmt: skip
     if tensor_elements is not None:
         tensor_elements = max(tensor_elements, 2 * _one_of_each_holder(plan.sizes, source))
     placing = _Rounds(plan.world_size, wire_elements, tensor_elements)
-    return plan, ((s, list(placing.place(s, size=plan.sizes[s.tensor]))) for s in plan.steps())
+    return plan, ((s, placing.place(s, size=plan.sizes[s.tensors[0]])) for s in plan.steps())
+
+
+def parts_in_rounds(step: Step, numbers: list[int]) -> Iterator[tuple[int, Part]]:
+    """Yield the parts of a step with their rounds."""
+    parts = step.parts()
+    yield from zip(numbers * len(parts) if len(numbers) == 1 else numbers, parts, strict=True)
+
+
+def shares_of_nodes(
+    shape: ModelShape, source: ActorLayout, destination: EngineLayout, ranks_per_node: int | None
+) -> int:
+    """Count the shares of the nodes to which expert ranks send in turn: 1 for few expert ranks.
+
+    A rank receives from every expert rank whose expert it needs. At once, these would be hundreds
+    of small messages a round; in shares, each comes from fewer ranks with more tensors. A share has
+    several nodes, so that shares are about equal.
+    """
+    if shape.experts is None:
+        return 1
+    sources = source.pipeline * source.expert
+    if destination.expert_parallel:
+        sources //= destination.tensor
+    slices = source.tensor if source.expert_tensor is None else source.expert_tensor
+    replicas = source.world_size // (source.pipeline * source.expert * slices)
+    nodes = source.world_size // (ranks_per_node or source.world_size) // replicas
+    most = max(1, min(sources // SOURCES_AT_ONCE, nodes // NODES_OF_SHARE))
+    return max(count for count in range(1, most + 1) if source.expert % count == 0)
 
 
 @contextmanager
@@ -177,13 +213,15 @@ def plan_for_rank(
     )  # fmt: skip
     own = _OwnPart(plan, rank, direct=tensor_elements is None)
     sent = within = last = 0
-    for step, parts in steps:
-        own.arrives.setdefault(step.tensor, -1)
-        for number, part in parts:
-            sent += part.size * part.turn.received
-            within += part.size * len(part.within)
-            last = number + 1 if part.turn.paths else last
-            own.add(step.tensor, number, part)
+    for step, numbers in steps:
+        for name in step.tensors:
+            own.arrives.setdefault(name, -1)
+        sent += step.loads.sent
+        within += step.loads.within
+        last = numbers[-1] + 1 if step.loads.sent else last
+        if step.loads.involved[rank]:
+            for number, part in parts_in_rounds(step, numbers):
+                own.add(number, part)
     # Tensors are yielded in order, since a module may still lack others.
     latest = itertools.accumulate(own.arrives.values(), max)
     return RankPlan(
@@ -207,8 +245,9 @@ class _OwnPart:
         self.arrives: dict[str, int] = {}
         self.local: dict[str, list[Slice]] = {}
 
-    def add(self, name: str, number: int, part: Part) -> None:
+    def add(self, number: int, part: Part) -> None:
         """Add what this rank sends, receives or copies of a part in round `number`."""
+        name = part.needed.tensor
         if self._rank in part.within:
             own = part.slice(WITHIN, (self._rank,), group=self._group)
             self.local.setdefault(name, []).append(own)
@@ -230,16 +269,19 @@ class _OwnPart:
 
     def rounds(self, count: int) -> tuple[Round, ...]:
         """Return `count` rounds, the same number on every rank."""
-        for messages in self._rounds if self._direct else ():
-            for message in messages.values():
-                message.slices.sort(key=_place_in_engine)
-        empty: list[dict[int, Message]] = [{} for _ in range(count - len(self._rounds))]
+        rounds = [list(messages.values()) for messages in self._rounds]
+        for message in itertools.chain(*rounds) if self._direct else ():
+            message.slices.sort(key=_place_in_engine)
+        for messages in rounds:
+            # Equal layouts follow each other, so that one call sums them; the same on both ends.
+            messages.sort(key=lambda each: (each.size, len(each.slices)))
+        empty: list[list[Message]] = [[] for _ in range(count - len(rounds))]
         return tuple(
             Round(
-                sends=[each for each in messages.values() if each.source == self._rank],
-                receives=[each for each in messages.values() if each.source != self._rank],
+                sends=[each for each in messages if each.source == self._rank],
+                receives=[each for each in messages if each.source != self._rank],
             )
-            for messages in self._rounds + empty
+            for messages in rounds + empty
         )
 
 

@@ -4,6 +4,8 @@ All slices that the same ranks have and the same ranks need share one `Pattern`,
 Several possible senders take turns from slice to slice, as far as that is needed for equal shares:
 three nodes that lack what four replicas have are served by another three of the four each time,
 eight nodes always by the same ones, so that few pairs of ranks are connected.
+
+A slice can be sent in several shares, each to other nodes (`senders.py` has the reason).
 """
 
 import math
@@ -11,6 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+# Index and count. As many consecutive nodes as a slice has owners, which serve one of them each,
+# are in one share, the next ones in the next.
+Share = tuple[int, int]
+WHOLE: Share = (0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +27,12 @@ class Path:
     source: int
     by_node: tuple[tuple[int, ...], ...]  # destinations; on other nodes [0] receives it first
     node_size: int
+
+    def share(self, share: "Share", *, owners: int) -> "Path":
+        """Return the part of the path to the nodes of a share."""
+        index, count = share
+        nodes = [to for to in self.by_node if to[0] // self.node_size // owners % count == index]
+        return Path(self.source, tuple(nodes), self.node_size)
 
     @property
     def destinations(self) -> tuple[int, ...]:
@@ -104,15 +117,19 @@ class Pattern:
             *(len(of) for to, of in self._near if len(to) % len(of)),
             *(len(to) for to in self._far),
         )
-        self._known: dict[int, Turn] = {}
+        self._known: dict[tuple[int, Share], Turn] = {}
 
-    def turn(self, number: int) -> Turn:
-        """Return the routes of slice `number`."""
-        number %= self.turns
-        if number not in self._known:
-            paths = [self._same.setdefault(path, path) for path in self._paths(number)]
-            self._known[number] = Turn(paths, self.world_size)
-        return self._known[number]
+    def turn(self, number: int, share: Share = WHOLE) -> Turn:
+        """Return the routes of slice `number`, or a share of them."""
+        key = (number % self.turns, share)
+        if key not in self._known:
+            paths = [
+                self._same.setdefault(path, path)
+                for whole in self._paths(key[0])
+                if (path := whole.share(share, owners=len(self._owners))).by_node
+            ]
+            self._known[key] = Turn(paths, self.world_size)
+        return self._known[key]
 
     def _paths(self, number: int) -> list[Path]:
         receivers: dict[int, list[tuple[int, ...]]] = {}

@@ -10,15 +10,19 @@ block of each holder follows the other (of each expert rank, for experts), and p
 alternate, all in proportion to what they have to send. vLLM's loaders therefore have one incomplete
 module of each stage at a time.
 
-Tensors that the same ranks have and need in the same rectangles are planned once (`_Kind`): layers
+With many expert ranks a round would have a small message from each of them to each rank. Where
+`shares` > 1, each expert rank sends as many layers at once to one share of the nodes, then to the
+next; at any time different expert ranks send to different shares. All ranks send and receive as
+much as before, in fewer messages.
+
+Tensors that the same ranks have and need in the same rectangles are planned once (`_kind`): layers
 of a stage, experts of a rank. Replicas are in one group of ranks, so the cost of a plan is that of
 the tensors and hardly grows with replicas.
 """
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -30,76 +34,20 @@ from megatron_rl.resharding.layouts import (
     find_owners,
     group_equal_ranks,
 )
-from megatron_rl.resharding.pieces import Piece, Span
-from megatron_rl.resharding.routes import Path, Pattern, Turn
-
-WITHIN = -1  # instead of a sender: every destination already has the slice
-SLICE_EXTRA = 16  # elements per slice: alignment to 16 bytes and checksums of 8 bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """One rectangle of an HF tensor, sent from one rank to others or copied WITHIN each of them."""
-
-    source: int
-    destinations: tuple[int, ...]
-    owned: Piece  # in the source's Megatron parameter
-    needed: Piece  # in each destination's vLLM parameter
-
-    @property
-    def tensor(self) -> str:
-        """HF name."""
-        return self.owned.tensor
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return self.owned.size
-
-
-class Part(NamedTuple):
-    """One rectangle of an HF tensor with its routes to all ranks that need it.
-
-    owned: the pieces that contain it, by the actor's group. needed: the engine's piece.
-    """
-
-    rows: Span
-    columns: Span
-    size: int
-    owned: Mapping[int, Piece]
-    needed: Piece
-    turn: Turn
-    within: frozenset[int]  # ranks that need it and have it
-
-    def slice(self, source: int, destinations: tuple[int, ...], *, group: int) -> Slice:
-        """Return the slice of a source in `group`, or WITHIN ranks of that group."""
-        owned = self.owned[group].crop(self.rows, self.columns)
-        return Slice(source, destinations, owned, self.needed.crop(self.rows, self.columns))
-
-
-class Step(NamedTuple):
-    """Parts of one tensor that are sent together: all of them, or a block of rows of each.
-
-    load: elements that each rank sends and receives, [ranks]. receives: by rank.
-    progress: the share of the push that this step is: its load over all ranks, more than 0.
-    """
-
-    tensor: str
-    parts: tuple[Part, ...]
-    load: np.ndarray
-    receives: np.ndarray
-    progress: int
-
-
-class _Cut(NamedTuple):
-    """A part without names: its rectangle, the indices of its pieces, its routes."""
-
-    rows: Span
-    columns: Span
-    size: int
-    owned: int
-    needed: int
-    pattern: Pattern
+from megatron_rl.resharding.pieces import Span
+from megatron_rl.resharding.routes import WHOLE, Path, Pattern, Share
+from megatron_rl.resharding.slices import (
+    NOTHING,
+    SLICE_EXTRA,
+    WITHIN,
+    Block,
+    Cut,
+    Loads,
+    Part,
+    Slice,
+    Step,
+    split_into_blocks,
+)
 
 
 def _intersection(a: Span, b: Span) -> Span | None:
@@ -107,54 +55,12 @@ def _intersection(a: Span, b: Span) -> Span | None:
     return (start, stop) if start < stop else None
 
 
-class _Kind:
-    """Tensors with equal rectangles, owners and needs: their cuts, in blocks, and their loads."""
-
-    def __init__(self, cuts: Sequence[_Cut], *, block_elements: int | None) -> None:
-        self.blocks: list[list[_Cut]] = []
-        self._sums: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray, int]] = {}
-        count = 1
-        if cuts and block_elements:
-            turns = [cut.pattern.turn(0) for cut in cuts]
-            messages = np.stack([turn.messages for turn in turns])  # [cuts, ranks]
-            busiest = int((np.array([cut.size for cut in cuts]) @ messages).max())
-            room = block_elements - SLICE_EXTRA * int(messages.sum(0).max())
-            # Without room for the extras of all parts, each row is a block.
-            count = -(-busiest // room) if room > 0 else busiest
-        for cut in cuts:
-            for number, block in enumerate(_row_blocks(cut, count)):
-                if number == len(self.blocks):
-                    self.blocks.append([])
-                self.blocks[number].append(block)
-
-    def sums(
-        self, number: int, routes: Sequence[tuple[_Cut, Turn]]
-    ) -> tuple[np.ndarray, np.ndarray, int]:
-        """Return load and receives of block `number`, [ranks] each, and its progress."""
-        key = (number, *(id(turn) for _, turn in routes))
-        if key not in self._sums:
-            loads = [(cut.size + SLICE_EXTRA) * turn.messages for cut, turn in routes]
-            load = np.sum(loads, axis=0)
-            receives = np.any([turn.receives for _, turn in routes], axis=0)
-            self._sums[key] = load, receives, int(load.sum()) + 1
-        return self._sums[key]
-
-
-def _row_blocks(whole: _Cut, count: int) -> Iterator[_Cut]:
-    """Split into at most `count` blocks of rows, at least one row each."""
-    (start, stop), width = whole.rows, whole.columns[1] - whole.columns[0]
-    step = max(1, (stop - start) // max(1, count))
-    for row in range(start, stop, step):
-        rows = (row, min(row + step, stop))
-        yield whole._replace(rows=rows, size=(rows[1] - rows[0]) * width)
-
-
 class Plan:
     """All slices of a push. Every rank computes the same one, without communication.
 
     ranks_per_node: ranks are numbered node by node (None: all on one node).
     block_elements: split a tensor's slices into blocks of rows, so that no rank sends and receives
-    more than this at once.
+    more than this at once. shares: of the nodes, to which experts are sent one after another.
     """
 
     def __init__(
@@ -166,11 +72,12 @@ class Plan:
         fused: bool = False,
         ranks_per_node: int | None = None,
         block_elements: int | None = None,
+        shares: int = 1,
     ) -> None:
         if source.world_size != destination.world_size:
             raise ValueError(f"{source} and {destination} have different numbers of ranks")
         self.world_size, self._node_size = source.world_size, ranks_per_node or source.world_size
-        self._block_elements = block_elements
+        self._block_elements, self._shares = block_elements, shares
         self._stage_size = source.world_size // source.pipeline
         self._owned = find_owners(shape, source, fused=fused)
         self._needs = find_needs(shape, destination)
@@ -179,10 +86,11 @@ class Plan:
         self.group_of = {rank: g for g, ranks in enumerate(self._owners) for rank in ranks}
         self._patterns: dict[tuple, Pattern] = {}
         self._paths: dict[Path, Path] = {}
-        self._kinds: dict[tuple, _Kind] = {}
+        self._kinds: dict[tuple, list[list[Cut]]] = {}  # blocks
         self._turns: dict[tuple[int, int], int] = {}  # slices so far, by pattern and size
+        self._loads: dict[tuple, Loads] = {}
 
-    def _kind(self, name: str) -> _Kind:
+    def _kind(self, name: str) -> list[list[Cut]]:
         owned, needs = self._owned[name], self._needs[name]
         key = (
             tuple((*rectangle, *pieces) for rectangle, pieces in owned.items()),
@@ -197,8 +105,8 @@ class Plan:
                     if rows and columns:
                         size = (rows[1] - rows[0]) * (columns[1] - columns[0])
                         pattern = self._pattern(tuple(pieces), tuple(groups))
-                        cuts.append(_Cut(rows, columns, size, o, n, pattern))
-            self._kinds[key] = _Kind(cuts, block_elements=self._block_elements)
+                        cuts.append(Cut(rows, columns, size, o, n, pattern))
+            self._kinds[key] = split_into_blocks(cuts, self._block_elements)
         return self._kinds[key]
 
     def _pattern(self, owners: tuple[int, ...], needers: tuple[int, ...]) -> Pattern:
@@ -212,63 +120,106 @@ class Plan:
             )
         return self._patterns[owners, needers]
 
-    def _turn(self, cut: _Cut) -> Turn:
-        """Return the next routes of a slice of this size; other sizes begin with other senders."""
+    def _turn(self, cut: Cut) -> int:
+        """Return the number of a slice of this size; other sizes begin with other senders."""
         if cut.pattern.turns == 1:
-            return cut.pattern.turn(0)
+            return 0
         key = (id(cut.pattern), cut.size)
         number = self._turns.get(key)
         if number is None:
             number = sum(pattern == key[0] for pattern, _ in self._turns)
         self._turns[key] = number + 1
-        return cut.pattern.turn(number)
+        return number % cut.pattern.turns
 
-    def steps_of(self, name: str) -> list[Step]:
-        """Return the steps of one tensor; a tensor of which no rank needs anything has one."""
-        kind = self._kind(name)
+    def _blocks(self, name: str) -> list[Block]:
         owned, needs = list(self._owned[name].values()), list(self._needs[name])
-        steps = []
-        for number, block in enumerate(kind.blocks):
-            routes = [(cut, self._turn(cut)) for cut in block]
-            parts = tuple(
-                Part(
-                    cut.rows, cut.columns, cut.size, owned[cut.owned], needs[cut.needed],
-                    turn, cut.pattern.within,
-                )
-                for cut, turn in routes
-            )  # fmt: skip
-            steps.append(Step(name, parts, *kind.sums(number, routes)))
-        nothing = np.zeros(self.world_size, np.int64)
-        return steps or [Step(name, (), nothing, nothing > 0, 1)]
+        return [
+            Block(name, owned, needs, cuts, tuple(self._turn(cut) for cut in cuts))
+            for cuts in self._kind(name)
+        ]
+
+    def _step(self, blocks: tuple[Block, ...], share: Share = WHOLE) -> Step:
+        key = (share, *((id(block.cuts), block.turns) for block in blocks))
+        if key not in self._loads:
+            self._loads[key] = self._find_loads(Step(blocks, share, NOTHING).parts())
+        return Step(blocks, share, self._loads[key])
+
+    def _find_loads(self, parts: list[Part]) -> Loads:
+        load, inside = np.zeros((2, self.world_size), np.int64)
+        for part in parts:
+            load += (part.size + SLICE_EXTRA) * part.turn.messages
+            inside[list(part.within)] += part.size
+        receives = np.any([load < 0, *(part.turn.receives for part in parts)], axis=0)
+        sent = sum(part.size * part.turn.received for part in parts)
+        involved = (load > 0) | (inside > 0)
+        return Loads(load, receives, involved, sent, int(inside.sum()), int(load.sum()) + 1)
 
     def steps(self) -> Iterator[Step]:
         """Yield all steps in transfer order; those of several stages alternate."""
-        stages: dict[int, list[list[Step]]] = {}
+        stages: dict[int, list[list[list[Block]]]] = {}  # by stage, module and holder
         modules: dict[str, list[str]] = {}
         for name, pieces in self._needs.items():
             modules.setdefault(next(iter(pieces)).parameter.rpartition(".")[0], []).append(name)
         for names in modules.values():
-            holders: dict[tuple, list[list[Step]]] = {}
+            holders: dict[tuple, list[Block]] = {}
             for name in names:
                 holder = tuple(map(tuple, self._owned[name].values()))
-                holders.setdefault(holder, []).extend([step] for step in self.steps_of(name))
+                holders.setdefault(holder, []).extend(self._blocks(name))
             first = min(self._owners[groups[0]][0] for groups in next(iter(holders)))
-            queue = stages.setdefault(first // self._stage_size, [])
-            queue.extend(_in_proportion(list(holders.values())))
-        for together in _in_proportion(list(stages.values())):
-            yield from together
+            stages.setdefault(first // self._stage_size, []).append(list(holders.values()))
+        yield from _in_proportion([self._queue(of_stage) for of_stage in stages.values()])
+
+    def _queue(self, modules: list[list[list[Block]]]) -> list[Step]:
+        """Order the steps of a stage."""
+        queue: list[Step] = []
+        while modules:
+            batch, modules = _next_modules(modules, self._shares)
+            alone = [each for each in batch if self._shares == 1 or len(each) == 1]
+            steps = [
+                step
+                for holders in alone
+                for step in _in_proportion([[self._step((b,)) for b in of] for of in holders])
+            ]
+            together = [each for each in batch if self._shares > 1 and len(each) > 1]
+            by_holder = [list(itertools.chain(*of)) for of in zip(*together, strict=True)]
+            queue += _in_proportion([steps, self._in_shares(by_holder)])
+        return queue
+
+    def _in_shares(self, holders: list[list[Block]]) -> list[Step]:
+        """Order the steps of experts: each time every holder sends to another share of the nodes.
+
+        A step has as many blocks as there are shares, so that it moves no less than others.
+        """
+        count, steps = self._shares, list[Step]()
+        for turn in range(count):
+            queues = []
+            for number, blocks in enumerate(holders):
+                share = ((number + turn) % count, count)
+                bundles = (blocks[n : n + count] for n in range(0, len(blocks), count))
+                queues.append([self._step(tuple(bundle), share) for bundle in bundles])
+            steps += _in_proportion(queues)
+        return steps
 
 
-def _in_proportion(queues: list[list[list[Step]]]) -> list[list[Step]]:
-    """Merge queues of steps that stay together, so that all progress at the same rate."""
+def _next_modules(modules: list, count: int) -> tuple[list, list]:
+    """Split off the modules up to number `count` of those that several ranks hold."""
+    several = 0
+    for end, holders in enumerate(modules, 1):
+        several += len(holders) > 1
+        if several == count:
+            return modules[:end], modules[end:]
+    return modules, []
+
+
+def _in_proportion(queues: list[list[Step]]) -> list[Step]:
+    """Merge queues of steps so that all progress at the same rate."""
     order = []
     for number, queue in enumerate(queues):
-        sizes = [sum(step.progress for step in item) for item in queue]
-        total, done = sum(sizes), 0
-        for item, size in zip(queue, sizes, strict=True):
-            order.append(((done + size / 2) / total, number, item))
-            done += size
-    return [item for *_, item in sorted(order, key=lambda entry: entry[:2])]
+        total, done = sum(step.loads.progress for step in queue), 0
+        for step in queue:
+            order.append(((done + step.loads.progress / 2) / total, number, step))
+            done += step.loads.progress
+    return [step for *_, step in sorted(order, key=lambda entry: entry[:2])]
 
 
 def plan_slices(
@@ -283,8 +234,8 @@ def plan_slices(
     plan = Plan(shape, source, destination, fused=fused, ranks_per_node=ranks_per_node)
     slices: dict[str, list[Slice]] = {}
     for step in plan.steps():
-        found = slices.setdefault(step.tensor, [])
-        for part in step.parts:
+        found = slices.setdefault(step.tensors[0], [])
+        for part in step.parts():
             ends = [(path.source, path.destinations) for path in part.turn.paths]
             by_group: dict[int, list[int]] = {}
             for rank in sorted(part.within):

@@ -31,7 +31,7 @@ from megatron_rl.resharding.parcels import Message, Parcel, copy_all
 from megatron_rl.resharding.pieces import as_matrix
 from megatron_rl.resharding.push_schedule import RankPlan
 from megatron_rl.resharding.scratch import Scratch
-from megatron_rl.resharding.senders import Slice
+from megatron_rl.resharding.slices import Slice
 from megatron_rl.resharding.verify import SUM_BYTES, Ledger
 
 PHASES = ("pack", "transfer", "unpack", "cache_reset", "verify")
@@ -76,6 +76,7 @@ class Transfer:
         self._matrices: dict[str, Tensor] = {}
         self._flight: Flight | None = None
         self._launched = self._draining = False
+        self._separate_from = LARGE_SLICE if self.device.type == "cpu" else None
         self._events: list[tuple[int, Any]] = []  # CUDA events after each round
 
     def destination(self, slice_: Slice) -> Tensor:
@@ -127,16 +128,12 @@ class Transfer:
         start = time.perf_counter()
         part = self.plan.rounds[number]
         # The round before last, which used the same buffer, has been sent and unpacked.
-        free = self.scratch.wire(number, self._wire_bytes)
-        sent, received = [], []
-        for message in part.sends:
-            size = self._buffer_bytes(message)
-            sent.append(self._packed(message, free[:size]))
-            free = free[size:]
-        for message in part.receives:
-            size = self._buffer_bytes(message)
-            received.append(self._parcel(message, free[:size]))
-            free = free[size:]
+        buffer = self.scratch.wire(number, self._wire_bytes)
+        parcels = self._parcels((*part.sends, *part.receives), buffer)
+        sent, received = parcels[: len(part.sends)], parcels[len(part.sends) :]
+        for parcel in sent:
+            self._pack(parcel)
+        self.ledger.seal(sent)
         self.seconds["pack"] += time.perf_counter() - start
         start = time.perf_counter()
         immediate = (each for each in received if each.message.sender == each.message.source)
@@ -151,37 +148,48 @@ class Transfer:
     @cached_property
     def _wire_bytes(self) -> int:
         return max(
-            sum(map(self._buffer_bytes, (*part.sends, *part.receives))) for part in self.plan.rounds
+            sum(sum(self._bytes(message)) for message in (*part.sends, *part.receives))
+            for part in self.plan.rounds
         )
 
-    def _buffer_bytes(self, message: Message) -> int:
-        sums = _aligned(SUM_BYTES * self.ledger.sums_of(message))
-        size = message.places(separate_from=self._separate_from).size
-        return sums + _aligned(size * self.dtype.itemsize)
+    def _bytes(self, message: Message) -> tuple[int, int]:
+        """Return the bytes of a message's checksums and of its slices in the buffer."""
+        size = message.places(separate_from=self._separate_from).size * self.dtype.itemsize
+        return _aligned(SUM_BYTES * self.ledger.sums_of(message)), _aligned(size)
 
-    @property
-    def _separate_from(self) -> int | None:
-        return LARGE_SLICE if self.device.type == "cpu" else None
+    def _parcels(self, messages: Iterable[Message], buffer: Tensor) -> list[Parcel]:
+        """Lay out messages, each with its sums, its slices in the buffer, then those without it."""
+        elements, start, parcels = buffer.view(self.dtype), 0, []
+        for message in messages:
+            of_sums, of_slices = self._bytes(message)
+            places = message.places(separate_from=self._separate_from)
+            first = start + of_sums
+            parcels.append(
+                Parcel(
+                    message=message,
+                    places=places,
+                    buffer=buffer,
+                    elements=elements,
+                    start=start,
+                    first=first,
+                    sum_count=self.ledger.sums_of(message),
+                    wire=buffer.narrow(0, start, of_sums + places.end * self.dtype.itemsize),
+                    separate=[],
+                    outside={},
+                )
+            )
+            if places.separate:
+                self._set_apart(parcels[-1])
+            start = first + of_slices
+        return parcels
 
-    def _parcel(self, message: Message, buffer: Tensor) -> Parcel:
-        """Lay out a message: its sums, its slices in the buffer, then those without it."""
-        places = message.places(separate_from=self._separate_from)
-        sums = buffer[: SUM_BYTES * self.ledger.sums_of(message)]
-        first = _aligned(sums.numel())
-        end = first + places.end * self.dtype.itemsize
-        values = buffer[first : first + places.size * self.dtype.itemsize].view(self.dtype)
-        outside, separate = dict[int, Tensor](), list[Tensor]()
-        for number in places.separate:
-            each = message.slices[number]
-            direct = self._direct(message, each)
-            if direct is None:
-                start = places.starts[number]
-                separate.append(values[start : start + each.size])
-            else:
-                outside[number] = direct
-                separate.append(direct.view(-1))
-        payload, wires = [buffer[first:end], *separate], [buffer[:end], *separate]
-        return Parcel(message, places, values, outside, sums.view(torch.int64), payload, wires)
+    def _set_apart(self, parcel: Parcel) -> None:
+        """Find the memory of the slices that are sent without the buffer."""
+        for number in parcel.places.separate:
+            direct = self._direct(parcel.message, parcel.message.slices[number])
+            if direct is not None:
+                parcel.outside[number] = direct
+            parcel.separate.append(parcel.matrix(number).view(-1))
 
     def _direct(self, message: Message, slice_: Slice) -> Tensor | None:
         """Return the memory where a slice can be sent or received without a copy, or None."""
@@ -193,13 +201,11 @@ class Transfer:
             direct = self.destination(slice_)
         return direct if direct.is_contiguous() and direct.dtype == self.dtype else None
 
-    def _packed(self, message: Message, buffer: Tensor) -> Parcel:
-        parcel = self._parcel(message, buffer)
-        numbers = [n for n in range(len(message.slices)) if n not in parcel.outside]
-        sources = [self.source(message.slices[number]) for number in numbers]
+    def _pack(self, parcel: Parcel) -> None:
+        slices = parcel.message.slices
+        numbers = [n for n in range(len(slices)) if n not in parcel.outside]
+        sources = [self.source(slices[number]) for number in numbers]
         copy_all([parcel.matrix(number) for number in numbers], sources)
-        self.ledger.seal(parcel)
-        return parcel
 
     def _wait(self, number: int, work: list[Any]) -> None:
         """Wait for messages: on the host for CPU, otherwise on the stream."""
@@ -248,8 +254,7 @@ class Transfer:
 
     def _open_parcels(self, flight: Flight) -> list[Parcel]:
         start = time.perf_counter()
-        for parcel in flight.received:
-            self.ledger.note_message(parcel)
+        self.ledger.note_messages(flight.received)
         self.seconds["unpack"] += time.perf_counter() - start
         return flight.received
 

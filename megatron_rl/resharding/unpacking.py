@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_rl.resharding.parcels import Parcel, copy_all
+from megatron_rl.resharding.parcels import Block, Parcel, copy_all, stacked
 from megatron_rl.resharding.pieces import as_matrix
-from megatron_rl.resharding.senders import Slice
+from megatron_rl.resharding.slices import Slice
 from megatron_rl.resharding.transfer import Transfer
 
 LOCAL_ELEMENTS = 1 << 25  # of local slices that are copied together
@@ -79,7 +79,7 @@ class Assembly(Transfer):
             self.destination(each).copy_(source)
             self.ledger.note_local(each, source)
         for each in (*local, *self._slices.pop(name, [])):
-            self.ledger.note_slice(each, self.destination(each))
+            self.ledger.note_slices(each, self.destination(each)[None])
         tensor = self._target(name)
         del self._open[name]
         return tensor
@@ -131,7 +131,7 @@ class Overwriting(Transfer):
             copy_all([self.destination(each) for each in batch], sources)
             for each, source in zip(batch, sources, strict=True):
                 self.ledger.note_local(each, source)
-                self.ledger.note_slice(each, self.destination(each))
+                self.ledger.note_slices(each, self.destination(each)[None])
         self.seconds["unpack"] += time.perf_counter() - start
         for _ in self.plan.rounds:
             self._unpack(self._advance())
@@ -142,17 +142,26 @@ class Overwriting(Transfer):
 
     def _unpack(self, parcels: list[Parcel]) -> None:
         start = time.perf_counter()
-        for parcel in parcels:
-            slices = parcel.message.slices
-            for block in parcel.places.blocks:
-                if block.first in parcel.outside:
-                    continue  # received in place; such a slice is a block of its own
-                needed = slices[block.first].needed
-                rows = self._parameter(needed.parameter).narrow(0, block.top, block.height)
-                rows.narrow(1, needed.left, needed.shape[1]).copy_(parcel.block(block))
-            for each in slices if self.ledger.full else ():
-                self.ledger.note_slice(each, self.destination(each))
+        found = [
+            (parcel, block, self._rows(parcel, block))
+            for parcel in parcels
+            for block in parcel.places.blocks
+        ]
+        # A slice received in place is a block of its own.
+        copied = [each for each in found if each[1].first not in each[0].outside]
+        blocks = [parcel.block(block) for parcel, block, _ in copied]
+        copy_all([rows for *_, rows in copied], blocks)
+        for parcel, block, rows in found if self.ledger.full else ():
+            for first, matrices in stacked(block, parcel.message.slices, rows):
+                self.ledger.note_slices(parcel.message.slices[first], matrices)
         self.seconds["unpack"] += time.perf_counter() - start
+
+    def _rows(self, parcel: Parcel, block: Block) -> Tensor:
+        """Return the rectangle of the engine's parameter that a block is for."""
+        needed = parcel.message.slices[block.first].needed
+        parameter, width = self._parameter(needed.parameter), needed.shape[1]
+        rows = parameter.narrow(0, block.top, block.height)
+        return rows if width == parameter.shape[1] else rows.narrow(1, needed.left, width)
 
     def _parameter(self, name: str) -> Tensor:
         if name not in self._live:

@@ -11,17 +11,17 @@ Sums stay on the device; all of them are read together at the end of the transfe
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_rl.resharding.adapted import LocalWeight
 from megatron_rl.resharding.layouts import ActorLayout
-from megatron_rl.resharding.parcels import Message, Parcel
+from megatron_rl.resharding.parcels import Message, Parcel, runs_of_equal_layout
 from megatron_rl.resharding.pieces import Piece, parameter_shapes
 from megatron_rl.resharding.push_schedule import RankPlan
-from megatron_rl.resharding.senders import Slice
+from megatron_rl.resharding.slices import Slice
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Odd, so that multiplication modulo 2^64 loses nothing; within int64 (2^64 / golden ratio, halved).
@@ -70,20 +70,28 @@ def word_sum(flat: Tensor) -> Tensor:
 def slice_checksum(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Compute a position-dependent checksum of a matrix [h, w]: int64 scalar, device-independent.
 
-    dtype: convert the elements to it first. Works on blocks of rows, without copying the matrix.
+    dtype: convert the elements to it first.
     """
-    height, width = matrix.shape
-    count = torch.arange(1, max(height, width) + 1, device=matrix.device)
-    by_column = torch.zeros(width, dtype=torch.int64, device=matrix.device)
-    total = torch.zeros((), dtype=torch.int64, device=matrix.device)
-    step = max(1, block_elements(matrix.device) // max(1, width))
+    return slice_checksums(matrix[None], dtype)[0]
+
+
+def slice_checksums(matrices: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Compute the checksum of each matrix [n, h, w]: int64 [n].
+
+    Works on blocks of rows, without copying the matrices.
+    """
+    number, height, width = matrices.shape
+    count = torch.arange(1, max(height, width) + 1, device=matrices.device)
+    by_column = torch.zeros(number, width, dtype=torch.int64, device=matrices.device)
+    total = torch.zeros(number, dtype=torch.int64, device=matrices.device)
+    step = max(1, block_elements(matrices.device) // max(1, number * width))
     for start in range(0, height, step):
-        block = matrix[start : start + step].to(dtype or matrix.dtype).contiguous()
+        block = matrices[:, start : start + step].to(dtype or matrices.dtype).contiguous()
         bits = block.view(_INTEGERS[block.dtype.itemsize])
-        rows = bits.sum(1, dtype=torch.int64)
-        total += (rows * count[start : start + len(rows)] * _ROW_FACTOR).sum()
-        by_column += bits.sum(0, dtype=torch.int64)
-    return total + (by_column * count[:width] * _COLUMN_FACTOR).sum()
+        rows = bits.sum(2, dtype=torch.int64)
+        total += (rows * count[start : start + rows.shape[1]] * _ROW_FACTOR).sum(1)
+        by_column += bits.sum(1, dtype=torch.int64)
+    return total + (by_column * count[:width] * _COLUMN_FACTOR).sum(1)
 
 
 def block_elements(device: torch.device) -> int:
@@ -125,27 +133,36 @@ class Ledger:
         """Count the sums sent with a message: its own, and those of its slices in a full check."""
         return 1 + len(message.slices) * self.full
 
-    def seal(self, parcel: Parcel) -> None:
-        """Compute the sums of a message: of its tensors on the wire, and of its slices."""
-        parcel.sums[0] = _total(parcel.payload)
-        for number in range(len(parcel.message.slices)) if self.full else ():
-            parcel.sums[1 + number] = slice_checksum(parcel.matrix(number), self.dtype)
+    def seal(self, parcels: Sequence[Parcel]) -> None:
+        """Compute the sums of messages: of their tensors on the wire, and of their slices."""
+        for run in runs_of_equal_layout(parcels):
+            _sums(run)[:, 0] = _totals(run)
+        for parcel in parcels if self.full else ():
+            for first, matrices in parcel.stacks():
+                of_message = _sums([parcel])[0]
+                of_message[1 + first :][: len(matrices)] = slice_checksums(matrices, self.dtype)
 
-    def note_message(self, parcel: Parcel) -> None:
-        """Record a message that arrived and the sums that it contains."""
-        index, sums = self._indices[id(parcel.message)], parcel.sums
-        self._expected[index : index + len(sums)] = sums
-        self._actual[index] = _total(parcel.payload)
+    def note_messages(self, parcels: Sequence[Parcel]) -> None:
+        """Record messages that arrived, in the order of the plan, and the sums in them."""
+        for run in runs_of_equal_layout(parcels):
+            first, size = self._indices[id(run[0].message)], run[0].sum_count
+            shape = (len(run), size)
+            self._expected[first : first + len(run) * size].view(shape).copy_(_sums(run))
+            self._actual[first : first + len(run) * size].view(shape)[:, 0] = _totals(run)
 
     def note_local(self, slice_: Slice, matrix: Tensor) -> None:
         """Record a slice that stays within this rank, as the actor has it; only in full checks."""
         if self.full:
             self._expected[self._indices[id(slice_)]] = slice_checksum(matrix, self.dtype)
 
-    def note_slice(self, slice_: Slice, matrix: Tensor) -> None:
-        """Record a slice as the engine receives it; only in full checks."""
+    def note_slices(self, first: Slice, matrices: Tensor) -> None:
+        """Record a message's slices [n, h, w], `first` and those after it, as the engine has them.
+
+        Only in full checks.
+        """
         if self.full:
-            self._actual[self._indices[id(slice_)]] = slice_checksum(matrix, self.dtype)
+            index = self._indices[id(first)]
+            self._actual[index : index + len(matrices)] = slice_checksums(matrices, self.dtype)
 
     def changed(self) -> list[str]:
         """Return the sorted names of tensors that differ from those sent; waits for the device."""
@@ -160,6 +177,21 @@ class Ledger:
         return sorted({name for names in single or changed for name in names})
 
 
-def _total(payload: list[Tensor]) -> Tensor:
-    sums = [word_sum(each) for each in payload]
-    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+def _sums(run: list[Parcel]) -> Tensor:
+    """Return the sums in parcels of equal layout, as a view of the buffer [parcels, sums]."""
+    words, parcel = run[0].buffer.view(torch.int64), run[0]
+    return words.as_strided((len(run), parcel.sum_count), (_stride(run), 1), parcel.start // 8)
+
+
+def _totals(run: list[Parcel]) -> Tensor:
+    """Compute the sum of the words on the wire of parcels of equal layout: int64 [parcels]."""
+    words, parcel = run[0].buffer.view(torch.int64), run[0]
+    size = (parcel.start + parcel.wire.numel() - parcel.first) // 8
+    total = words.as_strided((len(run), size), (_stride(run), 1), parcel.first // 8).sum(1)
+    for separate in parcel.separate:  # such a parcel is alone
+        total = total + word_sum(separate)
+    return total
+
+
+def _stride(run: list[Parcel]) -> int:
+    return (run[1].start - run[0].start) // 8 if len(run) > 1 else 1

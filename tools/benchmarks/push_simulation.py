@@ -11,7 +11,8 @@ import numpy as np
 
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
-from megatron_rl.resharding.push_schedule import schedule
+from megatron_rl.resharding.push_schedule import parts_in_rounds, schedule
+from megatron_rl.resharding.slices import Part
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,26 @@ def simulate(
         ranks_per_node=ranks_per_node,
     )  # fmt: skip
     ports: dict[int, np.ndarray] = {}  # transfers of a turn, out and into [2, ranks]
+    whole: dict[int, np.ndarray] = {}  # elements of a step's parts, by its loads: [2, ranks]
     rounds: list[np.ndarray] = []
-    for _, parts in scheduled:
-        for number, part in parts:
-            if id(part.turn) not in ports:
-                hops = np.array([hop for path in part.turn.paths for hop in path.hops()], np.int64)
-                ports[id(part.turn)] = np.stack(
-                    [np.bincount(ends, minlength=plan.world_size) for ends in hops.reshape(-1, 2).T]
-                )
-            while len(rounds) <= number:
-                rounds.append(np.zeros((2, plan.world_size), np.int64))
-            rounds[number] += part.size * ports[id(part.turn)]
+
+    def of_part(part: Part) -> np.ndarray:
+        if id(part.turn) not in ports:
+            hops = np.array([hop for path in part.turn.paths for hop in path.hops()], np.int64)
+            ports[id(part.turn)] = np.stack(
+                [np.bincount(ends, minlength=plan.world_size) for ends in hops.reshape(-1, 2).T]
+            )
+        return part.size * ports[id(part.turn)]
+
+    for step, numbers in scheduled:
+        while len(rounds) <= numbers[-1]:
+            rounds.append(np.zeros((2, plan.world_size), np.int64))
+        if len(numbers) > 1:
+            for number, part in parts_in_rounds(step, numbers):
+                rounds[number] += of_part(part)
+            continue
+        if id(step.loads) not in whole:
+            of_parts = [of_part(part) for part in step.parts()]
+            whole[id(step.loads)] = np.sum(of_parts, axis=0) if of_parts else 0 * rounds[0]
+        rounds[numbers[0]] += whole[id(step.loads)]
     return Simulated(*np.stack(rounds, axis=1))

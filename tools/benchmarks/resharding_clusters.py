@@ -102,7 +102,7 @@ class _Traffic:
         )
         turns: dict[int, Turn] = {}
         sizes: dict[int, int] = defaultdict(int)  # elements that take the same routes
-        for part in (part for _, parts in steps for _, part in parts):
+        for part in (part for step, _ in steps for part in step.parts()):
             turns[id(part.turn)] = part.turn
             sizes[id(part.turn)] += part.size
         for key, turn in turns.items():

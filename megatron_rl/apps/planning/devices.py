@@ -27,6 +27,11 @@ class Device:
     per_node: int = 8
 
     @property
+    def newer_than_h100(self) -> bool:
+        """Whether vLLM prefers kernels for experts that need its loaders."""
+        return self.name in ("b200", "gb200")
+
+    @property
     def memory(self) -> int:
         """Device memory in bytes."""
         return int(self.memory_gib * GIB)

@@ -25,9 +25,9 @@ from megatron_rl.apps.planning.footprint import (
 )
 from megatron_rl.apps.planning.parts import cached_elements
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.models.shape import read_model_shape, tensor_shapes
+from megatron_rl.models.shape import read_model_shape
 from megatron_rl.preflight.layout import layout_problems
-from megatron_rl.resharding.layouts import EngineLayout
+from megatron_rl.resharding.layouts import EngineLayout, largest_module
 
 GIB = 2**30
 SUGGESTIONS = 2  # number of suggestions to find
@@ -137,17 +137,30 @@ def loader_bytes(config: Config, dry_run: DryRun) -> dict[str, int]:
     shape = read_model_shape(config.model.path)
     if config.rollout.mismatch == "none" and (shape.experts is None or kernel == "triton"):
         return {}
-    layout = EngineLayout(config.rollout.tensor, dry_run.processes, config.rollout.expert_parallel)
-    sizes, modules = tensor_shapes(shape), dict[str, set[str]]()
-    for piece in layout.pieces(shape, rank=dry_run.rank):
-        modules.setdefault(piece.parameter.rpartition(".")[0], set()).add(piece.tensor)
-    largest = max(
-        sum(math.prod(sizes[name]) for name in names)
-        for module, names in modules.items()
-        if ".layers." in module
+    return {"modules that vLLM's loaders keep": _module_bytes(config, dry_run)}
+
+
+def uncounted_loaders(config: Config, dry_run: DryRun) -> str | None:
+    """Format what `loader_bytes` leaves out, because vLLM itself chooses by device; None: nothing.
+
+    The kernels that it prefers on devices newer than H100 need its loaders.
+    """
+    is_chosen = "moe_backend" in config.rollout.engine or loader_bytes(config, dry_run)
+    if read_model_shape(config.model.path).experts is None or is_chosen:
+        return None
+    size = _module_bytes(config, dry_run) / GIB
+    return (
+        f"  not counted: {size:.1f} GiB in a weight push on devices newer than H100, where vLLM\n"
+        "  may choose kernels that need its loaders; rollout.engine.moe_backend=triton avoids them"
     )
+
+
+def _module_bytes(config: Config, dry_run: DryRun) -> int:
+    """Return bytes of the largest module of a layer, in full shape, of each pipeline stage."""
+    layout = EngineLayout(config.rollout.tensor, dry_run.processes, config.rollout.expert_parallel)
+    largest = largest_module(read_model_shape(config.model.path), layout, rank=dry_run.rank)
     width = 4 if config.trainer.dtype == "float32" else 2
-    return {"modules that vLLM's loaders keep": width * largest * config.parallel.pipeline}
+    return width * largest * config.parallel.pipeline
 
 
 def prepared_bytes(config: Config, dry_run: DryRun) -> int:

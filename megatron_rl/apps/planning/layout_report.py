@@ -13,6 +13,7 @@ from megatron_rl.apps.planning.workload import Workload
 from megatron_rl.config import Config, dump_config, parse_config
 from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.resharding.layouts import EngineLayout, largest_module
 
 _NEEDED = re.compile(r"needs [\d.]+ of")
 MAX_DEVICES = 4096  # limit of the search for the smallest number that fits
@@ -28,6 +29,9 @@ HEADER = (
 EXPERTS = """no training of a mixture of experts has been measured: these times are too short as
   products are priced as dense ones, and sorting tokens by expert, uneven shares and the host's
   reads of their sizes are not priced"""
+LOADERS = """on {name} vLLM may choose kernels for experts that need its loaders: a push then keeps
+  {size:.1f} GiB more for each pipeline stage, which is not counted in this table, and is not
+  priced; rollout.engine.moe_backend=triton writes experts directly"""
 LEGEND = """tokens: per pack, before parallel.context splits it. offload: optimizer states to the
   host and back. GiB: of {room:.1f} on a device, including the engine (4 while it sleeps) and a
   reserve of 6. share: rollout.gpu_memory_utilization, for the engine's weights and cache."""
@@ -43,6 +47,7 @@ def describe(result: Search, config: Config, *, top: int, show_rejected: bool, c
         f"{len(result.options)} layouts fit, {len(result.rejected)} do not; estimated by formula, "
         "not measured",
         *([EXPERTS] if result.shape.experts else []),
+        *_uncounted(result),
         HEADER,
         *_rows(result, config, top),
         LEGEND.format(room=result.device.memory_gib),
@@ -56,6 +61,14 @@ def describe(result: Search, config: Config, *, top: int, show_rejected: bool, c
         lines.append("rejected (--rejected lists every layout):")
         lines += [f"  {count} x {reason}" for reason, count in reasons.most_common(8)]
     return "\n".join(lines)
+
+
+def _uncounted(result: Search) -> list[str]:
+    """Format what the formulas leave out where vLLM itself may choose its loaders."""
+    if result.shape.experts is None or not result.device.newer_than_h100:
+        return []
+    size = 2 * largest_module(result.shape, EngineLayout(1, 1)) / 2**30
+    return [LOADERS.format(name=result.device.name, size=size)]
 
 
 def _rows(result: Search, config: Config, top: int) -> list[str]:

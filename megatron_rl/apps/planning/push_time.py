@@ -11,7 +11,8 @@ from megatron_rl.apps.planning.parts import Parts, engine_parameters
 from megatron_rl.apps.planning.traffic import LINK_EFFICIENCY
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
-from megatron_rl.resharding.senders import WITHIN, Slice, plan_slices
+from megatron_rl.resharding.senders import plan_slices
+from megatron_rl.resharding.slices import WITHIN, Slice
 
 # Time of the rounds over that of the mean rank's bytes: the largest of the layouts that
 # tests/unit/resharding/test_push_balance.py simulates, with buckets of 512 MiB.

@@ -1,12 +1,13 @@
 """All ranks send at once: the rounds' time over that of the busiest port, and what a plan costs."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 
 from megatron_rl.apps.planning.push_time import IMBALANCE
 from megatron_rl.models.shape import ExpertShape
-from megatron_rl.resharding import layouts, routes, senders
+from megatron_rl.resharding import layouts, push_schedule, routes, senders, slices
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.push_schedule import plan_for_rank
 from tests.unit.resharding.shapes import small_shape
@@ -62,6 +63,29 @@ def test_small_round_for_loaders_has_a_block_of_every_expert_rank():
     assert found.over_ideal <= 2.0, (found.over_ideal, found.senders)
 
 
+def test_many_expert_ranks_send_few_messages_and_all_at_once(monkeypatch):
+    """64 expert ranks of each of two stages: a round would have a message from each of them.
+
+    In shares of the nodes a rank receives from about 128 / 4 at a time. A push then has a quarter
+    of the messages, and some more because rounds do not end where shares do.
+    """
+    shape = replace(EXPERTS, num_layers=8)
+    layouts = ActorLayout(4, 2, 1, 32, expert=64, expert_tensor=1), EngineLayout(8, 256)
+    bucket = {"wire_elements": 64000, "ranks_per_node": 8}
+
+    def messages():
+        plan = plan_for_rank(shape, *layouts, rank=0, **bucket)
+        sent = sum(len(each.to) for part in plan.rounds for each in part.sends)
+        return sent + sum(len(part.receives) for part in plan.rounds)
+
+    assert push_schedule.shares_of_nodes(shape, *layouts, 8) == 4
+    found, in_shares = push_simulation.simulate(shape, *layouts, **bucket), messages()
+    monkeypatch.setattr(push_schedule, "SOURCES_AT_ONCE", 10**9)
+    print(in_shares, messages(), found.over_ideal, found.senders, len(found.out))
+    assert in_shares < messages() / 2
+    assert found.over_ideal <= 2.0 and found.senders > 0.8 * 256
+
+
 def test_planner_uses_the_largest_simulated_ratio():
     ratios = []
     for shape, actor, engine, _ in LAYOUTS:
@@ -109,8 +133,8 @@ def test_plan_costs_same_with_replicas(monkeypatch):
         _count(monkeypatch, layouts, "megatron_pieces"),
         _count(monkeypatch, layouts, "vllm_pieces"),
         _count(monkeypatch, senders, "Pattern"),
-        _count(monkeypatch, senders, "_Kind"),
-        _count(monkeypatch, senders, "Slice"),
+        _count(monkeypatch, senders, "split_into_blocks"),
+        _count(monkeypatch, slices, "Slice"),
     ]
     counts = []
     for replicas in (2, 32):

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from megatron_rl.models.architectures import ARCHITECTURES
 from megatron_rl.models.shape import tensor_shapes
-from megatron_rl.resharding import senders
+from megatron_rl.resharding import push_schedule, senders
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.pieces import parameter_shapes
-from megatron_rl.resharding.push_schedule import SLICE_EXTRA, plan_for_rank
-from megatron_rl.resharding.senders import WITHIN, plan_slices
+from megatron_rl.resharding.push_schedule import plan_for_rank
+from megatron_rl.resharding.senders import plan_slices
+from megatron_rl.resharding.slices import SLICE_EXTRA, WITHIN
 from tests.unit.resharding.shapes import numbered_tensors, small_shape
 
 
@@ -81,6 +82,61 @@ def test_plan_slices_sends_each_missing_element_once(
         needs = torch.cat([value.flatten() for value in expected[rank].values()])
         bound += int((~torch.isin(needs[needs > 0], has)).sum())
     assert sent == bound
+
+
+SHARED = [  # actor, engine, ranks per node, shares
+    (ActorLayout(data=8, expert=4), EngineLayout(2, 8), 2, 2),  # two replicas: 4 nodes, 2 shares
+    (ActorLayout(data=8, expert=4), EngineLayout(2, 8), 1, 4),
+    (ActorLayout(2, 2, 1, 2, expert=2), EngineLayout(2, 8), 1, 2),
+    (ActorLayout(2, 2, 1, 2, expert=4, expert_tensor=1), EngineLayout(4, 8, True), 1, 2),
+    (ActorLayout(1, 1, 2, 4, expert=4), EngineLayout(1, 8), 1, 4),
+]
+
+
+@pytest.mark.parametrize(("source", "engines", "node", "shares"), SHARED)
+@pytest.mark.parametrize("limit", [300, 5000])
+def test_plan_in_shares_sends_each_missing_element_once(
+    source, engines, node, shares, limit, monkeypatch
+):
+    """Messages of all ranks, matched by their order as in the exchange, give each its shards."""
+    monkeypatch.setattr(push_schedule, "SOURCES_AT_ONCE", 1)
+    monkeypatch.setattr(push_schedule, "NODES_OF_SHARE", 1)
+    shape = small_shape("Qwen3MoeForCausalLM")
+    assert push_schedule.shares_of_nodes(shape, source, engines, node) == shares
+    tensors = numbered_tensors(shape)
+    owned = [_fill(source.pieces(shape, rank=r), tensors) for r in range(8)]
+    expected = [_fill(engines.pieces(shape, rank=r), tensors) for r in range(8)]
+    got = [{name: torch.zeros_like(v) for name, v in e.items()} for e in expected]
+
+    def deliver(slices, sender, to):
+        for each in slices:
+            target = each.needed.of_parameter(got[to][each.needed.parameter])
+            assert not target.any(), f"{each} writes what another slice wrote"
+            target.copy_(each.owned.of_parameter(owned[sender][each.owned.parameter]))
+
+    plans = [
+        plan_for_rank(shape, source, engines, rank=r, wire_elements=limit, ranks_per_node=node)
+        for r in range(8)
+    ]
+    for plan in plans:
+        deliver(itertools.chain(*plan.local.values()), plan.rank, plan.rank)
+    assert len({len(plan.rounds) for plan in plans}) == 1
+    for parts in zip(*(plan.rounds for plan in plans), strict=True):
+        for rank, part in enumerate(parts):
+            load = sum(m.size + SLICE_EXTRA * len(m.slices) for m in (*part.sends, *part.receives))
+            assert load <= limit
+            for message in part.receives:
+                deliver(message.slices, message.source, rank)
+        for rank, to in itertools.permutations(range(8), 2):
+            out = [_contents(m) for m in parts[rank].sends if to in m.to]
+            receives = [m for m in parts[to].receives if m.source == m.sender == rank]
+            assert out == [_contents(m) for m in receives]
+            out = [_contents(m) for m in parts[rank].receives if to in m.to]
+            receives = [m for m in parts[to].receives if m.sender == rank != m.source]
+            assert out == [_contents(m) for m in receives]
+    for rank in range(8):
+        for name, value in expected[rank].items():
+            assert torch.equal(got[rank][name], value), (rank, name)
 
 
 def test_plan_slices_equal_layouts_send_nothing():

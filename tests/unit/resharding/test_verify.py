@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron_rl.resharding import verify
-from megatron_rl.resharding.verify import slice_checksum, word_sum
+from megatron_rl.resharding.parcels import Message, Parcel, Places, runs_of_equal_layout
+from megatron_rl.resharding.verify import slice_checksum, slice_checksums, word_sum
 
 
 def _by_definition(bits):
@@ -43,3 +44,42 @@ def test_word_sum_detects_any_changed_bit():
         assert word_sum(changed) != whole
     longer = torch.cat([torch.zeros(1, dtype=torch.bfloat16), message])
     assert word_sum(longer[1:]) == whole  # read from an odd address
+
+
+@pytest.mark.parametrize("block", [1, 12, 1 << 16])
+def test_slice_checksums_of_a_stack_are_those_of_its_matrices(block, monkeypatch):
+    monkeypatch.setattr(verify, "block_elements", lambda device: block)
+    stack = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0))
+    for of in (stack, stack.transpose(1, 2), stack[:, 1:, :2]):
+        singly = [slice_checksum(matrix, torch.bfloat16) for matrix in of]
+        assert slice_checksums(of, torch.bfloat16).tolist() == [int(each) for each in singly]
+
+
+def _parcel(buffer, start, size, separate=()):
+    """Lay out a message of `size` bytes with one sum, which takes 16 bytes."""
+    places = Places([0], size // 2, size // 2, list(range(len(separate))), [])
+    wire = buffer[start : start + 16 + size]
+    elements = buffer.view(torch.bfloat16)
+    message = Message(0, 0, (), (1,))
+    return Parcel(message, places, buffer, elements, start, start + 16, 1, wire, list(separate), {})
+
+
+def test_sums_of_a_round_are_those_of_its_messages():
+    """Three messages of 48 bytes and one of 32 in one buffer; the last two come alone."""
+    generator = torch.Generator().manual_seed(0)
+    buffer = torch.randint(0, 256, (288,), generator=generator, dtype=torch.uint8)
+    apart = torch.randn(9, generator=generator)
+    sizes, starts = (48, 48, 48, 32, 32), (0, 64, 128, 192, 240)
+    parcels = [_parcel(buffer, at, size) for at, size in zip(starts, sizes, strict=True)]
+    parcels[-1] = _parcel(buffer, starts[-1], 32, [apart])
+    runs = list(runs_of_equal_layout(parcels))
+    assert [len(run) for run in runs] == [3, 1, 1]
+    totals = torch.cat([verify._totals(run) for run in runs])
+    singly = [word_sum(buffer[at + 16 : at + 16 + n]) for at, n in zip(starts, sizes, strict=True)]
+    singly[-1] += word_sum(apart)
+    assert totals.tolist() == [int(each) for each in singly]
+    sums = torch.cat([verify._sums(run) for run in runs])
+    assert sums.flatten().tolist() == [int(buffer[at:].view(torch.int64)[0]) for at in starts]
+    buffer[64 + 16 + 47] ^= 1  # the last byte of the second one
+    changed = torch.cat([verify._totals(run) for run in runs]) != totals
+    assert changed.tolist() == [False, True, False, False, False]

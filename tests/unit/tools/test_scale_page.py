@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.benchmarks.scale_rows import layouts
+from tools.benchmarks.scale_rows import layouts, planning
 
 PAGE = Path(__file__).parents[3] / "docs" / "measurements" / "scale.md"
 
@@ -14,3 +14,25 @@ def test_rows_of_layouts_are_those_on_the_page(devices, pipeline, expert):
     lines = PAGE.read_text().splitlines()
     for row in layouts.rows_of(devices, pipeline=pipeline, expert=expert):
         assert row.to_line() in lines
+
+
+@pytest.mark.parametrize(("devices", "pipeline", "expert"), [(256, 8, 8), (512, 4, 32)])
+def test_dry_runs_on_the_page_are_of_the_planned_layouts(devices, pipeline, expert):
+    """The same recomputation and packs, and a formula within 1% below and 7% above."""
+    (option,) = layouts.plan(devices, pipeline, expert).options
+    name = layouts.name_of(option.parts)
+    of_layout = [
+        line for line in PAGE.read_text().splitlines() if f"| {name} | {devices} |" in line
+    ]
+    kinds = [line.split(" | ")[0] for line in of_layout]
+    assert kinds == ["| fullest moment", "| step", "| update, first stage", "| formula / dry run"]
+    assert 0.99 <= float(of_layout[-1].split(" | ")[4]) <= 1.07
+
+
+def test_counts_of_a_push_are_those_on_the_page(monkeypatch):
+    """Rounds, messages and copies of 72B at 1,024 ranks, which is planned in 0.1 s."""
+    case = next(each for each in planning._cases() if each.model == "72B")
+    monkeypatch.setattr(planning, "_cases", lambda: [case])
+    lines = PAGE.read_text().splitlines()
+    counted = [row for row in planning.rows() if row.how == "counted"]
+    assert len(counted) == 3 and all(row.to_line() in lines for row in counted)

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_rl.apps.planning.built_in import MODELS
 from megatron_rl.apps.planning.devices import DEVICES
+from megatron_rl.apps.planning.parts import Parts
 from megatron_rl.apps.planning.search import MAX_ENGINE_SHARE, Search, search
 from megatron_rl.apps.planning.workload import workload_of
 from megatron_rl.config import parse_config
@@ -16,11 +17,13 @@ TEXT = f"""
 By the formulas of `megatron-rl plan` (docs/planning.md): whole experts on each rank, engines of 8
 ranks, 512 prompts x 16 responses of up to 15,360 tokens (45% of it in the mean), four epochs of
 four minibatches, the busiest expert rank with 1.5 times its share. GiB is the fullest moment of
-training, behavior pass and weight sync on a device of 79.6 GiB, with 10 for a sleeping engine and
-the reserve; engines get the rest, at most {MAX_ENGINE_SHARE:.0%}. The seconds of a step lack the
-weight sync; none of these times has been measured. `before` is commit 4c2004c, where 94 layers
-allowed 1 or 2 pipeline stages, and 4 key-value heads a tensor size of at most 4. Of 24 layouts one
-is impossible: 256 ranks in 8 stages have 32 ranks a stage, fewer than the 64 of its experts.
+training, behavior pass and weight sync on a device of {DEVICES["h100"].memory_gib} GiB, with 10
+for a sleeping engine and the reserve; engines get the rest, at most {MAX_ENGINE_SHARE:.0%}. The
+last number of a layout is the tokens of a pack: one or two responses of maximum length. The seconds
+of a step lack the weight sync; none of these times has been measured. `before` is commit 4c2004c,
+where 94 layers allowed 1 or 2 pipeline stages, and 4 key-value heads a tensor size of at most 4. Of
+24 layouts one is impossible: 256 ranks in 8 stages have 32 ranks a stage, fewer than the 64 of its
+experts.
 
 Dry runs of all of them are [below](#dry-runs-of-these-layouts). Two were also made with
 `--fit 79.6` (by hand, full packs, every response of maximum length, 0.8 of the device for the
@@ -52,17 +55,25 @@ def plan(devices: int, pipeline: int, expert: int) -> Search:
     return search(shape, device, devices, workload, fixed, pushes=0)
 
 
+def name_of(parts: Parts) -> str:
+    """Name a layout with its recomputation and the tokens of its packs."""
+    return (
+        f"tp8 pp{parts.pipeline} ep{parts.expert} etp1, recompute {parts.recompute}, "
+        f"{parts.tokens:,} tokens"
+    )
+
+
 def rows_of(devices: int, pipeline: int, expert: int) -> Iterator[Row]:
     """Yield memory and step of one layout."""
     result = plan(devices, pipeline, expert)
-    name = f"tp8 pp{pipeline} ep{expert} etp1"
     if not result.options:
+        name = f"tp8 pp{pipeline} ep{expert} etp1"
         (rejected,) = result.rejected
         yield Row("fits", name, devices, REFUSED, rejected.reason, "", "counted")
         return
     (option,) = result.options
     moments = [option.memory[phase] for phase in ("train", "behavior", "push")]
     gib = max(moments) * DEVICES["h100"].memory_gib
-    name += f", recompute {option.parts.recompute}"
+    name = name_of(option.parts)
     yield Row("fullest moment", name, devices, REFUSED, gib, "GiB", "counted")
     yield Row("step", name, devices, REFUSED, option.step_seconds, "s", "counted")

@@ -118,6 +118,11 @@ def test_report_has_row_per_layout_and_reasons(result):
     for of, is_unmeasured in ((result, False), (experts, True)):
         page = describe(of, BASE, top=1, show_rejected=False, choice=1)
         assert ("no training of a mixture of experts has been measured" in page) is is_unmeasured
+        assert "which is not counted" not in page
+    newer = replace(experts, device=DEVICES["b200"])
+    # 128 experts of 3 x 768 x 2,048 in bfloat16: 1.1 GiB
+    loaders = "a push then keeps\n  1.1 GiB more for each pipeline stage, which is not counted"
+    assert loaders in describe(newer, BASE, top=1, show_rejected=False, choice=1)
     assert len(describe(result, BASE, top=3, show_rejected=True, choice=1).splitlines()) > len(
         result.rejected
     )
