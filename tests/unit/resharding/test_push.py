@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_rl.models.shape import tensor_shapes
-from megatron_rl.resharding import transfer
+from megatron_rl.resharding import push_schedule, transfer
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.push import Resharder, ReshardSettings
 from megatron_rl.resharding.transfer import ExchangeError
@@ -117,6 +117,7 @@ def _values(shape, version):
 
 def _push_all(rank, world_size, large_slice):
     transfer.LARGE_SLICE = large_slice
+    push_schedule.SOURCES_AT_ONCE = push_schedule.NODES_OF_SHARE = 1  # experts of Live in shares
     for number, (sizes, engine_tensor) in enumerate(CASES):
         layout = ActorLayout(*sizes)
         architecture = "Glm4MoeForCausalLM" if layout.expert > 1 else "Qwen2ForCausalLM"
@@ -274,11 +275,10 @@ def _hang(rank, world_size, folder, dies):
     if not dies:  # only now: a slow machine may need longer for a successful transfer
         resharder.settings = ReshardSettings(time_limit=2.0)
     module.Assembly, _Stuck.folder, _Stuck.dies = _Stuck, folder, dies
-    start = time.monotonic()
     try:
         resharder.push(shards, version=1)
     except ExchangeError as error:
-        messages = json.dumps([str(error), receiver.version, time.monotonic() - start])
+        messages = json.dumps([str(error), receiver.version])
         (folder / f"{rank}.partial").write_text(messages)
         (folder / f"{rank}.partial").rename(folder / f"{rank}.json")
         _wait_for_reports(folder)  # connections are closed: the first process to exit ends the test
@@ -289,13 +289,14 @@ def test_push_hanging_or_dead_rank_raises_on_others(dies, tmp_path):
     with contextlib.suppress(AssertionError):  # connections are closed, so shutdown fails
         run_ranks(_hang, 3, tmp_path, dies)
     for rank in (0, 2):
-        message, version, seconds = json.loads((tmp_path / f"{rank}.json").read_text())
+        message, version = json.loads((tmp_path / f"{rank}.json").read_text())
         assert message.startswith("weight sync 1, actor tp3 to vLLM tp1 x 3 engines: round 1 of ")
         assert "model.layers.0.self_attn.q_proj.weight" in message
         assert f"from ranks {[other for other in range(3) if other != rank]})" in message
         assert f"on rank {rank} within {60 if dies else 2} s of its start, or another" in message
         assert version == -1, "a half-updated engine must not go on"
-        assert seconds < 50, "a death is noticed at once"
+        # The connection fails when a rank dies, before the limit of 60 seconds has passed.
+        assert ("Timed out" in message) is not dies, message
 
 
 def _memory(rank, world_size):
