@@ -22,8 +22,8 @@ LEDGER = ROOT / "docs" / "gpu-claims.md"
 SKIPPED = {"docs/gpu-claims.md", "docs/configuration.md"}
 MEASUREMENTS = "docs/measurements/"
 DEVICE_WORDS = re.compile(
-    r"\b(GPUs?|CUDA|NCCL|InfiniBand|H100|H200|B200|Transformer\s+Engine|[Ff][Pp]8|compute capability"
-    r"|(on|for) (a|the) device)\b"
+    r"\b(GPUs?|CUDA|NCCL|InfiniBand|H100|H200|B200|Transformer\s+Engine|[Ff][Pp]8"
+    r"|compute capability|(on|for) (a|the) device)\b"
 )
 CLAIM_WORDS = re.compile(
     r"\b(runs?|ran|works?|passed|faster|slower|untested|measured|tested|exact(ly)?|equals?"
