@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron_rl.runs.rows import read_rows
-from tests.functional.tiny_runs import ROOT, TASK, make_task, train
+from tests.functional.tiny_runs import ROOT, TASK, TRAIN, make_task, train
 
 EXAMPLES = ROOT / "examples" / "pnpo"
 MODEL = f"model.path={TASK}/model"
@@ -25,7 +25,7 @@ def dapo(tmp_path_factory):
     rows = train(
         *SMALL, f"run.dir={folder}", "run.name=dapo",
         config=EXAMPLES / "dapo.yaml",
-        places=(MODEL, f"data.train={TASK}/train.parquet", "eval.sets={}"),
+        places=(MODEL, f"data.train={TRAIN}", "eval.sets={}"),
     )  # fmt: skip
     return rows[1:], folder / "dapo"
 

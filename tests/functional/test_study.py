@@ -9,13 +9,13 @@ import pyarrow.parquet as pq
 import yaml
 
 from megatron_rl.runs.rows import read_metrics
-from tests.functional.tiny_runs import ROOT, TASK, make_task
+from tests.functional.tiny_runs import ROOT, TASK, TRAIN, make_task
 
 STUDY = {
     "name": "s",
     "base": {
         "model": {"path": f"{TASK}/model"},
-        "data": {"train": f"{TASK}/train.parquet", "max_prompt_tokens": 48},
+        "data": {"train": str(TRAIN), "max_prompt_tokens": 48},
         "rollout": {"prompts_per_step": 8, "max_response_tokens": 56, "kv_cache_mib": 64},
         "optimizer": {"learning_rate": 1e-4, "warmup_steps": 0},
         "trainer": {"steps": 2, "epochs": 1, "minibatches": 2, "checkpoint_every": 1,

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from megatron_rl.runs.rows import read_metrics
 from tests.functional.debian import missing
 from tests.functional.slurm.throwaway import PACKAGES, PROGRAMS, ThrowawaySlurm
-from tests.functional.tiny_runs import ROOT, TASK, make_task
+from tests.functional.tiny_runs import ROOT, TASK, TRAIN, make_task
 
 LAUNCHER = ROOT / ".cache" / "launcher"
 STEPS = 32  # so many that a paced run cannot end by itself
@@ -35,7 +35,7 @@ class Launcher:
         }  # fmt: skip
         (folder / "tiny.yaml").write_text(json.dumps({
             "model": {"path": str(TASK / "model")},
-            "data": {"train": str(TASK / "train.parquet"), "max_prompt_tokens": 48},
+            "data": {"train": str(TRAIN), "max_prompt_tokens": 48},
             "parallel": {"context": 2},
             "rollout": {"prompts_per_step": 4, "responses_per_prompt": 2, "max_response_tokens": 40,
                         "kv_cache_mib": 16, "max_num_seqs": 8},
