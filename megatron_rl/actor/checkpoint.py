@@ -36,13 +36,13 @@ from megatron_rl.actor.checkpoint_contents import (
 )
 from megatron_rl.actor.memory import optimizer_parts
 from megatron_rl.actor.model import PolicyModel
-from megatron_rl.actor.optimizer_slices import sliced_optimizers
+from megatron_rl.actor.optimizer_slices import load_options, sliced_optimizers
 from megatron_rl.actor.shard_writer import ShardWriter
 from megatron_rl.actor.weights import ADAPTER, load_weights, named_parameters
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.objectives.calibration import Calibration
-from megatron_rl.runtime.checkpoint_format import stamp
+from megatron_rl.runtime.checkpoint_format import FORMAT, stamp
 
 # Passed as copies: Megatron-core adds its process groups to the dictionary.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -58,8 +58,11 @@ def _sharded_state(
     *,
     adapters: bool,
     is_loading: bool,
+    written_format: int = FORMAT,
 ) -> dict[str, Any]:
     """Return the tensors of a checkpoint: those of the adapters, or of the model without them."""
+    # Before format 2 keys had the number of the optimizer that Megatron chains for experts.
+    metadata = _METADATA | {"chained_optim_avoid_prefix": written_format >= 2}
     models = {}
     for index, chunk in enumerate(chunks):
         state = chunk.sharded_state_dict(metadata=dict(_METADATA))
@@ -69,9 +72,7 @@ def _sharded_state(
     if optimizer is None:
         return models
     with sliced_optimizers():
-        state = optimizer.sharded_state_dict(
-            models, is_loading=is_loading, metadata=dict(_METADATA)
-        )
+        state = optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
     return {**models, "optimizer": state}
 
 
@@ -157,7 +158,8 @@ def load_checkpoint(
     state = read_state(folder)
     check_adapters(folder, stored=state.get("adapters"), expected=adapters)
     stored = optimizer if state["optimizer"] else None
-    sharded = _sharded_state(chunks, stored, adapters=adapters is not None, is_loading=True)
+    sharded = _sharded_state(chunks, stored, adapters=adapters is not None, is_loading=True,
+                             written_format=state.get("format", 0))  # fmt: skip
     reader = _ShareReader(get_default_load_sharded_strategy(str(folder)), topology.dp_cp_group)
     reader.host_group = topology.host_group
     # Without Megatron's check that ranks share the reading well, which gathers every shard.
@@ -169,8 +171,7 @@ def load_checkpoint(
             rest = {key: value for key, value in rest.items() if ADAPTER in key}
         chunk.load_state_dict(rest | values)
     if stored is not None:
-        with sliced_optimizers():
-            stored.load_state_dict(loaded["optimizer"])
+        load_options(stored, loaded["optimizer"])  # tensors were read in place
         for part in optimizer_parts(stored):
             _normalize_optimizer_state(part.optimizer)
             step_in_one_kernel(part.optimizer, topology.device)

@@ -4,6 +4,10 @@ Megatron's optimizer splits flat buffers over data (times context) parallelism: 
 rank owns elements [start, stop) in row order, mostly all or none. Such a range consists of a few
 boxes of the parameter, and a box has a position in the global tensor under any layout.
 
+Megatron-core chains a second optimizer for the experts of a rank where expert parallelism is above
+1. Tensors have the same keys with and without it, and options are read from whichever the writer
+had, so a checkpoint does not depend on it.
+
 Megatron-core's own implementation of this format ("fully_reshardable") gathers 12 bytes per
 parameter on one rank of each group to save, and reads them on every rank to load. Here each rank
 writes its slice directly and loads it in place. The two implementations can read each other's
@@ -14,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -22,8 +26,11 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
+
+from megatron_rl.actor.memory import optimizer_parts
 
 # Maximum elements per box: a reader under another layout reads whole boxes, one at a time.
 LARGEST_BOX = 1 << 24
@@ -105,16 +112,41 @@ def _own_slices(
     return dict(enumerate(state))
 
 
-def _skip_copy(self: DistributedOptimizer, state_dict: Any) -> None:
-    """Do nothing: the files were read directly into the optimizer's tensors."""
-
-
 @contextlib.contextmanager
 def sliced_optimizers() -> Iterator[None]:
-    """Make Megatron-core save and load distributed optimizers slice by slice."""
-    with mock.patch.multiple(
-        DistributedOptimizer,
-        sharded_param_state_fully_reshardable=_own_slices,
-        load_parameter_state_from_fully_reshardable=_skip_copy,
+    """Make Megatron-core describe distributed optimizers slice by slice."""
+    with mock.patch.object(
+        DistributedOptimizer, "sharded_param_state_fully_reshardable", _own_slices
     ):
         yield
+
+
+def load_options(optimizer: MegatronOptimizer, stored: Mapping[Any, Any]) -> None:
+    """Set the options of all parameter groups, among them the step counts, to the stored ones.
+
+    stored: the optimizer's entry of a loaded checkpoint, by chained optimizers or of a single one.
+    A group gets the options of the one with the same multipliers, of experts or not.
+    """
+    groups = list(_stored_groups(stored))
+    alike = {_multipliers(group): group for group in groups}
+    for part in optimizer_parts(optimizer):
+        state = part.state_dict()
+        for group in state["optimizer"]["param_groups"]:
+            is_expert = group["is_expert_parallel"]
+            source = alike.get(_multipliers(group), {"step": groups[0].get("step")})
+            group.update({key: value for key, value in source.items() if value is not None})
+            group["is_expert_parallel"] = is_expert
+        part.load_state_dict(state)
+
+
+def _stored_groups(stored: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
+    yield from stored.get("optimizer", {}).get("param_groups", [])
+    for key, part in stored.items():
+        if isinstance(key, int):
+            yield from _stored_groups(part)
+
+
+def _multipliers(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What distinguishes the groups of an optimizer, whatever Megatron-core's release calls it."""
+    names = ("wd_mult", "lr_mult", "is_decoupled_lr")
+    return tuple(group.get(name, group.get(f"pre_{name}")) for name in names)

@@ -6,7 +6,9 @@ from typing import Any
 from megatron_rl import __version__
 from megatron_rl.errors import UserError
 
-FORMAT = 1  # raised when earlier releases could not read a folder; 0: folders that name none
+# Raised when earlier releases could not read a folder; 0: folders that name none; 2: keys of the
+# optimizer without the number of the one that Megatron-core chains for experts.
+FORMAT = 2
 
 
 def stamp(**releases: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ format, which gathers whole tensors, is the second computation: either reads the
 """
 
 import contextlib
+import functools
 from pathlib import Path
 from unittest import mock
 
@@ -49,10 +50,19 @@ def _fill_with_noise(actor):
 
 @contextlib.contextmanager
 def megatrons_own_way():
-    """Save as Megatron-core does: the optimizer gathered, one writer for each shard."""
-    from megatron_rl.actor import checkpoint
+    """Save as Megatron-core does: the optimizer gathered, one writer for each shard.
 
-    with mock.patch.object(checkpoint, "sliced_optimizers", contextlib.nullcontext):
+    In format 1, whose keys depend on an optimizer of its own for the experts.
+    """
+    from megatron_rl.actor import checkpoint
+    from megatron_rl.runtime import checkpoint_format
+
+    own = functools.partial(checkpoint._sharded_state, written_format=1)
+    with (
+        mock.patch.object(checkpoint, "sliced_optimizers", contextlib.nullcontext),
+        mock.patch.object(checkpoint, "_sharded_state", own),
+        mock.patch.object(checkpoint_format, "FORMAT", 1),
+    ):
         yield
 
 
