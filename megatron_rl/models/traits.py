@@ -17,6 +17,7 @@ class Traits:
     zero_centered_norms: norms multiply by 1 + weight.
     scaled_embeddings: embeddings are multiplied by sqrt(hidden size), rounded to the model's dtype.
     query_scalar: the default of `query_pre_attn_scalar`, the inverse square of the scores' scale.
+    engine_shares_key_heads: vLLM copies a key head to several ranks where there are more ranks.
     local_only: what Transformer Engine's layers, as Megatron builds them, do not have.
     keys: brings a config.json to the keys that all architectures share. refuse: lists unsupported
     features in such a config.json.
@@ -29,6 +30,7 @@ class Traits:
     scaled_embeddings: bool = False
     query_scalar: float | None = None
     local_pattern: LocalPattern | None = None
+    engine_shares_key_heads: bool = True
     local_only: str | None = None
     keys: Callable[[Keys], Keys] = dict
     refuse: Callable[[Keys], list[str]] = lambda config: []

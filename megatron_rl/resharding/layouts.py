@@ -143,6 +143,12 @@ class EngineLayout:
             )
         if self.expert_parallel and shape.experts is None:
             raise UserError("an expert parallel engine needs a model with experts")
+        heads = shape.num_query_groups
+        if self.tensor > heads and not shape.traits.engine_shares_key_heads:
+            raise UserError(
+                f"vLLM does not copy the {heads} key-value heads of {shape.architecture} to "
+                f"{self.tensor} ranks; at most {heads} ranks can form an engine"
+            )
         return vllm_pieces(
             shape,
             tp_rank=rank % self.tensor,

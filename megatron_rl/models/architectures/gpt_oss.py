@@ -93,7 +93,10 @@ def _keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse(config: dict[str, Any]) -> list[str]:
+    quantized = (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+    dequantize = "transformers converts them with Mxfp4Config(dequantize=True): docs/models.md"
     features = {
+        f"MXFP4 experts ({dequantize})": quantized,
         "attention_bias false": config.get("attention_bias", True) is False,
         f"swiglu_alpha {config.get('swiglu_alpha')}": config.get("swiglu_alpha", ALPHA) != ALPHA,
         f"swiglu_limit {config.get('swiglu_limit')}": config.get("swiglu_limit", LIMIT) != LIMIT,
@@ -113,6 +116,7 @@ ARCHITECTURE = Architecture(
         activation="clamped_silu",
         biases=True,
         local_pattern=LocalPattern(2, fixed=True),
+        engine_shares_key_heads=False,
         local_only="attention sinks and experts with a clamped activation",
         keys=_keys,
         refuse=_refuse,

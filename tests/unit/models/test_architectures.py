@@ -300,7 +300,10 @@ def test_gemma_3_is_read_from_keys_of_earlier_releases_as_by_transformers(tmp_pa
         ({"tie_word_embeddings": True}, "tied embeddings"),
         ({"rope_parameters": {"rope_type": "default"}}, "rope parameters other than yarn"),
         ({"layer_types": [FULL, LOCAL]}, "layer_types other than a full layer after 1 local"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantized weights"),
+        (
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            r"quantized weights, MXFP4 experts \(transformers .* Mxfp4Config\(dequantize=True\)",
+        ),
     ],
 )
 def test_read_model_shape_refuses_variants_of_gpt_oss_by_name(changes, named, tmp_path):

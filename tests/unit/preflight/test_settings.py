@@ -89,6 +89,24 @@ def test_check_settings_refuses_expert_tensor_sizes_that_megatron_lacks(tmp_path
     assert check(tmp_path / "whole", EXPERTS, world_size=2, parallel=parallel)
 
 
+def test_check_settings_refuses_what_megatron_and_vllm_lack_for_gpt_oss(tmp_path):
+    sizes = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "head_dim": 64,
+             "num_experts_per_tok": 2, "intermediate_size": 64, "rms_norm_eps": 1e-5,
+             "num_attention_heads": 8, "num_key_value_heads": 2}  # fmt: skip
+    whole = {"tensor": 2, "expert": 2, "expert_tensor": 1}
+    for name, sections, output in (
+        ("slices", {"parallel": {"tensor": 2}}, "expert_tensor=2 does not divide .* 1 expert with"),
+        ("heads", {"parallel": whole, "rollout": {"tensor": 4}},
+         "rollout.tensor=4: vLLM does not copy the 2 key-value heads of GptOss.* to 4 ranks; at m"),
+        ("te", {"parallel": whole, "model": {"transformer_engine": True}},
+         "attention sinks and experts with a clamped activation, which Transformer Engine's"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=output):
+            check(tmp_path / name, sizes, world_size=4, **sections)
+    fits = {"parallel": whole, "rollout": {"tensor": 2}}
+    assert check(tmp_path / "fits", sizes, world_size=4, **fits)
+
+
 def test_check_settings_refuses_layouts_of_experts_with_adapters(tmp_path):
     sizes = EXPERTS | {"num_key_value_heads": 4}
     rate = {"learning_rate": 1e-4}
