@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from megatron_rl.runtime.versions import SETS
 from tests.functional.real_transformer_engine.install import OutOfReachError, installed
 from tests.functional.test_actor_architectures import EXPERTS, YARN, _make_model
+from tests.functional.test_actor_architectures import MODELS as ARCHITECTURES
 from tests.functional.test_actor_layouts import (
     freeze_behavior,
     make_rollouts,
@@ -30,6 +31,8 @@ MODELS = {
     "qwen3": ("Qwen3Config", {"tie_word_embeddings": True, "rope_parameters": YARN}),  # q, k norms
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "norm_topk_prob": True}),
     "mistral": ("MistralConfig", {"sliding_window": 5}),
+    # A dense layer below the others, half-rotated heads, a shared expert, biases of experts.
+    "glm4_moe": ARCHITECTURES["glm4_moe"],
 }
 # (Transformer Engine, Megatron-core; None: the one that is installed)
 TOGETHER = [("2.11.0", None), ("2.20.2", "0.19.2")]
@@ -45,7 +48,7 @@ ON_FOUR = {"tp2-cp2-ep2": {"tensor": 2, "context": 2, "expert": 2}}
 ON_RINGS = ("qwen2", "qwen3", "qwen3_moe", "qwen2 lora")  # no sliding windows
 # The experts' model has what those on rings have, but for biases.
 EXPERTS_OR_WINDOW = ("qwen3_moe", "mistral")
-WITH_BIASES_OR_EXPERTS = ("qwen2", "qwen3_moe")
+WITH_BIASES_OR_EXPERTS = ("qwen2", "qwen3_moe", "glm4_moe")
 
 
 def _train(actor, folder, others):
@@ -148,8 +151,6 @@ def _run(rank, world_size, root, engine, core, layouts, models, others):
             actor = MegatronActor(source, topology=topology, settings=settings)
             folder = Path(root) / f"{name}-{model}-{bool(engine)}"
             earlier = [Path(root) / other.format(model) for other in others]
-            if layout.get("expert"):  # Megatron-core keeps experts' optimizer apart only then
-                earlier = [one for one in earlier if "moe" not in model]
             reports[f"{name}-{model}"] = _train(actor, folder, earlier)
         parallel_state.destroy_model_parallel()
     reports["stalls"] = len(stalls)
