@@ -28,7 +28,10 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.divisions import shares_key_heads
 
 GIB = 2**30
-NAMES = ("DeepSeek-R1-Distill-Qwen-1.5B", "Qwen2.5-7B", "Qwen3-8B", "Qwen3-30B-A3B")
+NAMES = (
+    "DeepSeek-R1-Distill-Qwen-1.5B", "Qwen2.5-7B", "Qwen3-8B", "Qwen3-30B-A3B", "GLM-4.5-Air",
+    "Moonlight-16B-A3B-Instruct", "gpt-oss-20b-bf16",
+)  # fmt: skip
 LAYERS, EXPERTS = 8, 32  # of the models of the dry runs
 LAYOUTS = [  # tensor, pipeline, context, data
     (1, 1, 1, 8), (2, 1, 1, 4), (1, 1, 2, 4), (1, 1, 4, 2), (2, 1, 2, 2), (4, 1, 1, 2),
@@ -59,6 +62,7 @@ def layouts() -> Iterator[tuple[str, Parts]]:
                     context,
                     data,
                     expert=expert,
+                    expert_tensor=1 if shape.traits.biases else None,
                     recompute=recompute,
                     tokens=tokens,
                 ),
@@ -70,6 +74,9 @@ def shape_of(name: str) -> ModelShape:
     shape = replace(MODELS[name], num_layers=LAYERS)
     if shape.experts is not None:
         shape = replace(shape, experts=replace(shape.experts, num_experts=EXPERTS))
+    if shape.local_layers is not None:
+        full = tuple(layer for layer in shape.local_layers.full if layer < LAYERS)
+        shape = replace(shape, local_layers=replace(shape.local_layers, full=full))
     return shape
 
 

@@ -144,8 +144,15 @@ def with_built_in_model(config: Config, folder: Path) -> Config:
 
 
 def write_config_json(shape: ModelShape, folder: Path) -> Path:
-    """Write the config.json of a shape to `folder` and return the folder."""
-    known = next((c for c in CONFIGS.values() if build_shape(c) == shape), None)
+    """Write the config.json of a shape to `folder` and return the folder.
+
+    Published models with experts behind dense layers may have other numbers of layers and experts.
+    """
+    sizes = {"num_hidden_layers": shape.num_layers}
+    if shape.experts is not None:
+        sizes["n_routed_experts"] = shape.experts.num_experts
+    candidates = (published | sizes for published in CONFIGS.values())
+    known = next((config for config in candidates if build_shape(config) == shape), None)
     values: dict[str, Any] = known or {
         "architectures": [shape.architecture],
         "hidden_size": shape.hidden_size,

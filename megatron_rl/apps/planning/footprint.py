@@ -13,13 +13,20 @@ import math
 from dataclasses import dataclass
 
 from megatron_rl.apps.planning.devices import GIB
+from megatron_rl.apps.planning.layer_bytes import (
+    copies_per_token,
+    expert_copies,
+    kept_per_token,
+    key_size,
+    layer_kinds,
+    mlp_per_token,
+)
 from megatron_rl.apps.planning.parts import (
     Parts,
     count_parameters,
     count_trained,
     engine_parameters,
 )
-from megatron_rl.distributed.context_attention import KEPT_BYTES
 from megatron_rl.distributed.vocab_parallel import MAX_TILE_TOKENS, TILE_ELEMENTS
 from megatron_rl.models.shape import ModelShape
 
@@ -35,7 +42,6 @@ RESERVED_COMMUNICATORS = 4
 BUCKETS = GIB  # two of `resharding.bucket_mib`
 WEIGHT, GRADIENT, OPTIMIZER = 2, 4, 12  # bytes per parameter; replicas share optimizer states
 PREPARED = 80  # bytes per token of a prepared pack, if all of its tokens are responses
-ROUTER_BYTES = 6  # stored per token, expert and layer: a probability and two masks
 
 
 @dataclass(frozen=True)
@@ -95,17 +101,19 @@ def activation_bytes(
     shape: ModelShape, parts: Parts, *, stage: int, micro_batches: int, prompt_part: float = 0.0
 ) -> int:
     """Return the bytes of stored activations and temporaries at the peak of an update."""
-    tokens, depth = parts.local_tokens, parts.depth(shape, stage=stage)
-    layer, mlp = kept_per_token(shape, parts) * tokens, _mlp_per_token(shape, parts) * tokens
-    entry = _entry_bytes(shape, parts)
+    tokens, entry = parts.local_tokens, _entry_bytes(shape, parts)
     in_flight = micro_batches_in_flight(parts, stage=stage, micro_batches=micro_batches)
-    kept, recomputed = depth * layer, 0.0
-    if parts.recompute == "full":
-        kept, recomputed = depth * entry, layer
-    elif parts.recompute == "selective":
-        kept, recomputed = depth * (layer - mlp), mlp + entry
+    kept, working = 0.0, 0.0
+    for kind, depth in layer_kinds(shape, parts, stage=stage):
+        layer, mlp = kept_per_token(kind, parts) * tokens, mlp_per_token(kind, parts) * tokens
+        stored, recomputed = layer, 0.0
+        if parts.recompute == "full":
+            stored, recomputed = entry, layer
+        elif parts.recompute == "selective":
+            stored, recomputed = layer - mlp, mlp + entry
+        kept += depth * stored
+        working = max(working, recomputed + _layer_working(kind, parts))
     last = stage == parts.pipeline - 1
-    working = recomputed + _layer_working(shape, parts)
     if last:  # the peak is before the last layer's backward pass
         working = max(working, entry + _head_bytes(shape, parts, prompt_part))
     kept += rotation_bytes(shape, parts)
@@ -113,87 +121,6 @@ def activation_bytes(
     if parts.pipeline > 1:  # sent and received stage inputs are kept
         total += entry * (2 if last else in_flight + 1)
     return int(total)
-
-
-def kept_per_token(shape: ModelShape, parts: Parts) -> float:
-    """Return the bytes that one layer stores per local token for its backward pass.
-
-    Norms store input and output (8 h) and a scale (4 each), norms of what attention and MLP return
-    only their inputs (4 h). Attention stores queries, keys, values and the input of its output
-    projection. Norms of queries and keys store their inputs.
-    """
-    sizes = shape.sizes
-    kept = norms_kept(shape.hidden_size) + 8 + attention_kept(sizes["query"], 0)
-    if shape.traits.post_norms:
-        kept += 4 * shape.hidden_size + 8
-    if shape.qk_norm:
-        kept += 4 * sizes["query"] + 4 * shape.num_attention_heads
-    kept /= parts.tensor
-    if shape.qk_norm:
-        kept += 4 * _key_size(shape, parts) * (1 + 1 / shape.head_dim)
-    kept += _gathered_per_token(shape, parts)
-    return kept + _keys_per_token(shape, parts) + _mlp_per_token(shape, parts)
-
-
-def _gathered_per_token(shape: ModelShape, parts: Parts) -> float:
-    """Return the bytes of gathered queries, keys and values, with fewer key heads than ranks.
-
-    Megatron gathers those of all heads. Norms of queries and keys store views of them as inputs,
-    which keeps them all; the views are counted elsewhere.
-    """
-    if shape.num_query_groups >= parts.tensor or not shape.qk_norm:
-        return 0.0
-    sizes = shape.sizes
-    views = 2 * sizes["query"] / parts.tensor + 2 * shape.head_dim
-    return 2 * (sizes["query"] + 2 * sizes["key"]) - views
-
-
-def _key_size(shape: ModelShape, parts: Parts) -> float:
-    """Return the size of the keys on one rank: at least one head."""
-    return max(shape.sizes["key"] / parts.tensor, shape.head_dim)
-
-
-def norms_kept(hidden: float) -> float:
-    """Return the bytes per token of the inputs and outputs of a layer's two norms."""
-    return 8 * hidden
-
-
-def attention_kept(query: float, key: float) -> float:
-    """Return the bytes per token of queries, the output projection's input, keys and values."""
-    return 4 * query + 4 * key
-
-
-def mlp_kept(ffn: float, *, gated: bool = True) -> float:
-    """Return the bytes per token of the activation's inputs (gate and up, or one) and output."""
-    return (6 if gated else 4) * ffn
-
-
-def _keys_per_token(shape: ModelShape, parts: Parts) -> float:
-    """Return the bytes of keys and values: only this rank's own if the gathered ones are large."""
-    own = attention_kept(0, _key_size(shape, parts))
-    return own if own * parts.tokens > KEPT_BYTES else own * parts.context
-
-
-def _mlp_per_token(shape: ModelShape, parts: Parts) -> float:
-    """Return the bytes that the MLP stores besides its input: gate, up and their product (6 f).
-
-    Experts receive `experts_per_token` copies of every token (2 h each) of all ranks that share
-    each expert, times the largest share.
-    """
-    if shape.experts is None:
-        return mlp_kept(shape.ffn_hidden_size) / parts.tensor
-    experts = shape.experts
-    product = mlp_kept(experts.experts_per_token * experts.ffn_hidden_size) * parts.expert_share
-    product += mlp_kept(experts.shared_ffn_hidden_size or 0)
-    router = ROUTER_BYTES * experts.num_experts
-    return (product + router) / parts.tensor + _copies_per_token(shape, parts)
-
-
-def _copies_per_token(shape: ModelShape, parts: Parts) -> float:
-    """Return the bytes of the token copies that a rank's experts receive, per local token."""
-    assert shape.experts is not None, "requires a mixture of experts"
-    copies = 2.0 * shape.hidden_size * shape.experts.experts_per_token
-    return copies * parts.expert_slices / parts.tensor * parts.expert_share
 
 
 def _entry_bytes(shape: ModelShape, parts: Parts) -> float:
@@ -208,26 +135,12 @@ def _layer_working(shape: ModelShape, parts: Parts) -> float:
     the layer's output, less the product itself (2 f), which is freed. Experts: in the forward pass.
     """
     if shape.experts is not None:
-        return _expert_copies(shape, parts)
+        return expert_copies(shape, parts)
     tokens, ffn = parts.local_tokens, shape.ffn_hidden_size / parts.tensor
     dense = 4 * tokens * ffn + 2 * tokens * shape.hidden_size / parts.tensor
-    keys = 12 * _key_size(shape, parts) * parts.tokens  # gathered, float32 gradients
+    keys = 12 * key_size(shape, parts) * parts.tokens  # gathered, float32 gradients
     queries = 8 * shape.sizes["query"] / parts.tensor * tokens
-    return max(dense, keys + queries - _mlp_per_token(shape, parts) * tokens)
-
-
-def _expert_copies(shape: ModelShape, parts: Parts) -> float:
-    """Return the bytes of temporary token copies when the experts' outputs are combined.
-
-    Each term has the size of all copies: the experts' outputs, separate and concatenated, and the
-    sent and received copies. Tensor parallelism of the experts adds the reordered outputs, their
-    float32 copy for the sum, and the sums.
-    """
-    whole, slices = parts.local_tokens * _copies_per_token(shape, parts), parts.expert_slices
-    exchanged = whole / slices * (1 / parts.expert_share + 1 if parts.expert > 1 else 1)
-    if slices == 1:
-        return 2 * whole + exchanged
-    return 4 * whole + 2 * whole / slices + exchanged
+    return max(dense, keys + queries - mlp_per_token(shape, parts) * tokens)
 
 
 def _head_bytes(shape: ModelShape, parts: Parts, prompt_part: float) -> float:
@@ -240,10 +153,13 @@ def _head_bytes(shape: ModelShape, parts: Parts, prompt_part: float) -> float:
 def forward_bytes(shape: ModelShape, parts: Parts, *, stage: int) -> float:
     """Return the temporary bytes of a forward pass without gradients: one MLP or a logit tile."""
     tokens, entry = parts.local_tokens, _entry_bytes(shape, parts)
-    if shape.experts is None:
-        mlp = 6 * tokens * shape.ffn_hidden_size / parts.tensor
-    else:
-        mlp = _expert_copies(shape, parts) + tokens * _copies_per_token(shape, parts)
+    mlp = 0.0
+    for kind, _ in layer_kinds(shape, parts, stage=stage):
+        if kind.experts is None:
+            mlp = max(mlp, 6 * tokens * kind.ffn_hidden_size / parts.tensor)
+        else:
+            copies = tokens * copies_per_token(kind, parts)
+            mlp = max(mlp, expert_copies(kind, parts) + copies)
     working = mlp + 4 * entry
     if stage == parts.pipeline - 1:
         tile = min(TILE_ELEMENTS["cuda"], MAX_TILE_TOKENS * shape.vocab_size // parts.tensor)
@@ -270,7 +186,7 @@ def route_bytes(shape: ModelShape, *, tensor: int, stages: int) -> float:
     """
     if shape.experts is None:
         return 0.0
-    layers = math.ceil(shape.num_layers / stages)
+    layers = min(math.ceil(shape.num_layers / stages), len(shape.layers_with("experts")))
     width = 1 if shape.experts.num_experts <= 256 else 2
     return layers * shape.experts.experts_per_token * width / tensor
 

@@ -15,9 +15,9 @@ from megatron_rl.apps.planning.footprint import (
     GRADIENT,
     OPTIMIZER,
     WEIGHT,
-    kept_per_token,
     state_bytes,
 )
+from megatron_rl.apps.planning.layer_bytes import kept_per_token
 from megatron_rl.apps.planning.parts import Parts, count_trained
 from megatron_rl.apps.planning.traffic import Traffic
 from megatron_rl.apps.planning.workload import Packs, Workload

@@ -17,14 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.apps.planning.footprint import (
-    GRADIENT,
-    OPTIMIZER,
-    WEIGHT,
-    attention_kept,
-    mlp_kept,
-    norms_kept,
-)
+from megatron_rl.apps.planning.footprint import GRADIENT, OPTIMIZER, WEIGHT
+from megatron_rl.apps.planning.layer_bytes import attention_kept, mlp_kept, norms_kept
 
 GIB = 2**30
 ROWS = Path(__file__).with_name("megatron_lm_rows.csv")

@@ -42,8 +42,21 @@ EXPERTS = "Qwen3-30B-A3B"
                 expert_share=1.5,
             ),
         ),
+        # A dense layer below the others; that and latent attention; sinks, biases, windows.
+        ("GLM-4.5-Air", Parts(data=4, expert=4, tokens=16384)),
+        ("Moonlight-16B-A3B-Instruct", Parts(pipeline=2, data=2, expert=2, tokens=16384)),
+        ("gpt-oss-20b-bf16", Parts(tensor=2, data=2, expert=2, expert_tensor=1, tokens=16384)),
     ],
-    ids=["tensor and context", "pipeline", "recomputed", "experts recomputed", "235B's kind"],
+    ids=[
+        "tensor and context",
+        "pipeline",
+        "recomputed",
+        "experts recomputed",
+        "235B's kind",
+        "dense first",
+        "latent",
+        "sinks",
+    ],
 )
 def test_footprint_matches_dry_run(name, parts, tmp_path):
     row = compare(name, parts, write_config_json(shape_of(name), tmp_path / "model"))
