@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.models.rotary_scaling import RotaryScaling
-from megatron_rl.models.weights import Option, Weight
+from megatron_rl.models.weights import Option, Size, Weight
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,14 @@ _SELF = _L + "self_attn."
 _M = "decoder.layers.{layer}."
 _MEGATRON_SELF = _M + "self_attention."
 
+
+def _norm(size: Size, name: str) -> Weight:
+    """The norm of a latent."""
+    stored = f"{_SELF}{name}_a_layernorm.weight"
+    megatron = f"{_MEGATRON_SELF}{name}_layernorm.weight"
+    return Weight("layer", "replicated", (size,), (stored,), megatron, stored)
+
+
 # The first projections are one product, as in vLLM: of the query's latent, if there is one, of the
 # latent of keys and values, and of the rotated part of the keys.
 _WITH_QUERY_LATENT = (
@@ -87,12 +95,7 @@ _WITH_QUERY_LATENT = (
         _SELF + "fused_qkv_a_proj.weight",
         heights=("query_rank", "latent"),
     ),
-    Weight(
-        "layer", "replicated", ("query_rank",),
-        (_SELF + "q_a_layernorm.weight",),
-        _MEGATRON_SELF + "q_layernorm.weight",
-        _SELF + "q_a_layernorm.weight",
-    ),
+    _norm("query_rank", "q"),
     Weight(
         "layer", "rows", ("query", "query_rank"),
         (_SELF + "q_b_proj.weight",),
@@ -124,12 +127,7 @@ LATENT_ATTENTION = (
     ),
     *_WITH_QUERY_LATENT,
     *_WITHOUT_QUERY_LATENT,
-    Weight(
-        "layer", "replicated", ("rank",),
-        (_SELF + "kv_a_layernorm.weight",),
-        _MEGATRON_SELF + "kv_layernorm.weight",
-        _SELF + "kv_a_layernorm.weight",
-    ),
+    _norm("rank", "kv"),
     Weight(
         "layer", "rows", ("keys_values", "rank"),
         (_SELF + "kv_b_proj.weight",),

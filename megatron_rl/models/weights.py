@@ -111,6 +111,31 @@ QK_NORM = tuple(
     )
     for name in "qk"
 )  # fmt: skip
+
+
+def gated_mlp(
+    size: Size, module: str, *, layers: Layers, stored: str | None = None
+) -> tuple[Weight, ...]:
+    """Return both weights of a gated MLP at `module` of a layer; `stored`: its name in files."""
+    place = _L + (stored or module)
+    return (
+        Weight(
+            "layer", "gate_up", (size, "hidden"),
+            (f"{place}.gate_proj.weight", f"{place}.up_proj.weight"),
+            f"{_M}{module}.linear_fc1.weight",
+            f"{place}.gate_up_proj.weight",
+            layers=layers,
+        ),
+        Weight(
+            "layer", "columns", ("hidden", size),
+            (f"{place}.down_proj.weight",),
+            f"{_M}{module}.linear_fc2.weight",
+            f"{place}.down_proj.weight",
+            layers=layers,
+        ),
+    )  # fmt: skip
+
+
 DENSE_MLP = (
     Weight(
         "layer", "replicated", ("hidden",),
@@ -120,20 +145,7 @@ DENSE_MLP = (
         fused=_M + "mlp.linear_fc1.layer_norm_weight",
         layers="dense",
     ),
-    Weight(
-        "layer", "gate_up", ("ffn", "hidden"),
-        (_L + "mlp.gate_proj.weight", _L + "mlp.up_proj.weight"),
-        _M + "mlp.linear_fc1.weight",
-        _L + "mlp.gate_up_proj.weight",
-        layers="dense",
-    ),
-    Weight(
-        "layer", "columns", ("hidden", "ffn"),
-        (_L + "mlp.down_proj.weight",),
-        _M + "mlp.linear_fc2.weight",
-        _L + "mlp.down_proj.weight",
-        layers="dense",
-    ),
+    *gated_mlp("ffn", "mlp", layers="dense"),
 )  # fmt: skip
 MIXTURE_OF_EXPERTS = (
     Weight(
@@ -178,22 +190,7 @@ EXPERT_BIAS = Weight(
     layers="experts",
     frozen=True,
 )  # fmt: skip
-SHARED_EXPERTS = (
-    Weight(
-        "layer", "gate_up", ("shared_ffn", "hidden"),
-        (_L + "mlp.shared_experts.gate_proj.weight", _L + "mlp.shared_experts.up_proj.weight"),
-        _M + "mlp.shared_experts.linear_fc1.weight",
-        _L + "mlp.shared_experts.gate_up_proj.weight",
-        layers="experts",
-    ),
-    Weight(
-        "layer", "columns", ("hidden", "shared_ffn"),
-        (_L + "mlp.shared_experts.down_proj.weight",),
-        _M + "mlp.shared_experts.linear_fc2.weight",
-        _L + "mlp.shared_experts.down_proj.weight",
-        layers="experts",
-    ),
-)  # fmt: skip
+SHARED_EXPERTS = gated_mlp("shared_ffn", "mlp.shared_experts", layers="experts")
 
 
 @dataclass(frozen=True)

@@ -12,30 +12,18 @@ from megatron_rl.models.weights import (
     QKV_BIAS,
     Architecture,
     Weight,
+    gated_mlp,
 )
 
-_HF, _MEGATRON = "model.layers.{layer}.mlp.", "decoder.layers.{layer}.mlp.shared_experts."
-
 SHARED_EXPERT = (
-    Weight(
-        "layer", "gate_up", ("shared_ffn", "hidden"),
-        (_HF + "shared_expert.gate_proj.weight", _HF + "shared_expert.up_proj.weight"),
-        _MEGATRON + "linear_fc1.weight",
-        _HF + "shared_expert.gate_up_proj.weight",
-        layers="experts",
-    ),
-    Weight(
-        "layer", "columns", ("hidden", "shared_ffn"),
-        (_HF + "shared_expert.down_proj.weight",),
-        _MEGATRON + "linear_fc2.weight",
-        _HF + "shared_expert.down_proj.weight",
-        layers="experts",
+    *gated_mlp(
+        "shared_ffn", "mlp.shared_experts", layers="experts", stored="mlp.shared_expert"
     ),
     Weight(
         "layer", "replicated", ("one", "hidden"),
-        (_HF + "shared_expert_gate.weight",),
-        _MEGATRON + "gate_weight",
-        _HF + "shared_expert_gate.weight",
+        ("model.layers.{layer}.mlp.shared_expert_gate.weight",),
+        "decoder.layers.{layer}.mlp.shared_experts.gate_weight",
+        "model.layers.{layer}.mlp.shared_expert_gate.weight",
         layers="experts",
     ),
 )  # fmt: skip
