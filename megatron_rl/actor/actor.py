@@ -21,7 +21,7 @@ from megatron_rl.actor.cpu_adaptation import megatron_runtime
 from megatron_rl.actor.digest import describe_layout, digest_tensors, training_state
 from megatron_rl.actor.export import export_weights
 from megatron_rl.actor.learning_rate import learning_rate_at
-from megatron_rl.actor.lora import adapted_weights, add_adapters, describe_adapters
+from megatron_rl.actor.lora import adapted_weights, add_adapters, describe_adapters, push_sources
 from megatron_rl.actor.loss_contract import as_megatron_loss
 from megatron_rl.actor.memory import TrainingState
 from megatron_rl.actor.packs import LocalPack, PackCache, build_filler, check_pack
@@ -42,6 +42,7 @@ from megatron_rl.objectives.calibration import Calibration
 from megatron_rl.objectives.objective import PolicyObjective
 from megatron_rl.objectives.statistics import Statistics
 from megatron_rl.resharding.adapted import LocalWeight
+from megatron_rl.resharding.push import LocalWeights
 from megatron_rl.types import Minibatch, TokenBatch
 
 
@@ -187,6 +188,11 @@ class MegatronActor:
         if (lora := self.settings.lora) is None:
             return named_parameters(self.chunks)
         return adapted_weights(self.chunks, lora, updates=self.updates)
+
+    def push_sources(self) -> tuple[LocalWeights, LocalWeights]:
+        """Return the frozen weights, and the factors of adapters, to be pushed apart."""
+        lora, topology = self.settings.lora, self.topology
+        return push_sources(self.chunks, lora, shape=self.shape, topology=topology)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors of this rank's policy by name: parameters, then adapters."""

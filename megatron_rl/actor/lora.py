@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ from megatron_rl.distributed.agreement import run_on_rank_0
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
 from megatron_rl.models.adapters import are_in_experts_only, target_problems
+from megatron_rl.models.factors import Factors
 from megatron_rl.models.fingerprint import model_fingerprint
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.adapted import AdaptedWeight, LocalWeight
 from megatron_rl.resharding.layouts import layout_of
 from megatron_rl.resharding.pieces import Piece
+from megatron_rl.resharding.push import LocalWeights
 from megatron_rl.runtime.seeds import derive_seed
 
 
@@ -141,6 +144,23 @@ def adapted_weights(
         assert isinstance(weight, Tensor), f"{stem} has two adapters"
         weights[f"{stem}weight"] = AdaptedWeight(weight, factors[name], b, settings.scale, seed)
     return weights
+
+
+def push_sources(
+    chunks: Sequence[Module],
+    settings: LoraSettings | None,
+    *,
+    shape: ModelShape,
+    topology: Topology,
+) -> tuple[LocalWeights, LocalWeights]:
+    """Return the frozen weights, and the factors as weights of a model of their own."""
+    assert settings is not None, "the actor has no adapters"
+    alone = replace(shape, factors=Factors(settings.rank, settings.targets))
+    factors = named_parameters(chunks, adapters=True)
+    return (
+        LocalWeights(shape, topology, named_parameters(chunks)),
+        LocalWeights(alone, topology, factors),
+    )
 
 
 @contextmanager

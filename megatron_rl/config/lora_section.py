@@ -33,6 +33,9 @@ class LoraSection(Section):
     path: str | None = None
     """Folder of the `peft` library (adapter_config.json, adapter_model.safetensors), such as
     `RUN/adapter`, from whose adapters training starts; `null`: from the model alone."""
+    push: Literal["merged", "adapters"] = "merged"
+    """Weights that the engine receives: W with its update (`merged`), or W once and then adapters
+    alone, with which vLLM computes itself (`adapters`)."""
     dropout: Annotated[float, BeforeValidator(_refuse_dropout)] = 0.0
     """Dropout of the adapters' inputs; only 0 is supported."""
 
@@ -53,6 +56,11 @@ def lora_problems(config: Any) -> list[str]:
         problems.append(
             f"model.fp8={config.model.fp8} cannot be combined with lora, whose adapters have not "
             "been tried with products in fp8; unset model.fp8"
+        )
+    if config.lora.push == "adapters" and config.rollout.mismatch != "none":
+        problems.append(
+            f"rollout.mismatch={config.rollout.mismatch} rounds what every push sends, but with "
+            "lora.push=adapters the weights are sent once; unset one"
         )
     if "learning_rate" not in config.optimizer.model_fields_set:
         problems.append(

@@ -6,6 +6,7 @@ the weights are rounded, but the engine still computes in its own dtype.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -73,6 +74,36 @@ def round_tensor(name: str, tensor: Tensor, mismatch: Mismatch) -> Tensor:
     return tensor
 
 
+def load_tensors(llm: Any, weights: Iterable[tuple[str, Tensor]], **about: Any) -> None:
+    """Load all weights through vLLM's loaders; `about` has the fields of `InprocUpdateInfo`."""
+    with without_wrappers(llm):
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"weights": weights, **about}})
+        llm.finish_weight_update()
+
+
+@contextmanager
+def without_wrappers(llm: Any) -> Iterator[torch.nn.Module]:
+    """Yield vLLM's model; inside the block it has the linears themselves that adapters wrap.
+
+    Loaders and tables know the names of parameters without adapters.
+    """
+    model: torch.nn.Module
+    (model,) = llm.apply_model(lambda model: model)
+    manager = getattr(model, "lora_manager", None)
+    places = {} if manager is None else {
+        name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], wrapper)
+        for name, wrapper in manager.modules.items()
+    }  # fmt: skip
+    try:
+        for parent, name, wrapper in places.values():
+            setattr(parent, name, wrapper.base_layer)
+        yield model
+    finally:
+        for parent, name, wrapper in places.values():
+            setattr(parent, name, wrapper)
+
+
 def parameters_as_expected(
     llm: Any, expected: dict[str, tuple[int, ...]], *, shape: ModelShape, dtype: torch.dtype
 ) -> Mapping[str, Tensor] | None:
@@ -83,9 +114,8 @@ def parameters_as_expected(
     """
     if shape.tied_embeddings:
         expected.pop("lm_head.weight")  # the same parameter, listed once
-    model: torch.nn.Module
-    (model,) = llm.apply_model(lambda model: model)
-    parameters = dict(model.named_parameters())
+    with without_wrappers(llm) as model:
+        parameters = dict(model.named_parameters())
     if stored_places(shape):  # on ranks other than the first, loaders set a bias to zero
         return None
     as_expected = parameters.keys() == expected.keys() and all(

@@ -48,6 +48,7 @@ class PartialRequest:
     tokens: list[int]
     logprobs: list[float]
     limit: int  # tokens at which it pauses
+    version: int = -1  # of the weights that generate it now
     finish_reason: FinishReason = "unfinished"
 
     def append(self, output: Any) -> None:
@@ -74,6 +75,8 @@ class PartialRequests:
     paused: dict[Key, PartialRequest] = field(default_factory=dict)
     # vLLM's names of paused requests that continue as soon as the engine has a free place
     resumed: deque[str] = field(default_factory=deque)
+    version: int = -1  # of the engine's weights
+    lora_request: Any = None  # vLLM's LoRARequest of that version; None: weights without adapters
 
     def run(
         self,
@@ -131,6 +134,8 @@ class PartialRequests:
         partial = self.paused.pop(key, None)
         if partial is not None:
             partial.limit = part.tokens
+            if self.lora_request is None:  # else it ends with the adapters that it began with
+                partial.version = self.version
             if not partial.is_done:
                 self.resumed.append(partial.request)
             return partial
@@ -145,9 +150,10 @@ class PartialRequests:
         )
         name = f"{'-'.join(map(str, key))}-{time.monotonic_ns()}"
         request = self.core.add_request(
-            name, {"prompt_token_ids": [*prompt.token_ids, *tokens]}, params
-        )
-        return PartialRequest(name, request, tokens, logprobs, part.tokens)
+            name, {"prompt_token_ids": [*prompt.token_ids, *tokens]}, params,
+            lora_request=self.lora_request,
+        )  # fmt: skip
+        return PartialRequest(name, request, tokens, logprobs, part.tokens, self.version)
 
     def _step(self, remaining: dict[str, PartialRequest]) -> None:
         """Run one engine step and pause the requests that have reached their limit."""
@@ -232,10 +238,7 @@ def find_owners(parts: Sequence[RolloutWindow]) -> dict[int, int]:
 
 
 def merge_outputs(
-    parts: Sequence[RolloutWindow],
-    generated: Sequence[Generated],
-    *,
-    version: int,
+    parts: Sequence[RolloutWindow], generated: Sequence[Generated]
 ) -> list[list[Response]]:
     """Merge newly generated tokens, and their weight version, into the responses of each window."""
     new = {item.position: item for item in generated}
@@ -246,7 +249,7 @@ def merge_outputs(
             [
                 part.started[position]
                 if first + position not in new
-                else _extend(part, position, new[first + position], version)
+                else _extend(part, position, new[first + position])
                 for position in range(count)
             ]
         )
@@ -254,8 +257,9 @@ def merge_outputs(
     return responses
 
 
-def _extend(part: RolloutWindow, position: int, generated: Generated, version: int) -> Response:
+def _extend(part: RolloutWindow, position: int, generated: Generated) -> Response:
     started = part.started[position] if part.started else None
+    version = generated.version
     if started is None:
         prompt, sample = divmod(position, part.samples)
         started = Response(
@@ -290,6 +294,7 @@ def to_generated(position: int, live: PartialRequest, tokenizer: Any) -> Generat
         token_ids=np.array(live.tokens, np.int32),
         rollout_logprobs=np.array(live.logprobs, np.float32),
         finish_reason=live.finish_reason,
+        version=live.version,
         text=tokenizer.decode(live.tokens, skip_special_tokens=True)
         if tokenizer and finished
         else "",

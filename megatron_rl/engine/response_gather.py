@@ -39,6 +39,7 @@ class Generated:
     messages: tuple[dict[str, Any], ...] = ()
     grade: GradeResult | None = None
     routes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
+    version: int = -1  # of the weights, if it is one window of a response
 
 
 def _write_conversation(response: Generated) -> bytes:
@@ -80,7 +81,7 @@ def gather_responses(
         return list(own)
     texts = [(response.text.encode(), _write_conversation(response)) for response in own]
     heads, sources, observed = _exchange_heads(own, texts)
-    positions, reasons, text_sizes, whole_sizes, *sizes = heads
+    positions, reasons, versions, text_sizes, whole_sizes, *sizes = heads
     owned = list(map((owners or {}).get, positions, sources))
     places = {response.position: place for place, response in enumerate(own)}
 
@@ -113,6 +114,7 @@ def gather_responses(
             position=position,
             finish_reason=_FINISH_REASONS[reasons[index]],
             owner=-1 if everywhere else owned[index],
+            version=versions[index],
             **observed.get(position, {}),
             **_read_texts(letters[index], text_sizes[index]),
             **{name: rows[index] for name, rows in columns.items()},
@@ -126,16 +128,17 @@ def _exchange_heads(
 ) -> tuple[list[list[int]], list[int], dict[int, dict[str, Any]]]:
     """Exchange the sizes of all ranks' responses.
 
-    Returns lists over all responses, ordered by position: their positions, reasons, bytes of their
-    texts and of these with the conversations, and lengths of each column; then the rank of each;
-    then the observed ranges and restarts by position.
+    Returns lists over all responses, ordered by position: their positions, reasons, weight
+    versions, bytes of their texts and of these with the conversations, and lengths of each column;
+    then the rank of each; then the observed ranges and restarts by position.
     """
     rows = [
-        (*(r.position, _FINISH_REASONS.index(r.finish_reason), len(text), len(text + conversation)),
+        (*(r.position, _FINISH_REASONS.index(r.finish_reason), r.version),
+         *(len(text), len(text + conversation)),
          *(len(getattr(r, name)) for name in _COLUMNS))
         for r, (text, conversation) in zip(own, texts, strict=True)
     ]  # fmt: skip
-    numbers = np.array(rows, np.int64).reshape(-1, 4 + len(_COLUMNS))
+    numbers = np.array(rows, np.int64).reshape(-1, 5 + len(_COLUMNS))
     ranges = {
         r.position: {"observed": r.observed, "restarts": r.restarts} for r in own if r.observed
     }

@@ -6,14 +6,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from megatron_rl.distributed.agreement import raise_across_ranks, sum_over_ranks
+from megatron_rl.distributed.straggler_barrier import StragglerBarrier
 from megatron_rl.engine.engine import GenerationStopped
 from megatron_rl.engine.process_state import preserved_generators
 from megatron_rl.engine.requests import SequenceRequest
+from megatron_rl.engine.response_gather import Generated
 
 Finished = Callable[[int, Any], None]  # position of a request, vLLM's RequestOutput
 GRACE = 30.0  # seconds beyond the limit for the current step and for cleaning up
@@ -46,11 +50,13 @@ def run_requests(
     on_step: Callable[[], object] = lambda: None,
     should_stop: Callable[[], bool] = lambda: False,
     further: FurtherRequests | None = None,
+    lora_request: Any = None,
 ) -> None:
     """Run all requests and call `on_finished(position, vLLM's RequestOutput)` as each finishes.
 
     core: vLLM's LLMEngine. All ranks of an engine call this with the same requests.
     further: a source of requests that start between steps, until it waits for nothing.
+    lora_request: vLLM's LoRARequest of the adapters that all requests use; None: of none.
     All ranks of the engine raise together, which leaves it idle: TimeoutError after `time_limit`
     seconds or after `stall_limit` seconds without a finished request or an answer; the error of
     `on_finished` if it raised (RuntimeError on the other ranks); GenerationStopped if `should_stop`
@@ -59,13 +65,7 @@ def run_requests(
     """
     limits = _Limits(time_limit, stall_limit)
     running: dict[str, int] = {}  # positions of requests, by their names in vLLM
-
-    def add(new: Sequence[SequenceRequest]) -> None:
-        for request in new:
-            name = f"{time.monotonic_ns()}-{request.position}"
-            running[name] = request.position
-            core.add_request(name, {"prompt_token_ids": list(request.token_ids)}, request.params)
-
+    add = partial(_add, core, running, lora_request=lora_request)
     try:
         with preserved_generators(), limits.hard_timeout() as made_progress:
             add(requests)
@@ -96,6 +96,43 @@ def run_requests(
         # Requests left in the queue would come back as results of the next call.
         core.abort_request(list(running))
         raise
+
+
+def _add(
+    core: Any, running: dict[str, int], new: Sequence[SequenceRequest], *, lora_request: Any
+) -> None:
+    for request in new:
+        name = f"{time.monotonic_ns()}-{request.position}"
+        running[name] = request.position
+        tokens = {"prompt_token_ids": list(request.token_ids)}
+        core.add_request(name, tokens, request.params, lora_request=lora_request)
+
+
+def run_on_every_rank(
+    run: Callable[[], list[Generated]],
+    *,
+    work: StragglerBarrier,
+    on_step: Callable[[], object],
+    doing: str,
+) -> tuple[list[Generated], float]:
+    """Return the results of `run` on this rank, and its seconds; collective over all processes.
+
+    Raises an error of one rank on every rank, and GenerationStopped if any raised it.
+    """
+    own, error = list[Generated](), None
+    work.begin()
+    start = time.perf_counter()
+    try:
+        own = run()
+    except Exception as caught:  # noqa: BLE001 - other ranks must not wait, whatever it is
+        error = caught
+    seconds = time.perf_counter() - start
+    work.finish(while_waiting=on_step)
+    stopped = isinstance(error, GenerationStopped)
+    raise_across_ranks(None if stopped else error, doing=doing)
+    if sum_over_ranks(int(stopped), doing=doing):
+        raise GenerationStopped
+    return own, seconds
 
 
 class _Limits:

@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.distributed.agreement import raise_across_ranks, sum_over_ranks
 from megatron_rl.distributed.straggler_barrier import StragglerBarrier
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.engine.adapters import AdapterSettings, lora_arguments, start_adapters
 from megatron_rl.engine.conversations import Conversations
 from megatron_rl.engine.engine import (
     ConversationSettings,
     EngineHooks,
-    GenerationStopped,
     OnFinished,
     ProgressCallback,
     RolloutWindow,
@@ -30,6 +29,7 @@ from megatron_rl.engine.engine import (
 from megatron_rl.engine.finished import FinishedResponses
 from megatron_rl.engine.incoming import (
     Mismatch,
+    load_tensors,
     parameters_as_expected,
     prepare_tensors,
 )
@@ -51,7 +51,7 @@ from megatron_rl.engine.requests import (
 )
 from megatron_rl.engine.response_gather import Generated, gather_responses, gather_seconds
 from megatron_rl.engine.routes import EngineRoutes, route_arguments
-from megatron_rl.engine.running import GRACE, run_requests
+from megatron_rl.engine.running import GRACE, run_on_every_rank, run_requests
 from megatron_rl.engine.starting import check_expert_parallel, fixed_arguments, start_vllm
 from megatron_rl.engine.stopping import find_stop_rule
 from megatron_rl.models.shape import ModelShape, read_model_shape
@@ -74,6 +74,7 @@ class VllmEngine:
     stop_token_ids, stop: additional stop tokens and stop strings.
     mismatch: rounding of received weights, to study the train-inference mismatch.
     partial_rollouts, routes: `continue_generation` will be called; responses have their routes.
+    adapters: the source's adapters, if vLLM computes with them itself; None: with their sums.
     hooks, further_arguments: callbacks to the run; additional arguments of vLLM's `LLM`.
     """
 
@@ -98,6 +99,7 @@ class VllmEngine:
         mismatch: Mismatch = "none",
         partial_rollouts: bool = False,
         routes: bool = False,
+        adapters: AdapterSettings | None = None,
         resharding: ReshardSettings | None = None,
         hooks: EngineHooks | None = None,
         further_arguments: Mapping[str, Any] | None = None,
@@ -120,21 +122,19 @@ class VllmEngine:
             model_folder, self._tokenizer, vocab_size=self.shape.vocab_size,
             token_ids=stop_token_ids, texts=stop,
         )  # fmt: skip
-        arguments: dict[str, Any] = {
-            "model": str(model_folder),
-            "skip_tokenizer_init": not stop,
-            "dtype": str(dtype).removeprefix("torch."),
-            "seed": seed,
-            "tensor_parallel_size": tensor,
-            "max_num_seqs": max_num_seqs,
-            "kv_cache_memory_bytes": kv_cache_bytes,
+        arguments = fixed_arguments(max_model_len, on_cuda=on_cuda, partial=partial_rollouts)
+        arguments |= {
+            "model": str(model_folder), "dtype": str(dtype).removeprefix("torch."), "seed": seed,
+            "tensor_parallel_size": tensor, "max_num_seqs": max_num_seqs,
+            "skip_tokenizer_init": not stop, "kv_cache_memory_bytes": kv_cache_bytes,
             "gpu_memory_utilization": gpu_memory_utilization,
             "enable_expert_parallel": check_expert_parallel(expert_parallel, on_cuda=on_cuda),
-            **fixed_arguments(max_model_len, on_cuda=on_cuda, partial=partial_rollouts),
-            **(route_arguments(on_cuda=on_cuda) if routes else {}),
-        }
+        }  # fmt: skip
+        arguments |= route_arguments(on_cuda=on_cuda) if routes else {}
+        arguments |= lora_arguments(adapters, self.shape)
         self._llm = start_vllm(topology, arguments | dict(further_arguments or {}))
         self._routes = EngineRoutes(self._llm, self.shape, on_cuda=on_cuda) if routes else None
+        self._adapters = start_adapters(self._llm, self, adapters, self._resharder.settings)
         limit = max_num_seqs if on_cuda else None
         self._partial = PartialRequests(self._llm.llm_engine, self._stop, max_num_seqs=limit)
 
@@ -219,6 +219,7 @@ class VllmEngine:
 
         def run() -> list[Generated]:
             own, limit = [item[1:] for item in assigned], self.time_limit
+            self._partial.version, self._partial.lora_request = self._version, self._lora_request
             requests = self._partial.run(own, time_limit=limit, on_step=self._hooks.on_step)
             if not keep_cache:
                 self.drop_caches()
@@ -229,24 +230,19 @@ class VllmEngine:
             ]
 
         generated = self._gather(run, everywhere=False, owners=find_owners(parts))
-        return merge_outputs(parts, generated, version=self._version)
+        return merge_outputs(parts, generated)
 
     def _gather(self, run: Callable[[], list[Generated]], **where: Any) -> list[Generated]:
         """Return all ranks' results of `run`; an error of one rank is raised on every rank."""
-        own, error = list[Generated](), None
-        self._work.begin()
-        start = time.perf_counter()
-        try:
+
+        def run_with_weights() -> list[Generated]:
             self._require_weights()
-            own = run()
-        except Exception as caught:  # noqa: BLE001 - other ranks must not wait, whatever it is
-            error = caught
-        seconds = time.perf_counter() - start
-        self._work.finish(while_waiting=self._hooks.on_step)
-        stopped, doing = isinstance(error, GenerationStopped), f"generating with {self.layout}"
-        raise_across_ranks(None if stopped else error, doing=doing)
-        if sum_over_ranks(int(stopped), doing=doing):
-            raise GenerationStopped
+            return run()
+
+        own, seconds = run_on_every_rank(
+            run_with_weights, work=self._work, on_step=self._hooks.on_step,
+            doing=f"generating with {self.layout}",
+        )  # fmt: skip
         self._engine_seconds = gather_seconds(seconds, device=self.topology.device)
         return gather_responses(own, **where)
 
@@ -264,6 +260,8 @@ class VllmEngine:
         return read_scores(outputs, sequences)
 
     def sync_weights(self, actor: WeightSource, *, version: int) -> SyncStats:
+        if self._adapters is not None:
+            return self._adapters.push(actor, version=version)
         return self._resharder.push(actor, version=version)
 
     def check_idle(self) -> None:
@@ -277,17 +275,10 @@ class VllmEngine:
         Reads only this rank's slice. Raises ValueError naming parameters that are missing, extra or
         of a wrong shape.
         """
-        request = {
-            "weights": prepare_tensors(weights, self.shape, self.mismatch),
-            "expected": self.layout.parameter_shapes(self.shape, rank=self.topology.rank),
-            "tied_embeddings": self.shape.tied_embeddings,
-        }
-
-        def load() -> None:
-            self._llm.start_weight_update()
-            self._llm.update_weights({"update_info": request})
-            self._llm.finish_weight_update()
-
+        tensors = prepare_tensors(weights, self.shape, self.mismatch)
+        expected = self.layout.parameter_shapes(self.shape, rank=self.topology.rank)
+        tied = self.shape.tied_embeddings
+        load = partial(load_tensors, self._llm, tensors, expected=expected, tied_embeddings=tied)
         return self.overwrite(load, version=version)
 
     def overwrite(self, write: Callable[[], object], *, version: int) -> float:
@@ -325,9 +316,12 @@ class VllmEngine:
         self._version = -1
 
     def sleep(self) -> None:
-        """Release the memory of weights and KV cache, unless paused requests use the cache."""
+        """Release the memory of weights and KV cache, unless paused requests use the cache.
+
+        With adapters (level 1) a copy of the base weights stays on the host.
+        """
         if self.topology.device.type == "cuda" and not (self._asleep or self._partial.paused):
-            self._llm.sleep(level=2)
+            self._llm.sleep(level=2 if self._adapters is None else 1)
             self._hooks.on_memory_released(sleeping_bytes())
             self._asleep = True
             self._version = -1
@@ -340,10 +334,16 @@ class VllmEngine:
     def _require_weights(self) -> None:
         if self._version < 0:
             raise RuntimeError("the engine has no valid weights; sync weights before generating")
+        if self._adapters is not None:
+            self._adapters.require(self._version)
+
+    @property
+    def _lora_request(self) -> Any:
+        return self._adapters and self._adapters.request(self._version)
 
     def _run(self, requests: Sequence[SequenceRequest], *, batches: int = 1, **calls: Any) -> None:
         run_requests(
             self._llm.llm_engine, requests, time_limit=batches * self.time_limit,
             stall_limit=self.stall_limit, on_step=self._hooks.on_step,
-            should_stop=self._hooks.should_stop, **calls,
+            should_stop=self._hooks.should_stop, lora_request=self._lora_request, **calls,
         )  # fmt: skip

@@ -2,8 +2,12 @@
 
 from collections.abc import Collection, Iterator
 
+from megatron_rl.models.factors import is_adapted
 from megatron_rl.models.shape import ModelShape, weight_shapes
 from megatron_rl.models.weights import Weight
+
+# vLLM's MaxLoRARanks, without 1: ranks of the slots in which its kernels read adapters.
+SLOT_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def adapted_linears(
@@ -15,8 +19,7 @@ def adapted_linears(
     elements per unit of one side.
     """
     for weight in shape.weights:
-        stem, _, kind = weight.megatron.rpartition(".")
-        if kind == "weight" and stem.rpartition(".linear_")[2] in targets:
+        if weight.megatron.endswith(".weight") and is_adapted(weight, targets):
             sizes = weight_shapes(weight, shape=shape)
             outputs, inputs = sum(size[0] for size in sizes), sizes[0][1]
             yield weight, *((inputs, outputs) if weight.cut == "columns" else (outputs, inputs))
@@ -55,3 +58,45 @@ def adapters_of_experts(shape: ModelShape, targets: Collection[str]) -> str | No
     if shape.experts is None or not {"fc1", "fc2"} & set(targets):
         return None
     return "adapters of experts (fc1 or fc2 in lora.targets)"
+
+
+def slot_rank(rank: int) -> int:
+    """Return the rank of vLLM's slots for adapters of this rank, which are padded with zeros."""
+    return next(each for each in SLOT_RANKS if each >= rank)
+
+
+def slot_elements(
+    shape: ModelShape, *, rank: int, targets: Collection[str], tensor: int = 1
+) -> int:
+    """Count the elements of one slot on one of `tensor` vLLM ranks.
+
+    q, k and v each have an A, and so do gate and up. With fewer key-value heads than ranks their
+    copies are not counted.
+    """
+    total = 0
+    for weight, cut, whole in adapted_linears(shape, targets):
+        factors = whole * (1 if weight.cut == "columns" else len(weight.hf)) + cut // tensor
+        total += len(shape.layers_with(weight.layers)) * factors
+    return slot_rank(rank) * total
+
+
+def engine_modules(shape: ModelShape, targets: Collection[str]) -> list[str]:
+    """Return the last names of vLLM's modules that have adapters."""
+    weights = [weight for weight, *_ in adapted_linears(shape, targets)]
+    return sorted({weight.vllm.removesuffix(".weight").rpartition(".")[2] for weight in weights})
+
+
+def engine_problems(shape: ModelShape, *, rank: int) -> list[str]:
+    """List why vLLM cannot compute with adapters itself (`lora.push: adapters`)."""
+    problems = []
+    if rank > SLOT_RANKS[-1]:
+        problems.append(
+            f"lora.rank={rank} is above {SLOT_RANKS[-1]}, vLLM's largest with lora.push=adapters; "
+            "lower it, or set lora.push to merged"
+        )
+    if shape.experts is not None:
+        problems.append(
+            "lora.push=adapters: the model has experts, which vLLM with adapters computes by "
+            "kernels that a CPU lacks and that nothing here has run; set lora.push to merged"
+        )
+    return problems

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_rl.errors import UserError
 from megatron_rl.models.architectures import ARCHITECTURES
 from megatron_rl.models.experts import ExpertShape, read_experts, unsupported_expert_features
+from megatron_rl.models.factors import Factors, factor_weights
 from megatron_rl.models.latent import (
     LatentShape,
     latent_sizes,
@@ -52,6 +53,7 @@ class ModelShape:
     latent: LatentShape | None = None  # of multi-head latent attention
     options: tuple[str, ...] = ()  # of the architecture, that this model sets
     lists_frozen: bool = True  # whether `weights` lists those that training does not change
+    factors: Factors | None = None  # of adapters, which `weights` then lists alone
 
     @property
     def traits(self) -> Traits:
@@ -97,6 +99,8 @@ class ModelShape:
     def weights(self) -> tuple[Weight, ...]:
         """The weights of this architecture, without the output layer if embeddings are tied."""
         weights = ARCHITECTURES[self.architecture].weights_of(self.options)
+        if self.factors is not None:
+            return tuple(factor_weights(weights, self.factors.targets))
         return tuple(
             w
             for w in weights
@@ -127,6 +131,8 @@ class ModelShape:
             "one": 1,
             "heads": self.num_attention_heads,
         }
+        if self.factors is not None:
+            sizes["adapter_rank"] = self.factors.rank
         if self.latent is not None:
             heads, head_dim = self.num_attention_heads, self.head_dim
             sizes |= latent_sizes(self.latent, heads=heads, head_dim=head_dim)

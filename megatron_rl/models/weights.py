@@ -23,7 +23,7 @@ Part = Literal["first", "layer", "expert", "last"]
 Size = Literal["hidden", "query", "qkv", "head", "ffn", "expert_ffn", "shared_ffn",
                "experts", "vocabulary", "one",
                "query_rank", "rank", "latent", "keys_values", "values",
-               "heads", "expert_gate_up"]  # fmt: skip
+               "heads", "expert_gate_up", "adapter_rank"]  # fmt: skip
 # Layers with a weight: all, those with a dense MLP, or those with a mixture of experts.
 Layers = Literal["all", "dense", "experts"]
 

@@ -14,7 +14,7 @@ from megatron_rl.data.rows import Columns, check_prompt_file
 from megatron_rl.data.tokenizer import find_tokenizer
 from megatron_rl.engine.engine_arguments import engine_argument_problems
 from megatron_rl.errors import UserError
-from megatron_rl.models.adapters import adapters_of_experts, target_problems
+from megatron_rl.models.adapters import adapters_of_experts, engine_problems, target_problems
 from megatron_rl.models.peft_folder import check_peft_folder
 from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.objectives.function_spec import FunctionSpec, check_function
@@ -161,6 +161,8 @@ def _further_model_problems(config: Config, shape: ModelShape | None) -> list[st
         problems += _same_shape(reference, "model.reference", "a reference", config, shape)
     if config.lora is not None and shape is not None:
         problems += target_problems(shape, config.lora.targets)
+        if config.lora.push == "adapters":
+            problems += engine_problems(shape, rank=config.lora.rank)
     if config.lora is not None and config.lora.path is not None and shape is not None:
         problems += _adapter_problems(config, config.lora, shape)
     experts = shape.experts if shape is not None else None

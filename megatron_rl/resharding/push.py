@@ -41,6 +41,19 @@ class WeightSource(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class LocalWeights:
+    """Some weights of a rank as a source."""
+
+    shape: ModelShape
+    topology: Topology
+    parameters: Mapping[str, LocalWeight]
+
+    def named_parameters_local(self) -> Mapping[str, LocalWeight]:
+        """Return the weights by their local names."""
+        return self.parameters
+
+
 class WeightReceiver(Protocol):
     """The part of a rollout engine that receives weights."""
 
@@ -76,6 +89,15 @@ class SyncStats:
     bytes_sent: int  # between processes
     bytes_local: int  # copied within a process
     phases: Mapping[str, float] = field(default_factory=dict)  # seconds by phase
+
+    def __add__(self, other: "SyncStats") -> "SyncStats":
+        """Return the cost of both, of which this came first."""
+        return SyncStats(
+            self.seconds + other.seconds,
+            self.bytes_sent + other.bytes_sent,
+            self.bytes_local + other.bytes_local,
+            {name: seconds + other.phases[name] for name, seconds in self.phases.items()},
+        )
 
     def to_metrics(self) -> dict[str, float]:
         """Return the metrics of a training step, by their names in metrics.jsonl."""

@@ -10,6 +10,7 @@ from megatron_rl.actor import groups
 from megatron_rl.actor.settings import ActorSettings, LoraSettings
 from megatron_rl.config import Config
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.engine.adapters import AdapterSettings
 
 
 def make_groups(config: Config, **further: Any) -> Topology:
@@ -56,6 +57,21 @@ def build_lora_settings(config: Config) -> LoraSettings | None:
         seed=config.seed,
         path=config.lora.path,
     )
+
+
+def build_adapter_settings(config: Config) -> AdapterSettings | None:
+    """Adapters that the engine computes with; None if it receives their sums with the weights.
+
+    Responses that keep their cache across weight syncs end with the adapters that they began with:
+    the engine then has as many versions as the longest response lives through.
+    """
+    if config.lora is None or config.lora.push == "merged":
+        return None
+    lora = build_lora_settings(config)
+    assert lora is not None, "a section without settings"
+    keeps = config.lag.partial_rollouts is not None and config.lag.keeps_cache
+    versions = config.windows if keeps else 1
+    return AdapterSettings(lora.rank, lora.scale, lora.targets, versions)
 
 
 def compute_dtype(config: Config, topology: Topology) -> torch.dtype:

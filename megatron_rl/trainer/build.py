@@ -48,6 +48,7 @@ from megatron_rl.telemetry.metrics import MetricLog, PhaseClock
 from megatron_rl.telemetry.start_up import StartUp
 from megatron_rl.trainer.actor_settings import (
     build_actor_settings,
+    build_adapter_settings,
     compute_dtype,
     make_groups,
 )
@@ -312,6 +313,7 @@ def build_engine(
         mismatch=config.rollout.mismatch,
         partial_rollouts=config.lag.partial_rollouts is not None,
         routes=config.model.routing_replay == "engine",
+        adapters=build_adapter_settings(config),
         hooks=hooks,
         resharding=ReshardSettings(
             bucket_bytes=config.resharding.bucket_bytes(cuda=on_cuda),

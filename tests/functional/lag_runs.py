@@ -37,6 +37,7 @@ KEEP, RECOMPUTE = (
     "lag.partial_rollouts=16",
     "lag.partial_rollouts={every_tokens: 16, cache: recompute}",
 )
+ADAPTERS = "lora={rank: 8, alpha: 16, push: adapters}"
 EVEN = ("trainer.steps=5", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=3")
 RUNS = {
     "plain": (),
@@ -54,6 +55,8 @@ RUNS = {
     "beyond": (ENGINE, "lag.partial_rollouts=56"),
     "keep": (ENGINE, KEEP, *EVEN),
     "keep_killed": (ENGINE, KEEP, *EVEN),
+    "adapters": (ENGINE, KEEP, ADAPTERS, *EVEN),
+    "adapters_killed": (ENGINE, KEEP, ADAPTERS, *EVEN),
     "recompute": (RECOMPUTE,),
     "recompute_killed": (RECOMPUTE,),
     "mismatch": (ONE, "rollout.mismatch=fp8_e4m3"),
@@ -87,13 +90,11 @@ class SharedParts:
         return self.made["topology"]
 
     def build_engine(self, config, topology, *, hooks=None):
-        if "engine" not in self.made:
-            flying = load_config(
-                CONFIG,
-                [*PLACES, *SHORT, ENGINE, KEEP, "run.name=first", "rollout.max_num_seqs=2048"],
-            )
-            self.made["engine"] = self._engine(flying, topology)
-        engine = self.made["engine"]
+        kind, lora = ("engine", []) if config.lora is None else ("adapters", [ADAPTERS])
+        if kind not in self.made:
+            first = [ENGINE, KEEP, "run.name=first", "rollout.max_num_seqs=2048", *lora]
+            self.made[kind] = self._engine(load_config(CONFIG, [*PLACES, *SHORT, *first]), topology)
+        engine = self.made[kind]
         engine.drop_caches()
         engine._hooks = hooks or EngineHooks()
         engine.mismatch = config.rollout.mismatch

@@ -16,6 +16,7 @@ from tests.functional.tiny_runs import TASK, make_task, train
 LORA = (*SHORT, "trainer.steps=3", "trainer.epochs=2", "trainer.minibatches=2",
         "lora={rank: 8, alpha: 16}", "optimizer.learning_rate=2.0e-3",
         "objective.kl={coefficient: 1.0e-3}", "run.resume=auto")  # fmt: skip
+ADAPTER_PARAMETERS = 17408  # of rank 8 on the tiny model
 
 
 @pytest.fixture(scope="module")
@@ -45,31 +46,45 @@ def test_the_engine_samples_from_base_plus_adapters(whole):
             assert torch.equal(merged[name], value)
 
 
-def test_a_killed_run_continues_as_if_nothing_had_happened(tmp_path, whole):
-    arguments = (f"run.dir={tmp_path}", "run.name=killed", *LORA)
-    process = start_and_wait(arguments, tmp_path / "killed", rows=3)
+def kill(arguments, folder, *, rows):
+    """Start a run and kill all of its processes once it has this many rows of metrics."""
+    process = start_and_wait(arguments, folder, rows=rows)
     ranks = psutil.Process(process.pid).children()
     for group in (process.pid, *(rank.pid for rank in ranks)):
         with contextlib.suppress(ProcessLookupError):  # a rank ends with its launcher
             os.killpg(group, signal.SIGKILL)
     process.wait()
+
+
+def assert_same_adapters(ours, theirs):
+    for name in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
+        mine, wanted = load_file(ours / name), load_file(theirs / name)
+        assert all(torch.equal(mine[key], value) for key, value in wanted.items())
+
+
+def test_a_killed_run_continues_as_if_nothing_had_happened(tmp_path, whole):
+    arguments = (f"run.dir={tmp_path}", "run.name=killed", *LORA)
+    kill(arguments, tmp_path / "killed", rows=3)
     train(*arguments)
     assert_same_run(tmp_path / "killed", whole)
-    for name in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
-        ours, theirs = load_file(tmp_path / "killed" / name), load_file(whole / name)
-        assert all(torch.equal(ours[key], value) for key, value in theirs.items())
+    assert_same_adapters(tmp_path / "killed", whole)
 
 
-def test_a_run_starts_from_the_adapters_of_another(tmp_path, whole):
-    adapters = f"lora={{rank: 8, alpha: 16, path: '{whole / 'adapter'}'}}"
-    train(f"run.dir={tmp_path}", "run.name=next", *LORA, adapters, "trainer.steps=1",
-          "optimizer.learning_rate=1e-12")  # fmt: skip
-    (row,) = read_metrics(tmp_path / "next")[1:]
-    assert row["ratio/first_minibatch_max_deviation"] == 0.0
-    assert row["mismatch/logprob_abs_diff_mean"] < 1e-5  # the engine has them too
-    ours, theirs = (
-        load_file(run / "adapter" / "adapter_model.safetensors")
-        for run in (tmp_path / "next", whole)
-    )
-    for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-8)
+def test_a_run_that_sends_adapters_starts_from_those_of_another(tmp_path, whole):
+    """Two runs from the adapters of `whole`, one of them killed, with the same results."""
+    lora = f"lora={{rank: 8, alpha: 16, path: '{whole / 'adapter'}', push: adapters}}"
+    arguments = (f"run.dir={tmp_path}", *LORA, lora)
+    train(*arguments, "run.name=sent")
+    rows = read_metrics(tmp_path / "sent")[1:]
+    assert all(row["ratio/first_minibatch_max_deviation"] == 0.0 for row in rows)
+    assert all(row["mismatch/logprob_abs_diff_mean"] < 1e-5 for row in rows)
+    assert rows[0]["ratio/prefix_mean_log_std"] > 1e-4  # the updates move the policy
+    # Both ranks need every factor, in float32, and none of the weights.
+    assert [row["sync/bytes_sent"] + row["sync/bytes_local"] for row in rows] == [
+        2 * 4 * ADAPTER_PARAMETERS
+    ] * 3
+    killed = (*arguments, "run.name=sent_killed")
+    kill(killed, tmp_path / "sent_killed", rows=3)
+    train(*killed)
+    assert_same_run(tmp_path / "sent_killed", tmp_path / "sent")
+    assert_same_adapters(tmp_path / "sent_killed", tmp_path / "sent")

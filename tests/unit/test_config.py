@@ -148,6 +148,11 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
         ),
         (
             MINIMAL,
+            ["lora.push=adapters", "optimizer.learning_rate=1e-4", "rollout.mismatch=bf16"],
+            "rollout.mismatch=bf16 rounds what every push sends, but with lora.push=adapters",
+        ),
+        (
+            MINIMAL,
             ["model.routing_replay=engine", "environment={name: 'a:b', max_context_tokens: 99}"],
             "model.routing_replay=engine cannot be combined with environment.name=a:b",
         ),

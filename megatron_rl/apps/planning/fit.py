@@ -14,6 +14,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from megatron_rl.apps.planning.adapter_bytes import host_bytes as host_bytes_of_engine
+from megatron_rl.apps.planning.adapter_bytes import slot_bytes
 from megatron_rl.apps.planning.dry_run import DryRun, dry_run_rank, stage_ranks
 from megatron_rl.apps.planning.footprint import (
     COMMUNICATOR,
@@ -88,6 +90,7 @@ def moments(
     With `host_bytes`, one process's share of its host, includes what the process pins there.
     """
     weights, keys = _engine_bytes(config, dry_run)
+    slots = slot_bytes(config)
     asleep = sum(dry_run.asleep.values())
     phase = max(dry_run.phases, key=lambda name: dry_run.phases[name].peak)
     training = {
@@ -102,6 +105,7 @@ def moments(
     push = {
         "the actor asleep": asleep,
         "the engine's weights": weights,
+        **slots,
         "buckets": 2 * config.resharding.bucket_bytes(cuda=True),
         **loader_bytes(config, dry_run),
         "the rest of the engine": ENGINE_ASLEEP,
@@ -117,8 +121,11 @@ def moments(
         f"rollout.gpu_memory_utilization={fraction:g}": share,
         "reserve": RESERVE,
     }
-    engine = {"its weights": weights, "KV cache of one longest sequence": keys}
-    on_host = {"optimizer states while the engine generates, reference policy": dry_run.asleep_host}
+    engine = {"its weights": weights, **slots, "KV cache of one longest sequence": keys}
+    on_host = {
+        "optimizer states while the engine generates, reference policy": dry_run.asleep_host,
+        **host_bytes_of_engine(config, engine=weights + sum(slots.values())),
+    }
     return [
         *first,
         Moment(GENERATING, device_bytes, generating),

@@ -28,6 +28,7 @@ from megatron_rl.apps.planning.parts import (
     engine_parameters,
 )
 from megatron_rl.distributed.vocab_parallel import MAX_TILE_TOKENS, TILE_ELEMENTS
+from megatron_rl.models.adapters import slot_elements
 from megatron_rl.models.shape import ModelShape
 
 # Memory of a sleeping engine: CUDA graphs, buffers and communicators. vLLM logged "5.82 GiB memory
@@ -74,8 +75,18 @@ def footprint(
         behavior = asleep + forward_bytes(shape, parts, stage=stage) + prepared
         stages.append((states, asleep, states + update + prepared, behavior))
     states, asleep, train, behavior = map(max, zip(*stages, strict=True))
-    engine = WEIGHT * engine_parameters(shape, parts.rollout_tensor)
+    engine = engine_bytes(shape, parts)
     return Footprint(states, asleep, train, behavior, asleep + engine + BUCKETS, engine)
+
+
+def engine_bytes(shape: ModelShape, parts: Parts) -> int:
+    """Return the bytes of one engine rank's weights and slots of adapters."""
+    count = engine_parameters(shape, parts.rollout_tensor)
+    if parts.lora_versions:
+        count += parts.lora_versions * slot_elements(
+            shape, rank=parts.lora_rank, targets=parts.lora_targets, tensor=parts.rollout_tensor
+        )
+    return WEIGHT * count
 
 
 def state_bytes(shape: ModelShape, parts: Parts, *, stage: int) -> tuple[int, int]:

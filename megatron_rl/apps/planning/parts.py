@@ -23,7 +23,8 @@ class Parts(ActorLayout):
 
     tokens: size of a pack, over all its context-parallel shards. expert_share: tokens of the
     busiest expert-parallel rank over an equal share. lora_rank: of the adapters that are trained
-    instead of the weights, on the linears lora_targets; 0 without adapters.
+    instead of the weights, on the linears lora_targets; 0 without adapters. lora_versions: of
+    adapters that the engine computes with itself; 0: it receives sums.
     """
 
     rollout_tensor: int = 1
@@ -32,6 +33,7 @@ class Parts(ActorLayout):
     expert_share: float = 1.0
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
+    lora_versions: int = 0
 
     @property
     def replicas(self) -> int:

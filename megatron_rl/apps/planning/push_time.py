@@ -9,6 +9,7 @@ from functools import lru_cache
 from megatron_rl.apps.planning.devices import Device
 from megatron_rl.apps.planning.parts import Parts, engine_parameters
 from megatron_rl.apps.planning.traffic import LINK_EFFICIENCY
+from megatron_rl.models.adapters import count_adapter_parameters
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.senders import plan_slices
@@ -32,7 +33,11 @@ class PushBytes:
 
 
 def push_seconds(shape: ModelShape, parts: Parts, device: Device) -> float:
-    """Estimate the duration of one push."""
+    """Estimate the duration of one push: of all weights, or of adapters alone to every rank."""
+    if parts.lora_versions:
+        count = count_adapter_parameters(shape, rank=parts.lora_rank, targets=parts.lora_targets)
+        rate = device.link_gb_s if parts.world_size <= device.per_node else device.network_gb_s
+        return FIXED_SECONDS + IMBALANCE * 2 * count / (rate * 1e9 * LINK_EFFICIENCY)
     volume = push_bytes(shape, parts, device.per_node)
     rates = {"within": device.link_gb_s, "between": device.network_gb_s}
     wire = sum(

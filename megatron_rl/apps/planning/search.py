@@ -148,6 +148,7 @@ def layouts(shape: ModelShape, devices: int, fixed: Fixed) -> Iterator[Parts]:
                     rollout_tensor=rollout, expert_share=expert_share(fixed, expert),
                     lora_rank=lora.rank if lora else 0,
                     lora_targets=tuple(lora.targets) if lora else (),
+                    lora_versions=int(lora is not None and lora.push == "adapters"),
                 )  # fmt: skip
 
 

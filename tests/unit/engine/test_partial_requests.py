@@ -18,9 +18,9 @@ def response(prompt, sample, length, reason, later=()):
     return Response(prompt, sample, tokens, tokens.astype(np.float32), "", reason, 3, later)
 
 
-def generated(position, length, reason="unfinished"):
+def generated(position, length, reason="unfinished", *, version):
     tokens = np.arange(length, dtype=np.int32)
-    return Generated(position, tokens, tokens.astype(np.float32), reason, "")
+    return Generated(position, tokens, tokens.astype(np.float32), reason, "", version=version)
 
 
 def test_assign_requests_returns_unfinished_responses_of_own_prompts():
@@ -39,18 +39,18 @@ def test_assign_requests_returns_unfinished_responses_of_own_prompts():
 def test_merge_outputs_adds_versions_and_keeps_finished_responses():
     started = [response(10, 0, 2, "unfinished"), response(10, 1, 1, "stop")]
     parts = [make_part(1, seed=1, started=started), make_part(1, seed=2)]
-    new = [generated(0, 4, "stop"), generated(2, 1), generated(3, 4)]
-    (first, second) = merge_outputs(parts, new, version=5)
+    new = [generated(0, 4, "stop", version=5), generated(2, 1, version=5)]
+    new += [generated(3, 4, version=3)]  # one ends with the adapters that it began with
+    (first, second) = merge_outputs(parts, new)
     assert first[0].versions == ((0, 3), (2, 5)) and first[0].finish_reason == "stop"
     assert first[1] is started[1]
-    assert [merged.versions for merged in second] == [((0, 5),), ((0, 5),)]
+    assert [merged.versions for merged in second] == [((0, 5),), ((0, 3),)]
     assert [(merged.prompt_index, merged.sample_index) for merged in second] == [(10, 0), (10, 1)]
 
 
 def test_merge_outputs_without_new_version_or_tokens_adds_no_range():
     started = [response(10, 0, 2, "unfinished", ((1, 4),)), response(10, 1, 2, "unfinished")]
-    (same,) = merge_outputs(
-        [make_part(1, seed=1, started=started)], [generated(0, 3), generated(1, 2)], version=4
-    )
+    new = [generated(0, 3, version=4), generated(1, 2, version=4)]
+    (same,) = merge_outputs([make_part(1, seed=1, started=started)], new)
     assert same[0].versions == ((0, 3), (1, 4))
     assert same[1].versions == ((0, 3),)

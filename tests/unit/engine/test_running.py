@@ -15,7 +15,7 @@ class ScriptedCore:
     def __init__(self):
         self.waiting, self.aborted = [], []
 
-    def add_request(self, name, prompt, params):
+    def add_request(self, name, prompt, params, lora_request):
         self.waiting.append(name)
 
     def has_unfinished_requests(self):

@@ -1,6 +1,8 @@
 """Pieces against independent definitions of the layouts, for every architecture."""
 
 import itertools
+import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_rl.models.architectures import ARCHITECTURES
+from megatron_rl.models.factors import Factors
 from megatron_rl.resharding.divisions import chunk_layers
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.pieces import megatron_pieces, vllm_pieces
@@ -192,3 +195,36 @@ def test_chunks_of_model_of_94_layers():
     # give the same: (94 + 2) / 4 = 24 less one at both ends.
     assert [len(each) for each in chunk_layers(94, chunks=4)] == [23, 24, 24, 23]
     assert [len(each) for each in chunk_layers(94, chunks=8)] == [11, *[12] * 6, 11]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "targets"),
+    [
+        ("Qwen2ForCausalLM", ("qkv", "proj", "fc1", "fc2")),
+        ("Glm4MoeForCausalLM", ("qkv", "fc1", "fc2")),
+        ("DeepseekV3ForCausalLM", ("proj", "fc2")),
+    ],
+)
+def test_product_of_local_factors_is_the_local_part_of_their_product(architecture, targets):
+    """W = B A of whole factors, cut like any weight, on ranks of Megatron and of vLLM."""
+    shape = small_shape(architecture)
+    alone = replace(shape, factors=Factors(3, targets))
+    factors = numbered_tensors(alone)
+    weights = {name: torch.zeros_like(value) for name, value in numbered_tensors(shape).items()}
+    for name in weights.keys() & {n.replace(".lora_B", "") for n in factors}:
+        module = name.removesuffix(".weight")
+        shared = re.sub("[kv]_proj$", "q_proj", module).replace("up_proj", "gate_proj")
+        weights[name] = factors[f"{module}.lora_B.weight"] @ factors[f"{shared}.lora_A.weight"]
+    compared = set()
+    for layout in (ActorLayout(2, 2), ActorLayout(4, data=2, expert=2), EngineLayout(2, 2)):
+        for rank in range(layout.world_size):
+            local = _fill(layout.pieces(shape, rank=rank), weights)
+            own = _fill(layout.pieces(alone, rank=rank), factors)
+            for name in [name for name in own if name.endswith(".lora_a")]:
+                stem = name.removesuffix(".lora_a")
+                if "routed_experts" in stem:
+                    continue  # vLLM has all experts in one parameter, and gets no adapters of them
+                product = own[f"{stem}.lora_b"] @ own[name]
+                assert torch.equal(product, local[f"{stem}.weight"]), (layout, rank, stem)
+                compared.add(stem.rpartition(".")[2])
+    assert len(compared) >= 2 * len(targets)

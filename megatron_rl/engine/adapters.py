@@ -1,0 +1,235 @@
+"""Adapters (LoRA) that vLLM computes with itself: base weights once, then only factors A and B.
+
+Every weight sync adds a version of the adapters to vLLM, in memory, and every request names its
+version. vLLM asks for versions that it does not have through `_load_adapter`, which reads a folder
+there and refuses here: a request never runs with the base weights, or another version, instead.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.engine.incoming import check_tensors
+from megatron_rl.models.adapters import engine_modules, slot_rank
+from megatron_rl.models.factors import Factors
+from megatron_rl.models.shape import ModelShape, tensor_shapes
+from megatron_rl.resharding.layouts import EngineLayout
+from megatron_rl.resharding.pieces import Piece
+from megatron_rl.resharding.push import (
+    Resharder,
+    ReshardSettings,
+    SyncStats,
+    WeightReceiver,
+    WeightSource,
+)
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """Adapters that the engine computes with.
+
+    rank: rows of A, columns of B. scale: factor of B A. targets: as in `models/factors.py`.
+    versions: how many the engine has at the same time; the oldest makes room for a new one.
+    """
+
+    rank: int
+    scale: float
+    targets: tuple[str, ...]
+    versions: int = 1
+
+
+class AdapterSource(WeightSource, Protocol):
+    """A source of weights with adapters, such as the actor."""
+
+    def push_sources(self) -> tuple[WeightSource, WeightSource]:
+        """Return the frozen weights, and the factors as weights of a model of their own."""
+        ...
+
+
+class Host(WeightReceiver, Protocol):
+    """The engine that adapters are part of; it receives the base weights."""
+
+    shape: ModelShape
+    topology: Topology
+
+
+def lora_arguments(settings: AdapterSettings | None, shape: ModelShape) -> dict[str, Any]:
+    """Return vLLM's arguments: slots for the versions, and only the modules that have adapters."""
+    if settings is None:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": settings.versions,
+        "max_cpu_loras": settings.versions,
+        "max_lora_rank": slot_rank(settings.rank),
+        "lora_target_modules": engine_modules(shape, settings.targets),
+    }
+
+
+def start_adapters(
+    llm: Any, host: Host, settings: AdapterSettings | None, resharding: ReshardSettings
+) -> "EngineAdapters | None":
+    """Return the adapters of a started vLLM; None without settings."""
+    return None if settings is None else EngineAdapters(llm, host, settings, resharding)
+
+
+class EngineAdapters:
+    """The adapters of one engine rank, and the receiver of their factors.
+
+    Raises RuntimeError if vLLM has adapters on other modules than the actor.
+    """
+
+    def __init__(
+        self, llm: Any, host: Host, settings: AdapterSettings, resharding: ReshardSettings
+    ) -> None:
+        self._llm, self._host, self.settings, self._resharding = llm, host, settings, resharding
+        # vLLM cuts whole factors itself. They are small, so every slice of every push is checked.
+        self.layout = EngineLayout(1, host.layout.world_size)
+        self._factors = Resharder(self, replace(resharding, full_check_every=1))
+        self.dtype, self.has_base = host.dtype, False
+        self.shape = replace(host.shape, factors=Factors(settings.rank, settings.targets))
+        self._pieces: dict[str, list[Piece]] = {}
+        for piece in host.layout.pieces(self.shape, rank=host.topology.rank):
+            self._pieces.setdefault(piece.parameter, []).append(piece)
+        self._sent: list[int] = []  # versions in the order of their arrival
+        self._arrived: Any = None  # vllm.lora.lora_model.LoRAModel
+        (self._worker,) = llm.collective_rpc(lambda worker: worker.model_runner.lora_manager)
+        self._worker._load_adapter = self._take
+        self._manager: Any = self._worker._adapter_manager
+        ours = {name.rpartition(".")[0] for name in self._pieces}
+        if ours != set(self._manager.modules):
+            raise RuntimeError(
+                f"vLLM has adapters on other modules than the actor: "
+                f"{sorted(ours ^ set(self._manager.modules))}; set lora.push to merged"
+            )
+
+    def push(self, source: WeightSource, *, version: int) -> SyncStats:
+        """Transfer the factors, and the base weights if the engine lacks them. Collective.
+
+        Raises on every rank, as `Resharder.push` does; the engine then refuses to generate.
+        """
+        base, factors = cast(AdapterSource, source).push_sources()
+        if self.has_base:
+            return self._factors.push(factors, version=version)
+        # A resharder of its own: every slice is checked, and its memory is released.
+        first = Resharder(self._host, self._resharding).push(base, version=version)
+        self.has_base = True
+        return first + self._factors.push(factors, version=version)
+
+    def request(self, version: int) -> Any:
+        """Return vLLM's LoRARequest; prefixes are cached by its name, so each version has one."""
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(f"version {version}", version + 1, "in memory")
+
+    def require(self, version: int) -> None:
+        """Raise RuntimeError unless the engine has the adapters of this version."""
+        if version + 1 not in self._manager.lora_index_to_id:
+            raise RuntimeError(self._lacks(version))
+
+    def _lacks(self, version: int) -> str:
+        versions = sorted(one - 1 for one in self._manager.lora_index_to_id if one is not None)
+        return (
+            f"the engine has no adapters of weight version {version}, only of {versions}, and does "
+            "not generate without them; sync weights first"
+        )
+
+    def check_idle(self) -> None:
+        self._host.check_idle()
+
+    def live_parameters(self) -> None:
+        """Return None: factors are copied into vLLM's slots by vLLM."""
+
+    def invalidate(self) -> None:
+        self._host.invalidate()
+
+    def overwrite(self, write: Callable[[], object], *, version: int) -> float:
+        return self._host.overwrite(write, version=version)
+
+    def receive(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> float:
+        """Add a version from full factors, by the names of `models/factors.py`.
+
+        Raises ValueError for a missing or extra factor, RuntimeError if vLLM has other values
+        afterwards than those that arrived.
+        """
+
+        def add() -> None:
+            factors = {
+                name: self._scaled(name, tensor).to("cpu", copy=True)
+                for name, tensor in check_tensors(weights, self.shape)
+            }
+            self._make_room(version)
+            self._arrived = self._build(factors, version)
+            try:
+                self._llm.llm_engine.add_lora(self.request(version))
+            finally:
+                self._arrived = None
+            self._compare(factors, version)
+
+        return self._host.overwrite(add, version=version)
+
+    def _scaled(self, name: str, factor: Tensor) -> Tensor:
+        """Return B times the scale, rounded once, and A as it is."""
+        if name.endswith("lora_A.weight"):
+            return factor
+        return (factor.float() * self.settings.scale).to(self.dtype)
+
+    def _make_room(self, version: int) -> None:
+        """Remove this version, if it was sent before, or the one sent first if no slot is free."""
+        if version in self._sent:
+            self._remove(version)
+        elif len(self._sent) == self.settings.versions:
+            self._remove(self._sent[0])
+        self._sent.append(version)
+
+    def _remove(self, version: int) -> None:
+        self._sent.remove(version)
+        self._worker.remove_adapter(version + 1)
+
+    def _build(self, factors: Mapping[str, Tensor], version: int) -> Any:
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.lora_weights import LoRALayerWeights
+
+        rank, layers = self.settings.rank, {}
+        for weight in self.shape.weights:
+            if not weight.megatron.endswith("lora_b"):
+                continue
+            for layer in self.shape.layers_with(weight.layers):
+                names = [name.format(layer=layer) for name in weight.hf]
+                a = factors[names[0].replace("lora_B", "lora_A")]
+                for name in names:
+                    module = name.removesuffix(".lora_B.weight")
+                    layers[module] = LoRALayerWeights(module, rank, rank, a, factors[name], 1.0)
+        return LoRAModel(version + 1, rank, layers)
+
+    def _take(self, request: Any) -> Any:
+        """Return the adapter that has arrived; in the place of vLLM's reading of a folder."""
+        if self._arrived is None or self._arrived.id != request.lora_int_id:
+            raise RuntimeError(self._lacks(request.lora_int_id - 1))
+        return self._arrived
+
+    def _compare(self, factors: Mapping[str, Tensor], version: int) -> None:
+        """Raise RuntimeError naming factors that vLLM does not have in the version's slot."""
+        self.require(version)
+        slot = self._manager.lora_index_to_id.index(version + 1)
+        wrong = []
+        for parameter, pieces in self._pieces.items():
+            module, _, factor = parameter.rpartition(".")
+            stacked = getattr(self._manager.modules[module], f"{factor}_stacked")
+            held = [each[slot, 0] for each in stacked]
+            # q, k and v, or gate and up: each has the same A, and its own rows of B.
+            for matrix in [torch.cat(held)] if factor == "lora_b" else held:
+                expected = torch.zeros_like(matrix)
+                for piece in pieces:
+                    piece.of_matrix(expected).copy_(piece.of_tensor(factors[piece.tensor]))
+                if not torch.equal(matrix, expected):
+                    wrong.append(parameter)
+        if wrong:
+            raise RuntimeError(
+                f"vLLM has other values than were sent of {sorted(set(wrong))[:8]}, weight version "
+                f"{version}; of {len(tensor_shapes(self.shape))} factors"
+            )
