@@ -1,4 +1,5 @@
-"""Runs with agents of other virtual environments, which are installed for them.
+"""Runs with agents of other virtual environments, which are installed for them (what is installed
+here and suits them is shared: resolving and unpacking all of it would take minutes).
 
 OpenAI's client, environments of verifiers 0.1 and 0.4 and of OpenEnv, all unmodified: each trains
 two rollout batches. verifiers 0.4 tokenizes itself and asks for tokens.
@@ -46,7 +47,11 @@ def interpreter(name):
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (home / "complete").exists():
             subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
-            install = [python, "-m", "pip", "install", "-q", *PACKAGES[name]]
+            (site,) = home.glob("lib/python*/site-packages")  # comes before the shared folders
+            shared = (path for path in sys.path if path.endswith("-packages"))
+            (site / "shared.pth").write_text("".join(f"{path}\n" for path in shared))
+            install = [python, "-m", "pip", "install", "-q", "--no-compile",
+                       "--no-warn-conflicts", *PACKAGES[name]]  # fmt: skip
             made = subprocess.run(install, check=False, capture_output=True, text=True, timeout=600)
             if made.returncode:
                 problem = (made.stderr.strip().splitlines() or ["no reason"])[-1]
