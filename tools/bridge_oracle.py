@@ -62,10 +62,29 @@ MODELS = {
         "kv_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 20,
         "scoring_func": "sigmoid", "topk_method": "noaux_tc",
     },
+    "Gemma3": {
+        "tie_word_embeddings": True, "sliding_window": 16, "query_pre_attn_scalar": 12,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "GptOss": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 20,
+        "sliding_window": 16,
+    },
 }  # fmt: skip
+CLASSES = {"Gemma3": "Gemma3Text"}  # of their configs in transformers
+# Parameters that have other places here.
+RENAMED = (
+    ("self_attention.linear_proj.post_layernorm.", "self_attention.post_layernorm."),
+    ("mlp.linear_fc2.post_layernorm.", "mlp.post_layernorm."),
+    ("core_attention.softmax_offset", "core_attention.sinks"),
+)
 # Buffers of Megatron's that no model folder has.
 COMPUTED = ("local_tokens_per_expert", "cos_cached", "sin_cached")
-LAYOUTS = {"tp2": {"tensor": 2}, "tp2-ep2": {"tensor": 2, "expert": 2, "expert_tensor": 1}}
+LAYOUTS = {
+    "tp2": {"tensor": 2},
+    "tp2-ep2": {"tensor": 2, "expert": 2, "expert_tensor": 1},
+    "pp2": {"pipeline": 2, "expert_tensor": 1},
+}
 SIMPLE = {
     "gradient_accumulation_fusion": False, "bias_activation_fusion": False,
     "bias_dropout_fusion": False, "masked_softmax_fusion": False, "apply_rope_fusion": False,
@@ -74,7 +93,7 @@ SIMPLE = {
     "cross_entropy_loss_fusion": False, "cross_entropy_fusion_impl": "native",
     "use_cpu_initialization": True, "perform_initialization": False, "sequence_parallel": False,
     "mtp_num_layers": None, "seq_length": 64, "transformer_impl": "local", "bf16": False,
-    "fp16": False,
+    "fp16": False, "layernorm_zero_centered_gamma": False,
 }  # fmt: skip
 
 
@@ -102,7 +121,7 @@ def make_numbered(folder: Path, name: str) -> None:
 
     sizes = {key: value for key, value in (SIZES | MODELS[name]).items() if value is not None}
     sizes |= {"sliding_window": None} if name == "Mistral" else {}
-    config = getattr(transformers, f"{name}Config")(**sizes)
+    config = getattr(transformers, f"{CLASSES.get(name, name)}Config")(**sizes)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     (file,) = folder.glob("*.safetensors")
     tensors, first = load_file(file), 1
@@ -143,13 +162,34 @@ def use_bridge() -> None:
 
 def make_attention() -> type:
     """Return a core attention without arithmetic: Megatron's refuses values of their own size."""
+    import torch
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping
     from megatron.core.transformer.module import MegatronModule
 
     class NoAttention(MegatronModule):
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config)
+            if config.softmax_type == "learnable":
+                heads = config.num_attention_heads // config.tensor_model_parallel_size
+                self.softmax_offset = torch.nn.Parameter(torch.zeros(heads))
 
+    AutoMapping.register_module_type("NoAttention", "column")
     return NoAttention
+
+
+def make_normed_linear() -> type:
+    """Return a local layer for the bridge's linear with a norm after it."""
+    import torch
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping
+    from megatron.core.tensor_parallel import RowParallelLinear
+
+    class NormedRowLinear(RowParallelLinear):
+        def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
+            super().__init__(input_size, output_size, **kwargs)
+            self.post_layernorm = torch.nn.RMSNorm(output_size)
+
+    AutoMapping.register_module_type("NormedRowLinear", "row")
+    return NormedRowLinear
 
 
 def add_local_names(registry: Any) -> Any:
@@ -175,22 +215,24 @@ def load_by_bridge(folder: Path, layout: dict[str, int]) -> dict[str, Any]:
     from megatron.bridge import AutoBridge
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.enums import AttnBackend
 
     bridge = AutoBridge.from_hf_pretrained(str(folder), dtype=torch.float32)
     provider = bridge.to_megatron_provider(load_weights=False)
-    expert = layout.get("expert", 1)
+    expert, tensor = layout.get("expert", 1), layout.get("tensor", 1)
     chosen = SIMPLE | {
-        "params_dtype": torch.float32,
-        "autocast_dtype": torch.float32,
-        "pipeline_dtype": torch.float32,
-        "tensor_model_parallel_size": layout["tensor"],
+        **dict.fromkeys(("params_dtype", "autocast_dtype", "pipeline_dtype"), torch.float32),
+        "attention_backend": AttnBackend.auto,
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": layout.get("pipeline", 1),
         "expert_model_parallel_size": expert,
-        "expert_tensor_parallel_size": layout.get("expert_tensor", layout["tensor"]),
+        "expert_tensor_parallel_size": layout.get("expert_tensor", tensor),
     }
     for key, value in chosen.items():
         if hasattr(provider, key):
             setattr(provider, key, value)
-    attention = make_attention()
+    attention, normed = make_attention(), make_normed_linear()
+    has_post_norms = type(provider).__name__.startswith("Gemma")
 
     def build_spec(config: Any, vp_stage: int | None = None) -> Any:
         spec = get_gpt_decoder_block_spec(
@@ -199,6 +241,9 @@ def load_by_bridge(folder: Path, layout: dict[str, int]) -> dict[str, Any]:
         )  # fmt: skip
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = attention
+            if has_post_norms:
+                layer.submodules.self_attention.submodules.linear_proj = normed
+                layer.submodules.mlp.keywords["submodules"].linear_fc2 = normed
         return spec
 
     provider.transformer_layer_spec = build_spec
@@ -214,11 +259,19 @@ def load_by_bridge(folder: Path, layout: dict[str, int]) -> dict[str, Any]:
             parameter.fill_(float("nan"))
     bridge.load_hf_weights([model])
     bridge_class.mapping_registry = list_mappings
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    loaded = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for theirs, here in RENAMED:
+        loaded = {name.replace(theirs, here): value for name, value in loaded.items()}
+    if provider.glu_linear_offset:  # gpt-oss: rows of gate and up are in turn here
+        loaded |= {
+            name: torch.stack(value.chunk(2), 1).flatten(0, 1)
+            for name, value in loaded.items() if ".linear_fc1." in name
+        }  # fmt: skip
+    return loaded
 
 
 def compare(rank: int, world_size: int, root: str, layouts: dict[str, dict[str, int]]) -> str:
-    """Compare on one rank; returns, by model and layout, elements compared and differences."""
+    """Return, by model and layout, the elements compared on one rank and their differences."""
     use_bridge()
     import torch
     from megatron.core import parallel_state
@@ -238,6 +291,8 @@ def compare(rank: int, world_size: int, root: str, layouts: dict[str, dict[str, 
             shape = read_model_shape(folder)
             if layout.get("expert", 1) > 1 and shape.experts is None:
                 continue
+            if name == "GptOss" and "expert_tensor" not in layout:
+                continue  # Megatron refuses biases of experts that are split
             with megatron_runtime():
                 theirs = load_by_bridge(folder, layout)
             sizes = parameter_shapes(layout_of(topology).pieces(shape, rank=rank))
