@@ -26,6 +26,7 @@ from functools import partial
 from io import RawIOBase
 from typing import Any
 
+from megatron_rl.environments.agent import AgentEnvironment
 from megatron_rl.environments.endpoint import RewrittenHistoryError
 from megatron_rl.environments.interface import (
     Answer,
@@ -113,7 +114,7 @@ class Worker:
         key, (*earlier, _) = request["key"], request["turns"]
         row, seed = json.loads(request["row"]), request["seed"]
         environment = self._environments[key] = await self._call(key, self._make, row, seed)
-        if hasattr(environment, "max_rewrites"):
+        if isinstance(environment, AgentEnvironment):
             environment.max_rewrites = self._max_rewrites
         if earlier and hasattr(self._environments[key], "replay"):
             known = [(turn["message"], Answer(**turn["answer"])) for turn in earlier]

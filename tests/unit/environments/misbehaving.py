@@ -125,3 +125,12 @@ def plain(row, seed):
 class _Plain:
     def step(self, message):
         return Answer(message.upper())
+
+
+class OwnLimit(Obedient):
+    """Has an attribute with the name of a setting of agents."""
+
+    max_rewrites = 7
+
+    async def step(self, message):
+        return Answer(reward=float(self.max_rewrites), done=True)

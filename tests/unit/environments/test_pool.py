@@ -169,6 +169,11 @@ def test_turn_over_limit_may_have_answer():
     assert answers[4].observation == "row0 10 4 a/b/wait 60/c"
 
 
+def test_environment_keeps_its_own_attributes():
+    with open_pool("OwnLimit", max_rewrites=1) as pool:
+        assert Talk(pool)([["x"]]) == [[Answer(reward=7.0, done=True)]]
+
+
 def test_conversation_with_different_replay_is_lost():
     with open_pool("Unsteady", limit=SHORT) as pool:
         scripts = [["hello", "wait 0.1", "a"], ["hello", "sleep 60"]]
