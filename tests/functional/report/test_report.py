@@ -308,6 +308,25 @@ def test_partial_rewards_short_responses_and_narrow_phases(browser, tmp_path, mo
     assert browser.output() == []
 
 
+def test_observations_and_new_histories_are_marked(browser, tmp_path):
+    """Each observation stands before the token that follows it, marked if it replaces the rest."""
+    make_run(tmp_path / "run", steps=1, traced=1, turns=3)
+    write_report([tmp_path])
+    browser.open(tmp_path / "report.html")
+    marks = browser.run(
+        "return [...document.querySelectorAll('.tokens .observed')].map((one) =>"
+        " [one.classList.contains('restart'), one.textContent, one.title])"
+    )
+    words = "⟨202e⟩gnihton⟨2069⟩" * 3  # the page shows control characters
+    assert [(mark, text.replace("\u21b5", "")) for mark, text, _ in marks] == [
+        (False, words),
+        (True, words),
+    ]
+    assert "in place of everything before" in marks[1][2]
+    assert "in 3 turns and 2 histories" in text_of(browser, "#life")
+    assert browser.output() == []
+
+
 def test_page_of_run_with_one_evaluation(browser, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/a/avg@1": 0.5}\n')
     write_report([tmp_path])
