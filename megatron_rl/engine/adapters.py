@@ -225,7 +225,7 @@ class EngineAdapters:
             for matrix in [torch.cat(held)] if factor == "lora_b" else held:
                 expected = torch.zeros_like(matrix)
                 for piece in pieces:
-                    piece.of_matrix(expected).copy_(piece.of_tensor(factors[piece.tensor]))
+                    piece.of_parameter(expected).copy_(piece.of_tensor(factors[piece.tensor]))
                 if not torch.equal(matrix, expected):
                     wrong.append(parameter)
         if wrong:

@@ -6,8 +6,9 @@ buffer by one call for all of them, and written out in blocks: slices that follo
 engine's parameter (the experts of a rank, gate and up) also follow each other in the message.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -16,15 +17,37 @@ from torch import Tensor
 from megatron_rl.resharding.slices import Slice
 
 ALIGNMENT = 8  # elements
+WIRE_ALIGNMENT = 16  # bytes
+SUM_BYTES = 8
 
 
 class Block(NamedTuple):
-    """Slices `first` to `stop` of a message: one rectangle of the engine's parameter."""
+    """Slices `first` to `stop` of a message: one rectangle of the engine's parameter.
+
+    start: its first element in the message's buffer.
+    """
 
     first: int
     stop: int
-    top: int
+    parameter: str
+    start: int
     height: int
+    width: int
+    top: int
+    left: int
+
+
+class Stack(NamedTuple):
+    """Slices `first` to `stop` of a message, of equal shapes [height, width].
+
+    step: elements from the start of one to that of the next.
+    """
+
+    first: int
+    stop: int
+    step: int
+    height: int
+    width: int
 
 
 class Places(NamedTuple):
@@ -32,7 +55,7 @@ class Places(NamedTuple):
 
     starts: element at which each begins. size: elements of all. separate: the numbers of the slices
     that are sent without the buffer; their places in it come last, from `end` on, for ranks that
-    need them there.
+    need them there. stacks: all slices; those that are sent without the buffer come alone.
     """
 
     starts: list[int]
@@ -40,6 +63,7 @@ class Places(NamedTuple):
     end: int
     separate: list[int]
     blocks: list[Block]
+    stacks: list[Stack]
 
 
 @dataclass(frozen=True)
@@ -63,6 +87,11 @@ class Message:
         """Number of elements."""
         return sum(each.size for each in self.slices)
 
+    @cached_property
+    def tensors(self) -> tuple[str, ...]:
+        """HF names."""
+        return tuple(dict.fromkeys(each.tensor for each in self.slices))
+
     def places(self, *, separate_from: int | None) -> Places:
         """Return the places of the slices, computed once; `separate_from` is in elements."""
         if separate_from not in self._places:
@@ -77,17 +106,35 @@ def _find_places(slices: Sequence[Slice], separate_from: int | None) -> Places:
     apart = set(separate)
     for number in (*(n for n in range(len(slices)) if n not in apart), *separate):
         starts[number] = at
-        at += -(-slices[number].size // ALIGNMENT) * ALIGNMENT
+        at += _room(slices[number])
         end = end if number in apart else at
     blocks = list[Block]()
     for number, each in enumerate(slices):
-        height = each.needed.shape[0]
+        needed, (height, width) = each.needed, each.needed.shape
         if blocks and _continues(slices, number, blocks[-1], starts, apart):
-            first, _, top, so_far = blocks[-1]
-            blocks[-1] = Block(first, number + 1, top, so_far + height)
+            so_far = blocks[-1]
+            blocks[-1] = so_far._replace(stop=number + 1, height=so_far.height + height)
         else:
-            blocks.append(Block(number, number + 1, each.needed.top, height))
-    return Places(starts, at, end, separate, blocks)
+            rectangle = (height, width, needed.top, needed.left)
+            blocks.append(Block(number, number + 1, needed.parameter, starts[number], *rectangle))
+    return Places(starts, at, end, separate, blocks, _find_stacks(slices, apart))
+
+
+def _find_stacks(slices: Sequence[Slice], apart: set[int]) -> list[Stack]:
+    stacks = list[Stack]()
+    for number, each in enumerate(slices):
+        height, width = each.owned.shape
+        # Of equal slices either all are sent apart or none.
+        if stacks and stacks[-1][3:] == (height, width) and number not in apart:
+            stacks[-1] = stacks[-1]._replace(stop=number + 1)
+        else:
+            stacks.append(Stack(number, number + 1, _room(each), height, width))
+    return stacks
+
+
+def _room(slice_: Slice) -> int:
+    """Return the elements from the start of a slice to that of the next."""
+    return -(-slice_.size // ALIGNMENT) * ALIGNMENT
 
 
 def _continues(
@@ -96,33 +143,70 @@ def _continues(
     """Return whether a slice follows a block, in the engine's parameter and in the buffer."""
     before, needed = slices[number - 1], slices[number].needed
     return (
-        needed.parameter == before.needed.parameter
+        needed.parameter == block.parameter
         and needed.top == block.top + block.height
-        and needed.left == before.needed.left
-        and needed.shape[1] == before.needed.shape[1]
+        and needed.left == block.left
+        and needed.shape[1] == block.width
         and starts[number] == starts[number - 1] + before.size
         and not apart.intersection((number - 1, number))
     )
 
 
-@dataclass(frozen=True)
-class Parcel:
-    """A message in memory.
+class Frame(NamedTuple):
+    """The places of a message in the buffer of its round.
 
-    buffer: that of its round, in bytes. elements: the same memory as elements. start, first: the
-    bytes at which its checksums and its slices begin. sum_count: number of checksums. wire: its
-    bytes in the buffer, without slices that are sent apart. separate: these, flat; at their source
-    or destination, or in the buffer. outside: those of them that are not in the buffer, [h, w] by
+    start, first: the bytes at which its checksums and its slices begin. end: that after what is
+    sent from the buffer; stop: that after the places of slices sent apart. sum_count: number of
+    checksums: its own, and those of its slices in a full check.
+    """
+
+    message: Message
+    places: Places
+    start: int
+    first: int
+    end: int
+    stop: int
+    sum_count: int
+
+
+def frames_of(
+    messages: Iterable[Message], full: bool, separate_from: int | None, itemsize: int
+) -> list[Frame]:
+    """Lay out messages, each with its sums, its slices in the buffer, then those sent apart."""
+    frames, start = list[Frame](), 0
+    for message in messages:
+        places = message.places(separate_from=separate_from)
+        sum_count = 1 + len(message.slices) * full
+        first = start + _aligned(SUM_BYTES * sum_count)
+        end, stop = first + places.end * itemsize, first + _aligned(places.size * itemsize)
+        frames.append(Frame(message, places, start, first, end, stop, sum_count))
+        start = stop
+    return frames
+
+
+def _aligned(size: int) -> int:
+    return -(-size // WIRE_ALIGNMENT) * WIRE_ALIGNMENT
+
+
+@dataclass(slots=True)
+class Parcel:
+    """A message in memory: the fields of its frame, then memory.
+
+    buffer: that of its round, in bytes. elements: the same memory as elements. wire: its bytes in
+    the buffer, without slices that are sent apart. separate: these, flat; at their source or
+    destination, or in the buffer. outside: those of them that are not in the buffer, [h, w] by
     number.
     """
 
     message: Message
     places: Places
-    buffer: Tensor
-    elements: Tensor
     start: int
     first: int
+    end: int
+    stop: int
     sum_count: int
+    buffer: Tensor
+    elements: Tensor
     wire: Tensor
     separate: list[Tensor]
     outside: dict[int, Tensor]
@@ -135,46 +219,37 @@ class Parcel:
     @property
     def layout(self) -> tuple[int, int]:
         """Return its bytes in the buffer and its number of checksums."""
-        return self.wire.numel(), self.sum_count
+        return self.end - self.start, self.sum_count
 
     def matrix(self, number: int) -> Tensor:
         """Return one slice [h, w]."""
         if number in self.outside:
             return self.outside[number]
-        owned = self.message.slices[number].owned
-        (first, last), (left, right) = owned.rows, owned.columns
-        return self.rows(number, last - first, right - left)
+        return self._rectangle(self.places.starts[number], *self.message.slices[number].owned.shape)
 
     def stacks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield runs of slices of equal shapes: the number of the first, and all [n, h, w]."""
-        slices, starts = self.message.slices, self.places.starts
-        apart, first = set(self.places.separate), 0
-        for stop in range(1, len(slices) + 1):
-            if stop < len(slices) and not apart.intersection((first, stop)):
-                step = starts[first + 1] - starts[first]
-                if (
-                    slices[stop].owned.shape == slices[first].owned.shape
-                    and starts[stop] == starts[first] + (stop - first) * step
-                ):
-                    continue
-            matrix = self.matrix(first)
-            if stop - first == 1:
-                yield first, matrix[None]
+        offset = self.first // self.elements.itemsize
+        for first, stop, step, height, width in self.places.stacks:
+            if first in self.outside:
+                yield first, self.outside[first][None]
             else:
-                height, width = matrix.shape
-                size = (stop - first, height, width)
-                step = starts[first + 1] - starts[first]
-                yield first, matrix.as_strided(size, (step, width, 1))
-            first = stop
+                size, strides = (stop - first, height, width), (step, width, 1)
+                start = offset + self.places.starts[first]
+                yield first, self.elements.as_strided(size, strides, start)
 
-    def block(self, block: Block) -> Tensor:
-        """Return the slices of a block as one rectangle [h, w]."""
-        width = self.message.slices[block.first].needed.shape[1]
-        return self.rows(block.first, block.height, width)
+    def blocks(self) -> list[Tensor]:
+        """Return the slices of each block in the buffer as one rectangle [h, w]."""
+        view, offset = self.elements.as_strided, self.first // self.elements.itemsize
+        return [
+            view((height, width), (width, 1), offset + start)
+            for first, _, _, start, height, width, _, _ in self.places.blocks
+            if first not in self.outside
+        ]
 
-    def rows(self, number: int, height: int, width: int) -> Tensor:
-        """Return the memory from a slice on as a matrix [height, width]."""
-        start = self.first // self.elements.itemsize + self.places.starts[number]
+    def _rectangle(self, start: int, height: int, width: int) -> Tensor:
+        """Return the memory from an element of the slices on, as a matrix [height, width]."""
+        start += self.first // self.elements.itemsize
         return self.elements.as_strided((height, width), (width, 1), start)
 
 

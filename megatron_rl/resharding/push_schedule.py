@@ -17,13 +17,14 @@ import gc
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
-from megatron_rl.resharding.parcels import Message
+from megatron_rl.resharding.parcels import Frame, Message
 from megatron_rl.resharding.routes import Path
 from megatron_rl.resharding.senders import Plan
 from megatron_rl.resharding.slices import SLICE_EXTRA, WITHIN, Part, Slice, Step
@@ -59,6 +60,10 @@ class RankPlan:
     last_round: dict[str, int]
     elements_sent: int  # between ranks, over the whole plan
     elements_local: int  # within ranks, over the whole plan
+    # Of each round, by full check, size of slices sent apart and dtype: filled by transfers.
+    frames: dict[tuple[bool, int | None, torch.dtype], list[list[Frame]]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
 
 class _Rounds:
@@ -177,8 +182,8 @@ def shares_of_nodes(
 
 
 @contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Pause Python's collector: it would search millions of new objects, of which none is free."""
+def without_garbage_collection() -> Iterator[None]:
+    """Pause Python's collector: it would search millions of objects, of which none is free."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -188,7 +193,7 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-@_without_garbage_collection()
+@without_garbage_collection()
 def plan_for_rank(
     shape: ModelShape,
     source: ActorLayout,

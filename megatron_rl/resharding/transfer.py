@@ -27,16 +27,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.resharding.adapted import AdaptedWeight, LocalWeight
-from megatron_rl.resharding.parcels import Message, Parcel, copy_all
-from megatron_rl.resharding.pieces import as_matrix
+from megatron_rl.resharding.parcels import Frame, Message, Parcel, copy_all, frames_of
+from megatron_rl.resharding.pieces import Matrix
 from megatron_rl.resharding.push_schedule import RankPlan
 from megatron_rl.resharding.scratch import Scratch
 from megatron_rl.resharding.slices import Slice
-from megatron_rl.resharding.verify import SUM_BYTES, Ledger
+from megatron_rl.resharding.verify import Ledger
 
 PHASES = ("pack", "transfer", "unpack", "cache_reset", "verify")
 LARGE_SLICE = 1 << 16  # elements from which a slice is sent without the buffer on CPU
-ALIGNMENT = 16  # bytes
 _POLL = 0.001  # seconds
 
 
@@ -73,7 +72,7 @@ class Transfer:
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.time_limit
-        self._matrices: dict[str, Tensor] = {}
+        self._matrices: dict[str, Matrix] = {}
         self._flight: Flight | None = None
         self._launched = self._draining = False
         self._separate_from = LARGE_SLICE if self.device.type == "cpu" else None
@@ -85,13 +84,14 @@ class Transfer:
 
     def source(self, slice_: Slice) -> Tensor:
         """Return a slice [h, w] of the actor's parameters: a view, or computed for adapters."""
-        owned = slice_.owned
-        if owned.parameter not in self._matrices:
-            weight = self.parameters[owned.parameter]
+        _, (first, last), (left, right), name, top, at = slice_.owned
+        matrix = self._matrices.get(name)
+        if matrix is None:
+            weight = self.parameters[name]
             if isinstance(weight, AdaptedWeight):
-                return weight.rectangle(owned)
-            self._matrices[owned.parameter] = as_matrix(weight.detach())
-        return owned.of_matrix(self._matrices[owned.parameter])
+                return weight.rectangle(slice_.owned)
+            matrix = self._matrices[name] = Matrix(weight.detach())
+        return matrix.rectangle(last - first, right - left, top, at)
 
     def drain(self) -> None:
         """Take part in the remaining rounds, so that the other ranks can finish theirs."""
@@ -129,7 +129,7 @@ class Transfer:
         part = self.plan.rounds[number]
         # The round before last, which used the same buffer, has been sent and unpacked.
         buffer = self.scratch.wire(number, self._wire_bytes)
-        parcels = self._parcels((*part.sends, *part.receives), buffer)
+        parcels = self._parcels(self._frames[number], buffer)
         sent, received = parcels[: len(part.sends)], parcels[len(part.sends) :]
         for parcel in sent:
             self._pack(parcel)
@@ -146,41 +146,30 @@ class Transfer:
         return _start(flight.received, forwarded)
 
     @cached_property
+    def _frames(self) -> list[list[Frame]]:
+        """Places of messages in the buffer of each round, computed once for all pushes."""
+        full, separate_from = self.ledger.full, self._separate_from
+        key = (full, separate_from, self.dtype)
+        if key not in self.plan.frames:
+            self.plan.frames[key] = [
+                frames_of((*part.sends, *part.receives), full, separate_from, self.dtype.itemsize)
+                for part in self.plan.rounds
+            ]
+        return self.plan.frames[key]
+
+    @cached_property
     def _wire_bytes(self) -> int:
-        return max(
-            sum(sum(self._bytes(message)) for message in (*part.sends, *part.receives))
-            for part in self.plan.rounds
-        )
+        return max(frames[-1].stop for frames in self._frames if frames)
 
-    def _bytes(self, message: Message) -> tuple[int, int]:
-        """Return the bytes of a message's checksums and of its slices in the buffer."""
-        size = message.places(separate_from=self._separate_from).size * self.dtype.itemsize
-        return _aligned(SUM_BYTES * self.ledger.sums_of(message)), _aligned(size)
-
-    def _parcels(self, messages: Iterable[Message], buffer: Tensor) -> list[Parcel]:
-        """Lay out messages, each with its sums, its slices in the buffer, then those without it."""
-        elements, start, parcels = buffer.view(self.dtype), 0, []
-        for message in messages:
-            of_sums, of_slices = self._bytes(message)
-            places = message.places(separate_from=self._separate_from)
-            first = start + of_sums
+    def _parcels(self, frames: list[Frame], buffer: Tensor) -> list[Parcel]:
+        """Return the messages of a round in its buffer."""
+        elements, parcels = buffer.view(self.dtype), []
+        for frame in frames:
             parcels.append(
-                Parcel(
-                    message=message,
-                    places=places,
-                    buffer=buffer,
-                    elements=elements,
-                    start=start,
-                    first=first,
-                    sum_count=self.ledger.sums_of(message),
-                    wire=buffer.narrow(0, start, of_sums + places.end * self.dtype.itemsize),
-                    separate=[],
-                    outside={},
-                )
+                Parcel(*frame, buffer, elements, buffer[frame.start : frame.end], [], {})
             )
-            if places.separate:
+            if frame.places.separate:
                 self._set_apart(parcels[-1])
-            start = first + of_slices
         return parcels
 
     def _set_apart(self, parcel: Parcel) -> None:
@@ -203,9 +192,13 @@ class Transfer:
 
     def _pack(self, parcel: Parcel) -> None:
         slices = parcel.message.slices
-        numbers = [n for n in range(len(slices)) if n not in parcel.outside]
-        sources = [self.source(slices[number]) for number in numbers]
-        copy_all([parcel.matrix(number) for number in numbers], sources)
+        destinations, sources = list[Tensor](), list[Tensor]()
+        for first, matrices in parcel.stacks():
+            if first not in parcel.outside:
+                of_stack = matrices.unbind()
+                destinations += of_stack
+                sources += [self.source(each) for each in slices[first : first + len(of_stack)]]
+        copy_all(destinations, sources)
 
     def _wait(self, number: int, work: list[Any]) -> None:
         """Wait for messages: on the host for CPU, otherwise on the stream."""
@@ -257,10 +250,6 @@ class Transfer:
         self.ledger.note_messages(flight.received)
         self.seconds["unpack"] += time.perf_counter() - start
         return flight.received
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _start(sends: Iterable[Parcel], receives: Iterable[Parcel]) -> list[Any]:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_rl.resharding.parcels import Block, Parcel, copy_all, stacked
-from megatron_rl.resharding.pieces import as_matrix
+from megatron_rl.resharding.pieces import Matrix
+from megatron_rl.resharding.push_schedule import without_garbage_collection
 from megatron_rl.resharding.slices import Slice
 from megatron_rl.resharding.transfer import Transfer
 
@@ -119,8 +120,9 @@ class Overwriting(Transfer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._live: dict[str, Tensor] = {}
+        self._live: dict[str, Matrix] = {}
 
+    @without_garbage_collection()
     def write(self) -> None:
         """Exchange all rounds; write each slice that this rank needs."""
         self._launch(0)
@@ -128,10 +130,12 @@ class Overwriting(Transfer):
         local = [each for slices in self.plan.local.values() for each in slices]
         for batch in _batches(local):
             sources = [self.source(each) for each in batch]
-            copy_all([self.destination(each) for each in batch], sources)
-            for each, source in zip(batch, sources, strict=True):
-                self.ledger.note_local(each, source)
-                self.ledger.note_slices(each, self.destination(each)[None])
+            destinations = [self.destination(each) for each in batch]
+            copy_all(destinations, sources)
+            if self.ledger.full:
+                for each, source, place in zip(batch, sources, destinations, strict=True):
+                    self.ledger.note_local(each, source)
+                    self.ledger.note_slices(each, place[None])
         self.seconds["unpack"] += time.perf_counter() - start
         for _ in self.plan.rounds:
             self._unpack(self._advance())
@@ -142,28 +146,31 @@ class Overwriting(Transfer):
 
     def _unpack(self, parcels: list[Parcel]) -> None:
         start = time.perf_counter()
-        found = [
-            (parcel, block, self._rows(parcel, block))
-            for parcel in parcels
-            for block in parcel.places.blocks
-        ]
-        # A slice received in place is a block of its own.
-        copied = [each for each in found if each[1].first not in each[0].outside]
-        blocks = [parcel.block(block) for parcel, block, _ in copied]
-        copy_all([rows for *_, rows in copied], blocks)
-        for parcel, block, rows in found if self.ledger.full else ():
-            for first, matrices in stacked(block, parcel.message.slices, rows):
-                self.ledger.note_slices(parcel.message.slices[first], matrices)
+        destinations, sources = list[Tensor](), list[Tensor]()
+        for parcel in parcels:
+            # A slice received in place is a block of its own.
+            blocks, outside = parcel.places.blocks, parcel.outside
+            destinations += [self._rows(each) for each in blocks if each.first not in outside]
+            sources += parcel.blocks()
+        copy_all(destinations, sources)
+        if self.ledger.full:
+            self._note(parcels)
         self.seconds["unpack"] += time.perf_counter() - start
 
-    def _rows(self, parcel: Parcel, block: Block) -> Tensor:
-        """Return the rectangle of the engine's parameter that a block is for."""
-        needed = parcel.message.slices[block.first].needed
-        parameter, width = self._parameter(needed.parameter), needed.shape[1]
-        rows = parameter.narrow(0, block.top, block.height)
-        return rows if width == parameter.shape[1] else rows.narrow(1, needed.left, width)
+    def _note(self, parcels: list[Parcel]) -> None:
+        """Record the sums of slices as the engine has them."""
+        for parcel in parcels:
+            for block in parcel.places.blocks:
+                for first, matrices in stacked(block, parcel.message.slices, self._rows(block)):
+                    self.ledger.note_slices(parcel.message.slices[first], matrices)
 
-    def _parameter(self, name: str) -> Tensor:
+    def _rows(self, block: Block) -> Tensor:
+        """Return the rectangle of the engine's parameter that a block is for."""
+        _, _, name, _, height, width, top, left = block
+        matrix = self._live.get(name) or self._parameter(name)
+        return matrix.rectangle(height, width, top, left)
+
+    def _parameter(self, name: str) -> Matrix:
         if name not in self._live:
-            self._live[name] = as_matrix(self.live[name].detach())
+            self._live[name] = Matrix(self.live[name].detach())
         return self._live[name]

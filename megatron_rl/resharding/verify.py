@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_rl.resharding.adapted import LocalWeight
 from megatron_rl.resharding.layouts import ActorLayout
-from megatron_rl.resharding.parcels import Message, Parcel, runs_of_equal_layout
+from megatron_rl.resharding.parcels import Parcel, runs_of_equal_layout
 from megatron_rl.resharding.pieces import Piece, parameter_shapes
 from megatron_rl.resharding.push_schedule import RankPlan
 from megatron_rl.resharding.slices import Slice
@@ -27,7 +27,6 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Odd, so that multiplication modulo 2^64 loses nothing; within int64 (2^64 / golden ratio, halved).
 _ROW_FACTOR = 0x4F1BBCDCBFA53E0B
 _COLUMN_FACTOR = 0x27BB2EE687B0B0FD
-SUM_BYTES = 8
 
 
 def check_parameters(
@@ -113,9 +112,8 @@ class Ledger:
         self._tensors: list[tuple[str, ...]] = []  # covered by the sum at each index
         for part in plan.rounds:
             for message in part.receives:
-                names = tuple(dict.fromkeys(each.tensor for each in message.slices))
                 self._indices[id(message)] = len(self._tensors)
-                self._tensors.append(names)
+                self._tensors.append(message.tensors)
                 self._add(message.slices)
         for slices in plan.local.values():
             self._add(slices)
@@ -128,10 +126,6 @@ class Ledger:
         for each in slices if self.full else ():
             self._indices[id(each)] = len(self._tensors)
             self._tensors.append((each.tensor,))
-
-    def sums_of(self, message: Message) -> int:
-        """Count the sums sent with a message: its own, and those of its slices in a full check."""
-        return 1 + len(message.slices) * self.full
 
     def seal(self, parcels: Sequence[Parcel]) -> None:
         """Compute the sums of messages: of their tensors on the wire, and of their slices."""
@@ -146,9 +140,9 @@ class Ledger:
         """Record messages that arrived, in the order of the plan, and the sums in them."""
         for run in runs_of_equal_layout(parcels):
             first, size = self._indices[id(run[0].message)], run[0].sum_count
-            shape = (len(run), size)
-            self._expected[first : first + len(run) * size].view(shape).copy_(_sums(run))
-            self._actual[first : first + len(run) * size].view(shape)[:, 0] = _totals(run)
+            stop = first + len(run) * size
+            self._expected[first:stop].view(len(run), size).copy_(_sums(run))
+            self._actual[first:stop:size] = _totals(run)
 
     def note_local(self, slice_: Slice, matrix: Tensor) -> None:
         """Record a slice that stays within this rank, as the actor has it; only in full checks."""
@@ -186,7 +180,7 @@ def _sums(run: list[Parcel]) -> Tensor:
 def _totals(run: list[Parcel]) -> Tensor:
     """Compute the sum of the words on the wire of parcels of equal layout: int64 [parcels]."""
     words, parcel = run[0].buffer.view(torch.int64), run[0]
-    size = (parcel.start + parcel.wire.numel() - parcel.first) // 8
+    size = (parcel.end - parcel.first) // 8
     total = words.as_strided((len(run), size), (_stride(run), 1), parcel.first // 8).sum(1)
     for separate in parcel.separate:  # such a parcel is alone
         total = total + word_sum(separate)

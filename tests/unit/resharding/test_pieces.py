@@ -14,7 +14,7 @@ from megatron_rl.models.architectures import ARCHITECTURES
 from megatron_rl.models.factors import Factors
 from megatron_rl.resharding.divisions import chunk_layers
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
-from megatron_rl.resharding.pieces import megatron_pieces, vllm_pieces
+from megatron_rl.resharding.pieces import Matrix, megatron_pieces, vllm_pieces
 from tests.unit.resharding.shapes import numbered_tensors, small_shape
 
 
@@ -31,6 +31,21 @@ def _fill(pieces, tensors) -> dict[str, Tensor]:
         assert not place.any(), f"{piece} overlaps another piece"
         place.copy_(piece.of_tensor(tensors[piece.tensor]))
     return filled
+
+
+def test_rectangles_of_views_are_those_of_slicing():
+    """Parameters are views into Megatron's buffers, and may be vectors or transposed."""
+    memory = torch.arange(1000)
+    for parameter in (
+        memory[7:].as_strided((5, 4, 6), (24, 6, 1), 31),  # experts, from an odd place on
+        memory[100:172].view(8, 9)[:, 2:7],
+        memory[3:75].view(8, 9).t(),
+    ):
+        matrix = parameter.reshape(-1, parameter.shape[-1])
+        assert torch.equal(Matrix(parameter).rectangle(3, 2, 4, 1), matrix[4:7, 1:3])
+    assert Matrix(memory[5:]).rectangle(3, 1, 2, 0).tolist() == [[7], [8], [9]]
+    Matrix(memory).rectangle(2, 1, 4, 0).zero_()  # a view
+    assert memory[3:7].tolist() == [3, 0, 0, 6]
 
 
 def _megatron_qkv(tensors, layer: int, rank: int, size: int, shape, what: str) -> Tensor:

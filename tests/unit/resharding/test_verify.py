@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from megatron_rl.resharding import verify
-from megatron_rl.resharding.parcels import Message, Parcel, Places, runs_of_equal_layout
+from megatron_rl.resharding.parcels import (
+    Frame,
+    Message,
+    Parcel,
+    Places,
+    frames_of,
+    runs_of_equal_layout,
+)
+from megatron_rl.resharding.pieces import Piece
+from megatron_rl.resharding.slices import Slice
 from megatron_rl.resharding.verify import slice_checksum, slice_checksums, word_sum
 
 
@@ -57,11 +66,39 @@ def test_slice_checksums_of_a_stack_are_those_of_its_matrices(block, monkeypatch
 
 def _parcel(buffer, start, size, separate=()):
     """Lay out a message of `size` bytes with one sum, which takes 16 bytes."""
-    places = Places([0], size // 2, size // 2, list(range(len(separate))), [])
-    wire = buffer[start : start + 16 + size]
+    places = Places([0], size // 2, size // 2, list(range(len(separate))), [], [])
+    end = start + 16 + size
+    frame = Frame(Message(0, 0, (), (1,)), places, start, start + 16, end, end, 1)
     elements = buffer.view(torch.bfloat16)
-    message = Message(0, 0, (), (1,))
-    return Parcel(message, places, buffer, elements, start, start + 16, 1, wire, list(separate), {})
+    return Parcel(*frame, buffer, elements, buffer[start:end], list(separate), {})
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_slices_of_equal_shapes_are_packed_as_one_stack(full):
+    """Each slice has memory of its own, the same alone and in a stack; large ones come alone."""
+    shapes = [(1, 3), (1, 3), (1, 3), (2, 3), (3, 2), (10, 10), (10, 10), (1, 3)]
+    pieces = [Piece(f"{n}", (0, h), (4, 4 + w), f"{n}") for n, (h, w) in enumerate(shapes)]
+    message = Message(0, 0, (1,), (1,), [Slice(0, (1,), each, each) for each in pieces])
+    alone = Message(0, 0, (2,), (2,), message.slices[:1])
+    frames = frames_of((alone, message), full, 100, 2)
+    buffer = torch.arange(frames[-1].stop // 2, dtype=torch.int16)
+    used = set[int]()
+    for frame in frames:
+        memory = buffer.view(torch.uint8)
+        parcel = Parcel(*frame, memory, buffer, memory[frame.start : frame.end], [], {})
+        slices = [(n, one) for n, of in parcel.stacks() for n, one in enumerate(of, n)]
+        assert [n for n, _ in slices] == list(range(len(frame.message.slices)))
+        for number, matrix in slices:
+            assert matrix.shape == shapes[number] and torch.equal(matrix, parcel.matrix(number))
+            places = set(matrix.flatten().tolist())
+            assert len(places) == matrix.numel() and not used & places
+            assert frame.first <= 2 * min(places) and 2 * max(places) < frame.stop
+            assert (2 * max(places) >= frame.end) == (number in (5, 6))
+            used |= places
+        assert [sum_count for *_, sum_count in frames] == ([2, 9] if full else [1, 1])
+    assert [(each.first, each.stop) for each in frames[1].places.stacks] == [
+        (0, 3), (3, 4), (4, 5), (5, 6), (6, 7), (7, 8),
+    ]  # fmt: skip
 
 
 def test_sums_of_a_round_are_those_of_its_messages():

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
+from megatron_rl.resharding.parcels import Frame, Parcel
 from megatron_rl.resharding.pieces import parameter_shapes
 from megatron_rl.resharding.push_schedule import RankPlan, plan_for_rank
 from megatron_rl.resharding.scratch import Scratch
@@ -25,23 +27,36 @@ TEXT = """
 What rank 0's host does in one push of the whole model, slices written directly, buckets of 512 MiB,
 nodes of 8 ranks. The tensors have no values and the process group delivers nothing, so that neither
 a kernel nor a network takes time: what is left is Python, torch's dispatcher and the plan (sums of
-such tensors are Python, so this overstates). In CPU seconds, the least of five pushes after a first
+such tensors are Python, so this overstates). In CPU seconds, the least of ten pushes after a first
 one with the same plan. In a *full check*, the first push and every 50th of a run, every slice has a
 sum of its own. `before` is commit 87852f9, with buckets of 64 MiB and a call for each slice.
 
-Measured on 2026-11-24 on an idle machine. Before messages were fewer and summed and written
-together, commit f74f108, the program takes on it, run right afterwards, 0.775, 2.06 and 0.0426 s
-for the three layouts, and 74.3, 47.8 and 2.22 s with a full check. A faster machine had
-taken 0.301, 0.782 and 0.0194 s before; the program has not run there since. A full check
-of 235B is expensive because ranks send slices of whole experts to eight ranks of every engine;
-slices of equal shape are summed together, and nearly all of what is left is torch's Python for
-sums without values.
+Messages are handed to torch's process group without peers as a byte on the CPU, which it takes in
+C++ as real groups do; it takes tensors without values in Python. In that slower way the three
+pushes took 0.284, 0.325 and 0.028 s on an idle machine on 2026-11-24, the least of several in turns
+with those of commit a82cf41: 0.421, 0.394 and 0.029 s. That one made two views where now is one and
+laid messages out anew in every push. A full check of 235B is expensive because ranks send slices of
+whole experts to eight ranks of every engine; slices of equal shape are summed together, and nearly
+all of what is left is torch's Python for sums without values.
 """
+
+
+_BYTE = torch.zeros(1, dtype=torch.uint8)
 
 
 @dataclass(kw_only=True)
 class _HostOnly(Overwriting):
-    """A transfer that waits for nothing."""
+    """A transfer that waits for nothing.
+
+    Its messages are sent as a byte on the CPU: torch's process group without peers takes these in
+    C++, as real groups do, and tensors without values in Python.
+    """
+
+    def _parcels(self, frames: list[Frame], buffer: Tensor) -> list[Parcel]:
+        parcels = super()._parcels(frames, buffer)
+        for parcel in parcels:
+            parcel.wire = _BYTE
+        return parcels
 
     def _wait(self, number: int, work: list[Any]) -> None:
         del number, work
@@ -88,7 +103,7 @@ def rows() -> Iterator[Row]:
         dist.init_process_group(
             "meta:fake,cpu:fake", store=FakeStore(), rank=0, world_size=actor.world_size
         )
-        pushes = [_seconds(shape, actor, engine, plan, full=False) for _ in range(6)]
+        pushes = [_seconds(shape, actor, engine, plan, full=False) for _ in range(11)]
         checked = _seconds(shape, actor, engine, plan, full=True)
         dist.destroy_process_group()
         layout = f"{model} {str(actor)[6:]} -> {str(engine)[5:].partition(' x ')[0]}"
