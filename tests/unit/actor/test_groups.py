@@ -49,6 +49,16 @@ def test_sockets_are_those_of_one_group_on_cuda_and_of_all_on_cpu(counted, index
     assert on_cuda[1] == RANKS - 1 < on_cpu[1] / 2
 
 
+def test_megatrons_groups_are_of_nccl_where_there_is_cuda(monkeypatch):
+    """The group of all ranks has gloo too; another default would connect every group's ranks."""
+    from megatron_rl.actor import groups
+
+    monkeypatch.setattr(groups.device, "has_cuda", lambda: True)
+    assert groups.device_backend() == "nccl"
+    monkeypatch.setattr(groups.device, "has_cuda", lambda: False)
+    assert groups.device_backend() is None
+
+
 def _groups_without_sockets(rank, world_size):
     layout = {"tensor": 2, "context": 2}
     return measure(rank, world_size, layout, True, None), dist.get_world_size()

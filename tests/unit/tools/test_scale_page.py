@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.benchmarks.scale_rows import layouts, planning
+from tools.benchmarks.scale_rows import data, export, layouts, planning, reading
 
 PAGE = Path(__file__).parents[3] / "docs" / "measurements" / "scale.md"
 
@@ -36,3 +36,16 @@ def test_counts_of_a_push_are_those_on_the_page(monkeypatch):
     lines = PAGE.read_text().splitlines()
     counted = [row for row in planning.rows() if row.how == "counted"]
     assert len(counted) == 3 and all(row.to_line() in lines for row in counted)
+
+
+def test_bytes_of_1024_ranks_are_those_on_the_page(monkeypatch):
+    """Responses, and reading and export of 72B: what takes longer is computed by the command."""
+    for module in (reading, export):
+        monkeypatch.setattr(
+            module, "LAYOUTS", [each for each in module.LAYOUTS if each[0] == "72B"]
+        )
+    counted = [*data.response_rows(), *reading.rows(), *export.rows()]
+    assert len(counted) == 12 and {row.how for row in counted} == {"counted"}
+    lines = PAGE.read_text().splitlines()
+    for row in counted:
+        assert row.to_line() in lines

@@ -167,14 +167,19 @@ def _write_rollouts(file: Path) -> None:
     pq.write_table(table, file, compression="zstd")
 
 
-def rows() -> Iterator[Row]:
-    """Yield the rows of responses, prompts and offline rollouts."""
+def response_rows() -> Iterator[Row]:
+    """Yield the rows of responses, which are counted."""
     for ranks, replica in ((8, 8), (64, 32), (256, 32), (1024, 32)):
         found = count_responses(ranks, replica)
         layout, before = f"replicas of {replica}", found["before"] / MIB
         yield Row("responses: a rank", layout, ranks, before, found["rank"] / MIB, "MiB", "counted")
         yield Row("responses: rank 0 to write", layout, ranks, before, found["writer"] / MIB,
                   "MiB", "counted")  # fmt: skip
+
+
+def rows() -> Iterator[Row]:
+    """Yield the rows of responses, prompts and offline rollouts."""
+    yield from response_rows()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         before, now = _both(PROMPT_PROGRAM, folder, PROMPTS)
