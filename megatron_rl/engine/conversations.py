@@ -31,6 +31,7 @@ from megatron_rl.environments.interface import (
     FailureKind,
     TurnTokens,
 )
+from megatron_rl.errors import UserError
 from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.types import (
     REPLACES_HISTORY,
@@ -210,7 +211,7 @@ class Conversations:
         if self.settings.pool is not None:
             try:
                 answers = [
-                    (place, self._check(answer, self._open[place]))
+                    (place, self._render(answer, self._open[place]))
                     for place, answer in self.settings.pool.poll(timeout)
                 ]
             except Exception as caught:  # noqa: BLE001 - the other ranks wait for its broadcast
@@ -228,26 +229,31 @@ class Conversations:
             raise error
         return answers
 
-    def _check(
+    def _render(
         self, answer: Answer | EnvironmentFailure, one: _Conversation
     ) -> Answer | EnvironmentFailure:
-        """Turn an answer with tokens that the model lacks, or too many restarts, into a failure."""
-        if isinstance(answer, EnvironmentFailure):
-            return answer
+        """Return an answer as messages and tokens; a failure if these cannot follow."""
         pool = self.settings.pool
-        assert pool is not None
+        if pool is None or isinstance(answer, EnvironmentFailure):
+            return answer
         size, largest = len(self.finished.tokenizer), max(answer.token_ids or [0])
         if largest >= size:
             kind: FailureKind = "failed"
-            text = f"{pool.name} returned token id {largest}, outside the tokenizer's {size}; send "
-            text += "tokens of the model that is trained"
+            text = f"{pool.name} returned token id {largest}, outside the tokenizer's {size}; "
+            text += "send tokens of the model that is trained"
         elif answer.restarts and len(one.restarts) >= pool.max_rewrites:
             kind = "rewritten"
             text = f"{pool.name} replaced the history of a conversation {len(one.restarts) + 1} "
             text += f"times, more than environment.max_rewrites={pool.max_rewrites}; raise it, or "
             text += "return restarts=True less often"
-        else:
+        elif answer.done:
             return answer
+        else:
+            try:
+                messages, tokens = self._observe(one, answer)
+                return replace(answer, observation=messages, token_ids=tokens)
+            except UserError as error:
+                kind, text = "failed", f"{pool.name}: {error}"
         if pool.on_error == "end":
             raise BrokenEnvironmentError(text)
         return EnvironmentFailure(kind, text)
@@ -272,7 +278,7 @@ class Conversations:
         if answer.done:
             self._end(one, "stop", one.grade)
             return None
-        messages, observed = self._observe(one, answer)
+        messages, observed = as_messages(answer.observation), answer.token_ids or []
         before = 0 if answer.restarts else len(one.context)
         if one.turns >= self.settings.max_turns or self._room(one, before + len(observed)) < 1:
             self._end(one, "length", one.grade)

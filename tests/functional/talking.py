@@ -14,8 +14,9 @@ from megatron_rl.environments import AgentEnvironment, Answer
 class Digits:
     """Answers each turn by up to 12 digits of a hash of all turns; some conversations end early.
 
-    A row with `hangs` never answers its second turn, one with `raises` fails on it, and one with
-    `flat` has no rewards above 0.
+    A row with `hangs` never answers its second turn, one with `raises` fails on it, one with
+    `unknown_role` answers it by a message that the template refuses, and one with `flat` has no
+    rewards above 0.
     """
 
     def __init__(self, row, seed):
@@ -28,6 +29,8 @@ class Digits:
             time.sleep(1000)
         if len(self.turns) == 2 and self.row.get("raises"):
             raise ValueError("no such page")
+        if len(self.turns) == 2 and self.row.get("unknown_role"):
+            return Answer([{"role": "ipython", "content": "7"}], reward=1.0)
         text = "".join(str(byte % 10) for byte in digest[1 : 1 + digest[0] % 13])
         reward = 0.0 if self.row.get("flat") else float(digest[20] % 2)
         return Answer(text, reward=reward, done=digest[21] % 6 == 0, reason="scripted")

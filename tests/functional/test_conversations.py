@@ -14,7 +14,9 @@ from tests.ranks import run_ranks
 SAMPLES, MAX_TURNS, MAX_TURN_TOKENS, CONTEXT = 4, 5, 6, 96
 SAMPLING = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=24, seed=5)
 TEMPLATE = (
-    "{% for message in messages %}{{ message['role'][0] }}={{ message['content'] }}<|end|>"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'ipython' %}{{ raise_exception('no such role') }}{% endif %}"
+    "{{ message['role'][0] }}={{ message['content'] }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}a={% endif %}"
 )
 
@@ -116,7 +118,8 @@ def on_rank(rank, world_size, folder):
     before = engine.plain()
     first = engine.converse("Digits")
     check_costs(engine.engine.environment_costs, first)
-    broken = [replace(p, row=json.dumps({"hangs": p.index == 1, "raises": p.index == 4}))
+    failures = {1: "hangs", 3: "unknown_role", 4: "raises"}
+    broken = [replace(p, row=json.dumps({failures.get(p.index, "works"): True}))
               for p in engine.prompts]  # fmt: skip
     results = {
         "first": first,
@@ -146,8 +149,9 @@ def on_rank(rank, world_size, folder):
     }
     scored = score(engine, first)
     restarted_gaps = check_sequences(engine, restarted, score(engine, restarted))
-    with pytest.raises(RuntimeError, match=r"no such page|on its first rank"):
-        engine.converse("Digits", prompts=broken[4:])
+    for place, error in ((4, "no such page"), (3, "refuses an observation.*no such role")):
+        with pytest.raises(RuntimeError, match=f"{error}|on its first rank"):
+            engine.converse("Digits", prompts=broken[place:][:1])
     assert engine.plain() == before, "conversations changed what the engine generates"
     return {
         "results": {name: [as_values(one) for one in rows] for name, rows in results.items()},
@@ -343,15 +347,15 @@ def test_limit_of_turns_cuts_conversations(ranks):
 
 def test_broken_environment_ends_its_own_conversations_only(ranks):
     results = ranks[0]["results"]
-    reasons = {1: "environment timed out", 4: "environment failed"}
-    found = set()
+    reasons = {1: "environment timed out", 3: "environment failed", 4: "environment failed"}
+    found = list[int]()
     for place, (one, whole) in enumerate(zip(results["broken"], results["first"], strict=True)):
         if (reason := reasons.get(place // SAMPLES)) and len(whole["observed"]) > 0:
             assert (one["grade"].reward, one["grade"].reason) == (0.0, reason)
             assert one["finish_reason"] == "stop" and len(one["observed"]) == 1
-            found.add(reason)
+            found.append(place // SAMPLES)
         else:
             assert one == whole
-    assert found == set(reasons.values())
+    assert set(found) == set(reasons)
     costs = ranks[0]["costs"]
     assert costs["timed_out"] > 0 and costs["failed"] > 0 and "lost" not in costs
