@@ -32,6 +32,7 @@ from megatron_rl.resharding.slices import SLICE_EXTRA, WITHIN, Part, Slice, Step
 LEAST_STEPS = 4  # in a round, so that several pipeline stages send in it
 SOURCES_AT_ONCE = 32  # from which a rank receives experts in a round
 NODES_OF_SHARE = 4  # that a rank sends to, at least
+MOST_SHARES = 4  # more would make planning and rounds many, for messages that are few already
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ def shares_of_nodes(
     slices = source.tensor if source.expert_tensor is None else source.expert_tensor
     replicas = source.world_size // (source.pipeline * source.expert * slices)
     nodes = source.world_size // (ranks_per_node or source.world_size) // replicas
-    most = max(1, min(sources // SOURCES_AT_ONCE, nodes // NODES_OF_SHARE))
+    most = max(1, min(sources // SOURCES_AT_ONCE, nodes // NODES_OF_SHARE, MOST_SHARES))
     return max(count for count in range(1, most + 1) if source.expert % count == 0)
 
 

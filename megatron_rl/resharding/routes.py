@@ -118,14 +118,17 @@ class Pattern:
             *(len(to) for to in self._far),
         )
         self._known: dict[tuple[int, Share], Turn] = {}
+        self._whole: dict[int, list[Path]] = {}
 
     def turn(self, number: int, share: Share = WHOLE) -> Turn:
         """Return the routes of slice `number`, or a share of them."""
         key = (number % self.turns, share)
         if key not in self._known:
+            if key[0] not in self._whole:  # kept for the other shares
+                self._whole[key[0]] = self._paths(key[0])
             paths = [
                 self._same.setdefault(path, path)
-                for whole in self._paths(key[0])
+                for whole in self._whole[key[0]]
                 if (path := whole.share(share, owners=len(self._owners))).by_node
             ]
             self._known[key] = Turn(paths, self.world_size)

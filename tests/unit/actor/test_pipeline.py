@@ -40,6 +40,7 @@ def _train(root, topology):
 
     settings = ActorSettings(learning_rate=1e-3, warmup_updates=0, overlap_reduction=True)
     actor = MegatronActor(root, topology=topology, settings=settings)
+    assert not actor.chunks[0].config.batch_p2p_sync  # a wait for the device after each hop
     (minibatch,) = plan_minibatches(
         *make_rollouts(),
         minibatches=1,

@@ -90,6 +90,8 @@ SHARED = [  # actor, engine, ranks per node, shares
     (ActorLayout(2, 2, 1, 2, expert=2), EngineLayout(2, 8), 1, 2),
     (ActorLayout(2, 2, 1, 2, expert=4, expert_tensor=1), EngineLayout(4, 8, True), 1, 2),
     (ActorLayout(1, 1, 2, 4, expert=4), EngineLayout(1, 8), 1, 4),
+    # Two ranks share each key-value head, so queries and keys have different owners.
+    (ActorLayout(8, expert=4, expert_tensor=1), EngineLayout(4, 8), 2, 2),
 ]
 
 
@@ -101,7 +103,7 @@ def test_plan_in_shares_sends_each_missing_element_once(
     """Messages of all ranks, matched by their order as in the exchange, give each its shards."""
     monkeypatch.setattr(push_schedule, "SOURCES_AT_ONCE", 1)
     monkeypatch.setattr(push_schedule, "NODES_OF_SHARE", 1)
-    shape = small_shape("Qwen3MoeForCausalLM")
+    shape = small_shape("Qwen3MoeForCausalLM", num_layers=5)
     assert push_schedule.shares_of_nodes(shape, source, engines, node) == shares
     tensors = numbered_tensors(shape)
     owned = [_fill(source.pieces(shape, rank=r), tensors) for r in range(8)]

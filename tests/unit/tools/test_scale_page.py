@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.benchmarks.scale_rows import data, export, layouts, planning, reading
+from tools.benchmarks.scale_rows import data, export, hot_path, layouts, planning, reading
 
 PAGE = Path(__file__).parents[3] / "docs" / "measurements" / "scale.md"
 
@@ -49,3 +49,10 @@ def test_bytes_of_1024_ranks_are_those_on_the_page(monkeypatch):
     lines = PAGE.read_text().splitlines()
     for row in counted:
         assert row.to_line() in lines
+
+
+def test_counts_of_a_micro_batch_are_those_on_the_page():
+    """Scans, rotation, messages and the host's reads; four micro-batches have three reads."""
+    lines = PAGE.read_text().splitlines()
+    missing = [row.to_line() for row in hot_path.rows() if row.to_line() not in lines]
+    assert not missing

@@ -1,5 +1,6 @@
 """The large examples fit on their devices; errors suggest settings that fit."""
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from megatron_rl.apps.planning import fit
 from megatron_rl.commands import dry_run
 from megatron_rl.config import ConfigError, load_config, parse_config
 from megatron_rl.preflight.memory import check_memory
-from tests.unit.apps.planning.models import SMALL, save_shape
+from tests.unit.apps.planning.models import EXPERTS, SMALL, save_shape
 from tests.unit.test_examples import EXAMPLES, MODELS, SHAPES
 
 DEVICE = 80 * 10**9  # less than any 80 GB device has
@@ -122,6 +123,33 @@ def test_prepared_packs_must_fit(tmp_path):
         assert training.parts["prepared packs"] == 80 * tokens / len(run.sequences)
         assert (not lacking) == fits
         assert fits or lacking[0].name == fit.TRAINING
+
+
+def test_communicators_are_counted_beyond_those_in_the_reserve(tmp_path):
+    config = shallow(tmp_path)
+    _, (run,) = fit.find_lacking(config, processes=1, device_bytes=SHALLOW_DEVICE)
+    for communicators, gib in ((4, 0), (5, 0.5), (9, 2.5)):
+        run = dataclasses.replace(run, communicators=communicators)
+        training = fit.moments(config, run, SHALLOW_DEVICE)[0].parts
+        further = {name: n for name, n in training.items() if "further communicators" in name}
+        assert sum(further.values()) == gib * 2**30
+
+
+def test_mixture_of_experts_is_first_divided_by_expert(tmp_path):
+    """Where the busiest rank's share of the tokens does not fit, though an equal one does."""
+    sizes = {"num_hidden_layers": 1, "num_experts": 8, "num_experts_per_tok": 2}
+    path = save_shape(tmp_path, EXPERTS | sizes)
+    values = {"model": {"path": str(path)}, "data": {"train": "none.jsonl"}}
+    config = parse_config(values | {"parallel": {"expert": 2}})
+    assert config.run.largest_expert_share == 1.5
+    equal = fit.apply_changes(config, {"run.largest_expert_share": 1.0})
+    needed = []
+    for each in (equal, config):
+        (run,) = fit.find_lacking(each, processes=4, device_bytes=DEVICE)[1]
+        needed.append(fit.moments(each, run, DEVICE)[0].needed)
+    assert needed[0] < needed[1]
+    training = fit.Moment(fit.TRAINING, needed[0], {"the actor's peak": needed[1]})
+    assert next(fit.candidates(config, training, processes=4)) == {"parallel.expert": 4}
 
 
 def test_pack_has_all_sequences_of_a_response(tmp_path):
