@@ -22,6 +22,7 @@ the tensors and hardly grows with replicas.
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 
 import numpy as np
@@ -35,7 +36,7 @@ from megatron_rl.resharding.layouts import (
     group_equal_ranks,
 )
 from megatron_rl.resharding.pieces import Span
-from megatron_rl.resharding.routes import WHOLE, Path, Pattern, Share
+from megatron_rl.resharding.routes import WHOLE, Path, Pattern, Share, Turn
 from megatron_rl.resharding.slices import (
     NOTHING,
     SLICE_EXTRA,
@@ -146,10 +147,14 @@ class Plan:
 
     def _find_loads(self, parts: list[Part]) -> Loads:
         load, inside = np.zeros((2, self.world_size), np.int64)
+        sizes: dict[Turn, int] = defaultdict(int)  # a turn is that of several parts
         for part in parts:
-            load += (part.size + SLICE_EXTRA) * part.turn.messages
-            inside[list(part.within)] += part.size
-        receives = np.any([load < 0, *(part.turn.receives for part in parts)], axis=0)
+            sizes[part.turn] += part.size + SLICE_EXTRA
+            if part.within:
+                inside[list(part.within)] += part.size
+        for turn, size in sizes.items():
+            load += size * turn.messages
+        receives = np.any([load < 0, *(turn.receives for turn in sizes)], axis=0)
         sent = sum(part.size * part.turn.received for part in parts)
         involved = (load > 0) | (inside > 0)
         return Loads(load, receives, involved, sent, int(inside.sum()), int(load.sum()) + 1)
