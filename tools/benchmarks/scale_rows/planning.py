@@ -22,7 +22,7 @@ after the other: at tp4 and ep64 there were 27,588 messages until 2026-11-24. Co
 not plan the last two layouts: they have more tensor ranks than key-value heads, and so several
 owners of the queries, which it took for experts. Where it was not run, plans for 1,024 ranks were
 expected to take minutes. All seconds were measured during other work, where a processor
-second is up to twice an idle one; with less of it the last three took 9.8, 7.7 and 11.5 s.
+second is up to twice an idle one; with less of it the last three took 9.8, 7.7 and 8.0 s.
 """
 
 
