@@ -45,12 +45,12 @@ def test_tools_of_server_are_called_and_its_errors_are_answers():
 
 
 def test_server_that_hangs_costs_one_call_and_ends_with_its_environment():
-    with open_pool("Remote", 6.0) as pool:
+    with open_pool("Remote", 10.0) as pool:
         scripts = [[call("process"), call("fail", how="hang"), call("add", a=1, b=1), "7"]]
         ((number, late, added, last),) = Talk(pool, row="{}")(scripts)
         process = Path("/proc", number.observation[0]["content"])
         assert process.exists()
-    for _ in range(100):
+    for _ in range(300):
         if not process.exists():
             break
         time.sleep(0.1)
