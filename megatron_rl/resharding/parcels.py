@@ -190,26 +190,25 @@ def _aligned(size: int) -> int:
 
 @dataclass(slots=True)
 class Parcel:
-    """A message in memory: the fields of its frame, then memory.
+    """A message in memory.
 
-    buffer: that of its round, in bytes. elements: the same memory as elements. wire: its bytes in
-    the buffer, without slices that are sent apart. separate: these, flat; at their source or
-    destination, or in the buffer. outside: those of them that are not in the buffer, [h, w] by
-    number.
+    frame: its places. buffer: that of its round, in bytes. elements: the same memory as elements.
+    wire: its bytes in the buffer, without slices that are sent apart. separate: these, flat; at
+    their source or destination, or in the buffer. outside: those of them that are not in the
+    buffer, [h, w] by number.
     """
 
-    message: Message
-    places: Places
-    start: int
-    first: int
-    end: int
-    stop: int
-    sum_count: int
+    frame: Frame
     buffer: Tensor
     elements: Tensor
     wire: Tensor
     separate: list[Tensor]
     outside: dict[int, Tensor]
+
+    @property
+    def message(self) -> Message:
+        """Return the message."""
+        return self.frame.message
 
     @property
     def wires(self) -> list[Tensor]:
@@ -219,38 +218,40 @@ class Parcel:
     @property
     def layout(self) -> tuple[int, int]:
         """Return its bytes in the buffer and its number of checksums."""
-        return self.end - self.start, self.sum_count
+        return self.frame.end - self.frame.start, self.frame.sum_count
 
     def matrix(self, number: int) -> Tensor:
         """Return one slice [h, w]."""
         if number in self.outside:
             return self.outside[number]
-        return self._rectangle(self.places.starts[number], *self.message.slices[number].owned.shape)
+        height, width = self.message.slices[number].owned.shape
+        start = self._offset + self.frame.places.starts[number]
+        return self.elements.as_strided((height, width), (width, 1), start)
 
     def stacks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield runs of slices of equal shapes: the number of the first, and all [n, h, w]."""
-        offset = self.first // self.elements.itemsize
-        for first, stop, step, height, width in self.places.stacks:
+        offset, places = self._offset, self.frame.places
+        for first, stop, step, height, width in places.stacks:
             if first in self.outside:
                 yield first, self.outside[first][None]
             else:
                 size, strides = (stop - first, height, width), (step, width, 1)
-                start = offset + self.places.starts[first]
+                start = offset + places.starts[first]
                 yield first, self.elements.as_strided(size, strides, start)
 
     def blocks(self) -> list[Tensor]:
         """Return the slices of each block in the buffer as one rectangle [h, w]."""
-        view, offset = self.elements.as_strided, self.first // self.elements.itemsize
+        view, offset = self.elements.as_strided, self._offset
         return [
             view((height, width), (width, 1), offset + start)
-            for first, _, _, start, height, width, _, _ in self.places.blocks
+            for first, _, _, start, height, width, _, _ in self.frame.places.blocks
             if first not in self.outside
         ]
 
-    def _rectangle(self, start: int, height: int, width: int) -> Tensor:
-        """Return the memory from an element of the slices on, as a matrix [height, width]."""
-        start += self.first // self.elements.itemsize
-        return self.elements.as_strided((height, width), (width, 1), start)
+    @property
+    def _offset(self) -> int:
+        """The element at which its slices begin."""
+        return self.frame.first // self.elements.itemsize
 
 
 def stacked(block: Block, slices: Sequence[Slice], rows: Tensor) -> Iterator[tuple[int, Tensor]]:

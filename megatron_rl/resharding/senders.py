@@ -179,13 +179,13 @@ class Plan:
         queue: list[Step] = []
         while modules:
             batch, modules = _next_modules(modules, self._shares)
-            alone = [each for each in batch if self._shares == 1 or not _are_experts(each)]
+            alone = [each for each in batch if self._shares == 1 or not _of_expert_ranks(each)]
             steps = [
                 step
                 for holders in alone
                 for step in _in_proportion([[self._step((b,)) for b in of] for of in holders])
             ]
-            together = [each for each in batch if self._shares > 1 and _are_experts(each)]
+            together = [each for each in batch if self._shares > 1 and _of_expert_ranks(each)]
             by_holder = [list(itertools.chain(*of)) for of in zip(*together, strict=True)]
             queue += _in_proportion([steps, self._in_shares(by_holder)])
         return queue
@@ -206,11 +206,11 @@ class Plan:
         return steps
 
 
-def _are_experts(holders: list[list[Block]]) -> bool:
-    """True for a module of experts that several ranks hold.
+def _of_expert_ranks(holders: list[list[Block]]) -> bool:
+    """Return whether a module's experts are divided over several ranks.
 
-    Others may have several holders too: with more ranks than key-value heads, ranks share keys and
-    values, but not queries.
+    Other modules may have several holders too: with more ranks than key-value heads, ranks share
+    keys and values, but not queries.
     """
     return len(holders) > 1 and ".experts." in holders[0][0].tensor
 
@@ -219,7 +219,7 @@ def _next_modules(modules: list, count: int) -> tuple[list, list]:
     """Split off the modules up to number `count` of those of experts."""
     experts = 0
     for end, holders in enumerate(modules, 1):
-        experts += _are_experts(holders)
+        experts += _of_expert_ranks(holders)
         if experts == count:
             return modules[:end], modules[end:]
     return modules, []

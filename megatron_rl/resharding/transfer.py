@@ -84,14 +84,14 @@ class Transfer:
 
     def source(self, slice_: Slice) -> Tensor:
         """Return a slice [h, w] of the actor's parameters: a view, or computed for adapters."""
-        _, (first, last), (left, right), name, top, at = slice_.owned
-        matrix = self._matrices.get(name)
+        owned = slice_.owned
+        matrix = self._matrices.get(owned.parameter)
         if matrix is None:
-            weight = self.parameters[name]
+            weight = self.parameters[owned.parameter]
             if isinstance(weight, AdaptedWeight):
-                return weight.rectangle(slice_.owned)
-            matrix = self._matrices[name] = Matrix(weight.detach())
-        return matrix.rectangle(last - first, right - left, top, at)
+                return weight.rectangle(owned)
+            matrix = self._matrices[owned.parameter] = Matrix(weight.detach())
+        return owned.of_matrix(matrix)
 
     def drain(self) -> None:
         """Take part in the remaining rounds, so that the other ranks can finish theirs."""
@@ -165,16 +165,14 @@ class Transfer:
         """Return the messages of a round in its buffer."""
         elements, parcels = buffer.view(self.dtype), []
         for frame in frames:
-            parcels.append(
-                Parcel(*frame, buffer, elements, buffer[frame.start : frame.end], [], {})
-            )
+            parcels.append(Parcel(frame, buffer, elements, buffer[frame.start : frame.end], [], {}))
             if frame.places.separate:
                 self._set_apart(parcels[-1])
         return parcels
 
     def _set_apart(self, parcel: Parcel) -> None:
         """Find the memory of the slices that are sent without the buffer."""
-        for number in parcel.places.separate:
+        for number in parcel.frame.places.separate:
             direct = self._direct(parcel.message, parcel.message.slices[number])
             if direct is not None:
                 parcel.outside[number] = direct

@@ -149,7 +149,7 @@ class Overwriting(Transfer):
         destinations, sources = list[Tensor](), list[Tensor]()
         for parcel in parcels:
             # A slice received in place is a block of its own.
-            blocks, outside = parcel.places.blocks, parcel.outside
+            blocks, outside = parcel.frame.places.blocks, parcel.outside
             destinations += [self._rows(each) for each in blocks if each.first not in outside]
             sources += parcel.blocks()
         copy_all(destinations, sources)
@@ -160,7 +160,7 @@ class Overwriting(Transfer):
     def _note(self, parcels: list[Parcel]) -> None:
         """Record the sums of slices as the engine has them."""
         for parcel in parcels:
-            for block in parcel.places.blocks:
+            for block in parcel.frame.places.blocks:
                 for first, matrices in stacked(block, parcel.message.slices, self._rows(block)):
                     self.ledger.note_slices(parcel.message.slices[first], matrices)
 

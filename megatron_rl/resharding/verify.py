@@ -139,7 +139,7 @@ class Ledger:
     def note_messages(self, parcels: Sequence[Parcel]) -> None:
         """Record messages that arrived, in the order of the plan, and the sums in them."""
         for run in runs_of_equal_layout(parcels):
-            first, size = self._indices[id(run[0].message)], run[0].sum_count
+            first, size = self._indices[id(run[0].message)], run[0].frame.sum_count
             stop = first + len(run) * size
             self._expected[first:stop].view(len(run), size).copy_(_sums(run))
             self._actual[first:stop:size] = _totals(run)
@@ -174,18 +174,20 @@ class Ledger:
 def _sums(run: list[Parcel]) -> Tensor:
     """Return the sums in parcels of equal layout, as a view of the buffer [parcels, sums]."""
     words, parcel = run[0].buffer.view(torch.int64), run[0]
-    return words.as_strided((len(run), parcel.sum_count), (_stride(run), 1), parcel.start // 8)
+    return words.as_strided(
+        (len(run), parcel.frame.sum_count), (_stride(run), 1), parcel.frame.start // 8
+    )
 
 
 def _totals(run: list[Parcel]) -> Tensor:
     """Compute the sum of the words on the wire of parcels of equal layout: int64 [parcels]."""
     words, parcel = run[0].buffer.view(torch.int64), run[0]
-    size = (parcel.end - parcel.first) // 8
-    total = words.as_strided((len(run), size), (_stride(run), 1), parcel.first // 8).sum(1)
+    size = (parcel.frame.end - parcel.frame.first) // 8
+    total = words.as_strided((len(run), size), (_stride(run), 1), parcel.frame.first // 8).sum(1)
     for separate in parcel.separate:  # such a parcel is alone
         total = total + word_sum(separate)
     return total
 
 
 def _stride(run: list[Parcel]) -> int:
-    return (run[1].start - run[0].start) // 8 if len(run) > 1 else 1
+    return (run[1].frame.start - run[0].frame.start) // 8 if len(run) > 1 else 1

@@ -70,7 +70,7 @@ def _parcel(buffer, start, size, separate=()):
     end = start + 16 + size
     frame = Frame(Message(0, 0, (), (1,)), places, start, start + 16, end, end, 1)
     elements = buffer.view(torch.bfloat16)
-    return Parcel(*frame, buffer, elements, buffer[start:end], list(separate), {})
+    return Parcel(frame, buffer, elements, buffer[start:end], list(separate), {})
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -85,7 +85,7 @@ def test_slices_of_equal_shapes_are_packed_as_one_stack(full):
     used = set[int]()
     for frame in frames:
         memory = buffer.view(torch.uint8)
-        parcel = Parcel(*frame, memory, buffer, memory[frame.start : frame.end], [], {})
+        parcel = Parcel(frame, memory, buffer, memory[frame.start : frame.end], [], {})
         slices = [(n, one) for n, of in parcel.stacks() for n, one in enumerate(of, n)]
         assert [n for n, _ in slices] == list(range(len(frame.message.slices)))
         for number, matrix in slices:

@@ -28,70 +28,30 @@ NODE = 8
 
 def _layouts() -> list[tuple[str, ModelShape, ActorLayout, EngineLayout, tuple[float | str, ...]]]:
     """List name of the model, its shape, actor, engines and `before` of each way."""
-    large, small, dense = qwen3_235b(4), qwen3_30b(4), qwen25_72b(8)
+    whole, large, small, dense = qwen3_235b(), qwen3_235b(4), qwen3_30b(4), qwen25_72b(8)
+    unknown = ("not run",)  # directly only
     return [
         ("30B", small, ActorLayout(2, data=4, expert=4), EngineLayout(4, 8), (2.80, 1.16, 1.03)),
         ("235B", large, ActorLayout(1, 2, 4, 8, expert=8), EngineLayout(8, 64), (13.9, 8.52, 3.02)),
         ("235B", large, ActorLayout(4, 2, 1, 8, expert=8), EngineLayout(8, 64), (11.2, 7.42, 2.47)),
-        (
-            "235B",
-            large,
-            ActorLayout(4, 2, 1, 8, expert=8),
-            EngineLayout(8, 64, True),
-            (12.3, 2.28, 2.24),
-        ),
-        (
-            "235B",
-            large,
-            ActorLayout(1, 1, 4, 16, expert=32),
-            EngineLayout(8, 64, True),
-            (15.6, 25.3, 1.00),
-        ),
-        (
-            "235B",
-            large,
-            ActorLayout(1, 2, 4, 8, expert=8),
-            EngineLayout(8, 64, True),
-            (1.95, 3.83, 3.31),
-        ),
+        ("235B", large, ActorLayout(4, 2, 1, 8, expert=8), EngineLayout(8, 64, True),
+         (12.3, 2.28, 2.24)),
+        ("235B", large, ActorLayout(1, 1, 4, 16, expert=32), EngineLayout(8, 64, True),
+         (15.6, 25.3, 1.00)),
+        ("235B", large, ActorLayout(1, 2, 4, 8, expert=8), EngineLayout(8, 64, True),
+         (1.95, 3.83, 3.31)),
         ("72B", dense, ActorLayout(8, 4, 1, 4), EngineLayout(8, 128), (2.89, 3.17, 3.10)),
         ("72B", dense, ActorLayout(4, 4, 1, 8), EngineLayout(8, 128), (3.22, 4.73, 4.47)),
-        (
-            "235B",
-            large,
-            ActorLayout(4, 4, 1, 16, expert=16),
-            EngineLayout(8, 256),
-            (31.4, 25.4, 5.29),
-        ),
-        (
-            "235B",
-            large,
-            ActorLayout(1, 2, 4, 128, expert=8),
-            EngineLayout(8, 1024),
-            (13.9, 8.52, 3.02),
-        ),
-        (
-            "235B",
-            qwen3_235b(),
-            ActorLayout(4, 2, 1, 128, expert=64),
-            EngineLayout(8, 1024),
-            ("not run",),  # directly only
-        ),
-        (
-            "235B",
-            qwen3_235b(),
-            ActorLayout(8, 4, 1, 8, expert=16, expert_tensor=1),
-            EngineLayout(8, 256),
-            ("not run",),
-        ),
-        (
-            "235B",
-            qwen3_235b(),
-            ActorLayout(8, 8, 1, 16, expert=64, expert_tensor=1),
-            EngineLayout(8, 1024),
-            ("not run",),
-        ),
-    ]
+        ("235B", large, ActorLayout(4, 4, 1, 16, expert=16), EngineLayout(8, 256),
+         (31.4, 25.4, 5.29)),
+        ("235B", large, ActorLayout(1, 2, 4, 128, expert=8), EngineLayout(8, 1024),
+         (13.9, 8.52, 3.02)),
+        ("235B", whole, ActorLayout(4, 2, 1, 128, expert=64), EngineLayout(8, 1024), unknown),
+        ("235B", whole, ActorLayout(8, 4, 1, 8, expert=16, expert_tensor=1), EngineLayout(8, 256),
+         unknown),
+        ("235B", whole, ActorLayout(8, 8, 1, 16, expert=64, expert_tensor=1), EngineLayout(8, 1024),
+         unknown),
+    ]  # fmt: skip
 
 
 def rows() -> Iterator[Row]:

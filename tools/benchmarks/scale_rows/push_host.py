@@ -39,8 +39,6 @@ laid messages out anew in every push. A full check of 235B is expensive because 
 whole experts to eight ranks of every engine; slices of equal shape are summed together, and nearly
 all of what is left is torch's Python for sums without values.
 """
-
-
 _BYTE = torch.zeros(1, dtype=torch.uint8)
 
 
