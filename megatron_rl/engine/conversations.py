@@ -239,13 +239,12 @@ class Conversations:
         size, largest = len(self.finished.tokenizer), max(answer.token_ids or [0])
         if largest >= size:
             kind: FailureKind = "failed"
-            text = f"{pool.name} returned token id {largest}, outside the tokenizer's {size}; "
-            text += "send tokens of the model that is trained"
+            text = f"returned token id {largest}, outside the tokenizer's {size}; send its tokens"
         elif answer.restarts and len(one.restarts) >= pool.max_rewrites:
             kind = "rewritten"
-            text = f"{pool.name} replaced the history of a conversation {len(one.restarts) + 1} "
-            text += f"times, more than environment.max_rewrites={pool.max_rewrites}; raise it, or "
-            text += "return restarts=True less often"
+            text = f"replaced the history of a conversation {len(one.restarts) + 1} times, more "
+            text += f"than environment.max_rewrites={pool.max_rewrites}; raise it, or return "
+            text += "restarts=True less often"
         elif answer.done:
             return answer
         else:
@@ -253,9 +252,10 @@ class Conversations:
                 messages, tokens = self._observe(one, answer)
                 return replace(answer, observation=messages, token_ids=tokens)
             except UserError as error:
-                kind, text = "failed", f"{pool.name}: {error}"
+                kind, text = "failed", f"returned what cannot follow: {error}"
         if pool.on_error == "end":
-            raise BrokenEnvironmentError(text)
+            raise BrokenEnvironmentError(f"{pool.name} {text}")
+        pool.note(text)
         return EnvironmentFailure(kind, text)
 
     def _continue(

@@ -71,7 +71,8 @@ class EnvironmentPool:
         # A key is never used again, so that no answer goes to a later conversation at its place.
         self._keys: dict[int, int] = {}
         self._places: dict[int, int] = {}
-        self._printed = PrintedLines(_limited(name, echo), longest=_LONGEST_LINE)
+        self.note = _limited(name, echo)  # a line for the log
+        self._printed = PrintedLines(self.note, longest=_LONGEST_LINE)
         command = [
             *(sys.executable, "-m", "megatron_rl.environments.worker", "--environment", name),
             *("--time-limit", str(time_limit_seconds), "--parent", str(os.getpid())),
@@ -164,7 +165,7 @@ class EnvironmentPool:
 
 
 def _limited(name: str, echo: Callable[[str], object]) -> Callable[[str], object]:
-    """Return a function that passes on the first lines that environments print."""
+    """Return a function that passes on the first lines about environments, or printed by them."""
     count = 0
 
     def pass_on(line: str) -> None:

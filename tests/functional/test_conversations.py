@@ -66,7 +66,7 @@ class Engine:
         reader = HfReader(folder)
         weights = ((name, reader.slice(name)[:]) for name in tensor_shapes(self.engine.shape))
         self.engine.receive(weights, version=0)
-        self.prompts = []
+        self.prompts, self.lines = [], []
         for index in range(6):
             messages = ({"role": "user", "content": f"task {index}?" + "x" * 5 * index},)
             tokens = tuple(tokenize_messages(messages, tokenizer, arguments={}))
@@ -88,7 +88,7 @@ class Engine:
             pool = EnvironmentPool(
                 f"{module}:{name}", workers=2, on_error=on_error,
                 time_limit_seconds=3.0 if name == "Digits" else 60.0,
-                max_rewrites=max_rewrites, echo=lambda line: None,
+                max_rewrites=max_rewrites, echo=self.lines.append,
             )  # fmt: skip
             pool.start()
         settings = ConversationSettings(
@@ -158,6 +158,7 @@ def on_rank(rank, world_size, folder):
         "gaps": check_tokens(engine, first, scored),
         "restarted gaps": restarted_gaps,
         "costs": costs,
+        "lines": engine.lines,
         "replies": {name: read_replies(folder, name) for name in ("tokens", "messages")},
         "prompts": [list(prompt.token_ids) for prompt in engine.prompts],
         "end": engine.renderer.tokenizer.eos_token_id,
@@ -357,5 +358,7 @@ def test_broken_environment_ends_its_own_conversations_only(ranks):
         else:
             assert one == whole
     assert set(found) == set(reasons)
+    for text in ("refuses an observation", "outside the tokenizer", "environment.max_rewrites=1"):
+        assert any(text in line for line in ranks[0]["lines"]), text
     costs = ranks[0]["costs"]
     assert costs["timed_out"] > 0 and costs["failed"] > 0 and "lost" not in costs
