@@ -172,7 +172,11 @@ class Frame(NamedTuple):
 def frames_of(
     messages: Iterable[Message], full: bool, separate_from: int | None, itemsize: int
 ) -> list[Frame]:
-    """Lay out messages, each with its sums, its slices in the buffer, then those sent apart."""
+    """Lay out messages, each with its sums, its slices in the buffer, then those sent apart.
+
+    full: with a sum of each slice. separate_from: elements from which a slice is sent apart.
+    itemsize: bytes of an element.
+    """
     frames, start = list[Frame](), 0
     for message in messages:
         places = message.places(separate_from=separate_from)

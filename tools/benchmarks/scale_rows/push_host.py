@@ -32,12 +32,12 @@ one with the same plan. In a *full check*, the first push and every 50th of a ru
 sum of its own. `before` is commit 87852f9, with buckets of 64 MiB and a call for each slice.
 
 Messages are handed to torch's process group without peers as a byte on the CPU, which it takes in
-C++ as real groups do; it takes tensors without values in Python. In that slower way the three
-pushes took 0.284, 0.325 and 0.028 s on an idle machine on 2026-11-24, the least of several in turns
-with those of commit a82cf41: 0.421, 0.394 and 0.029 s. That one made two views where now is one and
-laid messages out anew in every push. A full check of 235B is expensive because ranks send slices of
-whole experts to eight ranks of every engine; slices of equal shape are summed together, and nearly
-all of what is left is torch's Python for sums without values.
+C++ as real groups do; it takes tensors without values in Python. In that slower way, on an idle
+machine on 2026-11-24, the three pushes took 0.284, 0.325 and 0.028 s, and those of commit a82cf41
+0.421, 0.394 and 0.029 s: the least of several runs of both in turns. That commit made two views of
+each rectangle, and laid out messages anew in every push. A full check of 235B is expensive because
+ranks send slices of whole experts to eight ranks of every engine; slices of equal shape are summed
+together, and nearly all of what is left is torch's Python for sums without values.
 """
 _BYTE = torch.zeros(1, dtype=torch.uint8)
 
