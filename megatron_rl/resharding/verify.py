@@ -10,6 +10,7 @@ the elements as integers,
 Sums stay on the device; all of them are read together at the end of the transfer.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -80,17 +81,23 @@ def slice_checksums(matrices: Tensor, dtype: torch.dtype | None = None) -> Tenso
     Works on blocks of rows, without copying the matrices.
     """
     number, height, width = matrices.shape
-    count = torch.arange(1, max(height, width) + 1, device=matrices.device)
-    by_column = torch.zeros(number, width, dtype=torch.int64, device=matrices.device)
-    total = torch.zeros(number, dtype=torch.int64, device=matrices.device)
     step = max(1, block_elements(matrices.device) // max(1, number * width))
-    for start in range(0, height, step):
-        block = matrices[:, start : start + step].to(dtype or matrices.dtype).contiguous()
+    of_rows, of_columns = [], 0
+    for part in matrices.split(step, dim=1):
+        block = part.to(dtype or matrices.dtype).contiguous()
         bits = block.view(_INTEGERS[block.dtype.itemsize])
-        rows = bits.sum(2, dtype=torch.int64)
-        total += (rows * count[start : start + rows.shape[1]] * _ROW_FACTOR).sum(1)
-        by_column += bits.sum(1, dtype=torch.int64)
-    return total + (by_column * count[:width] * _COLUMN_FACTOR).sum(1)
+        of_rows.append(bits.sum(2, dtype=torch.int64))
+        of_columns = bits.sum(1, dtype=torch.int64) + of_columns
+    rows = of_rows[0] if len(of_rows) == 1 else torch.cat(of_rows, dim=1)
+    down, across = _weights(1 << (max(height, width) - 1).bit_length(), matrices.device)
+    return (rows * down[:height]).sum(1) + (of_columns * across[:width]).sum(1)
+
+
+@functools.lru_cache(maxsize=32)
+def _weights(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the factors of rows and of columns, [count] each; kept, since slices are many."""
+    places = torch.arange(1, count + 1, device=device)
+    return places * _ROW_FACTOR, places * _COLUMN_FACTOR
 
 
 def block_elements(device: torch.device) -> int:

@@ -45,7 +45,7 @@ def check_rollout_files(path: Path) -> None:
 def read_rows(file: Path, numbers: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the rows of ascending `numbers` with them; a few rows are in memory at once."""
     try:
-        with pq.ParquetFile(file) as parquet:
+        with pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False) as parquet:
             start, wanted = 0, deque(numbers)
             for group in range(parquet.num_row_groups):
                 end = start + parquet.metadata.row_group(group).num_rows

@@ -26,6 +26,7 @@ from megatron_rl.apps.planning.footprint import (
     route_bytes,
 )
 from megatron_rl.apps.planning.parts import cached_elements
+from megatron_rl.apps.planning.response_bytes import response_bytes
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.preflight.layout import layout_problems
@@ -87,7 +88,8 @@ def moments(
     """Return training, push and generating on one rank's device, and the engine in its share.
 
     Without `device_bytes`, returns only the first two, which do not depend on the device's size.
-    With `host_bytes`, one process's share of its host, includes what the process pins there.
+    With `host_bytes`, one process's share of its host, includes what the process pins there and
+    the responses that it receives.
     """
     weights, keys = _engine_bytes(config, dry_run)
     slots = slot_bytes(config)
@@ -122,7 +124,9 @@ def moments(
         "reserve": RESERVE,
     }
     engine = {"its weights": weights, **slots, "KV cache of one longest sequence": keys}
+    received = response_bytes(config, processes=dry_run.processes)
     on_host = {
+        "responses of a step": received.rank if dry_run.rank else received.writer,
         "optimizer states while the engine generates, reference policy": dry_run.asleep_host,
         **host_bytes_of_engine(config, engine=weights + sum(slots.values())),
     }

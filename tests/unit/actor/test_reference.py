@@ -2,6 +2,7 @@
 
 import random
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -86,7 +87,7 @@ class Device(TorchDispatchMode):
         if function is not torch.ops.aten.copy_.default:
             return function(*arguments, **(options or {}))
         target, source, *_ = arguments
-        self.current.queue.append(lambda: target.copy_(source))
+        self.current.queue.append(partial(target.copy_, source))
         return target
 
     def run(self, choose):
@@ -124,8 +125,8 @@ class Stream:
         self.wait_event(other.record_event())
 
 
-def exchange_on(monkeypatch, pairs, choose, swapping=swap_through_streams):
-    """Queue the exchange after another write of the parameters, then execute it all."""
+def queue_exchange(monkeypatch, pairs, swapping=swap_through_streams):
+    """Queue the exchange after another write of the parameters; (device, copies of results)."""
     device = Device()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: device.current)
     monkeypatch.setattr(torch.cuda, "Stream", device.stream)
@@ -137,8 +138,7 @@ def exchange_on(monkeypatch, pairs, choose, swapping=swap_through_streams):
         results = [torch.empty_like(active) for active, _ in pairs]
         for result, (active, _) in zip(results, pairs, strict=True):
             result.copy_(active)  # the next work of the current stream
-    device.run(choose)
-    return results
+    return device, results
 
 
 def make_pairs():
@@ -158,9 +158,37 @@ def test_streams_exchange_pairs_in_every_order(monkeypatch, order):
     for active, _ in expected:
         active.add_(1)
     swap(expected)
-    results = exchange_on(monkeypatch, pairs, choose)
+    device, results = queue_exchange(monkeypatch, pairs)
+    device.run(choose)
     for result, mine, other in zip(results, pairs, expected, strict=True):
         assert all(map(torch.equal, mine, other)) and torch.equal(result, other[0])
+
+
+def elapsed(device, host):
+    """Time of all queued work, if a copy from or to a `host` tensor takes 1 and others nothing."""
+    queues, recorded = [list(queue) for queue in device.queues], {}
+    times = [0] * len(queues)
+    while any(queues):
+        for number, queue in enumerate(queues):
+            while queue and (callable(queue[0]) or queue[0][0] == "record" or
+                             queue[0][1] in recorded):  # fmt: skip
+                command = queue.pop(0)
+                if callable(command):
+                    tensors = command.func.__self__, *command.args
+                    times[number] += any(each.data_ptr() in host for each in tensors)
+                elif command[0] == "record":
+                    recorded[command[1]] = times[number]
+                else:
+                    times[number] = max(times[number], recorded[command[1]])
+    return max(times)
+
+
+def test_copies_to_host_overlap_with_copies_from_it(monkeypatch):
+    """Seven pairs: seven copies up, and the last pair's way down; one after the other, 14."""
+    pairs = make_pairs()
+    for swapping, time in ((swap_through_streams, len(pairs) + 1), (swap, 2 * len(pairs))):
+        device = queue_exchange(monkeypatch, pairs, swapping)[0]
+        assert elapsed(device, {inactive.data_ptr() for _, inactive in pairs}) == time
 
 
 def test_pieces_cover_parameter(monkeypatch):

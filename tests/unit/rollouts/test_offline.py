@@ -16,6 +16,7 @@ from megatron_rl.rollouts.batch_metrics import batch_metrics
 from megatron_rl.rollouts.clock import LagClock
 from megatron_rl.rollouts.offline import OfflineRollouts, describe_thinned
 from megatron_rl.rollouts.rollout_batch import build_rollout_batch
+from megatron_rl.rollouts.rollout_files import read_rows
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.types import GradeResult, Prompt, PromptSlot, Response, Rollout
 from tests.ranks import run_ranks
@@ -320,6 +321,20 @@ def test_file_is_read_and_checked_in_small_blocks(tmp_path):
     assert of_step < 8e6
     found = [rollout.grade_result.reward for group in groups for rollout in group.rollouts]
     assert found == [float(row % 7) for row in range(600, 608)]
+
+
+def test_memory_of_arrow_does_not_grow_with_row_group(tmp_path):
+    """Other programs may write one group: 4,000 rows of 1,000 numbers that do not compress."""
+    numbers = np.random.default_rng(0).random((4000, 1000), np.float32)
+    column = pa.FixedSizeListArray.from_arrays(numbers.ravel(), 1000).cast(pa.list_(pa.float32()))
+    pq.write_table(pa.table({"numbers": column}), tmp_path / "data.parquet", row_group_size=4000)
+    del column
+    before, most = pa.total_allocated_bytes(), 0
+    for number, row in read_rows(tmp_path / "data.parquet", range(4000)):
+        most = max(most, pa.total_allocated_bytes() - before)
+        assert number % 500 or np.array_equal(row["numbers"], numbers[number])
+    assert (tmp_path / "data.parquet").stat().st_size > 13e6
+    assert most < 6e6
 
 
 def test_rows_are_found_across_blocks_and_files(tmp_path):

@@ -21,8 +21,8 @@ written in blocks. With many expert ranks, experts are sent to at most four shar
 after the other: at tp4 and ep64 there were 27,588 messages until 2026-11-24. Commit a82cf41 could
 not plan the last two layouts: they have more tensor ranks than key-value heads, and so several
 owners of the queries, which it took for experts. Where it was not run, plans for 1,024 ranks were
-expected to take minutes. All seconds were measured during other work, where a processor
-second is up to twice an idle one; with less of it the last three took 9.8, 7.7 and 8.0 s.
+expected to take minutes. Seconds now are of an idle machine on 2026-11-25; those used before,
+`before` included, were about 2.5 times slower, and on a busy one the last three took up to 10.6 s.
 """
 
 

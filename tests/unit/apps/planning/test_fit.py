@@ -8,6 +8,7 @@ import pytest
 
 from megatron_rl import cli
 from megatron_rl.apps.planning import fit
+from megatron_rl.apps.planning.response_bytes import response_bytes
 from megatron_rl.commands import dry_run
 from megatron_rl.config import ConfigError, load_config, parse_config
 from megatron_rl.preflight.memory import check_memory
@@ -110,6 +111,19 @@ def test_pinned_memory_must_fit_on_host(tmp_path):
     assert pinned[0] == pytest.approx(12, rel=1 / 16) and pinned[1] == pytest.approx(14, rel=1 / 8)
     with pytest.raises(fit.DoesNotFitError, match=r"a process on the host needs .* use more nodes"):
         fit.check_fit(plain, processes=1, device_bytes=DEVICE, host_bytes=2**30)
+
+
+def test_responses_of_step_must_fit_on_host(tmp_path):
+    """Two replicas: rank 0 has all responses, another rank those of its replica."""
+    config = shallow(tmp_path, rollout={"prompts_per_step": 6400})
+    received = response_bytes(config, processes=2)
+    assert received.writer > 1.4 * received.rank > 0
+    (run,) = fit.find_lacking(config, processes=2, device_bytes=SHALLOW_DEVICE)[1]
+    for rank, size in ((0, received.writer), (1, received.rank)):
+        run = dataclasses.replace(run, rank=rank)
+        host = fit.moments(config, run, SHALLOW_DEVICE, run.asleep_host + size - 1)[-1]
+        assert host.parts["responses of a step"] == size
+        assert host.name == fit.HOST and host.missing == 1
 
 
 def test_prepared_packs_must_fit(tmp_path):
