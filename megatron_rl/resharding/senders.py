@@ -22,7 +22,7 @@ the tensors and hardly grows with replicas.
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 import numpy as np
@@ -183,12 +183,27 @@ class Plan:
             steps = [
                 step
                 for holders in alone
-                for step in _in_proportion([[self._step((b,)) for b in of] for of in holders])
+                for step in _in_proportion(
+                    [[self._step((b,)) for b in of] for _, of in self._alternate(holders)]
+                )
             ]
             together = [each for each in batch if self._shares > 1 and _of_expert_ranks(each)]
             by_holder = [list(itertools.chain(*of)) for of in zip(*together, strict=True)]
             queue += _in_proportion([steps, self._in_shares(by_holder)])
         return queue
+
+    def _alternate(self, holders: list[list[Block]]) -> list[tuple[int, list[Block]]]:
+        """Order holders so that different ranks receive, with each one's number of those to them.
+
+        In an expert-parallel engine, expert ranks next to each other send to the same engine rank.
+        """
+        seen: Counter[tuple] = Counter()
+        numbered = []
+        for blocks in holders:
+            needers = tuple(map(tuple, self._needs[blocks[0].tensor].values()))
+            numbered.append((seen[needers], blocks))
+            seen[needers] += 1
+        return sorted(numbered, key=lambda each: each[0])
 
     def _in_shares(self, holders: list[list[Block]]) -> list[Step]:
         """Order the steps of experts: each time every holder sends to another share of the nodes.
@@ -198,7 +213,7 @@ class Plan:
         count, steps = self._shares, list[Step]()
         for turn in range(count):
             queues = []
-            for number, blocks in enumerate(holders):
+            for number, blocks in self._alternate(holders):
                 share = ((number + turn) % count, count)
                 bundles = (blocks[n : n + count] for n in range(0, len(blocks), count))
                 queues.append([self._step(tuple(bundle), share) for bundle in bundles])

@@ -18,9 +18,9 @@ class CountedObjects:
     def __init__(self, collective):
         self.collective, self.shards = collective, 0
 
-    def __call__(self, objects, *args, **options):
-        self.collective(objects, *args, **options)
-        self.shards += sum(len(one) for one in objects if isinstance(one, list))
+    def __call__(self, object_list, *args, **options):
+        self.collective(object_list, *args, **options)
+        self.shards += sum(len(one) for one in object_list if isinstance(one, list))
 
 
 def _fill(actor, seed):
@@ -36,7 +36,7 @@ def _fill(actor, seed):
 
 
 def save_often(rank, world_size, root, layout):
-    """Shards that each save exchanges, and whether each folder loads to what was saved."""
+    """Shards that each save and load exchanges, and whether folders load to what was saved."""
     from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.checkpoint import save_checkpoint
@@ -64,7 +64,11 @@ def save_often(rank, world_size, root, layout):
     right = []
     for name, digest in [*enumerate(digests), ("again", digests[-1])]:
         _fill(actor, 99)
-        actor.load(folder / str(name))
+        with mock.patch.object(
+            dist, "all_gather_object", CountedObjects(dist.all_gather_object)
+        ) as gathered:
+            actor.load(folder / str(name))
+        exchanged.append(gathered.shards)
         right.append(actor.digest() == digest)
     _fill(actor, 99)
     actor.load(folder / "weights")
@@ -77,5 +81,8 @@ def test_later_saves_exchange_no_shards_and_load_bit_identically(tmp_path):
     make_model(tmp_path / "model", tied=False)
     for layout in ({"pipeline": 2}, {"tensor": 2, "pipeline": 2}):
         for exchanged, right in run_ranks(save_often, RANKS, str(tmp_path), layout):
-            assert exchanged[0] > 0 and exchanged[1:] == [0, 0, 0]
+            saves, loads = exchanged[:4], exchanged[4:]
+            assert saves[0] > 0 and saves[1:] == [0, 0, 0]
+            # Of what its replicas read, and not again to check that the ranks read everything.
+            assert len(loads) == 5 and max(loads) <= saves[0] / 2
             assert all(right) and len(right) == 6

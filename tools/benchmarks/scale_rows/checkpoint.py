@@ -1,30 +1,44 @@
 """Descriptions of shards that the save of a checkpoint exchanges."""
 
+import gc
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch.distributed as dist
 
+from megatron_rl.telemetry.peak_memory import PeakMemory
 from tests.ranks import fork_from, run_ranks
 from tools.benchmarks.scale_rows import Row
 
 TITLE = "Checkpoints: descriptions of shards"
 TEXT = """
-Descriptions of shards that the busiest rank receives in one save, and the CPU seconds of that rank
-in the save, for a Qwen2 of 48 layers of width 8 under tp2 pp2 (its tensors are tiny: what is left
-is the cost of their number). The first save exchanges all ranks' descriptions; later ones only
-what rank 0 writes to the table of contents. Before (commit 4c2004c) every save exchanged them, once
-more than the first one now, and grew by 438 descriptions with each rank. The first save grows by
-244, a later one by 0.75: extrapolated, not measured, 459,000 before, 258,000 and 3,500 now at 1,024
-ranks.
+Descriptions of shards that the busiest rank receives in one save or load, the CPU seconds of the
+slowest rank, and the most by which a rank's peak of resident memory grows, for a Qwen2 of 48 layers
+of width 8 under tp2 pp2 (its tensors are tiny: what is left is the cost of their number). The first
+save exchanges all ranks' descriptions; later ones only what rank 0 writes to the table of contents;
+a load, what each rank reads. `before`, commit 4c2004c, was measured by the same program on the same
+machine: every save exchanged descriptions once more than the first one now.
+
+Extrapolated with the line through 8 and 32 ranks, not measured, 1,024 ranks would receive 459,000
+descriptions in a save before, 258,000 now in the first and 3,500 in a later one; in a load 255,000
+before and 54,000 now. CPU seconds: 28 in a save before, 13 and 6 now; in a load 21 and 12. All
+these ranks share two cores, so their seconds grow also because caches and cores are shared; the
+number of descriptions does not. Memory does not grow with the number of ranks.
 """
-LAYERS, SAVES = 48, 4
+LAYERS, SAVES, LOADS = 48, 4, 2
 RANKS = (8, 16, 32)
-BEFORE = {8: (14121, 0.561), 16: (17627, 0.684), 32: (24639, 1.11)}
+BEFORE = {  # descriptions, CPU seconds, MiB
+    ("first save", 8): (14121, 0.510, 16.3), ("first save", 16): (17627, 0.659, 15.7),
+    ("first save", 32): (24639, 1.14, 16.4), ("later save", 8): (14121, 0.511, 0.988),
+    ("later save", 16): (17627, 0.753, 1.01), ("later save", 32): (24639, 1.17, 2.01),
+    ("load", 8): (7931, 0.940, 1.44), ("load", 16): (9877, 1.02, 2.52),
+    ("load", 32): (13769, 1.42, 3.27),
+}  # fmt: skip
 
 
 def make_model(folder: Path) -> None:
@@ -40,11 +54,25 @@ def make_model(folder: Path) -> None:
 
 def _items(one: Any) -> int:
     """Count the descriptions in an object of one rank: a list, or a plan of writing."""
-    return len(one) if isinstance(one, list) else len(getattr(one, "items", []) or [])
+    return (
+        len(one)
+        if isinstance(one, list)
+        else len(items)
+        if isinstance(items := getattr(one, "items", None), list)
+        else 0
+    )
 
 
-def measure(rank: int, world_size: int, root: str) -> list[tuple[int, float]]:
-    """Return (descriptions received, CPU seconds) of each save on this rank."""
+class _Cost(NamedTuple):
+    """Of one save or load on one rank."""
+
+    received: int  # descriptions
+    seconds: float  # of the CPU
+    memory: float  # MiB by which the peak grew
+
+
+def measure(rank: int, world_size: int, root: str) -> list[_Cost]:
+    """Return the costs of each save, then of each load, on this rank."""
     from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
@@ -53,10 +81,10 @@ def measure(rank: int, world_size: int, root: str) -> list[tuple[int, float]]:
     actor = MegatronActor(Path(root) / "model", topology=topology, settings=ActorSettings())
     gather_all, gather, received = dist.all_gather_object, dist.gather_object, 0
 
-    def count_all(objects: list, *args: Any, **options: Any) -> None:
+    def count_all(object_list: list, *args: Any, **options: Any) -> None:
         nonlocal received
-        gather_all(objects, *args, **options)
-        received += sum(map(_items, objects))
+        gather_all(object_list, *args, **options)
+        received += sum(map(_items, object_list))
 
     def count(*args: Any, **options: Any) -> None:
         nonlocal received
@@ -64,12 +92,17 @@ def measure(rank: int, world_size: int, root: str) -> list[tuple[int, float]]:
         objects = options.get("object_gather_list") or (args[1] if len(args) > 1 else None)
         received += sum(map(_items, objects or []))
 
-    results = []
+    results, memory = [], PeakMemory()
+    folders = [Path(root) / f"{world_size}-{number}" for number in range(SAVES)]
     with mock.patch.multiple(dist, all_gather_object=count_all, gather_object=count):
-        for number in range(SAVES):
-            received, start = 0, time.process_time()
-            actor.save(Path(root) / f"{world_size}-{number}")
-            results.append((received, time.process_time() - start))
+        for work in [*(partial(actor.save, each) for each in folders),
+                     *(partial(actor.load, each) for each in folders[:LOADS])]:  # fmt: skip
+            gc.collect()
+            memory.reset()
+            received, held, start = 0, memory.now(), time.process_time()
+            work()
+            seconds = time.process_time() - start
+            results.append(_Cost(received, seconds, (memory.peak() - held) / 2**20))
     return results
 
 
@@ -81,10 +114,11 @@ def rows() -> Iterator[Row]:
         for ranks in RANKS:
             saves = run_ranks(measure, ranks, root, timeout=1200)
             how = f"measured at {ranks} gloo ranks"
-            before = BEFORE[ranks]
-            for kind, index in (("first", 0), ("later", SAVES - 1)):
-                most, seconds = max(rank[index] for rank in saves)
-                what = f"descriptions received, {kind} save"
-                yield Row(what, "tp2 pp2", ranks, before[0], most, "a rank", how)
-                what = f"CPU seconds, {kind} save"
-                yield Row(what, "tp2 pp2", ranks, before[1], seconds, "s", how)
+            for kind, index in (("first save", 0), ("later save", SAVES - 1), ("load", -1)):
+                costs = [rank[index] for rank in saves]
+                for number, (what, unit) in enumerate(
+                    (("descriptions received", "a rank"), ("CPU seconds", "s"), ("memory", "MiB"))
+                ):
+                    then = BEFORE[kind, ranks][number]
+                    most = max(cost[number] for cost in costs)
+                    yield Row(f"{what}, {kind}", "tp2 pp2", ranks, then, most, unit, how)

@@ -18,6 +18,8 @@ TEXT = """
 (uniform, 134 million in all), 8 bytes of token ids and log-probs each, with replicas of 32 ranks
 (of 8 at 8 ranks); engines of one rank. `before`, commit 4c2004c: each rank received the padded rows
 of all ranks, on its device. `now` is counted from the deliveries of one step. Rank 0 writes files.
+*Behavior log-probs*, 4 bytes a token, go from the ranks that score a response to its engine's first
+rank and to rank 0; those of a response that waits go on to the ranks that train it.
 
 *Prompts* of 1,200 characters and 200 tokens each, of which a rank uses 512; *offline rollouts* of
 4,000 tokens with two columns of log-probs, in one row group: resident memory of a process of its
@@ -50,13 +52,23 @@ def count_responses(ranks: int, replica: int) -> dict[str, float]:
             default=0,
         ),
     }
-    return {**received, "before": ranks * max(generated.values())}
+    scoring = [trained_by[i] * replica + i % replica for i in range(len(lengths))]
+    scored = _received([(o, WRITER) for o in owners], lengths, scoring, width=4)
+    return {
+        **received,
+        "before": ranks * max(generated.values()),
+        "behavior rank": max(size for rank, size in scored.items() if rank != WRITER),
+        "behavior writer": scored[WRITER],
+    }
 
 
-def _received(targets: list, lengths: list[int], owners: list[int]) -> Counter[int]:
+def _received(
+    targets: list, lengths: list[int], sources: list[int], *, width: int = 8
+) -> Counter[int]:
+    """Count the bytes that each rank receives; width: bytes of a token."""
     received: Counter[int] = Counter()
-    for to, length, owner in zip(targets, lengths, owners, strict=True):
-        received.update(dict.fromkeys(set(to) - {owner}, 8 * length))
+    for to, length, source in zip(targets, lengths, sources, strict=True):
+        received.update(dict.fromkeys(set(to) - {source}, width * length))
     return received
 
 
@@ -176,6 +188,9 @@ def response_rows() -> Iterator[Row]:
         yield Row("responses: a rank", layout, ranks, before, found["rank"] / MIB, "MiB", "counted")
         yield Row("responses: rank 0 to write", layout, ranks, before, found["writer"] / MIB,
                   "MiB", "counted")  # fmt: skip
+        for who, key in (("a rank", "behavior rank"), ("rank 0 to write", "behavior writer")):
+            yield Row(f"behavior log-probs: {who}", layout, ranks, "not counted",
+                      found[key] / MIB, "MiB", "counted")  # fmt: skip
 
 
 def rows() -> Iterator[Row]:

@@ -7,6 +7,7 @@ from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from tools.benchmarks.push_simulation import simulate
 from tools.benchmarks.scale_rows import Row
 from tools.benchmarks.scale_rows._models import qwen3_30b, qwen3_235b, qwen25_72b
+from tools.benchmarks.scale_rows.layouts import SIZES
 
 TITLE = "The weight push: who sends at once"
 TEXT = """
@@ -17,10 +18,16 @@ Slices are written directly into vLLM's parameters, with buckets of 512 MiB, or 
 tensors for vLLM's loaders, with buckets of 64 and 512 MiB. `before` by the same simulation: commit
 4c2004c with slices written directly and buckets of 64 MiB (experts then always used loaders), and
 commit 87852f9 for loaders. Mixtures of experts through loaders with buckets of 64 MiB took 2 to 20
-times the ideal until 2026-11-24. The last three layouts have all layers: their experts are sent to
-one share of the nodes after the other. With 64 expert ranks and tp4, that has a third of the
-messages; to all at once the ratio is 1.15. The planner of layouts assumes 1.7 for all, less than
-the last one has.
+times the ideal until 2026-11-24. The three layouts before the last two rows have all layers: their
+experts are sent to one share of the nodes after the other. With 64 expert ranks and tp4, that has a
+third of the messages; to all at once the ratio is 1.15.
+
+The last rows are the largest ratio of all 23 possible layouts of Qwen3-235B-A22B
+[below](#layouts-of-qwen3-235b-a22b-on-h100), with all layers. Until 2026-11-25 one of them, 512
+ranks at tp8 pp8 ep64 with expert-parallel engines, had 7.85: the expert ranks that send to one
+engine rank are next to each other, so a round was full when few of them had sent. They now
+alternate with those of other engine ranks. The planner of layouts assumes 2.0 times the mean rank's
+bytes for every push.
 """
 WIRE = 1 << 25  # elements: 64 MiB in bfloat16
 NODE = 8
@@ -70,3 +77,21 @@ def rows() -> Iterator[Row]:
             )  # fmt: skip
             what, now = f"time / ideal, {way}", found.over_ideal
             yield Row(what, layout, actor.world_size, was, now, "", "simulated")
+    for name, expert_parallel in (("tp8", False), ("tp8 expert parallel", True)):
+        ratio, ranks, place = max(_ratios(expert_parallel))
+        was = 7.85 if expert_parallel else 1.95
+        what = "time / ideal, direct, 512 MiB, largest"
+        yield Row(what, f"235B {place} -> {name}", ranks, was, ratio, "", "simulated")
+
+
+def _ratios(expert_parallel: bool) -> Iterator[tuple[float, int, str]]:
+    """Yield time / ideal, ranks and layout of every possible layout of 235B."""
+    for ranks, pipeline, expert in SIZES:
+        if ranks // pipeline % expert == 0:
+            data = ranks // (8 * pipeline)
+            actor = ActorLayout(8, pipeline, 1, data, expert=expert, expert_tensor=1)
+            engine = EngineLayout(8, ranks, expert_parallel)
+            found = simulate(
+                qwen3_235b(), actor, engine, wire_elements=8 * WIRE, ranks_per_node=NODE
+            )
+            yield found.over_ideal, ranks, str(actor)[6:]
