@@ -164,6 +164,7 @@ class ScriptedEngine:
         self, prompts, *, samples, sampling, batches=1, on_progress=None, on_response=None,
         everywhere=True, conversations=None,
     ):  # fmt: skip
+        assert not everywhere  # training and evaluation leave responses where they are generated
         each = [one.seed for one in of_each(sampling, count=len(prompts))]
         self.events.append(("generate", self.weight_version, *dict.fromkeys(each)))
         tokens, logprobs = np.array([7, 2], np.int32), np.array([-0.1, -0.1], np.float32)

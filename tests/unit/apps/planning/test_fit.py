@@ -214,7 +214,8 @@ def test_command_accepts_built_in_name_and_prints_whether_it_fits(tmp_path, caps
     status, out, progress = run_command(
         tmp_path, capsys, monkeypatch, "--fit", "80", "rollout.gpu_memory_utilization=0.2"
     )
-    *_, training, push, generating, engine, _, summary = out.splitlines()
+    responses, *_, training, push, generating, engine, _, summary = out.splitlines()
+    assert responses.startswith("responses of a step, on the host: a rank receives at most ")
     lines = [line.split()[-1] for line in out.splitlines() if "megatron_rl/" in line]
     assert lines and not any("dry_run" in line or "planning" in line for line in lines)
     assert status == 0 and progress == "dry run: rank 0 of 8\n"

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_rl import cli
 from megatron_rl.apps.planning.built_in import MODELS
 from megatron_rl.apps.planning.devices import DEVICES
 from megatron_rl.apps.planning.layout_report import config_of, config_text, describe, plan
@@ -14,6 +15,7 @@ from megatron_rl.apps.planning.response_bytes import response_bytes
 from megatron_rl.apps.planning.run_cost import evaluation_seconds, run_cost
 from megatron_rl.apps.planning.search import MAX_PUSH_PLANS, layouts, search
 from megatron_rl.apps.planning.workload import workload_of
+from megatron_rl.commands import plan as plan_command
 from megatron_rl.config import load_config, parse_config
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.push_schedule import plan_for_rank
@@ -108,6 +110,16 @@ def test_search_covers_expert_layouts():
     assert sizes == {1, 2, 4, 8, 16}
     best = search(shape, H100, 32, WORKLOAD, {"tensor": 1, "pipeline": 1}).options[0]
     assert best.parts.expert > 1
+
+
+def test_command_plans_with_largest_expert_share():
+    """The busiest rank's share of a mixture of experts is that of the memory check."""
+    found = []
+    for overrides in (["run.largest_expert_share=1"], ["run.largest_expert_share=1.5"], []):
+        fixed = ["parallel.expert=8"]
+        options = cli._parse(["plan", "Qwen3-30B-A3B", "--devices", "8", *fixed, *overrides])
+        found.append(plan_command._plan(options))
+    assert found[0] != found[1] and found[1] == found[2]
 
 
 def test_report_has_row_per_layout_and_reasons(result):
