@@ -22,6 +22,7 @@ from megatron_rl.models.adapters import adapters_of_experts
 from megatron_rl.models.shape import ExpertShape, ModelShape
 from megatron_rl.preflight import layout
 from megatron_rl.preflight import settings as preflight
+from tools.benchmarks.scale_rows.training_memory import gradient_errors
 
 LOW = torch.bfloat16
 FUSED_PERMUTATION = (
@@ -205,18 +206,8 @@ def test_tokens_are_sorted_by_kernels_where_they_exist(
 @pytest.mark.parametrize("micro_batches", [1, 8, 32])
 def test_products_into_float32_are_exact_to_float32(micro_batches):
     """Weight gradients added by the product itself, or rounded per micro-batch and added after."""
-    generator = torch.Generator().manual_seed(0)
-    exact, rounded, fused = (torch.zeros(48, 64, dtype=kind) for kind in (torch.double, None, None))
-    for _ in range(micro_batches):
-        x, grad = (torch.randn(256, size, generator=generator).to(LOW) for size in (64, 48))
-        exact += grad.double().t() @ x.double()
-        rounded += grad.t() @ x  # bfloat16, as Megatron's hook adds it
-        fused += grad.float().t() @ x.float()  # of bfloat16 values, every product is exact
-
-    def error(value):
-        return ((value - exact).norm() / exact.norm()).item()
-
-    assert error(fused) < 1e-6 < 1e-3 < error(rounded) < 3e-3
+    rounded, fused = gradient_errors(micro_batches)
+    assert fused < 1e-6 < 1e-3 < rounded < 3e-3
 
 
 def test_contradictory_fp8_settings_raise():
