@@ -25,8 +25,10 @@ def test_dry_runs_on_the_page_are_of_the_planned_layouts(devices, pipeline, expe
         line for line in PAGE.read_text().splitlines() if f"| {name} | {devices} |" in line
     ]
     kinds = [line.split(" | ")[0] for line in of_layout]
-    assert kinds == ["| fullest moment", "| step", "| update, first stage", "| formula / dry run"]
-    assert 0.99 <= float(of_layout[-1].split(" | ")[4]) <= 1.07
+    dry_runs = ["| update, first stage", "| formula / dry run", "| fullest moment, --fit 79.6"]
+    assert kinds == ["| fullest moment", "| step", *dry_runs]
+    assert 0.99 <= float(of_layout[3].split(" | ")[4]) <= 1.07
+    assert float(of_layout[4].split(" | ")[4]) < 79.6
 
 
 def test_counts_of_a_push_are_those_on_the_page(monkeypatch):

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.apps.planning.built_in import MODELS
@@ -9,7 +10,7 @@ from megatron_rl.apps.planning.devices import DEVICES
 from megatron_rl.apps.planning.parts import Parts
 from megatron_rl.apps.planning.search import MAX_ENGINE_SHARE, Search, search
 from megatron_rl.apps.planning.workload import workload_of
-from megatron_rl.config import parse_config
+from megatron_rl.config import Config, parse_config
 from tools.benchmarks.scale_rows import Row
 
 TITLE = "Layouts of Qwen3-235B-A22B on H100"
@@ -25,12 +26,8 @@ where 94 layers allowed 1 or 2 pipeline stages, and 4 key-value heads a tensor s
 24 layouts one is impossible: 256 ranks in 8 stages have 32 ranks a stage, fewer than the 64 of its
 experts.
 
-Dry runs of all of them are [below](#dry-runs-of-these-layouts). Two were also made with
-`--fit 79.6` (by hand, full packs, every response of maximum length, 0.8 of the device for the
-engine). 1,024 ranks at tp8 pp8 ep16:
-training needs 62.8 GiB on the first stage, 46.7 on the middle and 30.7 on the last one, weight
-sync 69.7 (by formula 69.6), and generation, the fullest moment, 73.4; it fits. Another, 512 ranks
-at tp8 pp8 ep8: 75.1, 60.1 and 43.1 in training, 73.0 in weight sync, 76.8 in generation; it fits.
+Dry runs of all of them, and checks of the memory of all moments, are
+[below](#dry-runs-of-these-layouts).
 """
 REFUSED = "refused"
 SIZES = list(itertools.product((256, 512, 1024), (4, 8), (8, 16, 32, 64)))  # ranks, stages, experts
@@ -42,12 +39,16 @@ def rows() -> Iterator[Row]:
         yield from rows_of(*sizes)
 
 
+def base_config(model: str | Path = "m") -> Config:
+    """Return the settings that do not depend on the layout."""
+    batch = {"prompts_per_step": 512, "responses_per_prompt": 16}
+    return parse_config({"model": {"path": str(model)}, "data": {"train": "t"}, "rollout": batch})
+
+
 def plan(devices: int, pipeline: int, expert: int) -> Search:
     """Plan one layout: it has one option, or is rejected."""
     shape, device = MODELS["Qwen3-235B-A22B"], DEVICES["h100"]
-    batch = {"prompts_per_step": 512, "responses_per_prompt": 16}
-    values = {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": batch}
-    workload = workload_of(parse_config(values))
+    workload = workload_of(base_config())
     fixed: dict[str, Any] = {
         "tensor": 8, "pipeline": pipeline, "context": 1, "expert": expert,
         "rollout_tensor": 8, "expert_share": 1.5,

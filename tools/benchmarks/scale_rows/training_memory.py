@@ -1,4 +1,4 @@
-"""What the memory check counts beside weights and activations, and sums of weight gradients."""
+"""Parts of the memory check of a mixture of experts, and sums of weight gradients."""
 
 import tempfile
 from collections.abc import Iterator
