@@ -17,6 +17,8 @@ SETTINGS = (
     "trainer.checkpoint_every=2", "parallel.context=1", "eval.sets={}", "rollout.kv_cache_mib=32",
     "logging.tensorboard=false", "optimizer.decay=constant", "optimizer.learning_rate=1.0e-2",
     "optimizer.warmup_steps=0",
+    # Without it the second step trains nothing if all its responses earn the same.
+    "objective.entropy_coefficient=1.0e-2",
 )  # fmt: skip
 
 
