@@ -89,13 +89,17 @@ def slice_checksums(matrices: Tensor, dtype: torch.dtype | None = None) -> Tenso
         of_rows.append(bits.sum(2, dtype=torch.int64))
         of_columns = bits.sum(1, dtype=torch.int64) + of_columns
     rows = of_rows[0] if len(of_rows) == 1 else torch.cat(of_rows, dim=1)
-    down, across = _weights(1 << (max(height, width) - 1).bit_length(), matrices.device)
+    down, across = _place_factors(1 << (max(height, width) - 1).bit_length(), matrices.device)
     return (rows * down[:height]).sum(1) + (of_columns * across[:width]).sum(1)
 
 
 @functools.lru_cache(maxsize=32)
-def _weights(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the factors of rows and of columns, [count] each; kept, since slices are many."""
+def _place_factors(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the factors of rows and of columns, int64 [count] each.
+
+    They are kept because a full check needs them for thousands of slices; `count` is a power of
+    two, so that few sizes take memory. Valid on the stream that asked for them first.
+    """
     places = torch.arange(1, count + 1, device=device)
     return places * _ROW_FACTOR, places * _COLUMN_FACTOR
 

@@ -22,7 +22,8 @@ slowest rank, and the most by which a rank's peak of resident memory grows, for 
 of width 8 under tp2 pp2 (its tensors are tiny: what is left is the cost of their number). The first
 save exchanges all ranks' descriptions; later ones only what rank 0 writes to the table of contents;
 a load, what each rank reads. `before`, commit 4c2004c, was measured by the same program on the same
-machine: every save exchanged descriptions once more than the first one now.
+machine, beside one other process (alone, its seconds were within 15%, but for one first save):
+every save exchanged descriptions once more than the first one now.
 
 Extrapolated with the line through 8 and 32 ranks, not measured, 1,024 ranks would receive 459,000
 descriptions in a save before, 258,000 now in the first and 3,500 in a later one; in a load 255,000

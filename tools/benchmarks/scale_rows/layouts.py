@@ -31,6 +31,7 @@ Dry runs of all of them, and checks of the memory of all moments, are
 """
 REFUSED = "refused"
 SIZES = list(itertools.product((256, 512, 1024), (4, 8), (8, 16, 32, 64)))  # ranks, stages, experts
+POSSIBLE = [sizes for sizes in SIZES if sizes[0] // sizes[1] % sizes[2] == 0]  # a stage has enough
 
 
 def rows() -> Iterator[Row]:

@@ -7,7 +7,7 @@ from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from tools.benchmarks.push_simulation import simulate
 from tools.benchmarks.scale_rows import Row
 from tools.benchmarks.scale_rows._models import qwen3_30b, qwen3_235b, qwen25_72b
-from tools.benchmarks.scale_rows.layouts import SIZES
+from tools.benchmarks.scale_rows.layouts import POSSIBLE
 
 TITLE = "The weight push: who sends at once"
 TEXT = """
@@ -23,11 +23,11 @@ experts are sent to one share of the nodes after the other. With 64 expert ranks
 third of the messages; to all at once the ratio is 1.15.
 
 The last rows are the largest ratio of all 23 possible layouts of Qwen3-235B-A22B
-[below](#layouts-of-qwen3-235b-a22b-on-h100), with all layers. Until 2026-11-25 one of them, 512
-ranks at tp8 pp8 ep64 with expert-parallel engines, had 7.85: the expert ranks that send to one
-engine rank are next to each other, so a round was full when few of them had sent. They now
-alternate with those of other engine ranks. The planner of layouts assumes 2.0 times the mean rank's
-bytes for every push.
+[below](#layouts-of-qwen3-235b-a22b-on-h100), with all layers; their `before` is commit 62d85b8.
+There one of them, 512 ranks at tp8 pp8 ep64 with expert-parallel engines, had 7.85: the expert
+ranks that send to one engine rank are next to each other, so a round was full when few of them had
+sent. They now alternate with those of other engine ranks. The planner of layouts assumes 2.0 times
+the mean rank's bytes for every push.
 """
 WIRE = 1 << 25  # elements: 64 MiB in bfloat16
 NODE = 8
@@ -86,12 +86,9 @@ def rows() -> Iterator[Row]:
 
 def _ratios(expert_parallel: bool) -> Iterator[tuple[float, int, str]]:
     """Yield time / ideal, ranks and layout of every possible layout of 235B."""
-    for ranks, pipeline, expert in SIZES:
-        if ranks // pipeline % expert == 0:
-            data = ranks // (8 * pipeline)
-            actor = ActorLayout(8, pipeline, 1, data, expert=expert, expert_tensor=1)
-            engine = EngineLayout(8, ranks, expert_parallel)
-            found = simulate(
-                qwen3_235b(), actor, engine, wire_elements=8 * WIRE, ranks_per_node=NODE
-            )
-            yield found.over_ideal, ranks, str(actor)[6:]
+    for ranks, pipeline, expert in POSSIBLE:
+        data = ranks // (8 * pipeline)
+        actor = ActorLayout(8, pipeline, 1, data, expert=expert, expert_tensor=1)
+        engine = EngineLayout(8, ranks, expert_parallel)
+        found = simulate(qwen3_235b(), actor, engine, wire_elements=8 * WIRE, ranks_per_node=NODE)
+        yield found.over_ideal, ranks, str(actor)[6:]

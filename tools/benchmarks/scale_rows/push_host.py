@@ -35,7 +35,7 @@ first push and every 50th of a run, every slice has a sum of its own; sums of te
 are Python in torch, so its seconds overstate. `before` is commit 87852f9, with buckets of 64 MiB
 and a call for each slice.
 
-The seconds are of an idle machine on 2026-11-25. An idle one of 2026-11-24 was 2.4 times slower
+The seconds are of an idle machine on 2026-11-25. An idle one of 2026-11-24 was 2.5 times slower
 (0.289, 0.287 and 0.031 s for the first, second and last layout); `before` was measured on such a
 machine. Messages are handed to torch's process group without peers as a byte on the CPU, which it
 takes in C++ as real groups do; it takes tensors without values in Python. Without that, on the
