@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 # modules of `commands`, in the order of the help page
-COMMANDS = ("train", "evaluate", "launch", "plan", "dry_run", "study", "task", "convert", "report",
+COMMANDS = ("train", "evaluate", "launch", "plan", "dry_run", "task", "convert", "report",
             "rollouts", "doctor")  # fmt: skip
 
 

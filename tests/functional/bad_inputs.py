@@ -471,11 +471,6 @@ SETTINGS += [
 
 CLUSTER = write("cluster.yaml", f"executor: local\npython: {sys.executable}\n")
 RAISES = "def score(text, truth, source):\n    return float(text.split()[0] == truth)\n"
-STUDY = (
-    "name: s\nbase: {model: {path: model}, data: {train: train.jsonl}}\n"
-    "axes: {lr: {a: {seed: 1}}}\nseeds: [1]\n"
-)
-
 OTHER_COMMANDS = [
     Case("eval of no model", ("nowhere is not a folder",),
          ("eval", "--model", "nowhere", "--data", "train.jsonl",
@@ -543,8 +538,6 @@ OTHER_COMMANDS = [
     Case("a cluster without a partition", ("partition: missing", "time_limit: missing"),
          ("launch", "run.yaml", "--cluster", "cluster.yaml"),
          write("cluster.yaml", "executor: slurm\n")),
-    Case("a study without seeds", ("seeds=[]: must have at least 1",), ("study", "study.yaml"),
-         write("study.yaml", "name: s\nbase: {}\naxes: {lr: {}}\nseeds: []\n")),
     Case("no samples of an evaluation", ("eval.samples=0: must be at least 1",),
          ("eval", "--model", "model", "--data", "train.jsonl", "eval.samples=0")),
     Case("a file as a model", ("--model: ", "config.json is not a folder", "give a local"),
@@ -554,16 +547,6 @@ OTHER_COMMANDS = [
          status=2),
     Case("the status of nothing", ("nothing was launched as 'nowhere'",), ("status", "nowhere")),
     Case("logs of nothing", ("nothing was launched as 'nowhere'",), ("logs", "nowhere")),
-    Case("a study without a file", ("nowhere.yaml does not exist",), ("study", "nowhere.yaml")),
-    Case("a study without axes", ("axes",), ("study", "study.yaml"),
-         write("study.yaml", "name: s\nconfig: run.yaml\n")),
-    Case("a study that tests a choice on its own seed",
-         ("contrasts.confirm: seed 1 is also in choose", "must be tested on others"),
-         ("study", "study.yaml"),
-         write("study.yaml", STUDY + "contrasts: {pairs: [[a, b]], choose: [1], confirm: [1]}\n")),
-    Case("a comparison of no axis", ("--compare nothing",),
-         ("study", "study.yaml", "--compare", "nothing"),
-         write("study.yaml", STUDY)),
 ]  # fmt: skip
 
 AGENT = "environment={name: my_agent:Game, max_context_tokens: 96, time_limit_seconds: 5}"

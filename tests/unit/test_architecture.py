@@ -48,7 +48,6 @@ LAYERS = {
     },
     "apps.launch": {"config", "runs", "runtime"},
     "apps.tasks": {"runs"},
-    "apps.study": {"config", "runtime", "runs", "apps.launch", "apps.tasks"},
     "apps.report": {"types", "runs", "objectives", "distributed", "telemetry"},
     "apps.planning": {
         "types", "runs", "config", "distributed", "objectives", "data", "models", "resharding",
@@ -56,7 +55,7 @@ LAYERS = {
     },
     "commands": {
         "types", "config", "data", "telemetry", "runtime", "trainer", "conversion", "preflight",
-        "runs", "models", "engine", "apps.launch", "apps.study", "apps.tasks", "apps.planning",
+        "runs", "models", "engine", "apps.launch", "apps.tasks", "apps.planning",
         "apps.report", "rewards",
     },
     "python_api": {"config", "runtime", "commands", "runs"},

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.apps.planning.published import CONFIGS
-from megatron_rl.apps.study.study_plan import load_study
 from megatron_rl.config import load_config
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives import build_objective
@@ -108,18 +107,7 @@ def test_regime_differs_from_quickstart_only_in_defining_settings(name):
     build_objective(regime.objective.name, **regime.objective.overrides)
 
 
-STUDIES = sorted(EXAMPLES.glob("study_*.yaml"))
-
-
-@pytest.mark.parametrize("file", STUDIES, ids=lambda file: file.stem)
-def test_every_study_is_valid(file):
-    study = load_study(file, [])
-    assert study.file.name == file.stem.removeprefix("study_") and study.runs
-
-
-@pytest.mark.parametrize(
-    "file", sorted({*EXAMPLES.glob("*.yaml")} - {*STUDIES}), ids=lambda file: file.stem
-)
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_config_is_valid(file):
     load_config(file)
     tiny = {"quickstart", "own_data", "dapo", "offline", "tools", "ask", *REGIMES}

@@ -21,7 +21,7 @@ from tools.gpu_check.row import Row
 
 # Rows that only `--budget` and `--only` run: they compare systems or settings.
 LONG = (
-    "peers", "windows", "heads", "swiglu", "attention_kept", "decode_graphs", "study", "lora_7b",
+    "peers", "windows", "heads", "swiglu", "attention_kept", "decode_graphs", "lora_7b",
     "routes", "layouts",
 )  # fmt: skip
 
@@ -52,7 +52,6 @@ ORDER = (
     Planned(candidates.check_swiglu, "candidates", 20),
     Planned(candidates.check_attention_kept, "candidates", 20),
     Planned(runs.check_decode_graphs, "decode", 120),
-    Planned(runs.check_study, "study", 480),
     Planned(runs.check_lora_7b, "lora", 180),
     Planned(engine.check_engine, "engine", 80.4),
     Planned(speed.check_update_experts, "experts", 40),

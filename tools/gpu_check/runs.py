@@ -1,4 +1,4 @@
-"""Rows that run the command line: LoRA on one device, layouts of two devices, a study."""
+"""Rows that run the command line: LoRA on one device, layouts of two devices."""
 
 import json
 import os
@@ -11,15 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import yaml
 
 from tools.gpu_check.models import PUBLISHED, TINY, save_random_model
 from tools.gpu_check.row import DEVICE, Skipped
 
 ROOT = Path(__file__).parents[2]
 ON_GPU = DEVICE == "cuda"
-STUDY = ROOT / "examples" / "pnpo" / "study_gpu.yaml"
-STUDY_SECONDS = 450  # of the row; the study continues where it stopped
 TINY_VOCABULARY = 64
 DENSE_7B = {  # Qwen2.5-7B's
     "vocab_size": 152064,
@@ -149,36 +146,3 @@ def check_layouts(row):
                 folder, layout, *_small_batch(), "parallel.context=1", f"parallel.{layout}=2"
             )
             _judge(row, f"{layout} 2", steps)
-
-
-def check_study(row):
-    """Run the study of examples/pnpo/study_gpu.yaml in its fixed order, until the time is over."""
-    study = yaml.safe_load(STUDY.read_text())
-    with tempfile.TemporaryDirectory() as temporary:
-        file, settings = STUDY, ()
-        if not ON_GPU:
-            file, settings = Path(temporary) / STUDY.name, _shrink(study, Path(temporary))
-            file.write_text(yaml.safe_dump(study, sort_keys=False))
-        _call("-m", "megatron_rl.cli", "study", str(file), *settings, limit=STUDY_SECONDS)
-        runs = ROOT / study.get("dir", "runs") / study["name"] / "runs"
-        runs = (Path(study["dir"]) / study["name"] / "runs") if not ON_GPU else runs
-        row.at_least("runs", len(list(runs.glob("*/metrics.jsonl"))), 1)
-
-
-def _shrink(study, folder):
-    """Replace the study's tasks by the tiny one, and keep two runs of one step each."""
-    _call("tools/make_tiny_task.py", "--output", str(ROOT / ".cache" / "tiny_task"))
-    task = ROOT / ".cache" / "tiny_task"
-    study["dir"], study["seeds"] = str(folder / "studies"), [1]
-    study.pop("tasks")
-    for values in study["axes"]["task"].values():
-        values.update({
-            "model.path": f"{task}/model",
-            "reward.verifier": "megatron_rl.rewards.math_answer:verify_math_answer",
-            "data": {"train": f"{task}/train.parquet", "max_prompt_tokens": 48},
-            "eval.sets": {"heldout": f"{task}/heldout.parquet"},
-            "rollout.max_response_tokens": 56,
-        })  # fmt: skip
-    study["cells"] = [{**study["cells"][0], "objective": ["positive_only"]}]
-    return ("trainer.steps=1", "eval.every=1", "rollout.prompts_per_step=8",
-            "rollout.kv_cache_mib=64", "eval.samples=1")  # fmt: skip

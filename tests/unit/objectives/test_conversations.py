@@ -33,7 +33,7 @@ from tests.unit.distributed.eight_ranks import all_results
 from tests.unit.objectives import naive
 from tests.unit.objectives.conversation_tree import SHORT_TURNS, TURNS, ConversationTree
 from tests.unit.objectives.mutate import mutated
-from tools.objective_bias import weight_alone
+from tests.unit.objectives.response_tree import weight_alone
 
 DRIFT = 0.7
 OBSERVED_FROM = 100  # tokens of observations; those of the policy are below

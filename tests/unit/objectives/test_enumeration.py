@@ -11,7 +11,7 @@ import torch
 from megatron_rl.objectives import TokenInputs, build_objective
 from megatron_rl.objectives.optional_terms import KlPenalty
 from megatron_rl.objectives.terms import kl_penalty
-from tools import objective_bias as tree
+from tests.unit.objectives import response_tree as tree
 
 
 @pytest.fixture

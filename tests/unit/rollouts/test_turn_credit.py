@@ -17,7 +17,7 @@ from megatron_rl.rollouts.groups import build_groups
 from megatron_rl.types import GradeResult, Prompt, PromptSlot, Response, Rollout
 from tests.unit.objectives.conversation_tree import SHORT_TURNS, ConversationTree
 from tests.unit.objectives.mutate import mutated
-from tools.objective_bias import weight_alone
+from tests.unit.objectives.response_tree import weight_alone
 
 
 def config(*, size, **sections):

@@ -515,11 +515,3 @@ def test_rows_of_runs_fail_if_inexact(change, output):
     runs._judge(Row("x"), "LoRA", [good, good])
     with pytest.raises(AssertionError, match=output):
         runs._judge(Row("x"), "LoRA", [{**good, **change}, good])
-
-
-def test_study_for_a_gpu_is_a_study_in_a_fixed_order():
-    from megatron_rl.apps.study.study_plan import load_study
-
-    study = load_study(runs.STUDY, [])
-    assert len(study.runs) == 32
-    assert study.runs[0].name == "sum-0.0004-4-positive_only-seed1"

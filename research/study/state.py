@@ -1,0 +1,37 @@
+"""State of each run of a study, read from its run directory."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_rl.config import ConfigError, load_config, with_absolute_paths
+from megatron_rl.runs.rows import is_finished, read_metrics
+from research.study.study_plan import PlannedRun, config_digest
+
+
+@dataclass(frozen=True)
+class RunState:
+    """State and recorded metrics of a run."""
+
+    run: PlannedRun
+    state: Literal["new", "begun", "done"]
+    rows: list[dict[str, Any]]  # of its metrics
+
+    @property
+    def step(self) -> int:
+        """Last recorded step."""
+        return int(self.rows[-1]["step"]) if self.rows else 0
+
+
+def read_state(run: PlannedRun) -> RunState:
+    """Read the state of a run; ConfigError if it was recorded with other settings."""
+    rows = read_metrics(run.folder)
+    if not rows:
+        return RunState(run, "new", rows)
+    recorded = with_absolute_paths(load_config(run.folder / "config.yaml"))
+    if config_digest(recorded) != run.digest:
+        raise ConfigError(
+            f"{run.folder} was run with other settings than the study now has; restore them "
+            "(its config.yaml), give the study another name, or remove the folder"
+        )
+    done = is_finished(run.folder, steps=run.config.trainer.steps)
+    return RunState(run, "done" if done else "begun", rows)
