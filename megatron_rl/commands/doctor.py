@@ -179,8 +179,10 @@ def _optional() -> list[Finding]:
         ),
         Finding("NVIDIA apex", apex, apex_use, good=apex == "present"),
     ]
-    for name, use in (("tensorboard", "TensorBoard files"), ("wandb", "Weights & Biases")):
-        version = _version(name)
+    loggers = {"tensorboard": "TensorBoard files", "wandb": "Weights & Biases",
+               "mlflow": "MLflow", "trackio": "trackio"}  # fmt: skip
+    for name, use in loggers.items():
+        version = _version(name, f"{name}-skinny")  # MLflow's smaller package
         findings.append(Finding(name, version or "missing", use, good=bool(version)))
     return findings
 

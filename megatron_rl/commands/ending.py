@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import errno
 import os
 import shutil
 import sys
@@ -10,17 +9,24 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.errors import UserError
-from megatron_rl.runtime.failures import FOLDER, Cause, Failure, OtherRankError, RankTimeoutError
+from megatron_rl.runtime.failures import (
+    FOLDER,
+    FULL,
+    Cause,
+    Failure,
+    OtherRankError,
+    RankTimeoutError,
+    error_chain,
+    is_full_disk,
+)
 from megatron_rl.runtime.processes import ProcessPlace
 
 EXIT_SECONDS = 10.0
-FULL = (errno.ENOSPC, errno.EDQUOT)
 PEER_EXITED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
@@ -49,10 +55,6 @@ def fail(error: Exception, place: ProcessPlace | None, config: Config | None = N
         failure.leave_in(os.environ[FOLDER])  # the launcher prints one failure of all ranks
     except (KeyError, OSError):
         _print_failure(failure, place, config)
-    # Exit handlers may wait for something that has failed too.
-    deadline = threading.Timer(EXIT_SECONDS, os._exit, (1,))
-    deadline.daemon = True
-    deadline.start()
     return leave(1)
 
 
@@ -70,15 +72,6 @@ def how_to_continue(config: Config) -> str:
         else f"resume from the checkpoint of step {step} with"
     )
     return f"{how}\n  megatron-rl train --config {run.config_file} run.resume=auto"
-
-
-def is_full_disk(error: BaseException | None) -> bool:
-    """Return True if the cause is a full disk, on this rank or on the rank that sent the error."""
-    return any(
-        getattr(each, "errno", None) in FULL
-        or any(os.strerror(number) in str(each) for number in FULL)
-        for each in _chain(error)
-    )
 
 
 def _describe(error: Exception, place: ProcessPlace, config: Config | None) -> Failure:
@@ -112,7 +105,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _cause(error: Exception) -> Cause:
-    chain = list(_chain(error))
+    chain = list(error_chain(error))
     if any(isinstance(each, OtherRankError) for each in chain):
         return Cause.OTHER_RANK
     peer_exited = any(text in str(each) for each in chain for text in PEER_EXITED)
@@ -121,15 +114,9 @@ def _cause(error: Exception) -> Cause:
     return Cause.OWN
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
 def _full_path(error: Exception, config: Config | None) -> str:
     """Return the file that could not be written, or the folder in use with the least space."""
-    for each in _chain(error):
+    for each in error_chain(error):
         if getattr(each, "errno", None) in FULL and getattr(each, "filename", None):
             return str(each.filename)  # type: ignore[attr-defined]
     folders = [tempfile.gettempdir(), "/dev/shm"]
@@ -165,6 +152,10 @@ def _print_failure(failure: Failure, place: ProcessPlace, config: Config | None)
 
 def leave(status: int) -> NoReturn:
     """Exit this process without the interpreter's shutdown."""
+    # Exit handlers may wait for something that has failed too, such as a server of a logger.
+    deadline = threading.Timer(EXIT_SECONDS, os._exit, (status,))
+    deadline.daemon = True
+    deadline.start()
     # vLLM and Triton print errors during the interpreter's shutdown. Exit handlers must still run:
     # they stop the processes of the checkpoint writer.
     atexit._run_exitfuncs()

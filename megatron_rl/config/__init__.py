@@ -21,10 +21,10 @@ from megatron_rl.config.loading import (
     valid_keys,
     with_absolute_paths,
 )
+from megatron_rl.config.logging_sections import LoggingSection
 from megatron_rl.config.parallel_section import ParallelSection
 from megatron_rl.config.sections import (
     AdvantageSection,
-    LoggingSection,
     Section,
 )
 

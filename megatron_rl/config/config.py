@@ -15,6 +15,7 @@ from megatron_rl.config.lag_sections import (
     ReplaySection,
     partial_rollout_problems,
 )
+from megatron_rl.config.logging_sections import LoggingSection
 from megatron_rl.config.lora_section import LoraSection, lora_problems
 from megatron_rl.config.parallel_section import ParallelSection
 from megatron_rl.config.ppo_sections import (
@@ -26,7 +27,6 @@ from megatron_rl.config.ppo_sections import (
 from megatron_rl.config.routing import routing_problems
 from megatron_rl.config.sections import (
     AdvantageSection,
-    LoggingSection,
     ModelSection,
     ObjectiveSection,
     OptimizerSection,

@@ -269,15 +269,6 @@ class TrainerSection(Section):
     """Data type of weights and activations; `auto` is bfloat16 on CUDA and float32 on CPU."""
 
 
-class WandbSection(Section):
-    """Weights & Biases; used only if a project is set."""
-
-    project: str
-    """Name of the project."""
-    entity: str | None = None
-    """User or team; null uses the default of the login."""
-
-
 class ReshardingSection(Section):
     """Transfer of weights from the actor to the engine, and its checks."""
 
@@ -293,34 +284,3 @@ class ReshardingSection(Section):
     def bucket_bytes(self, *, cuda: bool) -> int:
         """Return the size of a bucket on this kind of device."""
         return (self.bucket_mib or (512 if cuda else 64)) * 2**20
-
-
-def _check_keep_rollouts(value: Any) -> Any:
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    if not is_count and value not in ("all", "sampled"):
-        raise ValueError(
-            "must be all, sampled, or the number of newest steps that keep all rollouts, 1 or more"
-        )
-    return value
-
-
-class LoggingSection(Section):
-    """Logging in addition to metrics.jsonl."""
-
-    tensorboard: bool = True
-    """Write TensorBoard files to the run directory."""
-    traced_responses: Annotated[int, Field(ge=0)] = 8
-    """Number of responses per step, whole groups first, whose log-probs at every epoch are saved in
-    `traces/` for the report. They are selected by prompt, so that runs with the same seed select
-    the same ones. 0 disables it."""
-    sample_every: Annotated[int, Field(ge=0)] = 10
-    """Rollout batches between samples (prompt, response, reward) that are printed and sent to
-    TensorBoard and W&B, starting with the first batch. 0 disables them."""
-    keep_rollouts: Annotated[
-        Literal["all", "sampled"] | int, BeforeValidator(_check_keep_rollouts)
-    ] = "all"
-    """Rollouts that are kept in `rollouts/`: `all` keeps everything, a number N keeps everything of
-    the newest N steps and a sample of groups of each older step, `sampled` keeps that sample of
-    every step (`docs/reliability.md`)."""
-    wandb: WandbSection | None = None
-    """Weights & Biases project to log to; null disables it."""

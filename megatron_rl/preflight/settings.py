@@ -319,7 +319,13 @@ def _module_problems(
 
 
 def _logger_problems(config: Config) -> list[str]:
-    enabled = {"tensorboard": config.logging.tensorboard, "wandb": config.logging.wandb is not None}
+    logging = config.logging
+    enabled = {
+        "tensorboard": logging.tensorboard,
+        "wandb": logging.wandb is not None,
+        "mlflow": logging.mlflow is not None,
+        "trackio": logging.trackio is not None,
+    }
     return [
         f"logging.{name} is set but {name} is not installed; pip install {name}, or unset it"
         for name, is_enabled in enabled.items()

@@ -19,6 +19,7 @@ runs/NAME/config.yaml        the resolved config
           stalls/            one file per hang of a node: the stalled ranks and all stacks
           model/             the trained model as a Hugging Face folder
           log.txt curves.png tensorboard/
+          *_is_behind        last step that a failing logger has received
 """
 
 import json
@@ -129,8 +130,8 @@ class RunDirectory:
     def _changes(self, config: Config) -> dict[str, tuple[object, object]]:
         """Return the settings that differ from the last start: key -> (before, now)."""
         saved = with_absolute_paths(load_config(self.config_file))
-        before = _flatten(saved.model_dump())
-        now = _flatten(with_absolute_paths(config).model_dump())
+        before = flatten(saved.model_dump())
+        now = flatten(with_absolute_paths(config).model_dump())
         return {
             key: (before.get(key), now.get(key))
             for key in sorted(before.keys() | now.keys())
@@ -139,7 +140,7 @@ class RunDirectory:
 
     def _is_moved(self, key: str, config: Config) -> bool:
         """Return True if a model's path changed but its content did not."""
-        folder = _flatten(config.model_dump()).get(key)
+        folder = flatten(config.model_dump()).get(key)
         models = json.loads(self.models_file.read_text()) if self.models_file.is_file() else {}
         saved: str | None = models.get(key)
         if key not in MODELS or saved is None or not (Path(str(folder)) / "config.json").is_file():
@@ -210,7 +211,7 @@ class RunDirectory:
             self._record_changes(config)
         models = {
             key: model_fingerprint(str(path))
-            for key, path in _flatten(config.model_dump()).items()
+            for key, path in flatten(config.model_dump()).items()
             if key in MODELS and path and (Path(str(path)) / "config.json").is_file()
         }
         write_atomically(self.models_file, json.dumps(models, indent=1) + "\n")
@@ -329,11 +330,12 @@ class RunDirectory:
         write_table(build_rollout_table(rollouts), self.evaluations / f"{name}_{step:06d}.parquet")
 
 
-def _flatten(values: dict, prefix: str = "") -> dict[str, object]:
+def flatten(values: dict, prefix: str = "") -> dict[str, object]:
+    """Return nested settings as one dict with keys such as `trainer.steps`."""
     flat: dict[str, object] = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat

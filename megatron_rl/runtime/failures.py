@@ -4,12 +4,16 @@ Each rank that fails writes a file into a folder of its launcher. Most failures 
 error of another rank or report that another rank has exited.
 """
 
+import errno
 import json
+import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
 
 FOLDER = "MEGATRON_RL_FAILURES"  # environment variable: folder to which a rank writes its failure
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RankTimeoutError(RuntimeError):
@@ -59,3 +63,19 @@ def first_failure(folder: str | Path) -> Failure | None:
         values = json.loads(file.read_text())
         failures.append(Failure(**values | {"cause": Cause(values["cause"])}))
     return min(failures, key=lambda failure: (failure.cause, failure.rank), default=None)
+
+
+def is_full_disk(error: BaseException | None) -> bool:
+    """Return True if the cause is a full disk, on this rank or on the rank that sent the error."""
+    return any(
+        getattr(each, "errno", None) in FULL
+        or any(os.strerror(number) in str(each) for number in FULL)
+        for each in error_chain(error)
+    )
+
+
+def error_chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Return an error and those that led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,36 +1,21 @@
-"""Metrics of a step: phase timing, and the writers to metrics.jsonl, TensorBoard and W&B."""
+"""Metrics of a step: phase timing, and the writer of metrics.jsonl."""
 
 import json
 import math
-import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_rl.config import LoggingSection
+from megatron_rl.config import Config
 from megatron_rl.distributed.collectives import Group, reduce_max
-from megatron_rl.runs.rollouts import describe_rollout, printable, shorten
 from megatron_rl.runtime.heartbeat import Heartbeat
+from megatron_rl.telemetry.logger_thread import CLOSE_SECONDS, LoggerThread
+from megatron_rl.telemetry.loggers import build_loggers
 from megatron_rl.telemetry.peak_memory import PeakMemory
-
-# Metrics that TensorBoard shows first, in one group together with `eval/<set>/avg@<k>`.
-OVERVIEW = (
-    "reward/mean", "policy/entropy", "response/length_mean", "response/truncated_fraction",
-    "advantage/zero_groups_fraction", "gate/acceptance", "ratio/prefix_mean_log_std", "grad/norm",
-    "mismatch/logprob_abs_diff_mean", "rollout/tokens_per_second", "time/step",
-)  # fmt: skip
-
-LOGGED_CHARACTERS = 10_000  # maximum length of a prompt or response in TensorBoard and W&B
-
-
-def tensorboard_tag(key: str) -> str:
-    """Return a metric's tag in TensorBoard, which groups by the text before the first slash."""
-    is_score = key.startswith("eval/") and "/avg@" in key
-    return f"0_overview/{key.replace('/', '_')}" if is_score or key in OVERVIEW else key
 
 
 class PhaseClock:
@@ -105,44 +90,29 @@ class PhaseClock:
 
 
 class MetricLog:
-    """Appends one JSON object per step to metrics.jsonl and mirrors it to the configured loggers.
+    """Appends one JSON object per step to metrics.jsonl and passes it to the configured loggers.
 
     On resume `RunDirectory.rewind` first drops the rows after the checkpoint, so that the file is
-    identical to that of an uninterrupted run.
+    identical to that of an uninterrupted run. echo: receives warnings about loggers.
     """
 
-    def __init__(self, folder: Path, settings: LoggingSection, *, config: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        *,
+        echo: Callable[[str], object] = lambda line: None,
+    ) -> None:
         self.file = folder / "metrics.jsonl"
-        self._settings = settings
-        self._folder = folder
-        self._config = config
-        self._tensorboard: Any = None
-        self._wandb: Any = None
+        self._loggers = [
+            LoggerThread(name, build, metrics=self.file, echo=echo)
+            for name, build in build_loggers(folder, config).items()
+        ]
 
     def open(self, *, first_step: int) -> None:
         """Start the loggers; rows from `first_step` on replace older ones."""
-        if self._settings.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = SummaryWriter(
-                str(self._folder / "tensorboard"), purge_step=first_step or None
-            )
-        if self._settings.wandb is not None:
-            import wandb
-
-            self._wandb = wandb.init(
-                project=self._settings.wandb.project,
-                entity=self._settings.wandb.entity,
-                name=self._folder.name,
-                id=self._wandb_id(),
-                resume="allow",
-                dir=str(self._folder),
-                config=self._config,
-            )
-            # W&B drops rows of its own steps that were logged before, which happens after a
-            # rewind: log our step as an ordinary metric and use it as the x-axis.
-            self._wandb.define_metric("step")
-            self._wandb.define_metric("*", step_metric="step")
+        for logger in self._loggers:
+            logger.open(first_step=first_step)
 
     def append(self, row: Mapping[str, float], *, sample: Mapping[str, Any] | None = None) -> None:
         """Write one step's row; values that are not finite become null.
@@ -150,44 +120,15 @@ class MetricLog:
         sample: a rollout of the step (`runs.rollouts.Row`), shown by the loggers as text.
         """
         clean = {key: _finite(value) for key, value in row.items()}
-        with self.file.open("a") as file:
+        with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(clean) + "\n")
-        step = int(row["step"])
-        numbers = {k: v for k, v in clean.items() if v is not None and k != "step"}
-        if self._tensorboard is not None:
-            for key, value in numbers.items():
-                self._tensorboard.add_scalar(tensorboard_tag(key), value, step)
-            if sample is not None:
-                text = describe_rollout(sample, most=LOGGED_CHARACTERS, indent=4 * " ")  # verbatim
-                self._tensorboard.add_text("sample", text, step)
-            self._tensorboard.flush()
-        if self._wandb is not None:
-            self._wandb.log(numbers | {"step": step} | self._wandb_table(step, sample))
+        for logger in self._loggers:
+            logger.append(clean, sample)
 
-    def _wandb_table(self, step: int, sample: Mapping[str, Any] | None) -> dict[str, Any]:
-        if sample is None:
-            return {}
-        import wandb
-
-        row = {"step": step} | {
-            name: shorten(printable(value), LOGGED_CHARACTERS) if isinstance(value, str) else value
-            for name, value in sample.items()
-        }
-        return {"sample": wandb.Table(columns=list(row), data=[list(row.values())])}
-
-    def _wandb_id(self) -> str:
-        """Return the run's W&B id, stored in its folder, because folder names are not unique."""
-        file = self._folder / "wandb_id"
-        if not file.is_file():
-            file.write_text(secrets.token_hex(6))
-        return file.read_text()
-
-    def close(self) -> None:
-        """Flush and close the loggers."""
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+    def close(self, *, seconds: float = CLOSE_SECONDS) -> None:
+        """Flush and close the loggers; wait for each of them for at most so many seconds."""
+        for logger in self._loggers:
+            logger.close(seconds=seconds)
 
 
 def _finite(value: float) -> float | int | None:

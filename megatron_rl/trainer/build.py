@@ -112,11 +112,12 @@ def run_training(
                 start=start,
                 progress=progress,
             )
-            trainer.train()
-            progress.begin("export")
-            trainer.recorder.draw()
-            export(trainer.actor, directory, progress.count)
-            trainer.recorder.finish()
+            with trainer.recorder:
+                trainer.train()
+                progress.begin("export")
+                trainer.recorder.draw()
+                export(trainer.actor, directory, progress.count)
+                trainer.recorder.finish()
             if rank == 0:
                 directory.forget(config.trainer.steps + 1)
 
@@ -171,7 +172,7 @@ def _build_trainer(
             settings=settings,
             on_micro_batch=progress.count,
         )
-    log = MetricLog(directory.path, config.logging, config=config.model_dump()) if writer else None
+    log = MetricLog(directory.path, config, echo=console.echo) if writer else None
     clock = PhaseClock(topology.device, group=dist.group.WORLD, progress=progress)
     recorder = Recorder(config, writer, log, console, clock)
     buffer = GroupBuffer(build_schedule(config))

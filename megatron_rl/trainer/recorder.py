@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.rollouts import Row, describe_rollout, rollout_row
 from megatron_rl.runs.rows import read_metrics, read_rows
+from megatron_rl.runtime.interruption import RunInterrupted
 from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.telemetry.background import BackgroundWriter
 from megatron_rl.telemetry.console import Console
@@ -51,6 +52,14 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self.check = LearningCheck(self.config)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Close the loggers; after an error soon, because the launcher waits for its cause."""
+        if kind is not None and self.log is not None:
+            self.log.close(seconds=20.0 if issubclass(kind, RunInterrupted) else 2.0)
 
     def open(self, done: int, step_progress: StepProgress | None = None) -> None:
         """Start recording after step `done`; drop records that a stopped run wrote after it.
@@ -203,6 +212,6 @@ class Recorder:
             self.writer.wait()
         if self.directory is None or self.log is None:
             return
-        self.log.close()
+        self.log.close()  # first: its warnings
         for line in ("", *closing_lines(self.directory, read_metrics(self.directory.path))):
             self.console.echo(line)

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_rl.config import ConfigError, LoggingSection, parse_config
+from megatron_rl.config import ConfigError, parse_config
 from megatron_rl.data.rows import Columns, parse_row, read_rows
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.rewards.calling import read_grade
@@ -259,8 +259,11 @@ def test_changed_settings_of_resumed_run_are_recorded(tmp_path):
 
 def test_rewind_equals_uninterrupted_run(tmp_path):
     directory = RunDirectory(tmp_path)
-    directory.create(build_config())
-    log = MetricLog(tmp_path, LoggingSection(tensorboard=False), config={})
+    config = build_config()
+    directory.create(config)
+    log = MetricLog(
+        tmp_path, parse_config(config.model_dump() | {"logging": {"tensorboard": False}})
+    )
     log.open(first_step=0)
     for step in range(4):
         log.append({"step": step, "loss": float("nan") if step == 1 else step})

@@ -16,7 +16,7 @@ from megatron_rl.config import parse_config
 from megatron_rl.telemetry.metrics import MetricLog
 wandb = {"logging": {"tensorboard": False, "wandb": {"project": "p"}}}
 config = parse_config({"model": {"path": "m"}, "data": {"train": "t"}} | wandb)
-log = MetricLog(Path(sys.argv[1]), config.logging, config={})
+log = MetricLog(Path(sys.argv[1]), config)
 log.open(first_step=0)
 for step in map(int, sys.argv[2:]):
     sample = {"response": f"response {step}", "reward": 1.0} if step == 3 else None

@@ -28,7 +28,7 @@ from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.interruption import RunInterrupted
 from megatron_rl.telemetry.background import BackgroundWriter
 from megatron_rl.telemetry.console import Console
-from megatron_rl.telemetry.metrics import LoggingSection, MetricLog, PhaseClock
+from megatron_rl.telemetry.metrics import MetricLog, PhaseClock
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.loop import Trainer
@@ -299,7 +299,8 @@ def run_loop(
     directory.create(config)
     console = Console(is_main_rank=False)
     grader = Grader(ScriptedPool(*reasons, named=named), actor.topology)
-    log = MetricLog(tmp_path, LoggingSection(tensorboard=False), config={})
+    plain = config.logging.model_copy(update={"tensorboard": False})
+    log = MetricLog(tmp_path, config.model_copy(update={"logging": plain}))
     clock = PhaseClock()
     recorder = Recorder(config, directory, log, console, clock, writer or BackgroundWriter())
     faults = SkippedUpdates(directory, console, config.trainer.max_consecutive_skipped_updates)

@@ -2,7 +2,6 @@
 
 import pytest
 
-from megatron_rl.config import LoggingSection
 from megatron_rl.runs.rollouts import rollout_row
 from megatron_rl.telemetry.console import Console
 from megatron_rl.telemetry.metrics import MetricLog, PhaseClock
@@ -28,7 +27,7 @@ def fail_to_write(rank, world_size, folder):
     if rank == 0:
         directory = RunDirectory(folder)
         directory.create(config)
-        log = FullDisk(folder, config.logging, config={})
+        log = FullDisk(folder, config)
     recorder = Recorder(config, directory, log, Console(is_main_rank=False), PhaseClock())
     recorder.record({"step": 0})
     if rank == 0:
@@ -74,7 +73,7 @@ def test_sample_reaches_tensorboard_as_text(tmp_path):
 
     config = test_learning_check.make_config()
     rollout = test_learning_check.make_batch(config, (1, 0, 1, 0)).rollouts[2]
-    log = MetricLog(tmp_path, LoggingSection(), config={})
+    log = MetricLog(tmp_path, config)
     log.open(first_step=0)
     log.append({"step": 1, "reward/mean": 0.5})
     log.append({"step": 2, "reward/mean": 0.5}, sample=rollout_row(rollout))

@@ -1,0 +1,162 @@
+"""Loggers that raise, hang or come back, and the real ones where they are installed."""
+
+import json
+import sys
+import threading
+
+import pytest
+
+from megatron_rl.config import parse_config
+from megatron_rl.telemetry import logger_thread
+from megatron_rl.telemetry.logger_thread import LoggerThread
+from megatron_rl.telemetry.metrics import MetricLog
+
+
+class Failing:
+    """A logger whose listed calls fail; `log` is a call for each step."""
+
+    def __init__(self, *failing):
+        self.failing, self.calls, self.rows = list(failing), [], []
+
+    def _call(self, name):
+        self.calls.append(name)
+        if name in self.failing:
+            self.failing.remove(name)
+            raise OSError(f"{name} failed\nin two lines")
+
+    def start(self, first_step):
+        self._call(f"start {first_step}")
+
+    def log(self, step, numbers, sample):
+        self._call(f"log {step}")
+        self.rows.append((step, numbers, sample))
+
+    def close(self):
+        self._call("close")
+
+
+def run(tmp_path, logger, steps, *, first_step=0, seconds=60.0):
+    """Log steps as a run does; returns the lines that it prints."""
+    lines = []
+    thread = LoggerThread("W&B", lambda: logger, metrics=tmp_path / "metrics.jsonl",
+                          echo=lines.append)  # fmt: skip
+    thread.open(first_step=first_step)
+    for step in steps:
+        row = {"step": step, "loss": step / 4, "bad": None}
+        with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        thread.append(row, {"text": "a"} if step == 2 else None)
+    thread.close(seconds=seconds)
+    return lines
+
+
+FAILED = "warning: W&B failed (OSError: {} failed): training continues; the rows are in " \
+         "metrics.jsonl and are sent when it works again"  # fmt: skip
+RECEIVED = "W&B has received the {} steps that were missing"
+MISSING = "warning: W&B still fails: {} steps from {} on are missing there; metrics.jsonl " \
+          "contains them, and a resumed run sends them"  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("failing", "calls", "lines"),
+    [
+        ([], ["start 0", "log 0", "log 1", "log 2", "close"], []),
+        # A try for each row would wait for the 30 s between two tries; the end does not.
+        (["start 0"], ["start 0", "start 0", "log 0", "log 1", "log 2", "close"],
+         [FAILED.format("start 0"), RECEIVED.format(3)]),
+        (["log 1"], ["start 0", "log 0", "log 1", "start 1", "log 1", "log 2", "close"],
+         [FAILED.format("log 1"), RECEIVED.format(2)]),
+        (["log 1", "start 1"], ["start 0", "log 0", "log 1", "start 1"],
+         [FAILED.format("log 1"), MISSING.format(2, 1)]),
+        (["close"], ["start 0", "log 0", "log 1", "log 2", "close"], [FAILED.format("close")]),
+    ],
+)  # fmt: skip
+def test_failing_calls_are_reported_once_and_their_rows_sent_again(tmp_path, failing, calls, lines):
+    logger = Failing(*failing)
+    assert run(tmp_path, logger, range(3)) == lines
+    assert logger.calls == calls
+    expected = [] if "start 1" in failing and "log 1" in failing else [1, 2]
+    assert [step for step, *_ in logger.rows] == [0, *expected]
+    assert logger.rows[0] == (0, {"loss": 0.0}, None)
+
+
+def test_logger_that_works_again_gets_its_rows_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(logger_thread, "RETRY_SECONDS", 0.0)
+    logger = Failing("log 0", "log 0")
+    run(tmp_path, logger, range(4))
+    assert [step for step, *_ in logger.rows] == [0, 1, 2, 3]
+
+
+def test_resumed_run_sends_rows_that_are_missing(tmp_path):
+    run(tmp_path, Failing("log 1", "log 1"), range(3))
+    resumed = Failing()
+    lines = run(tmp_path, resumed, [3], first_step=3)
+    assert resumed.calls == ["start 1", "log 1", "log 2", "log 3", "close"]
+    assert lines == [RECEIVED.format(3)]
+    assert not [*tmp_path.glob("*_is_behind")]
+
+
+def test_logger_that_hangs_delays_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(logger_thread, "BLOCKED_SECONDS", 0.0)
+    logger, end = Failing(), threading.Event()
+    monkeypatch.setattr(logger, "start", lambda first_step: end.wait())
+    lines = run(tmp_path, logger, range(3), seconds=0.1)
+    end.set()
+    assert lines[-1] == (
+        "warning: W&B has not answered for 0.1 s: 3 steps from 0 on are missing there; "
+        "metrics.jsonl contains them, and a resumed run sends them"
+    )
+    assert len(lines) <= 2  # the first is printed once a row comes while the call has not returned
+
+
+def test_library_that_cannot_be_imported_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    values = {"tensorboard": False, "trackio": {"project": "p"}}
+    config = parse_config({"model": {"path": "m"}, "data": {"train": "t"}, "logging": values})
+    lines = []
+    log = MetricLog(tmp_path, config, echo=lines.append)
+    log.open(first_step=0)
+    log.append({"step": 0, "loss": 0.5})
+    log.close()
+    assert lines[0].startswith("warning: trackio cannot be used (ModuleNotFoundError: ")
+    assert json.loads(log.file.read_text(encoding="utf-8")) == {"step": 0, "loss": 0.5}
+
+
+def log_twice(tmp_path, name, settings):
+    """Log to one real library, as a run that is resumed after step 2; returns warnings."""
+    lines = []
+    values = {"tensorboard": False, name: settings}
+    config = parse_config({"model": {"path": "m"}, "data": {"train": "t"}, "logging": values})
+    for steps in ([1, 2], [3]):
+        log = MetricLog(tmp_path, config, echo=lines.append)
+        log.open(first_step=0 if steps[0] == 1 else steps[0])
+        for step in steps:
+            log.append({"step": step, "eval/held/avg@4": step / 4, "by_position/2^03/weight": 1.0})
+        log.close()
+    return lines
+
+
+def test_mlflow_has_one_run_with_all_steps(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the only store of mlflow-skinny
+    uri = (tmp_path / "mlruns").as_uri()
+    assert log_twice(tmp_path, "mlflow", {"experiment": "e", "tracking_uri": uri}) == []
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
+    assert (run.info.run_name, run.info.status) == (tmp_path.name, "FINISHED")
+    assert run.data.params["trainer.epochs"] == "4"
+    history = client.get_metric_history(run.info.run_id, "eval/held/avg_4")
+    assert [(one.step, one.value) for one in history] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert run.data.metrics["by_position/2_03/weight"] == 1.0
+
+
+def test_trackio_has_one_run_with_all_steps(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackio = pytest.importorskip("trackio")
+    assert log_twice(tmp_path, "trackio", {"project": "p"}) == []
+    (run,) = trackio.Api().runs("p")
+    assert run.name.startswith(f"{tmp_path.name}-")
+    history = [json.loads(one) if isinstance(one, str) else one
+               for one in trackio.sqlite_storage.SQLiteStorage.get_logs("p", run.name)]  # fmt: skip
+    assert [(one["step"], one["eval/held/avg@4"]) for one in history] == [
+        (1, 0.25), (2, 0.5), (3, 0.75)]  # fmt: skip
