@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 
 from megatron_rl.actor import device
 from megatron_rl.actor.cpu_adaptation import megatron_runtime
+from megatron_rl.distributed.rendezvous import join_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
 
@@ -33,10 +34,10 @@ def _init_process_group(timeout: timedelta) -> None:
         return
     backend = "cpu:gloo,cuda:nccl" if device.has_cuda() else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, world_size = join_ranks(timeout)
     else:
-        store = dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        store, rank, world_size = dist.HashStore(), 0, 1
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def device_backend() -> str | None:

@@ -24,7 +24,7 @@ from megatron_rl.runtime.failures import (
     error_chain,
     is_full_disk,
 )
-from megatron_rl.runtime.processes import ProcessPlace
+from megatron_rl.runtime.joining import ProcessPlace
 
 EXIT_SECONDS = 10.0
 PEER_EXITED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")

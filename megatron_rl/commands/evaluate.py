@@ -12,9 +12,9 @@ from megatron_rl.config import Config, ConfigError, parse_config, with_absolute_
 from megatron_rl.config.data_sections import ColumnsSection
 from megatron_rl.config.loading import apply_override, read_mapping
 from megatron_rl.preflight.hub_names import resolve_hub_names
+from megatron_rl.runtime.joining import join_processes
 from megatron_rl.runtime.processes import (
     cuda_devices,
-    join_processes,
     quiet_libraries,
     start_processes,
 )

@@ -22,11 +22,11 @@ from megatron_rl.config import (
 from megatron_rl.preflight.hub_names import resolve_hub_names
 from megatron_rl.runs.rows import is_finished
 from megatron_rl.runtime.interruption import INTERRUPTED, Interruption, RunInterrupted
+from megatron_rl.runtime.joining import join_processes
 from megatron_rl.runtime.processes import (
     LAUNCHER,
     cuda_devices,
     cuda_memory,
-    join_processes,
     quiet_libraries,
     start_processes,
     without_garbage_collection,

@@ -1,4 +1,4 @@
-"""Start the processes of one node, or join those that torchrun or SLURM started.
+"""Start the processes of one node.
 
 Also sets the environment variables that torch, vLLM and the tokenizers read at import, before any
 of them is imported, so that users need not set them.
@@ -19,16 +19,13 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from megatron_rl.errors import UserError
 from megatron_rl.runtime.failures import FOLDER, Cause, Failure, first_failure
 from megatron_rl.runtime.interruption import (
     INTERRUPTED,
     Interruption,
-    end_with_parent,
     handled_signals,
 )
 from megatron_rl.runtime.open_files import raise_limit
@@ -40,15 +37,6 @@ CAUSE_SECONDS = 10.0  # to wait for the rank that caused another rank's failure
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEPT_BYTES = 1 << 30  # freed memory to keep, and the largest block to allocate in it
 _OLD_LIMIT = 1 << 25  # the largest such block that older releases of glibc accept
-
-
-@dataclass(frozen=True)
-class ProcessPlace:
-    """Ranks and world size of this process."""
-
-    rank: int
-    world_size: int
-    local_rank: int
 
 
 @lru_cache(maxsize=1)
@@ -143,58 +131,6 @@ def quiet_libraries() -> None:
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     # Megatron reads `.grad` of tensors whose gradient it stores elsewhere.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-
-
-def join_processes() -> ProcessPlace | None:
-    """Return this process's ranks if torchrun or srun started it, else None.
-
-    Under srun, sets the variables of torch's `env://` rendezvous from those of SLURM.
-    """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        if LAUNCHER in os.environ:
-            end_with_parent(int(os.environ[LAUNCHER]))
-        _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        return _place()
-    world_size = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
-    if (
-        "SLURM_STEP_ID" not in os.environ or world_size == 1
-    ):  # not in a step, or in an interactive shell
-        return None
-    nodes = os.environ["SLURM_STEP_NODELIST"]
-    try:
-        command = ["scontrol", "show", "hostnames", nodes]
-        hosts = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise UserError(
-            f"srun started this process, but the hosts of {nodes} cannot be listed ({error}); put "
-            "scontrol on the PATH, or start by torchrun"
-        ) from error
-    job = int(os.environ["SLURM_JOB_ID"])
-    os.environ.update(
-        RANK=os.environ["SLURM_PROCID"],
-        LOCAL_RANK=os.environ["SLURM_LOCALID"],
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(max(world_size // len(hosts), 1)),
-    )
-    os.environ.setdefault("MASTER_ADDR", hosts[0])
-    os.environ.setdefault("MASTER_PORT", str(20000 + job % 20000))
-    _share_cores(int(os.environ["LOCAL_WORLD_SIZE"]))
-    return _place()
-
-
-def _share_cores(ranks: int) -> None:
-    """Set each rank's number of threads to its share of the cores; on CUDA to 1.
-
-    Must be called before torch is imported. An existing value is kept (torchrun sets 1).
-    """
-    cores = 1 if has_cuda() else len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
-
-
-def _place() -> ProcessPlace:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # files are downloaded before ranks start
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    return ProcessPlace(*(int(os.environ.get(name, "0")) for name in names))
 
 
 def start_processes(

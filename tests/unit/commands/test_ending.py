@@ -17,7 +17,7 @@ from megatron_rl.objectives import build_objective
 from megatron_rl.objectives.statistics import Band
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.failures import Cause, OtherRankError, RankTimeoutError
-from megatron_rl.runtime.processes import ProcessPlace
+from megatron_rl.runtime.joining import ProcessPlace
 
 
 def test_is_full_disk_recognizes_local_and_remote_errors():

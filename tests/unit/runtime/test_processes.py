@@ -1,4 +1,4 @@
-"""Joining torchrun and srun, the environment, and named seeds."""
+"""Starting ranks, the environment, and named seeds."""
 
 import ctypes
 import os
@@ -15,36 +15,11 @@ from megatron_rl.runtime import interruption, processes
 from megatron_rl.runtime.interruption import ECHO_SECONDS, Interruption
 from megatron_rl.runtime.processes import (
     INTERRUPTED,
-    ProcessPlace,
-    join_processes,
     prepare_environment,
     start_processes,
 )
 from megatron_rl.runtime.seeds import derive_seed
 from tests.running import assert_end
-
-PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-@pytest.fixture
-def environment(monkeypatch):
-    for name in (*PLACES, "SLURM_STEP_ID", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    return monkeypatch
-
-
-def test_without_launcher_there_is_one_rank(environment):
-    assert join_processes() is None
-    # An sbatch script has a SLURM_PROCID too, but is no step of parallel tasks.
-    environment.setenv("SLURM_PROCID", "0")
-    assert join_processes() is None
-
-
-def test_torchrun_started_us(environment):
-    environment.setenv("RANK", "3")
-    environment.setenv("WORLD_SIZE", "8")
-    assert join_processes() == ProcessPlace(3, 8, 0)
-
 
 FAULTS = """
 import ctypes
@@ -73,59 +48,26 @@ def test_freed_memory_is_kept():
     assert kept < 8192 or not is_taken  # an older glibc keeps no block above 32 MiB
 
 
-def test_srun_started_us(environment, tmp_path):
-    scontrol = tmp_path / "scontrol"  # expands node lists; the real one asks a running cluster
-    scontrol.write_text("#!/bin/sh\necho n1\necho n2\n")
-    scontrol.chmod(scontrol.stat().st_mode | stat.S_IXUSR)
-    environment.setenv("PATH", str(tmp_path), prepend=":")
-    steps = {"STEP_ID": "0", "PROCID": "5", "LOCALID": "1", "STEP_NUM_TASKS": "8",
-             "STEP_NODELIST": "n[1-2]", "JOB_ID": "20007"}  # fmt: skip
-    for name, value in steps.items():
-        environment.setenv(f"SLURM_{name}", value)
-    assert join_processes() == ProcessPlace(5, 8, 1)
-    # 8 tasks on 2 nodes; the port is 20000 + 20007 mod 20000, so that two jobs rarely share one.
-    assert [os.environ[name] for name in PLACES] == ["5", "8", "1", "4", "n1", "20007"]
-
-
-def test_user_environment_variables_are_kept(environment):
-    environment.setenv("HF_HUB_OFFLINE", "0")
-    environment.setenv("OMP_NUM_THREADS", "7")
+def test_user_environment_variables_are_kept(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
     prepare_environment()
     assert (os.environ["HF_HUB_OFFLINE"], os.environ["OMP_NUM_THREADS"]) == ("0", "7")
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1"  # nothing phones home unless asked for
 
 
-def test_unwritable_home_is_not_used(environment, tmp_path):
+def test_unwritable_home_is_not_used(monkeypatch, tmp_path):
     for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "TRITON_HOME"):
-        environment.delenv(name, raising=False)
-    environment.setenv("HOME", str(tmp_path))
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
     prepare_environment()
     assert "XDG_CACHE_HOME" not in os.environ
-    environment.setenv("HOME", "/proc/nowhere")
-    environment.setenv("TRITON_HOME", "/mine")
+    monkeypatch.setenv("HOME", "/proc/nowhere")
+    monkeypatch.setenv("TRITON_HOME", "/mine")
     prepare_environment()
     assert os.environ["TRITON_HOME"] == "/mine"
     for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
         assert os.environ.pop(name).endswith(f"megatron_rl-{os.getuid()}")
-
-
-@pytest.mark.parametrize(
-    ("cores", "ranks", "cuda", "threads"),
-    [(2, 1, False, "2"), (2, 2, False, "1"), (7, 3, False, "2"), (2, 4, False, "1"),
-     (64, 8, True, "1")],
-)  # fmt: skip
-def test_ranks_share_cores_of_node(environment, cores, ranks, cuda, threads):
-    environment.delenv("OMP_NUM_THREADS", raising=False)
-    environment.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    environment.setattr(processes, "has_cuda", lambda: cuda)
-    for name, value in {"RANK": 0, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": ranks}.items():
-        environment.setenv(name, str(value))
-    prepare_environment()  # the launcher's, which is inherited, decides nothing
-    join_processes()
-    assert os.environ["OMP_NUM_THREADS"] == threads
-    environment.setattr(os, "sched_getaffinity", lambda _: set(range(1000)))
-    join_processes()  # what is set is kept
-    assert os.environ["OMP_NUM_THREADS"] == threads
 
 
 def test_seeds_have_names():

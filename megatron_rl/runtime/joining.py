@@ -1,0 +1,132 @@
+"""Join the processes that torchrun, srun or `start_processes` started, by their environment."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from megatron_rl.errors import UserError
+from megatron_rl.runtime.interruption import end_with_parent
+from megatron_rl.runtime.processes import LAUNCHER, has_cuda
+
+ALONE = "to start all processes of this node instead, run: unset RANK WORLD_SIZE"
+
+
+@dataclass(frozen=True)
+class ProcessPlace:
+    """Ranks and world size of this process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def join_processes() -> ProcessPlace | None:
+    """Return this process's ranks if torchrun or srun started it, else None.
+
+    Under srun, sets the variables of torch's `env://` rendezvous from those of SLURM. Raises
+    UserError if the variables are incomplete or contradict each other: they are often left over.
+    """
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        if os.environ.get(name) == "":  # as some schedulers leave them
+            del os.environ[name]
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        place = _place()
+        if LAUNCHER in os.environ:
+            end_with_parent(int(os.environ[LAUNCHER]))
+        elif "TORCHELASTIC_RUN_ID" not in os.environ and place.local_rank == 0:
+            notify(
+                f"rank {place.rank} of {place.world_size}, by RANK and WORLD_SIZE of the "
+                f"environment ({ALONE})"
+            )
+    elif _is_parallel_step():
+        _set_variables_from_slurm()
+        place = _place()
+    else:
+        return None
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # files are downloaded before ranks start
+    _share_cores(_number("LOCAL_WORLD_SIZE", 1, start=1))
+    return place
+
+
+def _place() -> ProcessPlace:
+    """Read the ranks of this process from the environment; UserError if they are not possible."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            given = {one: os.environ[one] for one in ("RANK", "WORLD_SIZE") if one in os.environ}
+            text = " and ".join(f"{one}={value!r}" for one, value in given.items())
+            raise UserError(
+                f"the environment has {text}, but no {name}: ranks need RANK, WORLD_SIZE, "
+                f"MASTER_ADDR and MASTER_PORT (torchrun and srun set them); {ALONE}"
+            )
+    world_size = _number("WORLD_SIZE", 1, start=1)
+    _number("MASTER_PORT", 0, start=1, end=2**16)
+    rank = _number("RANK", 0, end=world_size, of="WORLD_SIZE")
+    return ProcessPlace(rank, world_size, _number("LOCAL_RANK", 0))
+
+
+def _number(name: str, default: int, *, start: int = 0, end: int = 2**31, of: str = "") -> int:
+    """Read a whole number in [start, end) from the environment; empty counts as unset."""
+    text = os.environ.get(name) or str(default)
+    if not text.isascii() or not text.isdigit() or not start <= int(text) < end:
+        limit = f" and below {of or ''}{'=' if of else ''}{end}" if end < 2**31 else ""
+        raise UserError(
+            f"the environment has {name}={text!r}: it must be a whole number from {start}{limit}; "
+            f"{ALONE}"
+        )
+    return int(text)
+
+
+def _is_parallel_step() -> bool:
+    """Return True if srun started this process as one of several tasks.
+
+    An interactive shell (`srun --pty bash`) has the same variables, and the one of its terminal.
+    """
+    if "SLURM_STEP_ID" not in os.environ or "SLURM_PTY_PORT" in os.environ:
+        return False
+    return _number("SLURM_STEP_NUM_TASKS", 1, start=1) > 1
+
+
+def _set_variables_from_slurm() -> None:
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_PROCID", "SLURM_LOCALID")
+    if missing := [name for name in names if not os.environ.get(name)]:
+        raise UserError(
+            "the environment has SLURM_STEP_ID and "
+            f"SLURM_STEP_NUM_TASKS={os.environ['SLURM_STEP_NUM_TASKS']}, as for a task of srun, "
+            f"but no {', '.join(missing)}; start by srun, or unset SLURM_STEP_ID if the variables "
+            "are left over"
+        )
+    nodes = os.environ["SLURM_STEP_NODELIST"]
+    try:
+        command = ["scontrol", "show", "hostnames", nodes]
+        hosts = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UserError(
+            f"srun started this process, but the hosts of {nodes} cannot be listed ({error}); put "
+            "scontrol on the PATH, or start by torchrun; if this is no task of srun, unset "
+            "SLURM_STEP_ID"
+        ) from error
+    world_size, job = int(os.environ["SLURM_STEP_NUM_TASKS"]), _number("SLURM_JOB_ID", 0)
+    os.environ.update(
+        RANK=os.environ["SLURM_PROCID"],
+        LOCAL_RANK=os.environ["SLURM_LOCALID"],
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(max(world_size // max(len(hosts), 1), 1)),
+    )
+    os.environ.setdefault("MASTER_ADDR", hosts[0] if hosts else nodes)
+    os.environ.setdefault("MASTER_PORT", str(20000 + job % 20000))
+
+
+def _share_cores(ranks: int) -> None:
+    """Set each rank's number of threads to its share of the cores; on CUDA to 1.
+
+    Must be called before torch is imported. An existing value is kept (torchrun sets 1).
+    """
+    cores = 1 if has_cuda() else len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+
+
+def notify(text: str) -> None:
+    """Write a line of the command to standard error."""
+    sys.stderr.write(f"megatron-rl: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,134 @@
+"""Joining torchrun and srun, and environments that only look like theirs."""
+
+import os
+import stat
+
+import pytest
+
+from megatron_rl.errors import UserError
+from megatron_rl.runtime import joining
+from megatron_rl.runtime.joining import ProcessPlace, join_processes
+from megatron_rl.runtime.processes import prepare_environment
+
+MEETING = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name in (*PLACES, "SLURM_STEP_ID", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_without_launcher_there_is_one_rank(environment):
+    assert join_processes() is None
+    # An sbatch script has a SLURM_PROCID too, but is no step of parallel tasks.
+    environment.setenv("SLURM_PROCID", "0")
+    assert join_processes() is None
+
+
+def test_torchrun_started_us(environment):
+    environment.setenv("RANK", "3")
+    environment.setenv("WORLD_SIZE", "8")
+    environment.setenv("MASTER_ADDR", "n1")
+    environment.setenv("MASTER_PORT", "29500")
+    assert join_processes() == ProcessPlace(3, 8, 0)
+
+
+def test_srun_started_us(environment, tmp_path):
+    scontrol = tmp_path / "scontrol"  # expands node lists; the real one asks a running cluster
+    scontrol.write_text("#!/bin/sh\necho n1\necho n2\n")
+    scontrol.chmod(scontrol.stat().st_mode | stat.S_IXUSR)
+    environment.setenv("PATH", str(tmp_path), prepend=":")
+    steps = {"STEP_ID": "0", "PROCID": "5", "LOCALID": "1", "STEP_NUM_TASKS": "8",
+             "STEP_NODELIST": "n[1-2]", "JOB_ID": "20007"}  # fmt: skip
+    for name, value in steps.items():
+        environment.setenv(f"SLURM_{name}", value)
+    assert join_processes() == ProcessPlace(5, 8, 1)
+    # 8 tasks on 2 nodes; the port is 20000 + 20007 mod 20000, so that two jobs rarely share one.
+    assert [os.environ[name] for name in PLACES] == ["5", "8", "1", "4", "n1", "20007"]
+
+
+CURE = "unset RANK WORLD_SIZE"
+STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "0"}, ("RANK='0', but no WORLD_SIZE", CURE)),
+        ({"WORLD_SIZE": "2"}, ("WORLD_SIZE='2', but no RANK", CURE)),
+        ({"RANK": "", "WORLD_SIZE": "2"} | MEETING, ("WORLD_SIZE='2', but no RANK", CURE)),
+        ({"RANK": "0", "WORLD_SIZE": "2"},
+         ("RANK='0' and WORLD_SIZE='2', but no MASTER_ADDR", CURE)),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "n1", "MASTER_PORT": ""},
+         ("but no MASTER_PORT", CURE)),
+        ({"RANK": "2", "WORLD_SIZE": "2"} | MEETING,
+         ("RANK='2'", "from 0 and below WORLD_SIZE=2", CURE)),
+        ({"RANK": "-1", "WORLD_SIZE": "2"} | MEETING, ("RANK='-1'", CURE)),
+        ({"RANK": "worker-0", "WORLD_SIZE": "2"} | MEETING, ("RANK='worker-0'", CURE)),
+        ({"RANK": "0", "WORLD_SIZE": "0"} | MEETING,
+         ("WORLD_SIZE='0': it must be a whole number from 1", CURE)),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "http"},
+         ("MASTER_PORT='http'", "from 1 and below 65536", CURE)),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "x"} | MEETING, ("LOCAL_RANK='x'", CURE)),
+        (STEP, ("no SLURM_STEP_NODELIST, SLURM_JOB_ID", "start by srun, or unset SLURM_STEP_ID")),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "2(x3)"}, ("SLURM_STEP_NUM_TASKS='2(x3)'",)),
+    ],
+)  # fmt: skip
+def test_impossible_variables_are_named_with_cure(environment, variables, message):
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    with pytest.raises(UserError) as error:
+        join_processes()
+    assert [part for part in message if part not in str(error.value)] == []
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "", "WORLD_SIZE": ""},
+        {"LOCAL_RANK": "3"},
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "n[1-2]"},  # salloc
+        STEP | {"SLURM_STEP_NUM_TASKS": "1"},
+        STEP | {"SLURM_PTY_PORT": "4242"},  # a shell of `srun --ntasks 2 --pty bash`
+    ],
+)
+def test_process_of_its_own_in_an_environment_with_leftovers(environment, variables):
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    assert join_processes() is None
+
+
+def test_ranks_by_variables_alone_are_announced(environment, capsys):
+    for name, value in ({"RANK": "1", "WORLD_SIZE": "2"} | MEETING).items():
+        environment.setenv(name, value)
+    join_processes()
+    assert capsys.readouterr().err == (
+        "megatron-rl: rank 1 of 2, by RANK and WORLD_SIZE of the environment (to start all "
+        f"processes of this node instead, run: {CURE})\n"
+    )
+    environment.setenv("TORCHELASTIC_RUN_ID", "none")  # of torchrun
+    join_processes()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "cuda", "threads"),
+    [(2, 1, False, "2"), (2, 2, False, "1"), (7, 3, False, "2"), (2, 4, False, "1"),
+     (64, 8, True, "1")],
+)  # fmt: skip
+def test_ranks_share_cores_of_node(environment, cores, ranks, cuda, threads):
+    environment.delenv("OMP_NUM_THREADS", raising=False)
+    environment.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    environment.setattr(joining, "has_cuda", lambda: cuda)
+    places = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": str(ranks)}
+    for name, value in (places | MEETING).items():
+        environment.setenv(name, value)
+    prepare_environment()  # the launcher's, which is inherited, decides nothing
+    join_processes()
+    assert os.environ["OMP_NUM_THREADS"] == threads
+    environment.setattr(os, "sched_getaffinity", lambda _: set(range(1000)))
+    join_processes()  # what is set is kept
+    assert os.environ["OMP_NUM_THREADS"] == threads
