@@ -67,6 +67,8 @@ setup(
         "data": DATA,
         "reasoning_gym": REASONING_GYM,
         "wandb": ["wandb"],
+        "mlflow": ["mlflow-skinny"],
+        "trackio": ["trackio"],
         "dev": DEVELOPMENT,
     },
     entry_points={"console_scripts": ["megatron-rl = megatron_rl.cli:main"]},

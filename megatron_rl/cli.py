@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import importlib
+import io
 import os
 import signal
 import sys
@@ -16,6 +17,12 @@ COMMANDS = ("train", "evaluate", "launch", "plan", "dry_run", "task", "convert",
 def main(arguments: list[str] | None = None) -> None:
     """Run the subcommand named by the arguments, and exit with its status."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    for stream in (
+        sys.stdout,
+        sys.stderr,
+    ):  # a terminal that is not UTF-8 shows \u2192 for an arrow
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     with _exit_on_ctrl_c():
         options = _parse(arguments)
         if getattr(options, "sets_environment", True):  # launched jobs would inherit it

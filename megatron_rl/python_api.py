@@ -69,9 +69,11 @@ def _write_config(config: Mapping[str, Any] | str | Path | Config, folder: Path)
 
     file = folder / "python.yaml"
     if isinstance(config, Config):
-        file.write_text(dump_config(config))
+        file.write_text(dump_config(config), encoding="utf-8")
     else:  # `default=str` writes pathlib paths as strings
-        file.write_text(yaml.safe_dump(json.loads(json.dumps(dict(config), default=str))))
+        file.write_text(
+            yaml.safe_dump(json.loads(json.dumps(dict(config), default=str))), encoding="utf-8"
+        )
     return file
 
 
@@ -84,7 +86,7 @@ def _name_reward(reward: Callable[..., Any], folder: Path) -> str:
     import cloudpickle
 
     (folder / "score.pickle").write_bytes(cloudpickle.dumps(reward))
-    (folder / f"{_MODULE}.py").write_text(_SOURCE)
+    (folder / f"{_MODULE}.py").write_text(_SOURCE, encoding="utf-8")
     return f"{_MODULE}:score"
 
 
@@ -95,7 +97,7 @@ def _run(arguments: list[str], folder: Path) -> None:
         [sys.executable, "-c", _PROGRAM.format(parent=os.getpid()), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
+        encoding="utf-8",
         errors="replace",
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"},
         start_new_session=True,  # Ctrl-C reaches this process only, which forwards it once

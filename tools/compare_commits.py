@@ -90,7 +90,13 @@ def train(tree: Path, settings: list[str], run: Path) -> str | None:
                f"run.name={run.name}"]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, check=False, cwd=tree, env=environment, capture_output=True, text=True
+        command,
+        check=False,
+        cwd=tree,
+        env=environment,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
     )
     return (done.stdout + done.stderr)[-2000:] if done.returncode else None
 

@@ -118,7 +118,7 @@ class ActorConfig(SimpleNamespace):
 
 def verl_functions(source: Path) -> dict[str, Any]:
     """Extract the loss functions of a `core_algos.py`, without its imports and decorators."""
-    tree = ast.parse(source.read_text())
+    tree = ast.parse(source.read_text(encoding="utf-8"))
     wanted = [
         node
         for node in tree.body
@@ -228,7 +228,7 @@ def prime_rl_pair(source: Path) -> Pair:
     names = ("compute_importance_ratio_and_mismatch_kl", "default_loss_fn", "_safe_mean")
     wanted = [
         node
-        for node in ast.parse(source.read_text()).body
+        for node in ast.parse(source.read_text(encoding="utf-8")).body
         if isinstance(node, ast.FunctionDef) and node.name in names
     ]
     namespace: dict[str, Any] = {"torch": torch, "LossOutputs": SimpleNamespace}

@@ -164,7 +164,7 @@ def main() -> None:
             seconds = time.perf_counter() - start
             print(*row.values(), f"{seconds:.1f} s", flush=True)
             if arguments.out:
-                with arguments.out.open("w") as file:
+                with arguments.out.open("w", encoding="utf-8") as file:
                     writer = csv.DictWriter(file, rows[0], lineterminator="\n")
                     writer.writeheader()
                     writer.writerows(rows)

@@ -124,8 +124,8 @@ def _flat(rules: Any) -> list[Any]:
 def main() -> None:
     """Write the page, or with --check compare it."""
     if "--check" not in sys.argv:
-        PAGE.write_text(page())
-    elif PAGE.read_text() != page():
+        PAGE.write_text(page(), encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != page():
         sys.exit("docs/configuration.md is not up to date: run tools/configuration_page.py")
 
 

@@ -204,7 +204,7 @@ def make(folder: Path, settings: Settings) -> dict:
         parts = {"heldout": rows[: settings.heldout], "train": rows[settings.heldout :]}
         for name, part in parts.items():
             lines = "".join(json.dumps(row) + "\n" for row in part)
-            (folder / task / f"{name}.jsonl").write_text(lines)
+            (folder / task / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     tokenizer = build_tokenizer()
     model = build_model(settings, tokenizer, MAX_TOKENS)
     train_model(model, tokenizer, settings)
@@ -218,7 +218,7 @@ def make_once(output: Path, settings: Settings) -> dict:
     """Create the tasks in `output` unless they exist; return the content of made.json."""
     return make_folder_once(
         output,
-        {"settings": asdict(settings), "program": Path(__file__).read_text()},
+        {"settings": asdict(settings), "program": Path(__file__).read_text(encoding="utf-8")},
         lambda folder: make(folder, settings),
         f"tool tasks: ask and lookup, {settings.train} + {settings.heldout} prompts each, and a "
         "model of {parameters:,} parameters",

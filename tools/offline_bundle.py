@@ -40,7 +40,7 @@ def package_lists(*names: str) -> list[str]:
     """Requirements of these lists of setup.py."""
     lists = {
         node.targets[0].id: ast.literal_eval(node.value)
-        for node in ast.parse((ROOT / "setup.py").read_text()).body
+        for node in ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")).body
         if isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Name)
         and node.targets[0].id in names
@@ -51,7 +51,9 @@ def package_lists(*names: str) -> list[str]:
 def requirements(kind: str, python: str) -> list[str]:
     """Everything that tools/setup_env.sh requires, by the same lists."""
     command = [sys.executable, "-m", "megatron_rl.runtime.versions", kind, python]
-    lines = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    lines = subprocess.run(
+        command, cwd=ROOT, check=True, capture_output=True, encoding="utf-8", errors="replace"
+    ).stdout
     releases = dict(line.split("=", 1) for line in lines.splitlines())
     torch, vllm, core = (releases[name].strip('"') for name in ("TORCH", "VLLM", "MEGATRON_CORE"))
     others = [one for one in package_lists("REQUIREMENTS", "DEVELOPMENT")
@@ -113,8 +115,8 @@ def finish(folder: Path, limit: int | None) -> None:
         with file.open("rb") as content:
             sums.append(f"{hashlib.file_digest(content, 'sha256').hexdigest()}  ")
         sums[-1] += str(file.relative_to(folder))
-    (folder / "SHA256SUMS").write_text("\n".join(sums) + "\n")
-    (folder / "join.sh").write_text(JOIN)
+    (folder / "SHA256SUMS").write_text("\n".join(sums) + "\n", encoding="utf-8")
+    (folder / "join.sh").write_text(JOIN, encoding="utf-8")
     for file in files if limit else ():
         split(file, limit)
 

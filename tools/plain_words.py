@@ -60,7 +60,7 @@ def machine_verbs(source: str) -> list[tuple[int, str]]:
 
 def count(folder: Path) -> tuple[int, int, int]:
     """Docstring openings, phrases and machine verbs in all files under a folder."""
-    sources = [file.read_text() for file in folder.rglob("*.py")]
+    sources = [file.read_text(encoding="utf-8") for file in folder.rglob("*.py")]
     openings, found, verbs = (
         sum(len(read(source)) for source in sources)
         for read in (docstring_openings, phrases, machine_verbs)
@@ -73,7 +73,7 @@ def main() -> None:
     for file in sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")):
         if file.name in OWN_FILES:
             continue
-        source = file.read_text()
+        source = file.read_text(encoding="utf-8")
         for line, words in sorted(docstring_openings(source) + phrases(source)):
             print(f"{file.relative_to(ROOT)}:{line}: {' '.join(words.split())}")
             total += 1

@@ -42,9 +42,9 @@ def make_model(folder):
     from megatron_rl.models.shape import read_model_shape, tensor_shapes
 
     shutil.copytree(TASK / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    made = json.loads((folder / "config.json").read_text())
+    made = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     ends = {key: made[key] for key in ("eos_token_id", "pad_token_id")}
-    (folder / "config.json").write_text(json.dumps(SHAPE | ends))
+    (folder / "config.json").write_text(json.dumps(SHAPE | ends), encoding="utf-8")
     torch.manual_seed(0)
     weights = {}
     for name, size in tensor_shapes(read_model_shape(folder)).items():
@@ -56,7 +56,7 @@ def make_model(folder):
 
 def available_gib():
     """Return the memory that is available without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("MemAvailable"):
             return int(line.split()[1]) / 2**20
     raise RuntimeError("/proc/meminfo does not contain the available memory")

@@ -44,7 +44,7 @@ ROWS, PROMPT, RESPONSE = 8, 4, 12
 def code_of_page(marker: str) -> dict[str, Any]:
     """Return the definitions of the page's code block with this marker."""
     page = Path(__file__).parents[1] / "docs" / "use-in-your-trainer.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     (code,) = (block for block in blocks if marker in block)
     namespace: dict[str, Any] = {}
     exec(compile(code, str(page), "exec"), namespace)

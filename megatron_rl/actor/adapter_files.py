@@ -132,7 +132,7 @@ def _write(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    (partial / ABOUT).write_text(json.dumps(config, indent=2) + "\n")
+    (partial / ABOUT).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if folder.exists():
         shutil.rmtree(folder)
     partial.rename(folder)

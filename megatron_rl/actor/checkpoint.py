@@ -114,7 +114,7 @@ def save_checkpoint(
             metadata["adapters"] = dict(adapters)
         if dtypes is not None:
             metadata["dtypes"] = {name: str(dtype)[6:] for name, dtype in dtypes.items()}
-        (partial / STATE).write_text(json.dumps(metadata))
+        (partial / STATE).write_text(json.dumps(metadata), encoding="utf-8")
         (partial / COMPLETE).touch()
         if folder.exists():
             shutil.rmtree(folder)

@@ -38,7 +38,7 @@ def read_state(folder: str | Path) -> dict[str, Any]:
     if not is_checkpoint(folder):
         problem = "is not a complete checkpoint" if folder.is_dir() else "does not exist"
         raise UserError(f"checkpoint {folder} {problem}; choose one whose save finished")
-    state = {"optimizer": True, **json.loads((folder / STATE).read_text())}
+    state = {"optimizer": True, **json.loads((folder / STATE).read_text(encoding="utf-8"))}
     check_format(folder, state)
     check_pickle(folder / ".metadata")  # before it is unpickled
     return state

@@ -310,7 +310,7 @@ def _complete(plan: ExportPlan, partial: Path, folder: Path) -> None:
             )
         time.sleep(0.1)
     if len(plan.files) > 1:
-        (partial / INDEX).write_text(plan.index())
+        (partial / INDEX).write_text(plan.index(), encoding="utf-8")
     if folder.exists():
         shutil.rmtree(folder)
     partial.rename(folder)
@@ -328,6 +328,6 @@ def begin_folder(partial: Path, source: str | Path) -> None:
         if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES):
             shutil.copy2(path, partial / path.name)
     path = partial / "config.json"
-    config = json.loads(path.read_text()) if path.is_file() else {}
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if without := {key: 0 for key in _FURTHER_TOKENS if config.get(key)}:
-        path.write_text(json.dumps(config | without, indent=2) + "\n")
+        path.write_text(json.dumps(config | without, indent=2) + "\n", encoding="utf-8")

@@ -136,7 +136,9 @@ def _compiler() -> Finding:
     for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
         if path := shutil.which(name):
             command = [path, "--version"]
-            output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+            output = subprocess.run(
+                command, capture_output=True, encoding="utf-8", errors="replace", check=False
+            ).stdout
             return Finding("C++ compiler", output.split("\n")[0] or path, "megatron-core, Triton")
     return Finding("C++ compiler", "missing", "install one: apt install g++", good=False)
 

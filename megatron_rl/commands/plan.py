@@ -83,7 +83,9 @@ def _plan(options: argparse.Namespace) -> str:
     file = Path(options.write)
     if file.exists():
         raise ConfigError(f"--write {file}: the file exists; name another one")
-    file.write_text(config_text(result.options[options.choice - 1], config, result))
+    file.write_text(
+        config_text(result.options[options.choice - 1], config, result), encoding="utf-8"
+    )
     return f"{text}\nwrote row {options.choice} to {file}"
 
 

@@ -42,7 +42,7 @@ def read_mapping(path: str | Path, what: str = "config") -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{what} file {path} does not exist; give the path of a YAML file")
     try:
-        values = yaml.load(path.read_text(), Loader=_UniqueKeyLoader) or {}
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):

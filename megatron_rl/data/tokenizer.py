@@ -98,7 +98,7 @@ def _class_of(folder: Path) -> Any:
 def _read(file: Path) -> dict[str, Any]:
     """A JSON object of the folder; empty where it is none: AutoTokenizer complains."""
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

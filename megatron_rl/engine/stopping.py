@@ -65,6 +65,6 @@ def find_stop_rule(
 
 def _read_eos(path: Path) -> Any:
     try:
-        return json.loads(path.read_text()).get("eos_token_id")
+        return json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
     except (ValueError, AttributeError) as error:
         raise UserError(f"{path} is not a JSON object ({error}); download it again") from None

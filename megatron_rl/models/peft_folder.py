@@ -127,7 +127,7 @@ def _read_about(folder: Path) -> dict[str, Any]:
                 "wrote, or RUN/adapter"
             )
     try:
-        about: dict[str, Any] = json.loads((folder / ABOUT).read_text())
+        about: dict[str, Any] = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         assert about["r"] > 0 and about["lora_alpha"] > 0
     except (ValueError, KeyError, TypeError, AssertionError):
         raise UserError(
@@ -169,11 +169,13 @@ def _count_blocks(file: Path, linear: Linear) -> int:
 
 def write_base(folder: Path, *, model: str | Path) -> None:
     """Write the fingerprint of the model that the adapters belong to."""
-    (folder / BASE).write_text(json.dumps({"fingerprint": model_fingerprint(model)}) + "\n")
+    (folder / BASE).write_text(
+        json.dumps({"fingerprint": model_fingerprint(model)}) + "\n", encoding="utf-8"
+    )
 
 
 def read_base(folder: Path) -> str | None:
     """Return the fingerprint of the model that the adapters belong to; None if not recorded."""
     if not (folder / BASE).is_file():
         return None
-    return str(json.loads((folder / BASE).read_text()).get("fingerprint"))
+    return str(json.loads((folder / BASE).read_text(encoding="utf-8")).get("fingerprint"))

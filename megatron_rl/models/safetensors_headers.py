@@ -27,7 +27,7 @@ def find_files(folder: str | Path) -> dict[str, str]:
     index = folder / INDEX
     if index.is_file():
         try:
-            files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{index} is not an index of safetensors files ({error}); {DOWNLOAD_AGAIN}"

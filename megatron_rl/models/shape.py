@@ -230,7 +230,7 @@ def read_model_shape(folder: str | Path) -> ModelShape:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(
             f"{path} is not valid JSON ({error}); repair it, or download it again"

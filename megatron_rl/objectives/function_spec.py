@@ -62,7 +62,7 @@ def check_function(name: str) -> None:
     functions = {node.name: node.args for node in body if isinstance(node, ast.FunctionDef)}
     imported = any(isinstance(node, ast.Import | ast.ImportFrom | ast.Assign) for node in body)
     if function not in functions:
-        if function in files[0].read_text() and imported:
+        if function in files[0].read_text(encoding="utf-8") and imported:
             return  # possibly imported from elsewhere, or decorated: importing it will show
         raise UserError(
             f"objective.function={name}: {files[0]} has no function {function}; it has "

@@ -38,7 +38,7 @@ def check_memory(
         return None
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
-        file.write_text(dump_config(config))
+        file.write_text(dump_config(config), encoding="utf-8")
         command = [
             sys.executable, "-m", "megatron_rl.cli", "dry-run", str(file),
             "--processes", str(world_size), "--fit", str(device_bytes / 2**30),
@@ -47,7 +47,12 @@ def check_memory(
             command += ["--host", str(host_bytes / 2**30)]
         environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
         completed = subprocess.run(
-            command, capture_output=True, text=True, check=False, env=environment
+            command,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+            env=environment,
         )
     output = completed.stderr.strip().rpartition("megatron-rl: error: ")[
         2

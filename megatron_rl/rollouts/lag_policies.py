@@ -136,7 +136,7 @@ def read_trace(file: Path) -> TraceLag:
     """
     rows: list[tuple[int, ...]] = []
     try:
-        for line in file.read_text().splitlines():
+        for line in file.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             step, lags = row["step"], row["lag"]
             replays = row.get("replays", [0] * len(lags))

@@ -72,7 +72,7 @@ class CheckpointFolders:
                  for name in sorted(sums)}  # fmt: skip
         state = {**stamp(), "step": step, "run": self._run(), "skipped_in_a_row": skipped,
                  "files": files, "digests": list(digests)}  # fmt: skip
-        (partial / MANIFEST).write_text(json.dumps(state, indent=1))
+        (partial / MANIFEST).write_text(json.dumps(state, indent=1), encoding="utf-8")
         flush_to_disk(partial / MANIFEST)
         old = self._set_off(self.folder(step))
         partial.rename(self.folder(step))
@@ -83,7 +83,7 @@ class CheckpointFolders:
     def manifest(self, step: int) -> dict[str, Any]:
         """Read the manifest of a checkpoint; UserError if it cannot be read."""
         try:
-            state = json.loads((self.folder(step) / MANIFEST).read_text())
+            state = json.loads((self.folder(step) / MANIFEST).read_text(encoding="utf-8"))
             return {**state, "files": dict(state["files"]), "digests": list(state["digests"])}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{MANIFEST} cannot be read ({error})") from None
@@ -96,7 +96,8 @@ class CheckpointFolders:
         for step in self.steps():
             with contextlib.suppress(OSError, json.JSONDecodeError, TypeError):  # damaged
                 check_format(
-                    self.folder(step), json.loads((self.folder(step) / MANIFEST).read_text())
+                    self.folder(step),
+                    json.loads((self.folder(step) / MANIFEST).read_text(encoding="utf-8")),
                 )
 
     def problem(self, step: int, *, share: tuple[int, int] | None = None) -> str | None:
@@ -131,7 +132,9 @@ class CheckpointFolders:
         return None
 
     def _run(self) -> str | None:
-        return self.run_file.read_text().strip() if self.run_file.is_file() else None
+        return (
+            self.run_file.read_text(encoding="utf-8").strip() if self.run_file.is_file() else None
+        )
 
     def quarantine(self, step: int, reason: str) -> Path:
         """Rename a damaged checkpoint and record the reason; nothing is deleted."""
@@ -141,7 +144,7 @@ class CheckpointFolders:
             count += 1
             quarantined = self.path / f"{self.folder(step).name}.damaged-{count}"
         self.folder(step).rename(quarantined)
-        (quarantined / "damage.txt").write_text(reason + "\n")
+        (quarantined / "damage.txt").write_text(reason + "\n", encoding="utf-8")
         return quarantined
 
     def prune(

@@ -141,7 +141,11 @@ class RunDirectory:
     def _is_moved(self, key: str, config: Config) -> bool:
         """Return True if a model's path changed but its content did not."""
         folder = flatten(config.model_dump()).get(key)
-        models = json.loads(self.models_file.read_text()) if self.models_file.is_file() else {}
+        models = (
+            json.loads(self.models_file.read_text(encoding="utf-8"))
+            if self.models_file.is_file()
+            else {}
+        )
         saved: str | None = models.get(key)
         if key not in MODELS or saved is None or not (Path(str(folder)) / "config.json").is_file():
             return False
@@ -168,7 +172,7 @@ class RunDirectory:
     def lock(self) -> None:
         """Lock the directory until this process exits, and create it if it is missing."""
         self.path.mkdir(parents=True, exist_ok=True)
-        file = (self.path / LOCK).open("a+")
+        file = (self.path / LOCK).open("a+", encoding="utf-8")
         if not take_lock(file):
             file.close()
             self.check_free()
@@ -220,7 +224,7 @@ class RunDirectory:
     def _record_changes(self, config: Config) -> None:
         step = max(self.checkpoints.intact_steps(), default=0)
         stamp = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "after_step": step}
-        with (self.path / "changes.jsonl").open("a") as file:
+        with (self.path / "changes.jsonl").open("a", encoding="utf-8") as file:
             for key, (before, now) in self._changes(config).items():
                 if not key.startswith("run."):
                     file.write(json.dumps(stamp | {"key": key, "from": before, "to": now}) + "\n")
@@ -267,7 +271,7 @@ class RunDirectory:
 
     def append_schedule(self, row: dict[str, Any]) -> None:
         """Record which groups a step trained, and when they were generated."""
-        with self.schedule_file.open("a") as file:
+        with self.schedule_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def write_rollouts(

@@ -48,7 +48,7 @@ def examine_run(path: str | Path) -> list[ExaminedPart]:
 def _settings(run: RunDirectory) -> Iterator[ExaminedPart]:
     config = load_config(run.config_file)
     changes = run.path / "changes.jsonl"
-    count = len(changes.read_text().splitlines()) if changes.is_file() else 0
+    count = len(changes.read_text(encoding="utf-8").splitlines()) if changes.is_file() else 0
     changed = f", {count} changed since the start" if count else ""
     yield ExaminedPart(
         "settings", f"{config.objective.name}, {config.trainer.steps} steps{changed}"
@@ -101,7 +101,9 @@ def _checkpoints(run: RunDirectory) -> Iterator[ExaminedPart]:
         yield ExaminedPart(f"checkpoint {step}", f"{size / 2**20:,.1f} MiB", problem)
     for folder in run.checkpoints.damaged():
         reason = folder / "damage.txt"
-        why = reason.read_text().strip() if reason.is_file() else "no reason recorded"
+        why = (
+            reason.read_text(encoding="utf-8").strip() if reason.is_file() else "no reason recorded"
+        )
         yield ExaminedPart(folder.name, f"quarantined: {why}")
     for folder in sorted(run.checkpoints.path.glob(".step_*")):
         yield ExaminedPart(folder.name, "incomplete; the next start removes it")
@@ -110,14 +112,16 @@ def _checkpoints(run: RunDirectory) -> Iterator[ExaminedPart]:
 def _incidents(run: RunDirectory) -> Iterator[ExaminedPart]:
     journal = run.skipped_updates / "skipped_updates.jsonl"
     if journal.is_file():
-        lines = [json.loads(line) for line in journal.read_text().splitlines()]
+        lines = [json.loads(line) for line in journal.read_text(encoding="utf-8").splitlines()]
         if lines:
             last = f"step {lines[-1]['step']}, {lines[-1]['reason']}"
             yield ExaminedPart(
                 "skipped_updates", f"{len(lines)} updates skipped, the last in {last}"
             )
     for file in sorted(run.stalls.glob("*.txt")):
-        yield ExaminedPart("stall", f"{file.name}: {file.read_text().splitlines()[0]}")
+        yield ExaminedPart(
+            "stall", f"{file.name}: {file.read_text(encoding='utf-8').splitlines()[0]}"
+        )
 
 
 def _model(run: RunDirectory) -> Iterator[ExaminedPart]:

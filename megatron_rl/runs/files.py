@@ -19,7 +19,7 @@ def written_whole(file: Path) -> Iterator[Path]:
 def write_atomically(file: Path, text: str) -> None:
     """Replace a file's text atomically."""
     with written_whole(file) as partial:
-        partial.write_text(text)
+        partial.write_text(text, encoding="utf-8")
 
 
 def flush_to_disk(path: Path) -> None:

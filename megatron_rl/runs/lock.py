@@ -15,7 +15,7 @@ def find_holder(lock: Path) -> str | None:
     """
     if not lock.is_file():
         return None
-    with lock.open("a+") as file:
+    with lock.open("a+", encoding="utf-8") as file:
         if take_lock(file):
             return None
         file.seek(0)

@@ -34,7 +34,7 @@ def is_finished(folder: Path, *, steps: int) -> bool:
 def read_rows(file: Path) -> list[dict[str, Any]]:
     """Read the complete rows of a JSON lines file; a missing file has none."""
     rows = []
-    lines = file.read_text().splitlines() if file.exists() else []
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(json.loads(line))

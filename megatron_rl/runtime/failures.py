@@ -45,7 +45,7 @@ class Failure:
     def leave_in(self, folder: str | Path) -> None:
         """Write the failure atomically to the launcher's folder."""
         partial = Path(folder) / f".{self.rank}"
-        partial.write_text(json.dumps(asdict(self)))
+        partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
         partial.rename(Path(folder) / f"{self.rank}.json")
 
     def lines(self, *, to_continue: str) -> str:
@@ -60,7 +60,7 @@ def first_failure(folder: str | Path) -> Failure | None:
     """Return the most informative failure; ties go to the lowest rank."""
     failures = []
     for file in Path(folder).glob("*.json"):
-        values = json.loads(file.read_text())
+        values = json.loads(file.read_text(encoding="utf-8"))
         failures.append(Failure(**values | {"cause": Cause(values["cause"])}))
     return min(failures, key=lambda failure: (failure.cause, failure.rank), default=None)
 

@@ -99,7 +99,9 @@ def _set_variables_from_slurm() -> None:
     nodes = os.environ["SLURM_STEP_NODELIST"]
     try:
         command = ["scontrol", "show", "hostnames", nodes]
-        hosts = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+        hosts = subprocess.run(
+            command, check=True, capture_output=True, encoding="utf-8", errors="replace"
+        ).stdout.split()
     except (OSError, subprocess.CalledProcessError) as error:
         raise UserError(
             f"srun started this process, but the hosts of {nodes} cannot be listed ({error}); put "

@@ -265,7 +265,12 @@ def _is_any_alive(groups: set[int]) -> bool:
     """
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has exited
-            state, _, group = (process / "stat").read_text().rsplit(")", 1)[1].split()[:3]
+            state, _, group = (
+                (process / "stat")
+                .read_text(encoding="utf-8", errors="replace")
+                .rsplit(")", 1)[1]
+                .split()[:3]
+            )
             if int(group) in groups and state not in "ZX":
                 return True
     return False

@@ -147,7 +147,7 @@ def main() -> None:
     outcome = f"the stacks are in {file}"
     try:
         options.folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(describe(samples, stalled=stalled, headline=headline))
+        file.write_text(describe(samples, stalled=stalled, headline=headline), encoding="utf-8")
     except OSError as error:  # kill the ranks even if the disk is full
         outcome = f"the stacks cannot be written: {error}"
     text = f"megatron-rl: {headline}; {outcome}; killing all ranks of this node\n"
@@ -159,7 +159,12 @@ def main() -> None:
 def _stat(process: int) -> list[str] | None:
     """Return the fields of /proc/PID/stat from the state on, or None if the process is gone."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+        return (
+            Path(f"/proc/{process}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rsplit(")", 1)[1]
+            .split()
+        )
     except (OSError, IndexError):
         return None
 

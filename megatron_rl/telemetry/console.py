@@ -46,7 +46,7 @@ class Console:
         """Append text to the log without printing it."""
         if self.is_main_rank and self.log_file is not None:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-            with self.log_file.open("a") as log:
+            with self.log_file.open("a", encoding="utf-8") as log:
                 log.writelines(f"{stamp} {line}\n" for line in text.splitlines() or [""])
 
     @contextmanager

@@ -25,7 +25,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self.device)
             return
         try:
-            Path("/proc/self/clear_refs").write_text("5")
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
         except OSError:
             self._can_reset = False
 
@@ -50,5 +50,5 @@ class PeakMemory:
 
 
 def _resident(field: str) -> int:
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.split(f"{field}:")[1].split()[0]) * 1024

@@ -42,7 +42,9 @@ class SkippedUpdates:
                         lag=batch.lag(step),
                         folder=self.directory.skipped_updates,
                     )
-                with (self.directory.skipped_updates / "skipped_updates.jsonl").open("a") as file:
+                with (self.directory.skipped_updates / "skipped_updates.jsonl").open(
+                    "a", encoding="utf-8"
+                ) as file:
                     row = {"step": step, "update": update, "reason": result.skipped}
                     file.write(json.dumps(row) + "\n")
         self._kept = step

@@ -188,3 +188,27 @@ def test_sizes():
                     f"{file.relative_to(PACKAGE.parent)}:{node.lineno} {node.name}: {size}"
                 )
     assert not wrong, "\n".join(wrong)
+
+
+def is_text_of_the_locale(call: ast.Call) -> bool:
+    """Whether a call reads or writes text in the encoding of the terminal's locale."""
+    given = {keyword.arg for keyword in call.keywords}
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    modes = [arg.value for arg in call.args if isinstance(arg, ast.Constant)]
+    is_text = name in ("read_text", "write_text") or (
+        name in ("run", "Popen") and "text" in given
+    ) or (
+        name in ("open", "fdopen")
+        and any(str(one) and set(str(one)) <= set("rwaxt+") for one in modes)
+    )  # fmt: skip
+    return is_text and "encoding" not in given
+
+
+def test_files_are_utf8_on_every_terminal():
+    wrong = [
+        f"{file.relative_to(PACKAGE)}:{node.lineno} has no encoding"
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and is_text_of_the_locale(node)
+    ]
+    assert not wrong, "\n".join(wrong)

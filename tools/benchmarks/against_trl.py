@@ -77,7 +77,7 @@ def install() -> None:
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(TRL)], check=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     (TRL / "lib" / version / "site-packages" / "project.pth").write_text(
-        "\n".join(path for path in sys.path if path.endswith("-packages")) + "\n"
+        "\n".join(path for path in sys.path if path.endswith("-packages")) + "\n", encoding="utf-8"
     )
     pip = [str(TRL / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-warn-conflicts"]
     subprocess.run([*pip, "--no-deps", VERSIONS[0]], check=True)
@@ -152,7 +152,7 @@ def run_ours(
         "trainer.checkpoint_every=1000", *LAYOUTS[layout], *(own if size.shape else ()), *further,
     ]  # fmt: skip
     _, peak = run_watched(command, environment={"PYTHONPATH": str(ROOT)})
-    lines = (FOLDER / "runs" / run / "metrics.jsonl").read_text().splitlines()
+    lines = (FOLDER / "runs" / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [
         {
             "seconds": row["time/step"],
@@ -210,7 +210,7 @@ def measure(name: str, *, batches: int, file: Path, systems: list[str]) -> None:
         else:
             result = run_ours(name, task, 1 + batches, system)
         line = {"size": name, "system": system, **result}
-        with file.open("a") as out:
+        with file.open("a", encoding="utf-8") as out:
             out.write(json.dumps(line) + "\n")
         print(describe(name, system, [line]), flush=True)
 
@@ -243,7 +243,7 @@ def describe(name: str, system: str, lines: list[dict], trl: float | None = None
 
 def print_table(file: Path) -> None:
     """Format all measurements; `times TRL` is the speedup over TRL."""
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     print(f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}")
     for name in SIZES:
         groups = {

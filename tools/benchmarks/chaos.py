@@ -89,7 +89,7 @@ class Run:
         began = time.monotonic()
         found = run_forked(fault, rank, self.arguments)
         self.seconds += time.monotonic() - began
-        with self.folder.with_suffix(".txt").open("a") as printed:
+        with self.folder.with_suffix(".txt").open("a", encoding="utf-8") as printed:
             printed.write(found["output"] + f"\n-- status {found['status']}\n")
         self.problems += [f"left behind: {one}" for one in found["left"]]
         self.ended = found["status"] == 0
@@ -99,7 +99,7 @@ class Run:
         """Start; record a problem if it ends without a request or a kill."""
         status = self.start(fault, rank=rank)
         if status not in (0, INTERRUPTED, 128 + signal.SIGKILL, 128 + signal.SIGTERM):
-            printed = self.folder.with_suffix(".txt").read_text()[-1500:]
+            printed = self.folder.with_suffix(".txt").read_text(encoding="utf-8")[-1500:]
             self.problems.append(f"a start exited with status {status}: {printed}")
         return status
 
@@ -114,7 +114,7 @@ class Run:
     def made(self, what: str) -> int:
         """Count the updates or rollout batches over all starts."""
         file = self.folder.with_suffix(".made")
-        return file.read_text().split().count(what) if file.exists() else 0
+        return file.read_text(encoding="utf-8").split().count(what) if file.exists() else 0
 
 
 # -- comparing ------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def main() -> None:
         print_cost(part, run, whole, every=args.every)
     for line in lines:
         print(f"\n{line['part']}: {line['starts']} starts; {line['faults']}")
-    (root / "chaos.json").write_text(json.dumps(lines, indent=1))
+    (root / "chaos.json").write_text(json.dumps(lines, indent=1), encoding="utf-8")
     if any(line["problems"] for line in lines):
         raise SystemExit(1)
 

@@ -32,7 +32,7 @@ def count_made(file: Path, *, is_mine: bool) -> None:
 def _counted(call: Callable[..., Any], what: str, file: Path) -> Callable[..., Any]:
     def counted(*args: Any, **options: Any) -> Any:
         result = call(*args, **options)
-        with file.open("a") as stream:
+        with file.open("a", encoding="utf-8") as stream:
             stream.write(f"{what}\n")
         return result
 
@@ -117,9 +117,9 @@ def adopt(folder: Path, older: Path, whole: Path) -> None:
     newest = CheckpointFolders(whole / "checkpoints").intact_steps()[-1]
     shutil.rmtree(folder)
     shutil.copytree(CheckpointFolders(whole / "checkpoints").folder(newest), folder)
-    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     manifest["step"] = int(folder.name.removeprefix("step_"))  # so that only its run differs
-    (folder / MANIFEST).write_text(json.dumps(manifest))
+    (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
 
 
 DAMAGE = {"truncated": truncate, "one bit flipped": flip, "a file missing": lose,

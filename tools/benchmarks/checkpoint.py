@@ -22,7 +22,7 @@ from tools.benchmarks.actor import make_model
 
 def bytes_read():
     """Return the bytes that this process has read from files."""
-    return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
+    return int(Path("/proc/self/io").read_text(encoding="utf-8").split("rchar:")[1].split()[0])
 
 
 def measure(work):

@@ -66,7 +66,10 @@ def main() -> None:
             lines.append(line)
         print(f"\n({name}: {time.monotonic() - start:.0f} s)\n", flush=True)
         if arguments.write:
-            PAGE.write_text(replace_section(PAGE.read_text(), name, "\n".join(lines)))
+            PAGE.write_text(
+                replace_section(PAGE.read_text(encoding="utf-8"), name, "\n".join(lines)),
+                encoding="utf-8",
+            )
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def run(task: Path, settings: dict) -> dict:
 def read_rows(file: Path) -> list[dict[str, float]]:
     """Read verl's log: a line for each step, with its metrics in `data`."""
     rows = []
-    for line in file.read_text().splitlines():
+    for line in file.read_text(encoding="utf-8").splitlines():
         data = json.loads(line)["data"]
         if "timing_s/step" in data:
             rows.append({

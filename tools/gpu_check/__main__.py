@@ -58,7 +58,7 @@ def main():
         "versions": machine.versions(),
         "rows": [asdict(row) for row in rows],
     }
-    arguments.output.write_text(json.dumps(report, indent=2) + "\n")
+    arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(
         f"{report['verdict']}; {report['seconds']:.0f} s; the full report is in {arguments.output}"
     )
@@ -87,7 +87,7 @@ def _run_here(names, answers):
         if planned.name not in names:
             continue
         row = run_row(planned.name, planned.check)
-        with answers.open("a") as file:
+        with answers.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(row)) + "\n")
 
 
@@ -109,7 +109,7 @@ def _run_family(names, seconds):
             died = f"its process exited with status {status.returncode}"
         except subprocess.TimeoutExpired:
             died = f"no answer in {seconds:.0f} s"
-        lines = answers.read_text().splitlines() if answers.exists() else []
+        lines = answers.read_text(encoding="utf-8").splitlines() if answers.exists() else []
         rows = [Row(**json.loads(line)) for line in lines]
     owed = names[len(rows) :]
     rows += [Row(name, status="FAILED", detail=died) for name in owed]

@@ -89,7 +89,7 @@ def check_dry_run(row):
         folder = Path(name) / "model"
         save_random_model(folder)
         config_file = Path(name) / "config.yaml"
-        config_file.write_text(yaml.safe_dump(_values(folder)))
+        config_file.write_text(yaml.safe_dump(_values(folder)), encoding="utf-8")
         dry, real = peaks_of_a_dry_run(config_file), allocated(config_file)
     for phase in PHASES:
         row.note(f"{phase} GiB", real[phase] / 2**30)

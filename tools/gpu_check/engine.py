@@ -127,7 +127,7 @@ def check_quickstart(row):
             *("run.name=quickstart", f"run.dir={runs}"),
         )
         row.note("seconds to train", time.monotonic() - start)
-        lines = (runs / "quickstart" / "metrics.jsonl").read_text().splitlines()
+        lines = (runs / "quickstart" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         judge_quickstart(row, [json.loads(line) for line in lines])
     finally:
         shutil.rmtree(runs)

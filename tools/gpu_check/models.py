@@ -78,7 +78,7 @@ def save_random_model(folder, model=None):
         **(model or dense),
     }
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     torch.manual_seed(0)
     weights = {}
     for name, size in tensor_shapes(read_model_shape(folder)).items():

@@ -80,7 +80,7 @@ def _train(folder, name, *settings, steps=2):
         *("reward.verifier=tools.benchmarks.against_trl:score", "logging.tensorboard=false"),
         *(f"run.dir={folder}", f"run.name={name}", *memory, *settings),
     )
-    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    lines = (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [row for row in map(json.loads, lines) if "time/step" in row]
 
 

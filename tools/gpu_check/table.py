@@ -35,4 +35,4 @@ def section(report):
 
 
 if __name__ == "__main__":
-    print(section(json.loads(Path(sys.argv[1]).read_text())), end="")
+    print(section(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))), end="")

@@ -34,7 +34,7 @@ class Exit:
 def read_exits(folder: str) -> list[Exit]:
     """Read all exits so far, oldest first; incomplete lines are ignored."""
     file = Path(folder) / EXITS
-    lines = file.read_text().splitlines() if file.exists() else []
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     parts = [line.split() for line in lines]
     whole = [each for each in parts if len(each) == 3 and each[1].isdigit() and each[2].isdigit()]
     return [Exit(job, int(restarts), int(status)) for job, restarts, status in whole]
@@ -197,7 +197,7 @@ def is_alive(process: int) -> bool:
     In many containers the first process never reaps its children.
     """
     try:
-        stat = Path(f"/proc/{process}/stat").read_text()
+        stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] not in "ZX"

@@ -28,12 +28,12 @@ def check_inputs(launch: Launch) -> str | None:
     path = os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
-        file.write_text(dump_config(launch.config))
+        file.write_text(dump_config(launch.config), encoding="utf-8")
         command = [launch.python, "-m", "megatron_rl.preflight", str(file), *processes]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=LONGEST,
-                env=os.environ | {"PYTHONPATH": path},
+                command, capture_output=True, encoding="utf-8", errors="replace", check=False,
+                timeout=LONGEST, env=os.environ | {"PYTHONPATH": path},
             )  # fmt: skip
             problems = json.loads(done.stdout.strip().splitlines()[-1])
         except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:

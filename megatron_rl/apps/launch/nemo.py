@@ -28,7 +28,9 @@ def materialize(launch: Launch) -> list[str]:
     with _slurm_experiment(launch) as experiment:
         experiment.dryrun(log=False, delete_exp_dir=False)
         folder = Path(experiment._exp_dir)
-        scripts = [(folder / f"{job.id}_sbatch.sh").read_text() for job in experiment.jobs]
+        scripts = [
+            (folder / f"{job.id}_sbatch.sh").read_text(encoding="utf-8") for job in experiment.jobs
+        ]
     shutil.rmtree(_home(launch))
     return scripts
 

@@ -39,7 +39,7 @@ def find_record(name: str) -> Record:
     Raises ConfigError that lists the known names.
     """
     try:
-        return Record(**json.loads(_file(name).read_text()))
+        return Record(**json.loads(_file(name).read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         for run in (Path(name), Path("runs") / name):
             if (run / "config.yaml").is_file():

@@ -81,5 +81,5 @@ def batch_lines(launch: Launch, *, requeue: int, link: int) -> str:
         "preempt_after": "" if launch.preempt_after is None else launch.preempt_after,
     }
     lines = [f"{name}={shlex.quote(str(value))}" for name, value in quoted.items()]
-    script = Path(__file__).with_name("batch.sh").read_text()
+    script = Path(__file__).with_name("batch.sh").read_text(encoding="utf-8")
     return "\n".join(["set +xv", *lines, f"first_status={_first(launch)}", script])

@@ -87,7 +87,13 @@ def cancel_jobs(jobs: list[str]) -> None:
 def _ask(*command: str, input: str | None = None) -> "subprocess.CompletedProcess[str]":
     try:
         return subprocess.run(
-            command, input=input, capture_output=True, text=True, timeout=SECONDS, check=False
+            command,
+            input=input,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 1, "", f"no answer in {SECONDS} s")

@@ -89,7 +89,12 @@ def _git(*arguments: str, good: tuple[int, ...] = (0,)) -> str | None:
     """Run git next to the package; returns its output, or None if it fails or is missing."""
     try:
         done = subprocess.run(
-            ["git", *arguments], cwd=PACKAGE.parent, capture_output=True, text=True, check=False
+            ["git", *arguments],
+            cwd=PACKAGE.parent,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
         )
     except OSError:
         return None

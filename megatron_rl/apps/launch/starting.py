@@ -133,11 +133,11 @@ def _written(launch: Launch, *, keep: bool) -> Iterator[None]:
         ) from error
     try:
         launch.source.copy_to(launch.folder / "source")
-        (launch.folder / "config.yaml").write_text(dump_config(launch.config))
-        (launch.folder / "source.sha256").write_text(f"{launch.source.digest}\n")
-        (launch.folder / "uncommitted.diff").write_text(launch.source.uncommitted)
-        (launch.folder / "rank.sh").write_text(rank_script(launch))
-        (launch.folder / "local.sh").write_text(local_script(launch))
+        (launch.folder / "config.yaml").write_text(dump_config(launch.config), encoding="utf-8")
+        (launch.folder / "source.sha256").write_text(f"{launch.source.digest}\n", encoding="utf-8")
+        (launch.folder / "uncommitted.diff").write_text(launch.source.uncommitted, encoding="utf-8")
+        (launch.folder / "rank.sh").write_text(rank_script(launch), encoding="utf-8")
+        (launch.folder / "local.sh").write_text(local_script(launch), encoding="utf-8")
         yield
     except BaseException:
         shutil.rmtree(made)
@@ -212,7 +212,7 @@ def _stop_run(launch: Launch) -> None:
 def _process_of_run(launch: Launch) -> int | None:
     """Return the process id of the run; None if it has not started or has exited."""
     try:
-        process = int((launch.folder / "pid").read_text())
+        process = int((launch.folder / "pid").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return process if is_alive(process) else None

@@ -185,5 +185,5 @@ def write_config_json(shape: ModelShape, folder: Path) -> Path:
             "norm_topk_prob": shape.experts.normalize_top_k,
         }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
     return folder

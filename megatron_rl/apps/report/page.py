@@ -65,7 +65,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _asset(name: str) -> str:
-    return (files("megatron_rl.apps.report") / "assets" / name).read_text()
+    return (files("megatron_rl.apps.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:

@@ -92,7 +92,7 @@ def find_runs(paths: Iterable[str | Path]) -> list[Run]:
 
 def _read_config(file: Path) -> dict[str, Any]:
     try:
-        config = yaml.safe_load(file.read_text()) if file.is_file() else None
+        config = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
     except yaml.YAMLError as error:
         raise UserError(f"{file} is damaged: {error}; repair it") from error
     return config or {}

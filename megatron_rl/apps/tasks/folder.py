@@ -24,7 +24,7 @@ def make_folder_once(
     """
     file, name = output / "made.json", summary.partition(":")[0]
     if file.is_file():
-        made: dict[str, Any] = json.loads(file.read_text())
+        made: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if all(made.get(key) == value for key, value in stamp.items()):
             report(f"{name}: already in {output}")
             return made
@@ -35,7 +35,7 @@ def make_folder_once(
         folder = Path(parent) / "made"
         folder.mkdir()
         made = stamp | make(folder)
-        (folder / file.name).write_text(json.dumps(made, indent=2) + "\n")
+        (folder / file.name).write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
         if output.exists():
             shutil.rmtree(output)
         folder.rename(output)

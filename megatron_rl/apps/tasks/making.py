@@ -51,7 +51,7 @@ def make_once(
     digest = compute_digest(settings)
     stamp = output / STAMP
     if stamp.is_file():
-        made: dict[str, Any] = json.loads(stamp.read_text())
+        made: dict[str, Any] = json.loads(stamp.read_text(encoding="utf-8"))
         _check_same(output, made["settings"], settings)
         if made["digest"] != digest:
             report(
@@ -63,13 +63,13 @@ def make_once(
         raise UserError(f"{output} is not empty and contains no task; choose another folder")
     unfinished = output.parent / f".{output.name}-{digest[:12]}"
     unfinished.mkdir(parents=True, exist_ok=True)
-    with (unfinished / LOCK).open("a") as lock:
+    with (unfinished / LOCK).open("a", encoding="utf-8") as lock:
         if not take_lock(lock):
             raise UserError(f"{output} is being made by another `megatron-rl task`; wait for it")
         made = {"digest": digest, "settings": asdict(settings)} | _make(
             unfinished, settings, report
         )
-        (unfinished / STAMP).write_text(json.dumps(made, indent=2) + "\n")
+        (unfinished / STAMP).write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
         for name in (STATE, LOCK):
             (unfinished / name).unlink(missing_ok=True)
         if output.exists():
