@@ -191,7 +191,7 @@ def test_sizes():
 
 
 def is_text_of_the_locale(call: ast.Call) -> bool:
-    """Whether a call reads or writes text in the encoding of the terminal's locale."""
+    """True if a call reads or writes text in the encoding of the terminal's locale."""
     given = {keyword.arg for keyword in call.keywords}
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     modes = [arg.value for arg in call.args if isinstance(arg, ast.Constant)]

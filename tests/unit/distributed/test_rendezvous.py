@@ -1,4 +1,4 @@
-"""A start that waits for other ranks says for which and where."""
+"""Messages of a start that waits for other ranks."""
 
 from datetime import timedelta
 
