@@ -20,7 +20,7 @@ from megatron_rl.runtime.processes import (
 )
 
 FROM_RUN = ("seed", "data", "rollout", "reward", "eval")  # config sections taken from a run
-READ = (*FROM_RUN, "parallel", "trainer.dtype")  # settings that an evaluation reads
+READ = (*FROM_RUN, "parallel", "model.trust_remote_code", "trainer.dtype")  # settings that an evaluation reads
 
 
 def add_parser(commands: Commands) -> None:
@@ -80,7 +80,7 @@ def evaluation_config(model: str, data: list[str] | None, overrides: list[str]) 
     if (folder / "metrics.jsonl").is_file() or (folder / "log.txt").is_file():
         values = _settings_of_run(folder)
         folder = folder / "model"
-    values["model"] = {"path": str(folder)}
+    values["model"] = {**values.get("model", {}), "path": str(folder)}
     if data:
         named = list(map(_split_name, data))
         names = [name for name, _ in named]
@@ -117,8 +117,9 @@ def _settings_of_run(folder: Path) -> dict[str, Any]:
     values = {key: saved[key] for key in FROM_RUN if key in saved}
     # `rollout.mismatch` perturbs the engine during training only.
     values.get("rollout", {}).pop("mismatch", None)
-    if "dtype" in saved.get("trainer", {}):
-        values["trainer"] = {"dtype": saved["trainer"]["dtype"]}
+    for section, key in (("trainer", "dtype"), ("model", "trust_remote_code")):
+        if key in saved.get(section, {}):
+            values[section] = {key: saved[section][key]}
     return values
 
 

@@ -1,6 +1,6 @@
 """The config of a run, and the rules that involve more than one section."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -324,6 +324,11 @@ class Config(Section):
     def warmup_updates(self) -> int:
         """Optimizer updates until the learning rate reaches its full value."""
         return round(self.optimizer.warmup_steps * self.updates_per_step)
+
+    @property
+    def tokenizer_options(self) -> dict[str, Any]:
+        """Options of `load_tokenizer` for the model."""
+        return {"template": self.data.template, "trust_remote_code": self.model.trust_remote_code}
 
     @property
     def max_model_tokens(self) -> int:

@@ -68,6 +68,9 @@ class ModelSection(Section):
     `OWNER/NAME` or `OWNER/NAME@REVISION` (`docs/prompts.md`). Required."""
     reference: str | None = None
     """Model of the frozen reference policy that `objective.kl` uses; null uses `model.path`."""
+    trust_remote_code: bool = False
+    """Run the tokenizer's Python code in the model folder, if it has no `tokenizer.json`, as in
+    Moonlight and Kimi (`docs/models.md`). The model itself never comes from such code."""
     transformer_engine: bool | None = None
     """Use Transformer Engine; null uses it in bfloat16 on CUDA if it is installed."""
     fp8: Literal["tensorwise", "blockwise"] | None = None

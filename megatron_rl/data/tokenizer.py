@@ -1,18 +1,20 @@
 """Load the tokenizer of a model folder and check that training can use it."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_rl.data.tokenizer_code import import_class
+from megatron_rl.data.tokenizer_probe import check_tokenizer_files
 from megatron_rl.errors import UserError
 
 Template = Literal["chat", "raw"]
 
-# AutoTokenizer takes these classes for the architectures that are supported (transformers' table
-# of tokenizers by model_type). Its import takes two seconds more, most of them for torch.
-_GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
-_QWEN = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
-_QWEN_MODELS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+# Classes of transformers that split texts for vocab.json and merges.txt as their models need it.
+_BYTE_LEVEL = ("Qwen2Tokenizer", "GPT2Tokenizer")
+# Files of tokenizers, which say nothing about how a text is split before its pieces are joined.
+_OTHER_FILES = ("*.model", "*.model.*", "*.tiktoken", "tekken.json", "vocab.*", "merges.txt")
 
 
 def find_tokenizer(folder: str | Path) -> None:
@@ -24,17 +26,29 @@ def find_tokenizer(folder: str | Path) -> None:
         )
 
 
-def load_tokenizer(folder: str | Path, *, template: Template = "chat") -> Any:
+def load_tokenizer(
+    folder: str | Path, *, template: Template = "chat", trust_remote_code: bool = False
+) -> Any:
     """Load the tokenizer of a Hugging Face model folder.
 
-    Raises ValueError if there is none, or if it lacks what training needs: a chat template, which
-    turns messages into a prompt, and an end-of-sequence token, which ends a response.
+    tokenizer.json decides how texts are split and joined, whatever class tokenizer_config.json
+    names. Without it, the folder's own code is used if trust_remote_code is set. Raises UserError if
+    there is no tokenizer or one that cannot be relied on, if it encodes or decodes a few texts
+    otherwise than tokenizer.json, or if it lacks what training needs: a chat template, which turns
+    messages into a prompt, and an end-of-sequence token, which ends a response.
     """
-    if not Path(folder).is_dir():
+    folder = Path(folder)
+    if not folder.is_dir():
         raise UserError(f"model folder {folder} does not exist")
     find_tokenizer(folder)
+    settings = _read(folder / "tokenizer_config.json")
+    code = _code_of(folder, settings, trusted=trust_remote_code)
     try:
-        tokenizer = _class_of(Path(folder)).from_pretrained(str(folder), local_files_only=True)
+        kind = _class_of(folder, settings) if code is None else import_class(folder, code)
+        tokenizer = kind.from_pretrained(str(folder), local_files_only=True)
+        _restore_templates(tokenizer, folder, settings)
+    except UserError:
+        raise
     except Exception as error:  # the libraries below raise many kinds, Exception itself among them
         reason = str(error).strip().splitlines()[0:1]
         raise UserError(
@@ -42,6 +56,7 @@ def load_tokenizer(folder: str | Path, *, template: Template = "chat") -> Any:
             "tokenizer's files again from the model that its weights come from"
         ) from error
     check_tokenizer(tokenizer, name=str(folder), template=template)
+    check_tokenizer_files(tokenizer, folder)
     return tokenizer
 
 
@@ -70,29 +85,56 @@ def describe_outside(tokenizer: Any, *, folder: str | Path, vocab_size: int) -> 
     )
 
 
-def _class_of(folder: Path) -> Any:
-    """The class that AutoTokenizer would choose, or AutoTokenizer itself where that is not sure."""
-    named, model = (
-        _read(folder / file).get(key, "")
-        for file, key in (
-            ("tokenizer_config.json", "tokenizer_class"),
-            ("config.json", "model_type"),
+def _code_of(folder: Path, settings: Mapping[str, Any], *, trusted: bool) -> str | None:
+    """Return `module.Class` of the code that a folder without tokenizer.json names, if it does."""
+    named = settings.get("auto_map") or {}
+    named = named.get("AutoTokenizer") if isinstance(named, dict) else named
+    if isinstance(named, list):  # for slow and fast, of which one may be null
+        named = next((name for name in reversed(named) if name), None)
+    if not named or (folder / "tokenizer.json").is_file():
+        return None
+    if not trusted:
+        raise UserError(
+            f"{folder} has no tokenizer.json, and its tokenizer is code of its own ({named}, by "
+            "auto_map in tokenizer_config.json); read that code, and set "
+            "model.trust_remote_code=true to run it"
         )
+    return str(named)
+
+
+def _class_of(folder: Path, settings: Mapping[str, Any]) -> Any:
+    """Return the class that reads the folder, whose rules for splitting texts are the model's."""
+    import transformers
+
+    if (folder / "tokenizer.json").is_file():
+        return transformers.PreTrainedTokenizerFast  # not the class named: it has its own rules
+    name = str(settings.get("tokenizer_class")).removesuffix("Fast")
+    has_merges = (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
+    if has_merges and name in _BYTE_LEVEL:
+        return getattr(transformers, name)
+    found = sorted({file.name for pattern in _OTHER_FILES for file in folder.glob(pattern)})
+    raise UserError(
+        f"{folder} has no tokenizer.json, and {', '.join(found) or 'what it has'} alone does not "
+        "determine the tokens of a text: add tokenizer.json of the published model, or, if that "
+        "has none, its code (tokenization_*.py) and the tokenizer_config.json that names it"
     )
-    plain = (folder / "tokenizer.json").is_file() and "auto_map" not in _read(
-        folder / "tokenizer_config.json"
-    )
-    if plain and named in _QWEN and model in _QWEN_MODELS:
-        from transformers import Qwen2Tokenizer
 
-        return Qwen2Tokenizer
-    if plain and named in _GENERIC and model == "llama":
-        from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer
+def _restore_templates(tokenizer: Any, folder: Path, settings: Mapping[str, Any]) -> None:
+    """Add the chat templates that transformers' tokenizers do not read.
 
-    return AutoTokenizer
+    They are in chat_template.json, as of models with images, and in tokenizer_config.json, if
+    additional_chat_templates/ has further ones.
+    """
+    found = tokenizer.chat_template
+    if not found:
+        tokenizer.chat_template = _read(folder / "chat_template.json").get("chat_template")
+    elif isinstance(found, dict) and "default" not in found:
+        given = settings.get("chat_template") or {}
+        if isinstance(given, list):
+            given = {one["name"]: one["template"] for one in given}
+        given = {"default": given} if isinstance(given, str) else given
+        tokenizer.chat_template = {**given, **found}
 
 
 def _read(file: Path) -> dict[str, Any]:

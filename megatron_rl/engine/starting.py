@@ -1,7 +1,8 @@
 """Construction of vLLM in the trainer's process, with the process state restored."""
 
+import copy
 import secrets
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
@@ -45,8 +46,11 @@ def check_expert_parallel(requested: bool, *, on_cuda: bool) -> bool:
     return requested
 
 
-def start_vllm(topology: Topology, arguments: dict[str, Any]) -> Any:
-    """Construct vLLM's LLM and restore the process state; collective."""
+def start_vllm(topology: Topology, arguments: dict[str, Any], *, tokenizer: Any = None) -> Any:
+    """Construct vLLM's LLM and restore the process state; collective.
+
+    tokenizer: finds stop strings in what it decodes; None: vLLM decodes nothing.
+    """
     local_rank = topology.device.index or 0 if topology.device.type == "cuda" else topology.rank
     with hosted_start(rank=topology.rank, world_size=topology.world_size, local_rank=local_rank):
         with without_garbage_collection():
@@ -55,6 +59,7 @@ def start_vllm(topology: Topology, arguments: dict[str, Any]) -> Any:
             from megatron_rl.engine import inproc
 
         inproc.register()
+        arguments = arguments | _tokenizer_arguments(tokenizer)
         with inproc.own_shared_memory(_shared_token()):
             llm = LLM(weight_transfer_config={"backend": inproc.BACKEND}, **arguments)
     _STARTED.append(llm)
@@ -62,6 +67,34 @@ def start_vllm(topology: Topology, arguments: dict[str, Any]) -> Any:
     if finalizer := getattr(llm.llm_engine.engine_core, "_finalizer", None):
         finalizer.detach()
     return llm
+
+
+class GivenTokenizer:
+    """vLLM's way to load a tokenizer: returns the trainer's.
+
+    vLLM would choose a class by itself, whose texts may lack the spaces of a stop string.
+    """
+
+    given: ClassVar[Any] = None
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        from vllm.tokenizers.hf import get_cached_tokenizer
+
+        return get_cached_tokenizer(copy.copy(cls.given))
+
+
+def _tokenizer_arguments(tokenizer: Any) -> dict[str, Any]:
+    if tokenizer is None:
+        return {"skip_tokenizer_init": True}
+    from vllm.renderers.registry import RENDERER_REGISTRY
+    from vllm.tokenizers.registry import TokenizerRegistry
+
+    GivenTokenizer.given = tokenizer
+    mode = f"megatron_rl_{len(_STARTED)}"  # vLLM caches tokenizers by mode and folder
+    TokenizerRegistry.register(mode, __name__, GivenTokenizer.__name__)
+    RENDERER_REGISTRY.register(mode, "vllm.renderers.hf", "HfRenderer")
+    return {"skip_tokenizer_init": False, "tokenizer_mode": mode}
 
 
 def _shared_token() -> str:

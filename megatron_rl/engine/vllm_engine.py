@@ -64,7 +64,7 @@ class VllmEngine:
     """vLLM in the actor's processes, with weights received directly from the actor.
 
     model_folder: its config.json is read, its weights are not.
-    tokenizer: decodes responses; None leaves their texts empty.
+    tokenizer: decodes responses, and finds `stop` in them; None leaves their texts empty.
     tensor: ranks per engine; must divide the world size and the model's heads.
     expert_parallel: whole experts on each rank instead of a slice of every expert.
     topology: the actor's rank, world size and device. Process groups must exist.
@@ -126,13 +126,14 @@ class VllmEngine:
         arguments |= {
             "model": str(model_folder), "dtype": str(dtype).removeprefix("torch."), "seed": seed,
             "tensor_parallel_size": tensor, "max_num_seqs": max_num_seqs,
-            "skip_tokenizer_init": not stop, "kv_cache_memory_bytes": kv_cache_bytes,
+            "kv_cache_memory_bytes": kv_cache_bytes,
             "gpu_memory_utilization": gpu_memory_utilization,
             "enable_expert_parallel": check_expert_parallel(expert_parallel, on_cuda=on_cuda),
         }  # fmt: skip
         arguments |= route_arguments(on_cuda=on_cuda) if routes else {}
         arguments |= lora_arguments(adapters, self.shape)
-        self._llm = start_vllm(topology, arguments | dict(further_arguments or {}))
+        arguments |= dict(further_arguments or {})
+        self._llm = start_vllm(topology, arguments, tokenizer=tokenizer if stop else None)
         self._routes = EngineRoutes(self._llm, self.shape, on_cuda=on_cuda) if routes else None
         self._adapters = start_adapters(self._llm, self, adapters, self._resharder.settings)
         limit = max_num_seqs if on_cuda else None

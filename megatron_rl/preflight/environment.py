@@ -61,7 +61,7 @@ class EnvironmentTrial:
         assert self.config.environment is not None
         turn = "" if self.config.environment.on_error == "end" else "."
         tried = f"tried with {'the turn .' if turn else 'an empty turn'}, it"
-        tokenizer = load_tokenizer(self.config.model.path, template=self.config.data.template)
+        tokenizer = load_tokenizer(self.config.model.path, **self.config.tokenizer_options)
         sampled = [*tokenizer(turn, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         tokens = TurnTokens(list(prompt.token_ids), sampled, [0.0] * len(sampled), True)
         self.pool.send(0, turn, tokens)

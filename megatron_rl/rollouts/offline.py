@@ -41,7 +41,7 @@ class OfflineRollouts:
         """Open `offline.rollouts`; reads only the number of rows. ConfigError for bad files."""
         check_rollout_files(Path(str(config.offline.rollouts)))
         files = find_rollout_files(Path(str(config.offline.rollouts)))
-        tokenizer = load_tokenizer(config.model.path, template=config.data.template)
+        tokenizer = load_tokenizer(config.model.path, **config.tokenizer_options)
         return cls(
             config, files, np.cumsum([pq.read_metadata(f).num_rows for f in files]), tokenizer
         )

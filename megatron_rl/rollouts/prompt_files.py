@@ -33,7 +33,7 @@ def read_sets(
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        tokenizer = load_tokenizer(config.model.path, template=config.data.template)
+        tokenizer = load_tokenizer(config.model.path, **config.tokenizer_options)
     except ValueError as error:
         raise ConfigError(f"model.path: {error}") from error
     # New names: another node may still see an older file of this name, or its size.
@@ -64,7 +64,7 @@ def prompt_problems(
     A rank may still find a bad row after those that are read here.
     """
     try:
-        tokenizer = load_tokenizer(config.model.path, template=config.data.template)
+        tokenizer = load_tokenizer(config.model.path, **config.tokenizer_options)
         find_stop_rule(
             config.model.path, tokenizer, vocab_size=shape.vocab_size,
             token_ids=config.rollout.stop_token_ids,

@@ -296,7 +296,7 @@ def build_engine(
     on_cuda = topology.device.type == "cuda"
     return VllmEngine(
         config.model.path,
-        tokenizer=load_tokenizer(config.model.path, template=config.data.template),
+        tokenizer=load_tokenizer(config.model.path, **config.tokenizer_options),
         tensor=config.rollout.tensor,
         expert_parallel=config.rollout.expert_parallel,
         topology=topology,

@@ -58,7 +58,7 @@ def open_conversations(
         tools = gather_from_ranks(pool.tools if pool is not None else [])[0]
         config = with_tools(config, tools)
         renderer = TurnRenderer(
-            load_tokenizer(config.model.path, template=config.data.template),
+            load_tokenizer(config.model.path, **config.tokenizer_options),
             config.data.template,
             config.data.template_arguments,
         )

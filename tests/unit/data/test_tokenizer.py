@@ -1,48 +1,206 @@
-"""Tokenizers of model folders: which class reads one, and what a raw prompt becomes."""
+"""Tokenizers of model folders: whose tokens they give, and what a raw prompt becomes."""
 
 import json
 import subprocess
 import sys
+from functools import partial
 
 import pytest
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.prompts import load_prompts, tokenize_messages
 from megatron_rl.data.rows import count_rows
 from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.data.tokenizer_probe import check_tokenizer_files
+from megatron_rl.errors import UserError
 from tests.unit.data.test_prompts import build_row, build_tokenizer, write
-from tests.unit.tools.test_make_tiny_task import tiny
+from tests.unit.data.tokenizer_folders import (
+    BOS,
+    EOS,
+    TEMPLATE,
+    TURN,
+    byte_level,
+    metaspace,
+    write_folder,
+    write_tekken,
+    write_tiktoken,
+)
 
-QWEN = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
-LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+# Families of docs/models.md: form, model_type and the classes that published folders name.
+FAMILIES = [
+    ("bytes", "qwen2", "Qwen2Tokenizer"), ("bytes", "qwen3_moe", "Qwen2Tokenizer"),
+    ("bytes", "qwen2", "LlamaTokenizerFast"), ("bytes", "qwen3", "LlamaTokenizerFast"),
+    ("bytes, BOS", "llama", "PreTrainedTokenizerFast"), ("bytes", "llama", "LlamaTokenizerFast"),
+    ("bytes", "llama", "LlamaTokenizer"), ("bytes", "llama", "GPT2Tokenizer"),
+    ("prefix", "llama", "LlamaTokenizer"), ("prefix", "mistral", "LlamaTokenizer"),
+    ("bytes, BOS", "mistral", "PreTrainedTokenizerFast"), ("bytes, BOS", "mistral", "GPT2Tokenizer"),
+    ("bytes, BOS", "mistral", "LlamaTokenizer"), ("no prefix", "gemma3_text", "GemmaTokenizer"),
+    ("bytes", "gpt_oss", "PreTrainedTokenizerFast"), ("bytes", "glm4_moe", "PreTrainedTokenizerFast"),
+    ("bytes", "deepseek_v3", "LlamaTokenizerFast"), ("bytes", "deepseek_v3", "LlamaTokenizer"),
+    ("bytes", "llama", "TokenizersBackend"), ("bytes", "qwen2", None),
+]  # fmt: skip
+FORMS = {
+    "bytes": byte_level, "bytes, BOS": partial(byte_level, adds_bos=True),
+    "prefix": partial(metaspace, prefix=True), "no prefix": partial(metaspace, prefix=False),
+}  # fmt: skip
+MESSAGES = [{"role": "user", "content": "hello world, how are you?"}]
 
 
-def save(folder, *, config, tokenizer_class):
-    build_tokenizer().save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(config))
-    file = folder / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": tokenizer_class}))
+@pytest.mark.parametrize(("form", "model_type", "name"), FAMILIES)
+def test_tokens_are_those_of_tokenizer_json(tmp_path, form, model_type, name):
+    # add_bos_token: read by transformers 4 for some classes, and no part of tokenizer.json
+    write_folder(
+        tmp_path, FORMS[form](), model_type=model_type, tokenizer_class=name,
+        add_bos_token="BOS" not in form, add_prefix_space=True, legacy=True,
+        clean_up_tokenization_spaces=True,
+    )  # fmt: skip
+    if model_type == "mistral":
+        write_tekken(tmp_path)
+    loaded, file = load_tokenizer(tmp_path), Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    text = "hello world , how are you?  don't\n\t1234 Größe 😀"
+    for whole in (False, True):
+        ids = file.encode(text, add_special_tokens=whole).ids
+        assert loaded(text, add_special_tokens=whole)["input_ids"] == ids
+    assert loaded.decode(ids, skip_special_tokens=True) == text
+    assert (loaded.bos_token, loaded.eos_token) == (BOS, EOS)
+    assert loaded.eos_token_id == file.token_to_id(EOS)
+    assert loaded.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True) == (
+        f"{BOS}{TURN}{MESSAGES[0]['content']}{TURN}"
+    )
 
 
 @pytest.mark.parametrize(
-    ("config", "tokenizer_class"),
-    [(LLAMA, "PreTrainedTokenizerFast"), (LLAMA, "TokenizersBackend"),
-     (QWEN, "PreTrainedTokenizerFast")],
-)  # fmt: skip
-def test_class_equals_auto_tokenizer(tmp_path, config, tokenizer_class):
-    save(tmp_path, config=config, tokenizer_class=tokenizer_class)
-    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    assert type(ours) is type(theirs)
+    ("changes", "message"),
+    [
+        ({"split_special_tokens": True}, r"encodes '<\|begin\|> a"),
+        (
+            {"added_tokens_decoder": {"302": {"content": TURN, "rstrip": True, "special": True}}},
+            r"encodes '<\|turn\|> a .*\[.*\], but tokenizer.json to \[",
+        ),
+        (
+            {"added_tokens_decoder": {"303": {"content": "zebra", "special": True}}},
+            r"encodes 'zebra a zebra.*' to \[303, .*correct what changes them in",
+        ),
+    ],
+)
+def test_settings_that_contradict_tokenizer_json_are_refused(tmp_path, changes, message):
+    write_folder(tmp_path, byte_level(), model_type="llama", **changes)
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(tmp_path)
 
 
-def test_class_of_model_saved_by_transformers(tmp_path):
-    tiny.build_tokenizer(128).save_pretrained(tmp_path)
-    for kind in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"):
-        (tmp_path / "config.json").write_text(json.dumps(QWEN | {"model_type": kind}))
-        ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-        assert type(ours) is type(theirs)
-        text = "Work out 4 + 2 modulo 10."
-        assert ours(text)["input_ids"] == theirs(text)["input_ids"]
+def test_probe_compares_class_of_transformers_with_tokenizer_json(tmp_path):
+    """The class that transformers 5 chooses itself: it loses the spaces."""
+    settings = {"model_type": "llama", "tokenizer_class": "LlamaTokenizerFast"}
+    write_folder(tmp_path, byte_level(), **settings)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    with pytest.raises(UserError, match="LlamaTokenizer encodes 'Hello world, how are you"):
+        check_tokenizer_files(theirs, tmp_path)
+
+
+def test_settings_that_change_no_token_are_accepted(tmp_path):
+    """Padding is unused, and transformers cuts and pads only if it is asked to."""
+    tokenizer = byte_level()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=64)
+    write_folder(tmp_path, tokenizer, model_type="llama", pad_token="[PAD]", model_max_length=8)
+    text = "hello world, how are you?"
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.decode(loaded(text)["input_ids"]) == text
+
+
+@pytest.mark.parametrize(
+    ("given", "files"),
+    [
+        ([{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "x"}], {}),
+        (None, {"chat_template.jinja": TEMPLATE}),
+        ("old", {"chat_template.jinja": TEMPLATE}),
+        (None, {"chat_template.json": json.dumps({"chat_template": TEMPLATE})}),
+        (TEMPLATE, {"additional_chat_templates/tool_use.jinja": "x"}),
+        (None, {"chat_template.jinja": TEMPLATE, "additional_chat_templates/tool_use.jinja": "x"}),
+    ],
+)
+def test_chat_template_is_read_from_every_published_place(tmp_path, given, files):
+    write_folder(tmp_path, byte_level(), model_type="llama", chat_template=given)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    text = load_tokenizer(tmp_path).apply_chat_template(MESSAGES, tokenize=False)
+    assert text == f"{BOS}{TURN}{MESSAGES[0]['content']}"
+
+
+def test_code_of_folder_runs_only_if_it_is_trusted(tmp_path):
+    write_tiktoken(tmp_path)
+    with pytest.raises(UserError, match=r"tokenization_moonshot.* set\s+model.trust_remote_code"):
+        load_tokenizer(tmp_path)
+    loaded = load_tokenizer(tmp_path, trust_remote_code=True)
+    assert type(loaded).__name__ == "TikTokenTokenizer"
+    # 256: don't is whole, which a generic pattern would split; 257: BOS; 259: the turn
+    assert loaded("a don't")["input_ids"] == [ord("a"), ord(" "), 256]
+    prompt = tokenize_messages([{"role": "user", "content": "don't"}], loaded, arguments={})
+    assert prompt == [257, 259, 256, 259]
+    assert loaded.decode([257, 259, 256, 258], skip_special_tokens=True) == "don't"
+    assert loaded.eos_token_id == 258
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text.replace("|.", "|\\S"), r"encodes 'Hello world.*decodes to 'Helloworld"),
+        (lambda text: "import nothing_of_this_name", "cannot be imported .*nothing_of_this_name"),
+        (lambda text: text.replace('"replace"', '"replace").lower('), r"decodes to 'hello"),
+    ],
+)
+def test_code_that_loses_text_is_refused(tmp_path, change, message):
+    write_tiktoken(tmp_path)
+    file = tmp_path / "tokenization_moonshot.py"
+    file.write_text(change(file.read_text()))
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(tmp_path, trust_remote_code=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "files", "message"),
+    [
+        ({"auto_map": None}, ["tiktoken.model"], "tiktoken.model alone does not determine"),
+        ({"auto_map": {"AutoTokenizer": ["some/model--code.Kind", None]}}, [], "not in the folder"),
+        ({"auto_map": None}, ["tekken.json"], "tekken.json alone"),
+        ({"auto_map": None}, ["tokenizer.model"], "tokenizer.model alone does not"),
+        ({"auto_map": None}, ["tokenizer.model.v3"], "tokenizer.model.v3 alone"),
+        ({"auto_map": None}, ["vocab.json", "merges.txt"], "merges.txt, vocab.json alone"),
+        ({"auto_map": None}, [], "what it has alone does not"),
+    ],
+)
+def test_files_that_do_not_determine_tokens_are_refused(tmp_path, settings, files, message):
+    write_tiktoken(tmp_path, **settings)
+    (tmp_path / "tiktoken.model").unlink()
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(tmp_path, trust_remote_code=True)
+
+
+def test_vocabulary_and_merges_of_qwen_are_read(tmp_path):
+    """As transformers 4 saved its slow tokenizers."""
+    saved = json.loads(byte_level().to_str())
+    added = {str(token["id"]): {"content": token["content"], "special": True}
+             for token in saved["added_tokens"]}  # fmt: skip
+    write_folder(
+        tmp_path, None, model_type="qwen2", tokenizer_class="Qwen2Tokenizer",
+        added_tokens_decoder=added,
+    )  # fmt: skip
+    (tmp_path / "vocab.json").write_text(json.dumps(saved["model"]["vocab"]))
+    merges = "\n".join(" ".join(pair) for pair in saved["model"]["merges"])
+    (tmp_path / "merges.txt").write_text(merges)
+    loaded, text = load_tokenizer(tmp_path), "hello  world,\n don't 😀"
+    assert loaded.decode(loaded(text)["input_ids"]) == text
+    assert loaded(TURN)["input_ids"] == [int(list(added)[2])]
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["added_tokens_decoder"]["900"] = settings["added_tokens_decoder"].pop("302")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=r"the token '<\|turn\|>' to \[302\], but its id is 900"):
+        load_tokenizer(tmp_path)
 
 
 def test_raw_prompt_is_text_with_what_tokenizer_adds(tmp_path):
@@ -78,6 +236,6 @@ def test_command_checks_run_without_torch():
     """Its import alone takes longer than all checks."""
     code = (
         "import sys; sys.modules['torch'] = None; import megatron_rl.preflight.start; "
-        "from transformers import Qwen2Tokenizer; assert 'vllm' not in sys.modules"
+        "from transformers import PreTrainedTokenizerFast; assert 'vllm' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -42,7 +42,7 @@ class Letters:
 
 @pytest.fixture(autouse=True)
 def _letters(monkeypatch):
-    monkeypatch.setattr(offline, "load_tokenizer", lambda folder, template: Letters())
+    monkeypatch.setattr(offline, "load_tokenizer", lambda folder, **options: Letters())
 
 
 def config(path, **sections):
@@ -347,7 +347,7 @@ def test_rows_are_found_across_blocks_and_files(tmp_path):
 
 
 def _read_on_ranks(rank, world_size, path):
-    offline.load_tokenizer = lambda folder, template: Letters()
+    offline.load_tokenizer = lambda folder, **options: Letters()
     lines = []
     settings = config(path, trainer={"steps": 2})
     rollouts = OfflineRollouts.load(settings, lines.append)
