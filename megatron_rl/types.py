@@ -30,6 +30,7 @@ class Prompt:
     ground_truth: str
     data_source: str
     row: str = "{}"  # the whole row of the prompt set, as JSON
+    text: str = ""  # what token_ids decode to, special tokens included; empty: not decoded
 
 
 @dataclass(frozen=True)

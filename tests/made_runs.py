@@ -133,6 +133,7 @@ def _write_step(
             (1,),
             "7",
             "toy",
+            text=f"<user>What {seed}? {HOSTILE[0]} {HOSTILE[3]}<end>",
         )
         for sample in range(GROUP):
             length = int(draw.integers(LENGTH // 2, LENGTH + 1))

@@ -86,15 +86,14 @@ def _print_group(rows: Sequence[dict[str, Any]], *, most: int) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from megatron_rl.runs.rollouts import printable, response_text, shorten
+    from megatron_rl.runs.rollouts import printable, prompt_text, response_text, shorten
 
     def text(value: object) -> Text:
         return Text(shorten(printable(value), most))
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    for name in ("prompt", "ground_truth"):
-        title = {"prompt": "prompt", "ground_truth": "truth "}[name]
-        console.print(Text(f"\n  {title} | ") + text(rows[0][name]), end="")
+    for name, shown in (("prompt", prompt_text(rows[0])), ("truth ", rows[0]["ground_truth"])):
+        console.print(Text(f"\n  {name} | ") + text(shown), end="")
     table = Table(show_lines=True)
     for name in ("", "reward", "advantage", "tokens", "extracted"):
         table.add_column(name, justify="right")

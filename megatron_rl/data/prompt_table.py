@@ -24,6 +24,7 @@ SCHEMA = pa.schema(
         "ground_truth": pa.string(),
         "data_source": pa.string(),
         "row": pa.string(),
+        "text": pa.string(),
     }
 )
 

@@ -72,7 +72,8 @@ def read_prompts(
             {number: row.messages for number, row, _ in block},
             tokenizer, path=path, template=template, arguments=template_arguments or {},
         )  # fmt: skip
-        for number, row, whole in block:
+        texts = tokenizer.batch_decode(list(token_ids.values()), skip_special_tokens=False)
+        for (number, row, whole), text in zip(block, texts, strict=True):
             ids = token_ids[number]
             if not longer.count_if(number, len(ids)):
                 yield Prompt(
@@ -82,6 +83,7 @@ def read_prompts(
                     ground_truth=row.ground_truth,
                     data_source=row.data_source,
                     row=whole,
+                    text=text,
                 )
     if longer.count:
         echo(longer.refuse_or_describe(too_long, path=path))

@@ -162,6 +162,7 @@ def parse_rollout(row: dict[str, Any], tokenizer: Any, *, place: int, config: Co
         token_ids=tuple(prompt_ids),
         ground_truth=str(row.get("ground_truth", "")),
         data_source=str(row.get("data_source", "offline")),
+        text=tokenizer.decode(prompt_ids, skip_special_tokens=False),
     )
     grade_result = GradeResult(
         float(reward), row.get("reason") or "", row.get("extracted"),

@@ -17,6 +17,7 @@ from megatron_rl.runs.files import written_whole
 from megatron_rl.types import Rollout
 
 SAMPLED, PLACE = "sampled", "place"
+PROMPT_TEXT = "prompt_text"  # decoded from prompt_token_ids; `prompt` is the text of a message
 BATCH = 64  # rows in memory at once while a file is thinned, or read again
 
 
@@ -64,6 +65,7 @@ def build_rollout_table(rollouts: Sequence[Rollout]) -> pa.Table:
             "prompt_index": column(lambda r: r.prompt.index, pa.int64()),
             "sample_index": column(lambda r: r.response.sample_index, pa.int32()),
             "prompt": column(lambda r: r.prompt.messages[-1]["content"], pa.string()),
+            PROMPT_TEXT: column(lambda r: r.prompt.text, pa.string()),
             "prompt_token_ids": column(lambda r: r.prompt.token_ids, pa.list_(pa.int32())),
             "ground_truth": column(lambda r: r.prompt.ground_truth, pa.string()),
             "data_source": column(lambda r: r.prompt.data_source, pa.string()),

@@ -12,14 +12,20 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from megatron_rl.errors import UserError
-from megatron_rl.runs.rollout_tables import MESSAGES, OBSERVED, PLACE, read_observed
+from megatron_rl.runs.rollout_tables import (
+    MESSAGES,
+    OBSERVED,
+    PLACE,
+    PROMPT_TEXT,
+    read_observed,
+)
 from megatron_rl.types import REPLACES_HISTORY, Rollout
 
 Row = dict[str, Any]
 COLUMNS = (
-    "prompt_index", "sample_index", "prompt", "ground_truth", "data_source", "response", "reward",
-    "reason", "extracted", "finish_reason", "weight_version", "advantage", "lag",
-    PLACE, MESSAGES,
+    "prompt_index", "sample_index", "prompt", PROMPT_TEXT, "ground_truth", "data_source",
+    "response", "reward", "reason", "extracted", "finish_reason", "weight_version", "advantage",
+    "lag", PLACE, MESSAGES,
 )  # fmt: skip  # without per-token columns
 ENDINGS = {"length": "cut at the limit", "lost": "its environment was lost"}
 # Control characters, and characters that are invisible or change the direction of text.
@@ -80,6 +86,7 @@ def rollout_row(rollout: Rollout) -> Row:
         "prompt_index": rollout.prompt.index,
         "sample_index": response.sample_index,
         "prompt": rollout.prompt.messages[-1]["content"] if rollout.prompt.messages else "",
+        PROMPT_TEXT: rollout.prompt.text,
         "ground_truth": rollout.prompt.ground_truth,
         "response": response.text,
         "reward": grade_result.reward,
@@ -116,6 +123,14 @@ def shorten(text: str, most: int) -> str:
     return f"{text[:head]} [... {left_out} characters ...] {text[len(text) - (most - head) :]}"
 
 
+def prompt_text(row: Mapping[str, Any]) -> str:
+    """Return what the engine got: the decoded tokens of the prompt, special tokens included.
+
+    Earlier runs recorded only the text of the last message.
+    """
+    return row.get(PROMPT_TEXT) or f"{row['prompt']} (the last message; tokens were not decoded)"
+
+
 def response_text(row: Mapping[str, Any]) -> str:
     """Return the response, or a whole conversation with the role before each message."""
     messages = _messages(row)
@@ -141,7 +156,7 @@ def describe_rollout(row: Mapping[str, Any], *, most: int, indent: str = "  ") -
         + (f" in {row['turns']} turns, " if MESSAGES in row else ", ")
         + ENDINGS.get(row["finish_reason"], "ended by itself")
     ]
-    parts = [("prompt", row["prompt"])]
+    parts = [("prompt", prompt_text(row))]
     parts += _messages(row) or [("response", row["response"])]
     if row["extracted"] is not None:
         parts.append(("extracted", row["extracted"]))

@@ -3,12 +3,15 @@
 The shards are cut from transformers' own tensors, so this needs no Megatron.
 """
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_rl.types import Prompt, SamplingSettings
 from tests.ranks import run_ranks
+from tests.unit.data.tokenizer_folders import byte_level, write_folder
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
@@ -94,6 +97,11 @@ def _save_model(name: str, folder: Path) -> None:
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder)
+    if name == "Llama":  # a class with which transformers would lose the spaces
+        tokenizer = byte_level(pieces=sizes["vocab_size"] - 3)
+        settings = json.loads((folder / "config.json").read_text())
+        write_folder(folder, tokenizer, model_type="llama", tokenizer_class="LlamaTokenizerFast")
+        (folder / "config.json").write_text(json.dumps(settings))
     if name == "Mistral":  # a download has the weights and sizes in Mistral's own format, too
         (folder / "consolidated.safetensors").touch()
         (folder / "params.json").write_text("{}")
@@ -110,6 +118,7 @@ def _push(rank, world_size, folder):
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
+    from megatron_rl.data.tokenizer import load_tokenizer
     from megatron_rl.engine.vllm_engine import VllmEngine
     from megatron_rl.models.stored_tensors import view_stored
     from megatron_rl.resharding.layouts import ActorLayout
@@ -117,8 +126,11 @@ def _push(rank, world_size, folder):
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     layout = ActorLayout(tensor=1, pipeline=world_size)
+    tokenizer = load_tokenizer(folder) if (Path(folder) / "tokenizer.json").is_file() else None
     engine = VllmEngine(
         folder,
+        tokenizer=tokenizer,
+        stop=[" "] if tokenizer else [],
         tensor=world_size,
         topology=topology_of(layout, rank=rank),
         dtype=torch.float32,
@@ -132,7 +144,21 @@ def _push(rank, world_size, folder):
     engine.sync_weights(shards, version=0)
     for scored, sequence in zip(engine.score(SEQUENCES), SEQUENCES, strict=True):
         torch.testing.assert_close(scored, _logprobs(model, sequence), atol=1e-5, rtol=0)
+    if tokenizer is not None:
+        _check_stop(engine, tokenizer)
     return True
+
+
+def _check_stop(engine, tokenizer):
+    """A response ends with the token whose text has a space, in the trainer's tokenizer."""
+    sampling = SamplingSettings(temperature=2.0, top_p=1.0, max_tokens=24, seed=5)
+    prompt = Prompt(0, ({"role": "user", "content": ""},), (3, 5), "", "", "{}")
+    responses = engine.generate([prompt], samples=16, sampling=sampling)
+    stopped = [one for one in responses if " " in one.text]
+    assert stopped
+    for one in responses:
+        assert " " not in tokenizer.decode(one.token_ids[:-1])
+    assert all(one.finish_reason == "stop" for one in stopped)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_rl.cli import main
 from megatron_rl.runs.directory import RunDirectory
+from megatron_rl.runs.rollouts import prompt_text
 from tests.made_runs import GROUP, HOSTILE, make_run
 
 
@@ -34,8 +35,14 @@ def test_newest_step_is_shown_with_prompt_response_reward_and_truth(capsys, fold
     code, out, _ = show(capsys, folder)
     assert code == 0
     assert "step 3 (of the recorded steps 1 to 3): 8 rollouts, mean reward 0.500" in out
-    assert out.count("\n    prompt    | What 1?") == out.count("\n    truth     | 7") == 3
+    assert out.count("\n    prompt    | <user>What 1?") == out.count("\n    truth     | 7") == 3
     assert f"megatron-rl rollouts {folder} --step 3 --group " in out
+
+
+def test_prompt_of_run_without_decoded_tokens_is_named_as_message():
+    row = {"prompt": "What?", "prompt_text": None}
+    assert prompt_text(row) == "What? (the last message; tokens were not decoded)"
+    assert prompt_text(row | {"prompt_text": "<user>What?"}) == "<user>What?"
 
 
 def test_thinned_step_is_labeled_as_sample(capsys, folder, tmp_path):

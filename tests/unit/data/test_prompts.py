@@ -51,6 +51,7 @@ def test_prompt_is_rendered_row_without_additions(tmp_path):
     path = write(tmp_path / "set.parquet", [build_row(), build_row("b", "1/2")])
     first, second = load_prompts(path, build_tokenizer(), max_prompt_tokens=5)
     assert first.token_ids == (0, 1, 2, 3, 4)  # <ab>= : no end-of-sequence token added
+    assert first.text == "< a b > ="  # decoded: this tokenizer joins its pieces by spaces
     assert first.messages == ({"role": "user", "content": "ab"},)
     assert (second.index, second.token_ids, second.ground_truth) == (1, (0, 2, 3, 4), "1/2")
     assert second.data_source == "made_up"

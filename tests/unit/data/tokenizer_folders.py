@@ -24,8 +24,11 @@ TEMPLATE = (
 )
 
 
-def byte_level(*, adds_bos=False):
-    """BPE of bytes, as of Qwen, Llama 3, DeepSeek, GLM, gpt-oss and Mistral's tekken."""
+def byte_level(*, adds_bos=False, pieces=300):
+    """BPE of bytes, as of Qwen, Llama 3, DeepSeek, GLM, gpt-oss and Mistral's tekken.
+
+    pieces: number of tokens but for the three special ones.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -35,7 +38,7 @@ def byte_level(*, adds_bos=False):
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=pieces, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(TEXT, trainer)
     return _with_special(tokenizer, adds_bos=adds_bos)

@@ -39,6 +39,9 @@ class Letters:
             return {"input_ids": [ord(letter) - 40 for letter in texts]}
         return {"input_ids": [self(text)["input_ids"] for text in texts]}
 
+    def decode(self, ids, **options):
+        return "".join(chr(token + 40) for token in ids)
+
 
 @pytest.fixture(autouse=True)
 def _letters(monkeypatch):
