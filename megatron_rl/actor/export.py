@@ -316,8 +316,11 @@ def _complete(plan: ExportPlan, partial: Path, folder: Path) -> None:
     partial.rename(folder)
 
 
+_TEMPLATES = "additional_chat_templates"  # a folder of further chat templates
+
+
 def begin_folder(partial: Path, source: str | Path) -> None:
-    """Create a new folder with copies of all files of `source` except weights.
+    """Create a new folder with copies of all files of `source` except weights, and its templates.
 
     Layers that predict further tokens (MTP) are not loaded, so config.json then lists none.
     """
@@ -327,6 +330,8 @@ def begin_folder(partial: Path, source: str | Path) -> None:
     for path in Path(source).iterdir():
         if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES):
             shutil.copy2(path, partial / path.name)
+        elif path.name == _TEMPLATES and path.is_dir():
+            shutil.copytree(path, partial / path.name)
     path = partial / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if without := {key: 0 for key in _FURTHER_TOKENS if config.get(key)}:

@@ -18,7 +18,7 @@ HUB = "hf:"
 _NAME = re.compile(
     r"hf:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?(/(?P<config>[^:]+))?(:(?P<split>.+))?"
 )
-MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 
 
 class HubSet(NamedTuple):

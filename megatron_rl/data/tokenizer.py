@@ -47,6 +47,7 @@ def load_tokenizer(
         kind = _class_of(folder, settings) if code is None else import_class(folder, code)
         tokenizer = kind.from_pretrained(str(folder), local_files_only=True)
         _restore_templates(tokenizer, folder, settings)
+        _restore_ends(tokenizer, folder, settings)
     except UserError:
         raise
     except Exception as error:  # the libraries below raise many kinds, Exception itself among them
@@ -74,6 +75,29 @@ def check_tokenizer(
             f"{name}: no eos_token, so a response could never end; name one in "
             "tokenizer_config.json"
         )
+    if template == "raw" and tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
+        raise UserError(
+            f"{name}: the tokenizer adds {tokenizer.eos_token!r} to every text, so with "
+            "data.template=raw a response would begin after the end of its prompt; remove it from "
+            "the post_processor of tokenizer.json"
+        )
+
+
+def describe_raw(tokenizer: Any, folder: str | Path) -> str | None:
+    """Explain whose rule is followed if files disagree on what begins a text without template.
+
+    transformers 4 read these settings for some of its classes, transformers 5 does not.
+    """
+    wanted = _read(Path(folder) / "tokenizer_config.json").get("add_bos_token")
+    adds = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    no_file = not (Path(folder) / "tokenizer.json").is_file()
+    if wanted is None or bool(wanted) == adds or tokenizer.bos_token is None or no_file:
+        return None
+    return (
+        f"data.template=raw: tokenizer_config.json has add_bos_token={str(wanted).lower()}, but "
+        f"tokenizer.json adds {'' if adds else 'no '}{tokenizer.bos_token!r} to a text, and is "
+        "followed; to change it, write the token into the prompts or edit tokenizer.json"
+    )
 
 
 def describe_outside(tokenizer: Any, *, folder: str | Path, vocab_size: int) -> str:
@@ -135,6 +159,19 @@ def _restore_templates(tokenizer: Any, folder: Path, settings: Mapping[str, Any]
             given = {one["name"]: one["template"] for one in given}
         given = {"default": given} if isinstance(given, str) else given
         tokenizer.chat_template = {**given, **found}
+
+
+def _restore_ends(tokenizer: Any, folder: Path, settings: Mapping[str, Any]) -> None:
+    """Set bos_token and eos_token from special_tokens_map.json, if the settings lack the key.
+
+    transformers ignores that file if the settings have added_tokens_decoder, and a template that
+    begins with bos_token would then begin without.
+    """
+    named = _read(folder / "special_tokens_map.json")
+    for key in ("bos_token", "eos_token"):
+        token = named.get(key)
+        if token and key not in settings:
+            setattr(tokenizer, key, token["content"] if isinstance(token, dict) else token)
 
 
 def _read(file: Path) -> dict[str, Any]:

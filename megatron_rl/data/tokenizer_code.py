@@ -31,6 +31,7 @@ def import_class(folder: Path, name: str) -> Any:
         spec = importlib.machinery.ModuleSpec(package, None, is_package=True)
         spec.submodule_search_locations = [str(folder.resolve())]
         sys.modules[package] = importlib.util.module_from_spec(spec)
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # the folder stays as it is
     try:
         return getattr(importlib.import_module(f"{package}.{module}"), kind)
     except Exception as error:  # code of others
@@ -38,6 +39,8 @@ def import_class(folder: Path, name: str) -> Any:
             f"{folder}: the tokenizer's code {name} cannot be imported ({error}); install what it "
             "needs, or take its version for the installed transformers"
         ) from error
+    finally:
+        sys.dont_write_bytecode = writes
 
 
 def _provide_old_names() -> None:

@@ -50,11 +50,8 @@ def _differences(tokenizer: Any, file: Path) -> Iterator[str]:
         "changes them in tokenizer_config.json (added_tokens_decoder, split_special_tokens, ...), "
         "or copy tokenizer.json and tokenizer_config.json again from the published model"
     )
-    # padding and unknown tokens are no part of a prompt, and may be missing in tokenizer.json
-    unused = {tokenizer.pad_token, tokenizer.unk_token}
-    added = {token.content for token in reference.get_added_tokens_decoder().values()}
-    special = sorted(added | (set(_added_tokens(tokenizer)) - unused))
-    for text in (*TEXTS, *(f"{token} a {token}\n{token}b" for token in special)):
+    tokens = _tokens_to_compare(tokenizer, reference)
+    for text in (*TEXTS, *(f"{token} a {token}\n{token}b" for token in tokens)):
         for whole in (False, True):  # with what the tokenizer adds to a text, such as BOS
             theirs = reference.encode(text, add_special_tokens=whole).ids
             ours = tokenizer(text, add_special_tokens=whole)["input_ids"]
@@ -68,6 +65,22 @@ def _differences(tokenizer: Any, file: Path) -> Iterator[str]:
                     f"{name} decodes {theirs} to {found!r}, but tokenizer.json to {expected!r}"
                     f"{cure}"
                 )
+
+
+def _tokens_to_compare(tokenizer: Any, reference: Any) -> list[str]:
+    """Return the added tokens that are in the chat template, or not the same in both tokenizers."""
+    theirs = reference.get_added_tokens_decoder()
+    ours = tokenizer.added_tokens_decoder
+    added = {token.content for token in theirs.values()}
+    used = {token for token in added if token in str(tokenizer.chat_template)}
+    changed = {
+        token.content
+        for number, token in (*ours.items(), *theirs.items())
+        if repr(ours.get(number)) != repr(theirs.get(number))
+    }
+    named = added.intersection(tokenizer.all_special_tokens)
+    # padding and unknown tokens are no part of a prompt, and may be missing in tokenizer.json
+    return sorted((used | changed | named) - {tokenizer.pad_token, tokenizer.unk_token})
 
 
 def _losses(tokenizer: Any) -> Iterator[str]:

@@ -11,7 +11,7 @@ from megatron_rl.data.mixing import PromptMix
 from megatron_rl.data.prompt_table import write_prompts
 from megatron_rl.data.prompts import PromptOrder, read_prompts
 from megatron_rl.data.rows import FIRST_ROWS, Columns, count_rows
-from megatron_rl.data.tokenizer import describe_outside, load_tokenizer
+from megatron_rl.data.tokenizer import describe_outside, describe_raw, load_tokenizer
 from megatron_rl.engine.stopping import find_stop_rule
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.types import Prompt
@@ -36,6 +36,8 @@ def read_sets(
         tokenizer = load_tokenizer(config.model.path, **config.tokenizer_options)
     except ValueError as error:
         raise ConfigError(f"model.path: {error}") from error
+    if config.data.template == "raw" and (note := describe_raw(tokenizer, config.model.path)):
+        echo(note)
     # New names: another node may still see an older file of this name, or its size.
     tables = {key: folder / f"{uuid.uuid4()}.arrow" for key in files}
     for key, file in files.items():

@@ -174,7 +174,8 @@ def test_exported_config_lists_no_layers_that_predict_further_tokens(tmp_path):
     from megatron_rl.actor.export import begin_folder
 
     source = tmp_path / "source"
-    source.mkdir()
+    (source / "additional_chat_templates").mkdir(parents=True)
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("a template")
     for config in ({"num_nextn_predict_layers": 1, "x": 2}, {"num_nextn_predict_layers": 0}):
         text = json.dumps(config, separators=(",", ":"))
         (source / "config.json").write_text(text)
@@ -182,3 +183,5 @@ def test_exported_config_lists_no_layers_that_predict_further_tokens(tmp_path):
         written = (tmp_path / "partial" / "config.json").read_text()
         assert json.loads(written) == config | {"num_nextn_predict_layers": 0}
         assert (written == text) == (config["num_nextn_predict_layers"] == 0)  # a copy
+    copied = tmp_path / "partial" / "additional_chat_templates" / "tool_use.jinja"
+    assert copied.read_text() == "a template"

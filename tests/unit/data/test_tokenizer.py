@@ -1,17 +1,18 @@
 """Tokenizers of model folders: whose tokens they give, and what a raw prompt becomes."""
 
 import json
+import re
 import subprocess
 import sys
 from functools import partial
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
 from megatron_rl.data.prompts import load_prompts, tokenize_messages
 from megatron_rl.data.rows import count_rows
-from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.data.tokenizer import describe_raw, load_tokenizer
 from megatron_rl.data.tokenizer_probe import check_tokenizer_files
 from megatron_rl.errors import UserError
 from tests.unit.data.test_prompts import build_row, build_tokenizer, write
@@ -130,6 +131,21 @@ def test_chat_template_is_read_from_every_published_place(tmp_path, given, files
     assert text == f"{BOS}{TURN}{MESSAGES[0]['content']}"
 
 
+@pytest.mark.parametrize("as_text", [True, False])
+def test_ends_are_read_from_special_tokens_map(tmp_path, as_text):
+    write_folder(
+        tmp_path, byte_level(), model_type="llama", bos_token=None, eos_token=None,
+        added_tokens_decoder={},
+    )  # fmt: skip
+    named = {"bos_token": BOS, "eos_token": EOS}
+    if not as_text:
+        named = {key: {"content": token, "rstrip": False} for key, token in named.items()}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+    loaded = load_tokenizer(tmp_path)
+    assert (loaded.eos_token, loaded.eos_token_id) == (EOS, 301)
+    assert loaded.apply_chat_template(MESSAGES, tokenize=False).startswith(BOS)
+
+
 def test_code_of_folder_runs_only_if_it_is_trusted(tmp_path):
     write_tiktoken(tmp_path)
     with pytest.raises(UserError, match=r"tokenization_moonshot.* set\s+model.trust_remote_code"):
@@ -142,6 +158,7 @@ def test_code_of_folder_runs_only_if_it_is_trusted(tmp_path):
     assert prompt == [257, 259, 256, 259]
     assert loaded.decode([257, 259, 256, 258], skip_special_tokens=True) == "don't"
     assert loaded.eos_token_id == 258
+    assert not (tmp_path / "__pycache__").exists()
 
 
 @pytest.mark.parametrize(
@@ -215,6 +232,32 @@ def test_raw_prompt_is_text_with_what_tokenizer_adds(tmp_path):
     )
     (prompt,) = load_prompts(path, tokenizer, max_prompt_tokens=5, template="raw")
     assert prompt.token_ids == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("form", "settings", "note"),
+    [
+        ("bytes", {"add_bos_token": True}, rf"add_bos_token=true, but .* adds no {BOS!r} to"),
+        ("bytes, BOS", {"add_bos_token": False}, rf"add_bos_token=false, but .* adds {BOS!r} to"),
+        ("bytes, BOS", {"add_bos_token": True, "add_eos_token": False}, None),
+        ("bytes", {"add_bos_token": False}, None), ("bytes, BOS", {}, None),
+    ],
+)  # fmt: skip
+def test_raw_prompt_follows_tokenizer_json_where_settings_differ(tmp_path, form, settings, note):
+    write_folder(tmp_path, FORMS[form](), model_type="llama", **settings)
+    found = describe_raw(load_tokenizer(tmp_path, template="raw"), tmp_path)
+    assert found is None if note is None else re.search(note.replace("|", r"\|"), str(found))
+
+
+def test_raw_prompt_that_ends_with_end_of_text_is_refused(tmp_path):
+    tokenizer = byte_level()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {EOS}", special_tokens=[(EOS, tokenizer.token_to_id(EOS))]
+    )
+    write_folder(tmp_path, tokenizer, model_type="llama")
+    assert load_tokenizer(tmp_path).eos_token == EOS
+    with pytest.raises(UserError, match="after the end of its prompt"):
+        load_tokenizer(tmp_path, template="raw")
 
 
 def test_raw_messages_are_joined_by_blank_lines_without_roles(tmp_path):
