@@ -20,7 +20,12 @@ from megatron_rl.runtime.processes import (
 )
 
 FROM_RUN = ("seed", "data", "rollout", "reward", "eval")  # config sections taken from a run
-READ = (*FROM_RUN, "parallel", "model.trust_remote_code", "trainer.dtype")  # settings that an evaluation reads
+READ = (
+    *FROM_RUN,
+    "parallel",
+    "model.trust_remote_code",
+    "trainer.dtype",
+)  # settings that an evaluation reads
 
 
 def add_parser(commands: Commands) -> None:

@@ -32,8 +32,8 @@ def load_tokenizer(
     """Load the tokenizer of a Hugging Face model folder.
 
     tokenizer.json decides how texts are split and joined, whatever class tokenizer_config.json
-    names. Without it, the folder's own code is used if trust_remote_code is set. Raises UserError if
-    there is no tokenizer or one that cannot be relied on, if it encodes or decodes a few texts
+    names. Without it, the folder's own code is used if trust_remote_code is set. Raises UserError
+    if there is no tokenizer or one that cannot be relied on, if it encodes or decodes a few texts
     otherwise than tokenizer.json, or if it lacks what training needs: a chat template, which turns
     messages into a prompt, and an end-of-sequence token, which ends a response.
     """

@@ -20,9 +20,9 @@ def import_class(folder: Path, name: str) -> Any:
     module, _, kind = name.rpartition(".")
     if "--" in name or not (folder / f"{module.replace('.', '/')}.py").is_file():
         raise UserError(
-            f"{folder}: auto_map in tokenizer_config.json names {name}, which is not in the folder; "
-            f"copy {module.rpartition('--')[2]}.py of the published model into it, and name it "
-            "without a repository"
+            f"{folder}: auto_map in tokenizer_config.json names {name}, which is not in the "
+            f"folder; copy {module.rpartition('--')[2]}.py of the published model into it, and "
+            "name it without a repository"
         )
     _provide_old_names()
     digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]

@@ -18,9 +18,9 @@ TEXTS = (
     "1 22 333 4444 55555, 3.14159, 1,000,000, -7, 2^10, x_1",
     "def f(x: int) -> str:\n    return f\"{x!r}\\n\"  # {'a': [1, 2]}\n",
     "$$\\frac{1}{2} \\le \\sqrt{x}$$ and \\boxed{42}",
-    "Größe, déjà vu, Привет мир, Γειά σου, مرحبا بالعالم, שלום, नमस्ते, สวัสดี, 안녕 하세요",
-    "你好，世界！今天是２０２５年。 こんにちは世界 𝒙²",
-    "😀 👩‍👩‍👧 🇩🇪 ∀x∈ℕ ½ “quotes” … — €5",
+    "Größe, déjà vu, Привет мир, Γειά σου, مرحبا بالعالم, שלום, नमस्ते, สวัสดี, 안녕 하세요",  # noqa: RUF001
+    "你好，世界！今天是２０２５年。 こんにちは世界 𝒙²",  # noqa: RUF001
+    "😀 👩‍👩‍👧 🇩🇪 ∀x∈ℕ ½ “quotes” … — €5",  # noqa: RUF001
 )
 
 
@@ -103,5 +103,7 @@ def _losses(tokenizer: Any) -> Iterator[str]:
 
 def _added_tokens(tokenizer: Any) -> dict[str, int]:
     """Return the ids of the tokens that are not split, such as those of the chat template."""
-    named = {token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens}
+    named = {
+        token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens
+    }
     return {**named, **tokenizer.get_added_vocab()}

@@ -35,9 +35,10 @@ FAMILIES = [
     ("bytes, BOS", "llama", "PreTrainedTokenizerFast"), ("bytes", "llama", "LlamaTokenizerFast"),
     ("bytes", "llama", "LlamaTokenizer"), ("bytes", "llama", "GPT2Tokenizer"),
     ("prefix", "llama", "LlamaTokenizer"), ("prefix", "mistral", "LlamaTokenizer"),
-    ("bytes, BOS", "mistral", "PreTrainedTokenizerFast"), ("bytes, BOS", "mistral", "GPT2Tokenizer"),
-    ("bytes, BOS", "mistral", "LlamaTokenizer"), ("no prefix", "gemma3_text", "GemmaTokenizer"),
-    ("bytes", "gpt_oss", "PreTrainedTokenizerFast"), ("bytes", "glm4_moe", "PreTrainedTokenizerFast"),
+    ("bytes, BOS", "mistral", "PreTrainedTokenizerFast"),
+    ("bytes, BOS", "mistral", "GPT2Tokenizer"), ("bytes, BOS", "mistral", "LlamaTokenizer"),
+    ("no prefix", "gemma3_text", "GemmaTokenizer"), ("bytes", "gpt_oss", "PreTrainedTokenizerFast"),
+    ("bytes", "glm4_moe", "PreTrainedTokenizerFast"),
     ("bytes", "deepseek_v3", "LlamaTokenizerFast"), ("bytes", "deepseek_v3", "LlamaTokenizer"),
     ("bytes", "llama", "TokenizersBackend"), ("bytes", "qwen2", None),
 ]  # fmt: skip
