@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import importlib
 import io
+import locale
 import os
 import signal
 import sys
@@ -16,7 +17,9 @@ COMMANDS = ("train", "evaluate", "launch", "plan", "dry_run", "task", "convert",
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the subcommand named by the arguments, and exit with its status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        _use_utf8()
+        arguments = sys.argv[1:]
     for stream in (
         sys.stdout,
         sys.stderr,
@@ -36,6 +39,17 @@ def main(arguments: list[str] | None = None) -> None:
 
             status = fail(error, None)
         sys.exit(status)
+
+
+def _use_utf8() -> None:
+    """Start this program again in Python's UTF-8 mode if the locale has another encoding.
+
+    Libraries read their own files in the locale's encoding. Only the terminal keeps it.
+    """
+    if locale.getpreferredencoding(False).upper() != "UTF-8":
+        os.environ["PYTHONUTF8"] = "1"  # for the processes that this one starts
+        os.environ.setdefault("PYTHONIOENCODING", sys.stdout.encoding)
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
 @contextlib.contextmanager

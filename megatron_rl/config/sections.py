@@ -262,6 +262,9 @@ class TrainerSection(Section):
     max_consecutive_skipped_updates: Count = 3
     """Number of consecutive updates skipped for a non-finite loss or gradient after which the run
     ends with an error."""
+    stop_after_dead_steps: Count | None = None
+    """Number of consecutive steps in which no response has an advantage after which the run ends
+    with an error; null disables it."""
     self_test_every: Count | None = None
     """Steps between self-tests of the run (`docs/reliability.md`); null disables them."""
     stall_seconds: Positive | None = 600.0

@@ -262,7 +262,12 @@ def _suspects(x: Tokens) -> Tensor:
 
 def _faults(x: Tokens, index: Tensor) -> Tensor:
     """Test the tokens `index` [n] for each of FAULTS; [FAULTS, n] bool."""
-    columns = {**vars(x.given), "loss": x.loss}
+    columns = {
+        **vars(x.given),
+        "objective.kl": x.terms.kl,
+        "objective.entropy_coefficient": x.terms.entropy,
+        "loss": x.loss,
+    }
     none = torch.zeros_like(index, dtype=torch.bool)
     faults = {k: none if v is None else _not_finite(v[index]) for k, v in columns.items()}
     faults["behavior_logprobs_positive"] = x.given.behavior_logprobs[index] > BEHAVIOR_LIMIT

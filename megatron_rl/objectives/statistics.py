@@ -54,6 +54,10 @@ FAULTS = {
     "rollout_logprobs": "is not finite",
     "reference_logprobs": "is not finite",
     "entropy": "is not finite",
+    "objective.kl": "is not finite although all inputs are: the policy is too far from the "
+    "reference, or from the behavior policy, for this estimator. k1 and k2 grow more slowly than "
+    "k3; a higher objective.kl.coefficient or a lower optimizer.learning_rate keeps them closer",
+    "objective.entropy_coefficient": "is not finite although all inputs are: lower it",
     "loss": "is not finite although all inputs are: its weight overflows, the log-ratios are too "
     "large for an objective without an upper bound",
 }

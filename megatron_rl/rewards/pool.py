@@ -28,6 +28,7 @@ from megatron_rl.types import GradeResult
 
 READ_BYTES = 1 << 16
 MORE_SECONDS = 0.02  # between polls for further items
+LONGEST_LINE, MOST_LINES = 2000, 100  # printed: characters of a line, lines for each batch
 RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)  # delay before each retry
 
 OnError = Literal["end", "zero", "retry"]
@@ -42,7 +43,7 @@ class VerifierPool:
     gives reward 0 with the reason `FAILED`; `retry` tries again after 1, 2, 4, 8 and 16 s, then
     raises VerifierError. environment: names of additional environment variables for the verifier.
     weights: weights of named rewards. memory_gib: address space of a worker; None: no limit.
-    echo: receives each line that the verifier prints.
+    echo: receives the first lines that the verifier prints in each call of `verify_all`.
     Use it as a context manager, or call `close`.
     """
 
@@ -74,7 +75,9 @@ class VerifierPool:
         # all are started by one thread that lives as long as the pool.
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="starts verifiers")
         self.num_graded = 0  # total number of results, to detect progress
-        self._printed = PrintedLines(lambda line: echo(f"{verifier}: {line}"))
+        self._printed = PrintedLines(
+            lambda line: echo(f"{verifier}: {line}"), longest=LONGEST_LINE, most=MOST_LINES
+        )
         self._workers = [self._start_worker() for _ in range(workers)]
 
     def start(self) -> None:
@@ -141,6 +144,7 @@ class VerifierPool:
     ) -> list[GradeResult]:
         if not self._workers:
             raise ValueError("the verifier pool is closed")
+        self._printed.renew()
         batch = _Batch(list(items), self._named, on_error=on_error)
         try:
             with selectors.DefaultSelector() as selector:

@@ -44,11 +44,20 @@ def worker_environment(
 class PrintedLines:
     """Lines printed by the workers, which share one pipe, passed to `echo`.
 
-    longest: characters of a line that are passed on; None: all.
+    longest: characters of a line that are passed on; None: all. most: lines between two calls of
+    `renew` that are passed on, so that a print for every response does not fill the log; None: all.
     """
 
-    def __init__(self, echo: Callable[[str], object], *, longest: int | None = None) -> None:
-        self._echo, self._longest = echo, longest
+    def __init__(
+        self,
+        echo: Callable[[str], object],
+        *,
+        longest: int | None = None,
+        most: int | None = None,
+    ) -> None:
+        self._echo, self._longest, self._most = echo, longest, most
+        self._count = 0
+        self._lock = threading.Lock()
         source, self._sink = os.pipe()
         self._thread = threading.Thread(target=self._read, args=(source,), daemon=True)
         self._thread.start()
@@ -57,15 +66,28 @@ class PrintedLines:
         """Return the file descriptor that workers write to."""
         return self._sink
 
+    def renew(self) -> None:
+        """Pass on as many lines again, after the number of those that were left out."""
+        with self._lock:
+            left_out = 0 if self._most is None else self._count - self._most
+            self._count = 0
+        if left_out > 0:
+            self._echo(f"{left_out:,} more lines are not shown")
+
     def close(self) -> None:
         """Pass on the remaining output, after the workers have ended."""
         os.close(self._sink)
         self._thread.join(timeout=1)  # a child of a verifier may still have the pipe open
+        self.renew()
 
     def _read(self, source: int) -> None:
         with os.fdopen(source, encoding="utf-8", errors="replace") as lines:
             for line in lines:
-                self._echo(self._shorten(line.rstrip("\n")))
+                with self._lock:
+                    self._count += 1
+                    is_shown = self._most is None or self._count <= self._most
+                if is_shown:
+                    self._echo(self._shorten(line.rstrip("\n")))
 
     def _shorten(self, line: str) -> str:
         if self._longest is None or len(line) <= self._longest:

@@ -58,7 +58,7 @@ from megatron_rl.types import Rollout
 RESUMABLE_CHANGES = (
     "run.", "trainer.steps", "trainer.checkpoint_every", "trainer.keep_checkpoints",
     "trainer.keep_best", "trainer.keep_every", "trainer.self_test_every", "trainer.stall_seconds",
-    "trainer.max_consecutive_skipped_updates",
+    "trainer.max_consecutive_skipped_updates", "trainer.stop_after_dead_steps",
     "trainer.tokens_per_micro_batch", "trainer.recompute", "eval.", "logging.", "resharding.",
     "reward.workers", "reward.time_limit_seconds", "reward.on_error", "reward.environment",
     "reward.memory_gib", "environment.workers", "environment.time_limit_seconds",

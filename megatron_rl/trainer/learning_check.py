@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron_rl.config import Config
+from megatron_rl.errors import UserError
 from megatron_rl.objectives import ObjectiveSpec
 from megatron_rl.objectives.spec import Bounds
 from megatron_rl.objectives.tolerances import suggest_tolerances
@@ -28,18 +29,43 @@ class LearningCheck:
     config: Config
     reported: set[str] = field(default_factory=set)
     useless_steps: int = 0
+    dead_steps: int = 0  # the last consecutive steps in which no response had an advantage
+    has_learned: bool = False  # an earlier step had advantages
+
+    def count(self, zero_fraction: float) -> None:
+        """Count a step by its fraction of responses without advantage."""
+        self.dead_steps = self.dead_steps + 1 if zero_fraction == 1 else 0
+        self.has_learned |= zero_fraction < 1
+
+    def stop_if_dead(self, batch: RolloutBatch) -> None:
+        """Raise UserError after `trainer.stop_after_dead_steps` such steps; the same on all ranks.
+
+        batch: the rollout batch of the last step.
+        """
+        limit = self.config.trainer.stop_after_dead_steps
+        if limit is None or self.dead_steps < limit:
+            return
+        what = (describe_no_learning(batch, self.config) or "").removeprefix("warning: ")
+        raise UserError(
+            f"no response had an advantage in {self.dead_steps} consecutive steps "
+            f"(trainer.stop_after_dead_steps={limit}). In the last one {what}. All is recorded; a "
+            "resumed run may have a higher trainer.stop_after_dead_steps, or null for no limit"
+        )
 
     def warnings(self, metrics: Mapping[str, float], batch: RolloutBatch) -> list[str]:
         """The warnings about the rollout batch that a step has trained on."""
+        has_signal = bool(batch.learns.any())
         once = {
             "size": describe_reward_size(batch),
             "partial": describe_partial_reward(metrics, batch),
-            "tolerances": describe_tolerances(metrics, self.config),
-            "routing": routing_warning(metrics),
+            # Without advantages nothing is learned, at any learning rate and with any bounds.
+            "tolerances": describe_tolerances(metrics, self.config) if has_signal else None,
+            "routing": routing_warning(metrics) if has_signal else None,
         }
         new = {key: text for key, text in once.items() if text and key not in self.reported}
         self.reported |= new.keys()
-        no_learning = describe_no_learning(batch, self.config)
+        no_learning = describe_no_learning(batch, self.config, has_learned=self.has_learned)
+        self.count((~batch.learns).float().mean().item())
         self.useless_steps += no_learning is not None
         if no_learning and self.useless_steps % REPEAT_EVERY == 1:
             repeated = f" ({self.useless_steps} such steps)" if self.useless_steps > 1 else ""
@@ -59,8 +85,13 @@ def describe_slow_packs(config: Config) -> str | None:
     )
 
 
-def describe_no_learning(batch: RolloutBatch, config: Config) -> str | None:
-    """Warnings if no response of a rollout batch provides a useful gradient."""
+def describe_no_learning(
+    batch: RolloutBatch, config: Config, *, has_learned: bool = False
+) -> str | None:
+    """Warnings if no response of a rollout batch provides a useful gradient.
+
+    has_learned: earlier batches had advantages, so that the policy may have collapsed.
+    """
     responses = [rollout.response for rollout in batch.rollouts]
     messages = []
     if all(response.finish_reason == "length" for response in responses):
@@ -79,11 +110,15 @@ def describe_no_learning(batch: RolloutBatch, config: Config) -> str | None:
         reason, count = reasons.most_common(1)[0]
         messages.append(
             f"{what}, so no advantage differs from 0 and nothing is learned ({count} of "
-            f"{len(responses)} graded as {reason!r}): see rollouts/ for the responses, and use "
-            "prompts that the model solves sometimes; if the reward rose before, compare pass@k "
-            "and policy/entropy, because a policy that has collapsed onto one answer needs a lower "
-            "optimizer.learning_rate"
+            f"{len(responses)} graded as {reason!r}): see rollouts/ for the responses, check "
+            "reward.verifier and the answers of data.train on them, and use prompts that the model "
+            "solves sometimes"
         )
+        if has_learned:
+            messages[-1] += (
+                "; if the reward rose before, compare pass@k and policy/entropy, because a policy "
+                "that has collapsed onto one answer needs a lower optimizer.learning_rate"
+            )
     return "warning: " + "; ".join(messages) if messages else None
 
 

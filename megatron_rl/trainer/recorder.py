@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from megatron_rl.config import Config
-from megatron_rl.distributed.agreement import sync_errors_across_ranks
+from megatron_rl.distributed.agreement import run_on_rank_0, sync_errors_across_ranks
 from megatron_rl.rollouts.logprob_history import choose_sampled
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.runs.directory import RunDirectory
@@ -28,6 +28,7 @@ from megatron_rl.trainer.update_metrics import UpdateMetrics
 from megatron_rl.trainer.update_table import build_update_table
 from megatron_rl.types import PromptGroup, Rollout
 
+ZERO_FRACTION = "advantage/zero_fraction"
 SAMPLE_CHARACTERS = 600  # longest prompt or response that a sample on the console shows whole
 
 
@@ -76,6 +77,13 @@ class Recorder:
                 self.log.open(first_step=0 if is_new else done + 1)
                 rows = read_rows(self.directory.schedule_file)
                 self.first_updates = {row["step"]: row["updates"] for row in rows}
+        for fraction in run_on_rank_0(self._zero_fractions, doing="reading the metrics"):
+            self.check.count(fraction)
+
+    def _zero_fractions(self) -> list[float]:
+        """Return the fraction of responses without advantage in each recorded step."""
+        rows = [] if self.directory is None else read_metrics(self.directory.path)
+        return [row[ZERO_FRACTION] for row in rows if ZERO_FRACTION in row]
 
     def record(
         self,

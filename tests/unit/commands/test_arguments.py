@@ -1,4 +1,8 @@
-"""Error messages for unknown arguments."""
+"""Error messages for unknown arguments, also on a terminal that is not UTF-8."""
+
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -32,3 +36,16 @@ def test_count_below_one_is_rejected(capsys):
         main(["rollouts", "run", "--count", "0"])
     assert end.value.code == 2
     assert "--count: '0' must be a whole number, 1 or more" in capsys.readouterr().err
+
+
+def test_terminal_that_is_not_utf8_shows_escapes(tmp_path):
+    """`--print-config` writes the text of a config to standard output, which is ASCII here."""
+    config = tmp_path / "größe.yaml"
+    config.write_text("data.system_prompt: 'Größe → 5'\nmodel.path: m\ndata.train: t\n",
+                      encoding="utf-8")  # fmt: skip
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "megatron_rl.cli", "train", "--config", str(config),
+               "--print-config"]  # fmt: skip
+    done = subprocess.run(command, env=os.environ | locale, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"system_prompt: Gr\\xf6\\xdfe \\u2192 5\n" in done.stdout

@@ -177,6 +177,25 @@ def test_kl_penalty_at_extreme_ratio(estimator, policy, behavior, reference):
         assert gradient.item() == 0
 
 
+@pytest.mark.parametrize(
+    ("overrides", "log_ratio", "named"),
+    [
+        # A reference 800 above the policy: e^800 is beyond float64; clipped GRPO itself is not.
+        ({"kl": {"coefficient": 1e-3}}, 0.0, "objective.kl at sequence 0 .* k1 and k2 grow more"),
+        ({"entropy_coefficient": 1e308}, 0.0, "objective.entropy_coefficient at sequence 0 "),
+        ({"kl": {"coefficient": 1.0, "estimator": "k1"}}, 800.0,
+         "objective.kl at sequence 0 "),
+        ({"constraint": {"kind": "none"}}, 800.0, "loss at sequence 0 .* weight overflows"),
+    ],
+)  # fmt: skip
+def test_term_that_overflows_is_named(overrides, log_ratio, named):
+    given = one_row([log_ratio])
+    given["entropy"] = torch.full((1, 1), 1e3, dtype=torch.float64)
+    given["reference_logprobs"] = given["policy_logprobs"].detach() + 800.0
+    with pytest.raises(ValueError, match=named):
+        policy_loss(build_objective("grpo", **overrides), **given)
+
+
 def test_k3_is_continuous_where_its_form_changes():
     # rho k3 in two forms that meet at log q = 40; e^-35 keeps the product within float64.
     losses = []

@@ -29,6 +29,8 @@ def verify_scripted(text, ground_truth, data_source):
         case ["print"]:
             print("noise on", "standard output")
             print("and on error", file=sys.stderr)
+        case ["print-5000"]:
+            print("a line\n" * 5000)
         case ["return-nothing"]:
             return None
         case ["raise-once", path] if not Path(path).exists():

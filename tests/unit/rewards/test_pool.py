@@ -10,7 +10,7 @@ import time
 import pytest
 
 from megatron_rl.rewards import pool as pool_module
-from megatron_rl.rewards.pool import VerifierPool
+from megatron_rl.rewards.pool import MOST_LINES, VerifierPool
 from megatron_rl.rewards.process import WorkerProcess
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, Item, VerifierError
 from megatron_rl.types import GradeResult
@@ -79,6 +79,21 @@ def test_output_of_verifier_is_printed_by_line_with_its_name():
     with VerifierPool(verifier=MISBEHAVING, echo=lines.append) as pool:
         assert pool.verify_all(as_items("print", "abc"))[1].reward == 3.0
     assert lines == [f"{MISBEHAVING}: noise on standard output", f"{MISBEHAVING}: and on error"]
+
+
+def test_verifier_that_prints_a_lot_does_not_fill_the_log():
+    lines = []
+    with VerifierPool(verifier=MISBEHAVING, echo=lines.append) as pool:
+        for _ in range(2):
+            assert pool.verify_all(as_items("print-5000"))[0].reward == 10.0
+    shown = [line for line in lines if line.endswith(" a line")]
+    others = [line.removeprefix(f"{MISBEHAVING}: ") for line in lines if line not in shown]
+    left_out = [
+        int(one.removesuffix(" more lines are not shown").replace(",", "")) for one in others
+    ]
+    # The second step may begin before all that the first has printed is read.
+    assert MOST_LINES <= len(shown) <= 2 * MOST_LINES
+    assert len(shown) + sum(left_out) == 2 * 5001
 
 
 def test_exception_of_verifier_is_raised_with_its_traceback(pool):

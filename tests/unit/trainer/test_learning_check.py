@@ -4,6 +4,7 @@ import pytest
 
 from megatron_rl.config import parse_config
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.errors import UserError
 from megatron_rl.objectives import build_objective
 from megatron_rl.rollouts.batch_metrics import batch_metrics
 from megatron_rl.rollouts.groups import build_groups
@@ -129,11 +130,38 @@ def test_unusual_reward_is_reported_once_with_its_cure(rewards, step, words):
 def test_steps_without_gradient_are_reported_at_first_and_every_tenth_time():
     config = make_config()
     check, useless = LearningCheck(config), make_batch(config, (1, 1, 0, 0))
+    check.warnings({"step": 1}, make_batch(config, (1, 0, 0, 0)))
     found = [check.warnings({"step": step}, useless) for step in range(2, 23)]
     assert [place for place, texts in enumerate(found) if texts] == [0, 10, 20]
     assert found[10][0].endswith(" (11 such steps)") and "policy/entropy" in found[0][0]
     check.warnings({"step": 23}, make_batch(config, (1, 0, 0, 0)))
     assert check.useless_steps == 21
+
+
+def test_step_without_advantage_gets_no_advice_about_learning_rates():
+    """Its acceptance is 1, since no token is rejected where A = 0."""
+    config = make_config(objective={"name": "gspo"}, optimizer={"warmup_steps": 1.0})
+    check, useless = LearningCheck(config), make_batch(config, (0, 0, 0, 0))
+    metrics = {"gate/acceptance": 1.0, "response/length_mean": 38.0}
+    for step in range(1, 30):
+        assert "learning_rate" not in "".join(check.warnings({"step": step} | metrics, useless))
+
+
+def test_run_that_earns_nothing_is_ended_after_the_set_number_of_steps():
+    config = make_config(trainer={"minibatches": 2, "tokens_per_micro_batch": 16,
+                                  "stop_after_dead_steps": 3})  # fmt: skip
+    dead, alive = (make_batch(config, rewards) for rewards in ((1, 1, 0, 0), (1, 0, 0, 0)))
+    check = LearningCheck(config)
+    for fraction in (1.0, 0.5, 1.0):  # of the recorded steps of a resumed run
+        check.count(fraction)
+    for batch in (dead, alive, dead, dead):
+        check.warnings({"step": 9}, batch)
+        check.stop_if_dead(batch)
+    check.warnings({"step": 10}, dead)
+    with pytest.raises(
+        UserError, match=r"in 3 consecutive steps .*within each group all resp.*null"
+    ):
+        check.stop_if_dead(dead)
 
 
 def tolerances(acceptance, *, step=1, objective=None, optimizer=None, trainer=None, spread=0.0049):
