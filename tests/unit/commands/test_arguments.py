@@ -38,14 +38,18 @@ def test_count_below_one_is_rejected(capsys):
     assert "--count: '0' must be a whole number, 1 or more" in capsys.readouterr().err
 
 
-def test_terminal_that_is_not_utf8_shows_escapes(tmp_path):
-    """`--print-config` writes the text of a config to standard output, which is ASCII here."""
-    config = tmp_path / "größe.yaml"
-    config.write_text("data.system_prompt: 'Größe → 5'\nmodel.path: m\ndata.train: t\n",
-                      encoding="utf-8")  # fmt: skip
+PROGRAM = """
+import atexit, locale
+atexit.register(lambda: print(locale.getpreferredencoding(False).upper(), "\u2192"))
+from megatron_rl.cli import main
+main()
+"""
+
+
+def test_locale_that_is_not_utf8_concerns_only_the_terminal():
+    """Libraries read their own files in the locale's encoding; the terminal shows escapes."""
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command = [sys.executable, "-m", "megatron_rl.cli", "train", "--config", str(config),
-               "--print-config"]  # fmt: skip
+    command = [sys.executable, "-c", PROGRAM.replace("\u2192", r"\u2192"), "--version"]
     done = subprocess.run(command, env=os.environ | locale, capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
-    assert b"system_prompt: Gr\\xf6\\xdfe \\u2192 5\n" in done.stdout
+    assert done.stdout.endswith(b"UTF-8 \\u2192\n")
