@@ -1,39 +1,51 @@
 r"""Verifier of mathematical answers.
 
-The answer is the content of the last `\boxed{...}`, or else of the last line with `Answer:`, the
-format of DAPO-Math-17k. It is right if it equals the ground truth as text or according to
-math-verify (https://github.com/huggingface/Math-Verify).
+The answer is what a response says after its thinking: the content of the last `\boxed{...}`, or
+else of the last line with `Answer:` (the format of DAPO-Math-17k) or `####` (that of GSM8K). It is
+right if it equals the ground truth by the rules of its kind (`megatron_rl.rewards.math_kinds`).
 """
 
-import logging
 import re
-from fractions import Fraction
 from functools import lru_cache
-from typing import Any
 
-# Imported at module level, before the worker is ready, so that the seconds which sympy takes do
-# not count towards the time limit of a call.
-from math_verify import parse, verify
-
+from megatron_rl.rewards.math_kinds import Text, equal, read
 from megatron_rl.rewards.verifier import UNPARSABLE_TRUTH
 
-# The pool's own time limit replaces math-verify's, which cannot stop a hang inside C code and
-# warns at every call when disabled.
-logging.getLogger("math_verify").setLevel(logging.ERROR)
+NO_ANSWER = "no answer"
+CUT_THINKING = "no answer: thinking does not end"
+CUT_BOX = r"no answer: \boxed is not closed"
 
-# An escaped brace, as in \{1, 2\}, is not a delimiter.
-_BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
-_ANSWER_LINE = re.compile(r"answer\s*:([^\n]+)", re.IGNORECASE)
-# An integer or a fraction of integers; math-verify handles the rest.
-_RATIONAL = re.compile(
-    r"(?P<integer>[+-]?[0-9]{1,30})"
-    r"|(?P<sign>-?)(?:\\[dt]?frac\{(?P<top>-?[0-9]{1,30})\}\{(?P<bottom>[0-9]{1,30})\}"
-    r"|(?P<before>[0-9]{1,30})/(?P<after>[0-9]{1,30}))"
+# Marks of thinking, as templates of published models write them. gpt-oss's are special tokens,
+# which decoding removes: `analysis...assistantfinal...` remains of its channels.
+_THINKING_ENDS = re.compile(
+    r"</think(?:ing)?>|\[/THINK\]|◁/think▷|<\|end_of_thought\|>|</thought>|</reasoning>"
+    r"|</seed:think>|<\|channel\|>final<\|message\|>|(?<=\S)assistantfinal"
 )
-# As in 1\,000 and 1,\!000, which math-verify cannot read.
-_THOUSANDS = re.compile(r"(?<=\d)(\\,|,\\!)(?=\d{3})")
+_THINKING_BEGINS = re.compile(
+    r"<think(?:ing)?>|\[THINK\]|◁think▷|<\|begin_of_thought\|>|<thought>|<reasoning>"
+    r"|<seed:think>|<\|channel\|>(?:analysis|commentary)|\Aanalysis(?=\w)"
+)
+# An escaped brace, as in \{1, 2\}, is not a delimiter; `\boxed 5` has no braces.
+_BRACES = re.compile(
+    r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>(?=[-+.]*\d|\\[a-zA-Z])[^\s${}]+(?:\{[^\s${}]*\})*))"
+    r"|\\.|[{}]",
+    re.DOTALL,
+)
+# Between the boxes of one answer, as in `x = \boxed{3}, y = \boxed{5}`.
+_BETWEEN_BOXES = re.compile(
+    r"[\s$]*(?:\\text\{)?\s*(?:[,;]\s*(?:and|or)?|and|or)\s*\}?(?:\\[,;:! ]|\\q?quad|[\s$&])*"
+    r"(?:\\?[a-zA-Z]\w{0,9}\s*=)?[\s$]*"
+)
+_NAME_BEFORE_BOX = re.compile(r"(\\?[a-zA-Z]\w{0,9})\s*=[\s$]*\Z")
+_ANSWER_LINE = re.compile(
+    r"(?:answer(?:\s+is)?\W{0,3}?[:：]|答案\s*[:：是为]+)[ \t*_]*+(?P<line>\S[^\n]*|\s++[^\n]+)"
+    r"|^[ \t]*####[ \t]*(?P<number>[-+$€£]{0,2}\d[\d,. /]*%?)[ \t\r]*$",
+    re.IGNORECASE | re.MULTILINE,
+)
+_SPECIAL_TOKENS = re.compile(r"<\|\w+\|>")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
 _LONGEST_ANSWER = 2000  # characters; longer answers are prose, and slow to parse
-_DEEPEST_ANSWER = 12  # nested brackets; each level doubles the time of math-verify's parser
+_DEEPEST_ANSWER = 12  # nested brackets; each level doubles the time of the parser
 _LONGEST_TEXT = 1_000_000  # characters; only the end of a longer text is read
 
 
@@ -41,44 +53,118 @@ def verify_math_answer(
     text: str, ground_truth: str, data_source: str
 ) -> tuple[float, str, str | None]:
     """Return reward 1 for the right answer, otherwise 0, with reason and extracted answer."""
-    answer = extract_answer(text[-_LONGEST_TEXT:])
-    if answer is None:
-        return 0.0, "no answer", None
-    if answer == ground_truth.strip():
+    after_thinking = find_final_part(text[-_LONGEST_TEXT:])
+    if after_thinking is None:
+        return 0.0, CUT_THINKING, None
+    if (answer := extract_answer(after_thinking)) is None:
+        return 0.0, CUT_BOX if _last_boxes(after_thinking) is None else NO_ANSWER, None
+    return grade(answer, ground_truth)
+
+
+def verify_after_thinking(
+    text: str, ground_truth: str, data_source: str
+) -> tuple[float, str, str | None]:
+    """Grade like `verify_math_answer` a response whose prompt has opened the thinking.
+
+    Such a response shows its thinking only by its end, so one without an end has no answer.
+    """
+    if not _THINKING_ENDS.search(text[-_LONGEST_TEXT:]):
+        return 0.0, CUT_THINKING, None
+    return verify_math_answer(text, ground_truth, data_source)
+
+
+def verify_anywhere(
+    text: str, ground_truth: str, data_source: str
+) -> tuple[float, str, str | None]:
+    r"""Grade the last complete `\boxed{...}` or answer line, also within thinking or before a cut."""
+    answer = extract_answer(text[-_LONGEST_TEXT:], is_cut_allowed=True)
+    return (0.0, NO_ANSWER, None) if answer is None else grade(answer, ground_truth)
+
+
+def grade(answer: str, ground_truth: str) -> tuple[float, str, str | None]:
+    """Compare an extracted answer with the ground truth."""
+    truth = _bare_truth(ground_truth)
+    if answer == truth:
         return 1.0, "same text", answer
     if len(answer) > _LONGEST_ANSWER:
         return 0.0, "answer too long", answer[:_LONGEST_ANSWER]
     if _depth(answer) > _DEEPEST_ANSWER:
         return 0.0, "answer too deep", answer
-    return (*_compare(answer, ground_truth.strip()), answer)
+    return (*_compare(answer, truth), answer)
 
 
-def extract_answer(text: str) -> str | None:
-    r"""Extract the last complete `\boxed{...}`, or else the last `Answer:` line, if any.
+def find_final_part(text: str) -> str | None:
+    """Return what follows the end of thinking; None if thinking begins and does not end."""
+    end = 0
+    for match in _THINKING_ENDS.finditer(text):
+        end = match.end()
+    return None if _THINKING_BEGINS.search(text, end) else text[end:]
+
+
+def extract_answer(text: str, *, is_cut_allowed: bool = False) -> str | None:
+    r"""Extract the last `\boxed{...}`, or else the last line with an answer, if any.
+
+    Boxes joined by a comma or `and` are one answer. If the last box is not closed, the text was
+    cut and has no answer; is_cut_allowed: the last closed box is the answer instead.
+    """
+    boxes = _last_boxes(text, is_cut_allowed=is_cut_allowed)
+    if boxes is None:
+        return None
+    if boxes:
+        return ", ".join(boxes) or None
+    lines = [match["line"] or match["number"] for match in _ANSWER_LINE.finditer(text)]
+    return (_SPECIAL_TOKENS.sub("", lines[-1]).strip(" \t\r\n*_$.") or None) if lines else None
+
+
+def _last_boxes(text: str, *, is_cut_allowed: bool = False) -> list[str] | None:
+    """Return the contents of the last boxes that are joined; None if the last one is cut."""
+    boxes = _find_boxes(text)
+    if is_cut_allowed:
+        boxes = [box for box in boxes if box[2] >= 0]
+    if not boxes:
+        return []
+    if boxes[-1][2] < 0:
+        return None
+    last = len(boxes) - 1
+    while last and _BETWEEN_BOXES.fullmatch(text, boxes[last - 1][2] + 1, boxes[last][0]):
+        last -= 1
+    contents = [text[start:end].strip() for _, start, end in boxes[last:]]
+    if len(set(contents)) == 1:
+        return contents[:1]
+    names = [_NAME_BEFORE_BOX.search(text, max(0, box[0] - 20), box[0]) for box in boxes[last:]]
+    return [
+        f"{name[1]} = {content}" if name else content
+        for name, content in zip(names, contents, strict=True)
+    ]
+
+
+def _find_boxes(text: str) -> list[list[int]]:
+    """Return [start of the command, start and end of the content] by start; end -1: not closed.
 
     Makes a single pass over the text.
     """
-    boxed = _extract_last_box(text)
-    if boxed is not None:
-        return boxed.strip() or None
-    lines = _ANSWER_LINE.findall(text)
-    return (lines[-1].strip(" \t\r*$.") or None) if lines else None
-
-
-def _extract_last_box(text: str) -> str | None:
-    open_braces: list[int | None] = []  # start of the content of a box; None: another brace
-    last: tuple[int, int] | None = None
+    boxes: list[list[int]] = []
+    open_braces: list[list[int] | None] = []  # a box, or None for another brace
     for match in _BRACES.finditer(text):
         token = match.group()
         if token == "{":
             open_braces.append(None)
         elif token == "}":
-            start = open_braces.pop() if open_braces else None
-            if start is not None and (last is None or start > last[0]):
-                last = (start, match.start())
-        elif token.startswith("\\boxed"):
-            open_braces.append(match.end())
-    return text[last[0] : last[1]] if last else None
+            if open_braces and (box := open_braces.pop()) is not None:
+                box[2] = match.start()
+        elif match["bare"]:
+            boxes.append([match.start(), *match.span("bare")])
+        elif token.endswith("{") and len(token) > 2:
+            boxes.append([match.start(), match.end(), -1])
+            open_braces.append(boxes[-1])
+    return boxes
+
+
+def _bare_truth(ground_truth: str) -> str:
+    """Return the answer of a ground truth that is a solution, as GSM8K's `... #### 72`."""
+    truth = ground_truth.rpartition("####")[2].strip()
+    boxes = _last_boxes(truth) if "boxed" in truth else None
+    return boxes[-1] if boxes else truth
 
 
 def _depth(answer: str) -> int:
@@ -95,35 +181,16 @@ def _depth(answer: str) -> int:
 
 @lru_cache(maxsize=10_000)
 def _compare(answer: str, ground_truth: str) -> tuple[float, str]:
-    numbers = _as_rational(answer), _as_rational(ground_truth)
-    if None not in numbers:  # the common case, without the parser
-        return (1.0, "equal") if numbers[0] == numbers[1] else (0.0, "wrong answer")
-    truth, given = _parse(ground_truth), _parse(answer)
-    if verify(truth, given, timeout_seconds=None):
-        return 1.0, "equal"
-    if all(isinstance(reading, str) for reading in truth):  # could not be parsed
+    if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(ground_truth):  # the common case
+        return (1.0, "equal") if int(answer) == int(ground_truth) else (0.0, "wrong answer")
+    truth, given = read(ground_truth), read(answer)
+    if truth == given and given == Text(""):
         return 0.0, UNPARSABLE_TRUTH
-    return 0.0, "wrong answer" if given else "answer not understood"
+    if equal(truth, given):
+        return 1.0, "equal"
+    if isinstance(truth, Text):
+        return 0.0, UNPARSABLE_TRUTH
+    return 0.0, "answer not understood" if isinstance(given, Text) else "wrong answer"
 
 
-def _as_rational(answer: str) -> Fraction | None:
-    match = _RATIONAL.fullmatch(answer)
-    if match is None:
-        return None
-    if match["integer"]:
-        return Fraction(int(match["integer"]))
-    bottom = int(match["bottom"] or match["after"])
-    if not bottom:
-        return None
-    value = Fraction(int(match["top"] or match["before"]), bottom)
-    return -value if match["sign"] else value
-
-
-@lru_cache(maxsize=1000)  # a group shares its ground truth
-def _parse(answer: str) -> list[Any]:
-    """Parse an answer into sympy expressions followed by its text; empty for an empty answer."""
-    tidy = _THOUSANDS.sub("", answer.strip("$ ").removesuffix("."))
-    return parse(f"\\boxed{{{tidy}}}", parsing_timeout=None)
-
-
-_parse(r"\frac{1}{2}")  # builds the tables of the grammar before the worker is ready
+read(r"\frac{1}{2} x + \sqrt{2}")  # builds the tables of the grammar before the worker is ready
