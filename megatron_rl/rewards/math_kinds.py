@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_rl.rewards import math_values
-from megatron_rl.rewards.math_text import closing, split, strip_braces, tidy
+from megatron_rl.rewards.math_text import closing, split, tidy, unwrap
 from megatron_rl.rewards.math_units import split_unit
 from megatron_rl.rewards.math_values import TooLarge
 
@@ -118,6 +118,7 @@ class Relation:
     difference: str
 
 
+_FLOAT_DIGITS = 15  # a decimal of so many significant digits is a rounded float
 _INFINITY = Number(math.inf)
 _COMMA = re.compile(
     r"[,;]|\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
@@ -132,14 +133,14 @@ _NAME = re.compile(
     r"(?:\s*\([a-zA-Z](?:, ?[a-zA-Z])*\))?|\([a-zA-Z](?:, ?[a-zA-Z])*\)"
 )
 _MATRIX = re.compile(
-    r"\\begin\{([pb]?matrix|array)\}(?:\{[clr|]*\})?(.*)\\end\{\1\}", re.DOTALL
+    r"[(\[]? ?\\begin\{([pb]?matrix|array)\}(?:\{[clr|]*\})?(.*)\\end\{\1\} ?[)\]]?", re.DOTALL
 )
 _BASED = re.compile(r"(-?)\s*(?:\(([\dA-Z]+)\)|([\dA-Z]+))\s*_\s*(?:\{\s*(\d\d?)\s*\}|(\d)\b)")
 _TIME = re.compile(
     r"(\d{1,2}):(\d\d)(?::(\d\d))?\s*(?:\\text\{)?\s*([ap]\.?\s?m\.?)?\s*\}?", re.IGNORECASE
 )
 _CHOICE = re.compile(
-    r"(?:\\text\{)?\s*\(\s*([A-Za-z])\s*\)\s*\}?[.:]?\s*(.*)"
+    r"(?:\\text\{)?\s*\(\s*([A-Za-z])\s*\)\s*\}?[.:]?\s*((?![,;]|and\b|or\b|\\text\{ *(?:and|or)\b).*)"
     r"|(?:\\text\{)?\s*([A-Z])(?:\s*\}?\s*[.):]\s*|\}\s+)(\S.*)"
     r"|(?:\\text\{)?\s*([A-J])[.):]?\s*\}?"
 )
@@ -157,19 +158,12 @@ def read(text: str) -> Any:
 
 def read_tidy(text: str) -> Any:
     """Return the reading of a part of a tidy answer."""
-    text = _outer_text(strip_braces(text.strip(" ")))
+    text = unwrap(text.strip(" "))
     for reader in READERS:
         reading = reader(text)
         if reading is not None:
             return reading
     return Text(text)
-
-
-def _outer_text(text: str) -> str:
-    r"""Remove `\text{...}` around the whole answer."""
-    while text.startswith(r"\text{") and closing(text, 5) == len(text) - 1:
-        text = text[6:-1].strip(" ")
-    return text
 
 
 def _read_number(text: str) -> Number | None:
@@ -223,7 +217,7 @@ def _read_geometry(text: str) -> Text | None:
 
 
 def _read_plus_minus(text: str) -> Items | None:
-    if r"\pm" not in text and r"\mp" not in text or len(split(text, _COMMA)) > 1:
+    if r"\pm" not in text and r"\mp" not in text:
         return None
     up = text.replace(r"\pm", "+").replace(r"\mp", "-")
     down = text.replace(r"\pm", "-").replace(r"\mp", "+")
@@ -270,7 +264,7 @@ def _read_items(text: str) -> Any:
     """Read a list, a tuple, a set or an interval."""
     parts = _commas(text)
     if len(parts) > 1:
-        return Items(",", tuple(read_tidy(part) for part in parts if part))
+        return Items(",", _flat(parts))
     ratio = text.split(":")
     if len(ratio) > 1 and all(re.fullmatch(r" ?[\d./a-z\\ {}]+", part) for part in ratio):
         return Items(":", tuple(read_tidy(part) for part in ratio))
@@ -280,7 +274,17 @@ def _read_items(text: str) -> Any:
     parts = _commas(inner, is_bracketed=True)
     if opening + end == "()" and len(parts) == 1 or not all(parts):
         return None
-    return Items(opening + end, tuple(read_tidy(part) for part in parts))
+    return Items(opening + end, _flat(parts) if opening == "{" else tuple(map(read_tidy, parts)))
+
+
+def _flat(parts: list[str]) -> tuple[Any, ...]:
+    r"""Read the items of a list, of which `\pm 3` is two."""
+    readings = [read_tidy(part) for part in parts if part]
+    return tuple(
+        item
+        for one in readings
+        for item in (one.items if isinstance(one, Items) and one.brackets == "," else (one,))
+    )
 
 
 def _bracketed(text: str) -> tuple[str, str, str]:
@@ -386,6 +390,8 @@ def _read_quantity(text: str) -> Quantity | None:
     if found is None:
         return None
     value, unit, factor = found
+    if unit == "degree" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", value):
+        return None  # the angle of a function
     reading = read_tidy(value)
     if isinstance(reading, Number):
         return Quantity(Number(reading.value * factor), unit) if unit else Number(
@@ -411,7 +417,7 @@ def _read_expression(text: str) -> Any:
     try:
         value = math_values.exact(tree)
     except TooLarge:
-        return Text(text.replace(" ", ""))
+        return Text(re.sub(r"\{(\w)\}", r"\1", text.replace(" ", "")))
     return Expression(latex) if value is None else Number(value)
 
 
@@ -424,8 +430,8 @@ READERS: tuple[Callable[[str], Any], ...] = (
     _read_geometry,
     _read_union,
     _read_membership,
-    _read_plus_minus,
     _read_items,
+    _read_plus_minus,
     _read_inequality,
     _read_equation,
     _read_quantity,
@@ -440,6 +446,8 @@ def equal(truth: Any, answer: Any) -> bool:
         return True
     if isinstance(truth, Number) and isinstance(answer, Number):
         return _equal_numbers(truth, answer)
+    if isinstance(truth, Number) and truth.digits >= _FLOAT_DIGITS and isinstance(answer, Expression):
+        return math_values.is_near(math_values.parse(answer.latex), truth.value)
     for first, second in ((truth, answer), (answer, truth)):
         for kind, rule in RULES:
             if isinstance(first, kind):
@@ -453,7 +461,7 @@ def _equal_numbers(truth: Number, answer: Number) -> bool:
     """Compare exactly; a ground truth of 15 or more digits is a rounded float."""
     if truth.value == answer.value:
         return True
-    return truth.digits >= 15 and abs(answer.value - truth.value) <= abs(truth.value) / 10**14
+    return truth.digits >= _FLOAT_DIGITS and math_values.is_near(answer.value, truth.value)
 
 
 # Each rule returns whether two readings are equal, or None if another rule decides.
@@ -465,7 +473,8 @@ def _equal_choice(choice: Choice, other: Any) -> bool | None:
             return False
         return None in (choice.content, other.content) or equal(choice.content, other.content)
     if isinstance(other, Expression) and choice.content is None:
-        return equal(Expression(choice.letter), other)
+        is_small_letter = other.latex.upper() == choice.letter
+        return is_small_letter or equal(Expression(choice.letter), other)
     return choice.content is not None and equal(choice.content, other)
 
 
@@ -560,6 +569,8 @@ def _equal_items(items: Items, other: Any) -> bool | None:
         return len(first) == len(second) and all(map(equal, first, second))
     if kinds == {"()", "[]"} and len(first) > 2:  # vectors: only pairs are intervals
         return len(first) == len(second) and all(map(equal, first, second))
+    if kinds < {"()", "[)", "(]", "[]"} and len(first) == len(second) == 2:
+        return _equal_interval(Interval(*first, items.brackets), other)
     if not kinds <= {",", "{}"}:
         return False
     if Text(r"\ldots") in first + second:  # a sequence

@@ -15,7 +15,7 @@ _SYMBOLS = {
     "±": r"\pm ", "…⋯": r"\ldots ", "°": r"\degree ", "⟨〈": "(", "⟩〉": ")", "ℝ": r"\mathbb{R}",
     "∶": ":", "△": r"\triangle ", "∠": r"\angle ", "′’‘": "'", "ⅈ": "i", "→": r"\to ",
     "\u200b\u200c\u200d\u2060\ufeff\u200e\u200f\u202a\u202b\u202c\u202d\u202e": "",
-    "，、；": ", ", "。": ".",
+    "、；": ", ", "，": ",", "。": ".",
 }  # fmt: skip
 _UNICODE = {ord(one): latex for many, latex in _SYMBOLS.items() for one in many}
 for _index, _name in enumerate(_GREEK):
@@ -37,6 +37,9 @@ _REWRITES = [
         (r"\\(?:text(?:bf|it|rm|sf|tt|normal|up)?|math(?:rm|bf|it|sf|tt)|mbox|hbox|emph"
          r"|operatorname\*?|boldsymbol|bm)\s*(?=\{)", r"\\text"),
         (r"\{\s*\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
+        (r"\\text\s*\{\s*([^a-zA-Z{}\\$]*?)\s*\}", r" \1"),
+        (r"\\text\{\s*([^{}]+?)\s+(and|or)\s*\}", r"\\text{ \1}\\text{ \2 }"),
+        (r"\^\s*(?:\{\s*(?:\\text\{)?|\\text\{)\s*(th|st|nd|rd)\s*\}\s*\}?", r"\\text{\1}"),
         (r"\\(?:boxed|fbox)\s*(?=\{)", ""),
         (r"(?<!\\)\\[()\[\]]", " "),
         (r"\\[dtc]frac", r"\\frac"),
@@ -91,10 +94,18 @@ def tidy(text: str) -> str:
     text = _without_dollars(_from_unicode(text))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
-    text = text.strip(" ")
+    text = unwrap(text.strip(" "))
     if match := _PHRASE.match(text):
         text = text[match.end() :]
-    return strip_braces(text.strip(" ").rstrip(".,;: "))
+    return unwrap(text.strip(" ").rstrip(".,;: "))
+
+
+def unwrap(text: str) -> str:
+    r"""Remove braces and `\text{...}` around the whole text."""
+    text = strip_braces(text)
+    while text.startswith(r"\text{") and closing(text, 5) == len(text) - 1:
+        text = strip_braces(text[6:-1].strip(" "))
+    return text
 
 
 def strip_braces(text: str) -> str:

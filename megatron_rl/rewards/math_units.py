@@ -75,7 +75,8 @@ def _is_unit(words: list[str], written: str, *, is_apart: bool) -> bool:
     """Whether words after a number are what it counts, and not mathematics or a sentence."""
     bare = [word.split("^")[0].split("/")[0].rstrip(".") for word in words]
     known = [_ALIASES.get(word, _ALIASES.get(word.lower())) for word in bare]
-    if len(words) > 4 or any(word.lower() in _NOT_UNITS - {"per", "of"} for word in bare):
+    sentence = [word for word in words if word.lower() in _NOT_UNITS - {"per", "of"}]
+    if len(words) > 4 or sentence:
         return False
     if "\\" in written or any(one in written for one in "€£¥₹¢"):
         return True
@@ -83,6 +84,8 @@ def _is_unit(words: list[str], written: str, *, is_apart: bool) -> bool:
         return True
     if any(word.lower() in _FUNCTIONS for word in bare):
         return False
+    if is_apart and bare[0].lower() in ("sq", "cu", "square", "cubic"):
+        return len(words) > 1
     if known[0] is not None:  # `5cm` and `5 m` are lengths, `5m` is five times m
         return is_apart or len(bare[0]) > 1
     return is_apart and len(bare[0]) > 2

@@ -47,6 +47,9 @@ _PLAIN = re.compile(
 _MIXED = re.compile(r"(?P<sign>[+-]?) ?(?P<whole>\d{1,300}) (?P<top>\d{1,300}) ?/ ?(?P<bottom>\d+)")
 
 
+_MIXED_FACTOR = re.compile(r"(?<![\d.}^_])(\d+) ?\\frac\{(\d+)\}\{(\d+)\}")
+
+
 class TooLarge(ValueError):
     """A number that is not computed."""
 
@@ -95,7 +98,7 @@ def parse(text: str) -> Any:
         or not all(len(one) <= _LONGEST_BINOMIAL and one.isdigit() for one in _binomials(text))
     ):
         return None
-    latex = _DECIMAL.sub(_exact, text).replace(r"\degree", r"^\circ")
+    latex = _DECIMAL.sub(_exact, _MIXED_FACTOR.sub(_improper, text)).replace(r"\degree", r"^\circ")
     try:
         tree = latex2sympy(
             latex,
@@ -114,12 +117,17 @@ _UNBOUNDED = (
     sympy.Float,
 )  # fmt: skip
 
-_GROWING = (sympy.exp, sympy.factorial, sympy.sinh, sympy.cosh, sympy.tanh, sympy.coth)
+_GROWING = sympy.exp | sympy.factorial | sympy.sinh | sympy.cosh | sympy.tanh | sympy.coth
 
 
 def _binomials(text: str) -> Iterator[str]:
     for match in re.finditer(r"\\binom\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\})?", text):
         yield from (match[1] or "", match[2] or "")
+
+
+def _improper(match: re.Match[str]) -> str:
+    whole, top, bottom = map(int, match.groups())
+    return rf"(\frac{{{whole * bottom + top}}}{{{bottom}}})"
 
 
 def _exact(match: re.Match[str]) -> str:
@@ -146,6 +154,16 @@ def exact(tree: Any) -> Fraction | None:
     if isinstance(tree, sympy.Abs):
         return abs(known[0])
     return _power(*known) if isinstance(tree, sympy.Pow) else _factorial(known[0])
+
+
+def is_near(number: Any, value: Any) -> bool:
+    """Whether a number, rational or a tree, rounds to a value of 15 significant digits."""
+    if not isinstance(number, int | float | Fraction):
+        number = None if number.free_symbols else _evaluate(number, {}, _GUARD_DIGITS)
+        if number is None:
+            return False
+        number = Fraction(str(number))
+    return bool(abs(number - value) <= abs(value) / 10**14)
 
 
 def rational_tree(value: Fraction) -> Any:
@@ -189,24 +207,34 @@ def bits(tree: Any) -> float:
     """Bound the bits of the numbers that occur when the tree is evaluated. Raises TooLarge."""
     if isinstance(tree, Rational):
         total = float(int(tree.p).bit_length() + int(tree.q).bit_length())
-    elif not tree.args:
-        total = 4.0 if isinstance(tree, sympy.Symbol) and tree.name != "i" else 2.0
     else:
-        inner = [bits(argument) for argument in tree.args]
-        total = sum(inner)
-        if isinstance(tree, sympy.Pow):
-            exponent = tree.args[1]
-            size = abs(exponent) if isinstance(exponent, sympy.Integer) else _up_to(inner[1])
-            total += inner[0] * float(min(size, 2**64))
-        elif isinstance(tree, _GROWING):
-            total += 2 * inner[0] * _up_to(inner[0])
+        total = sum((bits(argument) for argument in tree.args), start=1.0)
+        total += _size(tree) if isinstance(tree, sympy.Pow | _GROWING) else 0
     if total > _MOST_BITS:
         raise TooLarge
     return total
 
 
-def _up_to(number_of_bits: float) -> float:
-    return 2.0 ** min(number_of_bits, 64)
+def _size(tree: Any) -> float:
+    """Bound the binary logarithm of a value, also of one near 0, without computing it."""
+    if isinstance(tree, Rational):
+        return abs(math.log2(abs(int(tree.p))) - math.log2(int(tree.q))) if tree.p else 0.0
+    if not tree.args:
+        is_variable = isinstance(tree, sympy.Symbol) and tree.name != "i"
+        return 4.0 if is_variable else 0.0 if isinstance(tree, sympy.Symbol) else 2.0
+    inner = [_size(argument) for argument in tree.args]
+    if isinstance(tree, sympy.Add):
+        return max(inner) + len(inner)
+    if isinstance(tree, sympy.Mul):
+        return sum(inner)
+    if isinstance(tree, sympy.Pow):
+        exponent = tree.args[1]
+        return inner[0] * (
+            float(min(abs(exponent), 2**64))
+            if isinstance(exponent, Rational)
+            else 2.0 ** min(inner[1], 64)
+        )
+    return (inner[0] + 2) * 2.0 ** min(inner[0], 64) if isinstance(tree, _GROWING) else max(inner)
 
 
 def same(first: Any, second: Any) -> bool:
