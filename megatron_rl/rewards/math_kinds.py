@@ -63,10 +63,14 @@ class Expression:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number with a unit, a currency, degrees or a percent sign."""
+    """A number with a unit, a currency, degrees or a percent sign.
+
+    letters: the whole as LaTeX if the unit could be a variable, as in `5 m`.
+    """
 
     value: Any
     unit: str
+    letters: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,8 @@ _CHOICE = re.compile(
     r"|(?:\\text\{)?\s*([A-Z])(?:\s*\}?\s*[.):]\s*|\}\s+)(\S.*)"
     r"|(?:\\text\{)?\s*([A-J])[.):]?\s*\}?"
 )
-_WORDS = re.compile(r"[^\W\d_]+(?:[ '.&-]+[^\W\d_]+)*\.?")
+_WORD = r"(?:[^\W\d_]{2,}(?:['-][^\W\d_]{2,})*|[^\W\d_](?:'[^\W\d_]+)?)\.?"
+_WORDS = re.compile(rf"{_WORD}(?: {_WORD})*")
 _GEOMETRY = re.compile(
     r"\\(?:triangle|angle|overline|overrightarrow|vec|parallel|perp|cong|sim|square|odot)"
 )
@@ -394,8 +399,9 @@ def _read_quantity(text: str) -> Quantity | None:
         return None  # the angle of a function
     reading = read_tidy(value)
     if isinstance(reading, Number):
-        return Quantity(Number(reading.value * factor), unit) if unit else Number(
-            reading.value * factor)  # fmt: skip
+        number = Number(reading.value * factor)
+        letters = text if re.fullmatch(r".* [a-zA-Z]", text) else ""
+        return Quantity(number, unit, letters) if unit else number
     return Quantity(reading, unit) if isinstance(reading, Expression) and unit else None
 
 
@@ -446,6 +452,8 @@ def equal(truth: Any, answer: Any) -> bool:
         return True
     if isinstance(truth, Number) and isinstance(answer, Number):
         return _equal_numbers(truth, answer)
+    if isinstance(truth, Quantity) and truth.letters and isinstance(answer, Number):
+        return False
     if isinstance(truth, Number) and truth.digits >= _FLOAT_DIGITS and isinstance(answer, Expression):
         return math_values.is_near(math_values.parse(answer.latex), truth.value)
     for first, second in ((truth, answer), (answer, truth)):
@@ -508,13 +516,15 @@ def _name_of(values: Any) -> str:
 
 
 def _equal_quantity(quantity: Quantity, other: Any) -> bool | None:
-    """A unit may be missing; two units must be the same. Percent may also be applied: 50% is 0.5."""
+    """A unit may be missing; two must be the same. Percent may also be applied: 50% is 0.5."""
     if isinstance(other, Quantity):
         if quantity.unit == other.unit:
             return equal(quantity.value, other.value)
         return False
     if isinstance(other, Words | Text | Choice):
         return False
+    if isinstance(other, Expression) and quantity.letters:
+        return equal(Expression(quantity.letters), other)
     if equal(quantity.value, other):
         return True
     if quantity.unit != "%" or not isinstance(quantity.value, Number):

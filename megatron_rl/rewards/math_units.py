@@ -61,6 +61,8 @@ def split_unit(text: str) -> tuple[str, str, Fraction] | None:
         return number, "", factor
     if not _is_unit(words, written, is_apart=bool(space)):
         return None
+    if len(written.strip()) == 1 and written.isascii() and not re.fullmatch(r"-?[\d.,]+", number):
+        return None  # `\frac{1}{2} m` is a product
     return number, _spelling(" ".join(words)), factor
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from megatron_rl.rewards.math_answer import _compare, _parse, verify_math_answer
+from megatron_rl.rewards.math_answer import verify_math_answer
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, Item
 from tests.unit.rewards.hostile import EXPLOSIVE, hostile_answers
@@ -21,7 +21,7 @@ TRUTHS = ("42", r"\frac{1}{2}", "x^2+1", "(1,2)", r"5 \text{ cm}")
 def test_hostile_responses_neither_hang_nor_end_workers(tmp_path):
     canary, output = tmp_path / "canary", []
     answers = hostile_answers(COUNT, seed=1, canary=canary) + [
-        rf"\boxed{{{one}}}" for one in EXPLOSIVE[: 1 if COUNT < 10_000 else None]
+        rf"\boxed{{{one}}}" for one in EXPLOSIVE
     ]
     items = [Item(text, TRUTHS[i % 5], "fuzz") for i, text in enumerate(answers)]
     grade_results = []
@@ -35,8 +35,7 @@ def test_hostile_responses_neither_hang_nor_end_workers(tmp_path):
     reasons = Counter(grade_result.reason for grade_result in grade_results[0])
     print(reasons, file=sys.stderr)
     assert FAILED not in reasons
-    # Out of time are the explosive ones, and no others; they are not called wrong.
-    assert 1 <= reasons[TIME_LIMIT] <= len(answers) - COUNT
+    assert reasons[TIME_LIMIT] == 0  # what would take too long is not computed
     assert all(grade_result.reward in (0.0, 1.0) for grade_result in grade_results[0])
     assert grade_results[1] == grade_results[0][: COUNT // 4]
 
@@ -57,18 +56,3 @@ def test_expensive_expressions_are_not_parsed(answer, reason):
 def test_end_of_long_text_is_read():
     assert verify_math_answer("x" * 3_000_000 + r"\boxed{7}", "7", "")[0] == 1.0
     assert verify_math_answer(r"\boxed{7}" + "x" * 3_000_000, "7", "")[1] == "no answer"
-
-
-NUMBERS = ("7", "-7", "+7", "007", "0", "-0", "12345678901234567890", "12345678901234567891",
-           r"\frac{1}{2}", r"\dfrac{2}{4}", r"\frac{-1}{2}", r"-\frac{1}{2}", r"-\tfrac{-2}{4}",
-           "1/2", "-1/2", "14/2", r"\frac{14}{2}", r"\frac{0}{5}", r"\frac{1}{0}", "4/0",
-           r"\frac{333333}{1000000}", r"\frac{1}{3}")  # fmt: skip
-
-
-@pytest.mark.parametrize("truth", NUMBERS)
-def test_rational_numbers_are_compared_as_math_verify_compares_them(truth):
-    from math_verify import verify
-
-    for answer in NUMBERS:
-        expected = verify(_parse(truth), _parse(answer), timeout_seconds=None)
-        assert (_compare(answer, truth)[0] == 1.0) == expected, (answer, truth)

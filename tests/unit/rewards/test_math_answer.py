@@ -1,10 +1,20 @@
 """Extraction of a response's answer, and its comparison with the ground truth."""
 
+import csv
 import time
+from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
-from megatron_rl.rewards.math_answer import extract_answer, verify_math_answer
+from megatron_rl.rewards.math_answer import (
+    CUT_BOX,
+    CUT_THINKING,
+    extract_answer,
+    verify_after_thinking,
+    verify_anywhere,
+    verify_math_answer,
+)
 from megatron_rl.rewards.verifier import UNPARSABLE_TRUTH
 
 
@@ -21,12 +31,36 @@ from megatron_rl.rewards.verifier import UNPARSABLE_TRUTH
         (r"\boxed{\boxed{7}}", "7"),
         (r"\boxed {7}", "7"),
         (r"{ unclosed \boxed{7}", "7"),
-        (r"\boxed{7} and cut off: \boxed{8", "7"),
+        (r"\boxed{7} and cut off: \boxed{8", None),  # the last answer is not known
+        (r"\boxed{7} and cut off: \boxed{\frac{8}{9}", None),
+        (r"\fbox{7}", "7"),
+        (r"so \boxed 7.", "7."),
+        (r"$\boxed7$", "7"),
+        (r"\boxed \frac{1}{2}", r"\frac{1}{2}"),
+        ("Put the answer in \\boxed.", None),
+        (r"$x=\boxed{3}$, $y=\boxed{5}$", "x = 3, y = 5"),
+        (r"\boxed{3} and \boxed{5}", "3, 5"),
+        (r"\boxed{3},\ \boxed{5}\text{ and }\boxed{7}", "3, 5, 7"),
+        (r"\boxed{7}, \boxed{7}", "7"),
+        ("\\boxed{3}\n\\boxed{5}", "5"),  # a correction
         (r"\boxed{7} Answer: 8", "7"),  # a box wins over an answer line
         ("Answer: 3\nAnswer: 7", "7"),
         ("**Answer:** $7$.", "7"),
         ("answer : 1/2", "1/2"),
         ("The final Answer: $\\frac12$", r"\frac12"),
+        ("**Answer: 7**", "7"),
+        ("**Answer**: 7", "7"),
+        ("Answer:\n34", "34"),
+        ("Answer:\n\n**34**\n", "34"),
+        ("Answer：12", "12"),
+        ("答案：12", "12"),
+        ("答案是12。", "12。"),
+        ("The answer is: 12", "12"),
+        ("Answer: 7<|return|>", "7"),
+        ("so 72.\n#### 72", "72"),
+        ("#### $1,234", "1,234"),
+        ("Answer: 5\n#### Explanation", "5"),
+        ("#### 2. Compute\nAnswer: 5", "5"),
         (r"\boxed{", None),
         (r"\boxed{}", None),
         ("Answer:", None),
@@ -39,43 +73,91 @@ def test_extract_answer_from_response(text, answer):
 
 
 def test_extraction_takes_one_pass_over_whatever_is_written():
-    start = time.perf_counter()
+    start = time.process_time()
     assert extract_answer("\\boxed{" * 50_000) is None
     assert extract_answer("{" * 200_000 + "\\boxed{1}") == "1"
     assert extract_answer("Answer" * 50_000) is None
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
+
+
+def _pairs():
+    by_kind = defaultdict(list)
+    with (Path(__file__).parent / "math_answers.tsv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE):
+            by_kind[row["kind"]].append((row["answer"], row["truth"], float(row["reward"])))
+    return by_kind
+
+
+PAIRS = _pairs()
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_answer_of_kind_has_reward(kind):
+    wrong = [
+        f"{answer!r} for {truth!r} is not {reward}"
+        for answer, truth, reward in PAIRS[kind]
+        if verify_math_answer(f"so \\boxed{{{answer}}}", truth, "")[0] != reward
+    ]
+    assert not wrong
+
+
+def test_pairs_have_right_and_wrong_answers_of_every_kind():
+    assert sum(map(len, PAIRS.values())) > 1000
+    assert all({reward for *_, reward in rows} == {0.0, 1.0} for rows in PAIRS.values())
+
+
+@pytest.mark.parametrize("space", ["\u00a0", "\u202f", "\u2009", "\u3000", "\u2007", "\t", "\n"])
+def test_unusual_spaces_separate_thousands(space):
+    assert verify_math_answer(f"\\boxed{{10{space}000}}", "10000", "")[0] == 1.0
 
 
 @pytest.mark.parametrize(
-    ("answer", "truth", "reward"),
+    ("text", "right"),
     [
-        ("7", "7", 1.0),
-        ("007", "7", 1.0),
-        ("8", "7", 0.0),
-        ("-7", "7", 0.0),
-        (r"\frac{1}{2}", "0.5", 1.0),
-        ("1/2", r"\frac12", 1.0),
-        ("1 + x", "x + 1", 1.0),
-        ("(1, 2)", "(1,2)", 1.0),
-        ("(2, 1)", "(1,2)", 0.0),
-        (r"\sqrt{18}", r"3\sqrt{2}", 1.0),
-        ("1,000", "1000", 1.0),
-        (r"12 \text{ cm}", "12", 1.0),
-        ("x = 5", "5", 1.0),
-        ("$34$", "34", 1.0),
-        ("34", "$34$", 1.0),
-        (r"\frac{1}{", "2", 0.0),
-        ("\x00\ud800 nonsense", "2", 0.0),
+        ("<think>maybe \\boxed{5}</think>\n**Answer: 7**", "7"),
+        ("<think>maybe \\boxed{5}?</think> Answer: 7", "7"),
+        ("thought that the prompt opened, \\boxed{5}</think>\\boxed{7}", "7"),
+        ("<think>\\boxed{5}</think>no: <think>\\boxed{6}</think>\\boxed{7}", "7"),
+        ("[THINK]\\boxed{5}[/THINK]\\boxed{7}", "7"),
+        ("◁think▷\\boxed{5}◁/think▷\\boxed{7}", "7"),
+        ("<|channel|>analysis<|message|>\\boxed{5}<|end|><|start|>assistant<|channel|>final"
+         "<|message|>Answer: 7<|return|>", "7"),
+        ("analysisSo \\boxed{5}.assistantfinalAnswer: 7", "7"),
+        ("no thinking: \\boxed{7}", "7"),
+    ],
+)  # fmt: skip
+def test_only_the_text_after_thinking_counts(text, right):
+    assert verify_math_answer(text, right, "")[0] == 1.0
+    assert verify_math_answer(text, "5", "")[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("<think>maybe \\boxed{5} or so, let me check", CUT_THINKING),
+        ("<think>x</think> wait <think>\\boxed{5}", CUT_THINKING),
+        ("<|channel|>analysis<|message|>\\boxed{5}", CUT_THINKING),
+        ("analysisSo \\boxed{5}", CUT_THINKING),
+        ("<think>maybe \\boxed{5}</think>\nI do not know.", "no answer"),
+        ("first \\boxed{5} then \\boxed{7", CUT_BOX),
     ],
 )
-def test_compare_answer_with_ground_truth(answer, truth, reward):
-    assert verify_math_answer(f"so \\boxed{{{answer}}}", truth, "set")[0] == reward
+def test_cut_response_has_no_answer(text, reason):
+    assert verify_math_answer(text, "5", "") == (0.0, reason, None)
+    assert verify_anywhere(text, "5", "")[0] == 1.0
+
+
+def test_thinking_that_the_prompt_opened_must_end():
+    assert verify_after_thinking("maybe \\boxed{5}", "5", "") == (0.0, CUT_THINKING, None)
+    assert verify_after_thinking("\\boxed{4}</think> \\boxed{5}", "5", "")[0] == 1.0
+    assert verify_anywhere("so \\boxed{4}, I mean 5", "4", "")[:2] == (1.0, "same text")
 
 
 def test_grade_has_reason():
     assert verify_math_answer("hm", "7", "set") == (0.0, "no answer", None)
     assert verify_math_answer(r"\boxed{8}", "7", "set") == (0.0, "wrong answer", "8")
     assert verify_math_answer(r"\boxed{7}", " 7 ", "set") == (1.0, "same text", "7")
+    assert verify_math_answer(r"\boxed{72}", "48+24=72\n#### 72", "set")[1] == "same text"
     assert verify_math_answer(r"\boxed{7.0}", "7", "set") == (1.0, "equal", "7.0")
     assert verify_math_answer(r"\boxed{\text{}}", "7", "set")[1] == "answer not understood"
     reward, reason, _ = verify_math_answer("\\boxed{" + "1+" * 5000 + "1}", "5001", "set")

@@ -16,7 +16,7 @@ from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, Item, VerifierError
 from megatron_rl.types import GradeResult
 from tests.running import assert_end
 
-HANGING = ("spin", "sleep 60", r"\boxed{1000", r"\boxed{9^")
+HANGING = ("spin", "sleep 60")
 BY_NAME = "tests.unit.rewards.misbehaving_verifiers:score_by_name"
 MISBEHAVING = "tests.unit.rewards.misbehaving_verifiers:verify_scripted"
 
@@ -165,14 +165,12 @@ def test_worker_loads_neither_torch_nor_vllm(pool):
     assert pool.verify_all(as_items("modules"))[0].reason == ""
 
 
-def test_huge_factorial_is_not_evaluated():
+def test_huge_number_is_not_computed():
+    texts = [r"\boxed{100000000!}", r"\boxed{9^{9^{9^9}}}", r"\boxed{5}"]
     with VerifierPool(time_limit=60.0) as pool:
-        start = time.monotonic()
-        texts = [r"\boxed{100000000!}", r"\boxed{9^{9^{9^9}}}", r"\boxed{5}"]
         grade_results = pool.verify_all([Item(text, "5", "set") for text in texts])
-        assert [v.reward for v in grade_results] == [0.0, 0.0, 1.0]
-        assert grade_results[0] == GradeResult(0.0, "time limit", None)
-        assert time.monotonic() - start < 50
+    assert [v.reward for v in grade_results] == [0.0, 0.0, 1.0]
+    assert grade_results[0] == GradeResult(0.0, "answer not understood", "100000000!")
 
 
 def test_first_grade_excludes_import_time():
