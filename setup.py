@@ -14,7 +14,7 @@ assert VERSION is not None
 # pip takes a CUDA build of several gigabytes.
 REQUIREMENTS = [
     "cloudpickle",
-    "math-verify>=0.8",
+    "math-verify>=0.9",  # for its parser, latex2sympy2_extended, whose version it pins
     "matplotlib>=3.8",
     "megatron-core>=0.16.1,<0.20",
     "numpy",

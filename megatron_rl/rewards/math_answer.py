@@ -2,29 +2,20 @@ r"""Verifier of mathematical answers.
 
 The answer is what a response says after its thinking: the content of the last `\boxed{...}`, or
 else of the last line with `Answer:` (the format of DAPO-Math-17k) or `####` (that of GSM8K). It is
-right if it equals the ground truth by the rules of its kind (`megatron_rl.rewards.math_kinds`).
+right if it equals the ground truth by the rules of its kind (`megatron_rl.rewards.answers`).
 """
 
 import re
 from functools import lru_cache
 
-from megatron_rl.rewards.math_kinds import Text, equal, read
-from megatron_rl.rewards.verifier import UNPARSABLE_TRUTH
+from megatron_rl.rewards.answers.equality import equal
+from megatron_rl.rewards.answers.kinds import Text
+from megatron_rl.rewards.answers.reading import read
+from megatron_rl.rewards.thinking import CUT_THINKING, after_thinking, has_end
+from megatron_rl.rewards.verifier import NO_ANSWER, UNPARSABLE_TRUTH
 
-NO_ANSWER = "no answer"
-CUT_THINKING = "no answer: thinking does not end"
 CUT_BOX = r"no answer: \boxed is not closed"
 
-# Marks of thinking, as templates of published models write them. gpt-oss's are special tokens,
-# which decoding removes: `analysis...assistantfinal...` remains of its channels.
-_THINKING_ENDS = re.compile(
-    r"</think(?:ing)?>|\[/THINK\]|◁/think▷|<\|end_of_thought\|>|</thought>|</reasoning>"
-    r"|</seed:think>|<\|channel\|>final<\|message\|>|(?<=\S)assistantfinal"
-)
-_THINKING_BEGINS = re.compile(
-    r"<think(?:ing)?>|\[THINK\]|◁think▷|<\|begin_of_thought\|>|<thought>|<reasoning>"
-    r"|<seed:think>|<\|channel\|>(?:analysis|commentary)|\Aanalysis(?=\w)"
-)
 # An escaped brace, as in \{1, 2\}, is not a delimiter; `\boxed 5` has no braces.
 _BRACES = re.compile(
     r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>(?=[-+.]*\d|\\[a-zA-Z])[^\s${}]+(?:\{[^\s${}]*\})*))"
@@ -38,7 +29,8 @@ _BETWEEN_BOXES = re.compile(
 )
 _NAME_BEFORE_BOX = re.compile(r"(\\?[a-zA-Z]\w{0,9})\s*=[\s$]*\Z")
 _ANSWER_LINE = re.compile(
-    r"(?:answer(?:\s+is)?\W{0,3}?[:：]|答案\s*[:：是为]+)[ \t*_]*+(?P<line>\S[^\n]*|\s++[^\n]+)"
+    r"(?:answer(?:\s+is)?\W{0,3}?[:\uff1a]|答案\s*[:\uff1a是为]+)"
+    r"[ \t*_]*+(?P<line>\S[^\n]*|\s++[^\n]+)"
     r"|^[ \t]*####[ \t]*(?P<number>[-+$€£]{0,2}\d[\d,. /]*%?)[ \t\r]*$",
     re.IGNORECASE | re.MULTILINE,
 )
@@ -53,11 +45,11 @@ def verify_math_answer(
     text: str, ground_truth: str, data_source: str
 ) -> tuple[float, str, str | None]:
     """Return reward 1 for the right answer, otherwise 0, with reason and extracted answer."""
-    after_thinking = find_final_part(text[-_LONGEST_TEXT:])
-    if after_thinking is None:
+    final = after_thinking(text[-_LONGEST_TEXT:])
+    if final is None:
         return 0.0, CUT_THINKING, None
-    if (answer := extract_answer(after_thinking)) is None:
-        return 0.0, CUT_BOX if _last_boxes(after_thinking) is None else NO_ANSWER, None
+    if (answer := extract_answer(final)) is None:
+        return 0.0, CUT_BOX if _last_boxes(final) is None else NO_ANSWER, None
     return grade(answer, ground_truth)
 
 
@@ -68,7 +60,7 @@ def verify_after_thinking(
 
     Such a response shows its thinking only by its end, so one without an end has no answer.
     """
-    if not _THINKING_ENDS.search(text[-_LONGEST_TEXT:]):
+    if not has_end(text[-_LONGEST_TEXT:]):
         return 0.0, CUT_THINKING, None
     return verify_math_answer(text, ground_truth, data_source)
 
@@ -76,7 +68,7 @@ def verify_after_thinking(
 def verify_anywhere(
     text: str, ground_truth: str, data_source: str
 ) -> tuple[float, str, str | None]:
-    r"""Grade the last complete `\boxed{...}` or answer line, also within thinking or before a cut."""
+    r"""Grade the last closed `\boxed{...}` or answer line, also in thinking or before a cut."""
     answer = extract_answer(text[-_LONGEST_TEXT:], is_cut_allowed=True)
     return (0.0, NO_ANSWER, None) if answer is None else grade(answer, ground_truth)
 
@@ -91,14 +83,6 @@ def grade(answer: str, ground_truth: str) -> tuple[float, str, str | None]:
     if _depth(answer) > _DEEPEST_ANSWER:
         return 0.0, "answer too deep", answer
     return (*_compare(answer, truth), answer)
-
-
-def find_final_part(text: str) -> str | None:
-    """Return what follows the end of thinking; None if thinking begins and does not end."""
-    end = 0
-    for match in _THINKING_ENDS.finditer(text):
-        end = match.end()
-    return None if _THINKING_BEGINS.search(text, end) else text[end:]
 
 
 def extract_answer(text: str, *, is_cut_allowed: bool = False) -> str | None:

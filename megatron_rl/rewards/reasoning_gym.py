@@ -16,6 +16,8 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_rl.errors import UserError
+from megatron_rl.rewards.thinking import CUT_THINKING, after_thinking
+from megatron_rl.rewards.verifier import NO_ANSWER
 
 ASK = "\n\nThink step by step, then give the final answer as <answer>...</answer>."
 EVALUATING = {"eval", "exec", "compile", "sympify", "parse_expr", "S", "parse_latex", "__import__"}
@@ -77,8 +79,12 @@ def _calls(source: ast.AST) -> Iterator[str]:
 def verify(
     text: str, ground_truth: str, data_source: str, row: dict[str, Any]
 ) -> tuple[float, str, str | None]:
-    """Return reward 1 if the task's checker gives the last `<answer>` its full score."""
-    answers = _ANSWER.findall(text)
+    """Return reward 1 if the task's checker gives the last `<answer>` its full score.
+
+    Only what follows the end of thinking counts.
+    """
+    final = after_thinking(text)
+    answers = _ANSWER.findall(final or "")
     task = row["task"]
     dataset = _opened(task["name"], task["seed"], task["size"], task["settings"])
     entry = _entry(dataset, task["index"])
@@ -90,7 +96,7 @@ def verify(
     if text == ground_truth:  # the trial before a run, without tags
         answers = [text]
     if not answers:
-        return 0.0, "no answer", None
+        return 0.0, CUT_THINKING if final is None else NO_ANSWER, None
     answer = answers[-1].strip()
     score = float(dataset.score_answer(answer, entry))
     return float(score >= 1.0), f"scored {score:g}", answer

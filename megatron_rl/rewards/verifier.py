@@ -16,6 +16,7 @@ TIME_LIMIT = "time limit"
 UNPARSABLE_TRUTH = "ground truth not understood"
 FAILED = "verifier failed"  # only where reward.on_error is zero
 UNGRADED = (TIME_LIMIT, UNPARSABLE_TRUTH, FAILED)
+NO_ANSWER = "no answer"
 NUMBER = "scored"  # the reason of a verifier that returns a number
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from megatron_rl.rewards.math_answer import (
     CUT_BOX,
-    CUT_THINKING,
     extract_answer,
     verify_after_thinking,
     verify_anywhere,
     verify_math_answer,
 )
+from megatron_rl.rewards.thinking import CUT_THINKING
 from megatron_rl.rewards.verifier import UNPARSABLE_TRUTH
 
 
@@ -52,8 +52,8 @@ from megatron_rl.rewards.verifier import UNPARSABLE_TRUTH
         ("**Answer**: 7", "7"),
         ("Answer:\n34", "34"),
         ("Answer:\n\n**34**\n", "34"),
-        ("Answer：12", "12"),
-        ("答案：12", "12"),
+        ("Answer\uff1a12", "12"),
+        ("答案\uff1a12", "12"),
         ("答案是12。", "12。"),
         ("The answer is: 12", "12"),
         ("Answer: 7<|return|>", "7"),

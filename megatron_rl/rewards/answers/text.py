@@ -1,14 +1,19 @@
+# ruff: noqa: RUF001, RUF002, SIM905 - characters that look alike are the subject
 r"""One spelling for every way to write the same mathematics.
 
 `tidy` turns Unicode (`½`, `√2`, `x²`, `１２`), plain text (`sqrt(2)`, `2*3`, `<=`) and the variants
 of LaTeX (`\dfrac43`, `\left(`, `10\,000`) into one form. It changes no meaning: the kinds of
-answers are told apart afterwards, in `megatron_rl.rewards.math_kinds`.
+answers are told apart afterwards, in `megatron_rl.rewards.answers.reading`.
 """
 
 import re
 import unicodedata
+from typing import Any
 
-_GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lamda mu nu xi omicron pi rho sigma tau upsilon phi chi psi omega".split()  # noqa: E501 - the names of Unicode
+_GREEK = (
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lamda mu nu xi omicron pi rho sigma "
+    "tau upsilon phi chi psi omega"
+).split()  # as Unicode names them
 _SYMBOLS = {
     "−–—‐‑‒﹣": "-", "×⋅·∙⨯": r"\cdot ", "÷": "/", "⁄∕": "/", "≤⩽": r"\le ", "≥⩾": r"\ge ",
     "≠": r"\ne ", "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
@@ -26,7 +31,7 @@ _RAISED = dict(zip(map(ord, "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ"), "0123456789
 _LOWERED = dict(zip(map(ord, "₀₁₂₃₄₅₆₇₈₉₊₋ₙ"), "0123456789+-n", strict=True))
 
 # Tried in this order, each over the whole text.
-_REWRITES = [
+_REWRITES: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
         (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\s*\.?", ""),
@@ -50,6 +55,7 @@ _REWRITES = [
         (r"\\(?:leq(?:slant|q)?|le)(?![a-zA-Z])|<=|=<", r"\\le "),
         (r"\\(?:geq(?:slant|q)?|ge)(?![a-zA-Z])|>=|=>", r"\\ge "),
         (r"\\(?:neq?|not\s*=)(?![a-zA-Z])|!=", r"\\ne "),
+        (r"\\in(?![a-zA-Z])\s*", r"\\in "),
         (r"\\lt(?![a-zA-Z])", "<"), (r"\\gt(?![a-zA-Z])", ">"),
         (r"\\(?:lbrace|rbrace)(?![a-zA-Z])", lambda match: "\\{" if "l" in match[0] else "\\}"),
         (r"\\(?:langle|lparen)(?![a-zA-Z])", "("), (r"\\(?:rangle|rparen)(?![a-zA-Z])", ")"),

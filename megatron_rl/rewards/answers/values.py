@@ -1,3 +1,4 @@
+# ruff: noqa: SIM905 - lists of words
 r"""Values of mathematical expressions, compared exactly.
 
 math-verify's parser (latex2sympy2_extended) turns LaTeX into a tree that it does not evaluate. A
@@ -50,12 +51,12 @@ _MIXED = re.compile(r"(?P<sign>[+-]?) ?(?P<whole>\d{1,300}) (?P<top>\d{1,300}) ?
 _MIXED_FACTOR = re.compile(r"(?<![\d.}^_])(\d+) ?\\frac\{(\d+)\}\{(\d+)\}")
 
 
-class TooLarge(ValueError):
+class TooLargeError(ValueError):
     """A number that is not computed."""
 
 
 def rational(text: str) -> Fraction | None:
-    r"""Read an integer, decimal, fraction or mixed number, as in 1.5e3, 0.\overline{3} and 3 1/2."""
+    r"""Read an integer, decimal, fraction or mixed number: 1.5e3, 0.\overline{3}, 3 1/2."""
     if match := _MIXED.fullmatch(text):
         sign, whole, top, bottom = match.group("sign", "whole", "top", "bottom")
         return _signed(sign, int(whole), int(top), int(bottom))
@@ -136,7 +137,7 @@ def _exact(match: re.Match[str]) -> str:
 
 
 def exact(tree: Any) -> Fraction | None:
-    """Compute a rational expression with integers; None if it is not one. Raises TooLarge."""
+    """Compute a rational expression with integers; None if it is not one. Raises TooLargeError."""
     if isinstance(tree, Rational):
         return Fraction(int(tree.p), int(tree.q))
     if isinstance(tree, UnevaluatedExpr):
@@ -177,7 +178,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction | None:
     if not base and exponent < 0:
         return None
     if base not in (0, 1, -1) and abs(exponent) * _bits_of(base) > _MOST_EXACT_BITS:
-        raise TooLarge
+        raise TooLargeError
     return base ** (exponent.numerator % 2 if base == -1 else exponent.numerator)
 
 
@@ -195,7 +196,7 @@ def _factorial(number: Fraction) -> Fraction | None:
     if number.denominator > 1 or number < 0:
         return None
     if number * number.numerator.bit_length() > _MOST_EXACT_BITS:
-        raise TooLarge
+        raise TooLargeError
     return Fraction(math.factorial(number.numerator))
 
 
@@ -204,14 +205,14 @@ def _bits_of(value: Fraction) -> int:
 
 
 def bits(tree: Any) -> float:
-    """Bound the bits of the numbers that occur when the tree is evaluated. Raises TooLarge."""
+    """Bound the bits of the numbers that occur when the tree is evaluated. Raises TooLargeError."""
     if isinstance(tree, Rational):
         total = float(int(tree.p).bit_length() + int(tree.q).bit_length())
     else:
         total = sum((bits(argument) for argument in tree.args), start=1.0)
         total += _size(tree) if isinstance(tree, sympy.Pow | _GROWING) else 0
     if total > _MOST_BITS:
-        raise TooLarge
+        raise TooLargeError
     return total
 
 
@@ -238,7 +239,7 @@ def _size(tree: Any) -> float:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two trees have the same value wherever both are defined. May raise TooLarge."""
+    """Whether two trees have the same value wherever both are defined. May raise TooLargeError."""
     return all_agree(first, second, lambda a, b, close: close(a[0], b[0]), at_once=1)
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: SIM905 - lists of words
 r"""The unit at the end of an answer, or the currency before it."""
 
 import re
@@ -15,7 +16,7 @@ _UNITS = {
     "ohm": "", "mol": "mole", "rad": "radian", "mph": "", "kmh": "kmph km/h kph", "m/s": "",
     "degree": "degrees deg 度", "°C": "", "°F": "",
     "dollar": r"dollars \$ USD US$ bucks 美元", "cent": "cents ¢", "€": "euro euros EUR 欧元",
-    "£": "pounds_sterling GBP", "¥": "yen yuan JPY CNY RMB 元 日元 人民币", "₹": "rupee rupees INR Rs Rs. 卢比",
+    "£": "GBP", "¥": "yen yuan JPY CNY RMB 元 日元 人民币", "₹": "rupee rupees INR Rs Rs. 卢比",
     "unit": "units", "th": "st nd rd",
 }  # fmt: skip
 _ALIASES = {alias: unit for unit, aliases in _UNITS.items() for alias in (unit, *aliases.split())}
@@ -29,7 +30,8 @@ _NOT_UNITS = frozenset(
 )
 _FUNCTIONS = frozenset("sin cos tan cot sec csc ln log exp sqrt pi max min gcd lcm mod inf".split())
 _BEFORE = re.compile(
-    r"(-? ?)(\\\$|US\$|[€£¥₹]|\\text\{ ?(?:\\\$|[€£¥₹]|USD|EUR|GBP|Rs\.?) ?\}|(?:USD|EUR|GBP|INR|Rs\.?)(?= ?\d)) ?(-?.*)"
+    r"(-? ?)(\\\$|US\$|[€£¥₹]|\\text\{ ?(?:\\\$|[€£¥₹]|USD|EUR|GBP|Rs\.?) ?\}"
+    r"|(?:USD|EUR|GBP|INR|Rs\.?)(?= ?\d)) ?(-?.*)"
 )
 _POWER = r"(?:\^ ?(?:\{ ?-?\d ?\}|-?\d))?"
 _WORD = rf"(?:\\text\{{[^{{}}]*\}}{_POWER}|[^\W\d_]+\.?{_POWER})"
@@ -108,7 +110,12 @@ def _spelling(unit: str) -> str:
 def _one(word: str) -> str:
     base, caret, power = word.strip().partition("^")
     base = base.rstrip(".") or base
-    for spelling in (base, base.lower(), base.lower().removesuffix("s"), base.lower().removesuffix("es")):
+    for spelling in (
+        base,
+        base.lower(),
+        base.lower().removesuffix("s"),
+        base.lower().removesuffix("es"),
+    ):
         if spelling in _ALIASES:
             return _ALIASES[spelling] + caret + power
     return base.lower().removesuffix("s") + caret + power

@@ -1,0 +1,1 @@
+"""Answers read by kind (numbers, intervals, units, letters, ...) and compared exactly."""

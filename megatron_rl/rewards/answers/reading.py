@@ -1,0 +1,345 @@
+r"""Reading an answer: each reader recognises one kind."""
+
+import math
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+from megatron_rl.rewards.answers import values
+from megatron_rl.rewards.answers.kinds import (
+    INFINITY,
+    MINUS_INFINITY,
+    Assignment,
+    Choice,
+    Expression,
+    Interval,
+    Items,
+    Number,
+    Quantity,
+    Relation,
+    Text,
+    Time,
+    Union,
+    Words,
+    parts_of,
+)  # fmt: skip
+from megatron_rl.rewards.answers.text import closing, split, tidy, unwrap
+from megatron_rl.rewards.answers.units import split_unit
+from megatron_rl.rewards.answers.values import TooLargeError
+
+_COMMA = re.compile(r"[,;]|\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])")
+_THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_OR = re.compile(r"\\cup(?![a-zA-Z])|\\text\{\s*or\s*\}|(?<![a-zA-Z\\])or(?![a-zA-Z])")
+_CUP = re.compile(r"\\cup(?![a-zA-Z])")
+_INEQUALITY = re.compile(r"\\le |\\ge |\\ne |<|>")
+_EQUALS = re.compile(r"=")
+_NAME = re.compile(
+    r"(?:\\text\{[^{}]*\}|\\?[a-zA-Z]+)(?:_(?:\w|\{\w+\}))?'*(?:\^\{-1\})?"
+    r"(?:\s*\([a-zA-Z](?:, ?[a-zA-Z])*\))?|\([a-zA-Z](?:, ?[a-zA-Z])*\)"
+)
+_MATRIX = re.compile(
+    r"[(\[]? ?\\begin\{([pb]?matrix|array)\}(?:\{[clr|]*\})?(.*)\\end\{\1\} ?[)\]]?", re.DOTALL
+)
+_BASED = re.compile(r"(-?)\s*(?:\(([\dA-Z]+)\)|([\dA-Z]+))\s*_\s*(?:\{\s*(\d\d?)\s*\}|(\d)\b)")
+_TIME = re.compile(
+    r"(\d{1,2}):(\d\d)(?::(\d\d))?\s*(?:\\text\{)?\s*([ap]\.?\s?m\.?)?\s*\}?", re.IGNORECASE
+)
+_CHOICE = re.compile(
+    r"(?:\\text\{)?\s*\(\s*([A-Za-z])\s*\)\s*\}?[.:]?\s*"
+    r"((?![,;]|and\b|or\b|\\text\{ *(?:and|or)\b).*)"
+    r"|(?:\\text\{)?\s*([A-Z])(?:\s*\}?\s*[.):]\s*|\}\s+)(\S.*)"
+    r"|(?:\\text\{)?\s*([A-J])[.):]?\s*\}?"
+)
+_WORD = r"(?:[^\W\d_]{2,}(?:['-][^\W\d_]{2,})*|[^\W\d_](?:'[^\W\d_]+)?)\.?"
+_WORDS = re.compile(rf"{_WORD}(?: {_WORD})*")
+_GEOMETRY = re.compile(
+    r"\\(?:triangle|angle|overline|overrightarrow|vec|parallel|perp|cong|sim|square|odot)"
+)
+
+
+@lru_cache(maxsize=10_000)
+def read(text: str) -> Any:
+    """Return the reading of an answer as it was written."""
+    return read_tidy(tidy(text))
+
+
+def read_tidy(text: str) -> Any:
+    """Return the reading of a part of a tidy answer."""
+    text = unwrap(text.strip(" "))
+    for reader in READERS:
+        reading = reader(text)
+        if reading is not None:
+            return reading
+    return Text(text)
+
+
+def _read_number(text: str) -> Number | None:
+    if _THOUSANDS.fullmatch(text):
+        parts = tuple(read_tidy(part) for part in text.split(","))
+        value = values.rational(text.replace(",", ""))
+        return None if value is None else Number(value, parts=Items(",", parts))
+    if re.fullmatch(r"([+-]?) ?\\infty ?", text):
+        return Number(-math.inf if text[0] == "-" else math.inf)
+    value = values.rational(text)
+    if value is None:
+        return None
+    digits = len(text.replace(".", "").lstrip("+-0")) if "." in text and text[-1] != ")" else 0
+    return Number(value, digits=digits if "\\" not in text else 0)
+
+
+def _read_choice(text: str) -> Choice | None:
+    match = _CHOICE.fullmatch(text)
+    if match is None:
+        return None
+    letter = (match[1] or match[3] or match[5]).upper()
+    content = match[2] or match[4]
+    return Choice(letter, read_tidy(content) if content else None)
+
+
+def _read_time(text: str) -> Time | None:
+    match = _TIME.fullmatch(text)
+    if match is None:
+        return None
+    half = re.sub(r"[^apm]", "", (match[4] or "").lower())
+    return Time(tuple(int(one) for one in match.group(1, 2, 3) if one), half)
+
+
+def _read_based(text: str) -> Number | Text | None:
+    """Read a numeral with its base, as 2516_8; its value is a number."""
+    match = _BASED.fullmatch(text)
+    if match is None:
+        return None
+    sign, numeral, base = match[1], match[2] or match[3], int(match[4] or match[5])
+    if numeral.isalpha() and (len(numeral) == 1 or base <= 10):
+        return None  # a variable with an index
+    try:
+        return Number(Fraction(int(sign + numeral, base)))
+    except ValueError:  # a digit that the base does not have
+        return Text(text)
+
+
+def _read_geometry(text: str) -> Text | None:
+    """Keep names of angles, segments and triangles as they are written."""
+    return Text(text.replace(" ", "")) if _GEOMETRY.search(text) and "=" not in text else None
+
+
+def _read_plus_minus(text: str) -> Items | None:
+    if r"\pm" not in text and r"\mp" not in text:
+        return None
+    up = text.replace(r"\pm", "+").replace(r"\mp", "-")
+    down = text.replace(r"\pm", "-").replace(r"\mp", "+")
+    return Items(",", (read_tidy(up.lstrip("+ ")), read_tidy(down)))
+
+
+def _read_union(text: str) -> Any:
+    if text == r"\mathbb{R}":
+        return Interval(MINUS_INFINITY, INFINITY, "()")
+    base, without, points = text.partition(r"\setminus")
+    if without and base.strip() == r"\mathbb{R}":
+        return _all_except(read_tidy(points), "")
+    parts = split(text, _CUP)
+    if len(parts) == 1:
+        parts = split(text, _OR)
+        if not all(_INEQUALITY.search(part) for part in parts):
+            return None
+    if len(parts) == 1 or not all(parts):
+        return None
+    readings = [read_tidy(part) for part in parts]
+    names = {one.name for one in readings if isinstance(one, Interval) and one.name}
+    if len(names) > 1:
+        return Text(text)
+    return Union(tuple(inner for one in readings for inner in parts_of(one)))
+
+
+def _all_except(points: Any, name: str) -> Union | None:
+    """Return the real numbers without some points."""
+    items = points.items if isinstance(points, Items) else (points,)
+    if len(items) > 1 and not all(isinstance(one, Number) for one in items):
+        return None
+    ordered = sorted(items, key=lambda one: one.value) if len(items) > 1 else list(items)
+    ends = [MINUS_INFINITY, *ordered, INFINITY]
+    return Union(tuple(Interval(low, high, "()", name) for low, high in pairwise(ends)))
+
+
+def _read_items(text: str) -> Any:
+    """Read a list, a tuple, a set or an interval."""
+    parts = _commas(text)
+    if len(parts) > 1:
+        return Items(",", _flat(parts))
+    ratio = text.split(":")
+    if len(ratio) > 1 and all(re.fullmatch(r" ?[\d./a-z\\ {}]+", part) for part in ratio):
+        return Items(":", tuple(read_tidy(part) for part in ratio))
+    opening, inner, end = _bracketed(text)
+    if not opening:
+        return None
+    parts = _commas(inner, is_bracketed=True)
+    if (opening + end == "()" and len(parts) == 1) or not all(parts):
+        return None
+    return Items(opening + end, _flat(parts) if opening == "{" else tuple(map(read_tidy, parts)))
+
+
+def _flat(parts: list[str]) -> tuple[Any, ...]:
+    r"""Read the items of a list, of which `\pm 3` is two."""
+    readings = [read_tidy(part) for part in parts if part]
+    return tuple(
+        item
+        for one in readings
+        for item in (one.items if isinstance(one, Items) and one.brackets == "," else (one,))
+    )
+
+
+def _bracketed(text: str) -> tuple[str, str, str]:
+    for opening, end in ((r"\{", r"\}"), ("(", ")"), ("[", "]"), ("(", "]"), ("[", ")")):
+        if text.startswith(opening) and text.endswith(end):
+            start = len(opening) - 1
+            if closing(text, start) == len(text) - 1:
+                return opening[-1], text[len(opening) : -len(end)].strip(" "), end[-1]
+    return "", text, ""
+
+
+def _commas(text: str, *, is_bracketed: bool = False) -> list[str]:
+    """Split at commas, but not at those of thousands, as in `1,000, 2,000`."""
+    parts = split(text, _COMMA)
+    if len(parts) == 1:
+        return parts
+    joined = re.sub(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,]*\d)",
+                    lambda match: match[0].replace(",", ""), text)  # fmt: skip
+    parts_without = split(joined, _COMMA)
+    return parts if is_bracketed and len(parts_without) == 1 else [p for p in parts_without if p]
+
+
+def _read_matrix(text: str) -> Items | None:
+    match = _MATRIX.fullmatch(text)
+    if match is None:
+        return None
+    rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?|\\cr", match[2]) if row.strip()]
+    return Items("matrix", tuple(
+        Items("row", tuple(read_tidy(entry) for entry in row.split("&"))) for row in rows
+    ))  # fmt: skip
+
+
+def _read_membership(text: str) -> Assignment | None:
+    name, member, members = text.partition(r"\in ")
+    if not member or not _NAME.fullmatch(name.strip()):
+        return None
+    return Assignment(_plain_name(name), read_tidy(members))
+
+
+def _read_inequality(text: str) -> Any:
+    parts = split(text, _INEQUALITY)
+    if len(parts) == 1 or not all(parts) or "=" in text:
+        return None
+    signs = [match[0].strip() for match in _INEQUALITY.finditer(text)]
+    if len(signs) != len(parts) - 1:
+        return Text(text)
+    names = [bool(_NAME.fullmatch(part)) for part in parts]
+    if len(parts) == 2:
+        if names == [True, False] or names == [False, True]:
+            return _half_line(parts, signs[0], name_first=names[0])
+        return relation(parts[0], signs[0], parts[1])
+    if len(parts) != 3 or not names[1] or r"\ne" in signs:
+        return Text(text)
+    if {sign[-1] in ">" or sign == r"\ge" for sign in signs} == {True}:
+        parts, signs = parts[::-1], [_flipped(sign) for sign in signs[::-1]]
+    if not set(signs) <= {"<", r"\le"}:
+        return Text(text)
+    brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
+    return Interval(read_tidy(parts[0]), read_tidy(parts[2]), brackets, _plain_name(parts[1]))
+
+
+def _half_line(parts: list[str], sign: str, *, name_first: bool) -> Any:
+    name, end = _plain_name(parts[0 if name_first else 1]), read_tidy(parts[1 if name_first else 0])
+    sign = sign if name_first else _flipped(sign)
+    if sign == r"\ne":
+        return _all_except(end, name)
+    if sign in ("<", r"\le"):
+        return Interval(MINUS_INFINITY, end, "()" if sign == "<" else "(]", name)
+    return Interval(end, INFINITY, "()" if sign == ">" else "[)", name)
+
+
+def _flipped(sign: str) -> str:
+    return {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}.get(sign, sign)
+
+
+def relation(left: str, sign: str, right: str) -> Relation | None:
+    if sign in (">", r"\ge"):
+        left, sign, right = right, _flipped(sign), left
+    difference = f"({left})-({right})"
+    return Relation(sign, difference) if values.parse(difference) is not None else None
+
+
+def _plain_name(name: str) -> str:
+    """Return the name of a variable; labels in words, such as `Area`, are not compared."""
+    name = re.sub(r"[\s{}]|\\text", "", name)
+    return "" if re.fullmatch(r"[a-zA-Z]{2,}", name) else name
+
+
+def _read_equation(text: str) -> Any:
+    sides = split(text, _EQUALS)
+    if len(sides) == 1 or _INEQUALITY.search(text) or not all(sides):
+        return None
+    if _NAME.fullmatch(sides[0]):
+        return Assignment(_plain_name(sides[0]), read_tidy(sides[-1]))
+    equation = relation(sides[0], "=", sides[1]) if len(sides) == 2 else None
+    if equation is not None and values.parse(equation.difference).free_symbols:
+        return equation
+    return read_tidy(sides[-1])
+
+
+def _read_quantity(text: str) -> Quantity | Number | None:
+    found = split_unit(text)
+    if found is None:
+        return None
+    value, unit, factor = found
+    if unit == "degree" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", value):
+        return None  # the angle of a function
+    reading = read_tidy(value)
+    if isinstance(reading, Number):
+        number = Number(reading.value * factor)
+        letters = text if re.fullmatch(r".* [a-zA-Z]", text) else ""
+        return Quantity(number, unit, letters) if unit else number
+    return Quantity(reading, unit) if isinstance(reading, Expression) and unit else None
+
+
+def _read_words(text: str) -> Words | None:
+    plain = re.sub(r"\\text\{([^{}]*)\}", r"\1", text).replace("$", "").strip(" ")
+    if not _WORDS.fullmatch(plain) or (len(plain) == 1 and plain.isascii()):
+        return None
+    words = re.split(r"[ -]+", plain.strip(".").casefold())
+    is_spelled = all(len(word) == 1 for word in words)
+    return Words(("" if is_spelled else " ").join(words))
+
+
+def _read_expression(text: str) -> Any:
+    latex = re.sub(r"\\text\{\s*([a-zA-Z]|[^a-zA-Z{}]*)\s*\}", r"\1", text)
+    latex = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", latex)
+    tree = values.parse(latex)
+    if tree is None:
+        return None
+    try:
+        value = values.exact(tree)
+    except TooLargeError:
+        return Text(re.sub(r"\{(\w)\}", r"\1", text.replace(" ", "")))
+    return Expression(latex) if value is None else Number(value)
+
+
+READERS: tuple[Callable[[str], Any], ...] = (
+    _read_number,
+    _read_choice,
+    _read_time,
+    _read_based,
+    _read_matrix,
+    _read_geometry,
+    _read_union,
+    _read_membership,
+    _read_items,
+    _read_plus_minus,
+    _read_inequality,
+    _read_equation,
+    _read_quantity,
+    _read_words,
+    _read_expression,
+)

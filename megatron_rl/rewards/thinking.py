@@ -1,0 +1,33 @@
+"""The part of a response after its thinking, by the marks that published models write."""
+
+import re
+
+CUT_THINKING = "no answer: thinking does not end"
+
+# gpt-oss's marks are special tokens, which decoding removes: `analysis...assistantfinal...` remains
+# of its channels. Other templates' marks are ordinary text.
+_ENDS = re.compile(
+    r"</think(?:ing)?>|\[/THINK\]|◁/think▷|<\|end_of_thought\|>|</thought>|</reasoning>"
+    r"|</seed:think>|<\|channel\|>final<\|message\|>|(?<=\S)assistantfinal"
+)
+_BEGINS = re.compile(
+    r"<think(?:ing)?>|\[THINK\]|◁think▷|<\|begin_of_thought\|>|<thought>|<reasoning>"
+    r"|<seed:think>|<\|channel\|>(?:analysis|commentary)|\Aanalysis(?=\w)"
+)
+
+
+def after_thinking(text: str) -> str | None:
+    """Return what follows the last end of thinking; None if thinking begins and does not end.
+
+    Thinking that the prompt opened shows only by its end: a response without any mark is returned
+    as it is.
+    """
+    end = 0
+    for match in _ENDS.finditer(text):
+        end = match.end()
+    return None if _BEGINS.search(text, end) else text[end:]
+
+
+def has_end(text: str) -> bool:
+    """Whether thinking ends somewhere in the response."""
+    return _ENDS.search(text) is not None
