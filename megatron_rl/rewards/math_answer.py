@@ -1,6 +1,6 @@
 r"""Verifier of mathematical answers.
 
-The answer is what a response says after its thinking: the content of the last `\boxed{...}`, or
+The answer is in the response after its thinking: the content of the last `\boxed{...}`, or
 else of the last line with `Answer:` (the format of DAPO-Math-17k) or `####` (that of GSM8K). It is
 right if it equals the ground truth by the rules of its kind (`megatron_rl.rewards.answers`).
 """

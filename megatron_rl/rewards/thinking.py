@@ -29,5 +29,5 @@ def after_thinking(text: str) -> str | None:
 
 
 def has_end(text: str) -> bool:
-    """Whether thinking ends somewhere in the response."""
+    """Return True if thinking ends somewhere in the response."""
     return _ENDS.search(text) is not None

@@ -1,4 +1,4 @@
-r"""Whether two answers are equal, by the rules of their kinds.
+r"""Equality of two answers, by the rules of their kinds.
 
 docs/rewards.md has these rules as a table, and tests/unit/rewards/math_answers.tsv a thousand
 examples.
@@ -34,7 +34,7 @@ _FLOAT_DIGITS = 15  # a decimal of so many significant digits is a rounded float
 
 
 def equal(truth: Any, answer: Any) -> bool:
-    """Whether an answer equals the ground truth, both as readings."""
+    """Return True if an answer equals the ground truth, both as readings."""
     if truth == answer:
         return True
     if isinstance(truth, Number) and isinstance(answer, Number):

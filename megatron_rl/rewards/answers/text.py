@@ -3,7 +3,7 @@ r"""One spelling for every way to write the same mathematics.
 
 `tidy` turns Unicode (`½`, `√2`, `x²`, `１２`), plain text (`sqrt(2)`, `2*3`, `<=`) and the variants
 of LaTeX (`\dfrac43`, `\left(`, `10\,000`) into one form. It changes no meaning: the kinds of
-answers are told apart afterwards, in `megatron_rl.rewards.answers.reading`.
+answers are distinguished afterwards, in `megatron_rl.rewards.answers.reading`.
 """
 
 import re
@@ -124,7 +124,7 @@ def strip_braces(text: str) -> str:
 def closing(text: str, start: int) -> int:
     r"""Return the index of the bracket that closes the one at `start`, or -1.
 
-    Kinds of brackets are not told apart, because `[0, 1)` is an interval. `\{` counts as a bracket.
+    Kinds of brackets are not distinguished, because `[0, 1)` is an interval; `\{` is a bracket.
     """
     depth = 0
     for index in range(start, len(text)):

@@ -76,7 +76,7 @@ def _words(written: str) -> list[str]:
 
 
 def _is_unit(words: list[str], written: str, *, is_apart: bool) -> bool:
-    """Whether words after a number are what it counts, and not mathematics or a sentence."""
+    """Return True if words after a number are what it counts, not mathematics or a sentence."""
     bare = [word.split("^")[0].split("/")[0].rstrip(".") for word in words]
     known = [_ALIASES.get(word, _ALIASES.get(word.lower())) for word in bare]
     sentence = [word for word in words if word.lower() in _NOT_UNITS - {"per", "of"}]

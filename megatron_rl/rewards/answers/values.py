@@ -3,9 +3,9 @@ r"""Values of mathematical expressions, compared exactly.
 
 math-verify's parser (latex2sympy2_extended) turns LaTeX into a tree that it does not evaluate. A
 rational tree is computed with integers; any other is evaluated to more digits than its numbers
-have, at a few values of its variables, which tells $1/2004!$ from $1/2006!$. Nothing is simplified
-or solved, and what would be too large (9^{9^9}, factorials of millions) is never computed, so that
-the time is bounded by the length of the text.
+have, at a few values of its variables, which distinguishes 1/2004! from 1/2006!. Nothing is
+simplified or solved, and what would be too large (9^{9^9}, factorials of millions) is never
+computed, so that the time is bounded by the length of the text.
 """
 
 import math
@@ -158,7 +158,7 @@ def exact(tree: Any) -> Fraction | None:
 
 
 def is_near(number: Any, value: Any) -> bool:
-    """Whether a number, rational or a tree, rounds to a value of 15 significant digits."""
+    """Return True if a number, rational or a tree, rounds to a value of 15 significant digits."""
     if not isinstance(number, int | float | Fraction):
         number = None if number.free_symbols else _evaluate(number, {}, _GUARD_DIGITS)
         if number is None:
@@ -239,12 +239,12 @@ def _size(tree: Any) -> float:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two trees have the same value wherever both are defined. May raise TooLargeError."""
+    """Return True if two trees agree wherever both are defined. Raises TooLargeError."""
     return all_agree(first, second, lambda a, b, close: close(a[0], b[0]), at_once=1)
 
 
 def proportional(first: Any, second: Any, *, positive: bool = False) -> bool:
-    """Whether one tree is a constant times the other: the same equation `tree = 0`.
+    """Return True if one tree is a constant times the other: the same equation `tree = 0`.
 
     positive: the constant must be above 0, as for inequalities.
     """
