@@ -16,7 +16,13 @@ from megatron_rl.actor.weights import named_parameters
 from megatron_rl.distributed.agreement import run_on_rank_0, sync_errors_across_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
-from megatron_rl.models.peft_folder import FACTORS, check_peft_folder, factor_name, list_linears
+from megatron_rl.models.peft_folder import (
+    FACTORS,
+    check_peft_folder,
+    factor_name,
+    list_linears,
+    modules_in,
+)
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import layout_of
 from megatron_rl.resharding.pieces import Piece
@@ -49,7 +55,7 @@ def load_adapters(
     for piece in layout_of(topology).pieces(shape, rank=topology.rank):
         pieces.setdefault(piece.parameter, []).append(piece)
     factors = named_parameters(chunks, adapters=True)
-    modules = {name: each.modules for each in list_linears(shape, settings.targets)
+    linears = {name: each for each in list_linears(shape, settings.targets)
                for name in each.modules}  # fmt: skip
     with (
         sync_errors_across_ranks(doing=f"reading {folder}"),
@@ -58,7 +64,7 @@ def load_adapters(
         for name in [name for name in factors if name.endswith(".lora_a")]:
             stem = name.removesuffix(".lora_a")
             own = pieces[f"{stem}.weight"]
-            group = modules[own[0].tensor.removesuffix(".weight")]
+            group = modules_in(file.keys(), linears[own[0].tensor.removesuffix(".weight")])
             _fill(factors[name], factors[f"{stem}.lora_b"], own, group=group, file=file)
 
 
@@ -67,7 +73,7 @@ def _fill(
 ) -> None:
     """Copy the factors of one linear: a [R, in / tp], b [out / tp, R] with R >= blocks times r.
 
-    pieces: those of the weight on this rank. group: all modules of the linear.
+    pieces: those of the weight on this rank. group: the modules of the linear that the file has.
     """
     blocks: list[Tensor] = []  # different A [r, in]
     place: dict[str, int] = {}
@@ -82,6 +88,8 @@ def _fill(
         a[index * rank : (index + 1) * rank] = block[:, slice(*pieces[0].columns)]
     for piece in pieces:
         module = piece.tensor.removesuffix(".weight")
+        if module not in place:
+            continue
         rows = slice(piece.top, piece.top + piece.shape[0])
         columns = slice(place[module] * rank, (place[module] + 1) * rank)
         b[rows, columns] = _read(file, factor_name(module, "lora_B"))[slice(*piece.rows)]

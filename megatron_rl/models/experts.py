@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_rl.models.weights import Architecture
+from megatron_rl.models.weights import SIGMOID_ROUTER, Architecture
 
 # softmax: over all experts or the chosen ones. sigmoid: of each expert's score; experts are chosen
 # by it plus a bias of the expert, which training by policy gradients does not change.
@@ -38,23 +38,20 @@ def unsupported_expert_features(config: dict[str, Any], architecture: Architectu
     if not architecture.mixture_of_experts:
         return []
     sigmoid = architecture.scoring == "sigmoid"
-    chosen, groups = config.get("num_experts_per_tok"), config.get("n_group") or 1
-    best = BEST_OF_GROUP * (config.get("topk_group") or 1)
+    chosen, groups = config["num_experts_per_tok"], config.get("n_group", 1)
+    best = BEST_OF_GROUP * config.get("topk_group", 1)
     # Without these two keys vLLM would choose DeepSeek's experts otherwise than transformers.
-    is_named = architecture.latent_attention
-    scoring = config.get("scoring_func", None if is_named else architecture.scoring)
-    method = config.get("topk_method", None if is_named else "noaux_tc")
+    needed = SIGMOID_ROUTER if architecture.latent_attention else {}
+    names = ("num_experts", "num_local_experts")
     features = {
-        "dense layers in a mixture of experts": config.get("decoder_sparse_step", 1) != 1
-        or bool(config.get("mlp_only_layers"))
-        or config.get("moe_layer_freq", 1) != 1,
-        f"scoring_func {scoring!r}": scoring != architecture.scoring,
-        f"topk_method {method!r}": sigmoid and method != "noaux_tc",
-        "norm_topk_prob false": sigmoid and not config.get("norm_topk_prob", True),
-        "num_experts_per_tok 1": sigmoid and chosen == 1,
+        "num_experts other than num_local_experts": len({config.get(n) for n in names} - {None})
+        > 1,
+        **{f"no {key}": key not in config for key in needed},
+        "num_experts_per_tok 1 with normalized weights (norm_topk_prob), which are then 1 whatever "
+        "the router computes": chosen == 1 and (sigmoid or bool(config["norm_topk_prob"])),
         f"num_experts_per_tok {chosen} in {best // BEST_OF_GROUP} of {groups} groups (must be 2 "
         "for each of topk_group)": sigmoid and groups > 1 and chosen != best,
-        "no shared experts": sigmoid and not config.get("n_shared_experts", 1),
+        "no shared experts": sigmoid and not config["n_shared_experts"],
     }
     return [feature for feature, present in features.items() if present]
 
@@ -68,19 +65,19 @@ def read_experts(config: dict[str, Any], architecture: Architecture) -> ExpertSh
             experts_per_token=config["num_experts_per_tok"],
             ffn_hidden_size=size,
             normalize_top_k=True,
-            shared_ffn_hidden_size=size * config.get("n_shared_experts", 1),
+            shared_ffn_hidden_size=size * config["n_shared_experts"],
             first_layer=min(config["first_k_dense_replace"], config["num_hidden_layers"]),
             scoring="sigmoid",
-            scale=float(config.get("routed_scaling_factor", 1.0)),
-            groups=config.get("n_group") or 1,
-            chosen_groups=config.get("topk_group") or 1,
+            scale=float(config["routed_scaling_factor"]),
+            groups=config["n_group"],
+            chosen_groups=config["topk_group"],
         )
     shared = any("shared_ffn" in weight.size for weight in architecture.weights)
-    # transformers 5 writes num_local_experts, earlier releases num_experts.
+    name = "num_experts" if "num_local_experts" not in config else "num_local_experts"
     return ExpertShape(
-        num_experts=config.get("num_experts") or config["num_local_experts"],
+        num_experts=config[name],
         experts_per_token=config["num_experts_per_tok"],
         ffn_hidden_size=config["moe_intermediate_size"],
-        normalize_top_k=bool(config.get("norm_topk_prob", False)),
+        normalize_top_k=bool(config["norm_topk_prob"]),
         shared_ffn_hidden_size=config["shared_expert_intermediate_size"] if shared else None,
     )

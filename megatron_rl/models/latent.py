@@ -34,9 +34,7 @@ def unsupported_latent_features(config: dict[str, Any]) -> list[str]:
     keys = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
     values = config["v_head_dim"]
     features = {
-        "rope_interleave false": config.get("rope_interleave") is False,
         f"v_head_dim {values} above the {keys} of keys": values > keys,
-        "index_topk (sparse attention)": config.get("index_topk") is not None,
     }
     return [feature for feature, present in features.items() if present]
 
@@ -44,7 +42,7 @@ def unsupported_latent_features(config: dict[str, Any]) -> list[str]:
 def read_latent(config: dict[str, Any], scaling: RotaryScaling | None) -> LatentShape:
     """Read the sizes from a config.json without unsupported features."""
     return LatentShape(
-        query_rank=config.get("q_lora_rank"),
+        query_rank=config["q_lora_rank"],
         rank=config["kv_lora_rank"],
         rotated=config["qk_rope_head_dim"],
         value=config["v_head_dim"],

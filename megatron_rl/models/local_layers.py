@@ -74,8 +74,10 @@ def common_rotary_keys(
     local = by_type.get(_LOCAL) or {}
     base = local.get("rope_theta", config.get("rope_local_base_freq", default_local_base))
     # A set of sets is refused by name, as for other architectures.
-    scaled = local.get("rope_type", "default") != "default"
-    parameters = {_LOCAL: local, _FULL: full} if scaled else full
+    others = {key: value for key, value in by_type.items() if key not in (_FULL, _LOCAL)}
+    plain = {"rope_type", "rope_theta"} >= local.keys() and not others
+    plain = plain and local.get("rope_type", "default") == "default"
+    parameters = full if plain else {**others, _LOCAL: local, _FULL: full}
     return config | {
         "rope_parameters": parameters,
         "rope_scaling": None,

@@ -1,16 +1,52 @@
-"""What is missing for architectures that are often asked for; named where they are refused."""
+"""What is missing for models that are often asked for; named where they are refused."""
+
+from typing import Any
 
 _DELTA_NET = (
-    "its gated delta net layers: Megatron-core 0.16 builds them with Transformer Engine and "
-    "flash-linear-attention's Triton kernels only, without context parallelism or packed sequences"
+    "its gated delta net layers: Megatron-core 0.16 refuses packed sequences in them; 0.19 has "
+    "packs and context parallelism, with flash-linear-attention's CUDA kernels only, and nothing "
+    "here builds these layers"
 )
-_VISION = "vision models; save the text model by itself as Gemma3ForCausalLM, see docs/models.md"
-
 MISSING = {
     "Qwen3NextForCausalLM": _DELTA_NET,
     "Qwen3_5ForCausalLM": _DELTA_NET,
     "Qwen3_5MoeForCausalLM": _DELTA_NET,
     "Qwen3_5ForConditionalGeneration": _DELTA_NET,
     "Qwen3_5MoeForConditionalGeneration": _DELTA_NET,
-    "Gemma3ForConditionalGeneration": _VISION,
 }
+MISSING_KEYS = {
+    "dual_chunk_attention_config": "for sequences shorter than its chunk_size attention is the "
+    "ordinary one: remove the key for runs whose sequences are",
+    "quantization_config": "quantized weights: use or make a copy in bfloat16",
+}
+# Parts of models of several modalities, and model_type of the text models that are supported.
+_TEXT_PARTS = ("text_config", "language_config", "llm_config", "thinker_config")
+_OTHER_PARTS = ("vision_config", "audio_config")
+TEXT_MODELS = {
+    "gemma3_text": "Gemma3ForCausalLM", "mistral": "MistralForCausalLM",
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+}  # fmt: skip
+_DEFAULT_TEXT_MODELS = {
+    "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Mistral3ForConditionalGeneration": "mistral",
+}
+
+
+def why_missing(architecture: str, config: dict[str, Any]) -> str | None:
+    """Return what is missing for an architecture that is not supported; None if unknown."""
+    if architecture in MISSING:
+        return MISSING[architecture]
+    texts = [config[part] for part in _TEXT_PARTS if isinstance(config.get(part), dict)]
+    kind = _DEFAULT_TEXT_MODELS.get(architecture)
+    if not texts and kind is None and not any(part in config for part in _OTHER_PARTS):
+        return None
+    kind = texts[0].get("model_type", kind) if texts else kind
+    if kind in TEXT_MODELS:
+        return (
+            "a model of several modalities; its text model is supported: save it by itself as "
+            f"{TEXT_MODELS[kind]}, see docs/models.md#several-modalities"
+        )
+    return f"a model of several modalities; its text model, {kind!r}, is not supported either"

@@ -3,14 +3,16 @@
 adapter_config.json has rank and scale, adapter_model.safetensors two factors of each Hugging Face
 linear. Here q, k and v share one A, and so do gate and up. Factors that share none in the folder
 are stacked: with A = [A_q; A_k; A_v], and B of q with zeros in the columns of k and v, the product
-is the same, and the rank three times as large.
+is the same, and the rank three times as large. A folder may have some of q, k and v, or one of gate
+and up: B of the others is 0.
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
+from megatron_rl.config.lora_section import Target
 from megatron_rl.errors import UserError
 from megatron_rl.models.adapters import adapted_linears, adapters_of_experts
 from megatron_rl.models.fingerprint import model_fingerprint
@@ -24,7 +26,19 @@ PLAIN: dict[str, Any] = {
     "peft_type": "LORA", "bias": "none", "use_rslora": False, "use_dora": False,
     "lora_bias": False, "fan_in_fan_out": False, "modules_to_save": None, "rank_pattern": {},
     "alpha_pattern": {}, "layer_replication": None, "target_parameters": None,
+    "layers_to_transform": None, "trainable_token_indices": None, "alora_invocation_tokens": None,
+    "use_qalora": False,
 }  # fmt: skip
+# Settings that change neither: which modules were looked for, and how A and B were trained.
+_IGNORED = (
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode", "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules",
+    "layers_pattern", "megatron_core", "runtime_config", "eva_config", "qalora_group_size",
+    "init_lora_weights",
+)  # fmt: skip
+# Values of init_lora_weights under which W stays as the model has it. All others (pissa, olora,
+# loftq, corda, lora_ga) subtract the first B A from W, so that A and B belong to another W.
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 class Linear(NamedTuple):
@@ -82,24 +96,14 @@ def check_peft_folder(
     """
     folder = Path(folder)
     about = _read_about(folder)
-    wrong = [
-        f"{key}={about[key]}"
-        for key, value in PLAIN.items()
-        if key in about and about[key] != value and (about[key] or key == "peft_type")
-    ]
-    if wrong:
-        raise UserError(
-            f"{folder / ABOUT} has {', '.join(wrong)}; plain adapters of linears are supported "
-            "alone: merge it into model.path instead"
-        )
+    _check_about(about, folder / ABOUT)
     linears = list_linears(shape, targets)
     problems = _tensor_problems(folder, linears, about["r"])
     if problems:
         modules = sorted({name.rpartition(".")[2] for each in linears for name in each.modules})
         raise UserError(
             f"{folder / FACTORS} does not fit lora.targets={list(targets)} of {model} ({modules}): "
-            f"{format_problems(problems)}; set lora.targets to the linears that it has, or "
-            "model.path to the model that it belongs to"
+            f"{format_problems(problems)}; {_suggest_targets(folder, shape, targets)}"
         )
     blocks = max(_count_blocks(folder / FACTORS, each) for each in linears)
     needed, scale = about["r"] * blocks, about["lora_alpha"] / about["r"]
@@ -136,11 +140,53 @@ def _read_about(folder: Path) -> dict[str, Any]:
     return about
 
 
+def _check_about(about: dict[str, Any], file: Path) -> None:
+    """Raise UserError if adapter_config.json describes more than plain adapters of linears."""
+    if (start := about.get("init_lora_weights")) not in _PLAIN_STARTS:
+        raise UserError(
+            f"{file} has init_lora_weights={start}, which changed the model's own weights: these "
+            "adapters do not belong to the model as published; save them as plain ones by peft's "
+            "save_pretrained(..., path_initial_model_for_weight_conversion=...), or merge them "
+            "into model.path"
+        )
+    wrong = []
+    for key, value in about.items():
+        is_off = key != "peft_type" and (value is None or value is False or value in ("", [], {}))
+        if key not in _IGNORED and not is_off and value != PLAIN.get(key):
+            wrong.append(f"{key}={value}")
+    if wrong:
+        raise UserError(
+            f"{file} has {', '.join(wrong)}; plain adapters of linears are supported "
+            "alone: merge it into model.path instead"
+        )
+
+
+def _suggest_targets(folder: Path, shape: ModelShape, targets: Collection[str]) -> str:
+    """Return what to do with a folder whose factors are not those of `targets`."""
+    possible = [target for target in get_args(Target) if peft_problem(shape, [target]) is None]
+    owners = {
+        module: each.target for each in list_linears(shape, possible) for module in each.modules
+    }
+    names = read_header(folder / FACTORS)
+    modules = {
+        name.removeprefix("base_model.model.").rpartition(".lora_")[0] or name for name in names
+    }
+    if others := sorted({name.rpartition(".")[2] for name in modules if name not in owners}):
+        return f"{', '.join(others)} cannot have adapters here: merge it into model.path instead"
+    found = [target for target in possible if target in {owners[name] for name in modules}]
+    if set(found) == set(targets):
+        return "set model.path to the model that it belongs to"
+    return f"set lora.targets to {found}"
+
+
 def _tensor_problems(folder: Path, linears: list[Linear], rank: int) -> list[str]:
     header = read_header(folder / FACTORS)
     problems, wanted = [], {}
     for linear in linears:
+        present = modules_in(header, linear)
         for module, outputs in zip(linear.modules, linear.outputs, strict=True):
+            if present and module not in present:
+                continue
             wanted[factor_name(module, "lora_A")] = [rank, linear.inputs]
             wanted[factor_name(module, "lora_B")] = [outputs, rank]
     problems += [f"{name} is missing" for name in wanted if name not in header]
@@ -155,12 +201,22 @@ def _tensor_problems(folder: Path, linears: list[Linear], rank: int) -> list[str
     return problems
 
 
+def modules_in(names: Container[str], linear: Linear) -> list[str]:
+    """Return the modules of a linear that a file has; adapters of the others start with B = 0."""
+    both = ("lora_A", "lora_B")
+    return [
+        module
+        for module in linear.modules
+        if any(factor_name(module, factor) in names for factor in both)
+    ]
+
+
 def _count_blocks(file: Path, linear: Linear) -> int:
     """Count the different A of a linear's modules."""
     header, found = read_header(file), set()
     with file.open("rb") as stream:
         start = 8 + int.from_bytes(stream.read(8), "little")
-        for module in linear.modules:
+        for module in modules_in(header, linear):
             first, last = header[factor_name(module, "lora_A")]["data_offsets"]
             stream.seek(start + first)
             found.add(stream.read(last - first))

@@ -1,12 +1,14 @@
 """The shape of a model, read from its config.json: its sizes and the names of its weights."""
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.architectures import ARCHITECTURES
+from megatron_rl.models.config_keys import UNKNOWN, unsupported_keys, with_defaults
 from megatron_rl.models.experts import ExpertShape, read_experts, unsupported_expert_features
 from megatron_rl.models.factors import Factors, factor_weights
 from megatron_rl.models.latent import (
@@ -16,7 +18,7 @@ from megatron_rl.models.latent import (
     unsupported_latent_features,
 )
 from megatron_rl.models.local_layers import LocalLayers
-from megatron_rl.models.missing import MISSING
+from megatron_rl.models.missing import TEXT_MODELS, why_missing
 from megatron_rl.models.rotary_scaling import (
     RotaryScaling,
     read_rotary_base,
@@ -24,6 +26,7 @@ from megatron_rl.models.rotary_scaling import (
     read_rotary_scaling,
     unsupported_rotary_features,
 )
+from megatron_rl.models.shape_problems import shape_problems
 from megatron_rl.models.traits import Traits
 from megatron_rl.models.weights import OUTPUT_LAYER, QK_NORM, QKV_BIAS, Architecture, Layers, Weight
 
@@ -146,37 +149,28 @@ class ModelShape:
         }
 
 
-# Fields of ModelShape and their keys in config.json.
-_POSITIVE = {
-    "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "head_dim": "head_dim",
-    "num_attention_heads": "num_attention_heads", "num_query_groups": "num_key_value_heads",
-    "ffn_hidden_size": "intermediate_size", "vocab_size": "vocab_size",
-    "max_position_embeddings": "max_position_embeddings",
-}  # fmt: skip
+_MALFORMED = (TypeError, AttributeError, ZeroDivisionError)  # values of other types
 
 
 def _unsupported_features(config: dict[str, Any], architecture: Architecture) -> list[str]:
-    """List features in this config.json that the weight tables or our Megatron model lack."""
+    """List features in this config.json that the weight tables or our Megatron model lack.
+
+    config: with the defaults of the architecture.
+    """
     layer_types, pattern = config.get("layer_types") or [], architecture.traits.local_pattern
-    features = {
-        "sliding-window attention in some layers": bool(config.get("use_sliding_window"))
-        or (pattern is None and any(kind != "full_attention" for kind in layer_types)),
-        f"hidden_act {config.get('hidden_act')!r}": config.get("hidden_act", "silu") != "silu",
-        "llama_4_scaling": config.get("llama_4_scaling") is not None,
-        "attention_bias": bool(config.get("attention_bias"))
-        and not architecture.traits.biases
-        and all(option.key != "attention_bias" for option in architecture.options),
-        "qkv_bias false": architecture.qkv_bias and config.get("qkv_bias", True) is False,
-        "mlp_bias": bool(config.get("mlp_bias")),
-        "quantized weights": config.get("quantization_config") is not None,
-    }
-    unsupported = [feature for feature, present in features.items() if present]
-    unsupported += pattern.unsupported(config) if pattern else []
+    unsupported = pattern.unsupported(config) if pattern else []
+    if pattern is None and any(kind != "full_attention" for kind in layer_types):
+        unsupported.append("sliding-window attention in some layers")
+    size = config.get("head_dim")
+    is_free = size is None or "head_dim" in {*architecture.defaults, *architecture.ignored}
+    if not is_free and size * config["num_attention_heads"] != config["hidden_size"]:
+        unsupported.append(f"head_dim {size} other than hidden_size / num_attention_heads")
+    if (kind := config.get("model_type")) in TEXT_MODELS and TEXT_MODELS[kind] != architecture.name:
+        unsupported.append(f"model_type {kind!r}, which transformers reads as {TEXT_MODELS[kind]},")
     unsupported += unsupported_expert_features(config, architecture)
     if architecture.latent_attention:
         unsupported += unsupported_latent_features(config)
-    partial = architecture.default_rotary_part is not None
-    rotary = unsupported_rotary_features(config, partial=partial)
+    rotary = unsupported_rotary_features(config, architecture)
     return [*rotary, *unsupported, *architecture.traits.refuse(config)]
 
 
@@ -193,39 +187,40 @@ def read_model_shape(folder: str | Path) -> ModelShape:
             "give one with config.json, *.safetensors and the tokenizer's files"
         )
     config = _read_object(path)
-    name = (config.get("architectures") or ["(none)"])[0]
-    if name not in ARCHITECTURES:
-        why = f" ({MISSING[name]})" if name in MISSING else ""
-        raise UserError(
-            f"{path}: architecture {name} is not supported{why}; choose from "
-            f"{sorted(ARCHITECTURES)}"
-        )
-    config = ARCHITECTURES[name].traits.keys(config)
+    architecture = _find_architecture(config, path)
+    name = architecture.name
     try:
-        unsupported = _unsupported_features(config, ARCHITECTURES[name])
+        unsupported = unsupported_keys(config, architecture)
+        unsupported += ["quantized weights"] * (path.parent / "hf_quant_config.json").is_file()
+        with suppress(*(_MALFORMED if unsupported else ())):
+            unsupported += _unsupported_features(_complete(config), architecture)
         if unsupported:
+            unknown = UNKNOWN in "".join(unsupported)
             raise UserError(
                 f"{path}: {name} with {', '.join(unsupported)} is not supported; "
                 "choose a model without these features, in floating point"
+                + "; remove an unknown key if it does not change what the model computes"
+                * unknown
             )
         shape = build_shape(config)
     except KeyError as missing:
         raise UserError(f"{path} has no {missing}; use the model's complete file") from None
-    except (TypeError, ZeroDivisionError) as error:
-        raise UserError(f"{path}: a size is not a number ({error}); correct it") from None
-    for size, key in _POSITIVE.items():
-        if not isinstance(value := getattr(shape, size), int) or value < 1:
-            raise UserError(f"{path}: {key} is {value!r}; it must be a whole number, 1 or more")
-    if (window := shape.sliding_window) is not None and (not isinstance(window, int) or window < 1):
-        raise UserError(
-            f"{path}: sliding_window is {window!r}; it must be null or a whole number, 1 or more"
-        )
-    if shape.num_attention_heads % shape.num_query_groups:
-        raise UserError(
-            f"{path}: num_key_value_heads={shape.num_query_groups} does not divide "
-            f"num_attention_heads={shape.num_attention_heads}; correct one of them"
-        )
+    except _MALFORMED as error:
+        raise UserError(f"{path}: a value is of another type ({error}); correct it") from None
+    if problems := shape_problems(shape):
+        raise UserError(f"{path}: {'; '.join(problems)}; correct it")
     return shape
+
+
+def _find_architecture(config: dict[str, Any], path: Path) -> Architecture:
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else "(none)"
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    why = f" ({reason})" if (reason := why_missing(name, config)) else ""
+    raise UserError(
+        f"{path}: architecture {name} is not supported{why}; choose from {sorted(ARCHITECTURES)}"
+    )
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -240,19 +235,31 @@ def _read_object(path: Path) -> dict[str, Any]:
     return config
 
 
+def _complete(config: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with the keys that all architectures share and the defaults of its own."""
+    architecture = ARCHITECTURES[config["architectures"][0]]
+    return architecture.traits.keys(with_defaults(config, architecture))
+
+
 def build_shape(config: dict[str, Any]) -> ModelShape:
     """Build the shape that a config.json of a supported architecture describes, unchecked."""
+    config = _complete(config)
     name = config["architectures"][0]
     architecture = ARCHITECTURES[name]
     heads = config["num_attention_heads"]
     scaling = read_rotary_scaling(config)
     positions = config["max_position_embeddings"]
-    head_dim = config.get("head_dim") or architecture.default_head_dim
-    head_dim = head_dim or config["hidden_size"] // heads
-    groups = config.get("num_key_value_heads") or heads
     if architecture.latent_attention:  # transformers writes the rotated part as head_dim
         head_dim, groups = config["qk_nope_head_dim"] + config["qk_rope_head_dim"], heads
-    window, traits = architecture.default_sliding_window, architecture.traits
+    else:
+        head_dim, groups = config.get("head_dim"), config["num_key_value_heads"]
+        head_dim = config["hidden_size"] // heads if head_dim is None else head_dim
+        groups = heads if groups is None else groups
+    has_window, pattern = (
+        "sliding_window" in architecture.defaults,
+        architecture.traits.local_pattern,
+    )
+    scalar = config.get("query_pre_attn_scalar")
     return ModelShape(
         architecture=name,
         num_layers=config["num_hidden_layers"],
@@ -266,12 +273,12 @@ def build_shape(config: dict[str, Any]) -> ModelShape:
         rotary_base=read_rotary_base(config),
         rotary_scaling=scaling,
         norm_epsilon=config["rms_norm_eps"],
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tied_embeddings=bool(config["tie_word_embeddings"]),
         experts=read_experts(config, architecture) if architecture.mixture_of_experts else None,
-        sliding_window=None if window is None else config.get("sliding_window", window),
-        local_layers=traits.local_pattern.read(config) if traits.local_pattern else None,
-        softmax_scale=traits.softmax_scale(config, head_dim=head_dim),
-        rotary_part=read_rotary_part(config, default=architecture.default_rotary_part),
+        sliding_window=config["sliding_window"] if has_window else None,
+        local_layers=pattern.read(config) if pattern else None,
+        softmax_scale=None if scalar in (None, head_dim) else scalar**-0.5,
+        rotary_part=read_rotary_part(config),
         options=architecture.set_options(config),
         latent=read_latent(config, scaling) if architecture.latent_attention else None,
     )

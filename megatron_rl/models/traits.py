@@ -16,7 +16,6 @@ class Traits:
     activation: of the gated MLP or the experts. biases: every linear and the router have one.
     zero_centered_norms: norms multiply by 1 + weight.
     scaled_embeddings: embeddings are multiplied by sqrt(hidden size), rounded to the model's dtype.
-    query_scalar: the default of `query_pre_attn_scalar`, the inverse square of the scores' scale.
     engine_shares_key_heads: vLLM copies a key head to several ranks where there are more ranks.
     local_only: what Transformer Engine's layers, as Megatron builds them, do not have.
     keys: brings a config.json to the keys that all architectures share. refuse: lists unsupported
@@ -28,19 +27,11 @@ class Traits:
     zero_centered_norms: bool = False
     post_norms: bool = False
     scaled_embeddings: bool = False
-    query_scalar: float | None = None
     local_pattern: LocalPattern | None = None
     engine_shares_key_heads: bool = True
     local_only: str | None = None
     keys: Callable[[Keys], Keys] = dict
     refuse: Callable[[Keys], list[str]] = lambda config: []
-
-    def softmax_scale(self, config: Keys, *, head_dim: int) -> float | None:
-        """Return the scale of the scores; None: 1 / sqrt(head size)."""
-        if self.query_scalar is None:
-            return None
-        scalar = config.get("query_pre_attn_scalar", self.query_scalar)
-        return None if scalar == head_dim else scalar**-0.5
 
 
 LIKE_LLAMA = Traits()

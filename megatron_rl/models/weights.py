@@ -5,7 +5,8 @@ layers, and the fused names of Transformer Engine's layers) and vLLM's `models/<
 merged modules).
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_rl.models.traits import LIKE_LLAMA, Traits
@@ -191,6 +192,7 @@ EXPERT_BIAS = Weight(
     frozen=True,
 )  # fmt: skip
 SHARED_EXPERTS = gated_mlp("shared_ffn", "mlp.shared_experts", layers="experts")
+SIGMOID_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # keys of config.json
 
 
 @dataclass(frozen=True)
@@ -206,23 +208,22 @@ class Option:
 class Architecture:
     """One family of models, named as in `architectures` of its config.json.
 
-    default_head_dim: head size if config.json has none; None: hidden size / heads.
-    default_sliding_window: tokens that every layer attends to if config.json has no
-    `sliding_window` (null there: unlimited); None: the architecture ignores that key and needs
-    `use_sliding_window`.
-    traits: differences from Llama's computation.
-    default_rotary_part: the rotated part of each head if config.json has no
-    `partial_rotary_factor`; None: heads are rotated whole, and that key is refused.
-    scoring: how a router scores experts (`models/experts.py`). options: weights that only some
-    models have; `weights` lists those of all. latent_attention: as in `models/latent.py`.
+    keys: of config.json, read for this architecture besides those of all (`config_keys.py`).
+    defaults: keys that may be missing, with the values that transformers then takes; head_dim None:
+    hidden size / heads; num_key_value_heads None: heads. only: keys whose value must be this one.
+    ignored: keys that change nothing in this architecture, here, in transformers and in vLLM.
+    traits: differences from Llama's computation. scoring: how a router scores experts
+    (`models/experts.py`). options: weights that only some models have; `weights` lists those of
+    all. latent_attention: as in `models/latent.py`.
     """
 
     name: str
     weights: tuple[Weight, ...]
-    default_head_dim: int | None = None
-    default_sliding_window: int | None = None
+    keys: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, Any] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
     traits: Traits = LIKE_LLAMA
-    default_rotary_part: float | None = None
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     options: tuple[Option, ...] = ()
     latent_attention: bool = False

@@ -174,7 +174,7 @@ def write_config_json(shape: ModelShape, folder: Path) -> Path:
         values["layer_types"] = [kinds[flag] for flag in flags]
         if shape.local_layers.rotary_base is not None:
             values["rope_local_base_freq"] = shape.local_layers.rotary_base
-    if ARCHITECTURES[shape.architecture].traits.query_scalar is not None:
+    if "query_pre_attn_scalar" in ARCHITECTURES[shape.architecture].defaults:
         scale = shape.softmax_scale
         values["query_pre_attn_scalar"] = shape.head_dim if scale is None else scale**-2
     if shape.experts is not None and known is None:

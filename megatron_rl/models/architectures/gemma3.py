@@ -31,35 +31,25 @@ NORMS = tuple(
 
 
 def _keys(config: dict[str, Any]) -> dict[str, Any]:
-    rotary = common_rotary_keys(config, default_base=1e6, default_local_base=1e4)
-    return {"tie_word_embeddings": True, "sliding_window": 4096} | rotary
-
-
-def _refuse(config: dict[str, Any]) -> list[str]:
-    activation = config.get("hidden_activation", "gelu_pytorch_tanh")
-    features = {
-        f"hidden_activation {activation!r}": activation != "gelu_pytorch_tanh",
-        "attn_logit_softcapping": config.get("attn_logit_softcapping") is not None,
-        "final_logit_softcapping": config.get("final_logit_softcapping") is not None,
-        "bidirectional attention": bool(config.get("use_bidirectional_attention")),
-    }
-    return [feature for feature, present in features.items() if present]
+    return common_rotary_keys(config, default_base=1e6, default_local_base=1e4)
 
 
 ARCHITECTURE = Architecture(
     "Gemma3ForCausalLM",
     (EMBEDDING, *ATTENTION, *QK_NORM, *NORMS, *DENSE_MLP[1:], FINAL_NORM, OUTPUT_LAYER),
-    default_head_dim=256,
-    default_sliding_window=4096,
+    keys=("rope_local_base_freq", "sliding_window_pattern"),
+    defaults={
+        "head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+    },
+    only={"hidden_activation": "gelu_pytorch_tanh"},
     traits=Traits(
         activation="gelu_tanh",
         zero_centered_norms=True,
         post_norms=True,
         scaled_embeddings=True,
-        query_scalar=256.0,
         local_pattern=LocalPattern(6, key="sliding_window_pattern"),
         local_only="norms after attention and MLP",
         keys=_keys,
-        refuse=_refuse,
     ),
-)
+)  # fmt: skip

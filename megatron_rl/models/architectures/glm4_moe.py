@@ -15,6 +15,7 @@ from megatron_rl.models.weights import (
     QK_NORM,
     QKV_BIAS,
     SHARED_EXPERTS,
+    SIGMOID_ROUTER,
     Architecture,
     Option,
 )
@@ -33,7 +34,16 @@ ARCHITECTURE = Architecture(
         FINAL_NORM,
         OUTPUT_LAYER,
     ),
-    default_rotary_part=0.5,
+    keys=(
+        "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
+        "first_k_dense_replace",
+    ),
+    defaults={
+        "head_dim": None, "partial_rotary_factor": 0.5, "attention_bias": False,
+        "use_qk_norm": False, "n_shared_experts": 1, "routed_scaling_factor": 1.0, "n_group": 1,
+        "topk_group": 1,
+    },
+    only={"norm_topk_prob": True, **SIGMOID_ROUTER},
     scoring="sigmoid",
     options=(Option("attention_bias", (QKV_BIAS,)), Option("use_qk_norm", QK_NORM)),
-)
+)  # fmt: skip

@@ -77,32 +77,30 @@ WEIGHTS = (
 
 
 def _keys(config: dict[str, Any]) -> dict[str, Any]:
-    experts = config.get("num_local_experts") or config.get("num_experts") or 128
+    experts = config.get("num_local_experts", config.get("num_experts", 128))
     yarn = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
             "truncate": False, "original_max_position_embeddings": 4096}  # fmt: skip
-    rotary = config.get("rope_scaling") or config.get("rope_parameters") or yarn
-    base = rotary.get("rope_theta") or config.get("rope_theta") or 150000.0
+    names = ("rope_scaling", "rope_parameters")
+    given = {name: config[name] for name in names if config.get(name)} or {"rope_parameters": yarn}
+    theta = {"rope_theta": config.get("rope_theta", 150000.0)}
+    rotary = {name: theta | given[name] if name in given else None for name in names}
     return config | {
         "num_experts": experts,
         "moe_intermediate_size": config["intermediate_size"],
         "norm_topk_prob": True,  # softmax of the chosen experts' scores
-        "sliding_window": config.get("sliding_window", 128),
-        "rope_parameters": rotary | {"rope_theta": base},
-        "rope_scaling": None,
+        **rotary,
     }
 
 
 def _refuse(config: dict[str, Any]) -> list[str]:
     quantized = (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
     dequantize = "transformers converts them with Mxfp4Config(dequantize=True): docs/models.md"
+    rotary = config["rope_scaling"] or config["rope_parameters"]
     features = {
         f"MXFP4 experts ({dequantize})": quantized,
-        "attention_bias false": config.get("attention_bias", True) is False,
-        f"swiglu_alpha {config.get('swiglu_alpha')}": config.get("swiglu_alpha", ALPHA) != ALPHA,
-        f"swiglu_limit {config.get('swiglu_limit')}": config.get("swiglu_limit", LIMIT) != LIMIT,
-        f"rms_norm_eps {config.get('rms_norm_eps')}": config.get("rms_norm_eps", 1e-5) != 1e-5,
-        "tied embeddings": bool(config.get("tie_word_embeddings")),
-        "rope parameters other than yarn": config["rope_parameters"].get("rope_type") != "yarn",
+        "rope parameters other than yarn": rotary.get("rope_type") != "yarn",
+        "experts_per_token other than num_experts_per_tok": config.get("experts_per_token")
+        not in (None, config["num_experts_per_tok"]),
     }
     return [feature for feature, present in features.items() if present]
 
@@ -110,8 +108,13 @@ def _refuse(config: dict[str, Any]) -> list[str]:
 ARCHITECTURE = Architecture(
     "GptOssForCausalLM",
     WEIGHTS,
-    default_head_dim=64,
-    default_sliding_window=128,
+    keys=("num_local_experts", "num_experts", "num_experts_per_tok", "experts_per_token"),
+    defaults={"head_dim": 64, "sliding_window": 128},
+    # vLLM has these values in its code.
+    only={
+        "attention_bias": True, "swiglu_alpha": ALPHA, "swiglu_limit": LIMIT, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    },
     traits=Traits(
         activation="clamped_silu",
         biases=True,
@@ -121,4 +124,4 @@ ARCHITECTURE = Architecture(
         keys=_keys,
         refuse=_refuse,
     ),
-)
+)  # fmt: skip

@@ -10,5 +10,7 @@ from megatron_rl.models.weights import (
 )
 
 ARCHITECTURE = Architecture(
-    "LlamaForCausalLM", (EMBEDDING, *ATTENTION, *DENSE_MLP, FINAL_NORM, OUTPUT_LAYER)
+    "LlamaForCausalLM",
+    (EMBEDDING, *ATTENTION, *DENSE_MLP, FINAL_NORM, OUTPUT_LAYER),
+    defaults={"head_dim": None, "num_key_value_heads": None},
 )

@@ -12,5 +12,5 @@ from megatron_rl.models.weights import (
 ARCHITECTURE = Architecture(
     "MistralForCausalLM",
     (EMBEDDING, *ATTENTION, *DENSE_MLP, FINAL_NORM, OUTPUT_LAYER),
-    default_sliding_window=4096,
+    defaults={"head_dim": None, "sliding_window": 4096},
 )

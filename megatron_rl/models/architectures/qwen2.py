@@ -11,5 +11,7 @@ from megatron_rl.models.weights import (
 )
 
 ARCHITECTURE = Architecture(
-    "Qwen2ForCausalLM", (EMBEDDING, *ATTENTION, QKV_BIAS, *DENSE_MLP, FINAL_NORM, OUTPUT_LAYER)
+    "Qwen2ForCausalLM",
+    (EMBEDDING, *ATTENTION, QKV_BIAS, *DENSE_MLP, FINAL_NORM, OUTPUT_LAYER),
+    ignored=("sliding_window",),  # without use_sliding_window
 )

@@ -39,4 +39,11 @@ ARCHITECTURE = Architecture(
         FINAL_NORM,
         OUTPUT_LAYER,
     ),
-)
+    keys=(
+        "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+    ),
+    defaults={"norm_topk_prob": False},
+    only={"qkv_bias": True},
+    ignored=("sliding_window",),  # without use_sliding_window
+)  # fmt: skip

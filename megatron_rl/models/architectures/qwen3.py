@@ -13,5 +13,6 @@ from megatron_rl.models.weights import (
 ARCHITECTURE = Architecture(
     "Qwen3ForCausalLM",
     (EMBEDDING, *ATTENTION, *QK_NORM, *DENSE_MLP, FINAL_NORM, OUTPUT_LAYER),
-    default_head_dim=128,
+    defaults={"head_dim": 128},
+    ignored=("sliding_window",),  # without use_sliding_window
 )

@@ -13,4 +13,8 @@ from megatron_rl.models.weights import (
 ARCHITECTURE = Architecture(
     "Qwen3MoeForCausalLM",
     (EMBEDDING, *ATTENTION, *QK_NORM, *MIXTURE_OF_EXPERTS, FINAL_NORM, OUTPUT_LAYER),
+    # transformers 5 writes num_local_experts, earlier releases num_experts.
+    keys=("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    defaults={"head_dim": None, "norm_topk_prob": False},
+    ignored=("sliding_window",),  # without use_sliding_window
 )

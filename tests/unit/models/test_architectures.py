@@ -111,7 +111,7 @@ def test_yarn_positions_are_original_positions_times_factor(tmp_path):
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
         ({"architectures": ["Qwen3NextForCausalLM"]}, "gated delta net layers: Megatron-core"),
         ({"architectures": ["Qwen3_5MoeForCausalLM"]}, "flash-linear-attention"),
-        ({"use_sliding_window": True}, "sliding-window attention in some layers"),
+        ({"use_sliding_window": True}, "use_sliding_window=true"),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 4}},
             "'dynamic'.*depend on the sequence length",
@@ -121,8 +121,8 @@ def test_yarn_positions_are_original_positions_times_factor(tmp_path):
         ({"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, "'yarn' without factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
         ({"partial_rotary_factor": 0.5}, "partial rotary embeddings"),
-        ({"hidden_act": "gelu"}, "'gelu'"),
-        ({"qkv_bias": False}, "qkv_bias false"),
+        ({"hidden_act": "gelu"}, 'hidden_act="gelu"'),
+        ({"qkv_bias": False}, "qkv_bias=false"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
     ],
 )
@@ -157,13 +157,13 @@ def test_read_model_shape_refuses_variants_of_mistral_by_name(changes, named, tm
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"norm_topk_prob": False}, "norm_topk_prob false"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=false"),
         ({"n_group": 2, "topk_group": 2}, "num_experts_per_tok 2 in 2 of 2 groups"),
         ({"num_experts_per_tok": 1}, "num_experts_per_tok 1"),
         ({"n_shared_experts": 0}, "no shared experts"),
-        ({"scoring_func": "softmax"}, "scoring_func 'softmax'"),
-        ({"topk_method": "greedy"}, "topk_method 'greedy'"),
-        ({"moe_layer_freq": 2}, "dense layers in a mixture of experts"),
+        ({"scoring_func": "softmax"}, 'scoring_func="softmax"'),
+        ({"topk_method": "greedy"}, 'topk_method="greedy"'),
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
     ],
 )
@@ -179,12 +179,12 @@ def test_read_model_shape_refuses_variants_of_grouped_experts_by_name(changes, n
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"rope_interleave": False}, "rope_interleave false"),
+        ({"rope_interleave": False}, "rope_interleave=false"),
         ({"v_head_dim": 10}, "v_head_dim 10 above the 9 of keys"),
         ({"attention_bias": True}, "attention_bias"),
         ({"index_topk": 8}, "index_topk"),
-        ({"scoring_func": None}, "scoring_func None"),
-        ({"topk_method": None}, "topk_method None"),
+        ({"scoring_func": None}, "scoring_func=null"),
+        ({"topk_method": None}, "topk_method=null"),
         ({"partial_rotary_factor": 0.5}, "partial rotary embeddings"),
     ],
 )
@@ -230,8 +230,11 @@ def test_sliding_window_of_mistral_defaults_to_that_of_transformers(tmp_path):
     assert read_model_shape(tmp_path).sliding_window == default == 4096
 
 
-def test_sliding_window_is_ignored_where_transformers_ignores_it(tmp_path):
+def test_sliding_window_is_refused_where_transformers_ignores_it_and_vllm_does_not(tmp_path):
     _config("Llama", sliding_window=8).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="sliding_window=8"):
+        read_model_shape(tmp_path)
+    _config("Qwen2", sliding_window=8).save_pretrained(tmp_path)
     assert read_model_shape(tmp_path).sliding_window is None
 
 
@@ -241,10 +244,10 @@ FULL, LOCAL = "full_attention", "sliding_attention"
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
+        ({"hidden_activation": "gelu"}, 'hidden_activation="gelu"'),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
-        ({"use_bidirectional_attention": True}, "bidirectional attention"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
         ({"attention_bias": True}, "attention_bias"),
         ({"sliding_window": None}, "sliding_window null"),
         ({"layer_types": ["chunked_attention", FULL]}, "layer type 'chunked_attention'"),
@@ -293,16 +296,16 @@ def test_gemma_3_is_read_from_keys_of_earlier_releases_as_by_transformers(tmp_pa
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"attention_bias": False}, "attention_bias false"),
-        ({"swiglu_alpha": 1.0}, "swiglu_alpha 1.0"),
-        ({"swiglu_limit": 9.0}, "swiglu_limit 9.0"),
-        ({"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06"),
-        ({"tie_word_embeddings": True}, "tied embeddings"),
+        ({"attention_bias": False}, "attention_bias=false"),
+        ({"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
+        ({"swiglu_limit": 9.0}, "swiglu_limit=9.0"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=true"),
         ({"rope_parameters": {"rope_type": "default"}}, "rope parameters other than yarn"),
         ({"layer_types": [FULL, LOCAL]}, "layer_types other than a full layer after 1 local"),
         (
             {"quantization_config": {"quant_method": "mxfp4"}},
-            r"quantized weights, MXFP4 experts \(transformers .* Mxfp4Config\(dequantize=True\)",
+            r"quantized weights.*, MXFP4 experts \(transformers .* Mxfp4Config\(dequantize=True\)",
         ),
     ],
 )

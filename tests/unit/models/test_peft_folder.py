@@ -1,6 +1,7 @@
 """Folders of the peft library: what does not fit is refused by name."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -81,11 +82,71 @@ def test_targets_and_shapes_are_named(model):
 @pytest.mark.parametrize(
     "about",
     [{"use_dora": True}, {"use_rslora": True}, {"bias": "all"}, {"peft_type": "IA3"},
-     {"modules_to_save": ["lm_head"]}, {"rank_pattern": {"q_proj": 4}}],
+     {"modules_to_save": ["lm_head"]}, {"rank_pattern": {"q_proj": 4}}, {"lora_bias": True},
+     {"alpha_pattern": {"q_proj": 4}}, {"fan_in_fan_out": True}, {"layers_to_transform": 0},
+     {"layers_to_transform": [0]}, {"trainable_token_indices": [3]},
+     {"layer_replication": [[0, 2]]},
+     {"target_parameters": ["experts.down_proj"]}, {"alora_invocation_tokens": [7, 8]},
+     {"use_qalora": True}, {"arrow_config": {"top_k": 2}}, {"kasa_config": {"beta": 1.0}},
+     {"a_setting_of_tomorrow": 1}],
 )  # fmt: skip
 def test_other_kinds_are_refused_by_name(model, about):
     folder = make(model, **about)
     with pytest.raises(ValueError, match=f"has {next(iter(about))}=.*merge it"):
+        check(folder, model)
+
+
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_16", "olora", "loftq", "corda", "lora_ga"])
+def test_starts_that_change_the_models_weights_are_refused_by_name(model, start):
+    folder = make(model, init_lora_weights=start)
+    with pytest.raises(ValueError, match=f"init_lora_weights={start},.*weight_conversion"):
+        check(folder, model)
+
+
+def test_settings_that_change_no_function_are_accepted(model):
+    # adapter_config.json of a plain LoraConfig, peft 0.21.2.
+    about = {
+        "task_type": None, "auto_mapping": None, "peft_version": "0.21.2", "revision": None,
+        "base_model_name_or_path": "a/b", "inference_mode": True, "target_modules": ["q_proj"],
+        "exclude_modules": None, "lora_dropout": 0.1, "fan_in_fan_out": False, "bias": "none",
+        "use_rslora": False, "modules_to_save": None, "layers_to_transform": None,
+        "layers_pattern": None, "rank_pattern": {}, "alpha_pattern": {}, "megatron_config": None,
+        "megatron_core": "megatron.core", "trainable_token_indices": None, "loftq_config": {},
+        "eva_config": None, "corda_config": None, "lora_ga_config": None, "use_dora": False,
+        "velora_config": None, "alora_invocation_tokens": None, "use_qalora": False,
+        "qalora_group_size": 16, "monteclora_config": None, "layer_replication": None,
+        "lora_bias": False, "target_parameters": None, "use_bdlora": None, "arrow_config": None,
+        "kasa_config": None, "ensure_weight_tying": False,
+    }  # fmt: skip
+    for start in (True, False, "gaussian", "eva"):
+        folder = make(model, **about, init_lora_weights=start)
+        check(folder, model)
+        shutil.rmtree(folder)
+
+
+def test_some_modules_of_a_linear_are_accepted(model):
+    folder = make(model, shared=False, targets=("qkv", "fc1"))
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    some = {k: v for k, v in tensors.items() if "k_proj" not in k and "up_proj" not in k}
+    save_file(some, file)
+    check(folder, model, rank=2 * RANK, alpha=4.0 * RANK, targets=("qkv", "fc1"))
+    save_file({k: v for k, v in some.items() if "q_proj.lora_B" not in k}, file)
+    with pytest.raises(ValueError, match=r"q_proj.lora_B.weight is missing"):
+        check(folder, model, rank=2 * RANK, alpha=4.0 * RANK, targets=("qkv", "fc1"))
+    save_file({k: v for k, v in some.items() if "layers.1" not in k}, file)
+    with pytest.raises(ValueError, match=r"layers.1.*is missing.*set model.path to the model"):
+        check(folder, model, rank=2 * RANK, alpha=4.0 * RANK, targets=("qkv", "fc1"))
+
+
+def test_the_hint_names_targets_that_fit_or_says_that_none_do(model):
+    folder = make(model, targets=("qkv", "fc2"))
+    with pytest.raises(ValueError, match=r"set lora.targets to \['qkv', 'fc2'\]"):
+        check(folder, model)
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {factor_name("lm_head", "lora_A"): torch.ones(RANK, 32)}, file)
+    with pytest.raises(ValueError, match=r"lm_head cannot have adapters here: merge it"):
         check(folder, model)
 
 

@@ -1,0 +1,98 @@
+"""The keys of a config.json: their defaults, the ones that are read, and the rest.
+
+A key that changes the computation and that nothing here reads would make another model of the same
+weights, in the actor or in vLLM, which has keys of its own (`is_causal`, `logit_scale`,
+`dual_chunk_attention_config`). So every key is read, has the only supported value, is known to
+change nothing, or is refused. Defaults are those of transformers' configuration classes.
+"""
+
+import json
+from typing import Any
+
+from megatron_rl.models.missing import MISSING_KEYS
+from megatron_rl.models.weights import Architecture
+
+# Read for all architectures.
+SIZES = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads",
+    "intermediate_size", "vocab_size", "max_position_embeddings", "rms_norm_eps",
+)  # fmt: skip
+_ROTARY = (
+    "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings",
+    "partial_rotary_factor",
+)  # fmt: skip
+_READ = {"architectures", "head_dim", "layer_types", "tie_word_embeddings", *SIZES, *_ROTARY}
+# The only supported values of keys that change the computation.
+_ONLY: dict[str, Any] = {
+    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
+    "use_mrope": False, "rope_interleaved": False, "is_causal": True, "add_cross_attention": False,
+    "is_encoder_decoder": False, "tie_encoder_decoder": False, "use_bidirectional_attention": False,
+}  # fmt: skip
+_ONLY_OF_EXPERTS: dict[str, Any] = {
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_layer_freq": 1,
+    "scoring_func": "softmax",
+}  # fmt: skip
+# Names, kernels, tokens, generation, training and heads that a language model does not have.
+_IGNORED = {
+    "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map", "use_cache",
+    "cache_implementation", "attn_implementation", "use_flash_attn", "use_flash_attention",
+    "pretraining_tp", "ep_size", "tokenizer_class", "model_max_length", "max_sequence_length",
+    "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
+    "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty",
+    "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
+    "num_return_sequences", "return_dict", "return_dict_in_generate", "remove_invalid_values",
+    "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "prefix",
+    "task_specific_params", "problem_type", "finetuning_task", "id2label", "label2id", "num_labels",
+    "chunk_size_feed_forward", "torchscript", "use_bfloat16", "pruned_heads", "is_decoder",
+    "tf_legacy_loss", "initializer_range", "initializer_factor", "router_aux_loss_coef",
+    "aux_loss_alpha", "seq_aux", "router_jitter_noise", "num_nextn_predict_layers",
+    "num_mtp_layers", "max_window_layers", "is_llama_config", "transformers.js_config",
+    "initial_context_length", "license", "language",
+}  # fmt: skip
+UNKNOWN = "unknown key"
+_IGNORED_ENDINGS = ("_token_id", "_token_ids", "dropout", "_pdrop", "dropout_prob")
+_IGNORED_STARTS = ("_", "output_", "unsloth_")
+
+
+def with_defaults(config: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
+    """Return config.json with the values that transformers takes for missing keys."""
+    return {"tie_word_embeddings": False, **architecture.defaults, **config}
+
+
+def _is_ignored(key: str, architecture: Architecture) -> bool:
+    return (
+        key in _IGNORED
+        or key in architecture.ignored
+        or key.endswith(_IGNORED_ENDINGS)
+        or key.startswith(_IGNORED_STARTS)
+    )
+
+
+def _accepts_null(key: str, architecture: Architecture) -> bool:
+    if key in architecture.defaults:
+        return architecture.defaults[key] is None or key in ("sliding_window", "q_lora_rank")
+    return key in ("layer_types", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+
+
+def unsupported_keys(config: dict[str, Any], architecture: Architecture) -> list[str]:
+    """List keys of this config.json, before its defaults, whose values nothing here supports."""
+    read = {*_READ, *architecture.keys, *architecture.defaults}
+    of_experts = _ONLY_OF_EXPERTS if architecture.mixture_of_experts else {}
+    only = {**_ONLY, **of_experts, **architecture.only}
+    only = {key: value for key, value in only.items() if key not in architecture.defaults}
+    unsupported = []
+    for key, value in config.items():
+        if key in only:
+            supported = value == only[key] or (value is None and only[key] == [])
+            hint = f"supported: {json.dumps(only[key])}"
+        elif key in read:
+            supported = value is not None or _accepts_null(key, architecture)
+            hint = "null: give its value"
+        else:
+            supported = value is None or _is_ignored(key, architecture)
+            hint = MISSING_KEYS.get(key, UNKNOWN)
+        if not supported:
+            text = json.dumps(value)
+            text = text if len(text) <= 60 else f"{text[:57]}..."
+            unsupported.append(f"{key}={text} ({hint})")
+    return unsupported

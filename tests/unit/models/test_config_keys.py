@@ -1,0 +1,214 @@
+"""Every key of a config.json is read as transformers reads it, or refused by name."""
+
+import json
+
+import pytest
+import transformers
+
+from megatron_rl.errors import UserError
+from megatron_rl.models.architectures import ARCHITECTURES
+from megatron_rl.models.config_keys import _ONLY, _ONLY_OF_EXPERTS, SIZES
+from megatron_rl.models.shape import read_model_shape
+from tests.unit.models.test_architectures import _config
+
+NAMES = ["Qwen2", "Qwen2Moe", "Llama", "Mistral", "Qwen3", "Qwen3Moe", "Gemma3", "Glm4Moe",
+         "DeepseekV3", "GptOss"]  # fmt: skip
+# No default of a configuration class, so that a missing key changes what is read.
+OTHER = {
+    "rms_norm_eps": 3e-4, "max_position_embeddings": 96, "sliding_window": 5,
+    "query_pre_attn_scalar": 7, "tie_word_embeddings": True, "norm_topk_prob": True,
+}  # fmt: skip
+OTHER_OF_NAME = {
+    "GptOss": {"rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+    "Gemma3": {"tie_word_embeddings": False},
+    "DeepseekV3": {"routed_scaling_factor": 1.5, "n_shared_experts": 2},
+    "Glm4Moe": {"routed_scaling_factor": 1.5, "n_shared_experts": 2},
+}
+YARN = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 24,
+        "beta_fast": 20.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 0.9}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "factor": 3.0, "original_max_position_embeddings": 24,
+          "low_freq_factor": 1.5, "high_freq_factor": 3.5}  # fmt: skip
+
+
+def base(name, **changes):
+    """Return a config.json with every key of the class, in the form of earlier releases."""
+    read = ARCHITECTURES[f"{name}ForCausalLM"]
+    known = {*read.keys, *read.defaults, *SIZES, "tie_word_embeddings"}
+    other = {key: value for key, value in OTHER.items() if key in known}
+    config = json.loads(
+        _config(name, **(other | OTHER_OF_NAME.get(name, {}))).to_json_string(use_diff=False)
+    )
+    rope = config.pop("rope_parameters")
+    config["rope_theta"], config["rope_scaling"] = 1234.0, None
+    if name == "Gemma3":
+        config |= {"rope_local_base_freq": 567.0, "sliding_window_pattern": 2}
+        del config["layer_types"], config["_sliding_window_pattern"]
+    if name == "GptOss":
+        config["rope_scaling"] = {key: rope[key] for key in rope if key != "rope_theta"}
+    return config | changes
+
+
+def read(config, folder):
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_model_shape(folder)
+
+
+def read_as_transformers(config, folder):
+    """Read what transformers' class makes of a config.json; None: it accepts no such file."""
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        theirs = transformers.AutoConfig.from_pretrained(folder)
+        text = theirs.to_json_string(use_diff=False)
+    except Exception:
+        return None
+    return read(json.loads(text), folder)
+
+
+def keys_of(name):
+    architecture = ARCHITECTURES[f"{name}ForCausalLM"]
+    only = {**_ONLY, **_ONLY_OF_EXPERTS, **architecture.only}
+    read = {*SIZES, *architecture.keys, *architecture.defaults, *only, "head_dim", "rope_theta",
+            "rope_scaling", "tie_word_embeddings", "layer_types"}  # fmt: skip
+    return sorted(key for key in read if key in base(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_missing_and_null_keys_are_read_as_by_transformers_or_refused(name, tmp_path):
+    config = base(name)
+    assert read(config, tmp_path) == read_as_transformers(config, tmp_path)
+    keys = keys_of(name)
+    assert len(keys) > 12
+    refused = set()
+    for key in keys:
+        without = {k: v for k, v in config.items() if k != key}
+        for what, changed in (("missing", without), ("null", config | {key: None})):
+            try:
+                ours = read(changed, tmp_path)
+            except UserError as error:
+                assert key.removeprefix("num_local_") in str(error)
+                refused.add((key, what))
+                continue
+            assert ours == read_as_transformers(changed, tmp_path), f"{key} {what}"
+    assert ("rms_norm_eps", "null") in refused
+    assert ("tie_word_embeddings", "missing") not in refused
+
+
+@pytest.mark.parametrize("name", ["Llama", "DeepseekV3", "GptOss"])
+@pytest.mark.parametrize("rope", [YARN, LLAMA3, {"rope_type": "linear", "factor": 2.0}])
+def test_missing_and_null_rope_keys_are_read_as_by_transformers_or_refused(name, rope, tmp_path):
+    if name == "GptOss":
+        rope = {**YARN, "truncate": False}
+    accepted = 0
+    for form in ("rope_scaling", "rope_parameters"):
+        for key in (None, *rope):
+            for changed in ({k: v for k, v in rope.items() if k != key}, rope | {key: None}):
+                changed.pop(None, None)
+                config = base(name, rope_scaling=None) | {form: changed}
+                try:
+                    ours = read(config, tmp_path)
+                except UserError:
+                    continue
+                assert ours == read_as_transformers(config, tmp_path), f"{form} {key}"
+                accepted += 1
+    assert accepted >= 4
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        # Read by vLLM and not by transformers, or by neither.
+        ("Qwen2", {"dual_chunk_attention_config": {"chunk_size": 262144}}, "remove the key for ru"),
+        ("Qwen2", {"qk_norm": True}, r"qk_norm=true \(unknown key\).*; remove an unknown key"),
+        ("Llama", {"is_causal": False}, r"is_causal=false \(supported: true\)"),
+        ("Llama", {"logit_scale": 0.5}, r"logit_scale=0.5 \(unknown key\)"),
+        ("Llama", {"qkv_bias": True}, "qkv_bias=true"),
+        ("Llama", {"mlp_bias": True}, "mlp_bias=true"),
+        ("Llama", {"residual_multiplier": 0.2, "embedding_multiplier": 12}, "embedding_multiplier"),
+        ("Llama", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+        ("Llama", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ("Llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ("Llama", {"draft_vocab_size": 32000}, "draft_vocab_size"),
+        ("Llama", {"vision_config": {"depth": 2}}, "vision_config"),
+        ("Llama", {"compression_config": {}}, r"compression_config=\{\}"),
+        ("Llama", {"model_type": "qwen2"}, "model_type 'qwen2'.*Qwen2ForCausalLM"),
+        ("Mistral", {"ada_rms_norm_t_cond": True}, "ada_rms_norm_t_cond=true"),
+        ("Qwen3Moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+        ("Qwen3Moe", {"num_experts": 5}, "num_experts other than num_local_experts"),
+        ("Qwen2", {"head_dim": 8}, "head_dim 8 other than hidden_size / num_attention_heads"),
+        ("DeepseekV3", {"index_topk": 8}, r"index_topk=8 \(unknown key\)"),
+        ("DeepseekV3", {"moe_router_dtype": "float32"}, "moe_router_dtype"),
+        ("GptOss", {"experts_per_token": 3}, "experts_per_token other than num_experts_per_tok"),
+        # One expert of each token, whose normalised weight is 1.
+        ("Qwen3Moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "which are then 1"),
+        ("GptOss", {"num_experts_per_tok": 1}, "num_experts_per_tok 1 with normalized weights"),
+        # Values that no model can have.
+        ("Qwen2", {"rms_norm_eps": 0}, "rms_norm_eps is 0; it must be a number above 0"),
+        ("Qwen2", {"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'"),
+        ("Qwen2", {"rope_theta": 0}, "rope_theta is 0.0"),
+        ("Qwen2", {"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ("Qwen3Moe", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 of 4 experts"),
+        ("Glm4Moe", {"n_group": 3, "topk_group": 1}, "topk_group=1 of n_group=3 for 4 experts"),
+        ("Qwen2", {"rope_scaling": "yarn"}, "of another type"),
+        # Rotary embeddings.
+        ("Llama", {"rope_scaling": {**YARN, "attn_factor": 0.5}}, "attn_factor=0.5 of rope type"),
+        ("Llama", {"rope_scaling": {**YARN, "finetuned": True}}, "finetuned=true of rope type"),
+        ("Llama", {"rope_scaling": {"type": "default", "factor": 4}}, "factor=4 of rope type"),
+        ("Llama", {"rope_parameters": {**LLAMA3, "beta_fast": 4}}, "beta_fast=4 of rope type 'll"),
+        ("Llama", {"rope_scaling": {**YARN, "mrope_section": [1, 1]}}, "mrope_section"),
+        ("Llama", {"rope_scaling": {**YARN, "factor": "3"}}, "factor is '3'"),
+        ("Llama", {"rope_scaling": YARN, "rope_parameters": LLAMA3}, "rope_scaling other than"),
+        ("Llama", {"rope_parameters": {**YARN, "rope_theta": 7.0}}, "rope_theta 1234.0 and 7.0"),
+        ("Llama", {"rope_scaling": {**YARN, "type": "linear"}}, "'yarn' and type 'linear'"),
+        ("DeepseekV3", {"rope_scaling": {**YARN, "truncate": False}}, "truncate=false of rope"),
+        ("Gemma3", {"rope_parameters": {"rope_type": "linear", "factor": 2}}, "per layer type"),
+    ],
+)
+def test_keys_that_nothing_reads_are_refused_by_name(name, changes, named, tmp_path):
+    config = base(name)
+    read(config, tmp_path)
+    with pytest.raises(UserError, match=named):
+        read(config | changes, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"unsloth_version": "2026.1", "_name_or_path": "x", "transformers.js_config": {"a": 1}},
+        {"torch_dtype": "bfloat16", "attention_dropout": 0.1, "pretraining_tp": 2},
+        {"dual_chunk_attention_config": None, "logit_scale": None, "qkv_bias": None},
+        {"rope_scaling": {**YARN, "attn_factor": 1.0, "extrapolation_factor": 1}},
+        {"rope_scaling": YARN, "rope_parameters": YARN},
+    ],
+)
+def test_keys_that_change_nothing_are_accepted(changes, tmp_path):
+    config = base("Llama")
+    assert read(config | changes, tmp_path).hidden_size == 32
+
+
+def test_quantized_weights_of_modelopt_are_refused_by_their_file(tmp_path):
+    read(base("Qwen2"), tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(UserError, match="quantized weights"):
+        read(base("Qwen2"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "named"),
+    [
+        ("Mistral3ForConditionalGeneration", {}, "save it by itself as MistralForCausalLM"),
+        (
+            "Mistral3ForConditionalGeneration",
+            {"text_config": {"model_type": "ministral3"}},
+            "its text model, 'ministral3', is not supported either",
+        ),
+        ("LlavaForConditionalGeneration", {"text_config": {"model_type": "llama"}}, "as LlamaFor"),
+        ("Qwen2_5_VLForConditionalGeneration", {"vision_config": {}}, "text model, None, is not"),
+        ("Llama4ForConditionalGeneration", {"text_config": {"model_type": "llama4_text"}}, "llama"),
+        ("Qwen3_5ForConditionalGeneration", {"text_config": {}}, "gated delta net"),
+    ],
+)
+def test_models_of_several_modalities_are_refused_with_what_can_be_done(
+    architecture, config, named, tmp_path
+):
+    with pytest.raises(UserError, match=named):
+        read({"architectures": [architecture], **config}, tmp_path)
