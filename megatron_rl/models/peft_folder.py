@@ -10,9 +10,8 @@ and up: B of the others is 0.
 import json
 from collections.abc import Collection, Container
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-from megatron_rl.config.lora_section import Target
 from megatron_rl.errors import UserError
 from megatron_rl.models.adapters import adapted_linears, adapters_of_experts
 from megatron_rl.models.fingerprint import model_fingerprint
@@ -39,6 +38,9 @@ _IGNORED = (
 # Values of init_lora_weights under which W stays as the model has it. All others (pissa, olora,
 # loftq, corda, lora_ga) subtract the first B A from W, so that A and B belong to another W.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+_TARGETS = ("qkv", "proj", "fc1", "fc2")
 
 
 class Linear(NamedTuple):
@@ -163,7 +165,7 @@ def _check_about(about: dict[str, Any], file: Path) -> None:
 
 def _suggest_targets(folder: Path, shape: ModelShape, targets: Collection[str]) -> str:
     """Return what to do with a folder whose factors are not those of `targets`."""
-    possible = [target for target in get_args(Target) if peft_problem(shape, [target]) is None]
+    possible = [target for target in _TARGETS if peft_problem(shape, [target]) is None]
     owners = {
         module: each.target for each in list_linears(shape, possible) for module in each.modules
     }

@@ -1,9 +1,6 @@
 """Values of a config.json that no model can have."""
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from megatron_rl.models.shape import ModelShape
+from typing import Any
 
 # Fields of ModelShape, ExpertShape and LatentShape, and their keys in config.json.
 _SIZES = {
@@ -22,8 +19,11 @@ _SIZES_OF_LATENTS = {
 }  # fmt: skip
 
 
-def shape_problems(shape: "ModelShape") -> list[str]:
-    """List the values of a shape that are no sizes, no positive numbers, or do not fit together."""
+def shape_problems(shape: Any) -> list[str]:
+    """List the values of a shape that are no sizes, no positive numbers, or do not fit together.
+
+    shape: a ModelShape, whose module imports this one.
+    """
     experts, latent = shape.experts, shape.latent
     problems = _not_whole(shape, _SIZES)
     problems += _not_whole(experts, _SIZES_OF_EXPERTS) if experts else []
@@ -57,7 +57,7 @@ def shape_problems(shape: "ModelShape") -> list[str]:
     return problems
 
 
-def _numbers(shape: "ModelShape") -> dict[str, Any]:
+def _numbers(shape: Any) -> dict[str, Any]:
     numbers: dict[str, Any] = {"rms_norm_eps": shape.norm_epsilon, "rope_theta": shape.rotary_base}
     scaling = dict(shape.rotary_scaling.parameters) if shape.rotary_scaling else {}
     numbers |= {key: value for key, value in scaling.items() if key != "truncate"}

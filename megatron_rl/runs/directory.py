@@ -2,6 +2,7 @@
 
 runs/NAME/config.yaml        the resolved config
           id                 random id of the run, stored in its checkpoints
+          starts.jsonl       time, version, command and finished steps of every start
           changes.jsonl      settings that a resumed run changed, and after which step
           models.json        fingerprints of the models that it names
           schedule.jsonl     steps at which the groups trained in each step were generated
@@ -25,8 +26,10 @@ runs/NAME/config.yaml        the resolved config
 import json
 import math
 import os
+import shlex
 import shutil
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,6 +39,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from megatron_rl import __version__
 from megatron_rl.config import Config, ConfigError, dump_config, load_config, with_absolute_paths
 from megatron_rl.models.fingerprint import model_fingerprint
 from megatron_rl.runs.checkpoints import CheckpointFolders
@@ -50,7 +54,7 @@ from megatron_rl.runs.rollout_tables import (
     thin_file,
     write_table,
 )
-from megatron_rl.runs.rows import read_metrics, read_rows
+from megatron_rl.runs.rows import append_row, read_metrics, read_rows
 from megatron_rl.types import Rollout
 
 # Settings that a resumed run may change, because they do not invalidate what is recorded already.
@@ -219,15 +223,22 @@ class RunDirectory:
             if key in MODELS and path and (Path(str(path)) / "config.json").is_file()
         }
         write_atomically(self.models_file, json.dumps(models, indent=1) + "\n")
+        self._record_start()
         write_atomically(self.config_file, dump_config(config))
+
+    def _record_start(self) -> None:
+        when, command = time.gmtime(), shlex.join(["megatron-rl", *sys.argv[1:]])
+        row = {"time": time.strftime("%Y-%m-%d %H:%M UTC", when), "version": __version__}
+        step = max(self.checkpoints.steps(), default=0)
+        append_row(self.path / "starts.jsonl", row | {"command": command, "after_step": step})
 
     def _record_changes(self, config: Config) -> None:
         step = max(self.checkpoints.intact_steps(), default=0)
         stamp = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "after_step": step}
-        with (self.path / "changes.jsonl").open("a", encoding="utf-8") as file:
-            for key, (before, now) in self._changes(config).items():
-                if not key.startswith("run."):
-                    file.write(json.dumps(stamp | {"key": key, "from": before, "to": now}) + "\n")
+        for key, (before, now) in self._changes(config).items():
+            if not key.startswith("run."):
+                row = stamp | {"key": key, "from": before, "to": now}
+                append_row(self.path / "changes.jsonl", row)
 
     def rewind(self, step: int, *, updates: int = 0) -> None:
         """Drop everything recorded after `step`; a resumed run writes it again.
@@ -271,8 +282,7 @@ class RunDirectory:
 
     def append_schedule(self, row: dict[str, Any]) -> None:
         """Record which groups a step trained, and when they were generated."""
-        with self.schedule_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append_row(self.schedule_file, row)
 
     def write_rollouts(
         self,

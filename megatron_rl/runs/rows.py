@@ -1,6 +1,7 @@
 """Rows of a run's metrics.jsonl."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ def is_finished(folder: Path, *, steps: int) -> bool:
     """
     rows = read_metrics(folder) if (folder / "model").is_dir() else []
     return bool(rows) and rows[-1]["step"] == steps
+
+
+def append_row(file: Path, row: Mapping[str, Any]) -> None:
+    """Append a row to a JSON lines file."""
+    with file.open("a", encoding="utf-8") as journal:
+        journal.write(json.dumps(row) + "\n")
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:

@@ -104,7 +104,11 @@ MODELS = {
         },
     ),
     # Its routing is not normalised over the chosen experts.
-    "qwen2_moe": ("Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 28}),
+    # vLLM's class has heads of hidden size / heads only.
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {**EXPERTS, "shared_expert_intermediate_size": 28, "head_dim": 8},
+    ),
     "deepseek_v3": (
         "DeepseekV3Config",
         # The first pipeline stage has no experts; latents are normalised with another epsilon.

@@ -174,16 +174,19 @@ def write_config_json(shape: ModelShape, folder: Path) -> Path:
         values["layer_types"] = [kinds[flag] for flag in flags]
         if shape.local_layers.rotary_base is not None:
             values["rope_local_base_freq"] = shape.local_layers.rotary_base
-    if "query_pre_attn_scalar" in ARCHITECTURES[shape.architecture].defaults:
+    architecture = ARCHITECTURES[shape.architecture]
+    if "query_pre_attn_scalar" in architecture.defaults:
         scale = shape.softmax_scale
         values["query_pre_attn_scalar"] = shape.head_dim if scale is None else scale**-2
     if shape.experts is not None and known is None:
-        values |= {
+        experts = {
             "num_experts": shape.experts.num_experts,
             "num_experts_per_tok": shape.experts.experts_per_token,
             "moe_intermediate_size": shape.experts.ffn_hidden_size,
             "norm_topk_prob": shape.experts.normalize_top_k,
         }
+        read = {*architecture.keys, *architecture.defaults}
+        values |= {key: value for key, value in experts.items() if key in read}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
     return folder

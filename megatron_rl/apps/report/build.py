@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.apps.report.about import describe_runs
 from megatron_rl.apps.report.page import render_page
 from megatron_rl.apps.report.pictures import draw_pictures
 from megatron_rl.apps.report.positions import gate_by_position, ratios_by_position
@@ -124,6 +125,7 @@ def collect(
     threshold = default_threshold(runs) if threshold is None else threshold
     return {
         "title": _title(runs),
+        "about": describe_runs(runs),
         "groups": [
             {
                 "label": group.label,

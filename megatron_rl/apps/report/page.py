@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-SCRIPTS = ("uplot.js", "dom.js", "charts.js", "figures.js", "life.js", "main.js")
+SCRIPTS = ("uplot.js", "dom.js", "glossary.js", "charts.js", "figures.js", "life.js", "main.js")
 STYLES = ("uplot.css", "style.css")
 
 

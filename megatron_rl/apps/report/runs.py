@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from megatron_rl.errors import UserError
-from megatron_rl.runs.rows import ROLLOUT_COST, ROLLOUT_COST_METADATA, read_metrics
+from megatron_rl.runs.rows import ROLLOUT_COST, ROLLOUT_COST_METADATA, read_metrics, read_rows
 
 # Settings that may differ within a group: the seed, and settings that do not affect results.
 IGNORED_SETTINGS = (
@@ -34,6 +34,7 @@ class Run:
     rows: list[dict[str, Any]]  # of metrics.jsonl, by step
     axes: dict[str, str] = field(default_factory=dict)  # its values of the study's axes
     rollout_cost: float = ROLLOUT_COST  # its study's, in epochs
+    starts: list[dict[str, Any]] = field(default_factory=list)  # of starts.jsonl
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -83,7 +84,11 @@ def find_runs(paths: Iterable[str | Path]) -> list[Run]:
         name = f"{folder.parent.name}/{folder.name}" if shared else folder.name
         config = _read_config(folder / "config.yaml")
         cost = costs.get(folder.parents[1], ROLLOUT_COST)
-        runs.append(Run(folder, name, config, read_metrics(folder), axes.get(folder, {}), cost))
+        starts = folder / "starts.jsonl"
+        runs.append(
+            Run(folder, name, config, read_metrics(folder), axes.get(folder, {}), cost,
+                read_rows(starts) if starts.is_file() else [])
+        )  # fmt: skip
     recorded = [run for run in runs if run.rows]
     if not recorded:
         raise UserError(f"{', '.join(names)}: nothing is recorded in metrics.jsonl yet")

@@ -155,21 +155,32 @@ def _percent(values: Iterable[float | None]) -> float | None:
 def best_scores(group: RunGroup, keys: Sequence[str]) -> dict[str, Score | None]:
     """Return each set's best observed score, selected per set and run, as in the paper's table.
 
-    `Avg.` is the unweighted mean of a run's best scores, `Last` the mean of its last evaluation;
-    both include only runs with every set.
+    `Before` is the unweighted mean over sets of the evaluation before training, `Avg.` that of a
+    run's best scores, `Last` that of its last evaluation; they include only runs with every set.
+    `before <key>` is one set's score before training.
     """
     best: dict[str, list[_Evaluation]] = {key: [] for key in keys}
-    averages, last = [], []
+    before: dict[str, list[_Evaluation]] = {key: [] for key in keys}
+    averages, last, first = [], [], []
     for run in group.runs:
         evaluations = {
             key: [_Evaluation.of_row(row, key) for row in run.rows if row.get(key) is not None]
             for key in keys
         }
         tops = {k: max(es, key=lambda e: e.value) for k, es in evaluations.items() if es}
+        start = [row for row in run.rows[:1] if row["step"] == 0]
         for key, top in tops.items():
             best[key].append(top)
+            before[key] += [
+                _Evaluation.of_row(row, key) for row in start if row.get(key) is not None
+            ]
+        if keys and start and all(start[0].get(key) is not None for key in keys):
+            first.append(_Evaluation.mean_of([_Evaluation.of_row(start[0], key) for key in keys]))
         if keys and all(evaluations.values()):
             averages.append(_Evaluation.mean_of(list(tops.values())))
             last.append(_Evaluation.mean_of([es[-1] for es in evaluations.values()]))
     table = {key: Score.of(evaluations) for key, evaluations in best.items()}
-    return table | {"Avg.": Score.of(averages), "Last": Score.of(last)}
+    table |= {f"before {key}": Score.of(evaluations) for key, evaluations in before.items()}
+    return table | {
+        "Before": Score.of(first), "Avg.": Score.of(averages), "Last": Score.of(last)
+    }  # fmt: skip

@@ -65,6 +65,12 @@ class Browser:
         """Return the console output since the last call."""
         return [entry["message"] for entry in self._ask("POST", "/se/log", {"type": "browser"})]
 
+    def resize(self, width: int, height: int) -> None:
+        """Set the size of the page, also below the smallest one of a window."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        command = {"cmd": "Emulation.setDeviceMetricsOverride", "params": size}
+        self._ask("POST", "/chromium/send_command_and_get_result", command)
+
     def screenshot(self) -> bytes:
         """Return a screenshot as PNG."""
         return base64.b64decode(self._ask("GET", "/screenshot"))

@@ -16,6 +16,23 @@ from tests.functional.report.browser import PACKAGES, PROGRAMS, Browser
 from tests.functional.tiny_runs import ROOT
 from tests.made_runs import EPOCHS, GROUP, HOSTILE, make_run
 
+# Elements outside the window, and contents wider than their visible part; hidden labels of the bars
+# of seconds are in the table below them.
+CUT = """
+const wide = document.documentElement.clientWidth, cut = [];
+for (const one of document.querySelectorAll("body *")) {
+    const box = one.getBoundingClientRect();
+    if (!box.width || one.closest(".part, .tip, .u-wrap")) continue;
+    const hides = getComputedStyle(one).overflowX !== "visible";
+    const isOutside = box.left < -0.5 || box.right > wide + 0.5;
+    if (isOutside || (hides && one.scrollWidth > one.clientWidth + 1))
+        cut.push(`${one.tagName} ${one.className} ${box.right} ${one.scrollWidth}`);
+}
+return cut;
+"""
+MOVED = """
+return [...document.querySelectorAll(".worst tbody tr")].map((row) => row.cells[2].textContent);
+"""
 PARTS = ("scores", "curves", "time", "ratios", "gate", "seconds", "life", "settings")
 SLIDE = """
 const [id, value] = arguments, input = document.getElementById(id);
@@ -123,6 +140,36 @@ def test_every_part_is_drawn(page):
     assert page.run(widest) <= page.run("return innerWidth")
 
 
+def test_nothing_is_cut_in_a_narrow_window(page, folder):
+    try:
+        for width in (390, 1360):
+            page.resize(width, 900)
+            page.open(folder / "report.html")
+            page.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+            assert page.run(CUT) == [], width
+            assert text_of(page, ".about dd:nth-of-type(1)") == "a model"
+    finally:
+        page.resize(1360, 1000)
+
+
+def test_words_are_explained_by_keyboard_and_pointer(page):
+    word = "document.querySelector('#gate .explanation .term')"
+    assert page.run(f"return {word}.textContent") == "Accepted"
+    assert page.run(f"{word}.focus(); return document.activeElement === {word}")
+    page.run(f"{word}.click()")
+    shown = page.run(
+        "const note = document.getElementById('note'), box = note.getBoundingClientRect();"
+        "const fits = box.left >= 0 && box.right <= innerWidth;"
+        "return [note.matches(':popover-open'), note.textContent, fits]"
+    )
+    assert shown[0] and "non-zero advantage" in shown[1] and shown[2]
+    # Arrow keys show the values of the tokens, one after the other.
+    key = "dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight'}))"
+    for position in (1, 2):
+        page.run(f"document.querySelector('.tokens').{key}")
+        assert f"position {position} of" in text_of(page, ".token-tip")
+
+
 def test_filter_hides_setting_everywhere(page):
     assert page.run(ROWS) == 8
     page.run('document.querySelector(".chip").click()')
@@ -202,6 +249,8 @@ def test_link_opens_one_response(page, folder):
     page.run('document.querySelectorAll(".strip button")[1].click()')
     assert text_of(page, "#opened").startswith("2 of 4")
     assert page.run('return document.querySelectorAll(".worst tbody tr").length') == 20
+    moved = [abs(float(cell.replace("\N{MINUS SIGN}", "-"))) for cell in page.run(MOVED)]
+    assert moved == sorted(moved, reverse=True) and moved[0] > 0  # each token's own change
 
 
 def test_link_opens_same_prompt_of_another_run(page):
@@ -295,7 +344,10 @@ def test_partial_rewards_short_responses_and_narrow_phases(browser, tmp_path, mo
     )
     assert rows == tokens <= 12 and hidden == 0
     title = "return [...document.querySelectorAll('#life h3')].at(-1).textContent"
-    assert browser.run(title) == f"The {tokens} tokens with the largest change"
+    assert (
+        browser.run(title)
+        == f"The {tokens} tokens that changed most, each by itself (|\u2113\u209c|)"
+    )
     assert browser.run(REACHED) == ["1 of 1", "1 of 1"]  # at first
     low, high, shown = browser.run(ENDS)
     assert 0 < float(low) < float(shown) < float(high) < 0.0145

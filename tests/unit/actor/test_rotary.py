@@ -117,6 +117,7 @@ def test_scaled_positions_are_those_of_transformers(name, tmp_path):
         "intermediate_size": 32,
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
+        "num_key_value_heads": 2,
         "vocab_size": 40,
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 128,

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from megatron_rl import __version__
 from megatron_rl.config import ConfigError, parse_config
 from megatron_rl.data.rows import Columns, parse_row, read_rows
 from megatron_rl.distributed.topology import Topology
@@ -255,6 +256,15 @@ def test_changed_settings_of_resumed_run_are_recorded(tmp_path):
                            "reward.time_limit_seconds", "rollout.time_limit_seconds"}  # fmt: skip
     assert rows["optimizer.learning_rate"]["to"] == 5e-7
     assert rows["trainer.steps"]["after_step"] == 6
+
+
+def test_every_start_is_recorded(tmp_path):
+    for _ in range(2):
+        directory = RunDirectory(tmp_path / "a")
+        directory.create(build_config())
+    rows = [json.loads(line) for line in (tmp_path / "a" / "starts.jsonl").read_text().splitlines()]
+    assert [row["after_step"] for row in rows] == [0, 0]
+    assert rows[0]["version"] == __version__ and rows[0]["command"].startswith("megatron-rl ")
 
 
 def test_rewind_equals_uninterrupted_run(tmp_path):

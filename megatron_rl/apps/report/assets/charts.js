@@ -16,7 +16,7 @@ const faded = (color, alpha) => color + Math.round(255 * alpha).toString(16).pad
  * minimum range of the axis for fractions, so that noise does not look like structure.
  */
 function lineChart({ title, lines, xLabel, height = 210, format = show, yRange, leastSpan = 0, onHover, xFormat = show, marks, whole }) {
-  const host = h("figure", { class: "chart" }, h("figcaption", {}, title));
+  const host = h("figure", { class: "chart" }, h("figcaption", {}, explained(title)));
   const plot = h("div", { class: "plot" });
   const tip = h("div", { class: "tip", hidden: true });
   host.append(plot, tip);

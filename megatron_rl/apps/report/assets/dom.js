@@ -105,6 +105,6 @@ function slider(label, { min, max, value, step = 1, text = String, id, ends = fa
 }
 
 function section(id, title, explanation, ...children) {
-  return h("section", { id }, h("h2", {}, title), explanation && h("p", { class: "explanation" }, explanation),
+  return h("section", { id }, h("h2", {}, title), explanation && h("p", { class: "explanation" }, explained(explanation)),
     ...children);
 }

@@ -7,23 +7,22 @@ const chip = (group) => h("span", { class: "name" }, h("i", { style: { backgroun
 function scoreTable() {
   if (!DATA.scores.length) return h("p", { class: "nothing" }, "No held-out set was evaluated.");
   const several = DATA.scores.length > 1;
-  const columns = [...DATA.scores, ...(several ? ["Avg."] : []), "Last"];
-  const titles = [...DATA.scores.map(setName), ...(several ? ["Avg. of best"] : []), several ? "Avg. of last" : "Last"];
+  const columns = ["Before", ...DATA.scores, ...(several ? ["Avg."] : []), "Last"];
+  const titles = [several ? "Avg. before training" : "Before training", ...DATA.scores.map((key) => `Best ${setName(key)}`), ...(several ? ["Avg. of best"] : []), several ? "Avg. of last" : "Last"];
   return live(() => {
     const groups = shownGroups();
     const top = columns.map((key) => Math.max(...finite(groups.map((group) => group.best[key]?.mean))));
-    return h("table", { class: "numbers" },
-      h("thead", {}, h("tr", {}, h("th", {}, "Runs"), h("th", {}, "Seeds"), titles.map((title) => h("th", {}, title)))),
-      h("tbody", {}, groups.map((group) => h("tr", {}, h("th", {}, chip(group)), h("td", {}, group.runs.length),
+    return tableOf("", ["Runs", "Seeds", ...titles], groups.map((group) => h("tr", {}, h("th", {}, chip(group)), h("td", {}, group.runs.length),
         columns.map((key, column) => {
-          const score = group.best[key];
+          const score = group.best[key], before = group.best[`before ${key}`];
           if (!score) return h("td", {}, "–");
-          const best = groups.length > 1 && score.mean >= top[column] - 1e-9;
+          const best = groups.length > 1 && key !== "Before" && score.mean >= top[column] - 1e-9;
           return h("td", { class: best ? "best" : "" }, `${percent(score.mean)}%`,
             group.runs.length > 1 && h("small", {}, ` ${percent(score.low)}–${percent(score.high)}`),
+            several && before && h("small", {}, h("br"), `${percent(before.mean)}% before`),
             score.truncated != null && h("small", {}, h("br"), `${score.truncated.toFixed(1)}% truncated`),
             score.ungraded > 0 && h("small", { class: "wrong" }, h("br"), `${score.ungraded.toFixed(1)}% not graded`));
-        })))));
+        }))));
   });
 }
 
@@ -76,16 +75,14 @@ function timeToReward() {
     });
     const units = Object.keys(UNITS);
     const most = units.map((unit) => Math.max(...groups.flatMap(({ reached }) => reached.map((p) => p[unit])), 1e-12));
-    host.replaceChildren(h("table", { class: "numbers bars" },
-      h("thead", {}, h("tr", {}, h("th", {}, "Runs"), h("th", {}, "Reached"), units.map((unit) => h("th", {}, unit === "hours" ? "wall time" : UNITS[unit].title)))),
-      h("tbody", {}, groups.map(({ group, reached }) => h("tr", {}, h("th", {}, chip(group)),
+    host.replaceChildren(tableOf("bars", ["Runs", "Reached", ...units.map((unit) => (unit === "hours" ? "wall time" : UNITS[unit].title))], groups.map(({ group, reached }) => h("tr", {}, h("th", {}, chip(group)),
         h("td", {}, `${reached.length} of ${group.runs.length}`),
         units.map((unit, column) => {
           if (!reached.length) return h("td", {}, "never");
           const values = reached.map((passage) => passage[unit]), format = UNITS[unit].format;
           return h("td", {}, h("div", { class: "bar", style: { width: `${96 * mean(values) / most[column]}%`, background: faded(group.color, 0.22) } }),
             h("span", {}, format(mean(values)), Math.min(...values) < Math.max(...values) && h("small", {}, ` ${format(Math.min(...values))}–${format(Math.max(...values))}`)));
-        }))))));
+        })))));
   };
   STATE.listeners.push(draw);
   draw();
@@ -211,6 +208,9 @@ function timeByPhase() {
           style: { width: `${100 * value / most}%`, background: PHASE_COLORS[place], color: [2, 3, 9].includes(place) ? "#16202c" : "" } },
         h("span", {}, `${DATA.phases[place]} ${show(value, 2)}`)))),
         h("div", { class: "sum" }, `${show(total(row))} s`)))),
+      h("details", {}, h("summary", {}, "Seconds of every phase"),
+        tableOf("", ["Runs", ...DATA.phases.filter((_, place) => used[place]), "sum"], rows.map((row) => h("tr", {}, h("th", {}, chip(row.group)),
+          row.parts.filter((_, place) => used[place]).map((value) => h("td", {}, show(value))), h("td", {}, show(total(row))))))),
       h("div", { class: "legend" }, DATA.phases.map((phase, place) => used[place] && h("span", {}, h("i", { style: { background: PHASE_COLORS[place] } }), phase))),
     ];
   });
@@ -218,7 +218,7 @@ function timeByPhase() {
 
 function settingsTable() {
   const value = (key, run) => DATA.settings[key].values[DATA.settings[key].of[run] ?? 0] ?? "–";
-  const table = (corner, heads, keys, cells) => h("div", { class: "scroll" }, h("table", { class: "numbers left" },
+  const table = (corner, heads, keys, cells) => h("div", { class: "scroll" }, h("table", { class: "numbers left settings" },
     h("thead", {}, h("tr", {}, h("th", {}, corner), heads.map((head) => h("th", {}, head)))),
     h("tbody", {}, keys.map((key) => h("tr", {}, h("th", {}, h("code", {}, key)), cells(key).map((cell) => h("td", {}, cell)))))));
   const folded = (title, draw) => h("details", {}, h("summary", {}, title), draw());

@@ -92,7 +92,7 @@ class Life {
   draw() {
     const view = this.view;
     this.colors = this.reach();
-    this.parts = { strips: h("div", { class: "strips" }), tokens: h("div", { class: "tokens", dir: "ltr" }), chart: h("div"), worst: h("div", { class: "worst" }), legend: h("div", { class: "scale" }), opened: h("small", { id: "opened" }) };
+    this.parts = { strips: h("div", { class: "strips" }), tokens: h("div", { class: "tokens", dir: "ltr", tabindex: 0, role: "group", "aria-label": "tokens of the response; arrow keys move between them" }), chart: h("div"), worst: h("div", { class: "worst" }), legend: h("div", { class: "scale" }), opened: h("small", { id: "opened" }) };
     const steps = [...new Set(this.life.groups.map((group) => group.step))];
     const ofStep = this.life.groups.map((group, place) => ({ group, place })).filter(({ group }) => group.step === this.group.step);
     const first = (step) => this.life.groups.findIndex((group) => group.step === step);
@@ -107,8 +107,8 @@ class Life {
         this.parts.legend),
       h("p", { class: "prompt" }, h("b", {}, "Prompt "), h("span", { class: "quote" }, visible(this.group.prompt)), h("b", {}, " Truth "), h("span", { class: "quote" }, visible(this.group.truth)), this.elsewhere()),
       h("h3", {}, "The responses of the group"), this.parts.strips,
-      h("h3", {}, "The response ", this.parts.opened), this.parts.tokens, this.parts.chart,
-      h("h3", {}, `The ${Math.min(WORST, this.table.length)} tokens with the largest change`), this.parts.worst,
+      h("h3", {}, "The response ", this.parts.opened), h("p", { class: "nothing" }, "Point at a token, tap it, or move with the arrow keys to see its values: ", ["ℓₜ", "Sₜ", "log wₜ", "log π", "gate", "behavior", "engine"].flatMap((term, place) => [place ? ", " : "", explain(term)]), "."), this.parts.tokens, this.parts.chart,
+      h("h3", {}, `The ${Math.min(WORST, this.table.length)} tokens that changed most, each by itself (|ℓₜ|)`), this.parts.worst,
     ].filter(Boolean));
     this.drawTokens();
     this.paint();
@@ -145,7 +145,7 @@ class Life {
       this.table.decided ? h("span", { class: "key" }, h("span", { class: "token rejected" }, "token"), " rejected by the constraint") : h("span", { class: "key" }, `rejected tokens are not shown: ${this.life.no_decisions}`));
     this.paintStrips(read);
     this.paintChart(values);
-    this.paintWorst(values);
+    this.paintWorst();
     const one = this.response;
     this.parts.opened.textContent = `${one.sample + 1} of ${this.group.responses.length}: reward ${show(one.reward)}, advantage ${one.turn_advantages ? `by turn ${one.turn_advantages.map((value) => signed(value)).join(", ")}` : signed(one.advantage)}, ${this.table.length} tokens${one.turns > 1 ? ` in ${one.turns} turns` : ""}${one.histories > 1 ? ` and ${one.histories} histories` : ""}`
       + (this.table.decided ? `, ${now.rejected} rejected in epoch ${epoch + 1}` : "");
@@ -196,10 +196,21 @@ class Life {
       if (t != null) this.point(Number(t), event.target);
     };
     this.parts.tokens.onpointerleave = () => this.point(null);
+    this.parts.tokens.onblur = () => this.point(null);
+    this.parts.tokens.onkeydown = (event) => {
+      const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (event.key === "Escape") this.point(null);
+      if (!move) return;
+      event.preventDefault();
+      const t = Math.max(0, Math.min(this.spans.length - 1, this.pointed == null ? 0 : this.pointed + move));
+      this.spans[t].scrollIntoView({ block: "nearest" });
+      this.point(t);
+    };
   }
 
   /** Show all values of one token of the open response next to it. */
   point(t, span) {
+    this.pointed = t;
     this.spans.forEach((one) => one.classList.remove("pointed"));
     if (t != null) this.spans[t].classList.add("pointed");
     this.pointAt(this.table, t, span ?? this.spans[t]);
@@ -263,17 +274,18 @@ class Life {
     this.parts.chart.replaceChildren(chart);
   }
 
-  paintWorst(values) {
+  paintWorst() {
     const table = this.table, now = table.epochs[this.view.epoch];
-    const order = [...values.keys()].sort((a, b) => Math.abs(values[b]) - Math.abs(values[a])).slice(0, WORST);
+    // By the change of each token alone: a mean or a sum up to it also moves with the tokens before.
+    const order = [...now.local.keys()].sort((a, b) => Math.abs(now.local[b]) - Math.abs(now.local[a])).slice(0, WORST);
     const around = (t) => [table.pieces.slice(Math.max(0, t - 6), t).join(""), table.pieces[t], table.pieces.slice(t + 1, t + 7).join("")].map((text) => visible(text).replace(/\n/g, "↵"));
-    this.parts.worst.replaceChildren(h("table", { class: "numbers" },
-      h("thead", {}, h("tr", {}, ["t", "where", "ℓₜ", "Sₜ", "log wₜ", "p before", "p now", table.decided ? "gate" : null].filter(Boolean).map((name) => h("th", {}, name)))),
-      h("tbody", {}, order.map((t) => h("tr", { on: { click: () => this.goTo(t) } }, h("td", {}, t + 1),
+    const heads = ["t", "where", "ℓₜ", "Sₜ", "log wₜ", "p before", "p now", ...(table.decided ? ["gate"] : [])];
+    this.parts.worst.replaceChildren(tableOf("left", heads, order.map((t) => h("tr", { on: { click: () => this.goTo(t) } },
+        h("td", {}, h("button", { type: "button", class: "go", "aria-label": `token ${t + 1} in the response` }, t + 1)),
         h("td", { class: "where quote" }, around(t)[0], h("mark", {}, around(t)[1] || "·"), around(t)[2]),
         h("td", {}, signed(now.local[t])), h("td", {}, signed(now.cumulative[t])), h("td", {}, signed(now.prefix[t])),
         h("td", {}, show(Math.exp(table.behavior[t]))), h("td", {}, show(Math.exp(now.policy[t]))),
-        table.decided ? h("td", { class: now.kept(t) ? "" : "no" }, now.kept(t) ? "kept" : "rejected") : null)))));
+        table.decided ? h("td", { class: now.kept(t) ? "" : "no" }, now.kept(t) ? "kept" : "rejected") : null))));
   }
 
   goTo(t) {

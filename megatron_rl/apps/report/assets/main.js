@@ -63,7 +63,8 @@ function header() {
   };
   keep(STATE.kept);
   return [
-    h("header", {}, h("h1", {}, DATA.title), h("p", {}, what), DATA.first.length < DATA.groups.length && facets(keep)),
+    h("header", {}, h("h1", {}, DATA.title), h("p", {}, explained(what)), h("dl", { class: "about" }, DATA.about.flatMap(({ name, values, more }) => [
+      h("dt", {}, name), h("dd", {}, values.flatMap((value, place) => [place ? h("br") : null, name === "Command" ? h("code", {}, visible(value)) : visible(value)]), more > 0 && `, and ${more} more`)])), DATA.first.length < DATA.groups.length && facets(keep)),
     h("nav", {}, bar,
       choice("x axis", Object.entries(UNITS).map(([name, { title }]) => [name, title.replace("rollout ", "").replace("generated ", "").replace("optimizer ", "").replace(" time (epochs)", "")]), STATE.axis, (name) => { STATE.axis = name; changed(); })),
   ];
@@ -71,7 +72,7 @@ function header() {
 
 const several = DATA.runs.length > 1;
 document.body.append(...header(), h("main", {},
-  section("scores", "Best observed scores", `In percent; the best score is selected per set and run${several ? ", then averaged over seeds (minimum–maximum)" : ""}. The last column is the final evaluation.`, scoreTable()),
+  section("scores", "Scores before training, best and last", `Of the held-out sets, in percent: before training (the evaluation at step 0), the best score, selected per set and run${several ? ", then averaged over seeds (minimum–maximum)" : ""}, and the final evaluation.`, scoreTable()),
   section("curves", "Learning", several ? "Lines are means over seeds, bands range from minimum to maximum." : null, learningCurves()),
   section("time", "Time to a reward", "Cost until the centered 11-step mean of the rollout reward first reaches a value.", timeToReward()),
   section("ratios", "Four log-ratios, measured", "Log-ratios of the traced responses at each update: line and band are the median and the 5% to 95% quantiles by position; dashed lines are one standard deviation around 0.", logRatios()),

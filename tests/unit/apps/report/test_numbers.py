@@ -115,11 +115,12 @@ def test_groups_of_study_are_labeled_by_its_axes(tmp_path):
 def test_best_scores_follow_papers_table(study, data):
     for group in data["groups"]:
         best = np.empty((2, 2))  # [runs, sets]
-        last = np.empty(2)
+        last, before = np.empty(2), np.empty(2)
         for place, index in enumerate(group["runs"]):
             rows = raw(study, data["runs"][index]["name"])
             scores = 100 * np.stack([column(rows, f"eval/{name}/avg@8") for name in SETS])
             best[place] = np.nanmax(scores, axis=1)
+            before[place] = scores[:, 0].mean()  # of step 0
             last[place] = scores[:, ~np.isnan(scores[0])][:, -1].mean()
         for place, name in enumerate(SETS):
             shown = group["best"][f"eval/{name}/avg@8"]
@@ -129,6 +130,9 @@ def test_best_scores_follow_papers_table(study, data):
         averages = best.mean(axis=1)  # of independently chosen peaks, unweighted
         assert group["best"]["Avg."]["mean"] == pytest.approx(averages.mean())
         assert group["best"]["Last"]["mean"] == pytest.approx(last.mean())
+        assert group["best"]["Before"]["mean"] == pytest.approx(before.mean())
+        of_sets = [group["best"][f"before eval/{name}/avg@8"]["mean"] for name in SETS]
+        assert np.mean(of_sets) == pytest.approx(before.mean())
 
 
 def test_scores_include_truncated_and_ungraded_fractions(tmp_path):
@@ -152,6 +156,15 @@ def test_scores_include_truncated_and_ungraded_fractions(tmp_path):
     )
     assert vars(found["Avg."]) == pytest.approx(vars(found["eval/heldout/avg@8"]))
     assert (found["Last"].truncated, found["Last"].ungraded) == (None, None)
+
+
+def test_a_run_without_evaluation_before_training_has_no_such_score(tmp_path):
+    folder = make_run(tmp_path / "run", steps=4, traced=0)
+    rows = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join(rows[1:]) + "\n")
+    (group,) = group_runs(find_runs([tmp_path]))
+    found = best_scores(group, ["eval/heldout/avg@8"])
+    assert found["Before"] is None and found["Last"] is not None
 
 
 def test_runs_with_sampled_rollouts_are_listed(tmp_path):
