@@ -1,4 +1,4 @@
-"""What is missing for models that are often asked for; named where they are refused."""
+"""Reasons why models are refused are often asked for, and what can be done."""
 
 from typing import Any
 

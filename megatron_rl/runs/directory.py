@@ -26,10 +26,8 @@ runs/NAME/config.yaml        the resolved config
 import json
 import math
 import os
-import shlex
 import shutil
 import socket
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,7 +37,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from megatron_rl import __version__
 from megatron_rl.config import Config, ConfigError, dump_config, load_config, with_absolute_paths
 from megatron_rl.models.fingerprint import model_fingerprint
 from megatron_rl.runs.checkpoints import CheckpointFolders
@@ -54,7 +51,7 @@ from megatron_rl.runs.rollout_tables import (
     thin_file,
     write_table,
 )
-from megatron_rl.runs.rows import append_row, read_metrics, read_rows
+from megatron_rl.runs.rows import append_row, describe_start, read_metrics, read_rows
 from megatron_rl.types import Rollout
 
 # Settings that a resumed run may change, because they do not invalidate what is recorded already.
@@ -223,14 +220,9 @@ class RunDirectory:
             if key in MODELS and path and (Path(str(path)) / "config.json").is_file()
         }
         write_atomically(self.models_file, json.dumps(models, indent=1) + "\n")
-        self._record_start()
-        write_atomically(self.config_file, dump_config(config))
-
-    def _record_start(self) -> None:
-        when, command = time.gmtime(), shlex.join(["megatron-rl", *sys.argv[1:]])
-        row = {"time": time.strftime("%Y-%m-%d %H:%M UTC", when), "version": __version__}
         step = max(self.checkpoints.steps(), default=0)
-        append_row(self.path / "starts.jsonl", row | {"command": command, "after_step": step})
+        append_row(self.path / "starts.jsonl", describe_start(after_step=step))
+        write_atomically(self.config_file, dump_config(config))
 
     def _record_changes(self, config: Config) -> None:
         step = max(self.checkpoints.intact_steps(), default=0)

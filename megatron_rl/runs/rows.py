@@ -1,10 +1,14 @@
-"""Rows of a run's metrics.jsonl."""
+"""Rows of a run's JSON lines files, such as metrics.jsonl."""
 
 import json
+import shlex
+import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_rl import __version__
 from megatron_rl.errors import UserError
 
 PHASES = (
@@ -30,6 +34,16 @@ def is_finished(folder: Path, *, steps: int) -> bool:
     """
     rows = read_metrics(folder) if (folder / "model").is_dir() else []
     return bool(rows) and rows[-1]["step"] == steps
+
+
+def describe_start(*, after_step: int) -> dict[str, Any]:
+    """Describe this start of a run: when, by which release and command, after how many steps."""
+    return {
+        "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "version": __version__,
+        "command": shlex.join(["megatron-rl", *sys.argv[1:]]),
+        "after_step": after_step,
+    }
 
 
 def append_row(file: Path, row: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What the runs of a report are: their model, task, start, version and command."""
+"""Description of the runs of a report: their model, task, start, version and command."""
 
 import time
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ def describe_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
         for name, value in _describe(run).items():
             found.setdefault(name, {}).setdefault(value)
     if len(runs) > 1 and len(found.get("Command", {})) > 1:
-        del found["Command"]  # one for each run says nothing that the settings do not
+        del found["Command"]  # every run has its own; the settings list what differs
     return [
         {"name": name, "values": list(values)[:MOST], "more": max(0, len(values) - MOST)}
         for name, values in found.items()
