@@ -1,4 +1,4 @@
-"""Reasons why models are refused are often asked for, and what can be done."""
+"""Reasons why models that are often asked for are refused, and what can be done."""
 
 from typing import Any
 

@@ -9,6 +9,9 @@ const GLOSSARY = {
   "rollout reward": "The verifier's grade of a response that was generated for training; here the mean over a rollout batch.",
   epoch: "One pass of optimizer updates over a rollout batch. From the second one on its responses are reused: the policy has changed since they were generated.",
   "behavior policy": "The model as it was when it generated the responses, before the updates of this rollout batch.",
+  "log-prob": "Logarithm of the probability of a token; 0: certain, −0.7: about one half, −2.3: one tenth.",
+  "p before": "Probability of the token under the behavior policy.",
+  "p now": "Probability of the token in the selected epoch.",
   "log-ratio": "Logarithm of how much more likely a token is now than under the behavior policy. 0: unchanged; 0.1: about 10% more likely.",
   "ℓₜ": "Log-ratio of the token at position t alone: log-prob now minus log-prob under the behavior policy.",
   "Sₜ": "Sum of the log-ratios of all tokens of a response up to position t.",
@@ -33,10 +36,10 @@ const GLOSSARY = {
   behavior: "Log-prob under the behavior policy, recomputed by the training code.",
   engine: "Log-prob that the inference engine reported when it generated the token.",
 };
-const SPELLINGS = { "avg@k": "avg@\\d+", epoch: "epochs?", "log-ratio": "log-ratios?", seeds: "seeds?", "rollout batch": "rollout batch(?:es)?", accepted: "accepted|acceptance", behavior: null, engine: null, "ℓₜ": "ℓₜ", "log w": "log w(?!ₜ)" };
+const SPELLINGS = { "avg@k": "avg@\\d+", epoch: "epochs?", "log-ratio": "log-ratios?", "log-prob": "log-probs?", seeds: "seeds?", "rollout batch": "rollout batch(?:es)?", accepted: "accepted|acceptance", behavior: null, engine: null, "ℓₜ": "ℓₜ", "log w": "log w(?!ₜ)" };
 const TERMS = Object.keys(GLOSSARY).filter((term) => SPELLINGS[term] !== null)
   .map((term) => [term, SPELLINGS[term] ?? term]).sort((one, other) => other[1].length - one[1].length);
-const WORDS = new RegExp(TERMS.map(([, spelling]) => `((?<![\\p{L}\\d_/-])(?:${spelling})(?![\\p{L}\\d_]))`).join("|"), "giu");
+const WORDS = new RegExp(TERMS.map(([, spelling]) => `((?<![\\p{L}\\d_-])(?:${spelling})(?![\\p{L}\\d_]))`).join("|"), "giu");
 
 const NOTE = document.body.appendChild(h("div", { id: "note", popover: "auto", role: "note" }));
 
