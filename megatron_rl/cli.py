@@ -73,6 +73,7 @@ def _exit_on_ctrl_c() -> Iterator[None]:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     # Imported here, so that Ctrl-C during these imports is handled too.
     from megatron_rl import __version__
+    from megatron_rl.commands.options import take_named
 
     parser = argparse.ArgumentParser(prog="megatron-rl", description=__doc__)
     parser.add_argument("--version", action="version", version=f"megatron-rl {__version__}")
@@ -81,21 +82,27 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         importlib.import_module(f"megatron_rl.commands.{name}").add_parser(commands)
     options, rest = parser.parse_known_args(arguments)
     for word in rest:  # overrides may come before and after options
-        if word.startswith("-") or "=" not in word or "overrides" not in options:
+        is_named = "=" not in word and not hasattr(options, "named")
+        if word.startswith("-") or is_named or "overrides" not in options:
             # `parser.error` would also print the usage of all commands.
             parser.exit(2, f"megatron-rl: error: unknown argument {word!r}{_suggestion(word)}\n")
         options.overrides.append(word)
+    if (problem := take_named(options)) is not None:
+        parser.exit(2, f"megatron-rl: error: {problem}\n")
     return options
 
 
 def _suggestion(word: str) -> str:
     """Return a hint that names the setting which the user probably meant."""
     from megatron_rl.config import valid_keys
+    from megatron_rl.config.other_trainers import unknown_keys
 
     name, _, value = word.lstrip("-").partition("=")
     for key in valid_keys():
         if name in (key, key.rpartition(".")[2]):
             return f"; settings are given as {key}={value or 'VALUE'}"
+    for message in unknown_keys(name, value):
+        return message.removeprefix(f"{name}: unknown key")
     return "; settings are given as key=value, for example trainer.steps=5"
 
 

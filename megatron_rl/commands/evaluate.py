@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.commands.ending import fail, leave
-from megatron_rl.commands.options import Commands, add_command, option
+from megatron_rl.commands.options import Commands, add_command, named, option
 from megatron_rl.commands.train import check_devices
 from megatron_rl.config import Config, ConfigError, parse_config, with_absolute_paths
 from megatron_rl.config.data_sections import ColumnsSection
-from megatron_rl.config.loading import apply_override, read_mapping
+from megatron_rl.config.loading import apply_override
+from megatron_rl.config.yaml_text import read_mapping
+from megatron_rl.config.paths import HUB_NAME, expand_path
 from megatron_rl.preflight.hub_names import resolve_hub_names
 from megatron_rl.runtime.joining import join_processes
 from megatron_rl.runtime.processes import (
@@ -31,8 +33,8 @@ READ = (
 def add_parser(commands: Commands) -> None:
     add_command(
         commands, "eval", run,
-        option("--model", "Hugging Face folder, or a run directory: its trained model is evaluated "
-               "with the run's settings.", required=True, metavar="FOLDER"),
+        named("--model", "Hugging Face folder, or a run directory: its trained model is evaluated "
+              "with the run's settings.", metavar="FOLDER"),
         option("--data", "File of problems, in the format of data.train; may be given several "
                "times. Default: the run's evaluation sets.", action="append",
                metavar="[NAME=]FILE"),
@@ -80,6 +82,10 @@ def evaluation_config(model: str, data: list[str] | None, overrides: list[str]) 
     Only the settings that an evaluation needs are read from a run's config, so that no rule about
     training rejects it. Raises ConfigError for bad input.
     """
+    try:
+        model = expand_path(model)
+    except ValueError as error:
+        raise ConfigError(f"--model: {error}") from None
     folder = Path(model)
     values: dict[str, Any] = {}
     if (folder / "metrics.jsonl").is_file() or (folder / "log.txt").is_file():
@@ -98,7 +104,7 @@ def evaluation_config(model: str, data: list[str] | None, overrides: list[str]) 
         apply_override(values, override)
         _check_is_read(override)
     if not values.get("eval", {}).get("sets"):
-        raise ConfigError("--data: missing; name one or more files of problems")
+        raise ConfigError(_describe_missing_data(folder))
     # Values that satisfy the rules of a training config; an evaluation does not read them.
     unread: dict[str, dict[str, Any]] = {
         "data": {"train": "not read", "mix": {}},
@@ -109,6 +115,19 @@ def evaluation_config(model: str, data: list[str] | None, overrides: list[str]) 
         if isinstance(given := values.get(section, {}), dict):
             values[section] = given | fixed
     return with_absolute_paths(parse_config(values))
+
+
+def _describe_missing_data(folder: Path) -> str:
+    """Describe that no problems are named; a wrong model, which may be the cause, comes first."""
+    problem = "--data: missing; name one or more files of problems"
+    if folder.is_dir() and (folder / "config.json").is_file():
+        return problem
+    what = "is neither a run directory nor a model folder (it has no config.json)"
+    if not folder.is_dir():
+        what = "is not a folder"
+    if HUB_NAME.fullmatch(str(folder)):
+        what += "; as a name on the Hugging Face hub it needs --data"
+    return f"this evaluation cannot start:\n  --model: {folder.absolute()} {what}\n  {problem}"
 
 
 def _settings_of_run(folder: Path) -> dict[str, Any]:
@@ -156,7 +175,7 @@ def _start(
     from megatron_rl.preflight.start import check_evaluation_run
 
     if output.exists():
-        raise ConfigError(f"--output: {output} exists; name a new folder")
+        raise ConfigError(f"--output: {output.absolute()} exists; name a new folder")
     config = _with_output(config, output)  # validates the name
     world_size = config.parallel.data or max(cuda_devices(), config.rollout.tensor)
     check_evaluation_run(config, files, world_size=world_size)

@@ -1,6 +1,7 @@
 """Options of subcommands as tables."""
 
 import argparse
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,47 @@ def overrides(example: str) -> Option:
     return option("overrides", text, nargs="*", metavar="key=value")
 
 
+def named(name: str, text: str, **keywords: Any) -> Option:
+    """Return an option whose value may also be given without its name, before the settings."""
+    return option(name, f"{text} May be given without {name}.", **keywords, named=True)
+
+
+class _Once(argparse.Action):
+    """Store the value of an option; refuse a second one, which would replace the first."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+        option_string: str | None = None,
+    ) -> None:  # fmt: skip
+        seen = namespace.__dict__.setdefault("seen", {})
+        if option_string and self.dest in seen:
+            raise argparse.ArgumentError(
+                self, f"given twice, as {seen[self.dest]} and as {values}; give it once"
+            )
+        seen[self.dest] = values
+        setattr(namespace, self.dest, values)
+
+
+def take_named(options: argparse.Namespace) -> str | None:
+    """Move the value of a `named` option from the settings; returns what is wrong, or None."""
+    if not (name := getattr(options, "named", None)):
+        return None
+    key, words = name.lstrip("-"), options.overrides
+    given = getattr(options, key)
+    values = [word for word in words if "=" not in word]
+    if given is None and not values:
+        values = words[:1]  # a path with = in it
+        if not (values and os.path.exists(values[0])):
+            metavar = options.metavar
+            return f"the following argument is required: {metavar} (or {name} {metavar})"
+    given_twice = [*([] if given is None else [given]), *values]
+    if len(given_twice) > 1:
+        return f"{name} is given twice, as {given_twice[0]} and as {given_twice[1]}; give it once"
+    options.overrides = [word for word in words if word not in values]
+    setattr(options, key, given_twice[0])
+    return None
+
+
 def add_command(
     commands: Commands,
     name: str,
@@ -30,7 +72,12 @@ def add_command(
     """Add a subcommand; sets_environment: `cli.main` prepares the environment variables first."""
     parser = commands.add_parser(name, help=help, description=description)
     for flag, text, keywords in options:
-        parser.add_argument(*flag.split(), help=text, **keywords)
+        given = dict(keywords)
+        if given.pop("named", False):
+            parser.set_defaults(named=flag, metavar=given["metavar"])
+        if flag.startswith("-"):
+            given.setdefault("action", _Once)
+        parser.add_argument(*flag.split(), help=text, **given)
     parser.set_defaults(run=run, sets_environment=sets_environment)
 
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from megatron_rl.commands.ending import fail, how_to_continue, leave
-from megatron_rl.commands.options import Commands, add_command, option, overrides
+from megatron_rl.commands.options import Commands, add_command, named, option, overrides
 from megatron_rl.config import (
     Config,
     ConfigError,
@@ -36,7 +36,7 @@ from megatron_rl.runtime.processes import (
 def add_parser(commands: Commands) -> None:
     add_command(
         commands, "train", run,
-        option("--config", "YAML file of the run.", required=True),
+        named("--config", "YAML file of the run.", metavar="CONFIG"),
         option("--print-config", "Print the resolved config and exit."),
         overrides("trainer.steps=5"),
         help="Train a model from a config.",

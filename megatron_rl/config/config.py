@@ -247,6 +247,7 @@ class Config(Section):
                 "the product must equal the number of processes: change one of parallel.*, or "
                 f"start {unit} processes"
             )
+            return problems  # what follows would repeat it
         over, slices = processes // parallel.pipeline, parallel.expert_tensor_size
         if over % (parallel.expert * slices):
             times = f" * expert_tensor={slices}" if slices > 1 else ""

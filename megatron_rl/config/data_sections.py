@@ -10,6 +10,7 @@ from pydantic import (
     model_validator,
 )
 
+from megatron_rl.config.paths import PathText
 from megatron_rl.config.sections import Count, Fraction, Name, NonNegative, Positive, Section
 
 # Parameters of transformers' apply_chat_template that it does not pass on to the template.
@@ -35,7 +36,7 @@ class ColumnsSection(Section):
 class MixedSetSection(Section):
     """One of several sets of training prompts."""
 
-    path: str
+    path: PathText
     """File or data set of prompts, in the forms of `data.train`."""
     weight: Positive = 1.0
     """Relative share of this set in every rollout batch."""
@@ -46,7 +47,7 @@ class MixedSetSection(Section):
 class DataSection(Section):
     """Training prompts."""
 
-    train: str = ""
+    train: PathText = ""
     """Training prompts: a .parquet, .jsonl or .csv file, a data set as `hf:OWNER/NAME`, or a folder
     saved by `datasets` (`docs/prompts.md`). Either this or `data.mix` is required."""
     mix: dict[Name, MixedSetSection] = Field(default_factory=dict)
@@ -84,7 +85,7 @@ class DataSection(Section):
 class EvaluationSetSection(Section):
     """One set of held-out problems; a path alone is short for `{path: ...}`."""
 
-    path: str
+    path: PathText
     """File or data set of prompts, in the forms of `data.train`."""
     columns: ColumnsSection | None = None
     """Column names of this set; null uses `eval.columns`."""

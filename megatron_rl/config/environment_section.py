@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatron_rl.config.sections import Count, Positive, Section
+from megatron_rl.config.sections import Count, Positive, Section, Variable
 
 
 class EnvironmentSection(Section):
@@ -26,7 +26,7 @@ class EnvironmentSection(Section):
     conversation gets reward 0."""
     workers: Count | None = None
     """Number of processes of environments per engine; null uses one per CPU core of its ranks."""
-    variables: list[Annotated[str, Field(pattern=r"^\w+$")]] = Field(default_factory=list)
+    variables: list[Variable] = Field(default_factory=list)
     """Environment variables passed to the environments in addition to the standard ones, such as
     the API key of a tool or an agent."""
     on_error: Literal["end", "zero"] = "end"

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from megatron_rl.config.paths import expand_path
 from megatron_rl.config.sections import Count, Fraction, Section
 
 
@@ -26,6 +27,8 @@ def _check_batches(value: Any) -> Any:
             "must be a number of rollout batches, at least 0, or one of {uniform: [LOW, HIGH]}, "
             "{by_length: {batches: K, tokens: N}}, {trace: FILE}"
         )
+    if isinstance(value, dict) and isinstance(value.get("trace"), str):
+        return value | {"trace": expand_path(value["trace"])}
     return value
 
 

@@ -3,7 +3,8 @@
 import difflib
 import json
 import os
-from collections.abc import Hashable, Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -12,65 +13,36 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from megatron_rl.config.config import Config
-from megatron_rl.config.sections import Section
-from megatron_rl.errors import UserError
+from megatron_rl.config.other_trainers import unknown_keys
+from megatron_rl.config.paths import HUB_NAME, is_path
+from megatron_rl.config.sections import PATTERNS, Section
+from megatron_rl.config.yaml_text import (
+    ConfigError,
+    find_file,
+    find_line,
+    kind_at,
+    parse_value,
+    read_mapping,
+)
 
-
-class ConfigError(UserError):
-    """One or more invalid settings; the message lists each of them with its fix."""
+ANCHOR = re.compile(r"[^#]*:\s*&")
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     """Load a YAML file and apply `key.path=value` overrides.
 
-    Raises ConfigError listing every invalid key and value.
+    Raises ConfigError listing every invalid key and value, those of the file with their lines.
     """
     values = read_config_values(path)
     for override in overrides or []:
         apply_override(values, override)
-    return parse_config(values)
+    given = tuple(override.partition("=")[0].strip().lstrip("-") for override in overrides or [])
+    return _validate(values, file=path, overridden=given)
 
 
 def read_config_values(path: str | Path) -> dict[str, Any]:
     """Read a config file as nested plain values, with dotted keys expanded as in overrides."""
-    return expand_dotted_keys(read_mapping(path))
-
-
-def read_mapping(path: str | Path, what: str = "config") -> dict[str, Any]:
-    """Read a YAML file as nested plain values; raise ConfigError if it contains no mapping."""
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"{what} file {path} does not exist; give the path of a YAML file")
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"{path} must contain a mapping of settings, not a {type(values).__name__}"
-        )
-    return values
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """A loader that rejects duplicate keys in a mapping; YAML would silently keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Construct a mapping after checking that its keys are unique."""
-        lines: dict[Any, int] = {}
-        for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            key = self.construct_object(key_node, deep=True)
-            line = key_node.start_mark.line + 1
-            if not isinstance(key, Hashable):
-                continue
-            if key in lines:
-                raise yaml.YAMLError(
-                    f"{key!r} is given twice, in lines {lines[key]} and {line}; keep one"
-                )
-            lines[key] = line
-        return super().construct_mapping(node, deep)
+    return expand_dotted_keys(read_mapping(path, model=Config))
 
 
 def expand_dotted_keys(
@@ -106,36 +78,53 @@ def _merge(first: Any, second: Any, key: str) -> Any:
 
 def parse_config(values: dict[str, Any]) -> Config:
     """Build a Config from nested plain values; raise ConfigError listing every invalid setting."""
+    return _validate(values)
+
+
+def _validate(values: dict[str, Any], **where: Any) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("invalid config:\n  " + "\n  ".join(explain(error))) from None
+        problems = explain(error, others=unknown_keys, **where)
+        raise ConfigError("invalid config:\n  " + "\n  ".join(problems)) from None
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Return the config with existing paths made absolute, so that they are valid everywhere."""
+    """Return the config with absolute paths, so that they are valid everywhere.
 
-    def absolute(path: str | None) -> str | None:
-        return os.path.abspath(path) if path and os.path.exists(path) else path
-
+    Names of models on the hub stay, unless a folder here has that name.
+    """
     values = config.model_dump()
-    values["run"]["dir"] = os.path.abspath(config.run.dir)
-    for section, key in (
-        ("model", "path"), ("model", "reference"), ("data", "train"),
-        ("offline", "rollouts"), ("offline", "behavior"),
-    ):  # fmt: skip
-        if (section, values[section][key]) != ("offline", "file"):  # a keyword, not a path
-            values[section][key] = absolute(values[section][key])
-    if values["lora"] is not None:
-        values["lora"]["path"] = absolute(values["lora"]["path"])
-    for item in values["data"]["mix"].values():
-        item["path"] = absolute(item["path"])
+    _make_absolute(values, Config, "")
     if isinstance(lags := values["lag"]["batches"], dict) and "trace" in lags:
-        lags["trace"] = absolute(str(lags["trace"]))
-    values["eval"]["sets"] = {
-        name: dict(item) | {"path": absolute(item.path)} for name, item in config.eval.sets.items()
-    }
+        lags["trace"] = os.path.abspath(str(lags["trace"]))
     return parse_config(values)
+
+
+MODELS = ("model.path", "model.reference", "offline.behavior")  # names on the hub are valid, too
+
+
+def _make_absolute(values: dict[str, Any], section: type[BaseModel], prefix: str) -> None:
+    for name, field in section.model_fields.items():
+        key, value = f"{prefix}{name}", values[name]
+        if (inner := _section_of(field)) and value is not None:
+            _make_absolute(value, inner, f"{key}.")
+        elif inner := _section_of(field, named=True):
+            for name_of_set, item in value.items():
+                if isinstance(item, str):  # the path alone, in eval.sets
+                    value[name_of_set] = _absolute(item, key)
+                else:
+                    _make_absolute(item, inner, f"{key}.{name_of_set}.")
+        elif value and is_path(field.annotation, field.metadata):
+            values[name] = _absolute(value, key)
+
+
+def _absolute(path: str, key: str) -> str:
+    is_name = key in MODELS and HUB_NAME.fullmatch(path) and not os.path.exists(path)
+    is_keyword = (key, path) == ("offline.behavior", "file")
+    if is_name or is_keyword or path.startswith("hf:"):
+        return path
+    return os.path.abspath(path)
 
 
 def dump_config(config: Config) -> str:
@@ -164,14 +153,17 @@ def _section_of(field: FieldInfo, *, named: bool = False) -> type[Section] | Non
 def apply_override(values: dict[str, Any], override: str) -> None:
     """Apply `key.path=value` to nested plain values; raise ConfigError for any other form."""
     key, equals, text = override.partition("=")
-    parts = key.strip().lstrip("-").split(".")
-    if not equals or not all(parts):
+    key = key.strip().lstrip("-")
+    if not equals or not all(key.split(".")):
         raise ConfigError(f"override {override!r} is not of the form key=value, such as seed=7")
     try:
-        value = yaml.load(text, Loader=_UniqueKeyLoader)
+        value = parse_value(text, kind_at(Config, key))
     except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML") from error
-    put(values, ".".join(parts), value)
+        problem = getattr(error, "problem", None) or str(error)
+        raise ConfigError(
+            f"override {override!r}: the value is not valid YAML: {problem}"
+        ) from None
+    put(values, key, value)
 
 
 def long_form(key: str, value: Any) -> Any:
@@ -193,15 +185,43 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
     values[last] = value
 
 
-def explain(error: ValidationError, model: type[BaseModel] = Config) -> list[str]:
-    """Describe every invalid key and value of a model's input, each with its fix."""
-    return [_explain(item, model) for item in error.errors()]
+def explain(
+    error: ValidationError,
+    model: type[BaseModel] = Config,
+    *,
+    file: str | Path | None = None,
+    overridden: tuple[str, ...] = (),
+    others: Callable[[str, Any], list[str]] = lambda key, value: [],
+) -> list[str]:
+    """Describe every invalid key and value of a model's input, each with its fix.
+
+    file: file with the values, except for those of the keys `overridden`; its lines are named.
+    others: returns messages about an unknown key of another program.
+    """
+    problems = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"])
+        is_here = file and key and not any(f"{key}.".startswith(f"{one}.") for one in overridden)
+        line = find_line(find_file(str(file), "config"), item["loc"]) if is_here else None
+        if item["type"] != "extra_forbidden":
+            found = [_explain(item, model)]
+        elif line and ANCHOR.match(line[1]):
+            found = [
+                f"{key}: unknown key; an anchor (&) belongs to a setting: write it where its value "
+                "is used first, and refer to it (*) from then on"
+            ]
+        else:
+            unknown = f"{key}: unknown key{_suggest(item['loc'], model)}"
+            found = others(key, item["input"]) or [unknown]
+        where = f" ({Path(str(file)).name}, line {line[0]})" if line else ""
+        problems += [f"{problem}{where}" for problem in found]
+    return problems
 
 
 def _explain(item: Any, model: type[BaseModel]) -> str:
     key = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":
-        return f"{key}: unknown key{_suggest(item['loc'], model)}"
+    if item["loc"][-1:] == ("[key]",):
+        return f"{key.removesuffix('.[key]')}: its name {_rule(item, model)}"
     if item["type"] == "missing":
         return f"{key}: missing; give it"
     if item["type"] == "value_error":
@@ -229,6 +249,8 @@ _RULES = {
 def _rule(item: Any, model: type[BaseModel]) -> str:
     """Describe the valid values in plain words, or else in pydantic's."""
     kind, value = item["type"], item["input"]
+    if kind == "string_pattern_mismatch":
+        return PATTERNS[item["ctx"]["pattern"]]
     if kind == "list_type":
         return f"must be a list, such as [{value}]"
     if kind in ("model_type", "dict_type"):
@@ -261,9 +283,11 @@ def _suggest(location: Sequence[int | str], model: type[BaseModel]) -> str:
     *section, last = location
     prefix = "".join(f"{part}." for part in section)
     siblings = _fields_at(section, model)
+    keys = list(siblings)
     if not section:  # possibly the key of a section
-        siblings |= {name.rpartition(".")[2]: name for name in valid_keys(model)} | siblings
-    if near := difflib.get_close_matches(str(last), siblings, n=1):
+        named = {name.rpartition(".")[2]: name for name in reversed(valid_keys(model))}
+        siblings = named | siblings
+    if near := difflib.get_close_matches(str(last), siblings, n=1, cutoff=0.7):
         key = siblings[near[0]] if isinstance(siblings[near[0]], str) else near[0]
         return f"; did you mean {prefix}{key}?"
-    return f"; valid here: {', '.join(f'{prefix}{name}' for name in siblings)}"
+    return f"; valid here: {', '.join(f'{prefix}{name}' for name in keys)}"

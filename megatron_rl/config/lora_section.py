@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, field_validator
 
+from megatron_rl.config.paths import PathText
 from megatron_rl.config.sections import Count, Positive, Section
 
 Target = Literal["qkv", "proj", "fc1", "fc2"]
@@ -30,7 +31,7 @@ class LoraSection(Section):
     init: Literal["uniform", "gaussian"] = "uniform"
     """Distribution of A at the start: `uniform` within 1 / sqrt(inputs), or `gaussian` with
     standard deviation 1 / rank. B starts at 0."""
-    path: str | None = None
+    path: PathText | None = None
     """Folder of the `peft` library (adapter_config.json, adapter_model.safetensors), such as
     `RUN/adapter`, from whose adapters training starts; `null`: from the model alone."""
     push: Literal["merged", "adapters"] = "merged"

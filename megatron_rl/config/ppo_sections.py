@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megatron_rl.config.paths import PathText
 from megatron_rl.config.sections import Count, Fraction, Positive, Section
 
 
@@ -55,9 +56,9 @@ class EarlyStoppingSection(Section):
 class OfflineSection(Section):
     """Training without an engine, on rollouts that were generated earlier or elsewhere."""
 
-    rollouts: str | None = None
+    rollouts: PathText | None = None
     """Run directory, its `rollouts/`, or a parquet file to train on; null generates rollouts with
     the engine."""
-    behavior: str = "file"
+    behavior: PathText = "file"
     """Source of the behavior log-probs: `file` reads them from the rollouts, a model folder
     recomputes them with that model."""

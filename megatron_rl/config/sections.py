@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from megatron_rl.config.paths import PathText
 from megatron_rl.objectives.choice import Spec, choose_objective
 from megatron_rl.objectives.function_spec import FUNCTION
 
@@ -30,8 +31,18 @@ Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]  # of a moving average
 NonNegative = Annotated[float, Field(ge=0.0)]
 Positive = Annotated[float, Field(gt=0.0)]
-RewardName = Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # of a file or a folder
+PATTERNS = {  # rules of names, in words
+    r"^[A-Za-z]\w*$": "must be letters, digits and _, and start with a letter",
+    r"^[A-Za-z0-9][A-Za-z0-9._-]*$": (
+        "must be a file name of letters, digits, '.', '_' and '-', which starts with a letter or a "
+        "digit"
+    ),
+    r"^\w+$": "must be letters, digits and _",
+}
+_REWARD, _FILE, _VARIABLE = PATTERNS
+RewardName = Annotated[str, Field(pattern=_REWARD)]
+Name = Annotated[str, Field(pattern=_FILE)]  # of a file or a folder
+Variable = Annotated[str, Field(pattern=_VARIABLE)]  # of the environment
 
 
 class Section(BaseModel):
@@ -46,7 +57,7 @@ class Section(BaseModel):
 class RunSection(Section):
     """The run directory, and whether a run continues an earlier one."""
 
-    dir: str = "runs"
+    dir: PathText = "runs"
     """Folder that contains the run directories."""
     name: Name | None = None
     """Name of the run's folder in `run.dir`; null combines the config file's name and the time."""
@@ -63,10 +74,10 @@ class RunSection(Section):
 class ModelSection(Section):
     """The model to train."""
 
-    path: str = ""
+    path: PathText = ""
     """Hugging Face folder with config, safetensors and tokenizer, or a model's name on the hub as
     `OWNER/NAME` or `OWNER/NAME@REVISION` (`docs/prompts.md`). Required."""
-    reference: str | None = None
+    reference: PathText | None = None
     """Model of the frozen reference policy that `objective.kl` uses; null uses `model.path`."""
     trust_remote_code: bool = False
     """Run the tokenizer's Python code in the model folder, if it has no `tokenizer.json`, as in
@@ -137,7 +148,7 @@ class RewardSection(Section):
     batch_size: Count = 32
     """Maximum number of responses per call of a worker, for a verifier that is async or takes
     lists."""
-    environment: list[Annotated[str, Field(pattern=r"^\w+$")]] = []
+    environment: list[Variable] = []
     """Environment variables passed to the verifier in addition to the standard ones, such as an
     API key."""
     weights: dict[RewardName, float] = Field(default_factory=dict)

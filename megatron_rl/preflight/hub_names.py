@@ -5,17 +5,14 @@ set's name with its commit. A resumed run uses the commits that it started with.
 """
 
 import json
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from megatron_rl.config import Config, load_config, parse_config
-from megatron_rl.config.loading import put
+from megatron_rl.config.loading import MODELS, put
+from megatron_rl.config.paths import HUB_NAME
 from megatron_rl.data.hub import HubSet, find_snapshot, is_on_hub
-
-MODEL_NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([\w.-]+))?")
-MODELS = ("model.path", "model.reference", "offline.behavior")
 
 
 def resolve_hub_names(
@@ -32,7 +29,7 @@ def resolve_hub_names(
         try:
             if is_on_hub(name):
                 resolved[key] = _resolve_set(name, earlier.get(key, ""), echo)
-            elif not Path(name).exists() and MODEL_NAME.fullmatch(name) and key in MODELS:
+            elif not Path(name).exists() and HUB_NAME.fullmatch(name) and key in MODELS:
                 resolved[key] = _resolve_model(name, earlier.get(key, ""), echo)
         except ValueError as error:
             problems.append(f"{key}: {error}")
@@ -55,7 +52,7 @@ def resolve_hub_names(
 
 def resolve_model(name: str, *, echo: Callable[[str], object]) -> str:
     """Return the folder of a hub model; other names, and unavailable ones, are unchanged."""
-    if not Path(name).exists() and MODEL_NAME.fullmatch(name):
+    if not Path(name).exists() and HUB_NAME.fullmatch(name):
         with suppress(ValueError):
             return _resolve_model(name, "", echo)
     return name
@@ -63,7 +60,7 @@ def resolve_model(name: str, *, echo: Callable[[str], object]) -> str:
 
 def find_cached_config(name: str) -> Path | None:
     """Return the folder of a hub model's config.json in the cache, without a download."""
-    if (match := MODEL_NAME.fullmatch(name)) is None:
+    if (match := HUB_NAME.fullmatch(name)) is None:
         return None
     from huggingface_hub import try_to_load_from_cache
 
@@ -75,7 +72,7 @@ def find_cached_config(name: str) -> Path | None:
 def hub_problem(name: str) -> str | None:
     """Explain why this hub model is unavailable and how to get it; None if it is not a hub name."""
     try:
-        if MODEL_NAME.fullmatch(name):
+        if HUB_NAME.fullmatch(name):
             _resolve_model(name, "", lambda text: None)
     except ValueError as error:
         return f"as a name on the Hugging Face hub: {error}"
@@ -100,7 +97,7 @@ def _earlier_names(config: Config) -> dict[str, str]:
 
 
 def _resolve_model(name: str, earlier: str, echo: Callable[[str], object]) -> str:
-    match = MODEL_NAME.fullmatch(name)
+    match = HUB_NAME.fullmatch(name)
     assert match is not None, f"{name} was matched before"
     repository, revision = match.groups()
     cached = Path(earlier)

@@ -140,7 +140,7 @@ def _read_model(path: str, problems: list[str], *, key: str = "model.path") -> M
         hint = hub_problem(path) or (
             "give a local Hugging Face model folder (config.json, *.safetensors, tokenizer files)"
         )
-        problems.append(f"{key}: {path} is not a folder; {hint}")
+        problems.append(f"{key}: {Path(path).absolute()} is not a folder; {hint}")
         return None
     try:
         find_tokenizer(path)
@@ -272,8 +272,8 @@ def _file_problems(config: Config, files: Mapping[str, tuple[str, ColumnsSection
     for key, (path, columns) in files.items():
         if not (is_on_hub(path) or Path(path).exists()):
             problems.append(
-                f"{key}: {path} does not exist; give a .parquet, .jsonl or .csv file (relative "
-                f"paths start at the folder of the command, here {os.getcwd()})"
+                f"{key}: {Path(path).absolute()} does not exist; give a .parquet, .jsonl or .csv "
+                "file (relative paths start at the folder of the command)"
             )
             continue
         try:

@@ -1,15 +1,19 @@
 """Join the processes that torchrun, srun or `start_processes` started, by their environment."""
 
 import os
-import subprocess
+import re
 import sys
 from dataclasses import dataclass
 
 from megatron_rl.errors import UserError
+from megatron_rl.runtime.cores import cores_before_joining
 from megatron_rl.runtime.interruption import end_with_parent
 from megatron_rl.runtime.processes import LAUNCHER, has_cuda
 
 ALONE = "to start all processes of this node instead, run: unset RANK WORLD_SIZE"
+
+# of the step, or of its job in releases that do not set it
+_NODE_COUNTS = ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 
 
 @dataclass(frozen=True)
@@ -96,27 +100,26 @@ def _set_variables_from_slurm() -> None:
             f"but no {', '.join(missing)}; start by srun, or unset SLURM_STEP_ID if the variables "
             "are left over"
         )
-    nodes = os.environ["SLURM_STEP_NODELIST"]
-    try:
-        command = ["scontrol", "show", "hostnames", nodes]
-        hosts = subprocess.run(
-            command, check=True, capture_output=True, encoding="utf-8", errors="replace"
-        ).stdout.split()
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise UserError(
-            f"srun started this process, but the hosts of {nodes} cannot be listed ({error}); put "
-            "scontrol on the PATH, or start by torchrun; if this is no task of srun, unset "
-            "SLURM_STEP_ID"
-        ) from error
     world_size, job = int(os.environ["SLURM_STEP_NUM_TASKS"]), _number("SLURM_JOB_ID", 0)
+    known = [name for name in _NODE_COUNTS if os.environ.get(name)]
+    nodes = _number(known[0], 1, start=1) if known else 1
     os.environ.update(
         RANK=os.environ["SLURM_PROCID"],
         LOCAL_RANK=os.environ["SLURM_LOCALID"],
         WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(max(world_size // max(len(hosts), 1), 1)),
+        LOCAL_WORLD_SIZE=str(max(world_size // nodes, 1)),
     )
-    os.environ.setdefault("MASTER_ADDR", hosts[0] if hosts else nodes)
+    os.environ.setdefault("MASTER_ADDR", first_host(os.environ["SLURM_STEP_NODELIST"]))
     os.environ.setdefault("MASTER_PORT", str(20000 + job % 20000))
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of SLURM's list, such as `gpu[007-012,020],x1`.
+
+    `scontrol show hostnames` would expand all of it, but containers lack that program.
+    """
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else nodes)
 
 
 def _share_cores(ranks: int) -> None:
@@ -124,8 +127,8 @@ def _share_cores(ranks: int) -> None:
 
     Must be called before torch is imported. An existing value is kept (torchrun sets 1).
     """
-    cores = 1 if has_cuda() else len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+    cores = 1 if has_cuda() else cores_before_joining(ranks)
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores))
 
 
 def notify(text: str) -> None:

@@ -13,7 +13,11 @@ from megatron_rl.actor.reference import ReferencePolicy
 from megatron_rl.actor.weights import ProgressCallback, check_weights
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.distributed.agreement import run_on_rank_0, sync_errors_across_ranks
+from megatron_rl.distributed.agreement import (
+    gather_from_ranks,
+    run_on_rank_0,
+    sync_errors_across_ranks,
+)
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.engine import ConversationSettings, EngineHooks, RolloutEngine
 from megatron_rl.engine.vllm_engine import VllmEngine
@@ -41,6 +45,7 @@ from megatron_rl.rollouts.prompt_sets import PromptSets, share_prompt_sets
 from megatron_rl.rollouts.selection import BatchSelector
 from megatron_rl.rollouts.source import RolloutSource, RunContext
 from megatron_rl.runs.directory import RunDirectory
+from megatron_rl.runtime.cores import machine, own_cores, share_of_cores
 from megatron_rl.runtime.heartbeat import Heartbeat
 from megatron_rl.runtime.interruption import Interruption
 from megatron_rl.telemetry.console import Console
@@ -91,7 +96,7 @@ def run_training(
             console.echo(line)
     log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
     opened = open_conversations(
-        config, topology, cores=cores_of_rank(topology), echo=log, journals=directory.answers
+        config, topology, cores=cores_of_rank(), echo=log, journals=directory.answers
     )
     with (
         opened as (shown, conversations),
@@ -134,9 +139,11 @@ def _ranks_per_node(topology: Topology) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
 
 
-def cores_of_rank(topology: Topology) -> int:
-    """CPU cores of this node for each of its ranks."""
-    return max(1, len(os.sched_getaffinity(0)) // _ranks_per_node(topology))
+def cores_of_rank() -> int:
+    """CPU cores of this rank: those that it is bound to, or its part of the shared ones. Collective."""
+    own, here = own_cores(), machine()
+    of_all = gather_from_ranks((here, sorted(own)))
+    return share_of_cores(own, [cores for where, cores in of_all if where == here])
 
 
 def collective_timeout(config: Config) -> timedelta:
@@ -284,7 +291,7 @@ def _start_verifiers(pool: VerifierPool, prompt: Prompt, config: Config) -> None
 
 def build_verifiers(config: Config, topology: Topology, directory: RunDirectory) -> VerifierPool:
     """Build the verifier pool of this rank; its output goes to the log of the run."""
-    workers = config.reward.workers or cores_of_rank(topology)
+    workers = config.reward.workers or cores_of_rank()
     log = Console(is_main_rank=True, log_file=directory.log_file).log
     return build_pool(config.reward, workers=workers, echo=log)
 

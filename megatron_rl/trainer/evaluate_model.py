@@ -56,7 +56,7 @@ def run_evaluation(
     topology = groups.initialise(seed=config.seed, timeout=collective_timeout(config))
     console = Console(is_main_rank=rank == 0, log_file=directory.log_file)
     log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
-    opened = open_conversations(config, topology, cores=cores_of_rank(topology), echo=log)
+    opened = open_conversations(config, topology, cores=cores_of_rank(), echo=log)
     with (
         opened as (shown, conversations),
         share_evaluation_sets(shown, shape, directory.prompts, echo=console.echo) as sets,

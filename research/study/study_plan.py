@@ -45,7 +45,9 @@ from megatron_rl.config import (
     read_mapping,
     with_absolute_paths,
 )
+from megatron_rl.config.paths import PathText
 from megatron_rl.config.sections import Count, Name
+from megatron_rl.config.yaml_text import find_file
 from megatron_rl.runs.rows import ROLLOUT_COST
 from research.study.contrast_plan import ContrastPlan, ContrastSection, plan_contrasts
 
@@ -58,7 +60,7 @@ class StudyFile(Section):
 
     name: Name
     """Name of the study's folder in `dir`."""
-    dir: str = "runs"
+    dir: PathText = "runs"
     """Parent of the study's folder."""
     base: dict[str, Any] = Field(default_factory=dict)
     """Config shared by all runs, as sections or dotted settings."""
@@ -119,12 +121,12 @@ def load_study(path: str | Path, overrides: list[str]) -> Study:
     Raises ConfigError for a wrong file before anything is written.
     """
     try:
-        file = StudyFile.model_validate(read_mapping(path, "study"))
+        file = StudyFile.model_validate(read_mapping(path, "study", StudyFile))
     except ValidationError as error:
-        problems = "\n  ".join(explain(error, StudyFile))
+        problems = "\n  ".join(explain(error, StudyFile, file=path))
         raise ConfigError(f"wrong study file {path}:\n  {problems}") from None
     study = plan_study(file, overrides)
-    digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
+    digest = hashlib.sha256(find_file(path, "study").read_bytes()).hexdigest()[:12]
     return replace(study, digest=digest, overrides=tuple(overrides))
 
 

@@ -1,12 +1,14 @@
 """Cluster files: one YAML file per cluster, with resources, time limits and requeueing of jobs."""
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from megatron_rl.config import ConfigError, Section, explain, read_mapping
+from megatron_rl.config.paths import PathText
 from megatron_rl.config.sections import Count
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -16,36 +18,42 @@ PLAIN_PATH = re.compile(r"[\w./@%+=,-]+\Z")
 REWRITTEN = "/nemo_run"
 
 
-def _require_text(value: Any) -> Any:
-    """Reject numbers: YAML parses 4:00:00 as 14400, which SLURM would read as minutes."""
-    if not isinstance(value, str):
-        raise ValueError('write it in quotes, as "04:00:00" or "1-12:00:00"')
-    return value
-
-
 class Container(Section):
-    """Container of the ranks, for SLURM's pyxis plugin; the run directory is always mounted."""
+    """Container of the ranks; the run directory is always mounted."""
 
-    image: str
-    """Image file on the cluster (.sqsh), or the address of an image in a registry."""
-    mounts: list[str] = Field(default_factory=list)
+    image: PathText
+    """Image file on the cluster (.sqsh for pyxis, .sif for apptainer), or the address of an image
+    in a registry."""
+    mounts: list[PathText] = Field(default_factory=list)
     """Mounts, each written as `/on/the/host:/in/the/container`."""
+    runtime: Literal["pyxis", "apptainer"] = "pyxis"
+    """Program that starts containers: SLURM's plugin pyxis, or apptainer, which each rank calls."""
+    options: list[str] = Field(default_factory=list)
+    """Additional options of `srun` for pyxis, or of `apptainer exec`, such as `--no-home`."""
 
 
 class LocalCluster(Section):
     """This machine."""
 
     executor: Literal["local"]
-    python: str | None = None
+    python: PathText | None = None
     """Python interpreter of the training environment; null uses `.venv` of this checkout."""
+    setup: list[str] = Field(default_factory=list)
+    """Lines of bash that every rank runs before the program, such as `module load cuda/12.8`; a
+    line that fails ends the rank. In a container they run inside it."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of every rank; their values are quoted."""
+    """Environment variables of every rank, set after `setup`; their values are quoted."""
 
     @model_validator(mode="after")
     def _check(self) -> "LocalCluster":
         invalid = [name for name in self.environment if not VARIABLE.match(name)]
         if invalid:
             raise ValueError(f"environment: {invalid[0]!r} is no name of a variable; rename it")
+        for line in self.setup:
+            if (problem := _bash_problem(line)) is not None:
+                raise ValueError(
+                    f"setup: {line!r} is no complete command of bash ({problem}); correct it"
+                )
         return self
 
 
@@ -56,7 +64,7 @@ class SlurmCluster(LocalCluster):
     partition: str
     """Partition, or several separated by commas."""
     account: str | None = None
-    time_limit: Annotated[str, BeforeValidator(_require_text)]
+    time_limit: str
     """Time limit of one job, for example "04:00:00" or "1-12:00:00"."""
     nodes: Count = 1
     """Number of nodes, unless `--nodes` is given."""
@@ -64,6 +72,8 @@ class SlurmCluster(LocalCluster):
     """Processes per node, one per device."""
     gpus_per_node: Annotated[int, Field(ge=0)] | None = None
     """GPUs per node to request from SLURM; null requests none."""
+    cpus_per_task: Count | None = None
+    """CPU cores of each process; null leaves it to SLURM, which often gives one."""
     save_seconds: Annotated[int, Field(ge=1)] = 900
     """Seconds before the time limit at which a job starts saving; must cover a step and a
     checkpoint."""
@@ -108,26 +118,62 @@ class SlurmCluster(LocalCluster):
         return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
+def _bash_problem(line: str) -> str | None:
+    """Return bash's message about the syntax of a line, or None (also where there is no bash)."""
+    try:
+        done = subprocess.run(
+            ["bash", "-n"], input=line, capture_output=True, text=True, check=False, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    last = done.stderr.strip().splitlines()[-1:]
+    return last[0].partition(": ")[2] if done.returncode and last else None
+
+
 OWN_FLAGS = {
     "nodes": "nodes, or --nodes", "ntasks_per_node": "processes_per_node", "time": "time_limit",
     "partition": "partition", "account": "account", "gpus_per_node": "gpus_per_node",
     "signal": "save_seconds", "job_name": "the run's name", "output": "the launcher",
     "requeue": "requeue", "no_requeue": "requeue", "dependency": "--chain",
+    "cpus_per_task": "cpus_per_task",
+}  # fmt: skip
+# what cluster files of other launchers have
+_ELSEWHERE = {
+    **dict.fromkeys(("modules", "module", "prologue", "setup_lines", "pre_launch", "source"),
+                    "setup: [module load NAME, ...]"),
+    **dict.fromkeys(("env", "env_vars", "environment_variables", "export"), "environment"),
+    **dict.fromkeys(("time", "walltime", "wall_time"), "time_limit"),
+    **dict.fromkeys(("image", "container_image"), "container: {image: ...}"),
+    **dict.fromkeys(("mounts", "container_mounts"), "container: {image: ..., mounts: [...]}"),
+    **dict.fromkeys(("ntasks_per_node", "tasks_per_node"), "processes_per_node"),
+    **dict.fromkeys(("gpus", "gres", "devices"), "gpus_per_node"),
+    **dict.fromkeys(("cpus", "cores"), "cpus_per_task"),
+    **dict.fromkeys(("queue",), "partition"),
+    **dict.fromkeys(("num_nodes",), "nodes"),
+    **dict.fromkeys(("qos", "mem", "constraint", "exclusive", "reservation", "nodelist", "exclude",
+                     "mail_user", "comment", "licenses"), "sbatch: {NAME: ...}"),
 }  # fmt: skip
 Cluster = LocalCluster | SlurmCluster
 
 
 def load_cluster(path: str | Path) -> Cluster:
     """Read a cluster file; ConfigError lists every wrong key and value with its cure."""
-    values = read_mapping(path, "cluster")
+    values = read_mapping(path, "cluster", SlurmCluster)
     kinds: dict[Any, type[LocalCluster]] = {"local": LocalCluster, "slurm": SlurmCluster}
     if (kind := values.get("executor")) not in kinds:
         raise ConfigError(f"{path}: executor={kind!r}: must be local or slurm")
     try:
         return kinds[kind].model_validate(values)
     except ValidationError as error:
-        problems = "\n  ".join(explain(error, kinds[kind]))
+        problems = "\n  ".join(explain(error, kinds[kind], file=path, others=_from_elsewhere))
         raise ConfigError(f"wrong cluster file {path}:\n  {problems}") from None
+
+
+def _from_elsewhere(key: str, value: Any) -> list[str]:
+    name = key.replace("-", "_")
+    if name in OWN_FLAGS or (ours := _ELSEWHERE.get(name)) is None:
+        return []
+    return [f"{key}: unknown key; use {ours.replace('NAME: ', f'{name}: ')}"]
 
 
 def plain_path(path: Path) -> Path:

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.apps.launch.cluster import Cluster, SlurmCluster, plain_path
+from megatron_rl.apps.launch.cluster import Cluster, Container, SlurmCluster, plain_path
 from megatron_rl.apps.launch.source import PACKAGE, Source, read_source
 from megatron_rl.config import Config, ConfigError, load_config, parse_config, with_absolute_paths
 from megatron_rl.runs.rows import read_metrics
@@ -37,6 +37,12 @@ class Launch:
     def run_folder(self) -> Path:
         """Run directory."""
         return Path(self.config.run.dir) / self.name
+
+    @property
+    def apptainer(self) -> Container | None:
+        """Container that each rank starts by apptainer; None without one and with pyxis."""
+        container = self.cluster.container if isinstance(self.cluster, SlurmCluster) else None
+        return container if container and container.runtime == "apptainer" else None
 
     @property
     def python(self) -> str:
@@ -176,7 +182,9 @@ def unchecked(launch: Launch) -> list[str]:
     else:
         files.append(f"container.image: {cluster.container.image}")
         files += [f"container.mounts: {mount}" for mount in cluster.container.mounts]
-        files.append("container: whether srun has the plugin pyxis")
+        pyxis = cluster.container.runtime == "pyxis"
+        what = "srun has the plugin pyxis" if pyxis else "the nodes have the program apptainer"
+        files.append(f"container: whether {what}")
     return [
         *files,
         f"partition: {cluster.partition}"

@@ -67,7 +67,10 @@ def _slurm_experiment(launch: Launch) -> Iterator[Any]:
 
     cluster = launch.cluster
     assert isinstance(cluster, SlurmCluster), "only SLURM clusters have SLURM experiments"
-    container = cluster.container
+    container = None if launch.apptainer else cluster.container
+    srun = ["--wait=0", *(container.options if container else [])]
+    if cluster.cpus_per_task is not None:  # srun does not take it from sbatch since SLURM 22.05
+        srun.append(f"--cpus-per-task={cluster.cpus_per_task}")
     folder = str(launch.folder)
     further: dict[str, Any] = {
         key.replace("-", "_"): value for key, value in cluster.sbatch.items()
@@ -85,6 +88,7 @@ def _slurm_experiment(launch: Launch) -> Iterator[Any]:
                 nodes=launch.nodes,
                 ntasks_per_node=cluster.processes_per_node,
                 gpus_per_node=cluster.gpus_per_node,
+                cpus_per_task=cluster.cpus_per_task,
                 signal=f"TERM@{cluster.save_seconds}",
                 container_image=container.image if container else None,
                 container_mounts=[
@@ -94,7 +98,7 @@ def _slurm_experiment(launch: Launch) -> Iterator[Any]:
                 job_details=SlurmJobDetails(folder=f"{folder}/logs", job_name=launch.name),
                 setup_lines=batch_lines(launch, requeue=cluster.requeue, link=link),
                 additional_parameters=further,
-                srun_args=["--wait=0"],
+                srun_args=srun,
                 tunnel=run.LocalTunnel(job_dir=""),
                 packager=run.Packager(),
                 dependency_type="afterany",

@@ -3,13 +3,14 @@
 import shlex
 from pathlib import Path
 
-from megatron_rl.apps.launch.cluster import SlurmCluster
+from megatron_rl.apps.launch.cluster import Container, SlurmCluster
 from megatron_rl.apps.launch.launch_plan import Launch
 
 # Exit statuses of an interrupted run: 75 after saving; 128 + SIGTERM or SIGUSR1 during start-up.
 INTERRUPTED_STATUSES = (75, 143, 138)
 EXITS = "exits"  # file with one line per exit of a job: id, number of restarts, status
 LAUNCHER_LOG = "launcher.log"  # in `logs`: output of the launcher process of a local run
+INSIDE = "inside.sh"  # what apptainer runs; `rank.sh` starts it
 FIRST = ".first-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"  # status of the rank that failed first
 
 
@@ -20,28 +21,71 @@ def rank_script(launch: Launch) -> str:
     reports the highest status, and a rank that has not started exits with status 75: without the
     record, a run that fails on one rank would be requeued repeatedly.
     """
-    source = shlex.quote(str(launch.folder / "source"))
-    run = [f"exec {shlex.join(command(launch))}"]
+    lines = ["#!/usr/bin/env bash", f"# Each rank of {launch.name}; written by megatron-rl launch."]
     if isinstance(launch.cluster, SlurmCluster):
-        run = [
+        lines += [
             "trap : TERM USR1 INT HUP  # the command takes them",
-            shlex.join(command(launch)),
-            "status=$?",
-            f'[ "$status" -eq 0 ] || (set -C; echo "$status" >{_first(launch)}) 2>/dev/null',
-            'exit "$status"',
+            "finish() {",
+            f'    [ "$1" -eq 0 ] || (set -C; echo "$1" >{_first(launch)}) 2>/dev/null',
+            '    exit "$1"',
+            "}",
         ]
-    lines = [
-        "#!/usr/bin/env bash",
-        f"# Each rank of {launch.name}; written by megatron-rl launch.",
-        f"cd {source} || exit 1",
+    else:
+        lines += ['finish() { exit "$1"; }']
+    if launch.apptainer is not None:
+        lines += [shlex.join(_apptainer(launch, launch.apptainer)), "finish $?"]
+    else:
+        lines += program_lines(launch)
+    return "\n".join(lines) + "\n"
+
+
+def program_lines(launch: Launch) -> list[str]:
+    """Return the lines of bash that set up and run the program of a rank."""
+    source = shlex.quote(str(launch.folder / "source"))
+    lines = []
+    for line in launch.cluster.setup:  # the newline ends a comment or a here-document
+        message = shlex.quote(f"megatron-rl: error: setup: {line} failed with status")
+        lines += [
+            "{",
+            line,
+            f'}} || {{ status=$?; echo {message} "$status" >&2; finish "$status"; }}',
+        ]
+    lines += [
+        f"cd {source} || finish 1",
         f"export PYTHONPATH={source}${{PYTHONPATH:+:$PYTHONPATH}}",
         *(
             f"export {name}={shlex.quote(value)}"
             for name, value in launch.cluster.environment.items()
         ),
-        *run,
     ]
+    if isinstance(launch.cluster, SlurmCluster) and launch.apptainer is None:
+        return [*lines, shlex.join(command(launch)), "finish $?"]
+    return [*lines, f"exec {shlex.join(command(launch))}"]  # gets the signals of the script
+
+
+def inside_script(launch: Launch) -> str:
+    """Return the script that apptainer runs inside the container; the outer one records failures."""
+    lines = ["#!/usr/bin/env bash", 'finish() { exit "$1"; }', *program_lines(launch)]
     return "\n".join(lines) + "\n"
+
+
+def _apptainer(launch: Launch, container: Container) -> list[str]:
+    """Return the command that starts the container of a rank."""
+    assert isinstance(launch.cluster, SlurmCluster), "only SLURM clusters have containers"
+    mounts = [*container.mounts, f"{launch.run_folder}:{launch.run_folder}"]
+    binds = [word for mount in mounts for word in ("--bind", mount)]
+    devices = ["--nv"] if launch.cluster.gpus_per_node else []
+    inside = str(launch.folder / INSIDE)
+    return [
+        "apptainer",
+        "exec",
+        *devices,
+        *binds,
+        *container.options,
+        container.image,
+        "bash",
+        inside,
+    ]
 
 
 def command(launch: Launch) -> list[str]:

@@ -47,10 +47,11 @@ def check_cluster(cluster: SlurmCluster) -> None:
         raise ConfigError(
             f"partition: this cluster has no {missing[0]}; it has {', '.join(sorted(existing))}"
         )
-    if cluster.container and "--container-image" not in _ask("srun", "--help").stdout:
+    is_pyxis = cluster.container is not None and cluster.container.runtime == "pyxis"
+    if is_pyxis and "--container-image" not in _ask("srun", "--help").stdout:
         raise ConfigError(
             "container: this SLURM's srun has no --container-image (the plugin pyxis); install the "
-            "plugin, or remove container from the cluster file"
+            "plugin, set container.runtime: apptainer, or remove container from the cluster file"
         )
 
 

@@ -21,8 +21,10 @@ from megatron_rl.apps.launch.launch_plan import Launch, unchecked
 from megatron_rl.apps.launch.nemo import materialize, require_nemo_run, run_here, submit
 from megatron_rl.apps.launch.record import Record, find_record, has_record
 from megatron_rl.apps.launch.scripts import (
+    INSIDE,
     INTERRUPTED_STATUSES,
     LAUNCHER_LOG,
+    inside_script,
     local_script,
     rank_script,
 )
@@ -59,6 +61,7 @@ def _preview(launch: Launch, *, check: Callable[[Launch, str], None]) -> str:
     source = launch.source
     parts |= {
         "script of each rank": rank_script(launch),
+        **({"script inside its container": inside_script(launch)} if launch.apptainer else {}),
         "environment of each rank, in addition to that of sbatch": "".join(
             f"{name}={value}\n" for name, value in launch.cluster.environment.items()
         ) or "nothing\n",
@@ -137,6 +140,8 @@ def _written(launch: Launch, *, keep: bool) -> Iterator[None]:
         (launch.folder / "source.sha256").write_text(f"{launch.source.digest}\n", encoding="utf-8")
         (launch.folder / "uncommitted.diff").write_text(launch.source.uncommitted, encoding="utf-8")
         (launch.folder / "rank.sh").write_text(rank_script(launch), encoding="utf-8")
+        if launch.apptainer is not None:
+            (launch.folder / INSIDE).write_text(inside_script(launch), encoding="utf-8")
         (launch.folder / "local.sh").write_text(local_script(launch), encoding="utf-8")
         yield
     except BaseException:
