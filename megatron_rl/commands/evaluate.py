@@ -11,8 +11,8 @@ from megatron_rl.commands.train import check_devices
 from megatron_rl.config import Config, ConfigError, parse_config, with_absolute_paths
 from megatron_rl.config.data_sections import ColumnsSection
 from megatron_rl.config.loading import apply_override
-from megatron_rl.config.yaml_text import read_mapping
 from megatron_rl.config.paths import HUB_NAME, expand_path
+from megatron_rl.config.yaml_text import read_mapping
 from megatron_rl.preflight.hub_names import resolve_hub_names
 from megatron_rl.runtime.joining import join_processes
 from megatron_rl.runtime.processes import (

@@ -45,18 +45,19 @@ def take_named(options: argparse.Namespace) -> str | None:
     if not (name := getattr(options, "named", None)):
         return None
     key, words = name.lstrip("-"), options.overrides
-    given = getattr(options, key)
-    values = [word for word in words if "=" not in word]
-    if given is None and not values:
-        values = words[:1]  # a path with = in it
-        if not (values and os.path.exists(values[0])):
-            metavar = options.metavar
-            return f"the following argument is required: {metavar} (or {name} {metavar})"
-    given_twice = [*([] if given is None else [given]), *values]
-    if len(given_twice) > 1:
-        return f"{name} is given twice, as {given_twice[0]} and as {given_twice[1]}; give it once"
-    options.overrides = [word for word in words if word not in values]
-    setattr(options, key, given_twice[0])
+    plain = [word for word in words if "=" not in word]
+    if getattr(options, key) is None:
+        value = plain.pop(0) if plain else (words or [""])[0]
+        if "=" in value and not os.path.exists(value):
+            value = ""  # a setting, and not a path with = in it
+        if not value:
+            return f"the following argument is required: {options.metavar} (or {name})"
+        setattr(options, key, value)
+        words.remove(value)
+    for word in plain:  # other words are settings without a value
+        if os.path.exists(word) or word.endswith((".yaml", ".yml")):
+            first = getattr(options, key)
+            return f"{name} is given twice, as {first} and as {word}; give it once"
     return None
 
 

@@ -169,7 +169,7 @@ def keep_texts(node: yaml.Node, kind: Any) -> None:
     kind: type of the value, or None if it is not known.
     """
     if isinstance(node, yaml.ScalarNode):
-        is_null = node.tag == _NULL and (not node.value or NoneType in _kinds(kind))
+        is_null = node.tag == _NULL and (node.value != "~" or NoneType in _kinds(kind))
         if is_text(kind) and node.style is None and not is_null:
             node.tag = _TEXT
     elif isinstance(node, yaml.SequenceNode):

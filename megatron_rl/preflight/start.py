@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from megatron_rl.config import Config, ConfigError
+from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.engine.engine_arguments import cpu_engine_problems
 from megatron_rl.models.safetensors_headers import check_headers
 from megatron_rl.models.shape import ModelShape
@@ -16,7 +17,7 @@ from megatron_rl.preflight.environment import EnvironmentTrial, start_environmen
 from megatron_rl.preflight.settings import evaluation_problems, settings_problems
 from megatron_rl.preflight.verifier import VerifierTrial, start_trial
 from megatron_rl.rollouts.prompt_files import Files, prompt_problems
-from megatron_rl.rollouts.rollout_files import check_rollout_files
+from megatron_rl.rollouts.rollout_files import check_rollout_files, have_prompt_tokens
 from megatron_rl.runtime.processes import cuda_devices, has_cuda
 from megatron_rl.types import Prompt
 
@@ -40,8 +41,14 @@ def run_problems(config: Config, *, world_size: int, is_here: bool = True) -> li
         problems, shape = settings_problems(config, world_size=world_size, is_here=is_here)
         try:
             check_rollout_files(Path(config.offline.rollouts))
+            needs_template = not have_prompt_tokens(Path(config.offline.rollouts))
+            if not _is_named("model.path", problems):
+                template = config.data.template if needs_template else "raw"
+                load_tokenizer(config.model.path, template=template)
         except ConfigError as error:
             problems.append(str(error))
+        except ValueError as error:
+            problems.append(f"model.path: {error}")
         return problems + _weight_problems(config, shape, problems)
     with start_trial(config.reward) as trial, start_environment_trial(config) as environment:
         problems, shape = settings_problems(config, world_size=world_size, is_here=is_here)

@@ -41,7 +41,9 @@ class OfflineRollouts:
         """Open `offline.rollouts`; reads only the number of rows. ConfigError for bad files."""
         check_rollout_files(Path(str(config.offline.rollouts)))
         files = find_rollout_files(Path(str(config.offline.rollouts)))
-        tokenizer = load_tokenizer(config.model.path, **config.tokenizer_options)
+        # Rows with token ids need no chat template; `parse_rollout` refuses others without one.
+        options = config.tokenizer_options | {"template": "raw"}
+        tokenizer = load_tokenizer(config.model.path, **options)
         return cls(
             config, files, np.cumsum([pq.read_metadata(f).num_rows for f in files]), tokenizer
         )

@@ -15,6 +15,7 @@ from megatron_rl.config import Config
 from megatron_rl.data.prompts import tokenize_messages
 from megatron_rl.data.rows import add_system_prompt
 from megatron_rl.data.token_rows import WRITER, Delivery, elsewhere
+from megatron_rl.data.tokenizer import check_tokenizer
 from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
@@ -123,12 +124,14 @@ def parse_rollout(row: dict[str, Any], tokenizer: Any, *, place: int, config: Co
     messages = list(add_system_prompt(tuple(messages), config.data.system_prompt))
     if not isinstance(reward, int | float) or not math.isfinite(reward):
         raise UserError(f"reward is {reward!r}: it must be a finite number")
-    prompt_ids = row.get("prompt_token_ids") or tokenize_messages(
-        messages,
-        tokenizer,
-        template=config.data.template,
-        arguments=config.data.template_arguments,
-    )
+    if not (prompt_ids := row.get("prompt_token_ids")):
+        check_tokenizer(tokenizer, name=config.model.path, template=config.data.template)
+        prompt_ids = tokenize_messages(
+            messages,
+            tokenizer,
+            template=config.data.template,
+            arguments=config.data.template_arguments,
+        )
     ending = row.get("finish_reason")
     tokens = row.get("token_ids")
     if tokens is None:

@@ -32,6 +32,8 @@ def read_sets(
     Return the file of a `PromptTable` for each set. echo: prints how many prompts are left out.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    if not files:  # offline: the rollouts contain their prompts
+        return {}
     try:
         tokenizer = load_tokenizer(config.model.path, **config.tokenizer_options)
     except ValueError as error:

@@ -42,6 +42,13 @@ def check_rollout_files(path: Path) -> None:
             )
 
 
+def have_prompt_tokens(path: Path) -> bool:
+    """Return True if every file has the column of the prompts' token ids."""
+    return all(
+        "prompt_token_ids" in pq.read_schema(file).names for file in find_rollout_files(path)
+    )
+
+
 def read_rows(file: Path, numbers: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the rows of ascending `numbers` with them; a few rows are in memory at once."""
     try:

@@ -140,7 +140,7 @@ def _ranks_per_node(topology: Topology) -> int:
 
 
 def cores_of_rank() -> int:
-    """CPU cores of this rank: those that it is bound to, or its part of the shared ones. Collective."""
+    """Return the CPU cores of this rank, its part of those that it shares. Collective."""
     own, here = own_cores(), machine()
     of_all = gather_from_ranks((here, sorted(own)))
     return share_of_cores(own, [cores for where, cores in of_all if where == here])

@@ -7,7 +7,7 @@ import pytest
 from megatron_rl.cli import main
 from megatron_rl.commands import evaluate, train
 from megatron_rl.runtime import processes
-from tests.functional.bad_inputs import CASES, make_folder
+from tests.functional.bad_inputs import CASES, make_folder, parquet
 from tests.functional.tiny_runs import TASK, make_task
 
 MAX_LINES = 12
@@ -73,6 +73,17 @@ def test_valid_folder_starts(place, capsys, monkeypatch):
     monkeypatch.setattr(train, "start_processes", lambda *a, **b: started.append(1) or 0)
     status, output = run(["train", "--config", "run.yaml"], capsys)
     assert (status, started) == (0, [1]), output
+
+
+def test_rollouts_with_token_ids_need_no_chat_template(place, capsys, monkeypatch):
+    (place / "model" / "chat_template.jinja").unlink()
+    parquet("mine.parquet", {
+        "prompt": ["1 + 1"] * 2, "prompt_token_ids": [[1, 2]] * 2, "response": ["2"] * 2,
+        "token_ids": [[3, 4]] * 2, "reward": [1.0, 0.0],
+    })(place)  # fmt: skip
+    monkeypatch.setattr(train, "start_processes", lambda *a, **b: 0)
+    status, output = run(["train", "run.yaml", "offline.rollouts=mine.parquet"], capsys)
+    assert status == 0, output
 
 
 def test_base_model_with_raw_prompts_starts(place, capsys, monkeypatch):

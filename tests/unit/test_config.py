@@ -1,6 +1,7 @@
 """Configs: defaults, overrides, and every error at once."""
 
 import re
+from os.path import abspath
 
 import pytest
 
@@ -102,7 +103,9 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
             "rollout.gpu_memory_utilization=0: must be above 0",
         ),
         (MINIMAL, ["rollout.responses_per_prompt=1"], "rollout.responses_per_prompt=1"),
-        (MINIMAL, ["run.name=a/b"], "'^[A-Za-z0-9][A-Za-z0-9._-]*$'"),  # capitals as they are
+        (MINIMAL, ["run.name=a/b"], "run.name='a/b': must be a file name of letters, digits, '.',"),
+        (MINIMAL, ["reward.weights={a-b: 1}"], "reward.weights.a-b: its name must be letters, dig"),
+        (MINIMAL, ["reward.environment=[A B]"], "reward.environment.0='A B': must be letters, dig"),
         (MINIMAL, ["lag.partial_rollouts=8"], "set behavior=engine, or cache: recompute"),
         *(
             (MINIMAL, [f"logging.keep_rollouts={value}"], "must be all, sampled, or the number of")
@@ -180,8 +183,36 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
             )
         ),
         (MINIMAL, ["seed"], "not of the form key=value"),
+        (
+            MINIMAL,
+            ["eval={every: 1, every: 2}"],
+            "not valid YAML: 'every' is given twice, in lines",
+        ),
         ("- a\n- b\n", [], "must contain a mapping"),
-        ("a: [\n", [], "not valid YAML"),
+        # A key of another program names ours; nothing is suggested for its spelling alone.
+        (
+            MINIMAL,
+            ["actor_rollout_ref={rollout: {n: 8}, actor: {fsdp_config: {offload: true}, x: 1}}"],
+            "  actor_rollout_ref.rollout.n: unknown key; for verl's actor_rollout_ref.rollout.n "
+            "set rollout.responses_per_prompt (docs/coming-from.md)\n"
+            "  actor_rollout_ref.actor.fsdp_config: unknown key; verl's actor_rollout_ref.actor."
+            "fsdp_config has no counterpart here (docs/coming-from.md); remove it\n"
+            "  actor_rollout_ref.actor.x: unknown key; verl's actor_rollout_ref.actor.x has no",
+        ),
+        (
+            MINIMAL,
+            ["rollout.n=8"],
+            "rollout.n: unknown key; for verl's actor_rollout_ref.rollout.n",
+        ),
+        (
+            MINIMAL,
+            ["lr=1e-6"],
+            "for verl's actor_rollout_ref.actor.optim.lr set optimizer.learning",
+        ),
+        (MINIMAL, ["critic.optim.lr=1"], "critic: unknown key; verl's critic has no counterpart"),
+        (MINIMAL, ["epsilon=0.2"], "for TRL's epsilon set objective.constraint.low"),
+        (MINIMAL, ["name=a"], "name: unknown key; did you mean run.name?"),
+        (MINIMAL, ["mesh=2"], "mesh: unknown key; valid here: seed, behavior, run, model, lora,"),
     ],
 )
 def test_wrong_values_name_suggestion(tmp_path, text, overrides, output):
@@ -189,9 +220,137 @@ def test_wrong_values_name_suggestion(tmp_path, text, overrides, output):
         load_config(write(tmp_path, text), overrides)
 
 
-def test_missing_file_is_named():
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml does not exist"):
-        load_config("nowhere.yaml")
+@pytest.mark.parametrize(
+    ("content", "output"),
+    [
+        (b"model: {path: m}\n# caf\xe9\n", "run.yaml, line 2: byte 0xe9 is not UTF-8; save the"),
+        (b"\xff\xfem\x00", "run.yaml, line 1: byte 0xff is not UTF-8"),  # UTF-16
+        (b"model:\n\tpath: m\n", "run.yaml, line 2: not valid YAML: a tab; indent with spaces"),
+        (b"model:\n  path: m\n\tx: 1\n", "run.yaml, line 3: not valid YAML: a tab; indent with"),
+        (b"a: b\nmodel: {path: m\x07}\n", "run.yaml, line 2: not valid YAML: the character U+0007"),
+        (b"model: {path: m\nseed: 1\n", "run.yaml, line 2: not valid YAML: while parsing a flow"),
+        (b"a: [\n", "run.yaml, line 2: not valid YAML: while parsing a flow"),
+        (b"a: &x {b: *x}\n", "run.yaml: an alias (*) refers to itself; remove it"),
+        (
+            b"defaults: &d\n  steps: 1\nmodel.path: m\ndata.train: t\ntrainer: *d\n",
+            "  defaults: unknown key; an anchor (&) belongs to a setting: write it where its value "
+            "is used first, and refer to it (*) from then on (run.yaml, line 1)",
+        ),
+        (
+            b"model: {path: m}\ndata: {train: t}\ntrainer:\n  epoch: 1\n  steps: 0\n",
+            "  trainer.steps=0: must be at least 1 (run.yaml, line 5)\n"
+            "  trainer.epoch: unknown key; did you mean trainer.epochs? (run.yaml, line 4)",
+        ),
+        (b"model.path: m\ntrainer.epoch: 1\n", "did you mean trainer.epochs? (run.yaml, line 2)"),
+    ],
+)
+def test_wrong_file_is_described_by_file_and_line(tmp_path, content, output):
+    (tmp_path / "run.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(output)):
+        load_config(tmp_path / "run.yaml")
+
+
+def test_line_of_file_is_not_named_for_override(tmp_path):
+    file = write(tmp_path, MINIMAL + "trainer: {steps: 1}\n")
+    with pytest.raises(ConfigError, match=r"trainer\.steps=0: must be at least 1$"):
+        load_config(file, ["trainer.steps=0"])
+
+
+def test_file_with_byte_order_mark_is_read(tmp_path):
+    (tmp_path / "run.yaml").write_bytes(b"\xef\xbb\xbf" + MINIMAL.encode())
+    assert load_config(tmp_path / "run.yaml").model.path == "m"
+
+
+def test_missing_file_or_folder_is_named_in_full(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "run").mkdir()
+    for name, output in (
+        ("nowhere.yaml", f"config file {tmp_path}/nowhere.yaml does not exist; give the path of"),
+        ("~/a.yaml", f"config file {tmp_path}/home/a.yaml does not exist"),
+        ("${NOWHERE_SET}/a.yaml", "the environment variable NOWHERE_SET is not set or empty"),
+        ("run", f"config file {tmp_path}/run is a folder; give the path of a YAML file"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(output)):
+            load_config(name)
+    (tmp_path / "run" / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=re.escape(f"the run's is {tmp_path}/run/config.yaml")):
+        load_config("run")
+
+
+# YAML 1.1 would read a boolean, null, a number, a date, a comment or a mapping.
+WRITTEN = ("off", "yes", "1e3", "007", "1_000", "2026-01-01", "4:00:00", "on", "n", ".inf")
+
+
+def test_text_setting_keeps_what_was_written(tmp_path):
+    for text in WRITTEN[:6]:
+        file = write(tmp_path, MINIMAL + f"run: {{name: {text}}}\nrollout: {{stop: [{text}]}}\n")
+        config = load_config(file)
+        assert (config.run.name, config.rollout.stop) == (text, [text])
+        assert load_config(write(tmp_path, MINIMAL), [f"run.name={text}"]).run.name == text
+        assert load_config(write(tmp_path, dump_config(config))) == config
+    file = write(tmp_path, MINIMAL)
+    for text in (*WRITTEN, "Answer: yes #1", "[INST] x", "- a", "#", "~"):
+        config = load_config(file, [f"logging.wandb.project={text}"])
+        assert config.logging.wandb.project == text
+    names = load_config(file, ["eval.sets={on: a.parquet, 2024: b.parquet}"]).eval.sets
+    assert list(names) == ["on", "2024"]
+    assert load_config(file, ["reward.weights={yes: 1}"]).reward.weights == {"yes": 1.0}
+
+
+def test_null_and_quotes_in_text_settings(tmp_path):
+    file = write(tmp_path, MINIMAL + "run: {name: x}\n")
+    for text, name in (
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("'off'", "off"),
+        ('"null"', "null"),
+    ):
+        assert load_config(file, [f"run.name={text}"]).run.name == name
+    for text in ("run: {name: null}", "run: {name: }"):
+        assert load_config(write(tmp_path, MINIMAL + text)).run.name is None
+    with pytest.raises(ConfigError, match=r"project=null: must be a text; put it in quotes"):
+        load_config(file, ["logging.wandb.project=null"])
+    # Other settings are YAML as before: booleans, numbers, names of scores or booleans.
+    config = load_config(file, ["run.check_memory=off", "trainer.keep_best=false", "seed=1_0"])
+    assert (config.run.check_memory, config.trainer.keep_best, config.seed) == (False, False, 10)
+
+
+def test_home_and_variables_in_paths_are_replaced(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("DATA", "/data")
+    text = "model: {path: ~/m, reference: $DATA/r}\ndata: {mix: {a: {path: '${DATA}/a.parquet'}}}\n"
+    overrides = [
+        "objective.kl={coefficient: 0.1}", "run.dir=~", "eval.sets={x: $DATA/x, y: {path: ~/y}}",
+        "lora={path: ~/a}", "optimizer.learning_rate=1e-4", "lag.batches={trace: ~/s.jsonl}",
+    ]  # fmt: skip
+    config = with_absolute_paths(load_config(write(tmp_path, text), overrides))
+    assert (config.model.path, config.model.reference) == ("/home/me/m", "/data/r")
+    assert (config.run.dir, config.lora.path) == ("/home/me", "/home/me/a")
+    assert config.lag.batches == {"trace": "/home/me/s.jsonl"}
+    paths = {key: path for key, (path, _) in config.prompt_files.items()}
+    assert paths == {"data.mix.a": "/data/a.parquet", "eval.sets.x": "/data/x",
+                     "eval.sets.y": "/home/me/y"}  # fmt: skip
+    (tmp_path / "$x").touch()  # the name of an existing file is left as it is
+    given = [f"offline.rollouts={tmp_path}/$x"]
+    assert load_config(write(tmp_path, MINIMAL), given).offline.rollouts == f"{tmp_path}/$x"
+
+
+@pytest.mark.parametrize(
+    ("path", "output"),
+    [
+        ("${NOWHERE_SET}/m", "the environment variable NOWHERE_SET is not set or empty; export it"),
+        ("$NOWHERE_SET", "the environment variable NOWHERE_SET is not set or empty"),
+        ("${A:-/data}/m", "${A:-/data} is not replaced in paths, only $NAME and ${NAME}"),
+        ("~nobody_here/m", "there is no home folder of ~nobody_here; give the path in full"),
+    ],
+)
+def test_path_that_cannot_be_expanded_is_refused(tmp_path, path, output):
+    for key in ("model.path", "eval.sets.a", "run.dir", "data.mix.a.path"):
+        with pytest.raises(ConfigError, match=re.escape(output)) as error:
+            load_config(write(tmp_path, MINIMAL), [f"{key}={path}"])
+        assert f"{key.removesuffix('.path')}" in str(error.value)
 
 
 def test_printed_config_reads_back_to_same_config(tmp_path):
@@ -210,7 +369,8 @@ def test_set_is_path_or_path_with_columns(tmp_path):
     assert config.model_dump()["eval"]["sets"] == {"a": "a.parquet", "b": own, "c": "c"}
     prompts = {key: columns.prompt for key, (_, columns) in config.evaluation_files.items()}
     assert prompts == {"eval.sets.a": "prompt", "eval.sets.b": "q", "eval.sets.c": "prompt"}
-    assert with_absolute_paths(config).eval == config.eval
+    sets = with_absolute_paths(config).model_dump()["eval"]["sets"]
+    assert sets == {"a": abspath("a.parquet"), "b": own | {"path": abspath("b")}, "c": abspath("c")}
 
 
 def test_stable_keys_exist():
@@ -224,7 +384,7 @@ def test_stable_keys_exist():
 
 
 def test_paths_are_absolute_from_start(tmp_path, monkeypatch):
-    """A run is continued and converted from elsewhere; what does not exist keeps its name."""
+    """A run is continued and converted from elsewhere; a model's name on the hub stays."""
     (tmp_path / "here").mkdir()
     (tmp_path / "t.parquet").touch()
     monkeypatch.chdir(tmp_path / "here")
@@ -232,7 +392,12 @@ def test_paths_are_absolute_from_start(tmp_path, monkeypatch):
         "data.train=../t.parquet",
         "eval.sets={a: ../t.parquet}",
         "model.path=Qwen/Qwen3-8B",
+        "offline.rollouts=nowhere/rollouts",
     ]
+    del overrides[1]  # nothing is evaluated offline
+    config = with_absolute_paths(load_config(write(tmp_path, MINIMAL), overrides))
+    assert config.offline.rollouts == str(tmp_path / "here" / "nowhere" / "rollouts")
+    overrides = [*overrides[:2], "eval.sets={a: ../t.parquet}"]
     config = with_absolute_paths(load_config(write(tmp_path, MINIMAL), overrides))
     assert config.data.train == config.eval.sets["a"].path == str(tmp_path / "t.parquet")
     assert config.run.dir == str(tmp_path / "here" / "runs")
@@ -329,6 +494,7 @@ def test_objective_is_name_or_mapping(tmp_path):
         ("rollout.prompts_per_step=2.5", "rollout.prompts_per_step=2.5: must be a whole number"),
         ("run.check_memory=maybe", "run.check_memory='maybe': must be true or false"),
         ("optimizer.learning_rate=.inf", "optimizer.learning_rate=inf: must be a finite number"),
+        ("run.resume=yes", "run.resume='yes': must be 'never' or 'auto'"),
         ("run.resume=always", "run.resume='always': must be 'never' or 'auto'"),
     ],
 )

@@ -64,7 +64,7 @@ def program_lines(launch: Launch) -> list[str]:
 
 
 def inside_script(launch: Launch) -> str:
-    """Return the script that apptainer runs inside the container; the outer one records failures."""
+    """Return the script that apptainer runs inside the container, after `rank_script`."""
     lines = ["#!/usr/bin/env bash", 'finish() { exit "$1"; }', *program_lines(launch)]
     return "\n".join(lines) + "\n"
 

@@ -1,5 +1,6 @@
 """Evaluation of a folder with named sets, or of a run with its own settings."""
 
+import os
 import re
 
 import pytest
@@ -14,7 +15,7 @@ from tests.unit.resharding.shapes import small_shape
 
 
 def paths(config):
-    return {name: one.path for name, one in config.eval.sets.items()}
+    return {name: os.path.relpath(one.path) for name, one in config.eval.sets.items()}
 
 
 def test_model_folder_uses_paper_sampling_and_given_files(tmp_path):
@@ -28,7 +29,11 @@ def test_model_folder_uses_paper_sampling_and_given_files(tmp_path):
         evaluation_config(str(tmp_path), None, [])
     given = ["eval.sets={mine: {path: mine.jsonl, columns: {prompt: question, answer: label}}}"]
     ((path, columns),) = evaluation_config(str(tmp_path), None, given).evaluation_files.values()
-    assert (path, columns.prompt, columns.answer) == ("mine.jsonl", "question", "label")
+    assert (path, columns.prompt, columns.answer) == (
+        os.path.abspath("mine.jsonl"),
+        "question",
+        "label",
+    )
 
 
 def build_run(folder, **sections):
@@ -97,7 +102,8 @@ def test_run_keeps_its_settings_but_not_its_layout(tmp_path):
     assert (config.parallel.model_size, config.parallel.data) == (1, 4)
     assert config.trainer.dtype == "float32"
     files = {
-        key: (path, columns.prompt) for key, (path, columns) in config.evaluation_files.items()
+        key: (os.path.relpath(path), columns.prompt)
+        for key, (path, columns) in config.evaluation_files.items()
     }
     assert files == {
         "eval.sets.held": ("held.jsonl", "q"),
@@ -131,11 +137,29 @@ def test_errors_name_options_that_were_given(tmp_path, monkeypatch, capsys):
         main(["eval", "--model", "Org/Model", "--data", "amc=nowhere.jsonl"])
     output = capsys.readouterr().err
     assert ended.value.code == 1
-    assert "  --data amc: nowhere.jsonl does not exist" in output
-    assert (
-        "  --model: Org/Model is not a folder" in output and "run: hf download Org/Model" in output
-    )
+    assert f"  --data amc: {tmp_path}/nowhere.jsonl does not exist" in output
+    assert f"  --model: {tmp_path}/Org/Model is not a folder" in output
+    assert "run: hf download Org/Model" in output
     assert not re.search(r"data\.train|eval\.sets|model\.path", output)
+
+
+def test_missing_model_is_named_before_missing_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for name, output in (
+        ("nothing", "nothing is not a folder\n"),
+        (
+            "runs/nothing",
+            "nothing is not a folder; as a name on the Hugging Face hub it needs --data",
+        ),
+        ("empty", "empty is neither a run directory nor a model folder (it has no config.json)"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            evaluation_config(name, None, [])
+        text = str(error.value)
+        assert f"--model: {tmp_path}/" in text and output in text and "--data: missing" in text
+    with pytest.raises(ConfigError, match="--model: the environment variable NOWHERE_SET is not"):
+        evaluation_config("$NOWHERE_SET/m", None, [])
 
 
 def test_duplicate_set_names_are_rejected():

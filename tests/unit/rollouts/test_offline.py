@@ -225,6 +225,15 @@ def without_engine(path, **changes):
     return pq.write_table(given.rename_columns({"rollout_logprobs": "behavior_logprobs"}), path)
 
 
+def test_only_texts_need_a_chat_template(tmp_path, monkeypatch):
+    """A base model's rollouts with token ids need none, also without `data.template: raw`."""
+    monkeypatch.setattr(Letters, "chat_template", None)
+    with_ids = config(table(tmp_path / "ids.parquet", prompt_token_ids=[[1, 2]] * 4))
+    OfflineRollouts.open(with_ids).check()
+    with pytest.raises(ConfigError, match=r"row 0: .*: no chat template; for a base model set"):
+        OfflineRollouts.open(config(table(tmp_path / "texts.parquet"))).check()
+
+
 def test_log_probs_without_engine_are_missing_not_zero(tmp_path):
     path = tmp_path / "data.parquet"
     without_engine(path)

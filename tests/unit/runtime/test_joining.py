@@ -1,7 +1,6 @@
 """Joining torchrun and srun, and environments that only look like theirs."""
 
 import os
-import stat
 
 import pytest
 
@@ -36,18 +35,27 @@ def test_torchrun_started_us(environment):
     assert join_processes() == ProcessPlace(3, 8, 0)
 
 
-def test_srun_started_us(environment, tmp_path):
-    scontrol = tmp_path / "scontrol"  # expands node lists; the real one asks a running cluster
-    scontrol.write_text("#!/bin/sh\necho n1\necho n2\n")
-    scontrol.chmod(scontrol.stat().st_mode | stat.S_IXUSR)
-    environment.setenv("PATH", str(tmp_path), prepend=":")
+def test_srun_started_us(environment):
+    """Without `scontrol`, which containers lack."""
+    environment.setenv("PATH", "")
     steps = {"STEP_ID": "0", "PROCID": "5", "LOCALID": "1", "STEP_NUM_TASKS": "8",
-             "STEP_NODELIST": "n[1-2]", "JOB_ID": "20007"}  # fmt: skip
+             "STEP_NUM_NODES": "2", "STEP_NODELIST": "n[1-2]", "JOB_ID": "20007"}  # fmt: skip
     for name, value in steps.items():
         environment.setenv(f"SLURM_{name}", value)
     assert join_processes() == ProcessPlace(5, 8, 1)
     # 8 tasks on 2 nodes; the port is 20000 + 20007 mod 20000, so that two jobs rarely share one.
     assert [os.environ[name] for name in PLACES] == ["5", "8", "1", "4", "n1", "20007"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("n1", "n1"), ("n1,m2", "n1"), ("gpu[007-012,020],x1", "gpu007"), ("gpu[3,5]", "gpu3"),
+        ("a[01-02]b[3-4].site", "a01b3.site"), ("node-a,node-b", "node-a"),
+    ],
+)  # fmt: skip
+def test_first_host_of_slurms_list(nodes, host):
+    assert joining.first_host(nodes) == host
 
 
 CURE = "unset RANK WORLD_SIZE"

@@ -111,16 +111,3 @@ def test_majority_vote_of_numbers_cannot_select_best():
         build._start_verifiers(trial.pool, prompt, mean)
         with pytest.raises(ConfigError, match=message):
             build._start_verifiers(trial.pool, prompt, vote)
-
-
-@pytest.mark.parametrize(
-    ("ranks_here", "cores", "workers"), [("2", 16, 8), ("3", 16, 5), ("4", 2, 1), (None, 6, 3)]
-)
-def test_verifier_processes_equal_cores_of_rank(monkeypatch, ranks_here, cores, workers):
-    """Without a launcher that gives the ranks of a node, all are assumed here: two."""
-    monkeypatch.setattr(build.os, "sched_getaffinity", lambda process: set(range(cores)))
-    if ranks_here is None:
-        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    else:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
-    assert build.cores_of_rank(Topology(world_size=2, dp_size=2)) == workers

@@ -68,7 +68,7 @@ def test_example_clusters_are_valid(file):
         ({"partition": " "}, "partition: empty; name one"),
         ({"partitoin": "x"}, "partitoin: unknown key; did you mean partition?"),
         ({"executor": "ray"}, "executor='ray': must be local or slurm"),
-        ({"time_limit": 14400}, 'write it in quotes, as "04:00:00"'),  # YAML's 4:00:00
+        ({"time_limit": 14400}, "time_limit='14400': write it as hours, minutes and seconds, as"),
         ({"time_limit": "4h"}, "time_limit='4h': write it as hours, minutes and seconds"),
         ({"save_seconds": 14400}, "save_seconds=14400 leaves nothing of time_limit=04:00:00"),
         ({"nodes": 0}, "nodes=0: must be at least 1"),
@@ -115,7 +115,7 @@ def test_processes_that_do_not_divide(overrides, processes, output):
     ("change", "overrides", "options", "output"),
     [
         ({}, ["model.path=nowhere"], {}, "nowhere does not exist; correct it"),
-        ({}, ["lag.batches={trace: nowhere}"], {}, "lag.batches.trace: nowhere does not exist"),
+        ({}, ["lag.batches={trace: nowhere}"], {}, "/nowhere does not exist; correct it"),
         ({}, ["eval.sets.x=nowhere.parquet"], {}, "eval.sets.x: "),
         ({}, ["objective.nam=gspo"], {}, "objective 'pnpo' has no option 'nam'; did you mean"),
         ({"python": "/nowhere/it"}, [], {}, "python: /nowhere/it does not exist; run tools"),
