@@ -117,7 +117,7 @@ VERL: dict[str, str | None] = {
 TRL: dict[str, str | None] = {
     "model_name_or_path": "model.path",
     "dataset_name": "data.train: hf:OWNER/NAME",
-    "reward_funcs": "reward.verifier",
+    "reward_funcs": "reward.verifier: module:function",
     "reward_weights": "reward.weights",
     "output_dir": "run.dir",
     "run_name": "run.name",
@@ -128,10 +128,14 @@ TRL: dict[str, str | None] = {
     "num_generations": "rollout.responses_per_prompt",
     "num_generations_eval": "eval.samples",
     "generation_batch_size": "rollout.prompts_per_step = generation_batch_size / num_generations",
-    "steps_per_generation": "trainer.minibatches",
+    "steps_per_generation": (
+        "trainer.minibatches = steps_per_generation / gradient_accumulation_steps"
+    ),
     "num_iterations": "trainer.epochs",
     "per_device_train_batch_size": "trainer.tokens_per_micro_batch, in tokens",
-    "gradient_accumulation_steps": "trainer.tokens_per_micro_batch and trainer.minibatches",
+    "gradient_accumulation_steps": (
+        "trainer.minibatches = steps_per_generation / gradient_accumulation_steps"
+    ),
     "num_train_epochs": "trainer.steps",
     "max_steps": "trainer.steps",
     "learning_rate": "optimizer.learning_rate",
@@ -148,10 +152,12 @@ TRL: dict[str, str | None] = {
     "epsilon_high": "objective.constraint.high",
     "delta": "objective.constraint.dual",
     "loss_type": "objective.name, or objective.aggregation",
-    "importance_sampling_level": "objective.name: grpo or gspo",
+    "importance_sampling_level": "objective.name",
     "off_policy_mask_threshold": "objective.off_policy_mask",
     "vllm_importance_sampling_correction": "objective.rollout_correction",
-    "vllm_importance_sampling_mode": "objective.rollout_correction.level and mode",
+    "vllm_importance_sampling_mode": (
+        "objective.rollout_correction.level and objective.rollout_correction.mode"
+    ),
     "vllm_importance_sampling_clip_max": "objective.rollout_correction.high",
     "vllm_importance_sampling_clip_min": "objective.rollout_correction.low",
     "scale_rewards": "advantage.std",
@@ -176,7 +182,7 @@ TRL: dict[str, str | None] = {
     "lora_r": "lora.rank",
     "lora_alpha": "lora.alpha",
     "lora_target_modules": "lora.targets",
-    "lora_dropout": "lora.dropout",
+    "lora_dropout": None,
     "eval_steps": "eval.every",
     "save_steps": "trainer.checkpoint_every",
     "save_total_limit": "trainer.keep_checkpoints",

@@ -1,4 +1,4 @@
-"""The files and commands of docs/own-task.md work as printed, with fewer steps."""
+"""The files and commands of docs/own-task.md, and the configs of docs/coming-from.md, work."""
 
 import re
 import shlex
@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.runs.rows import read_metrics
 from tests.functional.forked_runs import ForkedCommand
-from tests.functional.tiny_runs import ROOT, TASK, make_task
+from tests.functional.tiny_runs import PLACES, ROOT, TASK, make_task, train
 
 PAGE = (ROOT / "docs" / "own-task.md").read_text()
 SMALL = (
@@ -77,3 +77,18 @@ def test_commands_of_page_run(folder):
     output = run(folder, [*gspo, *SMALL, *FAR])
     assert "rejected" in output and "objective.constraint=" in output
     assert "high: 0.27" in run(folder, [*wider, "--print-config"])
+
+
+@pytest.mark.parametrize("tool", ["verl", "trl"])
+def test_config_converted_from_another_trainer_trains_a_step(tmp_path, tool):
+    make_task()
+    rows = train(
+        f"run.dir={tmp_path}", "run.name=a", *SMALL, "eval.sets={}", "data.columns={}",
+        "parallel.tensor=1", "rollout.tensor=1", "data.max_prompt_tokens=48",
+        "rollout.max_response_tokens=16", "rollout.kv_cache_mib=16", "logging.tensorboard=false",
+        "trainer.tokens_per_micro_batch=1024",
+        config=ROOT / "examples" / "pnpo" / f"from_{tool}.yaml", places=PLACES[:2],
+    )  # fmt: skip
+    (step,) = (row for row in rows if row["step"] == 1)
+    assert ("loss/kl" in step) == (tool == "verl")
+    assert step["ratio/first_minibatch_max_deviation"] == 0.0

@@ -2,6 +2,7 @@
 
 import re
 from os.path import abspath
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from megatron_rl.config import (
     valid_keys,
     with_absolute_paths,
 )
+from megatron_rl.config.other_trainers import TRL, VERL
 
 MINIMAL = "model: {path: m}\ndata: {train: t.parquet}\n"
 
@@ -522,3 +524,34 @@ def test_error_messages_contain_no_python_types(key):
                 assert (
                     sum(line.strip().startswith(f"{key}=") for line in output.splitlines()) <= 1
                 ), output
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
+
+
+@pytest.mark.parametrize(("title", "table"), [("verl", VERL), ("TRL", TRL)])
+def test_page_has_the_settings_that_errors_name(title, table):
+    """Each row: their key, our setting, and a default of ours that is the present one."""
+    text = PAGE.read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    cells = [[cell.strip().replace("`", "") for cell in row] for row in rows]
+    ours = {key: None if here == "none" else here for key, _, here, _, _ in cells}
+    assert ours == table
+    values = parse_config({"model": {"path": "m"}, "data": {"train": "t"}, "lora": {},
+                           "optimizer": {"learning_rate": 1e-4}}).model_dump()  # fmt: skip
+    values["optimizer"]["learning_rate"] = 1e-6  # the default; with lora it has to be changed
+    for key, _, here, default, _ in cells:
+        if here in valid_keys(Config) and re.fullmatch(r"[\d.e-]+|[a-z_]+", default):
+            value = values
+            for part in here.split("."):
+                value = value[part]
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            assert (float(default) == value) if is_number else (default == str(value)), key
+
+
+def test_settings_named_for_others_exist():
+    free = ("objective.", "rollout.engine.", "data.mix", "eval.sets")
+    for theirs, ours in (VERL | TRL).items():
+        for key in re.findall(r"\b[a-z]+\.[a-z_0-9.]+[a-z_0-9]", ours or ""):
+            is_theirs = key in VERL  # in a formula
+            assert key in valid_keys(Config) or key.startswith(free) or is_theirs, (theirs, key)

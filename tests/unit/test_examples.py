@@ -110,7 +110,17 @@ def test_regime_differs_from_quickstart_only_in_defining_settings(name):
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_config_is_valid(file):
     load_config(file)
-    tiny = {"quickstart", "own_data", "dapo", "offline", "tools", "ask", *REGIMES}
+    tiny = {
+        "quickstart",
+        "own_data",
+        "from_verl",
+        "from_trl",
+        "dapo",
+        "offline",
+        "tools",
+        "ask",
+        *REGIMES,
+    }
     assert file.stem in {*tiny, *MODELS}, "give its true shape here"
 
 
