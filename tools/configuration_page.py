@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_rl.config import Config, Section  # noqa: E402
+from megatron_rl.config.paths import is_path  # noqa: E402
+from megatron_rl.config.sections import PATTERNS  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration
@@ -25,18 +27,28 @@ Every setting of a run, with its default and rule, made from `megatron_rl/config
 `python tools/configuration_page.py`. A config is a YAML file; `key=value` arguments override it:
 
 ```bash
-megatron-rl train --config my.yaml trainer.steps=20 'eval.sets={aime24: data/aime24.parquet}'
+megatron-rl train my.yaml trainer.steps=20 'eval.sets={aime24: data/aime24.parquet}'
 ```
 
 In the file a dotted key means what it means on the command line: `model.path: models/mine` is
 `model: {path: models/mine}`. `objective: gspo` is short for `objective: {name: gspo}`.
 
 It is strict: a key that is given twice is refused with both lines, and an unknown key or a wrong
-value by its name, with the nearest valid key, before any work. `--print-config` shows the whole
-config of a command. Paths are relative to the folder that the command is started in; the run
-directory keeps them absolute.
+value by its name and line, with the nearest valid key, before any work. A key of verl or TRL gets
+the name of ours ([Coming from verl, from TRL](coming-from.md)). `--print-config` shows the whole
+config of a command.
+
+Paths are relative to the folder that the command is started in. `~`, `$NAME` and `${NAME}` in them
+are replaced there, and a variable that is not set is refused; the run directory keeps absolute
+paths. Settings that are texts keep what was written: `run.name=off`, `1e3` and `2026-01-01` are no
+booleans, numbers or dates. Only `null` is none, and quotes around a text do not belong to it.
 """
 SIGNS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}
+NAMES = (
+    "name of a reward",
+    "a file name of letters, digits, `.`, `_` and `-`",
+    "name of a variable",
+)
 WORDS = {Any: "any value", int: "integer", float: "number", bool: "`true` or `false`", str: "text"}
 
 
@@ -105,9 +117,11 @@ def _rule(kind: Any, rules: list[Any]) -> str:
     if get_origin(kind) in (Union, UnionType):
         others = [_rule(one, rules) for one in arguments if one is not NoneType]
         return " or ".join(others + ["`null`"] * (NoneType in arguments))
+    if is_path(kind, rules):
+        return "path"
     rules = _flat(rules)
-    if any(getattr(rule, "pattern", None) for rule in rules):
-        return "a file name of letters, digits, `.`, `_` and `-`"
+    for pattern in filter(None, (getattr(rule, "pattern", None) for rule in rules)):
+        return NAMES[list(PATTERNS).index(pattern)]
     bounds = [
         f"{sign} {getattr(rule, key)}"
         for rule in rules

@@ -43,8 +43,9 @@ def run_problems(config: Config, *, world_size: int, is_here: bool = True) -> li
             check_rollout_files(Path(config.offline.rollouts))
             needs_template = not have_prompt_tokens(Path(config.offline.rollouts))
             if not _is_named("model.path", problems):
-                template = config.data.template if needs_template else "raw"
-                load_tokenizer(config.model.path, template=template)
+                options = config.tokenizer_options
+                options |= {} if needs_template else {"template": "raw"}
+                load_tokenizer(config.model.path, **options)
         except ConfigError as error:
             problems.append(str(error))
         except ValueError as error:

@@ -7,6 +7,7 @@ from megatron_rl.environments.agent import AgentCommand
 
 HERE, PYTHON = Path(__file__).parent, os.environ.get("OUTSIDE_PYTHON", "")
 LATER_PYTHON = os.environ.get("LATER_OUTSIDE_PYTHON", "")
+OPENENV_PYTHON = os.environ.get("OPENENV_PYTHON", "")
 
 
 class Client(AgentCommand):
@@ -30,4 +31,4 @@ class Verifiers4(AgentCommand):
 class OpenEnv(AgentCommand):
     """A server and a client of OpenEnv."""
 
-    command = (LATER_PYTHON, str(HERE / "outside_openenv.py"))
+    command = (OPENENV_PYTHON, str(HERE / "outside_openenv.py"))

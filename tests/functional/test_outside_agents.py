@@ -21,10 +21,11 @@ from tests.functional.tiny_runs import ROOT, train
 # Virtual environments: those of one have packages that exclude each other's releases.
 PACKAGES = {
     "OUTSIDE_PYTHON": ("openai==3.54.0", "verifiers==0.1.14"),
-    "LATER_OUTSIDE_PYTHON": ("verifiers==0.4.0", "openenv-core==0.3.0"),
+    "LATER_OUTSIDE_PYTHON": ("verifiers==0.4.0",),
+    "OPENENV_PYTHON": ("openenv==0.10.0",),
 }
 AGENTS = {"Client": "OUTSIDE_PYTHON", "Verifiers": "OUTSIDE_PYTHON",
-          "Verifiers4": "LATER_OUTSIDE_PYTHON", "OpenEnv": "LATER_OUTSIDE_PYTHON"}  # fmt: skip
+          "Verifiers4": "LATER_OUTSIDE_PYTHON", "OpenEnv": "OPENENV_PYTHON"}  # fmt: skip
 HOME = ROOT / ".cache" / "outside_agents"
 SETTINGS = (
     "rollout.prompts_per_step=1", "rollout.responses_per_prompt=2",

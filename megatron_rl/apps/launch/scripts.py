@@ -24,7 +24,8 @@ def rank_script(launch: Launch) -> str:
     lines = ["#!/usr/bin/env bash", f"# Each rank of {launch.name}; written by megatron-rl launch."]
     if isinstance(launch.cluster, SlurmCluster):
         lines += [
-            "trap : TERM USR1 INT HUP  # the command takes them",
+            "stopped=",
+            "trap stopped=1 TERM USR1 INT HUP  # the command takes them",
             "finish() {",
             f'    [ "$1" -eq 0 ] || (set -C; echo "$1" >{_first(launch)}) 2>/dev/null',
             '    exit "$1"',
@@ -45,11 +46,9 @@ def program_lines(launch: Launch) -> list[str]:
     lines = []
     for line in launch.cluster.setup:  # the newline ends a comment or a here-document
         message = shlex.quote(f"megatron-rl: error: setup: {line} failed with status")
-        lines += [
-            "{",
-            line,
-            f'}} || {{ status=$?; echo {message} "$status" >&2; finish "$status"; }}',
-        ]
+        lines += ["{", line, f'}} || {{ echo {message} "$?" >&2; finish 1; }}']
+    if launch.cluster.setup:
+        lines += ['[ -z "${stopped:-}" ] || finish 143  # by a signal before the command started']
     lines += [
         f"cd {source} || finish 1",
         f"export PYTHONPATH={source}${{PYTHONPATH:+:$PYTHONPATH}}",
@@ -76,16 +75,8 @@ def _apptainer(launch: Launch, container: Container) -> list[str]:
     binds = [word for mount in mounts for word in ("--bind", mount)]
     devices = ["--nv"] if launch.cluster.gpus_per_node else []
     inside = str(launch.folder / INSIDE)
-    return [
-        "apptainer",
-        "exec",
-        *devices,
-        *binds,
-        *container.options,
-        container.image,
-        "bash",
-        inside,
-    ]
+    options = [*devices, *binds, *container.options]
+    return ["apptainer", "exec", *options, container.image, "bash", inside]
 
 
 def command(launch: Launch) -> list[str]:

@@ -30,7 +30,7 @@ def test_core_is_divided_among_ranks_that_may_use_it(own, all_ranks, share):
 @pytest.mark.parametrize(
     ("cores", "ranks", "slurm", "share"),
     [
-        (range(12), 8, {}, 1),  # nothing says that they are its own: 12 / 8
+        (range(12), 8, {}, 1),  # possibly shared: 12 / 8
         (range(96), 8, {}, 12),
         (range(12), 8, {"CPUS_PER_TASK": "12"}, 12),
         (range(96), 8, {"CPUS_PER_TASK": "12"}, 12),  # requested and not bound

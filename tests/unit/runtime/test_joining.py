@@ -129,6 +129,7 @@ def test_ranks_by_variables_alone_are_announced(environment, capsys):
 )  # fmt: skip
 def test_ranks_share_cores_of_node(environment, cores, ranks, cuda, threads):
     environment.delenv("OMP_NUM_THREADS", raising=False)
+    environment.delenv("SLURM_CPUS_PER_TASK", raising=False)
     environment.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     environment.setattr(joining, "has_cuda", lambda: cuda)
     places = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": str(ranks)}

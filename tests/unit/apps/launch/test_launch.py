@@ -22,7 +22,7 @@ from megatron_rl.apps.launch.following import (
 )
 from megatron_rl.apps.launch.launch_plan import plan_launch
 from megatron_rl.apps.launch.record import Record, find_record, has_record
-from megatron_rl.apps.launch.scripts import batch_lines, rank_script
+from megatron_rl.apps.launch.scripts import batch_lines, inside_script, rank_script
 from megatron_rl.apps.launch.source import Source, read_source, require_committed
 from megatron_rl.commands.launch import _follow
 from megatron_rl.config import ConfigError, apply_override, parse_config
@@ -74,6 +74,19 @@ def test_example_clusters_are_valid(file):
         ({"nodes": 0}, "nodes=0: must be at least 1"),
         ({"environment": {"A B": "1"}}, "environment: 'A B' is no name of a variable"),
         ({"sbatch": {"signal": "USR1@5"}}, "sbatch.signal: set by save_seconds itself"),
+        ({"sbatch": {"cpus-per-task": 4}}, "sbatch.cpus_per_task: set by cpus_per_task itself"),
+        (
+            {"modules": ["cuda"]},
+            "modules: unknown key; use setup: [module load NAME, ...] (cluster",
+        ),
+        ({"env_vars": {"A": "1"}}, "env_vars: unknown key; use environment"),
+        ({"qos": "high"}, "qos: unknown key; use sbatch: {qos: ...}"),
+        ({"setup": ["module load (x"]}, "setup: 'module load (x' is no complete command of bash"),
+        ({"setup": ["if true; then"]}, "setup: 'if true; then' is no complete command of bash"),
+        ({"setup": "module load x"}, "setup='module load x': must be a list, such as [module load"),
+        ({"cpus_per_task": 0}, "cpus_per_task=0: must be at least 1"),
+        ({"container": {"image": "i", "runtime": "docker"}}, "'pyxis' or 'apptainer'"),
+        ({"python": "$NOWHERE_SET/python"}, "the environment variable NOWHERE_SET is not set or"),
         ({"container": {"image": "i", "mounts": ["/data"]}}, "'/data' is not of the form"),
     ],
 )
@@ -188,6 +201,92 @@ def test_environment_values_reach_ranks_unchanged(config, tmp_path):
     variables = dict(line.split("=", 1) for line in printed.read_text().split("\0") if line)
     assert (variables["ODD"], variables["lower"]) == (odd, "kept")
     assert variables["PYTHONPATH"].split(":")[0] == str(launch.folder / "source")
+
+
+def run_rank(launch, tmp_path, **variables):
+    """Run the script of a rank with the real bash; returns what it printed."""
+    (launch.folder / "source").mkdir(parents=True, exist_ok=True)
+    variables = {"SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:/usr/bin:/bin"} | variables
+    return subprocess.run(
+        ["bash", "-c", rank_script(launch)], env=variables, cwd=tmp_path, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+
+
+def program(folder, name, text):
+    (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+SETUP = [
+    'module() { export LOADED="$LOADED $2"; }  # as /etc/profile defines it',
+    "module load cuda/12.8; module load 'two words'",
+    "source here.sh",
+    "export SAME=setup OTHER='a;b'",
+    "cat >made <<END\n$SAME\nEND",
+    "false || true",
+]
+
+
+@pytest.mark.parametrize("executor", ["slurm", "local"])
+def test_setup_lines_run_in_order_before_the_program(config, tmp_path, executor):
+    (tmp_path / "here.sh").write_text("export SOURCED=yes\n")
+    program(tmp_path, "python", 'echo "$LOADED|$SOURCED|$SAME|$OTHER|${PYTHONPATH%%:*}|$PWD"')
+    values = {"executor": "local"} if executor == "local" else SLURM
+    more = {"setup": SETUP, "environment": {"SAME": "environment"}}
+    launch = plan(config, values | more | {"python": str(tmp_path / "python")})
+    done = run_rank(launch, tmp_path, PYTHONPATH="/other")
+    source = launch.folder / "source"
+    assert done.stdout == f" cuda/12.8 two words|yes|environment|a;b|{source}|{source}\n"
+    assert (done.returncode, (tmp_path / "made").read_text()) == (0, "setup\n")
+
+
+def test_setup_line_that_fails_ends_the_rank(config, tmp_path):
+    program(tmp_path, "python", "echo started")
+    values = SLURM | {"python": str(tmp_path / "python"), "setup": ["true", "(exit 3) # 'why'"]}
+    launch = plan(config, values)
+    done = run_rank(launch, tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    message = "megatron-rl: error: setup: (exit 3) # 'why' failed with status 3\n"
+    assert done.stderr == message
+    assert (launch.folder / ".first-7-0").read_text() == "1\n"  # it is not queued again
+    # A signal that comes before the program is there counts as an interruption.
+    done = run_rank(plan(config, values | {"setup": ["kill -TERM $$"]}), tmp_path)
+    assert (done.returncode, done.stdout) == (143, "")
+
+
+APPTAINER = """
+printf '%s\\n' "$@" >arguments
+while [ "$1" != /images/a.sif ]; do shift; done
+shift
+exec "$@"
+"""
+
+
+@pytest.mark.parametrize(("gpus", "status"), [(8, 0), (None, 3)])
+def test_apptainer_runs_setup_and_program_inside(config, tmp_path, gpus, status):
+    """With a stand-in for apptainer: the command line that it gets, and what it runs."""
+    program(tmp_path, "apptainer", APPTAINER)
+    program(tmp_path, "python", f'echo "$IN|$ODD|$5"; exit {status}')
+    container = {"image": "/images/a.sif", "mounts": ["/a b:/data"], "runtime": "apptainer",
+                 "options": ["--no-home"]}  # fmt: skip
+    values = {key: value for key, value in SLURM.items() if key != "python"}
+    values |= {"container": container, "gpus_per_node": gpus, "setup": ["export IN=inside"],
+               "environment": {"ODD": "$x 'y'"}}  # fmt: skip
+    overrides = ["model.path=/data/m", "data.train=/data/t.parquet"]
+    launch = plan(config, values, *overrides, offline=True)
+    launch.folder.mkdir(parents=True)
+    (launch.folder / "inside.sh").write_text(inside_script(launch))
+    done = run_rank(launch, tmp_path)
+    assert done.returncode == status
+    assert done.stdout == f"inside|$x 'y'|{launch.folder}/config.yaml\n"
+    run, folder = launch.run_folder, launch.folder
+    devices = ["--nv"] if gpus else []
+    assert (tmp_path / "arguments").read_text().splitlines() == [
+        "exec", *devices, "--bind", "/a b:/data", "--bind", f"{run}:{run}", "--no-home",
+        "/images/a.sif", "bash", f"{folder}/inside.sh",
+    ]  # fmt: skip
+    assert (folder / ".first-7-0").exists() == bool(status)
 
 
 def test_first_rank_that_fails_leaves_its_status(config, tmp_path):
