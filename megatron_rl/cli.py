@@ -98,11 +98,13 @@ def _suggestion(word: str) -> str:
     from megatron_rl.config.other_trainers import unknown_keys
 
     name, _, value = word.lstrip("-").partition("=")
-    for key in valid_keys():
+    keys = valid_keys()
+    if name not in keys:
+        for message in unknown_keys(name, value):
+            return message.removeprefix(f"{name}: unknown key")
+    for key in keys:
         if name in (key, key.rpartition(".")[2]):
             return f"; settings are given as {key}={value or 'VALUE'}"
-    for message in unknown_keys(name, value):
-        return message.removeprefix(f"{name}: unknown key")
     return "; settings are given as key=value, for example trainer.steps=5"
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron_rl.runtime.cores import machine, own_cores, share_of_cores
 from megatron_rl.runtime.failures import OtherRankError, RankTimeoutError
 
 T = TypeVar("T")
@@ -118,3 +119,10 @@ def gather_from_ranks(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def cores_of_rank() -> int:
+    """Return the CPU cores of this rank, its part of those that it shares. Collective."""
+    own, here = own_cores(), machine()
+    of_all = gather_from_ranks((here, sorted(own)))
+    return share_of_cores(own, [cores for where, cores in of_all if where == here])

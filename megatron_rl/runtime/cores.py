@@ -15,7 +15,7 @@ def own_cores() -> frozenset[int]:
 
 def machine() -> str:
     """Return a name of this machine that no other one has."""
-    return _MACHINE.read_text() if _MACHINE.exists() else os.uname().nodename
+    return _MACHINE.read_text(encoding="ascii") if _MACHINE.exists() else os.uname().nodename
 
 
 def share_of_cores(own: frozenset[int], all_ranks: Sequence[Iterable[int]]) -> int:

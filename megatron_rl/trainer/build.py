@@ -14,7 +14,7 @@ from megatron_rl.actor.weights import ProgressCallback, check_weights
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.distributed.agreement import (
-    gather_from_ranks,
+    cores_of_rank,
     run_on_rank_0,
     sync_errors_across_ranks,
 )
@@ -45,7 +45,6 @@ from megatron_rl.rollouts.prompt_sets import PromptSets, share_prompt_sets
 from megatron_rl.rollouts.selection import BatchSelector
 from megatron_rl.rollouts.source import RolloutSource, RunContext
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runtime.cores import machine, own_cores, share_of_cores
 from megatron_rl.runtime.heartbeat import Heartbeat
 from megatron_rl.runtime.interruption import Interruption
 from megatron_rl.telemetry.console import Console
@@ -137,13 +136,6 @@ def export(actor: MegatronActor, directory: RunDirectory, progress: ProgressCall
 
 def _ranks_per_node(topology: Topology) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
-
-
-def cores_of_rank() -> int:
-    """Return the CPU cores of this rank, its part of those that it shares. Collective."""
-    own, here = own_cores(), machine()
-    of_all = gather_from_ranks((here, sorted(own)))
-    return share_of_cores(own, [cores for where, cores in of_all if where == here])
 
 
 def collective_timeout(config: Config) -> timedelta:

@@ -11,6 +11,7 @@ from megatron_rl.actor import groups
 from megatron_rl.actor.weights import HfReader
 from megatron_rl.config import Config
 from megatron_rl.config.data_sections import ColumnsSection
+from megatron_rl.distributed.agreement import cores_of_rank
 from megatron_rl.engine.vllm_engine import VllmEngine
 from megatron_rl.models.shape import tensor_shapes
 from megatron_rl.preflight.settings import check_evaluation
@@ -24,7 +25,6 @@ from megatron_rl.trainer.build import (
     build_engine,
     build_verifiers,
     collective_timeout,
-    cores_of_rank,
 )
 from megatron_rl.trainer.conversations import open_conversations
 from megatron_rl.trainer.evaluation import Evaluator, describe_responses

@@ -122,8 +122,9 @@ def _bash_problem(line: str) -> str | None:
     """Return bash's message about the syntax of a line, or None (also where there is no bash)."""
     try:
         done = subprocess.run(
-            ["bash", "-n"], input=line, capture_output=True, text=True, check=False, timeout=10
-        )
+            ["bash", "-n"], input=line, capture_output=True, check=False, timeout=10,
+            encoding="utf-8", errors="replace",
+        )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return None
     last = done.stderr.strip().splitlines()[-1:]

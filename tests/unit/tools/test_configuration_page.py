@@ -13,7 +13,8 @@ def test_every_key_has_row_with_its_default_and_its_rule():
     output = {row[0].strip("| `"): row[1:] for row in rows}
     # A section within a section is a key of its own, next to those in it.
     within = {"data.columns", "data.mix", "data.mix.columns", "eval.columns", "eval.sets",
-              "eval.sets.columns", "logging.wandb", "shaping.overlong"}  # fmt: skip
+              "eval.sets.columns", "logging.mlflow", "logging.trackio", "logging.wandb",
+              "shaping.overlong"}  # fmt: skip
     assert set(output) == set(valid_keys(Config)) | within
     assert output["optimizer.beta1"][:2] == ["`0.9`", "number ≥ 0.0, < 1.0"]
     assert output["rollout.responses_per_prompt"][:2] == ["`8`", "integer ≥ 2"]
