@@ -1,6 +1,7 @@
 """Tests of the resolution of Hugging Face hub names from the cache to a fixed commit."""
 
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -104,10 +105,10 @@ def test_check_settings_reports_missing_model_with_other_problems(cache):
     with pytest.raises(ConfigError) as error:
         check_settings(build_config(model={"path": "me/other"}), world_size=1)
     output = str(error.value)
-    assert (
-        "model.path: me/other is not a folder; as a name on the Hugging Face hub: me/oth" in output
-    )
-    assert "data.train: t.jsonl does not exist" in output and "hf download me/other" in output
+    folder = f"{Path.cwd()}/me/other"
+    assert f"model.path: {folder} is not a folder; as a name on the Hugging Face hub: me" in output
+    assert f"data.train: {Path.cwd()}/t.jsonl does not exist" in output
+    assert "hf download me/other" in output
 
 
 def test_read_rows_of_cached_data_set_needs_no_network(cache, tmp_path, monkeypatch):
