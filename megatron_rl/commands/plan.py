@@ -1,6 +1,8 @@
 """`megatron-rl plan`: parallel layouts of a model, with their memory and time per step."""
 
 import argparse
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from megatron_rl.commands.options import Commands, add_command, count, option, o
 from megatron_rl.config import Config, ConfigError, apply_override, parse_config, read_config_values
 from megatron_rl.preflight.layout import too_long
 
+NOTICE_SECONDS = 10  # of a search without output
 # Config keys that fix one dimension of the layout -> its name in the search.
 LAYOUT_KEYS = {
     "parallel.tensor": "tensor",
@@ -72,7 +75,14 @@ def _plan(options: argparse.Namespace) -> str:
     workload.response_lengths()  # rejects an impossible mean before the search
     if workload.longest > shape.max_position_embeddings:
         raise ConfigError(too_long(config, shape))
-    result = plan(shape, device, options.devices, workload, fixed)
+    message = f"megatron-rl: still comparing layouts of {options.model}; many devices take minutes"
+    notice = threading.Timer(NOTICE_SECONDS, lambda: print(message, file=sys.stderr, flush=True))
+    notice.daemon = True
+    notice.start()
+    try:
+        result = plan(shape, device, options.devices, workload, fixed)
+    finally:
+        notice.cancel()
     if not 1 <= options.choice <= len(result.options):
         raise ConfigError(f"--choice {options.choice}: give a row from 1 to {len(result.options)}")
     text = describe(

@@ -27,6 +27,7 @@ _ONLY: dict[str, Any] = {
     "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
     "use_mrope": False, "rope_interleaved": False, "is_causal": True, "add_cross_attention": False,
     "is_encoder_decoder": False, "tie_encoder_decoder": False, "use_bidirectional_attention": False,
+    "activation": "swiglu", "bias": False, "qk_norm": False, "logit_scale": 1.0,
 }  # fmt: skip
 _ONLY_OF_EXPERTS: dict[str, Any] = {
     "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_layer_freq": 1,

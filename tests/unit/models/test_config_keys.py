@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 import transformers
 
 from megatron_rl.errors import UserError
@@ -118,9 +119,11 @@ def test_missing_and_null_rope_keys_are_read_as_by_transformers_or_refused(name,
     [
         # Read by vLLM and not by transformers, or by neither.
         ("Qwen2", {"dual_chunk_attention_config": {"chunk_size": 262144}}, "remove the key for ru"),
-        ("Qwen2", {"qk_norm": True}, r"qk_norm=true \(unknown key\).*; remove an unknown key"),
+        ("Qwen2", {"qk_layernorm": True}, r"=true \(unknown key\).*; remove an unknown key"),
+        ("Qwen2", {"qk_norm": True}, r"qk_norm=true \(supported: false\)"),
+        ("Llama", {"bias": True}, r"bias=true \(supported: false\)"),
         ("Llama", {"is_causal": False}, r"is_causal=false \(supported: true\)"),
-        ("Llama", {"logit_scale": 0.5}, r"logit_scale=0.5 \(unknown key\)"),
+        ("Llama", {"logit_scale": 0.5}, r"logit_scale=0.5 \(supported: 1.0\)"),
         ("Llama", {"qkv_bias": True}, "qkv_bias=true"),
         ("Llama", {"mlp_bias": True}, "mlp_bias=true"),
         ("Llama", {"residual_multiplier": 0.2, "embedding_multiplier": 12}, "embedding_multiplier"),
@@ -175,7 +178,8 @@ def test_keys_that_nothing_reads_are_refused_by_name(name, changes, named, tmp_p
     [
         {"unsloth_version": "2026.1", "_name_or_path": "x", "transformers.js_config": {"a": 1}},
         {"torch_dtype": "bfloat16", "attention_dropout": 0.1, "pretraining_tp": 2},
-        {"dual_chunk_attention_config": None, "logit_scale": None, "qkv_bias": None},
+        {"dual_chunk_attention_config": None, "clip_qkv": None, "qkv_bias": None},
+        {"bias": False, "activation": "swiglu", "logit_scale": 1, "use_mrope": False},
         {"rope_scaling": {**YARN, "attn_factor": 1.0, "extrapolation_factor": 1}},
         {"rope_scaling": YARN, "rope_parameters": YARN},
     ],
@@ -212,3 +216,25 @@ def test_models_of_several_modalities_are_refused_with_what_can_be_done(
 ):
     with pytest.raises(UserError, match=named):
         read({"architectures": [architecture], **config}, tmp_path)
+
+
+def test_text_model_of_mistral_small_3_1_is_saved_by_the_lines_of_the_docs(tmp_path):
+    vision = {
+        "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "head_dim": 8,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    config = transformers.Mistral3Config(
+        vision_config=vision, text_config=_config("Mistral").to_dict(), tie_word_embeddings=False,
+        image_token_index=3, architectures=["Mistral3ForConditionalGeneration"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="save it by itself as MistralForCausalLM"):
+        read_model_shape(tmp_path)
+    both = transformers.Mistral3ForConditionalGeneration(config).eval()
+    text = transformers.MistralForCausalLM(both.config.text_config).eval()
+    text.model.load_state_dict(both.model.language_model.state_dict())
+    text.lm_head.load_state_dict(both.lm_head.state_dict())
+    tokens = torch.tensor([[5, 9, 30, 7, 11]])
+    assert torch.equal(text(tokens).logits, both(tokens).logits)
+    text.save_pretrained(tmp_path / "text")
+    assert read_model_shape(tmp_path / "text").architecture == "MistralForCausalLM"
