@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 
 # modules of `commands`, in the order of the help page
-COMMANDS = ("train", "evaluate", "launch", "plan", "dry_run", "task", "convert", "report",
+COMMANDS = ("train", "evaluate", "launch", "plan", "dry_run", "task", "export", "report",
             "rollouts", "doctor")  # fmt: skip
 
 

@@ -49,7 +49,7 @@ if [[ ! -f $venv/ready ]]; then
     touch "$venv/ready"
 fi
 
-[[ $# -gt 0 ]] || set -- tests/unit/actor tests/functional/test_actor_*.py tests/functional/test_convert.py
+[[ $# -gt 0 ]] || set -- tests/unit/actor tests/functional/test_actor_*.py tests/functional/test_export.py
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=$ROOT
 "$venv/bin/python" - <<'PYTHON'
 import sys

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rl.actor.adapter_import import load_adapters
 from megatron_rl.actor.batch_statistics import reduce_statistics, resolve_objective
 from megatron_rl.actor.build import build_chunks, build_optimizer, wrap_chunks
-from megatron_rl.actor.checkpoint import load_checkpoint, load_model, save_checkpoint
+from megatron_rl.actor.checkpoint import load_checkpoint, save_checkpoint
 from megatron_rl.actor.checkpoint_contents import read_state
 from megatron_rl.actor.cpu_adaptation import megatron_runtime
 from megatron_rl.actor.digest import describe_layout, digest_tensors, training_state
@@ -34,6 +34,7 @@ from megatron_rl.actor.weights import (
     ProgressCallback,
     check_finite,
     ignore_progress,
+    load_model,
     named_parameters,
 )
 from megatron_rl.distributed.topology import Topology
@@ -49,9 +50,8 @@ from megatron_rl.types import Minibatch, TokenBatch
 class MegatronActor:
     """A policy in Megatron-core, trained in place; every rank of the layout has one.
 
-    model_folder: a Hugging Face folder, or one written by `megatron-rl convert`; the source of the
-    shape, the weights and, for exports, the tokenizer files. on_micro_batch: called before every
-    forward pass of a micro-batch.
+    model_folder: a Hugging Face folder, the source of the shape, the weights and, for exports, the
+    tokenizer files. on_micro_batch: called before every forward pass of a micro-batch.
     """
 
     def __init__(

@@ -28,19 +28,16 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron_rl.actor.build import step_in_one_kernel
 from megatron_rl.actor.checkpoint_contents import (
     COMPLETE,
-    FOLDER,
     STATE,
     check_adapters,
-    is_checkpoint,
     read_state,
 )
 from megatron_rl.actor.memory import optimizer_parts
 from megatron_rl.actor.model import PolicyModel
 from megatron_rl.actor.optimizer_slices import load_options, sliced_optimizers
 from megatron_rl.actor.shard_writer import ShardWriter
-from megatron_rl.actor.weights import ADAPTER, load_weights, named_parameters
+from megatron_rl.actor.weights import ADAPTER
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.models.shape import ModelShape
 from megatron_rl.objectives.calibration import Calibration
 from megatron_rl.runtime.checkpoint_format import FORMAT, stamp
 
@@ -85,7 +82,6 @@ def save_checkpoint(
     updates: int = 0,
     calibration: Calibration | None = None,
     adapters: Mapping[str, Any] | None = None,
-    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> None:
     """Write a complete checkpoint folder, replacing one of the same name. Collective.
 
@@ -93,7 +89,6 @@ def save_checkpoint(
     group. Without an optimizer only weights are written.
     writer: the one of earlier saves of this model, whose agreements it uses again.
     adapters: description of the adapters, which are then saved instead of the model.
-    dtypes: original dtypes of the Hugging Face tensors, stored for converted models.
     """
     folder = Path(folder)
     partial = folder.with_name(f".{folder.name}.partial")
@@ -112,8 +107,6 @@ def save_checkpoint(
             metadata["calibration"] = asdict(calibration)
         if adapters is not None:
             metadata["adapters"] = dict(adapters)
-        if dtypes is not None:
-            metadata["dtypes"] = {name: str(dtype)[6:] for name, dtype in dtypes.items()}
         (partial / STATE).write_text(json.dumps(metadata), encoding="utf-8")
         (partial / COMPLETE).touch()
         if folder.exists():
@@ -178,17 +171,6 @@ def load_checkpoint(
     elif optimizer is not None:
         optimizer.reload_model_params()
     return int(state["updates"])
-
-
-def load_model(
-    chunks: list[PolicyModel], *, shape: ModelShape, topology: Topology, folder: str | Path
-) -> None:
-    """Load this rank's chunks from a model folder with safetensors or a converted checkpoint."""
-    stored = Path(folder) / FOLDER
-    if is_checkpoint(stored):
-        load_checkpoint(stored, chunks=chunks, topology=topology)
-    else:
-        load_weights(named_parameters(chunks), shape=shape, topology=topology, folder=folder)
 
 
 def _normalize_optimizer_state(optimizer: torch.optim.Optimizer) -> None:

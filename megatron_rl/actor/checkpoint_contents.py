@@ -1,7 +1,6 @@
 """Contents of distributed-checkpoint folders, read without Megatron or process groups.
 
-A run's checkpoints/step_NNNNNN/actor contains model and optimizer. `megatron-rl convert` writes a
-model folder with Hugging Face's config and tokenizer files and the weights in actor/.
+A run's checkpoints/step_NNNNNN/actor contains model and optimizer.
 """
 
 import json
@@ -9,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_rl.actor.safe_pickle import check_pickle
@@ -18,7 +16,7 @@ from megatron_rl.models.shape import ModelShape, weight_shapes
 from megatron_rl.models.weights import Weight
 from megatron_rl.runtime.checkpoint_format import check_format
 
-FOLDER = "actor"  # in a run's checkpoint and in a converted model
+FOLDER = "actor"  # in a run's checkpoint
 STATE = "actor.json"
 COMPLETE = "complete"
 
@@ -29,7 +27,7 @@ def is_checkpoint(folder: str | Path) -> bool:
 
 
 def read_state(folder: str | Path) -> dict[str, Any]:
-    """Read the number of updates, the optimizer flag, and dtypes of a converted model.
+    """Read the number of updates and the optimizer flag.
 
     Raises ValueError if the folder is missing, its save did not finish, or a later release wrote it
     in a format that this one cannot read.
@@ -120,14 +118,3 @@ def _key_and_shape(weight: Weight, shape: ModelShape) -> tuple[str, tuple[int, .
     if shape.layers_with("dense") and shape.experts:  # Megatron does not stack layers that differ
         return weight.megatron.format(layer=shape.layers_with(weight.layers).start), whole
     return weight.megatron.replace(".{layer}", ""), (shape.num_layers, *whole)
-
-
-def read_dtypes(folder: str | Path) -> dict[str, torch.dtype]:
-    """Return the original dtype of each Hugging Face tensor of a converted model."""
-    names = read_state(folder).get("dtypes")
-    if names is None:
-        raise UserError(
-            f"checkpoint {folder} was written by a run and has no dtypes of Hugging Face tensors; "
-            "use a folder written by megatron-rl convert"
-        )
-    return {name: getattr(torch, dtype) for name, dtype in names.items()}

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron_rl.actor.actor import MegatronActor
-from megatron_rl.actor.checkpoint import load_model
 from megatron_rl.actor.cpu_adaptation import megatron_runtime
 from megatron_rl.actor.lora import without_adapters
 from megatron_rl.actor.memory import PinnedMemory
-from megatron_rl.actor.weights import named_parameters
+from megatron_rl.actor.weights import load_model, named_parameters
 from megatron_rl.types import TokenBatch
 
 PIECE = 64 << 20  # bytes of a parameter that are exchanged at once

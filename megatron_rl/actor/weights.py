@@ -17,7 +17,6 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_rl.actor.checkpoint_contents import FOLDER, check_stored, is_checkpoint, read_dtypes
 from megatron_rl.distributed.agreement import sync_errors_across_ranks
 from megatron_rl.distributed.collectives import Group, group_rank, group_size
 from megatron_rl.distributed.topology import Topology
@@ -84,21 +83,11 @@ class HfReader:
         check_headers(self.folder, shape)
 
 
-def check_weights(folder: str | Path, shape: ModelShape) -> None:
-    """Raise ValueError naming tensors that the folder lacks or has in another shape."""
-    if is_checkpoint(Path(folder) / FOLDER):
-        check_stored(Path(folder) / FOLDER, shape)
-    else:
-        check_headers(folder, shape)
-
-
 def stored_dtypes(folder: str | Path, shape: ModelShape) -> dict[str, torch.dtype]:
-    """Return the dtype of every tensor in a model folder with safetensors or a checkpoint.
+    """Return the dtype of every tensor in a model folder.
 
     By the names of tensors in files, and of weights that files have in one tensor of all experts.
     """
-    if is_checkpoint(Path(folder) / FOLDER):
-        return read_dtypes(Path(folder) / FOLDER)
     reader = HfReader(folder)
     dtypes = {name: reader.dtype(name) for name in stored_shapes(shape)}
     places = stored_places(shape).items()
@@ -119,6 +108,13 @@ def named_parameters(chunks: Sequence[Module], *, adapters: bool = False) -> dic
         if (ADAPTER in name) == adapters
         and (isinstance(parameter, Parameter) or (name.endswith(BUFFER) and not adapters))
     }
+
+
+def load_model(
+    chunks: Sequence[Module], *, shape: ModelShape, topology: Topology, folder: str | Path
+) -> None:
+    """Load this rank's chunks from a Hugging Face folder."""
+    load_weights(named_parameters(chunks), shape=shape, topology=topology, folder=folder)
 
 
 def check_finite(parameters: Mapping[str, Tensor]) -> None:

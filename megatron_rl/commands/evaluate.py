@@ -134,8 +134,8 @@ def _settings_of_run(folder: Path) -> dict[str, Any]:
     """Return the settings of a run that an evaluation of its trained model reads."""
     if not (folder / "model").is_dir():
         raise ConfigError(
-            f"{folder} has no trained model yet; evaluate a checkpoint by megatron-rl convert "
-            f"--from {folder} --to NEW, then --model NEW"
+            f"{folder} has no trained model yet; evaluate a checkpoint by megatron-rl export "
+            f"{folder} NEW, then --model NEW"
         )
     saved = read_mapping(folder / "config.yaml")
     values = {key: saved[key] for key in FROM_RUN if key in saved}

@@ -5,18 +5,17 @@ from pathlib import Path
 
 SAMPLE = 1 << 16  # bytes
 SAMPLES = 64  # evenly spread over each weights file; smaller files are read whole
-WEIGHTS = ("*.safetensors", "actor/*.distcp", "actor/.metadata")
 
 
 def model_fingerprint(folder: str | Path) -> str:
     """Hash config.json and the sizes and samples of the weights; independent of the folder's path.
 
-    Training and conversion change nearly every value, so a few megabytes per file are enough to
+    Training changes nearly every value, so a few megabytes per file are enough to
     detect a different model.
     """
     folder = Path(folder)
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted(file for pattern in WEIGHTS for file in folder.glob(pattern)):
+    for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
         with file.open("rb") as stream:

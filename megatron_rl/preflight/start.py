@@ -21,8 +21,6 @@ from megatron_rl.rollouts.rollout_files import check_rollout_files, have_prompt_
 from megatron_rl.runtime.processes import cuda_devices, has_cuda
 from megatron_rl.types import Prompt
 
-CONVERTED = Path("actor") / "complete"  # exists in a model folder that `megatron-rl convert` wrote
-
 
 def default_world_size(config: Config) -> int:
     """Number of processes on this machine: one per device, and at least one replica."""
@@ -118,8 +116,8 @@ def _weight_problems(config: Config, shape: ModelShape | None, known: list[str])
         folders["model.reference"] = config.model.reference
     problems = []
     for key, folder in folders.items():
-        if (Path(folder) / CONVERTED).is_file() or _is_named(key, known):
-            continue  # a rank checks the files of a converted model
+        if _is_named(key, known):
+            continue
         try:
             check_headers(folder, shape)
         except ValueError as error:

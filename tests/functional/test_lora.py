@@ -234,8 +234,8 @@ def test_layouts_equal_one_process(tmp_path, model):
 
 
 def store(rank, world_size, root):
-    """Merge in bfloat16, convert the checkpoint, and load what does not belong together."""
-    from megatron_rl.actor.import_export import convert_to_hugging_face
+    """Merge in bfloat16, export the checkpoint, and load what does not belong together."""
+    from megatron_rl.actor.checkpoint_export import export_checkpoint
     from megatron_rl.actor.reference import ReferencePolicy
     from megatron_rl.objectives import build_objective
 
@@ -251,11 +251,9 @@ def store(rank, world_size, root):
     exported = load_file(root / "exported16" / "model.safetensors")
     push(actor, exported, dtype=torch.bfloat16)
     options = {"like": root / "model16", "topology": actor.topology}
-    convert_to_hugging_face(
-        root / "checkpoint16", root / "converted16", progress=lambda *_: None, **options
-    )
-    converted = load_file(root / "converted16" / "model.safetensors")
-    assert all(torch.equal(converted[name], value) for name, value in exported.items())
+    export_checkpoint(root / "checkpoint16", root / "again16", progress=lambda *_: None, **options)
+    again = load_file(root / "again16" / "model.safetensors")
+    assert all(torch.equal(again[name], value) for name, value in exported.items())
     for folder, changes, message in (
         ("other16", {}, "adapters of another model"),
         ("model16", {"lora": replace(settings().lora, rank=8)}, "adapters with rank 4"),

@@ -1,6 +1,6 @@
-"""Conversion of models between Hugging Face folders and distributed checkpoints.
+"""Export of a distributed checkpoint to a Hugging Face folder.
 
-Each rank converts its own shards; its memory is limited to these, one full tensor and, on rank 0,
+Each rank exports its own shards; its memory is limited to these, one full tensor and, on rank 0,
 one file of the export.
 """
 
@@ -10,20 +10,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megatron_rl.actor.build import build_chunks
-from megatron_rl.actor.checkpoint import load_checkpoint, load_model, save_checkpoint
-from megatron_rl.actor.checkpoint_contents import FOLDER, read_state
+from megatron_rl.actor.checkpoint import load_checkpoint
+from megatron_rl.actor.checkpoint_contents import read_state
 from megatron_rl.actor.cpu_adaptation import megatron_runtime
-from megatron_rl.actor.export import begin_folder, export_weights
+from megatron_rl.actor.export import export_weights
 from megatron_rl.actor.lora import adapted_weights, add_adapters, describe_adapters
 from megatron_rl.actor.model import PolicyModel
 from megatron_rl.actor.settings import ActorSettings, LoraSettings
-from megatron_rl.actor.shard_writer import ShardWriter
 from megatron_rl.actor.weights import (
     ProgressCallback,
-    load_weights,
+    load_model,
     named_parameters,
     stored_dtypes,
 )
@@ -32,31 +30,7 @@ from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.resharding.adapted import LocalWeight
 
 
-def convert_to_checkpoint(
-    source: str | Path, target: str | Path, *, topology: Topology, progress: ProgressCallback
-) -> None:
-    """Write a model folder whose weights are a distributed checkpoint. Collective.
-
-    Copies config and tokenizer files; the folder appears under its final name when complete.
-    """
-    target = Path(target)
-    partial = target.with_name(f".{target.name}.partial")
-    shape = read_model_shape(source)
-    dtypes = stored_dtypes(source, shape)
-    if topology.rank == 0:
-        begin_folder(partial, source)
-    with megatron_runtime():
-        chunks = _build(shape, dtypes, topology)
-        parameters = named_parameters(chunks)
-        load_weights(parameters, shape=shape, topology=topology, folder=source, progress=progress)
-        writer = ShardWriter(topology.host_group)
-        save_checkpoint(partial / FOLDER, chunks=chunks, writer=writer, dtypes=dtypes)
-    if topology.rank == 0:
-        partial.rename(target)
-    dist.barrier()
-
-
-def convert_to_hugging_face(
+def export_checkpoint(
     checkpoint: str | Path,
     target: str | Path,
     *,

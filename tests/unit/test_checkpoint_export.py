@@ -1,4 +1,4 @@
-"""Tests of planning a conversion: source formats, rejected inputs and the dry run."""
+"""Planning an export: where the checkpoint is found, and what is refused."""
 
 import json
 
@@ -9,12 +9,9 @@ import yaml
 from safetensors.torch import save_file
 
 from megatron_rl.actor.checkpoint_contents import COMPLETE, STATE
+from megatron_rl.checkpoint_export import plan_export
 from megatron_rl.config import ConfigError, parse_config
-from megatron_rl.conversion.conversion_plan import describe_dry_run, plan_conversion
-from megatron_rl.conversion.name_table import build_name_table
 from megatron_rl.models.shape import read_model_shape, tensor_shapes
-from megatron_rl.resharding.layouts import ActorLayout
-from tests.unit.resharding.shapes import small_shape
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -74,46 +71,44 @@ def make_run(folder, model):
 
 
 def plan(source, target, *overrides, like=None):
-    return plan_conversion(source, target, like=like, overrides=list(overrides))
+    return plan_export(source, target, like=like, overrides=list(overrides))
 
 
-def test_plan_conversion_finds_direction_from_source(model, tmp_path):
-    to_checkpoint = plan(model, tmp_path / "out")
-    assert to_checkpoint.to_checkpoint
-    assert to_checkpoint.dtypes["model.norm.weight"] == torch.float32
-    assert to_checkpoint.dtypes["lm_head.weight"] == torch.bfloat16
+def test_newest_checkpoint_of_run_is_found_with_its_model(model, tmp_path):
     run = make_run(tmp_path / "run", model)
     newest = run / "checkpoints" / "step_000010"
     for source in (run, newest, newest / "actor"):
-        back = plan(source, tmp_path / "out")
-        assert not back.to_checkpoint
-        assert back.source == newest / "actor"
-        assert back.like == model  # from the run's config.yaml
-    assert plan(run / "checkpoints" / "step_000005", tmp_path / "out").source.parent.name[-1] == "5"
+        found = plan(source, tmp_path / "out")
+        assert (found.checkpoint, found.like) == (newest / "actor", model)
+    older = plan(run / "checkpoints" / "step_000005", tmp_path / "out")
+    assert older.checkpoint.parent.name == "step_000005"
+    # Two embeddings of 10 x 8, layers of 2 norms of 8 and 4 * 64 + 3 * 48, in two bytes; the last
+    # norm of 8 in four.
+    assert found.mebibytes == (2 * (160 + 2 * (16 + 256 + 144)) + 4 * 8) / 2**20
 
 
-def test_plan_conversion_rejects_invalid_paths(model, tmp_path):
+def test_invalid_paths_are_refused(model, tmp_path):
     empty, out = tmp_path / "empty", tmp_path / "out"
     empty.mkdir()
     alone = make_checkpoint(tmp_path / "alone")
-    with pytest.raises(ConfigError, match=r"neither a Hugging Face folder .* nor a checkpoint"):
+    with pytest.raises(ConfigError, match=r"empty is no checkpoint of a run; give a run directory"):
         plan(empty, out)
+    with pytest.raises(ConfigError, match=r"model is no checkpoint of a run but a Hugging Face fo"):
+        plan(model, out)
     with pytest.raises(ConfigError, match="is never overwritten"):
-        plan(model, empty)
+        plan(alone, empty, like=str(model))
     with pytest.raises(ConfigError, match=r"is not in a run directory; give .* by --like"):
         plan(alone, out)
     with pytest.raises(ConfigError, match=r"--like .* has no config.json"):
         plan(alone, out, like=str(empty))
-    with pytest.raises(ConfigError, match="--like is for checkpoints"):
-        plan(model, out, like=str(model))
     assert plan(alone, out, like=str(model)).like == model
     (alone / COMPLETE).unlink()
-    with pytest.raises(ConfigError, match="neither"):
+    with pytest.raises(ConfigError, match="no checkpoint"):
         plan(alone, out, like=str(model))
 
 
-def test_plan_conversion_rejects_impossible_layouts(model, tmp_path):
-    out = tmp_path / "out"
+def test_impossible_layouts_are_refused(model, tmp_path):
+    alone, out = make_checkpoint(tmp_path / "alone"), tmp_path / "out"
     for overrides, output in (
         (["parallel.tensor=3"], "parallel.tensor=3 does not divide the model's 2 attention heads"),
         (["parallel.pipeline=4"], "parallel.pipeline=4 is more than the model's 2 layers"),
@@ -123,11 +118,12 @@ def test_plan_conversion_rejects_impossible_layouts(model, tmp_path):
         (["trainer.steps=2"], r"only parallel.\* can be set here"),
     ):
         with pytest.raises(ValueError, match=output):
-            plan(model, out, *overrides)
-    assert plan(model, out, "parallel.pipeline=2", "parallel.tensor=2").layout.world_size == 4
+            plan(alone, out, *overrides, like=str(model))
+    layout = plan(alone, out, "parallel.pipeline=2", "parallel.tensor=2", like=str(model)).layout
+    assert layout.world_size == 4
 
 
-def test_plan_conversion_rejects_checkpoint_of_another_model(model, tmp_path):
+def test_checkpoint_of_another_model_is_refused(model, tmp_path):
     out = tmp_path / "out"
     qkv = "decoder.layers.self_attention.linear_qkv.weight"
     for name, changes, output in (
@@ -142,38 +138,3 @@ def test_plan_conversion_rejects_checkpoint_of_another_model(model, tmp_path):
     # Padding of the vocabulary belongs to the layout, not to the model.
     padded = make_checkpoint(tmp_path / "padded", **{"output_layer.weight": (192, 8)})
     assert plan(padded, out, like=str(model))
-
-
-def test_describe_dry_run_lists_tensors_and_writes_nothing(model, tmp_path):
-    conversion = plan(model, tmp_path / "out", "parallel.tensor=2", "parallel.pipeline=2")
-    text = describe_dry_run(conversion)
-    lines = {line.split("  ")[0]: line.split() for line in text.splitlines()}
-    assert lines["model.layers.[0-1].mlp.down_proj.weight"][1:] == [
-        "8", "x", "6", "bfloat16", "decoder.layers.i.mlp.linear_fc2.weight", "columns", "/", "2",
-    ]  # fmt: skip
-    assert "bfloat16" not in lines["model.norm.weight"]
-    # Each stage has one layer, half of it per process: norms 16, attention 4 * 32, MLP 3 * 24. The
-    # first stage adds 10 x 8 embeddings, the last as many outputs and the final norm; all 10 rows
-    # are on the stage's first process, which has 32 of 64 padded rows.
-    assert "processes 0 to 1 (stage 0): 296 elements each" in text
-    assert "processes 2 to 3 (stage 1): 304 elements each" in text
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "architecture",
-    ["Qwen2ForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"],
-)
-def test_build_name_table_covers_every_tensor_once(architecture):
-    shape = small_shape(architecture)
-    sizes = tensor_shapes(shape)
-    layout = ActorLayout(tensor=2, data=2, expert=2 if shape.experts else 1)
-    table = build_name_table(shape, layout, dict.fromkeys(sizes, torch.float32))
-    covered = 0
-    for name, size, *_ in table:
-        layers = shape.num_layers if "layers.[0-3]" in name else 1
-        experts = shape.experts.num_experts if ".experts." in name else 1
-        covered += layers * experts
-        one = name.replace("layers.[0-3]", "layers.1").replace("experts.[0-3]", "experts.2")
-        assert size == " x ".join(map(str, sizes[one]))
-    assert covered == len(sizes)
