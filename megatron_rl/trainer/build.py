@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.adapter_files import export_adapters
 from megatron_rl.actor.reference import ReferencePolicy
-from megatron_rl.actor.weights import ProgressCallback, check_weights
+from megatron_rl.actor.weights import ProgressCallback
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.distributed.agreement import (
@@ -22,6 +22,7 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.engine import ConversationSettings, EngineHooks, RolloutEngine
 from megatron_rl.engine.vllm_engine import VllmEngine
 from megatron_rl.models.peft_folder import peft_problem
+from megatron_rl.models.safetensors_headers import check_headers
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives import PolicyObjective, build_objective
 from megatron_rl.preflight.settings import check_settings
@@ -76,10 +77,10 @@ def run_training(
     """
     start = StartUp()
     shape = check_settings(config, world_size=world_size)
-    check_weights(config.model.path, shape)
+    check_headers(config.model.path, shape)
     objective = build_objective(config.objective.name, **config.objective.overrides)
     if "reference_logprobs" in objective.needs:
-        check_weights(config.reference_path, read_model_shape(config.reference_path))
+        check_headers(config.reference_path, read_model_shape(config.reference_path))
     directory = RunDirectory.of(config)
 
     if rank == 0:
