@@ -5,7 +5,8 @@ import argparse
 from megatron_rl.commands.ending import fail, leave
 from megatron_rl.commands.options import Commands, add_command, option
 from megatron_rl.commands.train import check_devices
-from megatron_rl.runtime.processes import join_processes, quiet_libraries, start_processes
+from megatron_rl.runtime.joining import join_processes
+from megatron_rl.runtime.processes import quiet_libraries, start_processes
 
 
 def add_parser(commands: Commands) -> None:
