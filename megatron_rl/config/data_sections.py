@@ -1,8 +1,11 @@
 """Sections of a config for prompts: training sets and held-out evaluation sets."""
 
+from dataclasses import dataclass
+from datetime import date, datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    BeforeValidator,
     Field,
     SerializerFunctionWrapHandler,
     field_validator,
@@ -19,6 +22,24 @@ RESERVED_ARGUMENTS = {
     "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
     "tokenizer_kwargs",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FixedDate:
+    """The function `strftime_now` of chat templates for one date, at midnight, instead of now."""
+
+    date: str  # YYYY-MM-DD
+
+    def __call__(self, format: str) -> str:
+        return datetime.fromisoformat(self.date).strftime(format)
+
+
+def _as_date(value: Any) -> str:
+    """Return YAML's date or a text as YYYY-MM-DD."""
+    try:
+        return date.fromisoformat(str(value)).isoformat()
+    except ValueError:
+        raise ValueError("must be a date as YYYY-MM-DD, such as 2026-01-31") from None
 
 
 class ColumnsSection(Section):
@@ -71,6 +92,16 @@ class DataSection(Section):
     for base models (`docs/prompts.md`)."""
     template_arguments: dict[str, Any] = Field(default_factory=dict)
     """Additional arguments of the chat template, such as `{enable_thinking: false}`."""
+    date: Annotated[str, BeforeValidator(_as_date)] | None = None
+    """Date as YYYY-MM-DD for chat templates that write today's date, such as Llama 3.2's and
+    gpt-oss's; null uses the date of the run's first start, also after a resume and when the run is
+    evaluated."""
+
+    @property
+    def rendering(self) -> dict[str, Any]:
+        """All arguments of the chat template."""
+        fixed = {} if self.date is None else {"strftime_now": FixedDate(self.date)}
+        return fixed | self.template_arguments
 
     @field_validator("template_arguments")
     @classmethod

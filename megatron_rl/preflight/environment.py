@@ -83,7 +83,7 @@ class EnvironmentTrial:
         if answer.done or answer.token_ids is not None:
             return []
         config = self.with_tools()
-        renderer = TurnRenderer(tokenizer, config.data.template, config.data.template_arguments)
+        renderer = TurnRenderer(tokenizer, config.data.template, config.data.rendering)
         messages = as_messages(answer.observation)
         try:
             if answer.restarts:

@@ -130,7 +130,7 @@ def parse_rollout(row: dict[str, Any], tokenizer: Any, *, place: int, config: Co
             messages,
             tokenizer,
             template=config.data.template,
-            arguments=config.data.template_arguments,
+            arguments=config.data.rendering,
         )
     ending = row.get("finish_reason")
     tokens = row.get("token_ids")

@@ -121,7 +121,7 @@ def _read_set(
             too_long=data.too_long,
             bad_rows=data.bad_rows,
             template=data.template,
-            template_arguments=data.template_arguments,
+            template_arguments=data.rendering,
             system_prompt=data.system_prompt,
             first=first,
             echo=echo,

@@ -137,6 +137,7 @@ class RunDirectory:
             key: (before.get(key), now.get(key))
             for key in sorted(before.keys() | now.keys())
             if before.get(key) != now.get(key)
+            and (key, now.get(key)) != ("data.date", None)  # null keeps that of the first start
         }
 
     def _is_moved(self, key: str, config: Config) -> bool:

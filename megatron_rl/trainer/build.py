@@ -62,6 +62,7 @@ from megatron_rl.trainer.conversations import open_conversations
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.learning_check import describe_slow_packs
 from megatron_rl.trainer.loop import Trainer
+from megatron_rl.trainer.prompt_date import fix_date
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.trainer.skipped_updates import SkippedUpdates
 from megatron_rl.trainer.watchdog import GRACE, longest_silence, watch
@@ -95,6 +96,7 @@ def run_training(
         if line is not None:
             console.echo(line)
     log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
+    config = fix_date(config, directory, echo=console.echo)
     opened = open_conversations(
         config, topology, cores=cores_of_rank(), echo=log, journals=directory.answers
     )

@@ -60,7 +60,7 @@ def open_conversations(
         renderer = TurnRenderer(
             load_tokenizer(config.model.path, **config.tokenizer_options),
             config.data.template,
-            config.data.template_arguments,
+            config.data.rendering,
         )
         yield (
             config,

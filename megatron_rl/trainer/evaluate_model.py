@@ -28,6 +28,7 @@ from megatron_rl.trainer.build import (
 )
 from megatron_rl.trainer.conversations import open_conversations
 from megatron_rl.trainer.evaluation import Evaluator, describe_responses
+from megatron_rl.trainer.prompt_date import fix_date
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.trainer.scores import ConfidenceInterval, SetScores, intervals
 
@@ -56,6 +57,7 @@ def run_evaluation(
     topology = groups.initialise(seed=config.seed, timeout=collective_timeout(config))
     console = Console(is_main_rank=rank == 0, log_file=directory.log_file)
     log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
+    config = fix_date(config, directory, echo=console.echo)
     opened = open_conversations(config, topology, cores=cores_of_rank(), echo=log)
     with (
         opened as (shown, conversations),
@@ -100,6 +102,7 @@ def _report(
     content = {
         "model": config.model.path,
         "seed": config.seed,
+        "date": config.data.date,
         "temperature": config.eval.temperature,
         "top_p": config.eval.top_p,
         "max_response_tokens": config.rollout.max_response_tokens,
