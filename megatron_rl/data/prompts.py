@@ -20,7 +20,7 @@ from megatron_rl.data.rows import (
     parse_row,
     read_rows,
 )
-from megatron_rl.data.tokenizer import Template, check_tokenizer
+from megatron_rl.data.tokenizer import Template, check_raw, check_tokenizer
 from megatron_rl.errors import UserError
 from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.types import Prompt
@@ -62,6 +62,8 @@ def read_prompts(
     """
     path = Path(path)
     check_tokenizer(tokenizer, template=template)
+    if template == "raw":
+        check_raw(tokenizer)
     rows = _distinct_rows(
         itertools.islice(read_rows(path, columns := columns or Columns()), first),
         columns, path=path, bad_rows=bad_rows, system_prompt=system_prompt, echo=echo,

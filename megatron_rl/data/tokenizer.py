@@ -75,11 +75,15 @@ def check_tokenizer(
             f"{name}: no eos_token, so a response could never end; name one in "
             "tokenizer_config.json"
         )
-    if template == "raw" and tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
+
+
+def check_raw(tokenizer: Any) -> None:
+    """Raise UserError if a text without template would end with the end-of-sequence token."""
+    if tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
         raise UserError(
-            f"{name}: the tokenizer adds {tokenizer.eos_token!r} to every text, so with "
-            "data.template=raw a response would begin after the end of its prompt; remove it from "
-            "the post_processor of tokenizer.json"
+            f"the tokenizer adds {tokenizer.eos_token!r} to every text, so with data.template=raw "
+            "a response would begin after the end of its prompt; remove it from the "
+            "post_processor of tokenizer.json"
         )
 
 

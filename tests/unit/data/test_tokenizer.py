@@ -256,9 +256,11 @@ def test_raw_prompt_that_ends_with_end_of_text_is_refused(tmp_path):
         single=f"$A {EOS}", special_tokens=[(EOS, tokenizer.token_to_id(EOS))]
     )
     write_folder(tmp_path, tokenizer, model_type="llama")
-    assert load_tokenizer(tmp_path).eos_token == EOS
+    path = write(tmp_path / "set.parquet", [build_row("ab")])
+    loaded = load_tokenizer(tmp_path)
+    assert load_prompts(path, loaded, max_prompt_tokens=9)[0].token_ids[-1] != loaded.eos_token_id
     with pytest.raises(UserError, match="after the end of its prompt"):
-        load_tokenizer(tmp_path, template="raw")
+        load_prompts(path, loaded, max_prompt_tokens=9, template="raw")
 
 
 def test_raw_messages_are_joined_by_blank_lines_without_roles(tmp_path):
