@@ -31,6 +31,7 @@ class Prompt:
     data_source: str
     row: str = "{}"  # the whole row of the prompt set, as JSON
     text: str = ""  # what token_ids decode to, special tokens included; empty: not decoded
+    tools: tuple[dict[str, Any], ...] = ()  # schemas that the chat template shows
 
 
 @dataclass(frozen=True)

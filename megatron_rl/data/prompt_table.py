@@ -25,6 +25,7 @@ SCHEMA = pa.schema(
         "data_source": pa.string(),
         "row": pa.string(),
         "text": pa.string(),
+        "tools": pa.string(),  # JSON
     }
 )
 
@@ -34,7 +35,8 @@ def write_prompts(file: Path, prompts: Iterable[Prompt]) -> None:
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
         rows: list[dict[str, object]] = []
         for prompt in prompts:
-            rows.append(vars(prompt) | {"messages": json.dumps(prompt.messages)})
+            as_json = {name: json.dumps(getattr(prompt, name)) for name in ("messages", "tools")}
+            rows.append(vars(prompt) | as_json)
             if len(rows) == ROWS_AT_ONCE:
                 writer.write_batch(pa.RecordBatch.from_pylist(rows, SCHEMA))
                 rows = []
@@ -75,6 +77,7 @@ class PromptTable(_Lazy):
         batch = self._batches[number]
         (row,) = batch.slice(place - int(self._ends[number]) + len(batch), 1).to_pylist()
         row["messages"] = tuple(json.loads(row["messages"]))
+        row["tools"] = tuple(json.loads(row["tools"]))
         row["token_ids"] = tuple(row["token_ids"])
         return Prompt(**row)
 

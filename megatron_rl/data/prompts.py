@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,10 +23,13 @@ from megatron_rl.data.rows import (
 )
 from megatron_rl.data.tokenizer import Template, check_raw, check_tokenizer
 from megatron_rl.errors import UserError
+from megatron_rl.messages import Message, with_text_arguments
 from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.types import Prompt
 
 ROWS_AT_ONCE = 4096  # tokenized together
+Chat = tuple[Sequence[Message], Sequence[dict[str, Any]]]  # messages and tools
+_INDEX = re.compile(r"__index_level_\d+__|Unnamed: 0")
 
 
 def load_prompts(path: str | Path, tokenizer: Any, **options: Any) -> list[Prompt]:
@@ -49,8 +53,8 @@ def read_prompts(
 ) -> Iterator[Prompt]:
     """Yield the distinct prompts of a parquet, JSON lines or CSV file with their tokens, in order.
 
-    Rows that repeat an earlier row's messages and answer are left out: the published DAPO-Math-17k
-    contains each of its 17 thousand problems about 100 times. `index` is the row in the file.
+    Rows that repeat an earlier row in every column are left out, and `echo` gets their number: the
+    published DAPO-Math-17k contains each of its problems 100 times. `index` is the row in the file.
 
     too_long: whether a prompt of more than `max_prompt_tokens` tokens is an error or left out;
     bad_rows: whether a malformed row is; `echo` gets how many are. template: by the chat template,
@@ -68,11 +72,12 @@ def read_prompts(
         itertools.islice(read_rows(path, columns := columns or Columns()), first),
         columns, path=path, bad_rows=bad_rows, system_prompt=system_prompt, echo=echo,
     )  # fmt: skip
+    arguments = template_arguments or {}
     longer = _TooLong(max_prompt_tokens)
     while block := list(itertools.islice(rows, ROWS_AT_ONCE)):
         token_ids = _tokenize(
-            {number: row.messages for number, row, _ in block},
-            tokenizer, path=path, template=template, arguments=template_arguments or {},
+            {number: (row.messages, row.tools) for number, row, _ in block},
+            tokenizer, path=path, template=template, arguments=arguments,
         )  # fmt: skip
         texts = tokenizer.batch_decode(list(token_ids.values()), skip_special_tokens=False)
         for (number, row, whole), text in zip(block, texts, strict=True):
@@ -86,6 +91,7 @@ def read_prompts(
                     data_source=row.data_source,
                     row=whole,
                     text=text,
+                    tools=row.tools,
                 )
     if longer.count:
         echo(longer.refuse_or_describe(too_long, path=path))
@@ -142,7 +148,7 @@ def _distinct_rows(
 ) -> Iterator[tuple[int, Row, str]]:
     """Yield each row's number, and it parsed and as JSON, unless it repeats an earlier one."""
     seen: set[bytes] = set()
-    bad, first_bad = 0, None
+    bad, first_bad, repeated = 0, None, 0
     for number, plain in numbered:
         try:
             row = parse_row(plain, columns, path=path, number=number, system_prompt=system_prompt)
@@ -151,32 +157,49 @@ def _distinct_rows(
                 raise UserError(f"{error}; {BAD_ROW_CURE}") from None
             bad, first_bad = bad + 1, first_bad or error
             continue
-        key = json.dumps([row.ground_truth, row.messages], sort_keys=True)
-        digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
-        if digest not in seen:
-            seen.add(digest)
-            yield number, row, json.dumps(plain, default=str)
+        whole = json.dumps(plain, default=str)
+        digest = hashlib.blake2b(_without_index(plain, whole).encode(), digest_size=16).digest()
+        if digest in seen:
+            repeated += 1
+            continue
+        seen.add(digest)
+        yield number, row, whole
+    if repeated:
+        echo(
+            f"{path}: {repeated} of {repeated + len(seen)} rows repeat an earlier row in every "
+            "column: left out (a column that numbers the rows keeps them apart)"
+        )
     if bad:
         echo(f"{path}: {bad} malformed rows left out (data.bad_rows=skip); the first: {first_bad}")
     if not seen:
         raise UserError(f"{path} holds no prompts: all of its rows are malformed")
 
 
+def _without_index(row: PlainRow, text: str) -> str:
+    """Return a row's JSON text without the columns that pandas writes for its index."""
+    if isinstance(row, dict) and (index := [name for name in row if _INDEX.fullmatch(name)]):
+        row = {name: value for name, value in row.items() if name not in index}
+        return json.dumps(row, default=str)
+    return text
+
+
 def tokenize_messages(
-    messages: Sequence[dict[str, Any]],
+    messages: Sequence[Message],
     tokenizer: Any,
     *,
     template: Template = "chat",
     arguments: Mapping[str, Any],
+    tools: Sequence[dict[str, Any]] = (),
 ) -> list[int]:
     """The tokens of one prompt; ValueError where the chat template refuses it."""
     return _tokenize(
-        {0: tuple(messages)}, tokenizer, path=Path("prompt"), template=template, arguments=arguments
-    )[0]
+        {0: (messages, tools)},
+        tokenizer, path=Path("prompt"), template=template, arguments=arguments,
+    )[0]  # fmt: skip
 
 
 def _tokenize(
-    chats: dict[int, tuple[dict[str, Any], ...]],
+    chats: Mapping[int, Chat],
     tokenizer: Any,
     *,
     path: Path,
@@ -184,7 +207,7 @@ def _tokenize(
     arguments: Mapping[str, Any],
 ) -> dict[int, list[int]]:
     if template == "raw":
-        texts = ["\n\n".join(one["content"] for one in chat) for chat in chats.values()]
+        texts = [_join(chat, name_row(path, number)) for number, chat in chats.items()]
     else:
         texts = _apply_template(chats, tokenizer, path=path, arguments=arguments)
     # A chat template writes special tokens itself; a plain text gets what the tokenizer adds.
@@ -199,27 +222,98 @@ def _tokenize(
     return token_ids
 
 
+def _join(chat: Chat, where: str) -> str:
+    messages, tools = chat
+    if tools or any(message.get("tool_calls") for message in messages):
+        raise UserError(
+            f"{where}: has tools or tool calls, which data.template=raw would leave out; use a "
+            "chat template, or remove them"
+        )
+    return "\n\n".join(message["content"] for message in messages)
+
+
 def _apply_template(
-    chats: dict[int, tuple[dict[str, Any], ...]],
-    tokenizer: Any,
-    *,
-    path: Path,
-    arguments: Mapping[str, Any],
+    chats: Mapping[int, Chat], tokenizer: Any, *, path: Path, arguments: Mapping[str, Any]
 ) -> list[str]:
     texts = []
-    for index, chat in chats.items():
+    for number, (messages, tools) in chats.items():
         try:
-            texts.append(
-                tokenizer.apply_chat_template(
-                    list(chat), tokenize=False, add_generation_prompt=True, **arguments
-                )
-            )
-        except Exception as error:  # a template is a program and may raise anything
-            raise UserError(
-                f"{name_row(path, index)}: the chat template refuses these messages: {error}; "
-                "repair the row, the template (chat_template.jinja) or data.template_arguments"
-            ) from error
+            texts.append(_render(messages, tools, tokenizer, arguments=arguments))
+        except UserError as error:
+            raise UserError(f"{name_row(path, number)}: {error}") from error.__cause__
     return texts
+
+
+def _render(
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]],
+    tokenizer: Any,
+    *,
+    arguments: Mapping[str, Any],
+) -> str:
+    """Apply the chat template; raise UserError if it refuses a part of the prompt or leaves it out.
+
+    Most templates take the arguments of tool calls as objects, some as texts: those are tried next.
+    """
+    if tools and arguments.get("tools"):
+        raise UserError(
+            "has tools, but the environment or data.template_arguments gives the template others; "
+            "remove one of them"
+        )
+    given = dict(arguments) | ({"tools": list(tools)} if tools else {})
+    forms = [list(messages)]
+    if any(message.get("tool_calls") for message in messages):
+        forms.append(with_text_arguments(messages))
+    problems: list[UserError] = []
+    for form in forms:
+        try:
+            text = tokenizer.apply_chat_template(
+                form, tokenize=False, add_generation_prompt=True, **given
+            )
+        except Exception as error:  # noqa: BLE001 - a template is a program and may raise anything
+            problem = UserError(
+                f"the chat template refuses these messages: {error}; repair the row, the template "
+                "(chat_template.jinja) or data.template_arguments"
+            )
+            problem.__cause__ = error
+        else:
+            if (missing := _find_missing(messages, tools, text)) is None:
+                return str(text)
+            problem = UserError(
+                f"the chat template leaves out {missing}; remove it from the rows, or repair the "
+                "template (chat_template.jinja)"
+            )
+        problems.append(problem)
+    raise problems[0]
+
+
+def _find_missing(
+    messages: Sequence[Message], tools: Sequence[dict[str, Any]], text: str
+) -> str | None:
+    """Name what a rendered text lacks: a message not of the assistant, a tool call or a tool.
+
+    Messages follow each other in the text, except system messages, which some templates move.
+    """
+    end = 0  # of what was found
+    for place, message in enumerate(messages, start=1):
+        role, content = message.get("role"), message.get("content")
+        # Templates drop the thinking of earlier turns, and some write results of tools as JSON.
+        if role != "assistant" and isinstance(content, str):
+            plain = content.strip()
+            written = json.dumps(plain, ensure_ascii=False)[1:-1]
+            start = 0 if role in ("system", "developer") else end
+            found = max(text.find(plain, start), text.find(written, start))
+            if found < 0:
+                return f"message {place}, of role {role}"
+            end = max(end, found + len(plain)) if start == end else end
+        for call in message.get("tool_calls") or ():
+            name = (call.get("function") or {}).get("name") or ""
+            found = text.find(name, end)
+            if found < 0:
+                return f"the call of {name} in message {place}"
+            end = found + len(name)
+    names = [tool["function"]["name"] for tool in tools]
+    return next((f"the tool {name}" for name in names if name not in text), None)
 
 
 @dataclass

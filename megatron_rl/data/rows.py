@@ -5,20 +5,24 @@ By default the columns are those of DAPO-Math-17k: `prompt` (a list of chat mess
 Schema: https://huggingface.co/datasets/BytedTsinghua-SIA/DAPO-Math-17k
 """
 
+import contextlib
 import csv
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_rl.data.hub import HubSet, is_on_hub, read_hub, read_saved
 from megatron_rl.errors import UserError
+from megatron_rl.messages import MEDIA, TOOLS, Message, parse_messages, parse_tools
 from megatron_rl.texts import clean
 
 PlainRow = dict[str, Any] | ValueError
@@ -26,6 +30,8 @@ SOURCE = "data_source"
 _ROWS_AT_ONCE = 4096  # a whole large file as objects is too much
 BAD_ROW_CURE = "repair it, or leave such rows out by data.bad_rows=skip"
 FIRST_ROWS = 1000  # that a command checks before it starts a run
+_TEXTS_OF_NAN = ("nan", "<NA>")  # str() of a missing number in pandas
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 @dataclass(frozen=True)
@@ -35,14 +41,16 @@ class Columns:
     prompt: str = "prompt"  # a text, the user's message, or a list of chat messages
     answer: str = "reward_model.ground_truth"  # a text or a number
     source: str | None = None  # None: `data_source` where there is one, else the file's name
+    tools: str | None = None  # None: `tools` where there is one
 
 
 class Row(NamedTuple):
     """The parsed fields of a row."""
 
-    messages: tuple[dict[str, Any], ...]
+    messages: tuple[Message, ...]
     ground_truth: str
     data_source: str
+    tools: tuple[dict[str, Any], ...] = ()  # schemas for the chat template
 
 
 def check_prompt_file(
@@ -114,93 +122,126 @@ def _reader_of(path: Path) -> Callable[[Path], Iterator[tuple[int, PlainRow]]]:
 def parse_row(
     row: PlainRow, columns: Columns, *, path: Path, number: int, system_prompt: str | None = None
 ) -> Row:
-    """Parse messages, ground truth and source; raise UserError if one is missing or malformed.
+    """Parse messages, truth, source and tools; raise UserError if one is missing or malformed.
 
     system_prompt: becomes the first message; a row with its own system message is rejected.
     """
     if isinstance(row, ValueError):
         raise row
     where = name_row(path, number)
-    messages = _parse_messages(row, columns, where=where, system_prompt=system_prompt)
-    truth = _find(row, columns.answer)
-    if isinstance(truth, int | float) and not isinstance(truth, bool):
-        truth = str(truth)
-    if not isinstance(truth, str) or not truth.strip():
+    if media := [name for name in MEDIA if row.get(name)]:
         raise UserError(
-            f"{where}: {columns.answer} must be a non-empty text or a number, got {truth!r:.80}"
+            f"{where}: has a value in the column {media[0]}; models here read text only: leave "
+            "such rows out, or remove the column"
+        )
+    messages = _parse_prompt(row, columns, path=path, where=where, system_prompt=system_prompt)
+    value = _find(row, columns.answer)
+    truth = parse_answer(value)
+    if truth is None:
+        raise UserError(
+            f"{where}: {columns.answer} must be a non-empty text or a number, got {value!r:.80}; "
+            "write other kinds as a text, or let the reward read them from the row"
         )
     source = _find(row, columns.source or SOURCE)
     if source is None and columns.source is None and SOURCE not in row:
         source = clean(HubSet.parse(path).name if is_on_hub(path) else path.stem)
     if not isinstance(source, str):
         raise UserError(f"{where}: {columns.source or SOURCE} must be a text, got {source!r:.80}")
-    return Row(messages, truth, source)
-
-
-def _parse_messages(
-    row: dict[str, Any], columns: Columns, *, where: str, system_prompt: str | None
-) -> tuple[dict[str, Any], ...]:
-    messages = _find(row, columns.prompt)
-    if isinstance(messages, str) and messages.strip():
-        messages = [{"role": "user", "content": messages}]
-    if not isinstance(messages, list) or not messages:
-        raise UserError(
-            f"{where}: {columns.prompt} must be a text or a list of chat messages, got "
-            f"{messages!r:.80}"
-        )
-    for message in messages:
-        if not isinstance(message, dict) or not all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        ):
-            raise UserError(
-                f"{where}: a chat message must have the texts role and content, got {message!r:.80}"
-            )
+    name = columns.tools or TOOLS
     try:
-        return add_system_prompt(tuple(map(_without_nulls, messages)), system_prompt)
+        tools = parse_tools(_find(row, name), key=name, from_table=_is_table(path))
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    return Row(messages, truth, source, tools)
+
+
+def parse_answer(value: Any) -> str | None:
+    """Return a ground truth as text; None if it is neither a text nor a finite number.
+
+    Numbers have no exponent and no zeros at the end: 72.0 is `72`, and 1e16 a 1 with 16 zeros.
+    """
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # a NumPy scalar
+        value = value.item()
+    if isinstance(value, str):
+        return value if value.strip() and value not in _TEXTS_OF_NAN else None
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+        return None
+    if isinstance(value, int):
+        return str(value)
+    number = Decimal(repr(value)) if isinstance(value, float) else value
+    if not number.is_finite():
+        return None
+    text = format(number, "f")
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return "0" if text == "-0" else text
+
+
+def _parse_prompt(
+    row: dict[str, Any], columns: Columns, *, path: Path, where: str, system_prompt: str | None
+) -> tuple[Message, ...]:
+    value, system = _find(row, columns.prompt), row.get("system")
+    try:
+        messages = parse_messages(value, key=columns.prompt, from_table=_is_table(path))
+        if columns.prompt == "conversations" and isinstance(system, str) and system.strip():
+            messages = add_system_prompt(messages, system, key="its column system")
+        return add_system_prompt(messages, system_prompt)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
 
 
 def add_system_prompt(
-    messages: tuple[dict[str, Any], ...], system_prompt: str | None
-) -> tuple[dict[str, Any], ...]:
-    """Prepend `data.system_prompt`; raise UserError if the messages have a system message."""
+    messages: tuple[Message, ...], system_prompt: str | None, *, key: str = "data.system_prompt"
+) -> tuple[Message, ...]:
+    """Prepend a system message; raise UserError if the messages have one. key: names its source."""
     if system_prompt is None:
         return messages
     if any(message["role"] == "system" for message in messages):
         raise UserError(
-            "the row has a system message, and data.system_prompt would be a second one; unset "
-            "that, or remove the message"
+            f"the row has a system message, and {key} would be a second one; unset that, or remove "
+            "the message"
         )
     return ({"role": "system", "content": clean(system_prompt)}, *messages)
 
 
-def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
-    """Remove nulls, which parquet has for keys of other rows, and convert to JSON types."""
-    if message.keys() == {"role", "content"}:
-        return message
-    present = {key: value for key, value in message.items() if value is not None}
-    return json.loads(json.dumps(present, default=str))
+def _is_table(path: Path) -> bool:
+    """Return True if the rows of a file have typed columns."""
+    return path.suffix not in (".jsonl", ".csv")
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, PlainRow]]:
     try:
         numbers = itertools.count()
-        for batch in pq.ParquetFile(path).iter_batches(_ROWS_AT_ONCE):
-            for row in batch.to_pylist():
-                yield next(numbers), row
+        with pq.ParquetFile(path) as file:
+            if repeated := _repeated(file.schema_arrow.names):
+                raise UserError(f"{path} has two columns {repeated}; rename one")
+            for batch in file.iter_batches(_ROWS_AT_ONCE):
+                for row in _widen(batch).to_pylist(maps_as_pydicts="strict"):
+                    yield next(numbers), row
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path} cannot be read as parquet: {error}; write it again") from error
 
 
+def _widen(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Convert columns of float32 by their shortest decimal form, so that 0.1 stays 0.1."""
+    for place, field in enumerate(batch.schema):
+        if pa.types.is_float32(field.type):
+            wide = [None if one is None else float(str(np.float32(one)))
+                    for one in batch.column(place).to_pylist()]  # fmt: skip
+            batch = batch.set_column(place, field.name, pa.array(wide, pa.float64()))
+    return batch
+
+
 def _read_lines(path: Path) -> Iterator[tuple[int, PlainRow]]:
-    with path.open("rb") as lines:
+    # A bare \r ends a line too; it cannot occur inside a line, where JSON escapes it.
+    _refuse_utf16(path)
+    with path.open(encoding="utf-8", errors="surrogateescape") as lines:
         for number, line in enumerate(lines):
-            if not line.strip():
+            if not line.strip("\ufeff \t\n"):
                 continue
             try:
-                row = json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:
+                text = line.encode("utf-8", "surrogateescape").decode("utf-8-sig")
+                row = json.loads(text, object_pairs_hook=_unique_keys)
+            except (ValueError, RecursionError) as error:
                 row = ValueError(f"{name_row(path, number)} is not JSON: {error}")
             if not isinstance(row, dict | ValueError):
                 row = ValueError(f"{name_row(path, number)} is no JSON object: {row!r:.80}")
@@ -209,10 +250,13 @@ def _read_lines(path: Path) -> Iterator[tuple[int, PlainRow]]:
 
 def _read_csv(path: Path) -> Iterator[tuple[int, PlainRow]]:
     csv.field_size_limit(2**31 - 1)  # the library's own limit, 128 KiB, is one long prompt
+    _refuse_utf16(path)
     with path.open(encoding="utf-8-sig", newline="") as lines:
         rows = csv.DictReader(lines, strict=True)
         numbers = itertools.count()
         try:
+            if repeated := _repeated(rows.fieldnames or ()):
+                raise UserError(f"{path} has two columns {repeated}; rename one")
             for row in rows:
                 number = next(numbers)
                 if None in row or None in row.values():
@@ -226,8 +270,28 @@ def _read_csv(path: Path) -> Iterator[tuple[int, PlainRow]]:
             raise UserError(f"{path}, line {rows.line_num + 1} is not CSV: {error}") from None
 
 
+def _refuse_utf16(path: Path) -> None:
+    with path.open("rb") as file:
+        if file.read(2) in _UTF16:
+            raise UserError(f"{path} is encoded as UTF-16; save it as UTF-8")
+
+
+def _repeated(names: Sequence[str]) -> str | None:
+    """Return a name that occurs twice, if there is one."""
+    return next((name for place, name in enumerate(names) if name in names[:place]), None)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object of JSON; raise ValueError for a key that it has twice."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError(f"the key {_repeated([key for key, _ in pairs])!r} is given twice")
+    return made
+
+
 def _check_columns(names: list[str], columns: Columns, path: Path) -> None:
-    wanted = [name for name in (columns.prompt, columns.answer, columns.source) if name is not None]
+    named = columns.prompt, columns.answer, columns.source, columns.tools
+    wanted = [name for name in named if name is not None]
     missing = [name for name in wanted if not {name, name.split(".")[0]} & set(names)]
     if missing:
         raise UserError(
@@ -242,5 +306,8 @@ def _find(row: dict[str, Any], name: str) -> Any:
         return row[name]
     value: Any = row
     for part in name.split("."):
+        if isinstance(value, str) and value.lstrip().startswith("{"):  # a struct in a CSV
+            with contextlib.suppress(ValueError):
+                value = json.loads(value)
         value = value.get(part) if isinstance(value, dict) else None
     return value

@@ -32,27 +32,40 @@ class TurnRenderer:
     template: Template = "chat"
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
-    def render(self, prompt: Sequence[Message], observation: Sequence[Message]) -> list[int]:
+    def render(
+        self,
+        prompt: Sequence[Message],
+        observation: Sequence[Message],
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> list[int]:
         """Return the tokens that the template puts after a turn of a conversation.
 
+        tools: those of the prompt, which some templates write late.
         With the template `raw` these are the tokens of the observation's text alone. Raises
         UserError if the template refuses the messages or leaves out the turn before them.
         """
         if self.template == "raw":
             text = "\n\n".join(message["content"] for message in observation)
         else:
-            text = self._after_turn(prompt, observation)
+            text = self._after_turn(prompt, observation, tools)
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return tokens
 
-    def begin(self, messages: Sequence[Message]) -> list[int]:
+    def begin(
+        self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
         """Return the tokens of messages that replace a conversation, as those of a prompt.
 
         Raises UserError if the template refuses them or writes nothing.
         """
         try:
             return tokenize_messages(
-                messages, self.tokenizer, template=self.template, arguments=self.arguments
+                messages,
+                self.tokenizer,
+                template=self.template,
+                arguments=self.arguments,
+                tools=tools,
             )
         except Exception as error:  # a template is a program and may raise anything
             roles = ", ".join(str(message.get("role")) for message in messages)
@@ -61,7 +74,12 @@ class TurnRenderer:
                 "the history by other messages, or repair chat_template.jinja"
             ) from error
 
-    def _after_turn(self, prompt: Sequence[Message], observation: Sequence[Message]) -> str:
+    def _after_turn(
+        self,
+        prompt: Sequence[Message],
+        observation: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+    ) -> str:
         mark = _MARK
         while any(mark in str(message.get("content")) for message in (*prompt, *observation)):
             mark += _MARK
@@ -72,6 +90,7 @@ class TurnRenderer:
                 tokenize=False,
                 add_generation_prompt=True,
                 **self.arguments,
+                **({"tools": list(tools)} if tools else {}),
             )
         except Exception as error:  # a template is a program and may raise anything
             roles = ", ".join(str(message.get("role")) for message in observation)

@@ -299,8 +299,8 @@ class Conversations:
             return as_messages(text), list(answer.token_ids)
         messages = as_messages(answer.observation)
         if answer.restarts:
-            return messages, self.settings.renderer.begin(messages)
-        rendered = self.settings.renderer.render(one.begun, messages)
+            return messages, self.settings.renderer.begin(messages, tools=one.prompt.tools)
+        rendered = self.settings.renderer.render(one.begun, messages, tools=one.prompt.tools)
         return messages, without_repeated_end(rendered, turn=one.turn, stop=self.stop.token_ids)
 
     def _request(self, one: _Conversation) -> SequenceRequest:

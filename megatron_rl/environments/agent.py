@@ -17,6 +17,7 @@ from megatron_rl.environments.call_formats import CallFormat
 from megatron_rl.environments.endpoint import Endpoint, Session
 from megatron_rl.environments.interface import Answer, TurnTokens
 from megatron_rl.errors import UserError
+from megatron_rl.messages import parse_messages
 from megatron_rl.rewards.calling import as_number, shown
 from megatron_rl.runtime.interruption import end_with_parent
 
@@ -91,8 +92,7 @@ class AgentEnvironment:
                 f"the row has no column {self.prompt!r} (its columns: {', '.join(self.row)}); set "
                 f"{type(self).__name__}.prompt to the column of the prompt"
             )
-        value = self.row[self.prompt]
-        return [{"role": "user", "content": value}] if isinstance(value, str) else list(value)
+        return list(parse_messages(self.row[self.prompt], key=self.prompt))
 
     async def _run(self, url: str) -> Any:
         if inspect.iscoroutinefunction(self.run):

@@ -87,9 +87,9 @@ class EnvironmentTrial:
         messages = as_messages(answer.observation)
         try:
             if answer.restarts:
-                renderer.begin(messages)
+                renderer.begin(messages, tools=prompt.tools)
             else:
-                renderer.render(prompt.messages, messages)
+                renderer.render(prompt.messages, messages, tools=prompt.tools)
         except ValueError as error:
             return [self._name(str(error))]
         return []

@@ -13,13 +13,13 @@ import numpy as np
 
 from megatron_rl.config import Config
 from megatron_rl.data.prompts import tokenize_messages
-from megatron_rl.data.rows import add_system_prompt
+from megatron_rl.data.rows import add_system_prompt, parse_answer
 from megatron_rl.data.token_rows import WRITER, Delivery, elsewhere
 from megatron_rl.data.tokenizer import check_tokenizer
 from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
-from megatron_rl.rollouts.rollout_files import NEEDED
+from megatron_rl.messages import TOOLS, Message, parse_messages, parse_tools
 from megatron_rl.runs.rollout_tables import (
     MESSAGES,
     OBSERVED,
@@ -119,19 +119,12 @@ def _decode(letters: np.ndarray) -> dict[str, Any]:
 
 def parse_rollout(row: dict[str, Any], tokenizer: Any, *, place: int, config: Config) -> Scored:
     """Convert a row to a rollout with log-probs; tokenize texts without token ids."""
-    prompt, text, reward = (row[name] for name in NEEDED)
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    messages = list(add_system_prompt(tuple(messages), config.data.system_prompt))
+    source = _parse_prompt(row, tokenizer, config=config)
+    prompt_ids, text, reward = source.token_ids, row["response"], row["reward"]
+    if not isinstance(text, str):
+        raise UserError(f"response must be a text, got {text!r:.80}")
     if not isinstance(reward, int | float) or not math.isfinite(reward):
         raise UserError(f"reward is {reward!r}: it must be a finite number")
-    if not (prompt_ids := row.get("prompt_token_ids")):
-        check_tokenizer(tokenizer, name=config.model.path, template=config.data.template)
-        prompt_ids = tokenize_messages(
-            messages,
-            tokenizer,
-            template=config.data.template,
-            arguments=config.data.rendering,
-        )
     ending = row.get("finish_reason")
     tokens = row.get("token_ids")
     if tokens is None:
@@ -159,14 +152,7 @@ def parse_rollout(row: dict[str, Any], tokenizer: Any, *, place: int, config: Co
         restarts=restarts,
         messages=tuple(json.loads(row.get(MESSAGES) or "[]")),
     )
-    source = Prompt(
-        index=response.prompt_index,
-        messages=tuple(messages),
-        token_ids=tuple(prompt_ids),
-        ground_truth=str(row.get("ground_truth", "")),
-        data_source=str(row.get("data_source", "offline")),
-        text=tokenizer.decode(prompt_ids, skip_special_tokens=False),
-    )
+    source = replace(source, index=response.prompt_index)
     grade_result = GradeResult(
         float(reward), row.get("reason") or "", row.get("extracted"),
         rewards=dict(row.get("rewards") or {}),
@@ -175,6 +161,43 @@ def parse_rollout(row: dict[str, Any], tokenizer: Any, *, place: int, config: Co
     # the actor's if the file has the column (null: not computed), else the engine's
     behavior = frozen if LOGPROBS[0] in row else generated
     return Rollout(source, response, grade_result), behavior
+
+
+def _parse_prompt(row: dict[str, Any], tokenizer: Any, *, config: Config) -> Prompt:
+    """Convert the prompt of a row, with index 0; tokenize it unless the row has its tokens."""
+    value, tools = row["prompt"], parse_tools(row.get(TOOLS), from_table=True)
+    token_ids = row.get("prompt_token_ids")
+    messages: tuple[Message, ...] = ({"role": "user", "content": value},)
+    # A file of a run has only the text of the last message, next to the tokens of all.
+    if not (token_ids and isinstance(value, str)):
+        messages = parse_messages(value, key="prompt", from_table=True)
+    messages = add_system_prompt(messages, config.data.system_prompt)
+    if not token_ids:
+        check_tokenizer(tokenizer, name=config.model.path, template=config.data.template)
+        token_ids = tokenize_messages(
+            messages,
+            tokenizer,
+            template=config.data.template,
+            arguments=config.data.rendering,
+            tools=tools,
+        )
+    return Prompt(
+        index=0,
+        messages=messages,
+        token_ids=tuple(token_ids),
+        ground_truth=_parse_truth(row.get("ground_truth")),
+        data_source=str(row.get("data_source", "offline")),
+        text=tokenizer.decode(token_ids, skip_special_tokens=False),
+        tools=tools,
+    )
+
+
+def _parse_truth(value: Any) -> str:
+    """Return the ground truth as text; nothing grades again, so that it may be missing."""
+    truth = "" if value is None or value == "" else parse_answer(value)
+    if truth is None:
+        raise UserError(f"ground_truth must be a text or a number, got {value!r:.80}")
+    return truth
 
 
 def _logprobs(values: Any, name: str, count: int) -> np.ndarray | None:

@@ -77,9 +77,12 @@ def prompt_problems(
         return [f"model.path: {error}"], {}
     problems: list[str] = []
     first, sizes = {}, {}
+    notes: list[str] = []  # on rows that are left out, which explain why a set is small
     for key, file in files.items():
         try:
-            prompts = list(_read_set(config, shape, tokenizer, key, file, first=FIRST_ROWS))
+            prompts = list(
+                _read_set(config, shape, tokenizer, key, file, first=FIRST_ROWS, echo=notes.append)
+            )
         except ConfigError as error:
             if str(error) not in problems:  # a tokenizer of another model is one for all sets
                 problems.append(str(error))
@@ -96,7 +99,7 @@ def prompt_problems(
         try:
             build_order(config, training)
         except ConfigError as error:
-            problems.append(str(error))
+            problems.append("\n    ".join([str(error), *notes]))
     return problems, first
 
 

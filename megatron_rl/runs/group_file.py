@@ -148,7 +148,8 @@ def _group(rows: list[dict[str, Any]], *, owner: int) -> PromptGroup:
 
 def _rollout(row: dict[str, Any], *, owner: int) -> Rollout:
     prompt = json.loads(row["prompt"])
-    prompt |= {"messages": tuple(prompt["messages"]), "token_ids": tuple(prompt["token_ids"])}
+    # tools: missing in a file that an earlier release wrote
+    prompt |= {name: tuple(prompt.get(name, ())) for name in ("messages", "token_ids", "tools")}
     response = Response(
         prompt_index=prompt["index"],
         sample_index=row["sample_index"],

@@ -17,6 +17,7 @@ LAYERS = {
     "errors": set(),  # every package may import it
     "types": set(),
     "texts": set(),
+    "messages": {"texts"},
     "runtime": set(),
     "models": set(),
     "distributed": {"types", "runtime"},
@@ -24,8 +25,8 @@ LAYERS = {
     "objectives": {"types", "distributed"},
     "config": {"objectives"},
     "rewards": {"types", "texts", "runtime"},
-    "environments": {"types", "texts", "rewards", "runtime"},
-    "data": {"types", "texts", "runtime", "distributed"},
+    "environments": {"types", "texts", "messages", "rewards", "runtime"},
+    "data": {"types", "texts", "messages", "runtime", "distributed"},
     "resharding": {"types", "runtime", "distributed", "models"},
     "actor": {"types", "runtime", "distributed", "objectives", "models", "resharding", "data"},
     "engine": {
@@ -35,7 +36,7 @@ LAYERS = {
     "telemetry": {"types", "runtime", "distributed", "config", "runs", "objectives"},
     "rollouts": {
         "types", "runtime", "config", "distributed", "objectives", "advantages", "data", "rewards",
-        "models", "resharding", "actor", "engine", "telemetry", "runs",
+        "models", "resharding", "actor", "engine", "telemetry", "runs", "messages",
     },
     "preflight": {"types", "runtime", "config", "data", "objectives", "models", "resharding",
                   "engine", "runs", "rewards", "rollouts", "environments"},

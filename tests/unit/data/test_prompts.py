@@ -68,7 +68,10 @@ def test_numeric_ground_truth_becomes_text(tmp_path):
     [
         (build_row(prompt=[]), "row 1: prompt must be a text or a list of chat messages"),
         (build_row(prompt=None), "row 1: prompt must be a text or a list of chat messages"),
-        (build_row(prompt=[{"role": "user", "content": None}]), "row 1: a chat message must"),
+        (
+            build_row(prompt=[{"role": "user", "content": None}]),
+            r"row 1: prompt, message 1: a chat message must have a text as content, got None",
+        ),
         (build_row(truth=""), "row 1: reward_model.ground_truth must be a non-empty text"),
         (build_row(reward_model=None), "row 1: reward_model.ground_truth must be"),
         (build_row(data_source=None), "row 1: data_source must be a text"),
