@@ -4,6 +4,8 @@ Training runs `megatron-rl train` in a child process, because vLLM and Megatron 
 memory and process groups only when their process exits, and a notebook cell may run several times.
 """
 
+import hashlib
+import inspect
 import json
 import os
 import signal
@@ -14,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import IO, Any
 
 from megatron_rl.config import Config, dump_config, load_config
@@ -21,7 +24,9 @@ from megatron_rl.runtime.interruption import INTERRUPTED
 
 # The module from which reward workers import a function defined in a notebook.
 _MODULE = "reward_from_python"
-_SOURCE = """import pathlib
+# Its first line lets a resumed run notice another function, as with a module of the user.
+_SOURCE = """# {digest}
+import pathlib
 
 import cloudpickle
 
@@ -86,8 +91,24 @@ def _name_reward(reward: Callable[..., Any], folder: Path) -> str:
     import cloudpickle
 
     (folder / "score.pickle").write_bytes(cloudpickle.dumps(reward))
-    (folder / f"{_MODULE}.py").write_text(_SOURCE, encoding="utf-8")
+    digest = hashlib.sha256(_describe(reward).encode()).hexdigest()
+    (folder / f"{_MODULE}.py").write_text(_SOURCE.format(digest=digest), encoding="utf-8")
     return f"{_MODULE}:score"
+
+
+def _describe(function: Any) -> str:
+    """Return what decides a function's results: its source, and plain values that it refers to."""
+    try:
+        source, closure = inspect.getsource(function), inspect.getclosurevars(function)
+    except (OSError, TypeError):  # defined without a source, or an object
+        return ""
+    parts = [source]
+    for name, value in sorted((closure.globals | closure.nonlocals).items()):
+        if isinstance(value, FunctionType) and value.__module__ == "__main__":
+            parts.append(inspect.getsource(value))
+        elif isinstance(value, bool | int | float | str | tuple | list | dict):
+            parts.append(f"{name} = {value!r}")
+    return "\n".join(parts)
 
 
 def _run(arguments: list[str], folder: Path) -> None:

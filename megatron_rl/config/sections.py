@@ -64,6 +64,10 @@ class RunSection(Section):
     resume: Literal["never", "auto"] = "never"
     """`never` refuses to start if the run exists; `auto` continues it from its last checkpoint, or
     starts it if it does not exist."""
+    accept_changes: list[str] = []
+    """Inputs whose changed content a resumed run accepts and records in `changes.jsonl`, named by
+    their settings, such as `[data.train, reward.verifier]`; the content of others must be that of
+    the last start (`docs/reliability.md`)."""
     check_memory: bool = True
     """On CUDA, do a dry run before the start and refuse a run that does not fit into memory
     (`docs/scaling.md`)."""

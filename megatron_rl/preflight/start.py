@@ -17,7 +17,9 @@ from megatron_rl.preflight.environment import EnvironmentTrial, start_environmen
 from megatron_rl.preflight.settings import evaluation_problems, settings_problems
 from megatron_rl.preflight.verifier import VerifierTrial, start_trial
 from megatron_rl.rollouts.prompt_files import Files, prompt_problems
+from megatron_rl.rollouts.rollout_files import check_rollout_files
 from megatron_rl.rollouts.rollout_files import check_rollout_files, have_prompt_tokens
+from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.processes import cuda_devices, has_cuda
 from megatron_rl.types import Prompt
 
@@ -35,6 +37,15 @@ def check_run(config: Config, *, world_size: int) -> None:
 
 def run_problems(config: Config, *, world_size: int, is_here: bool = True) -> list[str]:
     """List why a run cannot start; is_here: whether it uses this machine's devices."""
+    problems = _run_problems(config, world_size=world_size, is_here=is_here)
+    try:
+        RunDirectory.of(config).check_inputs(config)
+    except ConfigError as error:
+        problems.append(str(error))
+    return problems
+
+
+def _run_problems(config: Config, *, world_size: int, is_here: bool) -> list[str]:
     if config.offline.rollouts is not None:  # they contain prompts and rewards
         problems, shape = settings_problems(config, world_size=world_size, is_here=is_here)
         try:

@@ -3,8 +3,8 @@
 runs/NAME/config.yaml        the resolved config
           id                 random id of the run, stored in its checkpoints
           starts.jsonl       time, version, command and finished steps of every start
-          changes.jsonl      settings that a resumed run changed, and after which step
-          models.json        fingerprints of the models that it names
+          changes.jsonl      settings and inputs that a resumed run changed, after which step
+          inputs.json        digests of prompts, user code and models at the last start
           schedule.jsonl     steps at which the groups trained in each step were generated
           metrics.jsonl      one JSON object per step; step 0 is the evaluation before training
           rollouts/          one parquet file per step: every rollout with its log-probs, or a
@@ -38,10 +38,16 @@ import numpy as np
 import pyarrow as pa
 
 from megatron_rl.config import Config, ConfigError, dump_config, load_config, with_absolute_paths
-from megatron_rl.models.fingerprint import model_fingerprint
 from megatron_rl.runs.checkpoints import CheckpointFolders
 from megatron_rl.runs.files import flush_to_disk, write_atomically
 from megatron_rl.runs.generated import GeneratedGroups
+from megatron_rl.runs.inputs import (
+    changed_inputs,
+    check_changes,
+    dump_inputs,
+    load_inputs,
+    read_inputs,
+)
 from megatron_rl.runs.lock import LOCK, find_holder, take_lock
 from megatron_rl.runs.rollout_tables import (
     SAMPLED,
@@ -69,7 +75,6 @@ RESUMABLE_CHANGES = (
     "rollout.stall_seconds", "optimizer.learning_rate", "optimizer.min_learning_rate",
     "optimizer.max_grad_norm", "optimizer.decay", "model.transformer_engine",
 )  # fmt: skip
-MODELS = ("model.path", "model.reference")  # compared by content, since a folder may move
 
 
 class RunDirectory:
@@ -90,7 +95,7 @@ class RunDirectory:
         self.model = self.path / "model"
         self.adapter = self.path / "adapter"
         self.config_file = self.path / "config.yaml"
-        self.models_file = self.path / "models.json"
+        self.inputs_file = self.path / "inputs.json"
         self.log_file = self.path / "log.txt"
         self.schedule_file = self.path / "schedule.jsonl"
 
@@ -141,17 +146,17 @@ class RunDirectory:
         }
 
     def _is_moved(self, key: str, config: Config) -> bool:
-        """Return True if a model's path changed but its content did not."""
-        folder = flatten(config.model_dump()).get(key)
-        models = (
-            json.loads(self.models_file.read_text(encoding="utf-8"))
-            if self.models_file.is_file()
-            else {}
-        )
-        saved: str | None = models.get(key)
-        if key not in MODELS or saved is None or not (Path(str(folder)) / "config.json").is_file():
-            return False
-        return model_fingerprint(str(folder)) == saved
+        """Return True if the path of an input changed but its content did not."""
+        key = key.removesuffix(".path") if key.startswith("data.mix.") else key
+        saved, now = load_inputs(self.inputs_file).get(key), read_inputs(config).get(key)
+        return saved is not None and now is not None and saved.files == now.files
+
+    def check_inputs(self, config: Config) -> list[str]:
+        """Return a line for each accepted change of an input; raise ConfigError for others."""
+        if not self._has_started() or config.run.resume == "never":
+            return []
+        before, now = load_inputs(self.inputs_file), read_inputs(config)
+        return check_changes(before, now, accepted=config.run.accept_changes, run=str(self.path))
 
     def _has_started(self) -> bool:
         """Return True if the run has results; a failed start leaves only a log and a config."""
@@ -208,19 +213,14 @@ class RunDirectory:
             )
 
     def create(self, config: Config) -> None:
-        """Create the folders; write the config, its changes, and fingerprints of its models."""
+        """Create the folders; write the config, its changes, and the digests of its inputs."""
         for folder in (self.rollouts, self.checkpoints.path, self.evaluations):
             folder.mkdir(parents=True, exist_ok=True)
         if not self.checkpoints.run_file.exists():
             write_atomically(self.checkpoints.run_file, uuid.uuid4().hex + "\n")
         if self._has_started():
             self._record_changes(config)
-        models = {
-            key: model_fingerprint(str(path))
-            for key, path in flatten(config.model_dump()).items()
-            if key in MODELS and path and (Path(str(path)) / "config.json").is_file()
-        }
-        write_atomically(self.models_file, json.dumps(models, indent=1) + "\n")
+        write_atomically(self.inputs_file, dump_inputs(read_inputs(config)))
         step = max(self.checkpoints.steps(), default=0)
         append_row(self.path / "starts.jsonl", describe_start(after_step=step))
         write_atomically(self.config_file, dump_config(config))
@@ -228,10 +228,15 @@ class RunDirectory:
     def _record_changes(self, config: Config) -> None:
         step = max(self.checkpoints.intact_steps(), default=0)
         stamp = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "after_step": step}
-        for key, (before, now) in self._changes(config).items():
-            if not key.startswith("run."):
-                row = stamp | {"key": key, "from": before, "to": now}
-                append_row(self.path / "changes.jsonl", row)
+        rows = [
+            {"key": key, "from": before, "to": now}
+            for key, (before, now) in self._changes(config).items()
+            if not key.startswith("run.")
+        ]
+        inputs = changed_inputs(load_inputs(self.inputs_file), read_inputs(config))
+        rows += [{"key": key, "content": change} for key, change in inputs.items()]
+        for row in rows:
+            append_row(self.path / "changes.jsonl", stamp | row)
 
     def rewind(self, step: int, *, updates: int = 0) -> None:
         """Drop everything recorded after `step`; a resumed run writes it again.

@@ -104,6 +104,9 @@ def run_training(
         opened as (shown, conversations),
         share_prompt_sets(shown, shape, directory.prompts, echo=console.echo) as prompts,
     ):
+        changes = run_on_rank_0(lambda: directory.check_inputs(config), doing="comparing inputs")
+        for line in changes:
+            console.echo(line)
         start.ended("checks")
         with build_verifiers(config, topology, directory) as pool:
             trainer = _build_trainer(

@@ -32,7 +32,7 @@ LAYERS = {
     "engine": {
         "types", "runtime", "distributed", "models", "resharding", "data", "environments",
     },
-    "runs": {"types", "runtime", "config", "models"},
+    "runs": {"types", "runtime", "config", "models", "data"},
     "telemetry": {"types", "runtime", "distributed", "config", "runs", "objectives"},
     "rollouts": {
         "types", "runtime", "config", "distributed", "objectives", "advantages", "data", "rewards",

@@ -52,6 +52,17 @@ def test_failed_start_raises_printed_error(tmp_path, monkeypatch, capsys):
     assert "/none.jsonl does not exist" in capsys.readouterr().out
 
 
+def test_copied_function_changes_its_module_with_source_and_values(tmp_path):
+    def first_line(weight):
+        def score(text, ground_truth, data_source):
+            return weight
+
+        python_api._name_reward(score, tmp_path)
+        return (tmp_path / "reward_from_python.py").read_text().splitlines()[0]
+
+    assert first_line(0.8) == first_line(0.8) != first_line(0.7)  # a file that a run compares
+
+
 def test_module_function_is_named_and_local_function_is_copied(tmp_path, monkeypatch):
     assert python_api._name_reward(module_reward, tmp_path) == f"{__name__}:module_reward"
     from megatron_rl.rewards.math_answer import verify_math_answer

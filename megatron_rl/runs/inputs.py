@@ -1,0 +1,231 @@
+"""Contents of what a run reads from outside: prompts, user code and models.
+
+A run directory records them at each start, so that a resumed run notices that a file has changed.
+"""
+
+import ast
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from megatron_rl.config import Config, ConfigError
+from megatron_rl.data.hub import is_on_hub
+from megatron_rl.data.rows import count_rows
+from megatron_rl.models.fingerprint import model_fingerprint
+
+# Files of a model folder that decide how prompts are written and where responses end.
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "*.jinja", "added_tokens.json",
+                   "special_tokens_map.json", "generation_config.json", "tekken.json")  # fmt: skip
+_CACHES = "cache-"  # files that `datasets` writes into a saved set while it is used
+_INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+
+
+@dataclass(frozen=True)
+class Input:
+    """The content of one input, named by its setting."""
+
+    name: str  # the setting's value: a path, or module:function
+    files: dict[str, str]  # digest of each file, by its name below that path, or by its module
+    bytes: int
+    rows: int | None = None  # of a file of prompts
+
+    def size(self) -> str:
+        """Describe the size; a digest follows where sizes are equal."""
+        rows = "" if self.rows is None else f"{self.rows:,} rows, "
+        return f"{rows}{self.bytes:,} bytes"
+
+    def describe_change(self, now: "Input") -> str:
+        """Describe the difference to a later content: size, and the files that differ."""
+        names = sorted(
+            name
+            for name in self.files.keys() | now.files.keys()
+            if self.files.get(name) != now.files.get(name)
+        )
+        short = [
+            " -> ".join(one.files.get(name, "none")[:8] for one in (self, now)) for name in names
+        ]
+        files = ", ".join(f"{name} ({change})" for name, change in zip(names, short, strict=True))
+        sizes = f"{self.size()} -> {now.size()}" if self.size() != now.size() else self.size()
+        return f"{sizes}; SHA-256 {files}"
+
+
+def read_inputs(config: Config) -> dict[str, Input]:
+    """Read the inputs of a run by setting; what does not exist, or has a commit, is left out."""
+    found: dict[str, Input] = {}
+    for key, (path, _) in config.prompt_files.items():
+        if not is_on_hub(path) and Path(path).exists():
+            found[key] = read_path(path)
+    paths = {"offline.rollouts": config.offline.rollouts}
+    if isinstance(lags := config.lag.batches, dict):
+        paths["lag.batches.trace"] = lags.get("trace")
+    for key, name in paths.items():
+        if name is not None and Path(str(name)).exists():
+            found[key] = read_path(str(name))
+    models = {"model.path": config.model.path, "model.reference": config.model.reference,
+              "offline.behavior": config.offline.behavior}  # fmt: skip
+    for key, name in models.items():
+        if name is not None and (Path(name) / "config.json").is_file():
+            found[key] = _read_model(name)
+    environment = config.environment.name if config.environment is not None else None
+    code = {"reward.verifier": config.reward.verifier, "environment.name": environment,
+            "objective.function": config.objective.overrides.get("function")}  # fmt: skip
+    for key, name in code.items():
+        files = module_files(str(name).partition(":")[0]) if name else {}
+        if files:
+            found[key] = _read_files(str(name), files)
+    return found
+
+
+def changed_inputs(before: Mapping[str, Input], now: Mapping[str, Input]) -> dict[str, str]:
+    """Describe the inputs of unchanged name and changed content; other names are settings."""
+    return {
+        key: before[key].describe_change(one)
+        for key, one in now.items()
+        if key in before and before[key].name == one.name and before[key].files != one.files
+    }
+
+
+def check_changes(
+    before: Mapping[str, Input], now: Mapping[str, Input], *, accepted: Sequence[str], run: str
+) -> list[str]:
+    """Return a line for each accepted change; raise ConfigError for others."""
+    if unknown := [key for key in accepted if key not in now]:
+        raise ConfigError(
+            f"run.accept_changes: {unknown[0]} is no input of this run; it has {', '.join(now)}"
+        )
+    changed = changed_inputs(before, now)
+    lines = [f"{key}={now[key].name}: {change}" for key, change in changed.items()]
+    if refused := [key for key in changed if key not in accepted]:
+        raise ConfigError(
+            f"inputs of {run} have changed since its last start; restore them, choose another "
+            "run.name, or accept and record the changes by "
+            f"run.accept_changes=[{', '.join([*accepted, *refused])}]:\n    " + "\n    ".join(lines)
+        )
+    return [f"changed since the last start, accepted: {line}" for line in lines]
+
+
+def load_inputs(file: Path) -> dict[str, Input]:
+    """Load what `dump_inputs` wrote; empty without the file."""
+    if not file.is_file():
+        return {}
+    return {
+        key: Input(**value) for key, value in json.loads(file.read_text(encoding="utf-8")).items()
+    }
+
+
+def dump_inputs(inputs: Mapping[str, Input]) -> str:
+    """Return inputs as JSON text."""
+    return json.dumps({key: asdict(one) for key, one in inputs.items()}, indent=1) + "\n"
+
+
+def read_path(path: str) -> Input:
+    """Read a file, or all files of a folder."""
+    root = Path(path)
+    if root.is_file():
+        rows = count_rows(root)
+        return _read_files(path, {root.name: root}, rows=int(rows) if rows < float("inf") else None)
+    root = root / "rollouts" if (root / "rollouts").is_dir() else root  # of a run, to train on
+    files = [
+        one for one in sorted(root.rglob("*"))
+        if one.is_file() and not one.name.startswith((".", _CACHES))
+    ]  # fmt: skip
+    return _read_files(path, {str(one.relative_to(root)): one for one in files})
+
+
+def module_files(module: str) -> dict[str, Path]:
+    """Find the source of a module, and of the modules of the user that it imports.
+
+    Modules of this package are left out, and so is what installed packages import.
+    """
+    found: dict[str, Path] = {}
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        package, _, _ = name.rpartition(".")
+        if name in found or name.split(".")[0] == "megatron_rl":
+            continue
+        file = _find_source(name)
+        if file is None or (_is_installed(file) and name != module):
+            continue
+        found[name] = file
+        if not _is_installed(file):
+            is_package = file.name == "__init__.py"
+            waiting += [*_imports(file, package=name if is_package else package)]
+            waiting += [package] if package else []
+    return found
+
+
+def _read_model(path: str) -> Input:
+    folder = Path(path)
+    files = {
+        one.name: one for pattern in TOKENIZER_FILES for one in folder.glob(pattern)
+        if one.is_file()
+    }  # fmt: skip
+    found = _read_files(path, files)
+    weights = {"config.json and weights": model_fingerprint(path)}
+    return Input(path, weights | found.files, found.bytes)
+
+
+def _read_files(name: str, files: Mapping[str, Path], *, rows: int | None = None) -> Input:
+    stats = {key: file.stat() for key, file in files.items()}
+    digests = {
+        key: _digest(str(file.resolve()), stats[key].st_size, stats[key].st_mtime_ns)
+        for key, file in sorted(files.items())
+    }
+    return Input(name, digests, sum(one.st_size for one in stats.values()), rows)
+
+
+@lru_cache(maxsize=4096)
+def _digest(file: str, size: int, modified: int) -> str:
+    """SHA-256 of a file; size and time of change are only here for the cache of one process."""
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _find_source(module: str) -> Path | None:
+    """Find the Python source of a module without importing it or its packages."""
+    parts = module.split(".")
+    search: list[str] | None = [*sys.path, os.getcwd()]
+    spec = None
+    for place in range(len(parts)):
+        name = ".".join(parts[: place + 1])
+        spec = PathFinder.find_spec(name, search)
+        if spec is None and place == 0:  # an editable installation may have a finder of its own
+            with suppress(ValueError, ImportError):
+                spec = importlib.util.find_spec(name)
+        if spec is None:
+            return None
+        search = list(spec.submodule_search_locations or [])
+    origin = spec.origin if spec is not None else None
+    return Path(origin) if origin is not None and origin.endswith(".py") else None
+
+
+def _is_installed(file: Path) -> bool:
+    in_system = {"site-packages", "dist-packages"} & set(file.parts)
+    return bool(in_system) or any(file.is_relative_to(folder) for folder in _INSTALLED)
+
+
+def _imports(file: Path, *, package: str) -> Iterator[str]:
+    """Yield the modules that a source file may import; package: what relative names refer to."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except SyntaxError:  # loading it will report that
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1]
+            parts = [*(base if node.level else []), *([node.module] if node.module else [])]
+            if module := ".".join(filter(None, parts)):
+                yield module
+                yield from (f"{module}.{alias.name}" for alias in node.names)

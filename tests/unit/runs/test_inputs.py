@@ -1,0 +1,146 @@
+"""Contents of a run's inputs: what belongs to them, and what a resumed run does with changes."""
+
+import json
+import shutil
+
+import pytest
+
+from megatron_rl.config import ConfigError, parse_config
+from megatron_rl.runs import inputs
+from megatron_rl.runs.directory import RunDirectory
+from megatron_rl.runs.inputs import module_files, read_inputs
+
+
+@pytest.fixture
+def build(tmp_path, monkeypatch):
+    """Return a function that builds the config of a run with inputs of every kind."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a"}\n' * 4)
+    (tmp_path / "held.jsonl").write_text('{"prompt": "b"}\n')
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "my_parts").mkdir()
+    (tmp_path / "my_parts" / "__init__.py").write_text("")
+    (tmp_path / "my_parts" / "weights.py").write_text("HALF = 0.5\n")
+    (tmp_path / "my_rewards.py").write_text("import json\nfrom my_parts import weights\n")
+    (tmp_path / "my_agent.py").write_text("")
+    (tmp_path / "my_losses.py").write_text("")
+
+    def build(**run):
+        return parse_config(
+            {
+                "model": {"path": str(tmp_path / "model")},
+                "data": {"train": str(tmp_path / "data.jsonl")},
+                "eval": {"sets": {"held": str(tmp_path / "held.jsonl")}},
+                "reward": {"verifier": "my_rewards:score"},
+                "environment": {"name": "my_agent:Game", "max_context_tokens": 20000},
+                "objective": {"function": "my_losses:loss"},
+                "run": {"name": "a", "dir": str(tmp_path / "runs"), "resume": "auto"} | run,
+            }
+        )
+
+    return build
+
+
+def start(config):
+    """Start a run that has recorded a step."""
+    directory = RunDirectory.of(config)
+    directory.create(config)
+    (directory.path / "metrics.jsonl").write_text('{"step": 0}\n')
+    return directory
+
+
+def test_everything_from_outside_is_an_input(build):
+    found = read_inputs(build())
+    assert {key: sorted(one.files) for key, one in found.items()} == {
+        "data.train": ["data.jsonl"],
+        "eval.sets.held": ["held.jsonl"],
+        "model.path": ["chat_template.jinja", "config.json and weights"],
+        "reward.verifier": ["my_parts", "my_parts.weights", "my_rewards"],
+        "environment.name": ["my_agent"],
+        "objective.function": ["my_losses"],
+    }
+    assert (found["data.train"].rows, found["data.train"].bytes) == (4, 64)
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "message"),
+    [
+        ("data.jsonl", "data.train", r"4 rows, 64 bytes -> 0 rows, 2 bytes; SHA-256 data\.jsonl"),
+        ("held.jsonl", "eval.sets.held", r"1 rows, 16 bytes -> 0 rows, 2 bytes"),
+        ("my_parts/weights.py", "reward.verifier", r"my_rewards:score: .*my_parts\.weights \("),
+        ("my_agent.py", "environment.name", r"my_agent:Game: 0 bytes -> 2 bytes"),
+        ("my_losses.py", "objective.function", r"my_losses:loss: "),
+        ("model/chat_template.jinja", "model.path", r"chat_template\.jinja \("),
+        ("model/tokenizer.json", "model.path", r"SHA-256 tokenizer\.json \(none -> "),
+        ("model/config.json", "model.path", r"config\.json and weights \("),
+    ],
+)
+def test_changed_input_is_refused_by_name_or_accepted_and_recorded(
+    build, tmp_path, file, key, message
+):
+    directory = start(build())
+    assert directory.check_inputs(build()) == []
+    (tmp_path / file).write_text("\n\n")
+    with pytest.raises(ConfigError, match=rf"accept_changes=\[{key}\]:\n    {key}=.*{message}"):
+        directory.check_inputs(build())
+    accepting = build(accept_changes=[key])
+    (line,) = directory.check_inputs(accepting)
+    assert line.startswith(f"changed since the last start, accepted: {key}=")
+    directory.create(accepting)
+    (change,) = map(json.loads, (directory.path / "changes.jsonl").read_text().splitlines())
+    assert (change["key"], change["after_step"]) == (key, 0) and change["content"] in line
+    assert directory.check_inputs(build()) == []  # the new content is that of the last start
+
+
+def test_names_that_are_no_inputs_are_refused(build):
+    directory = start(build())
+    with pytest.raises(ConfigError, match=r"data\.mix is no input of this run; it has data\.train"):
+        directory.check_inputs(build(accept_changes=["data.mix"]))
+
+
+def test_run_without_results_or_without_record_is_not_compared(build, tmp_path):
+    config = build()
+    directory = RunDirectory.of(config)
+    directory.create(config)  # a start that failed
+    (tmp_path / "data.jsonl").write_text("")
+    assert directory.check_inputs(config) == []
+    directory = start(build())
+    directory.inputs_file.unlink()  # by an earlier release
+    assert directory.check_inputs(config) == []
+
+
+def test_moved_prompts_of_same_content_are_accepted(build, tmp_path):
+    directory = start(build())
+    shutil.copy(tmp_path / "data.jsonl", tmp_path / "moved.jsonl")
+    (tmp_path / "other.jsonl").write_text("")
+
+    def moved(name):
+        return parse_config(build().model_dump() | {"data": {"train": str(tmp_path / name)}})
+
+    directory.check_usable(moved("data.jsonl"))
+    with pytest.raises(ConfigError, match=r"data\.train: "):
+        directory.check_usable(moved("other.jsonl"))
+    with pytest.raises(ConfigError, match=r"data\.train: "):
+        directory.check_usable(moved("moved.jsonl"))  # the name of the file is its source
+
+
+def test_code_of_packages_and_of_this_one_is_not_followed(build, tmp_path):
+    (tmp_path / "my_rewards.py").write_text("import numpy, json, megatron_rl.texts\nx = (")
+    assert list(module_files("my_rewards")) == ["my_rewards"]
+    (tmp_path / "my_parts" / "score.py").write_text("from . import weights\nfrom .weights import *")
+    assert sorted(module_files("my_parts.score")) == [
+        "my_parts", "my_parts.score", "my_parts.weights",
+    ]  # fmt: skip
+    assert module_files("megatron_rl.rewards.math_answer") == {}
+    assert list(module_files("numpy")) == ["numpy"]
+    assert module_files("nowhere.at_all") == {}
+
+
+def test_folder_is_read_without_caches(tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for name in ("data-0.arrow", "state.json", "cache-1.arrow", ".lock"):
+        (folder / name).write_text(name)
+    assert sorted(inputs.read_path(str(folder)).files) == ["data-0.arrow", "state.json"]
