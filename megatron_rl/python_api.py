@@ -103,7 +103,7 @@ def _describe(function: Any) -> str:
     except (OSError, TypeError):  # defined without a source, or an object
         return ""
     parts = [source]
-    for name, value in sorted((closure.globals | closure.nonlocals).items()):
+    for name, value in sorted({**closure.globals, **closure.nonlocals}.items()):
         if isinstance(value, FunctionType) and value.__module__ == "__main__":
             parts.append(inspect.getsource(value))
         elif isinstance(value, bool | int | float | str | tuple | list | dict):
