@@ -38,16 +38,10 @@ import numpy as np
 import pyarrow as pa
 
 from megatron_rl.config import Config, ConfigError, dump_config, load_config, with_absolute_paths
+from megatron_rl.runs import inputs
 from megatron_rl.runs.checkpoints import CheckpointFolders
 from megatron_rl.runs.files import flush_to_disk, write_atomically
 from megatron_rl.runs.generated import GeneratedGroups
-from megatron_rl.runs.inputs import (
-    changed_inputs,
-    check_changes,
-    dump_inputs,
-    load_inputs,
-    read_inputs,
-)
 from megatron_rl.runs.lock import LOCK, find_holder, take_lock
 from megatron_rl.runs.rollout_tables import (
     SAMPLED,
@@ -148,15 +142,19 @@ class RunDirectory:
     def _is_moved(self, key: str, config: Config) -> bool:
         """Return True if the path of an input changed but its content did not."""
         key = key.removesuffix(".path") if key.startswith("data.mix.") else key
-        saved, now = load_inputs(self.inputs_file).get(key), read_inputs(config).get(key)
+        saved, now = (found.get(key) for found in self._inputs(config))
         return saved is not None and now is not None and saved.files == now.files
 
     def check_inputs(self, config: Config) -> list[str]:
         """Return a line for each accepted change of an input; raise ConfigError for others."""
         if not self._has_started() or config.run.resume == "never":
             return []
-        before, now = load_inputs(self.inputs_file), read_inputs(config)
-        return check_changes(before, now, accepted=config.run.accept_changes, run=str(self.path))
+        return inputs.check_changes(
+            *self._inputs(config), accepted=config.run.accept_changes, run=str(self.path)
+        )
+
+    def _inputs(self, config: Config) -> tuple[inputs.Inputs, inputs.Inputs]:
+        return inputs.load_inputs(self.inputs_file), inputs.read_inputs(config)
 
     def _has_started(self) -> bool:
         """Return True if the run has results; a failed start leaves only a log and a config."""
@@ -220,7 +218,7 @@ class RunDirectory:
             write_atomically(self.checkpoints.run_file, uuid.uuid4().hex + "\n")
         if self._has_started():
             self._record_changes(config)
-        write_atomically(self.inputs_file, dump_inputs(read_inputs(config)))
+        write_atomically(self.inputs_file, inputs.dump_inputs(inputs.read_inputs(config)))
         step = max(self.checkpoints.steps(), default=0)
         append_row(self.path / "starts.jsonl", describe_start(after_step=step))
         write_atomically(self.config_file, dump_config(config))
@@ -233,8 +231,8 @@ class RunDirectory:
             for key, (before, now) in self._changes(config).items()
             if not key.startswith("run.")
         ]
-        inputs = changed_inputs(load_inputs(self.inputs_file), read_inputs(config))
-        rows += [{"key": key, "content": change} for key, change in inputs.items()]
+        changed = inputs.changed_inputs(*self._inputs(config))
+        rows += [{"key": key, "content": change} for key, change in changed.items()]
         for row in rows:
             append_row(self.path / "changes.jsonl", stamp | row)
 

@@ -58,7 +58,10 @@ class Input:
         return f"{sizes}; SHA-256 {files}"
 
 
-def read_inputs(config: Config) -> dict[str, Input]:
+Inputs = Mapping[str, Input]  # by setting
+
+
+def read_inputs(config: Config) -> Inputs:
     """Read the inputs of a run by setting; what does not exist, or has a commit, is left out."""
     found: dict[str, Input] = {}
     for key, (path, _) in config.prompt_files.items():
@@ -85,7 +88,7 @@ def read_inputs(config: Config) -> dict[str, Input]:
     return found
 
 
-def changed_inputs(before: Mapping[str, Input], now: Mapping[str, Input]) -> dict[str, str]:
+def changed_inputs(before: Inputs, now: Inputs) -> dict[str, str]:
     """Describe the inputs of unchanged name and changed content; other names are settings."""
     return {
         key: before[key].describe_change(one)
@@ -94,9 +97,7 @@ def changed_inputs(before: Mapping[str, Input], now: Mapping[str, Input]) -> dic
     }
 
 
-def check_changes(
-    before: Mapping[str, Input], now: Mapping[str, Input], *, accepted: Sequence[str], run: str
-) -> list[str]:
+def check_changes(before: Inputs, now: Inputs, *, accepted: Sequence[str], run: str) -> list[str]:
     """Return a line for each accepted change; raise ConfigError for others."""
     if unknown := [key for key in accepted if key not in now]:
         raise ConfigError(
@@ -113,7 +114,7 @@ def check_changes(
     return [f"changed since the last start, accepted: {line}" for line in lines]
 
 
-def load_inputs(file: Path) -> dict[str, Input]:
+def load_inputs(file: Path) -> Inputs:
     """Load what `dump_inputs` wrote; empty without the file."""
     if not file.is_file():
         return {}
@@ -122,7 +123,7 @@ def load_inputs(file: Path) -> dict[str, Input]:
     }
 
 
-def dump_inputs(inputs: Mapping[str, Input]) -> str:
+def dump_inputs(inputs: Inputs) -> str:
     """Return inputs as JSON text."""
     return json.dumps({key: asdict(one) for key, one in inputs.items()}, indent=1) + "\n"
 
