@@ -17,7 +17,6 @@ from megatron_rl.preflight.environment import EnvironmentTrial, start_environmen
 from megatron_rl.preflight.settings import evaluation_problems, settings_problems
 from megatron_rl.preflight.verifier import VerifierTrial, start_trial
 from megatron_rl.rollouts.prompt_files import Files, prompt_problems
-from megatron_rl.rollouts.rollout_files import check_rollout_files
 from megatron_rl.rollouts.rollout_files import check_rollout_files, have_prompt_tokens
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.processes import cuda_devices, has_cuda
