@@ -141,8 +141,8 @@ class RunDirectory:
 
     def _is_moved(self, key: str, config: Config) -> bool:
         """Return True if the path of an input changed but its content did not."""
-        key = key.removesuffix(".path") if key.startswith("data.mix.") else key
-        saved, now = (found.get(key) for found in self._inputs(config))
+        name = key.removesuffix(".path") if key.startswith("data.mix.") else key
+        saved, now = (found.get(name) for found in self._inputs(config))
         return saved is not None and now is not None and saved.files == now.files
 
     def check_inputs(self, config: Config) -> list[str]:
@@ -231,9 +231,8 @@ class RunDirectory:
             for key, (before, now) in self._changes(config).items()
             if not key.startswith("run.")
         ]
-        changed = inputs.changed_inputs(*self._inputs(config))
-        rows += [{"key": key, "content": change} for key, change in changed.items()]
-        for row in rows:
+        changed = inputs.changed_inputs(*self._inputs(config)).items()
+        for row in [*rows, *({"key": key, "content": change} for key, change in changed)]:
             append_row(self.path / "changes.jsonl", stamp | row)
 
     def rewind(self, step: int, *, updates: int = 0) -> None:
