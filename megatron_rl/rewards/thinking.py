@@ -8,11 +8,11 @@ CUT_THINKING = "no answer: thinking does not end"
 # of its channels. Other templates' marks are ordinary text.
 _ENDS = re.compile(
     r"</think(?:ing)?>|\[/THINK\]|◁/think▷|<\|end_of_thought\|>|</thought>|</reasoning>"
-    r"|</seed:think>|<\|channel\|>final<\|message\|>|(?<=\S)assistantfinal"
+    r"|</seed:think>|<\|END_THINKING\|>|<\|channel\|>final<\|message\|>|(?<=\S)assistantfinal"
 )
 _BEGINS = re.compile(
     r"<think(?:ing)?>|\[THINK\]|◁think▷|<\|begin_of_thought\|>|<thought>|<reasoning>"
-    r"|<seed:think>|<\|channel\|>(?:analysis|commentary)|\Aanalysis(?=\w)"
+    r"|<seed:think>|<\|START_THINKING\|>|<\|channel\|>(?:analysis|commentary)|\Aanalysis(?=\w)"
 )
 
 

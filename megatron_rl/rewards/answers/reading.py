@@ -36,9 +36,13 @@ _OR = re.compile(r"\\cup(?![a-zA-Z])|\\text\{\s*or\s*\}|(?<![a-zA-Z\\])or(?![a-z
 _CUP = re.compile(r"\\cup(?![a-zA-Z])")
 _INEQUALITY = re.compile(r"\\le |\\ge |\\ne |<|>")
 _EQUALS = re.compile(r"=")
+_ROUNDED = re.compile(r"\\(?:approx|simeq)(?![a-zA-Z])")
 _NAME = re.compile(
     r"(?:\\text\{[^{}]*\}|\\?[a-zA-Z]+)(?:_(?:\w|\{\w+\}))?'*(?:\^\{-1\})?"
     r"(?:\s*\([a-zA-Z](?:, ?[a-zA-Z])*\))?|\([a-zA-Z](?:, ?[a-zA-Z])*\)"
+)
+_SET_BUILDER = re.compile(
+    r"\\\{ ?[a-zA-Z](?: ?\\in ?\\mathbb\{R\})? ?(?:\\mid(?![a-zA-Z])|\||:) ?(.*)\\\}"
 )
 _MATRIX = re.compile(
     r"[(\[]? ?\\begin\{([pb]?matrix|array)\}(?:\{[clr|]*\})?(.*)\\end\{\1\} ?[)\]]?", re.DOTALL
@@ -135,7 +139,7 @@ def _read_plus_minus(text: str) -> Items | None:
 
 
 def _read_union(text: str) -> Any:
-    if text == r"\mathbb{R}":
+    if text == r"\mathbb{R}" or text.casefold() in ("all real numbers", "all reals"):
         return Interval(MINUS_INFINITY, INFINITY, "()")
     base, without, points = text.partition(r"\setminus")
     if without and base.strip() == r"\mathbb{R}":
@@ -222,6 +226,8 @@ def _read_matrix(text: str) -> Items | None:
 
 
 def _read_membership(text: str) -> Assignment | None:
+    if match := _SET_BUILDER.fullmatch(text):
+        return Assignment("", read_tidy(match[1]))
     name, member, members = text.partition(r"\in ")
     if not member or not _NAME.fullmatch(name.strip()):
         return None
@@ -277,10 +283,19 @@ def _plain_name(name: str) -> str:
     return "" if re.fullmatch(r"[a-zA-Z]{2,}", name) else name
 
 
+def _read_rounded(text: str) -> Any:
+    r"""Read `\frac{40}{3} \approx 13.3` as the exact value."""
+    sides = split(text, _ROUNDED)
+    is_exact = len(sides) == 2 and sides[0] and not _NAME.fullmatch(sides[0])
+    return read_tidy(sides[0]) if is_exact else None
+
+
 def _read_equation(text: str) -> Any:
     sides = split(text, _EQUALS)
     if len(sides) == 1 or _INEQUALITY.search(text) or not all(sides):
         return None
+    if len(sides) == 2 and re.fullmatch("[a-z]", sides[1]) and not _NAME.fullmatch(sides[0]):
+        sides.reverse()
     if _NAME.fullmatch(sides[0]):
         return Assignment(_plain_name(sides[0]), read_tidy(sides[-1]))
     equation = relation(sides[0], "=", sides[1]) if len(sides) == 2 else None
@@ -299,7 +314,7 @@ def _read_quantity(text: str) -> Quantity | Number | None:
     reading = read_tidy(value)
     if isinstance(reading, Number):
         number = Number(reading.value * factor)
-        letters = text if re.fullmatch(r".* [a-zA-Z]", text) else ""
+        letters = text if re.fullmatch(r"[\d.,+-]+ [a-zA-Z]", text) else ""
         return Quantity(number, unit, letters) if unit else number
     return Quantity(reading, unit) if isinstance(reading, Expression) and unit else None
 
@@ -338,6 +353,7 @@ READERS: tuple[Callable[[str], Any], ...] = (
     _read_items,
     _read_plus_minus,
     _read_inequality,
+    _read_rounded,
     _read_equation,
     _read_quantity,
     _read_words,

@@ -15,10 +15,10 @@ _GREEK = (
     "tau upsilon phi chi psi omega"
 ).split()  # as Unicode names them
 _SYMBOLS = {
-    "−–—‐‑‒﹣": "-", "×⋅·∙⨯": r"\cdot ", "÷": "/", "⁄∕": "/", "≤⩽": r"\le ", "≥⩾": r"\ge ",
+    "−–—‐‑‒﹣": "-", "×⋅·∙⨯∗": r"\cdot ", "÷": "/", "⁄∕": "/", "≤⩽": r"\le ", "≥⩾": r"\ge ",
     "≠": r"\ne ", "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
     "±": r"\pm ", "…⋯": r"\ldots ", "°": r"\degree ", "⟨〈": "(", "⟩〉": ")", "ℝ": r"\mathbb{R}",
-    "∶": ":", "△": r"\triangle ", "∠": r"\angle ", "′’‘": "'", "ⅈ": "i", "→": r"\to ",
+    "∶": ":", "△": r"\triangle ", "∠": r"\angle ", "′’‘": "'", "ⅈ": "i", "→": r"\to ", "≈": r"\approx ",
     "\u200b\u200c\u200d\u2060\ufeff\u200e\u200f\u202a\u202b\u202c\u202d\u202e": "",
     "、；": ", ", "，": ",", "。": ".",
 }  # fmt: skip
@@ -76,6 +76,7 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         (r"(?:\\sqrt|(?<![a-zA-Z\\])sqrt|√)\s*\(([^()]*)\)|√\s*\{([^{}]*)\}|√\s*([\d.]+|[a-zA-Z])",
          lambda match: rf"\sqrt{{{match[1] or match[2] or match[3]}}}"),
         (r"\\log_\s*(\d)(?=\s)", r"\\log_{\1}"),
+        (r"∛\s*\(?([\d.]+|[a-zA-Z])\)?", r"\\sqrt[3]{\1}"),
         (r"\\sqrt\s*([\da-zA-Z])", r"\\sqrt{\1}"),
         (r"(?<![a-zA-Z\\])(sin|cos|tan|cot|sec|csc|ln|log|exp)(?=\s*[\s(\d^_])", r"\\\1"),
         (r"\^\s*\(([^()]*)\)", r"^{\1}"),
@@ -90,7 +91,7 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
 ]  # fmt: skip
 _PHRASE = re.compile(
     r"(?:\\text\{)?\s*(?:thus|so|hence|therefore)?,?\s*(?:the )?(?:final )?(?:answer|result|value)"
-    r"(?: is)?\s*[:=]?\s*(?:\})?\s*(?=\S)|=\s*",
+    r"(?: is)?\s*[:=]?\s*(?:\})?\s*(?=\S)|=\s*|(?:option|choice) (?=\(?[A-Z]\)?$)",
     re.IGNORECASE,
 )
 

@@ -80,7 +80,7 @@ def _is_unit(words: list[str], written: str, *, is_apart: bool) -> bool:
     bare = [word.split("^")[0].split("/")[0].rstrip(".") for word in words]
     known = [_ALIASES.get(word, _ALIASES.get(word.lower())) for word in bare]
     sentence = [word for word in words if word.lower() in _NOT_UNITS - {"per", "of"}]
-    if len(words) > 4 or sentence:
+    if len(words) > 4 or sentence or ("%" in words and "of" in words):
         return False
     if "\\" in written or any(one in written for one in "€£¥₹¢"):
         return True
