@@ -41,13 +41,11 @@ def equal(truth: Any, answer: Any) -> bool:
         return _equal_numbers(truth, answer)
     if isinstance(truth, Quantity) and truth.letters and isinstance(answer, Number):
         return False
-    if (
-        isinstance(truth, Number)
-        and truth.digits >= _FLOAT_DIGITS
-        and isinstance(answer, Expression)
-    ):
-        return values.is_near(values.parse(answer.latex), truth.value)
-    for first, second in ((truth, answer), (answer, truth)):
+    both_orders = ((truth, answer), (answer, truth))
+    for first, second in both_orders:
+        if _is_float(first) and isinstance(second, Expression):
+            return values.is_near(values.parse(second.latex), first.value)
+    for first, second in both_orders:
         for kind, rule in RULES:
             if isinstance(first, kind):
                 verdict = rule(first, second)
@@ -56,11 +54,16 @@ def equal(truth: Any, answer: Any) -> bool:
     return False
 
 
+def _is_float(reading: Any) -> bool:
+    return isinstance(reading, Number) and reading.digits >= _FLOAT_DIGITS
+
+
 def _equal_numbers(truth: Number, answer: Number) -> bool:
-    """Compare exactly; a ground truth of 15 or more digits is a rounded float."""
+    """Compare exactly, except that a rounded float is near an endless decimal, as 1/3 is."""
     if truth.value == answer.value:
         return True
-    return truth.digits >= _FLOAT_DIGITS and values.is_near(answer.value, truth.value)
+    is_rounded = _is_float(truth) or (_is_float(answer) and values.is_endless(truth.value))
+    return is_rounded and values.is_near(answer.value, truth.value)
 
 
 # Each rule returns whether two readings are equal, or None if another rule decides.

@@ -167,6 +167,11 @@ def is_near(number: Any, value: Any) -> bool:
     return bool(abs(number - value) <= abs(value) / 10**14)
 
 
+def is_endless(value: Any) -> bool:
+    """Return True if a rational number has no finite decimal."""
+    return isinstance(value, Fraction) and pow(10, 400, value.denominator) != 0
+
+
 def rational_tree(value: Fraction) -> Any:
     """Return a rational number as a tree."""
     return Rational(value.numerator, value.denominator)
