@@ -26,11 +26,10 @@ from megatron_rl.rewards.answers.kinds import (
     Words,
     parts_of,
 )  # fmt: skip
-from megatron_rl.rewards.answers.text import closing, split, tidy, unwrap
+from megatron_rl.rewards.answers.text import bracketed, split, split_at_commas, tidy, unwrap
 from megatron_rl.rewards.answers.units import split_unit
 from megatron_rl.rewards.answers.values import TooLargeError
 
-_COMMA = re.compile(r"[,;]|\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _OR = re.compile(r"\\cup(?![a-zA-Z])|\\text\{\s*or\s*\}|(?<![a-zA-Z\\])or(?![a-zA-Z])")
 _CUP = re.compile(r"\\cup(?![a-zA-Z])")
@@ -170,16 +169,16 @@ def _all_except(points: Any, name: str) -> Union | None:
 
 def _read_items(text: str) -> Any:
     """Read a list, a tuple, a set or an interval."""
-    parts = _commas(text)
+    parts = split_at_commas(text)
     if len(parts) > 1:
         return Items(",", _flat(parts))
     ratio = text.split(":")
     if len(ratio) > 1 and all(re.fullmatch(r" ?[\d./a-z\\ {}]+", part) for part in ratio):
         return Items(":", tuple(read_tidy(part) for part in ratio))
-    opening, inner, end = _bracketed(text)
+    opening, inner, end = bracketed(text)
     if not opening:
         return None
-    parts = _commas(inner, is_bracketed=True)
+    parts = split_at_commas(inner, is_bracketed=True)
     if (opening + end == "()" and len(parts) == 1) or not all(parts):
         return None
     return Items(opening + end, _flat(parts) if opening == "{" else tuple(map(read_tidy, parts)))
@@ -193,26 +192,6 @@ def _flat(parts: list[str]) -> tuple[Any, ...]:
         for one in readings
         for item in (one.items if isinstance(one, Items) and one.brackets == "," else (one,))
     )
-
-
-def _bracketed(text: str) -> tuple[str, str, str]:
-    for opening, end in ((r"\{", r"\}"), ("(", ")"), ("[", "]"), ("(", "]"), ("[", ")")):
-        if text.startswith(opening) and text.endswith(end):
-            start = len(opening) - 1
-            if closing(text, start) == len(text) - 1:
-                return opening[-1], text[len(opening) : -len(end)].strip(" "), end[-1]
-    return "", text, ""
-
-
-def _commas(text: str, *, is_bracketed: bool = False) -> list[str]:
-    """Split at commas, but not at those of thousands, as in `1,000, 2,000`."""
-    parts = split(text, _COMMA)
-    if len(parts) == 1:
-        return parts
-    joined = re.sub(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,]*\d)",
-                    lambda match: match[0].replace(",", ""), text)  # fmt: skip
-    parts_without = split(joined, _COMMA)
-    return parts if is_bracketed and len(parts_without) == 1 else [p for p in parts_without if p]
 
 
 def _read_matrix(text: str) -> Items | None:

@@ -18,9 +18,9 @@ _SYMBOLS = {
     "−–—‐‑‒﹣": "-", "×⋅·∙⨯∗": r"\cdot ", "÷": "/", "⁄∕": "/", "≤⩽": r"\le ", "≥⩾": r"\ge ",
     "≠": r"\ne ", "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
     "±": r"\pm ", "…⋯": r"\ldots ", "°": r"\degree ", "⟨〈": "(", "⟩〉": ")", "ℝ": r"\mathbb{R}",
-    "∶": ":", "△": r"\triangle ", "∠": r"\angle ", "′’‘": "'", "ⅈ": "i", "→": r"\to ", "≈": r"\approx ",
+    "∶": ":", "△": r"\triangle ", "∠": r"\angle ", "′’‘": "'", "ⅈ": "i", "→": r"\to ",
     "\u200b\u200c\u200d\u2060\ufeff\u200e\u200f\u202a\u202b\u202c\u202d\u202e": "",
-    "、；": ", ", "，": ",", "。": ".",
+    "≈": r"\approx ", "、；": ", ", "，": ",", "。": ".",
 }  # fmt: skip
 _UNICODE = {ord(one): latex for many, latex in _SYMBOLS.items() for one in many}
 for _index, _name in enumerate(_GREEK):
@@ -30,6 +30,7 @@ for _index, _name in enumerate(_GREEK):
 _RAISED = dict(zip(map(ord, "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ"), "0123456789+-n", strict=True))
 _LOWERED = dict(zip(map(ord, "₀₁₂₃₄₅₆₇₈₉₊₋ₙ"), "0123456789+-n", strict=True))
 
+_COMMA = re.compile(r"[,;]|\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])")
 # Tried in this order, each over the whole text.
 _REWRITES: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(pattern), replacement)
@@ -146,6 +147,27 @@ def split(text: str, separator: re.Pattern[str]) -> list[str]:
         depth += (text[index] in "([{") - (text[index] in ")]}")
         index += 1
     return [part.strip(" ") for part in (*parts, text[start:])]
+
+
+def bracketed(text: str) -> tuple[str, str, str]:
+    """Return the brackets around the whole text, if any, and the text within."""
+    for opening, end in ((r"\{", r"\}"), ("(", ")"), ("[", "]"), ("(", "]"), ("[", ")")):
+        if text.startswith(opening) and text.endswith(end):
+            start = len(opening) - 1
+            if closing(text, start) == len(text) - 1:
+                return opening[-1], text[len(opening) : -len(end)].strip(" "), end[-1]
+    return "", text, ""
+
+
+def split_at_commas(text: str, *, is_bracketed: bool = False) -> list[str]:
+    """Split at commas, but not at those of thousands, as in `1,000, 2,000`."""
+    parts = split(text, _COMMA)
+    if len(parts) == 1:
+        return parts
+    joined = re.sub(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,]*\d)",
+                    lambda match: match[0].replace(",", ""), text)  # fmt: skip
+    parts_without = split(joined, _COMMA)
+    return parts if is_bracketed and len(parts_without) == 1 else [p for p in parts_without if p]
 
 
 def _from_unicode(text: str) -> str:
