@@ -104,8 +104,7 @@ def run_training(
         opened as (shown, conversations),
         share_prompt_sets(shown, shape, directory.prompts, echo=console.echo) as prompts,
     ):
-        changes = run_on_rank_0(lambda: directory.check_inputs(config), doing="comparing inputs")
-        for line in changes:
+        for line in run_on_rank_0(lambda: directory.check_inputs(config), doing="comparing inputs"):
             console.echo(line)
         start.ended("checks")
         with build_verifiers(config, topology, directory) as pool:
