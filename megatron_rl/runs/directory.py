@@ -149,9 +149,8 @@ class RunDirectory:
         """Return a line for each accepted change of an input; raise ConfigError for others."""
         if not self._has_started() or config.run.resume == "never":
             return []
-        return inputs.check_changes(
-            *self._inputs(config), accepted=config.run.accept_changes, run=str(self.path)
-        )
+        accepted, run = config.run.accept_changes, str(self.path)
+        return inputs.check_changes(*self._inputs(config), accepted=accepted, run=run)
 
     def _inputs(self, config: Config) -> tuple[inputs.Inputs, inputs.Inputs]:
         return inputs.load_inputs(self.inputs_file), inputs.read_inputs(config)
@@ -232,7 +231,8 @@ class RunDirectory:
             if not key.startswith("run.")
         ]
         changed = inputs.changed_inputs(*self._inputs(config)).items()
-        for row in [*rows, *({"key": key, "content": change} for key, change in changed)]:
+        contents: list[dict[str, object]] = [{"key": key, "content": one} for key, one in changed]
+        for row in rows + contents:
             append_row(self.path / "changes.jsonl", stamp | row)
 
     def rewind(self, step: int, *, updates: int = 0) -> None:
