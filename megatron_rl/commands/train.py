@@ -23,6 +23,7 @@ from megatron_rl.preflight.hub_names import resolve_hub_names
 from megatron_rl.runs.rows import is_finished
 from megatron_rl.runtime.interruption import INTERRUPTED, Interruption, RunInterrupted
 from megatron_rl.runtime.joining import join_processes
+from megatron_rl.runtime.open_files import describe_address_space
 from megatron_rl.runtime.processes import (
     LAUNCHER,
     cuda_devices,
@@ -124,6 +125,8 @@ def _start(config: Config, options: argparse.Namespace, arguments: list[str]) ->
     with without_garbage_collection():  # mostly the import of transformers
         check_run(config, world_size=world_size)
     check_devices(world_size)
+    if (warning := describe_address_space()) is not None:
+        _warn(warning)
     _check_memory(config, world_size)
     find_stall = RunDirectory.of(config).new_stalls()
     status = start_processes(

@@ -1,4 +1,4 @@
-"""The limit of open files, against the sockets that a layout needs.
+"""Limits of this process: open files, against the sockets that a layout needs; address space.
 
 Two ranks of a gloo group are connected by a socket in each of them. Linux counts sockets as open
 files, and the usual soft limit is 1,024. Does not import torch.
@@ -16,6 +16,18 @@ def raise_limit() -> None:
     wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def describe_address_space() -> str | None:
+    """Return a warning if the address space is limited, as by `ulimit -v`."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    return (
+        f"warning: processes may use {limit / 2**30:.1f} GiB of address space (ulimit -v), and "
+        "torch, vLLM and CUDA map far more than they use; if the start fails, run: ulimit -v "
+        "unlimited"
+    )
 
 
 def hard_limit() -> int:

@@ -50,3 +50,11 @@ def test_limit_too_small_for_ranks_is_named(limit):
     assert open_files.limit_problem(1024, groups, on_cuda=False) is None
     limit(2048)  # on the CPU every group of Megatron has sockets
     assert open_files.limit_problem(1024, groups, on_cuda=False) is not None
+
+
+def test_limited_address_space_is_named_with_its_cure(monkeypatch):
+    limits = iter([resource.RLIM_INFINITY, 6 << 30])
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (next(limits), -1))
+    assert open_files.describe_address_space() is None
+    text = open_files.describe_address_space()
+    assert "6.0 GiB of address space (ulimit -v)" in text and "ulimit -v unlimited" in text
