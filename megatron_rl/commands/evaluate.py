@@ -60,16 +60,17 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
             name = f"{Path(options.model).resolve().name}-{time.strftime('%Y%m%d-%H%M%S')}"
             options.output = str(Path("evaluations") / name)
             arguments = [*arguments, "--output", options.output]
+        output = _expand("--output", options.output)
         files = {
             f"--data {key.removeprefix('eval.sets.')}" if options.data else key: file
             for key, file in config.evaluation_files.items()
         }
         if place is None:
-            return _start(config, files, Path(options.output), arguments)
+            return _start(config, files, output, arguments)
         quiet_libraries()
         from megatron_rl.trainer.evaluate_model import run_evaluation
 
-        config = _with_output(config, Path(options.output))
+        config = _with_output(config, output)
         run_evaluation(config, files, rank=place.rank, world_size=place.world_size)
     except Exception as error:  # noqa: BLE001 - reported; the process exits
         return fail(error, place)
@@ -82,11 +83,7 @@ def evaluation_config(model: str, data: list[str] | None, overrides: list[str]) 
     Only the settings that an evaluation needs are read from a run's config, so that no rule about
     training rejects it. Raises ConfigError for bad input.
     """
-    try:
-        model = expand_path(model)
-    except ValueError as error:
-        raise ConfigError(f"--model: {error}") from None
-    folder = Path(model)
+    folder = _expand("--model", model)
     values: dict[str, Any] = {}
     if (folder / "metrics.jsonl").is_file() or (folder / "log.txt").is_file():
         values = _settings_of_run(folder)
@@ -115,6 +112,13 @@ def evaluation_config(model: str, data: list[str] | None, overrides: list[str]) 
         if isinstance(given := values.get(section, {}), dict):
             values[section] = given | fixed
     return with_absolute_paths(parse_config(values))
+
+
+def _expand(name: str, path: str) -> Path:
+    try:
+        return Path(expand_path(path))
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def _describe_missing_data(folder: Path) -> str:

@@ -25,6 +25,7 @@ VERL: dict[str, str | None] = {
     "data.shuffle": None,
     "data.truncation": None,
     f"{_MODEL}.path": "model.path",
+    f"{_MODEL}.trust_remote_code": "model.trust_remote_code",
     f"{_MODEL}.enable_gradient_checkpointing": "trainer.recompute: full",
     f"{_MODEL}.lora_rank": "lora.rank",
     f"{_MODEL}.lora_alpha": "lora.alpha",
@@ -116,6 +117,7 @@ VERL: dict[str, str | None] = {
 
 TRL: dict[str, str | None] = {
     "model_name_or_path": "model.path",
+    "trust_remote_code": "model.trust_remote_code",
     "dataset_name": "data.train: hf:OWNER/NAME",
     "reward_funcs": "reward.verifier: module:function",
     "reward_weights": "reward.weights",

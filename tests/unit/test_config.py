@@ -547,7 +547,7 @@ def test_page_has_the_settings_that_errors_name(title, table):
             for part in here.split("."):
                 value = value[part]
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            assert (float(default) == value) if is_number else (default == str(value)), key
+            assert (float(default) == value) if is_number else (default == str(value).lower()), key
 
 
 def test_settings_named_for_others_exist():
