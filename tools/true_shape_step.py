@@ -75,7 +75,9 @@ def main():
     with tempfile.TemporaryDirectory() as scratch:
         folder = folder or Path(scratch)
         subprocess.run(
-            [sys.executable, "tools/make_tiny_task.py", "--output", str(TASK)], cwd=ROOT, check=True
+            [sys.executable, "-m", "megatron_rl.apps.tasks.tiny_task", "--output", str(TASK)],
+            cwd=ROOT,
+            check=True,
         )
         print(f"{make_model(folder / 'model'):,} parameters", flush=True)
         command = [

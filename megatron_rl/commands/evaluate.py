@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rl.commands.ending import fail, leave
 from megatron_rl.commands.options import Commands, add_command, named, option
-from megatron_rl.commands.train import check_devices
+from megatron_rl.commands.train import check_devices, check_installed
 from megatron_rl.config import Config, ConfigError, parse_config, with_absolute_paths
 from megatron_rl.config.data_sections import ColumnsSection
 from megatron_rl.config.loading import apply_override
@@ -178,6 +178,7 @@ def _start(
 ) -> int:
     from megatron_rl.preflight.start import check_evaluation_run
 
+    check_installed()
     if output.exists():
         raise ConfigError(f"--output: {output.absolute()} exists; name a new folder")
     config = _with_output(config, output)  # validates the name

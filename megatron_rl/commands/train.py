@@ -81,6 +81,13 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     return leave(0)
 
 
+def check_installed() -> None:
+    """Raise ModuleNotFoundError for a library without which no rank can run; imports none."""
+    for name in ("torch", "vllm", "megatron"):
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(f"no {name}", name=name)
+
+
 def _print_finished(config: Config) -> None:
     steps = config.trainer.steps
     print(
@@ -108,8 +115,7 @@ def _is_finished(config: Config) -> bool:
 
 
 def _start(config: Config, options: argparse.Namespace, arguments: list[str]) -> int:
-    if importlib.util.find_spec("torch") is None:  # before the inputs are checked: no rank can run
-        raise ModuleNotFoundError("no torch", name="torch")
+    check_installed()  # before the inputs are checked: no rank can run
     with without_garbage_collection():
         from megatron_rl.preflight.start import check_run, default_world_size
         from megatron_rl.runs.directory import RunDirectory

@@ -2,7 +2,10 @@
 
 import copy
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -60,7 +63,7 @@ def start_vllm(topology: Topology, arguments: dict[str, Any], *, tokenizer: Any 
 
         inproc.register()
         arguments = arguments | _tokenizer_arguments(tokenizer)
-        with inproc.own_shared_memory(_shared_token()):
+        with inproc.own_shared_memory(_shared_token()), _inspection_in_this_process(topology):
             llm = LLM(weight_transfer_config={"backend": inproc.BACKEND}, **arguments)
     _STARTED.append(llm)
     # Later releases would destroy groups at interpreter exit, after the trainer's.
@@ -95,6 +98,22 @@ def _tokenizer_arguments(tokenizer: Any) -> dict[str, Any]:
     TokenizerRegistry.register(mode, __name__, GivenTokenizer.__name__)
     RENDERER_REGISTRY.register(mode, "vllm.renderers.hf", "HfRenderer")
     return {"skip_tokenizer_init": False, "tokenizer_mode": mode}
+
+
+@contextmanager
+def _inspection_in_this_process(topology: Topology) -> Iterator[None]:
+    """On CPU, let vLLM inspect the model's class here and not in a new interpreter.
+
+    vLLM starts one so that CUDA is not initialized here. It imports everything again, also what
+    `hide_unloadable_builds` hides in this process.
+    """
+    if topology.device.type == "cuda":
+        yield
+        return
+    from vllm.model_executor.models import registry
+
+    with mock.patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()):
+        yield
 
 
 def _shared_token() -> str:

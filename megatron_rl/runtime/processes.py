@@ -29,6 +29,7 @@ from megatron_rl.runtime.interruption import (
     handled_signals,
 )
 from megatron_rl.runtime.open_files import raise_limit
+from megatron_rl.runtime.versions import hide_unloadable_builds
 
 LAUNCHER = "MEGATRON_RL_LAUNCHER"  # environment variable of a rank: id of its launcher process
 POLL_SECONDS = 0.1
@@ -73,8 +74,9 @@ def has_cuda() -> bool:
 
 
 def prepare_environment() -> None:
-    """Raise the limit of open files; set variables that libraries read at import, unless set."""
+    """Raise the limit of open files; set variables and hide packages that libraries import."""
     raise_limit()
+    hide_unloadable_builds()
     defaults = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
         "VLLM_NO_USAGE_STATS": "1",

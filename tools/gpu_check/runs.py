@@ -51,12 +51,13 @@ def _call(*arguments, limit=None):
 @contextmanager
 def _random_model(shape, vocabulary=None):
     """Yield a folder with a random model of this shape, a tokenizer of its size, and prompts."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    import make_tiny_task as tiny
+    from megatron_rl.apps.tasks import tiny_task as tiny
 
     folder = Path(tempfile.mkdtemp())
     try:
-        _call("tools/make_tiny_task.py", "--output", str(ROOT / ".cache" / "tiny_task"))
+        _call(
+            "-m", "megatron_rl.apps.tasks.tiny_task", "--output", str(ROOT / ".cache" / "tiny_task")
+        )
         tokenizer = tiny.build_tokenizer(32768)
         size = vocabulary or shape["vocab_size"]
         tokenizer.add_tokens([f" w{index}" for index in range(size - len(tokenizer))])

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -52,7 +52,18 @@ MAX_BISECTIONS = 20  # between two models
 SAVE_EVERY = 200  # updates between saved states
 
 
-def build_model(settings: TaskSettings, tokenizer: Any, max_length: int) -> Any:
+class ModelSize(Protocol):
+    """Settings that determine the size of a model."""
+
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+
+
+def build_model(settings: ModelSize, tokenizer: Any, max_length: int) -> Any:
     """Build a randomly initialized Qwen2 of the size in `settings`."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -74,7 +85,7 @@ def build_mixture(settings: TaskSettings, tokenizer: Any, max_length: int) -> An
     return Qwen3MoeForCausalLM(config)
 
 
-def _sizes(settings: TaskSettings, tokenizer: Any, max_length: int) -> dict[str, Any]:
+def _sizes(settings: ModelSize, tokenizer: Any, max_length: int) -> dict[str, Any]:
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": settings.hidden,

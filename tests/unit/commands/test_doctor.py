@@ -39,8 +39,10 @@ def test_apex_from_pypi_is_reported_as_another_package(tmp_path, monkeypatch):
 
 
 def test_missing_requirement_is_named(capsys, monkeypatch):
-    versions = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda *n: None if "vllm" in n else versions(*n))
+    versions = doctor.installed_version
+    monkeypatch.setattr(
+        doctor, "installed_version", lambda *n: None if "vllm" in n else versions(*n)
+    )
     assert doctor.print_report() == 1
     assert "cannot train: vllm missing; run tools/setup_env.sh" in capsys.readouterr().out
 
@@ -66,7 +68,7 @@ def pretend(monkeypatch, python, **releases):
     releases = {name.replace("_", "-"): version for name, version in releases.items()}
     monkeypatch.setattr(doctor, "_built_for", lambda: "cuda")
     monkeypatch.setattr(doctor.platform, "python_version_tuple", lambda: (*python.split("."), "1"))
-    monkeypatch.setattr(doctor, "_version", lambda *names: releases.get(names[0]))
+    monkeypatch.setattr(doctor, "installed_version", lambda *names: releases.get(names[0]))
 
 
 def test_supported_releases_are_compatible(monkeypatch):

@@ -1,27 +1,18 @@
 """The tiny task: correct answers, disjoint sets, and a tokenizer that transformers loads."""
 
-import importlib.util
 import json
 import os
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from megatron_rl.apps.tasks import tiny_task as tiny
 from megatron_rl.apps.tasks.fine_tuning import build_model
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.rewards.math_answer import verify_math_answer
-
-PROGRAM = Path(__file__).parents[3] / "tools" / "make_tiny_task.py"
-spec = importlib.util.spec_from_file_location("make_tiny_task", PROGRAM)
-assert spec is not None
-assert spec.loader is not None
-tiny = importlib.util.module_from_spec(spec)
-sys.modules["make_tiny_task"] = tiny  # dataclasses need their module
-spec.loader.exec_module(tiny)
 
 # 4 + 8 - 3 - 9: 4, 12 -> 2, -1 -> 9, 0
 PROBLEM = tiny.Problem(4, (("+", 8), ("-", 3), ("-", 9)))
@@ -83,12 +74,10 @@ def test_failed_fine_tuning_raises_and_leaves_no_files(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-TRAIN_A_LITTLE = f"""
-import sys
-sys.path.insert(0, {str(PROGRAM.parent)!r})
-import make_tiny_task as tiny
+TRAIN_A_LITTLE = """
 import random
 import torch
+from megatron_rl.apps.tasks import tiny_task as tiny
 from megatron_rl.apps.tasks.fine_tuning import build_model, update
 torch.set_num_threads(1)
 torch.manual_seed(1)

@@ -5,17 +5,15 @@ answered step by step, `4+8=2-3=9` and then `\\boxed{9}`. The model is a Qwen2 o
 thousand parameters with its own tokenizer. It is fine-tuned on worked solutions, the last ones with
 wrong steps, so that its answers have the right form and about a third of them are correct.
 
-The seed determines everything. The model of the default settings is stored next to this program
+The seed determines everything. The model of the default settings is stored next to this module
 (`tiny_model.safetensors`), so it is the same on every machine; with other settings, or with
-`--warm-up`, a model is trained on one core in two to three minutes. Rounding affects the number of
-updates, so training uses one thread and kernels that round identically on every x86-64 processor
-with AVX2 (`PORTABLE`).
+`--warm-up`, one core trains a model in two to three minutes, with one thread and kernels that round
+identically on every x86-64 processor with AVX2 (`PORTABLE`).
 
 The output folder contains `train.parquet` and `heldout.parquet` in the schema of DAPO-Math-17k,
-`model/` in Hugging Face format, and `made.json` with the settings: a second call with the same
-settings does nothing.
+`model/` in Hugging Face format, and `made.json`. A second call with equal settings does nothing.
 
-    python tools/make_tiny_task.py --output .cache/tiny_task
+    python -m megatron_rl.apps.tasks.tiny_task --output .cache/tiny_task
 """
 
 import hashlib
@@ -29,6 +27,7 @@ from pathlib import Path
 
 from megatron_rl.apps.tasks.folder import make_folder_once, settings_parser
 from megatron_rl.apps.tasks.making import PORTABLE
+from megatron_rl.runtime.versions import hide_unloadable_builds
 
 DIGITS = "0123456789"
 # Tokens are single characters, and a few words of questions.
@@ -199,9 +198,8 @@ def draw_batch(generator: random.Random, settings: Settings, tokenizer, noise: f
 def train_model(model, tokenizer, settings: Settings) -> int:
     """Fine-tune the model; return the number of updates.
 
-    Trains on correct solutions until they are learned, then on solutions with wrong steps, so that
-    the model makes errors at the rate of the noise. Raises ValueError if correct solutions are not
-    learned in time.
+    Trains on correct solutions until they are learned (ValueError if they are not in time), then on
+    solutions with wrong steps, so that the model makes errors at the rate of the noise.
     """
     import torch
 
@@ -310,7 +308,7 @@ def load_stored(model) -> dict:
 
 
 def compute_fingerprint(settings: Settings, *, warm_up: bool = False) -> str:
-    """Hash the settings, this program and the stored model, which determine the output."""
+    """Hash the settings, this module and the stored model, which determine the output."""
     text = json.dumps(asdict(settings), sort_keys=True) + ("warm-up" if warm_up else "")
     parts = [text.encode(), Path(__file__).read_bytes(), STORED.read_bytes()]
     return hashlib.sha256(b"".join(parts)).hexdigest()
@@ -339,11 +337,13 @@ def main() -> None:
         settings = Settings(**arguments)
         if (warm_up or not is_stored(settings)) and not PORTABLE.items() <= os.environ.items():
             # Libraries read these when they are loaded, and torch is not loaded yet.
-            os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **PORTABLE})
+            command = [sys.executable, "-m", "megatron_rl.apps.tasks.tiny_task", *sys.argv[1:]]
+            os.execve(sys.executable, command, {**os.environ, **PORTABLE})
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no network access
+        hide_unloadable_builds()
         make_once(output, settings, warm_up=warm_up)
     except ValueError as error:
-        sys.exit(f"make_tiny_task: {error}")
+        sys.exit(f"tiny_task: {error}")
 
 
 if __name__ == "__main__":
