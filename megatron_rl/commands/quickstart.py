@@ -7,6 +7,7 @@ from importlib.resources import files
 
 from megatron_rl.commands import train
 from megatron_rl.commands.options import Commands, add_command, overrides
+from megatron_rl.config import load_config
 from megatron_rl.errors import UserError
 
 TASK = ".cache/tiny_task"  # in the current directory, as the config names it
@@ -24,10 +25,11 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """Make the task in a process of its own, then train as `megatron-rl train` does."""
+    config = str(files("megatron_rl.apps.tasks") / "quickstart.yaml")
+    load_config(config, options.overrides)  # refuses wrong settings before anything is made
     train.check_installed()
     command = [sys.executable, "-m", "megatron_rl.apps.tasks.tiny_task", "--output", TASK]
     if subprocess.run(command, check=False).returncode:
         raise UserError(f"the tiny task in {TASK} could not be made; the cause is above")
-    config = str(files("megatron_rl.apps.tasks") / "quickstart.yaml")
     options.config, options.print_config = config, False
     return train.run(options, ["train", "--config", config, *options.overrides])

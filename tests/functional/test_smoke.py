@@ -10,6 +10,7 @@ import math
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.functional.forked_runs import ForkedCommand
 from tests.functional.tiny_runs import make_task, train
 
 SETTINGS = (
@@ -37,3 +38,18 @@ def test_one_training_step(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder)
     prompt = AutoTokenizer.from_pretrained(folder)("1 + 2 =", return_tensors="pt").input_ids
     assert torch.isfinite(model(prompt).logits).all()
+
+
+def test_quickstart_needs_no_file_of_the_repository(tmp_path):
+    settings = ("trainer.steps=1", "trainer.epochs=1", "run.name=first", *SETTINGS[2:])
+    process = ForkedCommand(["quickstart", *settings], output=tmp_path / "output", cwd=tmp_path)
+    assert process.wait(timeout=600) == 0, process.read()
+    assert "tiny task: 4096 + 128 prompts" in process.read()
+    assert (tmp_path / ".cache" / "tiny_task" / "model" / "model.safetensors").is_file()
+    assert (tmp_path / "runs" / "first" / "model" / "model.safetensors").is_file()
+
+
+def test_wrong_setting_of_quickstart_makes_nothing(tmp_path):
+    process = ForkedCommand(["quickstart", "trainer.step=1"], output=tmp_path / "o", cwd=tmp_path)
+    assert process.wait(timeout=60) == 1
+    assert "trainer.step" in process.read() and not (tmp_path / ".cache").exists()

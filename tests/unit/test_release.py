@@ -1,6 +1,7 @@
 """One version in all places, and files that a release needs."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,22 @@ def test_version_has_one_source(capsys):
     assert capsys.readouterr().out == f"megatron-rl {megatron_rl.__version__}\n"
     assert built.split() == [citation["version"]] == [megatron_rl.__version__]
     assert newest is not None and newest[1] in (megatron_rl.__version__, "Unreleased")
+
+
+def test_package_contains_every_data_file(monkeypatch):
+    arguments: dict = {}
+    monkeypatch.setattr("setuptools.setup", arguments.update)
+    runpy.run_path(str(ROOT / "setup.py"))
+    packed = {
+        file
+        for package, patterns in arguments["package_data"].items()
+        for pattern in patterns
+        for file in (ROOT / package.replace(".", "/")).glob(pattern)
+    }
+    command = ["git", "ls-files", "megatron_rl"]
+    tracked = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    files = {ROOT / name for name in tracked.splitlines() if not name.endswith(".py")}
+    assert files == packed
 
 
 def test_license_equals_megatron_core_and_vllm():

@@ -36,6 +36,18 @@ def test_is_full_disk_recognizes_local_and_remote_errors():
     assert not is_full_disk(RuntimeError("something else"))
 
 
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [("vllm", "pip install 'megatron_rl[cpu]' --extra-index-url"),
+     ("megatron", "pip install 'megatron_rl[cuda]'"),
+     ("torch", "call .venv/bin/megatron-rl")],
+)  # fmt: skip
+def test_missing_library_is_one_line_with_its_installation(name, cure, capsys):
+    assert fail(ModuleNotFoundError(f"no {name}", name=name), None) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"has no {name}" in line and cure in line
+
+
 @pytest.fixture
 def run(tmp_path):
     """Config of a run that has a checkpoint of step 3."""

@@ -1,5 +1,7 @@
 """One table of releases, and everything that names a release in agreement with it."""
 
+import importlib
+import re
 import runpy
 import shlex
 import subprocess
@@ -11,19 +13,80 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megatron_rl.runtime import versions
+from tools import lock
 
 ROOT = Path(__file__).parents[3]
 
 
-def test_requirements_of_package_equal_table(monkeypatch):
-    package = {}
-    monkeypatch.setattr("setuptools.setup", package.update)
+@pytest.fixture
+def package(monkeypatch):
+    """The arguments of setup() in setup.py."""
+    arguments = {}
+    monkeypatch.setattr("setuptools.setup", arguments.update)
     runpy.run_path(str(ROOT / "setup.py"))
+    return arguments
+
+
+def test_requirements_of_package_equal_table(package):
     core = next(r for r in package["install_requires"] if r.startswith("megatron-core"))
     for one in versions.SETS:
         least = next(iter(SpecifierSet(one.megatron_core))).version
         assert Requirement(core).specifier.contains(least)
-        assert package["extras_require"][one.device] == [one.vllm]
+        assert one.vllm in package["extras_require"][one.device]
+        if one.device == "cpu":  # else pip may look at CUDA builds of newer releases first
+            assert f"torch{one.torch}" in package["extras_require"]["cpu"]
+
+
+@pytest.mark.parametrize(("kind", "python"), lock.SETS)
+def test_lock_satisfies_requirements(kind, python, package):
+    text = lock.lock_file(kind, python).read_text()
+    releases = dict(re.findall(r"^([\w.-]+)==(\S+) \\\n    --hash=sha256:[0-9a-f]{64}", text, re.M))
+    assert len(releases) == len(re.findall(r"^\w", text, re.M)) > 100  # each has a hash
+    assert "://" not in text and "index" not in text  # valid at every index
+    if kind == "launcher":
+        lines = (ROOT / "requirements" / "launcher.in").read_text().splitlines()
+        wanted = [line.partition("  #")[0] for line in lines if not line.startswith("#")]
+    else:
+        extras = package["extras_require"]
+        wanted = [*package["install_requires"], *extras[kind], *extras["dev"], *extras["data"],
+                  *extras["reasoning_gym"]]  # fmt: skip
+        one = versions.release_set(kind, python)
+        wanted += [f"torch{one.torch}", one.vllm, f"megatron-core{one.megatron_core}"]
+        assert [name for name in versions.MEDIA if name in releases and kind == "cpu"] == []
+    for requirement in map(Requirement, wanted):
+        name = re.sub(r"[-_.]+", "-", requirement.name).lower()
+        assert requirement.specifier.contains(releases[name]), requirement
+
+
+def test_every_supported_set_has_a_lock():
+    """But CPU under Python 3.12 and 3.13, of whose torch no file has been available here."""
+    sets = {(one.device, python) for one in versions.SETS for python in one.pythons}
+    assert sets - set(lock.SETS) == {("cpu", "3.12"), ("cpu", "3.13")}
+
+
+def test_builds_that_cpu_torch_cannot_load_are_hidden(tmp_path, monkeypatch):
+    """As after `pip install megatron_rl[cpu]` from an index with CUDA builds of torchvision."""
+
+    def install(name, version):
+        (tmp_path / f"{name}-{version}.dist-info").mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(metadata)
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    install("torch", "2.13.0+cpu")
+    install("torchaudio", "2.11.0+cpu")
+    install("torchvision", "0.28.0")
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('no operator torchvision::nms')")
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    del sys.modules["torchvision"]  # restored after the test
+    assert versions.unloadable_builds() == {"torchvision": "0.28.0"}
+    assert importlib.util.find_spec("torchvision") is not None
+    versions.hide_unloadable_builds()
+    assert importlib.util.find_spec("torchvision") is None  # how transformers and vLLM ask
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("torchvision")
+    monkeypatch.setattr(versions, "installed_version", lambda name: "2.13.0")  # a build for CUDA
+    assert versions.unloadable_builds() == {}
 
 
 def test_table_in_docs_equals_table():
