@@ -10,7 +10,6 @@ import pytest
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
-from megatron_rl.apps.tasks import tiny_task as tiny
 from megatron_rl.data.prompts import load_prompts, tokenize_messages
 from megatron_rl.data.rows import count_rows
 from megatron_rl.data.tokenizer import describe_raw, load_tokenizer
