@@ -9,9 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megatron_rl.apps.tasks import tiny_task as tiny
 from megatron_rl.data.prompts import PromptOrder, load_prompts
 from megatron_rl.data.rows import Columns, check_prompt_file
 from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.rewards.math_answer import verify_math_answer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}"
@@ -368,3 +370,20 @@ def test_folder_saved_by_datasets_is_read(tmp_path):
         load_prompts(tmp_path / "empty", build_tokenizer(), max_prompt_tokens=5)
     with pytest.raises(ValueError, match=r"hf download nobody/nothing.* --repo-type dataset"):
         load_prompts("hf:nobody/nothing-of-this-name", build_tokenizer(), max_prompt_tokens=5)
+
+
+def test_gsm8k_as_verl_prepares_it_earns_its_reward(tmp_path):
+    """From the file of verl's examples/data_preprocess/gsm8k.py to the default verifier."""
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": 'How many? Output the final answer after "####".'}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "72"},
+        "extra_info": {"split": "train", "index": 0, "answer": "48+24=72\n#### 72"},
+    }
+    file = tmp_path / "gsm8k.parquet"
+    pq.write_table(pa.Table.from_pylist([row]), file)
+    (prompt,) = load_prompts(file, tiny.build_tokenizer(512), max_prompt_tokens=512)
+    rewards = [verify_math_answer(text, prompt.ground_truth, prompt.data_source)[0]
+               for text in ("48+24=72\n#### 72", "48+23=71\n#### 71")]  # fmt: skip
+    assert rewards == [1.0, 0.0]
