@@ -7,18 +7,19 @@ from typing import Any
 
 from megatron_rl.commands.ending import fail, leave
 from megatron_rl.commands.options import Commands, add_command, named, option
-from megatron_rl.commands.train import check_devices, check_installed
+from megatron_rl.commands.train import check_devices, check_installed, rank_modules
 from megatron_rl.config import Config, ConfigError, parse_config, with_absolute_paths
 from megatron_rl.config.data_sections import ColumnsSection
 from megatron_rl.config.loading import apply_override
 from megatron_rl.config.paths import HUB_NAME, expand_path
 from megatron_rl.config.yaml_text import read_mapping
 from megatron_rl.preflight.hub_names import resolve_hub_names
-from megatron_rl.runtime.joining import join_processes
+from megatron_rl.runtime.joining import join_processes, share_cores
+from megatron_rl.runtime.launcher import start_processes
 from megatron_rl.runtime.processes import (
     cuda_devices,
     quiet_libraries,
-    start_processes,
+    without_garbage_collection,
 )
 
 FROM_RUN = ("seed", "data", "rollout", "reward", "eval")  # config sections taken from a run
@@ -68,7 +69,8 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         if place is None:
             return _start(config, files, output, arguments)
         quiet_libraries()
-        from megatron_rl.trainer.evaluate_model import run_evaluation
+        with without_garbage_collection():
+            from megatron_rl.trainer.evaluate_model import run_evaluation
 
         config = _with_output(config, output)
         run_evaluation(config, files, rank=place.rank, world_size=place.world_size)
@@ -176,13 +178,16 @@ def _start(
     output: Path,
     arguments: list[str],
 ) -> int:
-    from megatron_rl.preflight.start import check_evaluation_run
-
     check_installed()
     if output.exists():
         raise ConfigError(f"--output: {output.absolute()} exists; name a new folder")
     config = _with_output(config, output)  # validates the name
     world_size = config.parallel.data or max(cuda_devices(), config.rollout.tensor)
-    check_evaluation_run(config, files, world_size=world_size)
+    share_cores(world_size)
+    quiet_libraries()
+    with without_garbage_collection():
+        from megatron_rl.preflight.start import check_evaluation_run
+
+        check_evaluation_run(config, files, world_size=world_size)
     check_devices(world_size)
-    return start_processes(arguments, world_size=world_size)
+    return leave(start_processes(arguments, world_size=world_size, modules=rank_modules()))

@@ -6,7 +6,8 @@ from megatron_rl.commands.ending import fail, leave
 from megatron_rl.commands.options import Commands, add_command, option
 from megatron_rl.commands.train import check_devices
 from megatron_rl.runtime.joining import join_processes
-from megatron_rl.runtime.processes import quiet_libraries, start_processes
+from megatron_rl.runtime.launcher import start_processes
+from megatron_rl.runtime.processes import quiet_libraries
 
 
 def add_parser(commands: Commands) -> None:
@@ -37,7 +38,9 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         )
         if place is None:
             check_devices(plan.layout.world_size)
-            return start_processes(arguments, world_size=plan.layout.world_size)
+            modules = ("megatron_rl.checkpoint_export",)  # imported here already
+            size = plan.layout.world_size
+            return leave(start_processes(arguments, world_size=size, modules=modules))
         run_export(plan)
     except Exception as error:  # noqa: BLE001 - reported; the process exits
         return fail(error, place)

@@ -1,10 +1,8 @@
 """`megatron-rl train`: start the ranks of this node, or run as one rank of torchrun or srun."""
 
 import argparse
-import atexit
 import importlib.util
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -22,16 +20,22 @@ from megatron_rl.config import (
 from megatron_rl.preflight.hub_names import resolve_hub_names
 from megatron_rl.runs.rows import is_finished
 from megatron_rl.runtime.interruption import INTERRUPTED, Interruption, RunInterrupted
-from megatron_rl.runtime.joining import join_processes
+from megatron_rl.runtime.joining import join_processes, share_cores
+from megatron_rl.runtime.launcher import start_processes
 from megatron_rl.runtime.open_files import describe_address_space
 from megatron_rl.runtime.processes import (
     LAUNCHER,
     cuda_devices,
     cuda_memory,
+    has_cuda,
     quiet_libraries,
-    start_processes,
     without_garbage_collection,
 )
+
+# Imported once by the launcher for all ranks: the trainer, and the parts of vLLM that it needs.
+TRAINER_MODULES = ("megatron_rl.trainer.build", "megatron_rl.trainer.evaluate_model")
+ENGINE_MODULES = ("vllm.entrypoints.llm", "megatron_rl.engine.inproc")
+CPU_WORKER_MODULES = ("vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner")
 
 
 def add_parser(commands: Commands) -> None:
@@ -116,11 +120,15 @@ def _is_finished(config: Config) -> bool:
 
 def _start(config: Config, options: argparse.Namespace, arguments: list[str]) -> int:
     check_installed()  # before the inputs are checked: no rank can run
-    with without_garbage_collection():
-        from megatron_rl.preflight.start import check_run, default_world_size
-        from megatron_rl.runs.directory import RunDirectory
+    from megatron_rl.preflight.layout import default_world_size
 
     world_size = default_world_size(config)
+    share_cores(world_size)
+    quiet_libraries()
+    with without_garbage_collection():
+        from megatron_rl.preflight.start import check_run
+        from megatron_rl.runs.directory import RunDirectory
+
     if config.run.name is None:  # chosen here once, so that all processes use the same name
         name = f"{Path(options.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         arguments = [*arguments, f"run.name={name}"]
@@ -138,12 +146,18 @@ def _start(config: Config, options: argparse.Namespace, arguments: list[str]) ->
     status = start_processes(
         arguments,
         world_size=world_size,
+        modules=rank_modules(with_engine=config.offline.rollouts is None),
         find_stall=find_stall,
         to_continue=lambda: how_to_continue(config),
     )
-    # All ranks have exited: another Ctrl-C would only print a traceback of the interpreter's exit.
-    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
-    return status
+    return leave(status)
+
+
+def rank_modules(*, with_engine: bool = True) -> tuple[str, ...]:
+    """Return the modules that the launcher imports for all ranks."""
+    if not with_engine:
+        return TRAINER_MODULES
+    return TRAINER_MODULES + ENGINE_MODULES + (() if has_cuda() else CPU_WORKER_MODULES)
 
 
 def _warn(line: str) -> None:

@@ -20,7 +20,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int)
     options = parser.parse_args()
     prepare_environment()
-    from megatron_rl.preflight.start import default_world_size, run_problems
+    from megatron_rl.preflight.layout import default_world_size
+    from megatron_rl.preflight.start import run_problems
 
     config = load_config(options.config)
     processes = options.processes or default_world_size(config)

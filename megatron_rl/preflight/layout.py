@@ -8,6 +8,13 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.stored_tensors import stored_places
 from megatron_rl.resharding.divisions import chunk_layers, sharded_sizes, shares_key_heads
 from megatron_rl.resharding.layouts import EngineLayout
+from megatron_rl.runtime.processes import cuda_devices
+
+
+def default_world_size(config: Config) -> int:
+    """Number of processes on this machine: one per device, and at least one replica."""
+    replicas = max(cuda_devices() // config.parallel.model_size, 1)
+    return config.parallel.model_size * (config.parallel.data or replicas)
 
 
 def check_layout(config: Config, shape: ModelShape, *, world_size: int) -> None:

@@ -19,14 +19,8 @@ from megatron_rl.preflight.verifier import VerifierTrial, start_trial
 from megatron_rl.rollouts.prompt_files import Files, prompt_problems
 from megatron_rl.rollouts.rollout_files import check_rollout_files, have_prompt_tokens
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runtime.processes import cuda_devices, has_cuda
+from megatron_rl.runtime.processes import has_cuda
 from megatron_rl.types import Prompt
-
-
-def default_world_size(config: Config) -> int:
-    """Number of processes on this machine: one per device, and at least one replica."""
-    replicas = max(cuda_devices() // config.parallel.model_size, 1)
-    return config.parallel.model_size * (config.parallel.data or replicas)
 
 
 def check_run(config: Config, *, world_size: int) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing import resource_tracker
+from typing import NoReturn
 
 INTERRUPTED = os.EX_TEMPFAIL  # exit status 75: run the same command again to resume
 
@@ -78,17 +79,23 @@ class Interruption:
         while True:
             received = signal.Signals(signal.sigwait(signals))
             if self._is_setting_up:
-                if is_main_rank:
-                    # Without the signal's name: the launcher, which always forwards SIGTERM,
-                    # prints the name of the original signal.
-                    _print("interrupted before the first step; there is nothing to save")
-                os._exit(INTERRUPTED)
+                if not is_main_rank:
+                    os._exit(INTERRUPTED)
+                exit_before_first_step()
             self.take(received, at_second=lambda: _exit_now(received))  # noqa: B023
 
 
 def handled_signals() -> set[signal.Signals]:
     """Return the signals that request this process to stop."""
     return {each for each in SIGNALS if signal.getsignal(each) is not signal.SIG_IGN}
+
+
+def exit_before_first_step(*_: object) -> NoReturn:
+    """Exit because a signal arrived before the first step; usable as a signal handler."""
+    # Without the signal's name: the launcher, which always forwards SIGTERM, prints the name of the
+    # original signal.
+    _print("interrupted before the first step; there is nothing to save")
+    os._exit(INTERRUPTED)
 
 
 def _exit_now(received: signal.Signals) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_rl.errors import UserError
 from megatron_rl.runtime.cores import cores_before_joining
 from megatron_rl.runtime.interruption import end_with_parent
-from megatron_rl.runtime.processes import LAUNCHER, has_cuda
+from megatron_rl.runtime.processes import LAUNCHER, has_cuda, use_downloaded_files
 
 ALONE = "to start all processes of this node instead, run: unset RANK WORLD_SIZE"
 
@@ -48,8 +48,8 @@ def join_processes() -> ProcessPlace | None:
         place = _place()
     else:
         return None
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # files are downloaded before ranks start
-    _share_cores(_number("LOCAL_WORLD_SIZE", 1, start=1))
+    use_downloaded_files()
+    share_cores(_number("LOCAL_WORLD_SIZE", 1, start=1))
     return place
 
 
@@ -122,13 +122,16 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else nodes)
 
 
-def _share_cores(ranks: int) -> None:
+def share_cores(ranks: int) -> None:
     """Set each rank's number of threads to its share of the cores; on CUDA to 1.
 
-    Must be called before torch is imported. An existing value is kept (torchrun sets 1).
+    Called before NumPy is imported. An existing value is kept (torchrun sets 1).
     """
     cores = 1 if has_cuda() else cores_before_joining(ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(cores))
+    threads, torch = int(os.environ["OMP_NUM_THREADS"]), sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != threads:  # a launcher has imported it
+        torch.set_num_threads(threads)
 
 
 def notify(text: str) -> None:

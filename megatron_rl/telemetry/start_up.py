@@ -8,12 +8,13 @@ import psutil
 class StartUp:
     """Seconds of each part of the start-up, recorded when the part ends.
 
-    The first part, from the start of the process until this object is created, is `imports`.
+    The first part, from the start of the command until this object is created, is `imports`.
+    since: when the command was started, in seconds since the epoch; None: with this process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, since: float | None = None) -> None:
         self.seconds: dict[str, float] = {}
-        self._last = psutil.Process().create_time()
+        self._last = psutil.Process().create_time() if since is None else since
         self.ended("imports")
 
     def ended(self, part: str) -> None:

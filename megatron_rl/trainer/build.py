@@ -48,6 +48,7 @@ from megatron_rl.rollouts.source import RolloutSource, RunContext
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.heartbeat import Heartbeat
 from megatron_rl.runtime.interruption import Interruption
+from megatron_rl.runtime.processes import command_start
 from megatron_rl.telemetry.console import Console
 from megatron_rl.telemetry.metrics import MetricLog, PhaseClock
 from megatron_rl.telemetry.start_up import StartUp
@@ -76,7 +77,7 @@ def run_training(
 
     Raises RunInterrupted between two steps or updates if any rank received a signal.
     """
-    start = StartUp()
+    start = StartUp(command_start())
     shape = check_settings(config, world_size=world_size)
     check_headers(config.model.path, shape)
     objective = build_objective(config.objective.name, **config.objective.overrides)

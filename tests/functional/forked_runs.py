@@ -1,83 +1,36 @@
-"""Runs of the real command whose processes are forked from one that has imported everything.
+"""Runs of the real command in processes forked from one that has imported everything.
 
-The launcher is the real one, and so is what its ranks do; only their imports are paid for once, in
-the process that `tests.ranks` forks from.
+The launcher forks its ranks itself; here it is forked too, from the process of `tests.ranks`.
 """
 
-import atexit
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rl.runtime import processes
-from megatron_rl.runtime.processes import LAUNCHER
+from megatron_rl.runtime import launcher
+from megatron_rl.runtime.rank_process import RankProcess
 from tests.ranks import start_process
 
 
-class Forked:
-    """A rank as the launcher knows it: of subprocess.Popen what it uses."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid, self.code = pid, None
-
-    def poll(self) -> int | None:
-        """Its exit code, None while it runs."""
-        if self.code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.code = os.waitstatus_to_exitcode(status) if pid else None
-        return self.code
-
-    def wait(self) -> int:
-        """Its exit code, when it has ended."""
-        while self.poll() is None:
-            time.sleep(0.01)
-        return self.code
-
-    def terminate(self) -> None:
-        """Ask it to end."""
-        self._send(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """End it."""
-        self._send(signal.SIGKILL)
-
-    def _send(self, number: signal.Signals) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-
-def fork_ranks(action: Callable[[int], None] = lambda place: None) -> list[Forked]:
-    """Let the launcher in this process fork its ranks; each runs `action` before its command.
+def act_in_ranks(action: Callable[[int], None]) -> list[RankProcess]:
+    """Let each rank that the launcher in this process starts call `action` before its command.
 
     Returns the list that the ranks are added to.
     """
-    started: list[Forked] = []
-    launcher = os.getpid()
+    started: list[RankProcess] = []
 
-    def start_rank(arguments: list[str], place: int, world_size: int, port: int) -> Forked:
-        if pid := os.fork():
-            started.append(Forked(pid))
-            return started[-1]
-        os.setsid()
-        atexit._clear()  # the launcher's handlers would delete its folder of failures
-        places = {"RANK": place, "LOCAL_RANK": place, "WORLD_SIZE": world_size, LAUNCHER: launcher,
-                  "LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1",
-                  "MASTER_PORT": port}  # fmt: skip
-        os.environ.update({name: str(value) for name, value in places.items()})
-        try:
-            action(place)
-            run_command(arguments)
-        except BaseException:
-            import traceback
+    class ActingRank(RankProcess):
+        def __init__(self, run, environment):
+            def act_and_run():
+                action(int(environment["RANK"]))
+                run()
 
-            traceback.print_exc()
-        finally:
-            os._exit(1)  # a run leaves by itself
+            super().__init__(act_and_run, environment)
+            started.append(self)
 
-    processes._start_rank = start_rank
+    launcher.RankProcess = ActingRank
     return started
 
 
@@ -128,5 +81,4 @@ def _run(arguments: list[str], output: str, cwd: str) -> None:
     os.dup2(file, 2)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
-    fork_ranks()
     os._exit(run_command(arguments))

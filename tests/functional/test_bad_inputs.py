@@ -6,7 +6,6 @@ import pytest
 
 from megatron_rl.cli import main
 from megatron_rl.commands import evaluate, train
-from megatron_rl.runtime import processes
 from tests.functional.bad_inputs import CASES, make_folder, parquet
 from tests.functional.tiny_runs import TASK, make_task
 
@@ -27,8 +26,9 @@ def place(tmp_path, monkeypatch):
             "a rank was started although the command could have rejected the input"
         )
 
-    for module in (processes, train, evaluate):
+    for module in (train, evaluate):
         monkeypatch.setattr(module, "start_processes", start)
+        monkeypatch.setattr(module, "leave", sys.exit)
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     folder = tmp_path / "work"

@@ -15,7 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.functional.forked_runs import Forked, fork_ranks, run_command
+from megatron_rl.commands import train
+from megatron_rl.commands.ending import leave
+from megatron_rl.runtime.rank_process import RankProcess
+from tests.functional.forked_runs import act_in_ranks, run_command
 
 GONE_SECONDS = 30.0
 
@@ -32,7 +35,8 @@ def run(
             inject = getattr(fault_injection, fault) if isinstance(fault, str) else fault
             inject(is_mine=place == rank, **details)
 
-    started = fork_ranks(strike)
+    started, launcher = act_in_ranks(strike), os.getpid()
+    train.leave = lambda status: status if os.getpid() == launcher else leave(status)
     with tempfile.TemporaryFile() as output:
         kept = os.dup(1), os.dup(2)
         os.dup2(output.fileno(), 1)
@@ -49,7 +53,7 @@ def run(
     return ended | {"left": find_left(started)}
 
 
-def find_left(started: list[Forked]) -> list[str]:
+def find_left(started: list[RankProcess]) -> list[str]:
     """Return processes that still run in the ranks' sessions after a moment."""
     sessions = {str(rank.pid) for rank in started}
     deadline = time.monotonic() + GONE_SECONDS
