@@ -8,12 +8,11 @@ import importlib
 
 import pyarrow
 
+from megatron_rl.commands.train import rank_modules
 from megatron_rl.runtime.processes import prepare_environment, quiet_libraries
 
 MODULES = (
-    "torch", "transformers", "megatron_rl.commands.train", "megatron_rl.trainer.build", "vllm",
-    "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine",
-    "vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner",
+    *rank_modules(),
     "vllm.model_executor.models.qwen2", "vllm.model_executor.models.qwen3_moe",
     "compressed_tensors", "matplotlib.figure", "mpl_toolkits.mplot3d.axes3d", "tabulate",
 )  # fmt: skip

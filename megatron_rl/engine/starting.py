@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.process_state import hosted_start
 from megatron_rl.errors import UserError
+from megatron_rl.models.shape import read_model_shape
 from megatron_rl.runtime.processes import without_garbage_collection
 
 # A garbage-collected LLM destroys the default process group of the whole process
@@ -62,6 +63,7 @@ def start_vllm(topology: Topology, arguments: dict[str, Any], *, tokenizer: Any 
             from megatron_rl.engine import inproc
 
         inproc.register()
+        _register_model(read_model_shape(arguments["model"]).architecture)
         arguments = arguments | _tokenizer_arguments(tokenizer)
         with inproc.own_shared_memory(_shared_token()), _inspection_in_this_process(topology):
             llm = LLM(weight_transfer_config={"backend": inproc.BACKEND}, **arguments)
@@ -70,6 +72,18 @@ def start_vllm(topology: Topology, arguments: dict[str, Any], *, tokenizer: Any 
     if finalizer := getattr(llm.llm_engine.engine_core, "_finalizer", None):
         finalizer.detach()
     return llm
+
+
+def _register_model(architecture: str) -> None:
+    """Register the model's class, which is imported here in any case.
+
+    To inspect a class that is not registered, vLLM imports itself again in another process, unless
+    a file in its cache describes the class.
+    """
+    from vllm import ModelRegistry
+
+    if (model := ModelRegistry.models.get(architecture)) is not None:
+        ModelRegistry.register_model(architecture, model.load_model_cls())
 
 
 class GivenTokenizer:

@@ -19,7 +19,8 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def test_one_training_step(tmp_path):
+def test_one_training_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))  # empty, as on a new machine
     make_task()  # 4096 prompts and a model with 0.1 M parameters
     _, step = train(f"run.dir={tmp_path}", "run.name=smoke", *SETTINGS)
 
@@ -32,6 +33,9 @@ def test_one_training_step(tmp_path):
     assert math.isfinite(step["grad/norm"]) and step["grad/norm"] > 0
     # Inference: vLLM's log-probs differ from Megatron's by rounding only.
     assert step["mismatch/logprob_abs_diff_mean"] < 1e-4
+
+    # Start: vLLM did not import itself in another process to inspect the model.
+    assert not (tmp_path / "cache" / "modelinfos").exists()
 
     # Export: transformers loads the trained model, and it generates.
     folder = tmp_path / "smoke" / "model"
