@@ -71,7 +71,7 @@ def test_forked_rank_starts_like_new_interpreter(program, monkeypatch, tmp_path)
 def test_ranks_are_new_interpreters_when_fork_would_lose_thread(ranks, tmp_path):
     ranks(f"touch {tmp_path}/$RANK")
     ended = threading.Event()
-    thread = threading.Thread(target=ended.wait)
+    thread = threading.Thread(target=ended.wait, daemon=True)
     thread.start()
     assert start_processes([], world_size=1, modules=("json",)) == 0
     ended.set()
