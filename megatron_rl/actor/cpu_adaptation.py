@@ -3,8 +3,7 @@
 Megatron-core is written for CUDA: it names the device "cuda", queries `torch.cuda` for the current
 device and forks CUDA generators. Without a CUDA device, `megatron_runtime()` patches torch's
 factory functions and a few methods while Megatron's code runs, and only then; with CUDA it does
-nothing. It does not intercept operations, so they run at normal speed. This file supports
-megatron-core 0.16 to 0.19: `tools/test_versions.sh` runs the actor's tests under each.
+nothing. It does not intercept operations, so they run at normal speed.
 """
 
 from __future__ import annotations
@@ -19,14 +18,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel import random as megatron_random
-from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
 
 from megatron_rl.actor import device
-
-if not hasattr(moe_utils, "te_general_gemm"):
-    # Without Transformer Engine, Megatron-core 0.16 reads this name but does not define it.
-    moe_utils.te_general_gemm = None
 
 
 def _is_cuda(requested: Any) -> bool:

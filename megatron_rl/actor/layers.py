@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -177,10 +177,14 @@ def build_local_layer_spec(shape: ModelShape, *, experts: bool) -> ModuleSpec:
     if shape.qk_norm:
         attention.q_layernorm = RmsNorm
         attention.k_layernorm = RmsNorm
+    # Megatron's builders of MLPs are partial functions that hold the linears.
     if not experts:
-        layer.mlp.module = GatedMlp
-    if shape.traits.activation == "clamped_silu":
-        layer.mlp.submodules.experts.module = ClampedExperts
+        mlp = PostNormMlp if shape.traits.post_norms else GatedMlp
+        layer.mlp = partial(mlp.as_mlp_submodule, **layer.mlp.keywords)
+    elif shape.traits.activation == "clamped_silu":
+        parts = layer.mlp.keywords["submodules"]
+        clamped = partial(ClampedExperts, **parts.experts.keywords)
+        layer.mlp = partial(layer.mlp.func, submodules=replace(parts, experts=clamped))
     if shape.traits.post_norms:
-        layer.self_attention.module, layer.mlp.module = PostNormAttention, PostNormMlp
+        layer.self_attention.module = PostNormAttention
     return spec

@@ -55,8 +55,9 @@ def group_sizes(
     shards = (data * context, data, stage // in_expert)
     dense = (context, tensor * pipeline, tensor, pipeline, min(pipeline, 2), 1)
     several = (stage, tensor * data, tensor * context)
-    experts = (expert, in_expert // expert, in_expert, in_expert * pipeline)
-    return (*shards, *dense, *several, *experts, world_size)
+    experts = (expert, in_expert // expert, in_expert, in_expert * pipeline, in_expert * pipeline)
+    sharded_weights = (1, 1)  # dense and expert weights gathered on use, which we do not use
+    return (*shards, *dense, *several, *experts, *sharded_weights, world_size)
 
 
 def count_sockets(world_size: int, groups: tuple[int, ...], *, on_cuda: bool) -> int:
