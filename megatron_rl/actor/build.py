@@ -97,8 +97,8 @@ def build_optimizer(
 def step_optimizer(optimizer: MegatronOptimizer, ddp_chunks: list[DistributedDataParallel]) -> None:
     """Update this rank's shard of the parameters, then gather all parameters once.
 
-    With experts Megatron chains two optimizers over the same chunks; in Megatron-core 0.16 each of
-    them would gather every parameter.
+    With experts Megatron chains two optimizers over the same chunks, and each of them would gather
+    the buckets of both.
     """
     for part in optimizer_parts(optimizer):
         super(DistributedOptimizer, part).step_with_ready_grads()

@@ -261,7 +261,7 @@ def _together() -> Finding:
     ranges = {
         "torch": (own.torch, f"pip install 'torch{own.torch}'"),
         vllm.name: (str(vllm.specifier), f"pip install '{own.vllm}'"),
-        "megatron-core": (own.megatron_core, f"pip install 'megatron-core{own.megatron_core}'"),
+        "megatron-core": (own.megatron_core, own.install_megatron_core),
         "transformer-engine": (own.transformer_engine, own.install_transformer_engine),
     }
     unsupported = []

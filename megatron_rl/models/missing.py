@@ -3,7 +3,7 @@
 from typing import Any
 
 _DELTA_NET = (
-    "its gated delta net layers: Megatron-core 0.16 refuses packed sequences in them; 0.19 has "
+    "its gated delta net layers: Megatron-core has "
     "packs and context parallelism, with flash-linear-attention's CUDA kernels only, and nothing "
     "here builds these layers"
 )

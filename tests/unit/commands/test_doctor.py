@@ -75,21 +75,24 @@ def test_supported_releases_are_compatible(monkeypatch):
     assert finding("compatibility").good
     pretend(monkeypatch, "3.12", torch="2.13.0", vllm="0.32.0", megatron_core="0.19.2",
             transformer_engine="2.20.2")  # fmt: skip
-    assert doctor._together().found == "supported set for Python 3.12, 3.13 on cuda"
+    assert doctor._together().found == "supported set for Python 3.11, 3.12, 3.13 on cuda"
 
 
 def test_unsupported_release_is_named_with_its_cure(monkeypatch):
-    # What pip gives where nobody pins it: the newest Transformer Engine on the older Megatron-core.
-    pretend(monkeypatch, "3.11", torch="2.13.0", megatron_core="0.16.1",
-            transformer_engine="2.20.2")  # fmt: skip
+    pretend(monkeypatch, "3.12", torch="2.13.0", megatron_core="0.19.2",
+            transformer_engine="2.9.0")  # fmt: skip
     found = doctor._together()
     assert not found.good
     assert found.use == (
-        "transformer-engine 2.20.2 is not >=2.9,<2.12: pip install --no-build-isolation "
-        "'transformer-engine[core_cu13,pytorch]==2.11.0'"
+        "transformer-engine 2.9.0 is not >=2.11,<2.21: pip install --no-build-isolation "
+        "'transformer-engine[core_cu13,pytorch]==2.20.2'"
     )
-    pretend(monkeypatch, "3.12", megatron_core="0.16.1")
-    assert "megatron-core 0.16.1 is not >=0.19,<0.20" in doctor._together().use
+    # What pip gives under Python 3.11: the last release whose metadata allow it.
+    pretend(monkeypatch, "3.11", megatron_core="0.16.1")
+    assert doctor._together().use == (
+        "megatron-core 0.16.1 is not >=0.19.2,<0.20: pip install --no-deps "
+        "--ignore-requires-python 'megatron-core>=0.19.2,<0.20'"
+    )
     pretend(monkeypatch, "3.10", megatron_core="0.16.1")
     assert "use Python 3.11, 3.12, 3.13" in doctor._together().use
 

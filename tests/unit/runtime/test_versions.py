@@ -97,9 +97,9 @@ def test_shell_reads_supported_set():
     command = [sys.executable, "-m", "megatron_rl.runtime.versions", "cuda", "3.11"]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     values = dict(line.split("=", 1) for line in shlex.split(output, posix=True))
-    assert values["MEGATRON_CORE"] == "megatron-core==0.16.1"
+    assert values["MEGATRON_CORE"] == "megatron-core>=0.19.2,<0.20"
     assert values["INSTALL_TRANSFORMER_ENGINE"] == (
-        "pip install --no-build-isolation 'transformer-engine[core_cu13,pytorch]==2.11.0'"
+        "pip install --no-build-isolation 'transformer-engine[core_cu13,pytorch]==2.20.2'"
     )
 
 
