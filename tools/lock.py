@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from operator import itemgetter
 from pathlib import Path
 
 from megatron_rl.runtime.versions import MEDIA, release_set
@@ -47,15 +48,26 @@ def inputs(kind: str, python: str) -> tuple[list[str], list[str]]:
         return [str(FOLDER / "launcher.in")], []
     extras = [word for name in (kind, "dev", "data", "reasoning_gym") for word in ("--extra", name)]
     releases = release_set(kind, python)
-    pins = [f"megatron-core{releases.megatron_core}", f"torch{releases.torch}", releases.vllm]
+    pins = [f"torch{releases.torch}", releases.vllm]
     pins += ["setuptools>=68", "wheel"]  # of the editable installation
     pins += ON_ONE_GPU if kind == "cuda" else ()
     return ["setup.py", *extras], pins
 
 
 def resolve(kind: str, python: str) -> list[dict]:
-    """Resolve a set by uv; return its packages as pylock.toml has them."""
-    sources, pins = inputs(kind, python)
+    """Resolve a set by uv; return its packages as pylock.toml has them.
+
+    Megatron-core's metadata exclude Python 3.11, under which it runs: its files are those for 3.12.
+    """
+    packages = _compile(*inputs(kind, python), python)
+    if kind != "launcher":
+        core = f"megatron-core{release_set(kind, python).megatron_core}"
+        packages = [one for one in packages if one["name"] != "megatron-core"]
+        packages += _compile(["--no-deps"], [core], max(python, "3.12"))
+    return sorted(packages, key=itemgetter("name"))
+
+
+def _compile(sources: list[str], pins: list[str], python: str) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         more, output = Path(folder) / "more.in", Path(folder) / "pylock.toml"
         more.write_text("\n".join(pins))

@@ -191,10 +191,10 @@ install_locked() {
     HINT="; to take the newest supported releases instead: MEGATRON_RL_UNLOCKED=1 bash tools/setup_env.sh"
     if [[ -n $BUNDLE ]]; then
         sed -nE 's/^([^ #]+==[^ ]+).*/\1/p' "$LOCK" >"$VENV/releases.txt"
-        step "$releases, from the bundle" install --no-deps -r "$VENV/releases.txt"
+        step "$releases, from the bundle" install --no-deps --ignore-requires-python -r "$VENV/releases.txt"
     else
         step "$releases, from $from" \
-            install --no-deps --require-hashes -r "$LOCK" "${TORCH_INDEX[@]}"
+            install --no-deps --ignore-requires-python --require-hashes -r "$LOCK" "${TORCH_INDEX[@]}"
     fi
     HINT=
 }
@@ -202,7 +202,8 @@ install_locked() {
 # Every requirement, in the newest supported release; $1: kind.
 install_unlocked() {
     "install_engines_$1"
-    step "$MEGATRON_CORE" install "$MEGATRON_CORE"
+    # Its metadata exclude Python 3.11, under which it runs; it requires only torch, numpy and packaging.
+    step "$MEGATRON_CORE" install --no-deps --ignore-requires-python "$MEGATRON_CORE"
     install_requirements
     install_optional
 }

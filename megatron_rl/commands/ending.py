@@ -25,10 +25,14 @@ from megatron_rl.runtime.failures import (
     is_full_disk,
 )
 from megatron_rl.runtime.joining import ProcessPlace
-from megatron_rl.runtime.versions import CPU_INDEX
+from megatron_rl.runtime.versions import CPU_INDEX, release_set
 
 EXIT_SECONDS = 10.0
 PEER_EXITED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
+def _is_megatron(error: ModuleNotFoundError) -> bool:
+    return (error.name or "").split(".")[0] == "megatron"
 
 
 def fail(error: Exception, place: ProcessPlace | None, config: Config | None = None) -> int:
@@ -43,7 +47,10 @@ def fail(error: Exception, place: ProcessPlace | None, config: Config | None = N
                 f"{sys.prefix} has no torch: it is a launch-only environment; call "
                 ".venv/bin/megatron-rl of the environment that tools/setup_env.sh creates"
             )
-        elif isinstance(error, ModuleNotFoundError) and error.name in ("vllm", "megatron"):
+        elif isinstance(error, ModuleNotFoundError) and _is_megatron(error):
+            install = release_set("cpu", "3.11").install_megatron_core
+            text = f"{sys.prefix} has no Megatron-core, which every run needs; install it: {install}"
+        elif isinstance(error, ModuleNotFoundError) and error.name == "vllm":
             text = (
                 f"{sys.prefix} has no {error.name}, which every run needs; install all with pip "
                 f"install 'megatron_rl[cpu]' --extra-index-url {CPU_INDEX}, or on a machine with a "
