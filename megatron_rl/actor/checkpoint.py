@@ -14,10 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import megatron.core
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, package_info
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -101,7 +100,8 @@ def save_checkpoint(
     writer.write(state, partial, content_metadata=dict(_METADATA))
     dist.barrier()
     if dist.get_rank() == 0:
-        metadata = stamp(megatron_core=megatron.core.__version__)
+        # Its `__version__` has the commit of the repository in which it is installed, if any.
+        metadata = stamp(megatron_core=package_info.__shortversion__)
         metadata |= {"updates": updates, "optimizer": optimizer is not None}
         if calibration is not None:
             metadata["calibration"] = asdict(calibration)

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-import megatron.core
 import torch
+from megatron.core import package_info
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -55,5 +55,5 @@ def describe_layout(sizes: Topology, config: TransformerConfig, dtype: torch.dty
     return (
         f"tp{sizes.tp_size} pp{sizes.pp_size}x{sizes.virtual_stages}{stages} cp{sizes.cp_size} "
         f"dp{sizes.dp_size} ep{sizes.ep_size}{slices} {config.transformer_impl} "
-        f"{dtype} megatron-core {megatron.core.__version__}"
+        f"{dtype} megatron-core {package_info.__shortversion__}"
     )

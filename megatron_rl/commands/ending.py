@@ -49,7 +49,7 @@ def fail(error: Exception, place: ProcessPlace | None, config: Config | None = N
             )
         elif isinstance(error, ModuleNotFoundError) and _is_megatron(error):
             install = release_set("cpu", "3.11").install_megatron_core
-            text = f"{sys.prefix} has no Megatron-core, which every run needs; install it: {install}"
+            text = f"{sys.prefix} has no megatron-core, which every run needs: {install}"
         elif isinstance(error, ModuleNotFoundError) and error.name == "vllm":
             text = (
                 f"{sys.prefix} has no {error.name}, which every run needs; install all with pip "

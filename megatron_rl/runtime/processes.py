@@ -84,6 +84,7 @@ def prepare_environment() -> None:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's overlap of communication needs it
+        "NO_VCS_VERSION": "1",  # Megatron-core would call git at every import
     }
     if not has_cuda():
         defaults |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -39,7 +39,7 @@ def test_is_full_disk_recognizes_local_and_remote_errors():
 @pytest.mark.parametrize(
     ("name", "cure"),
     [("vllm", "pip install 'megatron_rl[cpu]' --extra-index-url"),
-     ("megatron", "pip install 'megatron_rl[cuda]'"),
+     ("megatron", "pip install --no-deps --ignore-requires-python 'megatron-core>=0.19"),
      ("torch", "call .venv/bin/megatron-rl")],
 )  # fmt: skip
 def test_missing_library_is_one_line_with_its_installation(name, cure, capsys):
