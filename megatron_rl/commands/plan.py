@@ -75,8 +75,8 @@ def _plan(options: argparse.Namespace) -> str:
     workload.response_lengths()  # rejects an impossible mean before the search
     if workload.longest > shape.max_position_embeddings:
         raise ConfigError(too_long(config, shape))
-    message = f"megatron-rl: still comparing layouts of {options.model}; many devices take minutes"
-    notice = threading.Timer(NOTICE_SECONDS, lambda: print(message, file=sys.stderr, flush=True))
+    message = f"still comparing layouts of {options.model}; many devices take minutes"
+    notice = threading.Timer(NOTICE_SECONDS, _warn, (message,))
     notice.daemon = True
     notice.start()
     try:
@@ -99,6 +99,10 @@ def _plan(options: argparse.Namespace) -> str:
     return f"{text}\nwrote row {options.choice} to {file}"
 
 
+def _warn(line: str) -> None:
+    print(f"megatron-rl: {line}", file=sys.stderr, flush=True)
+
+
 def _read(options: argparse.Namespace) -> tuple[Config, dict[str, object]]:
     """Return the config to start from, and the layout dimensions that the overrides fix."""
     values = {} if options.config is None else read_config_values(options.config)
@@ -111,6 +115,10 @@ def _read(options: argparse.Namespace) -> tuple[Config, dict[str, object]]:
     data = values.setdefault("data", {})
     data["train"] = data.get("train") or "data/train.parquet"
     config = parse_config(values)
+    if config.data.epochs is not None:
+        from megatron_rl.preflight.epochs import resolve_epochs
+
+        config, _ = resolve_epochs(config, echo=_warn)
     fixed: dict[str, object] = {"expert_share": config.run.largest_expert_share}
     fixed["lora"] = config.lora
     for override in options.overrides:

@@ -62,7 +62,8 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
             print(dump_config(config), end="")
             return 0
         config, resolved, _ = resolve_hub_names(with_absolute_paths(config), echo=_warn)
-        arguments = [*arguments, *resolved]
+        config, steps = _resolve_epochs(config, is_main_rank=place is None or place.rank == 0)
+        arguments = [*arguments, *resolved, *steps]
         if LAUNCHER not in os.environ and _is_finished(config):  # else the launcher checked it
             if place is None or place.rank == 0:
                 _print_finished(config)
@@ -83,6 +84,14 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     except Exception as error:  # noqa: BLE001 - reported and logged; the process exits
         return fail(error, place, config)
     return leave(0)
+
+
+def _resolve_epochs(config: Config, *, is_main_rank: bool) -> tuple[Config, list[str]]:
+    if config.data.epochs is None:  # before the imports
+        return config, []
+    from megatron_rl.preflight.epochs import resolve_epochs
+
+    return resolve_epochs(config, echo=_warn if is_main_rank else lambda text: None)
 
 
 def check_installed() -> None:

@@ -2,9 +2,14 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from megatron_rl.config.data_sections import ColumnsSection, DataSection, EvalSection
+from megatron_rl.config.data_sections import (
+    ColumnsSection,
+    DataSection,
+    EvalSection,
+    epochs_problems,
+)
 from megatron_rl.config.environment_section import (
     EnvironmentSection,
     credit_problems,
@@ -98,10 +103,18 @@ class Config(Section):
         problems += self._unused_settings() + self._objective_problems() + self._best_problems()
         problems += self._lag_problems() + self._ppo_problems()
         problems += environment_problems(self) + lora_problems(self) + routing_problems(self)
-        problems += credit_problems(self)
+        problems += credit_problems(self) + epochs_problems(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    @model_serializer(mode="wrap")
+    def _leave_out_default_steps(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out `trainer.steps` while `data.epochs` is set, next to which it is refused."""
+        values: dict[str, Any] = whole(self)
+        if self.data.epochs is not None:
+            values.get("trainer", {}).pop("steps", None)
+        return values
 
     def _unused_settings(self) -> list[str]:
         """List settings without effect in combination with the others."""

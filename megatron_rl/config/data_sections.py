@@ -76,6 +76,9 @@ class DataSection(Section):
     saved by `datasets` (`docs/prompts.md`). Either this or `data.mix` is required."""
     mix: dict[Name, MixedSetSection] = Field(default_factory=dict)
     """Several training sets by name, each `{path, weight, columns}`, instead of `data.train`."""
+    epochs: Positive | None = None
+    """Length of the run in passes over the training prompts, instead of `trainer.steps`, which the
+    start of the run computes from it (`docs/prompts.md`); null uses `trainer.steps`."""
     columns: ColumnsSection = ColumnsSection()
     """Column names of `data.train`, and of `eval.sets` if `eval.columns` is null; the default is
     the schema of DAPO-Math-17k."""
@@ -114,6 +117,27 @@ class DataSection(Section):
                 f"{', '.join(reserved)}: set by the run, not an argument of the template; remove it"
             )
         return arguments
+
+
+def epochs_problems(config: Any) -> list[str]:
+    """List conflicts of `config.data.epochs` with other settings of a `Config`."""
+    epochs, problems = config.data.epochs, []
+    if epochs is not None and "steps" in config.trainer.model_fields_set:
+        problems.append(
+            f"data.epochs={epochs:g} and trainer.steps={config.trainer.steps} both set the length "
+            "of the run; remove trainer.steps, or set data.epochs=null"
+        )
+    if epochs is not None and config.offline.rollouts is not None:
+        problems.append(
+            f"data.epochs={epochs:g} counts passes over prompts, but offline.rollouts reads none; "
+            "set data.epochs=null and trainer.steps"
+        )
+    if epochs is not None and config.environment is not None and config.data.too_long == "skip":
+        problems.append(
+            f"data.epochs={epochs:g} cannot count the prompts that data.too_long=skip leaves out "
+            "where an environment adds its tools to them; set data.epochs=null and trainer.steps"
+        )
+    return problems
 
 
 class EvaluationSetSection(Section):

@@ -106,6 +106,8 @@ MODELS = ("model.path", "model.reference", "offline.behavior")  # names on the h
 
 def _make_absolute(values: dict[str, Any], section: type[BaseModel], prefix: str) -> None:
     for name, field in section.model_fields.items():
+        if name not in values:  # trainer.steps, with data.epochs
+            continue
         key, value = f"{prefix}{name}", values[name]
         if (inner := _section_of(field)) and value is not None:
             _make_absolute(value, inner, f"{key}.")

@@ -100,7 +100,7 @@ VERL: dict[str, str | None] = {
     "reward.num_workers": "reward.workers",
     "reward_model": None,
     "critic": None,
-    "trainer.total_epochs": "trainer.steps",
+    "trainer.total_epochs": "data.epochs",
     "trainer.total_training_steps": "trainer.steps",
     "trainer.nnodes": "nodes in the cluster file, or --nodes",
     "trainer.n_gpus_per_node": "parallel.*, or processes_per_node in the cluster file",
@@ -138,7 +138,7 @@ TRL: dict[str, str | None] = {
     "gradient_accumulation_steps": (
         "trainer.minibatches = steps_per_generation / gradient_accumulation_steps"
     ),
-    "num_train_epochs": "trainer.steps",
+    "num_train_epochs": "data.epochs",
     "max_steps": "trainer.steps",
     "learning_rate": "optimizer.learning_rate",
     "lr_scheduler_type": "optimizer.decay",

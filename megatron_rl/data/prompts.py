@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -68,9 +68,9 @@ def read_prompts(
     check_tokenizer(tokenizer, template=template)
     if template == "raw":
         check_raw(tokenizer)
-    rows = _distinct_rows(
-        itertools.islice(read_rows(path, columns := columns or Columns()), first),
-        columns, path=path, bad_rows=bad_rows, system_prompt=system_prompt, echo=echo,
+    rows = read_distinct_rows(
+        path, columns or Columns(),
+        bad_rows=bad_rows, system_prompt=system_prompt, first=first, echo=echo,
     )  # fmt: skip
     arguments = template_arguments or {}
     longer = _TooLong(max_prompt_tokens)
@@ -137,19 +137,22 @@ def _permutations(size: int, seed: int) -> Callable[[int], np.ndarray]:
     return permutation
 
 
-def _distinct_rows(
-    numbered: Iterable[tuple[int, PlainRow]],
+def read_distinct_rows(
+    path: Path,
     columns: Columns,
     *,
-    path: Path,
-    bad_rows: str,
+    bad_rows: Literal["error", "skip"],
     system_prompt: str | None,
-    echo: Callable[[str], object],
+    first: int | None = None,
+    echo: Callable[[str], object] = lambda text: None,
 ) -> Iterator[tuple[int, Row, str]]:
-    """Yield each row's number, and it parsed and as JSON, unless it repeats an earlier one."""
+    """Yield each row's number, and it parsed and as JSON, unless it repeats an earlier one.
+
+    Options and errors are those of `read_prompts`.
+    """
     seen: set[bytes] = set()
     bad, first_bad, repeated = 0, None, 0
-    for number, plain in numbered:
+    for number, plain in itertools.islice(read_rows(path, columns), first):
         try:
             row = parse_row(plain, columns, path=path, number=number, system_prompt=system_prompt)
         except ValueError as error:

@@ -9,11 +9,11 @@ from megatron_rl.config import Config, ConfigError
 from megatron_rl.config.data_sections import ColumnsSection
 from megatron_rl.data.mixing import PromptMix
 from megatron_rl.data.prompt_table import write_prompts
-from megatron_rl.data.prompts import PromptOrder, read_prompts
+from megatron_rl.data.prompts import PromptOrder, read_distinct_rows, read_prompts
 from megatron_rl.data.rows import FIRST_ROWS, Columns, count_rows
 from megatron_rl.data.tokenizer import describe_outside, describe_raw, load_tokenizer
 from megatron_rl.engine.stopping import find_stop_rule
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.types import Prompt
 
 Files = Mapping[str, tuple[str, ColumnsSection]]  # sets of prompts, by what the user calls them
@@ -45,6 +45,36 @@ def read_sets(
     for key, file in files.items():
         write_prompts(tables[key], _read_set(config, shape, tokenizer, key, file, echo=echo))
     return tables
+
+
+def count_prompts(config: Config) -> dict[str, int]:
+    """Count the prompts of each training set that a run uses; ConfigError if one cannot be read.
+
+    Tokenizes them only if `data.too_long` leaves some out.
+    """
+    data, sizes = config.data, {}
+    shape = tokenizer = None
+    if data.too_long == "skip":
+        try:
+            shape = read_model_shape(config.model.path)
+            tokenizer = load_tokenizer(config.model.path, **config.tokenizer_options)
+        except ValueError as error:
+            raise ConfigError(f"model.path: {error}") from error
+    for key, (path, columns, _) in config.training.items():
+        if shape is not None:
+            read: Iterator[object] = _read_set(config, shape, tokenizer, key, (path, columns))
+        else:
+            read = read_distinct_rows(
+                Path(path), Columns(**columns.model_dump()),
+                bad_rows=data.bad_rows, system_prompt=data.system_prompt,
+            )  # fmt: skip
+        try:
+            sizes[key] = sum(1 for _ in read)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(f"{key}: {error}") from error
+    return sizes
 
 
 def build_order(config: Config, sizes: Sequence[int]) -> PromptOrder | PromptMix:

@@ -184,6 +184,26 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
                 ["offline.rollouts", "offline.rollouts=a"],
             )
         ),
+        (MINIMAL, ["data.epochs=0"], "data.epochs=0: must be above 0"),
+        (
+            MINIMAL,
+            ["data.epochs=2", "trainer.steps=150"],  # also if it is the default
+            "data.epochs=2 and trainer.steps=150 both set the length of the run; remove",
+        ),
+        (
+            MINIMAL,
+            ["data.epochs=2", "offline.rollouts=a"],
+            "data.epochs=2 counts passes over prompts, but offline.rollouts reads none; set",
+        ),
+        (
+            MINIMAL,
+            [
+                "data.epochs=2",
+                "data.too_long=skip",
+                "environment={name: 'a:b', max_context_tokens: 9}",
+            ],
+            "data.epochs=2 cannot count the prompts that data.too_long=skip leaves out",
+        ),
         (MINIMAL, ["seed"], "not of the form key=value"),
         (
             MINIMAL,

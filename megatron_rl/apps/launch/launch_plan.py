@@ -175,6 +175,10 @@ def unchecked(launch: Launch) -> list[str]:
     """Return the checks that an offline launch skipped, one line each."""
     cluster = launch.cluster
     files = [f"{key}: {path}" for key, path in _named_files(launch).items()]
+    if (epochs := launch.config.data.epochs) is not None:
+        files.append(
+            f"data.epochs: {epochs:g}, whose number of steps the start of the run computes"
+        )
     if not isinstance(cluster, SlurmCluster):
         return [*files, f"python: {launch.python}"]
     if cluster.container is None:

@@ -430,13 +430,14 @@ def test_offline_dry_run_needs_no_slurm_and_no_cluster_file(config, monkeypatch,
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(starting, "require_nemo_run", lambda: None)
     monkeypatch.setattr(starting, "materialize", lambda launch: [f"sbatch {launch.folder}/x"])
-    overrides = ["run.dir=/proc/shared/runs", "model.path=/shared/model"]
+    overrides = ["run.dir=/proc/shared/runs", "model.path=/shared/model", "data.epochs=2"]
     launch = plan(config, SLURM | {"python": "/shared/python"}, *overrides, offline=True)
     shown = starting.preview(launch, offline=True)
     assert "sbatch /proc/shared/runs/a/launch/001/x\n" in shown
     _, _, listed = shown.partition("=== not checked (--offline)\n")
-    assert listed.splitlines()[:4] == [
+    assert listed.splitlines()[:5] == [
         "model.path: /shared/model", f"data.train: {tmp_path}/train.parquet",
+        "data.epochs: 2, whose number of steps the start of the run computes",
         "python: /shared/python", "partition: batch",
     ]  # fmt: skip
     mounted = {"container": {"image": "/shared/x.sqsh", "mounts": ["/a:/data"]}}
