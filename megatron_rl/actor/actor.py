@@ -16,7 +16,6 @@ from megatron_rl.actor.adapter_import import load_adapters
 from megatron_rl.actor.batch_statistics import reduce_statistics, resolve_objective
 from megatron_rl.actor.build import build_chunks, build_optimizer, wrap_chunks
 from megatron_rl.actor.checkpoint import load_checkpoint, save_checkpoint
-from megatron_rl.actor.checkpoint_contents import read_state
 from megatron_rl.actor.cpu_adaptation import megatron_runtime
 from megatron_rl.actor.digest import describe_layout, digest_tensors, training_state
 from megatron_rl.actor.export import export_weights
@@ -39,7 +38,6 @@ from megatron_rl.actor.weights import (
 )
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import read_model_shape
-from megatron_rl.objectives.calibration import Calibration
 from megatron_rl.objectives.objective import PolicyObjective
 from megatron_rl.objectives.statistics import Statistics
 from megatron_rl.resharding.adapted import LocalWeight
@@ -67,7 +65,6 @@ class MegatronActor:
         self.shape = read_model_shape(model_folder)
         self.updates = 0  # optimizer updates so far, which determine the learning rate
         self.is_initial = True  # the weights are those of `model_folder`
-        self.calibration: Calibration | None = None  # of bounds set by a target rejection rate
         self.packs = PackCache(
             self.shape, topology, dtype=settings.dtype, on_prepare=on_micro_batch
         )
@@ -138,8 +135,6 @@ class MegatronActor:
             group=self.topology.dp_group,
             device=self.topology.device,
         )
-        if self.calibration is not None:
-            objective = objective.calibrate(self.calibration)
         self.wake_up()
         rate = learning_rate_at(self.updates, self.settings)
         loss = partial(self._policy_loss, objective, minibatch)
@@ -177,7 +172,6 @@ class MegatronActor:
         if result.done:
             self.updates += 1
             self.is_initial = False
-            self.calibration = objective.measure(statistics) or self.calibration
         return replace(result, routes=self.routing.take_counts())
 
     def named_parameters_local(self) -> Mapping[str, LocalWeight]:
@@ -216,8 +210,7 @@ class MegatronActor:
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint; `folder` appears only when complete. Works asleep. Collective."""
         with megatron_runtime():
-            about: dict[str, Any] = {"updates": self.updates, "calibration": self.calibration}
-            save_checkpoint(folder, writer=self.writer, **self._state(), **about)
+            save_checkpoint(folder, writer=self.writer, updates=self.updates, **self._state())
 
     def load(self, folder: str | Path) -> None:
         """Load a checkpoint saved under this or another layout. Collective."""
@@ -225,8 +218,6 @@ class MegatronActor:
         self.is_initial = False
         with megatron_runtime():
             self.updates = load_checkpoint(folder, topology=self.topology, **self._state())
-        stored = read_state(folder).get("calibration")
-        self.calibration = None if stored is None else Calibration(**stored)
 
     def _state(self) -> dict[str, Any]:
         return {"chunks": self.chunks, "optimizer": self.optimizer, "adapters": self._adapters}

@@ -10,7 +10,6 @@ import json
 import queue
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ from megatron_rl.actor.optimizer_slices import load_options, sliced_optimizers
 from megatron_rl.actor.shard_writer import ShardWriter
 from megatron_rl.actor.weights import ADAPTER
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.objectives.calibration import Calibration
 from megatron_rl.runtime.checkpoint_format import FORMAT, stamp
 
 # Passed as copies: Megatron-core adds its process groups to the dictionary.
@@ -79,7 +77,6 @@ def save_checkpoint(
     writer: ShardWriter,
     optimizer: MegatronOptimizer | None = None,
     updates: int = 0,
-    calibration: Calibration | None = None,
     adapters: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a complete checkpoint folder, replacing one of the same name. Collective.
@@ -103,8 +100,6 @@ def save_checkpoint(
         # Its `__version__` has the commit of the repository in which it is installed, if any.
         metadata = stamp(megatron_core=package_info.__shortversion__)
         metadata |= {"updates": updates, "optimizer": optimizer is not None}
-        if calibration is not None:
-            metadata["calibration"] = asdict(calibration)
         if adapters is not None:
             metadata["adapters"] = dict(adapters)
         (partial / STATE).write_text(json.dumps(metadata), encoding="utf-8")

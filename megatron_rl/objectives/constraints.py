@@ -47,7 +47,6 @@ class TokenWeights:
     log_weight: Tensor  # [t] before the constraint
     constrained: ConstrainedWeights
     factor: Tensor | None = None  # [t] of a rollout correction
-    scaled_log_weight: Tensor | None = None  # [t] over the position scale, to calibrate bounds by
 
     @property
     def kept(self) -> Tensor:
@@ -251,7 +250,7 @@ def apply_constraint(
             return gamma_kernel(constraint, log_weight, advantages)
         case SecondMoment():
             raise ValueError(
-                "constraint second_moment is of a whole minibatch: give this objective's fit() the "
+                "constraint second_moment is of a whole minibatch: give this objective's resolve() the "
                 "minibatch's log-ratios and advantages, and call what it returns"
             )
     return _kept(log_weight, torch.ones_like(log_weight, dtype=torch.bool))

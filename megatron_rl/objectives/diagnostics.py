@@ -56,7 +56,6 @@ class Tokens:
     prefix_sum: Tensor
     log_weight: Tensor
     constrained: ConstrainedWeights
-    scaled_log_weight: Tensor | None  # in units of the position scale, where it is needed
     loss: Tensor
     given: TokenInputs
     terms: Terms
@@ -86,7 +85,6 @@ def compute_statistics(
         prefix_sum=weighed.ratios.prefix_sum,
         log_weight=weighed.log_weight,
         constrained=weighed.constrained,
-        scaled_log_weight=weighed.scaled_log_weight,
         loss=terms.loss,
         given=given,
         terms=terms,
@@ -94,7 +92,6 @@ def compute_statistics(
     bands = RowSums(PAIRS, layout.device)
     apart = RowSums(classes.count * names.DECILES if classes else 0, layout.device)
     histogram = torch.zeros(PAIRS + 1, names.BINS, dtype=torch.float64, device=layout.device)
-    signs = torch.zeros(3, names.BINS, dtype=torch.float64, device=layout.device)
     scalars, maxima, suspects = [], [], []
     size = CPU_BLOCK if layout.device.type == "cpu" else layout.local_tokens
     for start in range(0, layout.local_tokens, size):
@@ -105,9 +102,6 @@ def compute_statistics(
             apart.add(block.row, outcome, columns)
         bins = block.pair * names.BINS + histogram_bin(columns["log_w"])
         histogram.view(-1).scatter_add_(0, bins, torch.ones_like(columns["log_w"]))
-        if block.scaled_log_weight is not None:
-            bins = _sign_rows(block) * names.BINS + histogram_bin(block.scaled_log_weight)
-            signs.view(-1).scatter_add_(0, bins, torch.ones_like(columns["log_w"]))
         scalars.append(_scalar_sums(block))
         maxima.append(_maxima(block))
         suspects.append(start + _suspects(block))
@@ -116,7 +110,7 @@ def compute_statistics(
     faults = torch.where(_faults(tokens, suspect), -address.double(), -torch.inf).amax(dim=1)
     margins = _margins(bands.table()), _margins(histogram[:-1])
     return Statistics(
-        torch.cat((torch.stack(scalars).sum(dim=0), *margins, signs[:2].view(-1))),
+        torch.cat((torch.stack(scalars).sum(dim=0), *margins)),
         torch.cat((torch.stack(maxima).amax(dim=0), faults)),
         apart.table().view(classes.count, names.DECILES, -1) if classes else None,
     )
@@ -195,12 +189,6 @@ def _outcome(x: Tokens) -> Tensor:
     is_below = (x.log_weight <= 0).byte()
     side = (~x.constrained.inside).byte() * (1 + is_below)  # inside 0, above 1, below 2
     return len(names.SIGNS) * side + sign
-
-
-def _sign_rows(x: Tokens) -> Tensor:
-    """Return 0 where A < 0, 1 where A > 0 and 2 elsewhere; [b] int64."""
-    advantages = x.given.advantages
-    return torch.where(advantages < 0, 0, torch.where(advantages > 0, 1, 2))
 
 
 def histogram_bin(log_w: Tensor) -> Tensor:

@@ -14,19 +14,17 @@ import torch
 from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.objectives.calibration import Calibration, measure
 from megatron_rl.objectives.constraints import (
     ConstrainedWeights,
     TokenWeights,
     apply_constraint,
-    position_scale,
     scale_negative,
     second_moment_gate,
 )
 from megatron_rl.objectives.diagnostics import Terms, compute_statistics
 from megatron_rl.objectives.function_spec import FunctionSpec
 from megatron_rl.objectives.inputs import TokenClasses, TokenInputs
-from megatron_rl.objectives.spec import Bounded, OaplSpec, ObjectiveSpec, SecondMoment
+from megatron_rl.objectives.spec import OaplSpec, ObjectiveSpec, SecondMoment
 from megatron_rl.objectives.statistics import Statistics
 from megatron_rl.objectives.terms import kl_penalty, rollout_factor
 from megatron_rl.objectives.weights import LogRatios, build_scans, compute_log_weight
@@ -73,18 +71,6 @@ class PolicyObjective(ABC):
     ) -> "PolicyObjective":
         """Return the objective for a minibatch with these tokens of all ranks; [N] each."""
         return self
-
-    def calibrate(self, calibration: Calibration) -> "PolicyObjective":
-        """Return the objective with these bounds, if its bounds are calibrated."""
-        return self
-
-    def without_shares(self) -> "PolicyObjective":
-        """Return the objective with the bounds `low` and `high` instead of calibrated ones."""
-        return self
-
-    def measure(self, statistics: Statistics) -> Calibration | None:
-        """Compute the bounds for the next update from these statistics; None to keep the bounds."""
-        return None
 
     @abstractmethod
     def evaluate(
@@ -155,28 +141,6 @@ class Objective(PolicyObjective):
         gate = second_moment_gate(constraint, log_ratios, advantages)
         return Objective(replace(objective.spec, constraint=gate))
 
-    @property
-    def shares(self) -> Bounded | None:
-        """The bounds, if they are calibrated to reject given shares."""
-        bounds = self.spec.constraint
-        if isinstance(bounds, Bounded) and bounds.reject_negative is not None:
-            return bounds
-        return None
-
-    def calibrate(self, calibration: Calibration) -> "Objective":
-        if self.shares is None:
-            return self
-        return Objective(replace(self.spec, constraint=calibration.applied(self.shares)))
-
-    def without_shares(self) -> "Objective":
-        if self.shares is None:
-            return self
-        bounds = replace(self.shares, reject_negative=None, reject_positive=None)
-        return Objective(replace(self.spec, constraint=bounds))
-
-    def measure(self, statistics: Statistics) -> Calibration | None:
-        return None if self.shares is None else measure(self.shares, statistics.by_sign())
-
     def evaluate(
         self, x: TokenInputs, *, layout: SequenceLayout, denominators: Denominators
     ) -> tuple[TokenWeights, Terms]:
@@ -184,7 +148,7 @@ class Objective(PolicyObjective):
         spec = self.spec
         if spec.balanced:
             raise ValueError(
-                "balanced is a factor of a whole minibatch: give this objective's fit() the "
+                "balanced is a factor of a whole minibatch: give this objective's resolve() the "
                 "minibatch's tokens, and call what it returns"
             )
         weighed = self.weigh(x, layout)
@@ -231,11 +195,7 @@ class Objective(PolicyObjective):
             constrained = scale_negative(
                 constrained, x.advantages, factor=spec.negative, dropped=dropped
             )
-        scaled = None
-        if self.shares is not None:
-            scale = position_scale(self.shares, layout, log_weight.dtype)
-            scaled = log_weight.detach() / scale
-        return TokenWeights(ratios, log_weight, constrained, factor, scaled)
+        return TokenWeights(ratios, log_weight, constrained, factor)
 
 
 @dataclass(frozen=True)

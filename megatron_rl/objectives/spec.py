@@ -26,10 +26,7 @@ class Bounds(Checked):
     """The interval in which a weight stays unchanged, at every position.
 
     In ratio space [1 - low * h, 1 + high * h], in log space [exp(-low * h), exp(high * h)], both
-    ends inclusive, with h = 1, sqrt(L/t) or t^p. None leaves a side unbounded. With the shares
-    `reject_negative` (below the bounds, of tokens with A < 0) and `reject_positive` (above them, of
-    tokens with A > 0) the bounds are calibrated: each update uses those that would have rejected
-    these shares in the previous update. `low` and `high` apply until an update with moved ratios.
+    ends inclusive, with h = 1, sqrt(L/t) or t^p. None leaves a side unbounded.
     """
 
     low: NotNegative | None
@@ -37,8 +34,6 @@ class Bounds(Checked):
     space: Space = "ratio"
     scale: Scale = "constant"
     power: float | None = None  # p of t^p
-    reject_negative: NotNegative | None = None
-    reject_positive: NotNegative | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,13 +50,6 @@ class Bounds(Checked):
                 f"power is {self.power} with scale {self.scale!r}: give a power with scale 't^p', "
                 "and only then"
             )
-        shares = (self.reject_negative, self.reject_positive)
-        given = [share for share in shares if share is not None]
-        if given and not (len(given) == 2 and max(given) < 1 and any(given)):
-            raise UserError(
-                f"reject_negative is {shares[0]} and reject_positive {shares[1]}: give both, at "
-                "least 0 and below 1, and one above 0"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +65,6 @@ class PpoClip(Bounds):
         super().__post_init__()
         if self.dual is not None:
             check_number("dual", self.dual, ">", 1 if self.space == "ratio" else 0)
-            if self.reject_negative is not None and self.scale != "constant":
-                raise UserError(
-                    f"dual is {self.dual} with shares to reject and scale {self.scale!r}: use "
-                    "scale 'constant' or no dual"
-                )
 
 
 @dataclass(frozen=True, kw_only=True)

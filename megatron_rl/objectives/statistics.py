@@ -74,14 +74,14 @@ MIDDLE = BINS_PER_OCTAVE * EXPONENTS  # the bin of 0
 BINS = 2 * MIDDLE + 1
 QUANTILES = {"q05": 0.05, "median": 0.5, "q95": 0.95}
 
-SIZES = (len(SUMS), len(BANDS) * len(BAND_SUMS), len(BANDS) * BINS, 2 * BINS)
+SIZES = (len(SUMS), len(BANDS) * len(BAND_SUMS), len(BANDS) * BINS)
 
 
 @dataclass
 class Statistics:
     """Sums and maxima over the valid decisions of one or more micro-batches."""
 
-    sums: Tensor  # [sum of SIZES] float64: SUMS, [BANDS, BAND_SUMS], [BANDS, BINS], [2, BINS]
+    sums: Tensor  # [sum of SIZES] float64: SUMS, [BANDS, BAND_SUMS], [BANDS, BINS]
     maxima: Tensor  # [MAXIMA + FAULTS] float64
     classes: Tensor | None = None  # [C, tenths of t/L, BAND_SUMS] float64, if requested
 
@@ -131,15 +131,8 @@ class Statistics:
 
     def bands(self) -> tuple[Tensor, Tensor]:
         """Return the sums [BANDS, BAND_SUMS] and the histograms [BANDS, BINS]."""
-        _, rows, histograms, _ = self.sums.split(SIZES)
+        _, rows, histograms = self.sums.split(SIZES)
         return rows.view(len(BANDS), -1), histograms.view(len(BANDS), -1)
-
-    def by_sign(self) -> Tensor:
-        """Return histograms of scaled log-weights for A < 0 and A > 0; [2, BINS].
-
-        They are counted only for calibrated bounds.
-        """
-        return self.sums.split(SIZES)[-1].view(2, -1)
 
     def everything(self) -> "Band":
         """Return all tokens as one band; waits for the device."""

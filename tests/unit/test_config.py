@@ -493,8 +493,7 @@ def test_objective_is_name_or_mapping(tmp_path):
         ("objective=3", "objective=3: must be a name, as in objective: gspo, or a mapping"),
         (
             "objective.constraint=0.2",
-            "objective.constraint is 0.2: give its keys (low, high, space, scale, power, "
-            "reject_negative, reject_positive, sided), "
+            "objective.constraint is 0.2: give its keys (low, high, space, scale, power, sided), "
             "as {low: 0.0007, high: 0.00095}; or give a new one as {kind: ...} of ppo_clip",
         ),
         ("objective.constraint=null", "objective.constraint is None: give its keys"),

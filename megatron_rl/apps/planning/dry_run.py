@@ -108,7 +108,7 @@ def measure(
     meter.group_names = group_names()
     objective = build_objective(config.objective.name, **config.objective.overrides)
     nothing = torch.empty(0)  # meta tensors have no values to fit
-    objective = objective.resolve(nothing, nothing, nothing).without_shares()
+    objective = objective.resolve(nothing, nothing, nothing)
     actor = _build(config, topology, meter)
     states = dict(meter.live_bytes)
     if "reference_logprobs" in objective.needs:

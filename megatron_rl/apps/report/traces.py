@@ -135,7 +135,7 @@ def _build(run: Run) -> PolicyObjective | None:
 
 def has_decisions_per_response(objective: PolicyObjective) -> TypeGuard[Objective]:
     """Return whether decisions depend only on the log-probs of one response."""
-    return isinstance(objective, Objective) and objective.is_resolved and objective.shares is None
+    return isinstance(objective, Objective) and objective.is_resolved
 
 
 @torch.no_grad()

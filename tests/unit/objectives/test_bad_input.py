@@ -135,7 +135,7 @@ def test_batch_constraint_is_resolved_first():
     objective = build_objective("m2po")
     assert not objective.is_resolved
     for unfitted in (objective, build_objective("balanced")):
-        with pytest.raises(ValueError, match=r"give this objective's fit\(\)"):
+        with pytest.raises(ValueError, match=r"give this objective's resolve\(\)"):
             unfitted(inputs, layout=layout, denominators=Denominators(1.0, 2.0))
     resolved = objective.resolve(torch.tensor([0.1, 0.3]), torch.ones(2), torch.zeros(2))
     # (0.01 + 0.09) / 2 is above 0.04: the larger goes, and the gate lies halfway between the two.
