@@ -250,8 +250,8 @@ def apply_constraint(
             return gamma_kernel(constraint, log_weight, advantages)
         case SecondMoment():
             raise ValueError(
-                "constraint second_moment is of a whole minibatch: give this objective's resolve() the "
-                "minibatch's log-ratios and advantages, and call what it returns"
+                "constraint second_moment is of a whole minibatch: give this objective's resolve() "
+                "the minibatch's log-ratios and advantages, and call what it returns"
             )
     return _kept(log_weight, torch.ones_like(log_weight, dtype=torch.bool))
 
