@@ -123,7 +123,9 @@ def _is_finished(config: Config) -> bool:
     if saved.model_dump(exclude={"run"}) != config.model_dump(exclude={"run"}):
         from megatron_rl.runs.directory import RunDirectory
 
-        RunDirectory(folder).check_usable(config)
+        directory = RunDirectory(folder)
+        if any(not key.startswith("run.") for key in directory.changes(config)):
+            directory.check_usable(config)
     return True
 
 

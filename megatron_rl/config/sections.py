@@ -43,6 +43,9 @@ _REWARD, _FILE, _VARIABLE = PATTERNS
 RewardName = Annotated[str, Field(pattern=_REWARD)]
 Name = Annotated[str, Field(pattern=_FILE)]  # of a file or a folder
 Variable = Annotated[str, Field(pattern=_VARIABLE)]  # of the environment
+# Values that `reward.verifier: null` gets; the second one if prompts end inside thinking.
+MATH_ANSWER = "megatron_rl.rewards.math_answer:verify_math_answer"
+AFTER_THINKING = "megatron_rl.rewards.math_answer:verify_after_thinking"
 
 
 class Section(BaseModel):
@@ -139,8 +142,10 @@ class RolloutSection(Section):
 class RewardSection(Section):
     """Grading of responses by a verifier."""
 
-    verifier: str = "megatron_rl.rewards.math_answer:verify_math_answer"
-    """Function that grades a response, as `module:function` (`docs/rewards.md`)."""
+    verifier: str | None = None
+    """Function that grades a response, as `module:function` (`docs/rewards.md`); null compares
+    mathematical answers by `megatron_rl.rewards.math_answer:verify_math_answer`, or by its
+    `verify_after_thinking` if prompts end inside thinking."""
     workers: Count | None = None
     """Number of verifier processes per rank; null uses one per CPU core of the rank."""
     time_limit_seconds: Positive = 5.0

@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.config.data_sections import ColumnsSection
 from megatron_rl.config.lora_section import LoraSection
+from megatron_rl.config.sections import MATH_ANSWER
 from megatron_rl.data.hub import is_on_hub
 from megatron_rl.data.rows import Columns, check_prompt_file
 from megatron_rl.data.tokenizer import find_tokenizer
@@ -56,7 +57,7 @@ def settings_problems(
     problems = [
         *_file_problems(config, config.prompt_files),
         *_logger_problems(config),
-        *_module_problems("reward.verifier", config.reward.verifier),
+        *_module_problems("reward.verifier", config.reward.verifier or MATH_ANSWER),
         *_environment_problems(config),
         *_loss_function_problems(config),
         *engine_argument_problems(config.rollout.engine),
@@ -114,7 +115,7 @@ def evaluation_problems(
     """List why an evaluation cannot start; also return the model's shape if it was read."""
     problems = [
         *_file_problems(config, files),
-        *_module_problems("reward.verifier", config.reward.verifier),
+        *_module_problems("reward.verifier", config.reward.verifier or MATH_ANSWER),
         *_environment_problems(config),
         *engine_argument_problems(config.rollout.engine),
     ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import megatron_rl
-from megatron_rl.config.sections import RewardSection
+from megatron_rl.config.sections import MATH_ANSWER, RewardSection
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.process import START_SECONDS
 from megatron_rl.rewards.verifier import NUMBER, Item, VerifierError
@@ -49,13 +49,13 @@ class VerifierTrial:
         return []
 
     def _name(self, what: str) -> str:
-        name = self.reward.verifier
+        name = self.reward.verifier or MATH_ANSWER
         return f"reward.verifier={name}: {what.removeprefix(name).lstrip(': ')}"
 
     def _explain_waiting(self) -> None:
         print(  # noqa: T201 - the command has no console yet
-            f"megatron-rl: waiting for reward.verifier={self.reward.verifier} to be imported and "
-            f"tried (at most {START_SECONDS:.0f} s)",
+            f"megatron-rl: waiting for reward.verifier={self.reward.verifier or MATH_ANSWER} to be "
+            f"imported and tried (at most {START_SECONDS:.0f} s)",
             file=sys.stderr,
             flush=True,
         )
@@ -77,11 +77,15 @@ def vote_problems(
 def build_pool(
     reward: RewardSection, *, workers: int, echo: Callable[[str], object]
 ) -> VerifierPool:
-    """Build the worker processes of the config; echo: receives the verifier's output."""
+    """Build the worker processes of the config; echo: receives the verifier's output.
+
+    Without a verifier it is the default for prompts that open no thinking: in a trial before they
+    are known, as both defaults are in one module, and in offline runs, which grade nothing.
+    """
     return VerifierPool(
         workers=workers,
         time_limit=reward.time_limit_seconds,
-        verifier=reward.verifier,
+        verifier=reward.verifier or MATH_ANSWER,
         batch_size=reward.batch_size,
         on_error=reward.on_error,
         environment=reward.environment,

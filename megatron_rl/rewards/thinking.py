@@ -15,6 +15,8 @@ _BEGINS = re.compile(
     r"|<seed:think>|<\|START_THINKING\|>|<\|channel\|>(?:analysis|commentary)|\Aanalysis(?=\w)"
 )
 
+_AT_THE_END = re.compile(rf"(?:{_BEGINS.pattern})\s*\Z")
+
 
 def after_thinking(text: str) -> str | None:
     """Return what follows the last end of thinking; None if thinking begins and does not end.
@@ -26,6 +28,16 @@ def after_thinking(text: str) -> str | None:
     for match in _ENDS.finditer(text):
         end = match.end()
     return None if _BEGINS.search(text, end) else text[end:]
+
+
+def ends_inside_thinking(prompt: str, *, last_message: str) -> bool:
+    """Return True if a rendered prompt opens the thinking that the response continues.
+
+    A mark at the very end does, and after the last message, whose text may mention marks, one that
+    the template continues with a few words.
+    """
+    _, found, rest = prompt.rpartition(last_message.strip())
+    return bool(_AT_THE_END.search(prompt)) or (bool(found) and after_thinking(rest) is None)
 
 
 def has_end(text: str) -> bool:

@@ -38,6 +38,7 @@ import numpy as np
 import pyarrow as pa
 
 from megatron_rl.config import Config, ConfigError, dump_config, load_config, with_absolute_paths
+from megatron_rl.config.sections import AFTER_THINKING, MATH_ANSWER
 from megatron_rl.runs import inputs
 from megatron_rl.runs.checkpoints import CheckpointFolders
 from megatron_rl.runs.files import flush_to_disk, write_atomically
@@ -104,7 +105,7 @@ class RunDirectory:
 
     def check_usable(self, config: Config) -> None:
         """Raise ConfigError if the config would overwrite a run or resume it incompatibly."""
-        if not self._has_started():
+        if not self.has_started():
             return
         if config.run.resume == "never":
             raise ConfigError(
@@ -113,7 +114,7 @@ class RunDirectory:
             )
         changed = [
             f"{key}: {before!r} -> {now!r}"
-            for key, (before, now) in self._changes(config).items()
+            for key, (before, now) in self.changes(config).items()
             if not (key.startswith(RESUMABLE_CHANGES) or self._is_moved(key, config))
             # Megatron uses one optimizer if expert=1, and a second one for experts otherwise;
             # their checkpoints are incompatible.
@@ -127,7 +128,7 @@ class RunDirectory:
         self.checkpoints.check_formats()
         self.check_checkpoints(load_config(self.config_file))
 
-    def _changes(self, config: Config) -> dict[str, tuple[object, object]]:
+    def changes(self, config: Config) -> dict[str, tuple[object, object]]:
         """Return the settings that differ from the last start: key -> (before, now)."""
         saved = with_absolute_paths(load_config(self.config_file))
         before = flatten(saved.model_dump())
@@ -136,7 +137,7 @@ class RunDirectory:
             key: (before.get(key), now.get(key))
             for key in sorted(before.keys() | now.keys())
             if before.get(key) != now.get(key)
-            and (key, now.get(key)) != ("data.date", None)  # null keeps that of the first start
+            and not (now.get(key) is None and _is_kept(key, before.get(key)))
         }
 
     def _is_moved(self, key: str, config: Config) -> bool:
@@ -147,7 +148,7 @@ class RunDirectory:
 
     def check_inputs(self, config: Config) -> list[str]:
         """Return a line for each accepted change of an input; raise ConfigError for others."""
-        if not self._has_started() or config.run.resume == "never":
+        if not self.has_started() or config.run.resume == "never":
             return []
         accepted, run = config.run.accept_changes, str(self.path)
         return inputs.check_changes(*self._inputs(config), accepted=accepted, run=run)
@@ -155,7 +156,7 @@ class RunDirectory:
     def _inputs(self, config: Config) -> tuple[inputs.Inputs, inputs.Inputs]:
         return inputs.load_inputs(self.inputs_file), inputs.read_inputs(config)
 
-    def _has_started(self) -> bool:
+    def has_started(self) -> bool:
         """Return True if the run has results; a failed start leaves only a log and a config."""
         is_saved = self.checkpoints.steps() or self.checkpoints.damaged()
         return self.config_file.exists() and bool(is_saved or read_metrics(self.path))
@@ -215,7 +216,7 @@ class RunDirectory:
             folder.mkdir(parents=True, exist_ok=True)
         if not self.checkpoints.run_file.exists():
             write_atomically(self.checkpoints.run_file, uuid.uuid4().hex + "\n")
-        if self._has_started():
+        if self.has_started():
             self._record_changes(config)
         write_atomically(self.inputs_file, inputs.dump_inputs(inputs.read_inputs(config)))
         step = max(self.checkpoints.steps(), default=0)
@@ -227,7 +228,7 @@ class RunDirectory:
         stamp = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "after_step": step}
         rows = [
             {"key": key, "from": before, "to": now}
-            for key, (before, now) in self._changes(config).items()
+            for key, (before, now) in self.changes(config).items()
             if not key.startswith("run.")
         ]
         changed = inputs.changed_inputs(*self._inputs(config)).items()
@@ -337,6 +338,13 @@ class RunDirectory:
     def write_evaluation(self, name: str, step: int, rollouts: Sequence[Rollout]) -> None:
         """Write the responses of one evaluation."""
         write_table(build_rollout_table(rollouts), self.evaluations / f"{name}_{step:06d}.parquet")
+
+
+def _is_kept(key: str, before: object) -> bool:
+    """Return True if null keeps this value, which the run itself chose at its first start."""
+    return key == "data.date" or (
+        key == "reward.verifier" and before in (MATH_ANSWER, AFTER_THINKING)
+    )
 
 
 def flatten(values: dict, prefix: str = "") -> dict[str, object]:

@@ -60,6 +60,7 @@ from megatron_rl.trainer.actor_settings import (
 )
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
 from megatron_rl.trainer.conversations import open_conversations
+from megatron_rl.trainer.default_verifier import choose_verifier
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.learning_check import describe_slow_packs
 from megatron_rl.trainer.loop import Trainer
@@ -84,7 +85,6 @@ def run_training(
     if "reference_logprobs" in objective.needs:
         check_headers(config.reference_path, read_model_shape(config.reference_path))
     directory = RunDirectory.of(config)
-
     if rank == 0:
         directory.lock()
     # A barrier: no rank still checks the directory when rank 0 writes to it.
@@ -107,6 +107,7 @@ def run_training(
     ):
         for line in run_on_rank_0(lambda: directory.check_inputs(config), doing="comparing inputs"):
             console.echo(line)
+        config = choose_verifier(config, directory, prompts.training, echo=console.echo)
         start.ended("checks")
         with build_verifiers(config, topology, directory) as pool:
             trainer = _build_trainer(

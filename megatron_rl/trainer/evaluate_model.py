@@ -27,6 +27,7 @@ from megatron_rl.trainer.build import (
     collective_timeout,
 )
 from megatron_rl.trainer.conversations import open_conversations
+from megatron_rl.trainer.default_verifier import choose_verifier
 from megatron_rl.trainer.evaluation import Evaluator, describe_responses
 from megatron_rl.trainer.prompt_date import fix_date
 from megatron_rl.trainer.recorder import Recorder
@@ -62,7 +63,13 @@ def run_evaluation(
     with (
         opened as (shown, conversations),
         share_evaluation_sets(shown, shape, directory.prompts, echo=console.echo) as sets,
-        build_verifiers(config, topology, directory) as pool,
+        build_verifiers(
+            config := choose_verifier(
+                config, directory, next(iter(sets.values())), echo=console.echo
+            ),
+            topology,
+            directory,
+        ) as pool,
     ):
         with console.progress("starting vLLM"):
             engine = build_engine(config, topology)

@@ -38,10 +38,11 @@ class Source:
             shutil.copyfile(file, folder / name)
 
 
-def read_source(verifier: str, folder: Path) -> Source:
+def read_source(verifier: str | None, folder: Path) -> Source:
     """Collect the package, and the verifier's module if it is in `folder`."""
     files = {f"{PACKAGE.name}/{name}": file for name, file in _files_of(PACKAGE).items()}
-    files |= _verifier_files(verifier.partition(":")[0].split(".")[0], folder)
+    if verifier is not None:
+        files |= _verifier_files(verifier.partition(":")[0].split(".")[0], folder)
     commit = _git("rev-parse", "HEAD")
     if commit is None or _git("ls-files", "--error-unmatch", f"{PACKAGE.name}/__init__.py") is None:
         return Source(files, None, "")

@@ -51,8 +51,8 @@ def test_run_keeps_the_date_of_its_first_start(tmp_path):
     directory.create(make_config(model, date="2024-07-26"))  # on that day
     resumed = make_config(model)
     assert fix_date(resumed, directory, echo=lines.append).data.date == "2024-07-26"
-    assert directory._changes(resumed) == {}
-    assert directory._changes(make_config(model, date=today)) == {
+    assert directory.changes(resumed) == {}
+    assert directory.changes(make_config(model, date=today)) == {
         "data.date": ("2024-07-26", today)}  # fmt: skip
 
 

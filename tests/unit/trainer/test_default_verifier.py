@@ -1,0 +1,97 @@
+"""The default verifier is that of the prompts: some open the thinking that a response continues."""
+
+import pytest
+
+from megatron_rl.config import parse_config
+from megatron_rl.config.sections import AFTER_THINKING, MATH_ANSWER
+from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.rewards.pool import VerifierPool
+from megatron_rl.rewards.verifier import Item
+from megatron_rl.runs.directory import RunDirectory
+from megatron_rl.trainer.default_verifier import choose_verifier
+from tests.unit.data.tokenizer_folders import byte_level, write_folder
+
+USER = "{% for m in messages %}User: {{ m['content'] }}\n{% endfor %}Assistant: "
+QUESTION = "2+3? Begin with <think>."
+
+
+def make_config(folder, **reward):
+    data = {"train": "t.jsonl", "template": "chat"}
+    return parse_config({"model": {"path": str(folder)}, "data": data, "reward": reward})
+
+
+def make_prompts(folder, end, *, question=QUESTION, special=()):
+    """Write a model folder whose template ends with `end`, and return it and its only prompt."""
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(list(special))
+    write_folder(folder, tokenizer, model_type="qwen2", chat_template=USER + end)
+    rows = folder / "rows.csv"
+    rows.write_text(f'prompt,reward_model.ground_truth\n"{question}",5\n')
+    return load_prompts(rows, load_tokenizer(folder), max_prompt_tokens=99)
+
+
+@pytest.mark.parametrize(
+    ("end", "special", "verifier"),
+    [
+        ("", (), MATH_ANSWER),  # the user's text mentions a mark
+        ("<think>\n", (), AFTER_THINKING),  # R1-Distill, QwQ, Qwen3-Thinking
+        ("<think>", (), AFTER_THINKING),
+        ("<thought>\n", (), AFTER_THINKING),  # EXAONE-Deep
+        ("◁think▷", (), AFTER_THINKING),  # Kimi
+        ("<think>\nOkay, let me see.", (), AFTER_THINKING),
+        ("<think>\n\n</think>\n\n", (), MATH_ANSWER),  # Qwen3 with enable_thinking: false
+        ("</think>", (), MATH_ANSWER),  # DeepSeek-V3.1
+        # No response shows the end of thinking if it is a special token, which decoding removes.
+        ("[THINK]", ("[THINK]", "[/THINK]"), MATH_ANSWER),
+    ],
+)
+def test_first_prompt_decides(tmp_path, end, special, verifier):
+    prompts = make_prompts(tmp_path, end, special=special)
+    lines = []
+    config = choose_verifier(
+        make_config(tmp_path), RunDirectory(tmp_path / "run"), prompts, echo=lines.append
+    )
+    assert config.reward.verifier == verifier
+    assert (
+        lines
+        == [
+            "prompts end inside thinking: a response that does not end it has no answer "
+            f"(reward.verifier={AFTER_THINKING}; set another one to change this)"
+        ][: verifier == AFTER_THINKING]
+    )
+
+
+@pytest.mark.parametrize("name", [MATH_ANSWER, "my_rewards:score"])
+def test_verifier_of_the_user_is_kept(tmp_path, name):
+    prompts = make_prompts(tmp_path, "<think>\n")
+    given = make_config(tmp_path, verifier=name)
+    assert choose_verifier(given, RunDirectory(tmp_path / "run"), prompts, echo=print) is given
+
+
+def test_response_cut_inside_thinking_of_the_prompt_earns_nothing(tmp_path):
+    prompts = make_prompts(tmp_path, "<think>\n")
+    config = choose_verifier(
+        make_config(tmp_path), RunDirectory(tmp_path / "run"), prompts, echo=print
+    )
+    texts = ("perhaps \\boxed{5}", "perhaps \\boxed{4}, no.</think> \\boxed{5}")
+    with VerifierPool(verifier=config.reward.verifier) as pool:
+        graded = pool.verify_all([Item(text, "5", "") for text in texts])
+    assert [one.reward for one in graded] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("first", [MATH_ANSWER, AFTER_THINKING])
+def test_resumed_run_keeps_the_verifier_of_its_first_start(tmp_path, first):
+    """Also one of a release that always took `verify_math_answer`."""
+    prompts = make_prompts(tmp_path, "<think>\n" if first == MATH_ANSWER else "")
+    directory, given = RunDirectory(tmp_path / "run"), make_config(tmp_path)
+    directory.create(make_config(tmp_path, verifier=first))
+    other = {MATH_ANSWER: AFTER_THINKING, AFTER_THINKING: MATH_ANSWER}[first]
+    restarted = choose_verifier(given, directory, prompts, echo=print)
+    assert restarted.reward.verifier == other  # the first start failed before its first step
+    (directory.path / "metrics.jsonl").write_text('{"step": 0}\n')
+    assert choose_verifier(given, directory, prompts, echo=print).reward.verifier == first
+    assert directory.changes(given) == {}
+    # A verifier of the user is a setting: the run is another one without it.
+    directory.create(make_config(tmp_path, verifier="my_rewards:score"))
+    assert directory.changes(given) == {"reward.verifier": ("my_rewards:score", None)}
