@@ -29,7 +29,7 @@ def _make_models(root):
 
     wide = {**SIZES, "hidden_size": 64, "intermediate_size": 192}
     for name, kind, extra in (
-        ("qwen2", "Qwen2Config", {"vocab_size": 4099}),
+        ("qwen2", "Qwen2Config", {"vocab_size": 4099, "head_dim": 16}),
         ("qwen3_moe", "Qwen3MoeConfig", EXPERTS),
     ):
         torch.manual_seed(7)

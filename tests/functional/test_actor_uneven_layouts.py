@@ -16,7 +16,7 @@ from tests.functional.test_actor_layouts import freeze_behavior, make_rollouts, 
 from tests.ranks import run_ranks
 
 MODELS = {
-    "qwen2": ("Qwen2Config", {}),  # biases of queries, keys and values
+    "qwen2": ("Qwen2Config", {"head_dim": 8}),  # biases of queries, keys and values
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "norm_topk_prob": True}),  # norms of q and k
 }
 DENSE, MIXTURE = ["qwen2"], ["qwen3_moe"]
@@ -44,7 +44,7 @@ def _make_model(folder, config_class, extra):
     import transformers
 
     torch.manual_seed(7)
-    config = getattr(transformers, config_class)(**SIZES | {"num_hidden_layers": 6}, **extra)
+    config = getattr(transformers, config_class)(**SIZES | {"num_hidden_layers": 6} | extra)
     model = transformers.AutoModelForCausalLM.from_config(config)
     randomise(model)
     model.save_pretrained(folder)

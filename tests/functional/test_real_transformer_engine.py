@@ -27,7 +27,7 @@ from tests.functional.test_actor_layouts import (
 from tests.ranks import run_ranks
 
 MODELS = {
-    "qwen2": ("Qwen2Config", {}),  # biases
+    "qwen2": ("Qwen2Config", {"head_dim": 8}),  # biases
     "qwen3": ("Qwen3Config", {"tie_word_embeddings": True, "rope_parameters": YARN}),  # q, k norms
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "norm_topk_prob": True}),
     "mistral": ("MistralConfig", {"sliding_window": 5}),

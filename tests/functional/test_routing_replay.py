@@ -184,9 +184,10 @@ def reports(tmp_path_factory):
     root = tmp_path_factory.mktemp("routing")
     torch.manual_seed(7)
     experts = SIZES | EXPERTS | {"num_experts": 8}
+    qwen2 = {"shared_expert_intermediate_size": 28, "head_dim": 8}
     for name, config in (
         ("model", transformers.Qwen3MoeConfig(**experts, norm_topk_prob=True)),
-        ("qwen2", transformers.Qwen2MoeConfig(**experts, shared_expert_intermediate_size=28)),
+        ("qwen2", transformers.Qwen2MoeConfig(**experts | qwen2)),
         ("glm4", transformers.Glm4MoeConfig(**SIZES, **GROUPED)),
         ("deepseek", transformers.DeepseekV3Config(**SIZES | GROUPED | LATENT)),
         ("gpt", transformers.GptOssConfig(**SIZES | MODELS["gpt_oss"][1])),
