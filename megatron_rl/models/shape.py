@@ -166,7 +166,7 @@ def _unsupported_features(config: dict[str, Any], architecture: Architecture) ->
     if not is_free and size * config["num_attention_heads"] != config["hidden_size"]:
         unsupported.append(f"head_dim {size} other than hidden_size / num_attention_heads")
     if (kind := config.get("model_type")) in TEXT_MODELS and TEXT_MODELS[kind] != architecture.name:
-        unsupported.append(f"model_type {kind!r}, which transformers reads as {TEXT_MODELS[kind]},")
+        unsupported.append(f"model_type {kind!r}, which transformers reads as {TEXT_MODELS[kind]}")
     unsupported += unsupported_expert_features(config, architecture)
     if architecture.latent_attention:
         unsupported += unsupported_latent_features(config)

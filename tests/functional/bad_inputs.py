@@ -290,6 +290,9 @@ WEIGHTS = "model/model.safetensors"
 LATENT = edit_json(
     CONFIG,
     architectures=["DeepseekV3ForCausalLM"],
+    model_type="deepseek_v3",
+    n_group=1,
+    topk_group=1,
     kv_lora_rank=16,
     qk_nope_head_dim=8,
     qk_rope_head_dim=8,
@@ -319,7 +322,7 @@ MODELS = [
     Case("no layers", ("num_hidden_layers is 0", "1 or more"), (),
          edit_json(CONFIG, num_hidden_layers=0)),
     Case("key-value heads that do not divide",
-         ("num_key_value_heads=3 does not divide num_attention_heads=4", "correct one"), (),
+         ("num_key_value_heads=3 does not divide num_attention_heads=4", "correct it"), (),
          edit_json(CONFIG, num_attention_heads=4, num_key_value_heads=3)),
     Case("another architecture", ("architecture GPT2LMHeadModel is not supported", "Qwen2"), (),
          edit_json(CONFIG, architectures=["GPT2LMHeadModel"])),

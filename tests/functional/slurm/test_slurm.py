@@ -63,9 +63,15 @@ class Launcher:
     def write_cluster(self, name: str, values: dict) -> None:
         (self.folder / f"{name}.yaml").write_text(json.dumps(values))
 
-    def __call__(self, *arguments: str, status: int = 0, cwd: Path | None = None) -> str:
+    def __call__(
+        self,
+        *arguments: str,
+        status: int = 0,
+        cwd: Path | None = None,
+        module: str = "megatron_rl.cli",
+    ) -> str:
         done = subprocess.run(
-            [str(LAUNCHER / "bin" / "python"), "-m", "megatron_rl.cli", *arguments],
+            [str(LAUNCHER / "bin" / "python"), "-m", module, *arguments],
             cwd=cwd or self.folder,
             env=self.environment,
             capture_output=True,
@@ -304,28 +310,6 @@ def test_settings_rejected_by_slurm_are_refused_before_submitting(slurm, launche
     assert not launcher.run_folder("o").exists()
     after = slurm.ask("squeue -h -t all -o %i")  # SLURM forgets ended jobs in the meantime
     assert set(after.split()) <= set(before.split())
-
-
-def test_runs_of_study_are_jobs(slurm, launcher):
-    """Side by side, each on one node; the login node tables them, and starts none again."""
-    base = json.loads((launcher.folder / "tiny.yaml").read_text())
-    base["parallel"], base["trainer"]["steps"] = {}, 2
-    del base["run"]
-    objectives = {name: {"objective": {"name": name}} for name in ("pnpo", "gspo")}
-    (launcher.folder / "study.yaml").write_text(json.dumps({
-        "name": "jobs", "base": base, "axes": {"objective": objectives}, "seeds": [1],
-        "side_by_side": 2,
-    }))  # fmt: skip
-    values = json.loads((launcher.folder / "slurm.yaml").read_text())
-    launcher.write_cluster("one_node", values | {"nodes": 1})
-    for _ in range(2):
-        output = launcher("study", "study.yaml", "--cluster", "one_node.yaml")
-        assert "jobs: 2 of 2 done" in output and "failed" not in output, output
-    for name in objectives:
-        run = launcher.run_folder(f"jobs/runs/{name}-seed1")
-        assert steps_of(run) == 2 and (run / "launch" / "001" / "exits").exists()
-        assert not (run / "launch" / "002").exists()
-    assert (launcher.run_folder("jobs") / "results.parquet").exists()
 
 
 def test_simulated_preemption_on_one_machine_changes_nothing(launcher):
