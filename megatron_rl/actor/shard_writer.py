@@ -9,11 +9,13 @@ model, so the first save exchanges them, and the second one those of the table f
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
@@ -44,14 +46,15 @@ class ShardWriter:
         )
         if is_new or self._strategy is None:
             self._structure, self._strategy = structure, self._new_strategy()
-        dist_checkpointing.save(
-            state,
-            str(folder),
-            self._strategy,
-            # With replicas the strategy itself checks, once it has chosen who writes them.
-            validate_access_integrity=bool(is_new) and group_size(self._group) == 1,
-            content_metadata=content_metadata,
-        )
+        with mock.patch.object(FileSystemWriterAsync, "write_preloaded_data", _write_files):
+            dist_checkpointing.save(
+                state,
+                str(folder),
+                self._strategy,
+                # With replicas the strategy itself checks, once it has chosen who writes them.
+                validate_access_integrity=bool(is_new) and group_size(self._group) == 1,
+                content_metadata=content_metadata,
+            )
 
     def _new_strategy(self) -> FullyParallelSaveStrategyWrapper | TorchDistSaveShardedStrategy:
         """Return a strategy without agreements from earlier saves."""
@@ -59,6 +62,20 @@ class ShardWriter:
         if group_size(self._group) == 1:
             return base
         return FullyParallelSaveStrategyWrapper(base, self._group, do_cache_distribution=True)
+
+
+def _write_files(*arguments: Any, **options: Any) -> Any:
+    """Write files as Megatron-core does, but raise an error.
+
+    Megatron-core returns it, and its caller reports the type alone: "OSError", of a full disk, too.
+    """
+    result = _MEGATRONS_WRITE(*arguments, **options)
+    if result is not None and isinstance(result[1], Exception):
+        raise result[1]
+    return result
+
+
+_MEGATRONS_WRITE = FileSystemWriterAsync.write_preloaded_data
 
 
 def _describe(state: Mapping[str, Any]) -> list[tuple]:
