@@ -22,6 +22,7 @@ SHAREGPT_ROLES = {
 }  # fmt: skip
 TOOLS = "tools"  # the default name of their column
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns, and keys of a message
+_CHOICES = ("choices", "options")  # columns
 _TEXT_PARTS = ("text", "input_text", "output_text")
 # A list of messages that was written as a text, by json.dumps or, wrongly, by str.
 _WRITTEN_LIST = re.compile(r"\s*\[\s*\{")
@@ -58,6 +59,9 @@ def parse_messages(value: Any, *, key: str, from_table: bool = False) -> tuple[M
             f"{key} ends with a message of the assistant, so the policy would be shown a solution; "
             "remove that message, or name the column of the question as data.columns.prompt"
         )
+    last = messages[-1]
+    if last["role"] == "user" and not last["content"].strip():
+        raise UserError(f"{key} ends with a message of the user without text; give it one")
     if not any(message["content"].strip() or message.get("tool_calls") for message in messages):
         raise UserError(f"{key} has messages without any text, {value!r:.80}; give them one")
     return tuple(messages)
@@ -89,6 +93,33 @@ def parse_tools(
         function = {key: one for key, one in function.items() if key != "type"}
         tools.append(_as_json({"type": "function", "function": function}))
     return tuple(tools)
+
+
+def refuse_left_out(row: Mapping[str, Any], *, prompt: str, messages: Sequence[Message]) -> None:
+    """Raise UserError for a column that published formats add to the prompt, if it lacks its text.
+
+    prompt: the name of its column. These are the choices of a question (MMLU, ARC), `input` beside
+    `instruction` (Alpaca), and what OpenAI's older API and TRL pass to the template.
+    """
+    text = "\n".join(message["content"] for message in messages)
+    cure = "write it into the prompt, or rename the column if the prompt is to be without it"
+    for name in _CHOICES:
+        choices = row.get(name)
+        choices = choices.get("text") if isinstance(choices, dict) else choices
+        choices = choices if isinstance(choices, list | tuple) else []
+        texts = [one for one in choices if isinstance(one, str) and one.strip()]
+        if texts and not any(one.strip() in text for one in texts):
+            raise UserError(f"the prompt lacks the texts of the column {name}; {cure}")
+    given = row.get("input")
+    if prompt == "instruction" and isinstance(given, str) and given.strip() not in text:
+        raise UserError(f"the prompt lacks the text of the column input; {cure}")
+    if drop_nulls(row.get("chat_template_kwargs")):
+        raise UserError(
+            "has chat_template_kwargs; set data.template_arguments for all rows, and leave the "
+            "column out"
+        )
+    if prompt == "messages" and row.get("functions") and not row.get(TOOLS):
+        raise UserError("has functions, OpenAI's older name of tools; rename the column to tools")
 
 
 def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
@@ -195,7 +226,7 @@ def _parse_call(call: Any) -> dict[str, Any]:
 
 def _from_sharegpt(message: Message) -> Message:
     """Convert `{"from": ..., "value": ...}`; a `function_call` is a message with tool calls."""
-    sender, value = message["from"], message.get("value")
+    sender, value = message["from"], message.get("value", message.get("content"))
     if sender not in SHAREGPT_ROLES:
         raise UserError(f"from must be one of {', '.join(SHAREGPT_ROLES)}, got {sender!r:.40}")
     others = {key: one for key, one in message.items() if key not in ("from", "value")}

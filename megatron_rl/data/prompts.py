@@ -29,7 +29,7 @@ from megatron_rl.types import Prompt
 
 ROWS_AT_ONCE = 4096  # tokenized together
 Chat = tuple[Sequence[Message], Sequence[dict[str, Any]]]  # messages and tools
-_INDEX = re.compile(r"__index_level_\d+__|Unnamed: 0")
+_INDEX = re.compile(r"__index_level_\d+__|Unnamed: 0|")  # CSV: no name
 
 
 def load_prompts(path: str | Path, tokenizer: Any, **options: Any) -> list[Prompt]:

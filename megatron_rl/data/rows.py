@@ -16,13 +16,12 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_rl.data.hub import HubSet, is_on_hub, read_hub, read_saved
 from megatron_rl.errors import UserError
-from megatron_rl.messages import MEDIA, TOOLS, Message, parse_messages, parse_tools
+from megatron_rl.messages import MEDIA, TOOLS, Message, parse_messages, parse_tools, refuse_left_out
 from megatron_rl.texts import clean
 
 PlainRow = dict[str, Any] | ValueError
@@ -30,7 +29,8 @@ SOURCE = "data_source"
 _ROWS_AT_ONCE = 4096  # a whole large file as objects is too much
 BAD_ROW_CURE = "repair it, or leave such rows out by data.bad_rows=skip"
 FIRST_ROWS = 1000  # that a command checks before it starts a run
-_TEXTS_OF_NAN = ("nan", "<NA>")  # str() of a missing number in pandas
+_TEXTS_OF_NAN = ("nan", "NaN", "<NA>")  # str() of a missing number in pandas
+_LFS = b"version https://git-lfs"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -116,6 +116,11 @@ def _reader_of(path: Path) -> Callable[[Path], Iterator[tuple[int, PlainRow]]]:
             f"{path}: prompts are read from .parquet, .jsonl (one JSON object a line) or .csv "
             "(with a header) by the name's ending; rename or convert the file"
         )
+    with path.open("rb") as file:
+        if file.read(len(_LFS)) == _LFS:
+            raise UserError(
+                f"{path} is a Git LFS pointer instead of the rows; fetch them with git lfs pull"
+            )
     return readers[path.suffix]
 
 
@@ -182,11 +187,16 @@ def _parse_prompt(
     value, system = _find(row, columns.prompt), row.get("system")
     try:
         messages = parse_messages(value, key=columns.prompt, from_table=_is_table(path))
-        if columns.prompt == "conversations" and isinstance(system, str) and system.strip():
+        if isinstance(system, str) and system.strip() and system != _find_system(messages):
             messages = add_system_prompt(messages, system, key="its column system")
+        refuse_left_out(row, prompt=columns.prompt, messages=messages)
         return add_system_prompt(messages, system_prompt)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
+
+
+def _find_system(messages: Sequence[Message]) -> str | None:
+    return next((one["content"] for one in messages if one["role"] == "system"), None)
 
 
 def add_system_prompt(
@@ -215,20 +225,32 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, PlainRow]]:
             if repeated := _repeated(file.schema_arrow.names):
                 raise UserError(f"{path} has two columns {repeated}; rename one")
             for batch in file.iter_batches(_ROWS_AT_ONCE):
-                for row in _widen(batch).to_pylist(maps_as_pydicts="strict"):
+                for row in _to_rows(batch):
                     yield next(numbers), row
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path} cannot be read as parquet: {error}; write it again") from error
+    except KeyError as error:  # of a map with a key twice
+        raise UserError(f"{path}: a row cannot be read: {error}; leave the column out") from None
 
 
-def _widen(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert columns of float32 by their shortest decimal form, so that 0.1 stays 0.1."""
-    for place, field in enumerate(batch.schema):
-        if pa.types.is_float32(field.type):
-            wide = [None if one is None else float(str(np.float32(one)))
-                    for one in batch.column(place).to_pylist()]  # fmt: skip
-            batch = batch.set_column(place, field.name, pa.array(wide, pa.float64()))
-    return batch
+def _to_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """Convert rows to objects; small floats by their shortest decimal form, so that 0.1 is 0.1."""
+    rows = batch.to_pylist(maps_as_pydicts="strict")
+    for field in batch.schema:
+        if "float" in str(field.type):  # at any depth; the others are `double`
+            for row in rows:
+                row[field.name] = _widen(row[field.name], field.type)
+    return rows
+
+
+def _widen(value: Any, kind: pa.DataType) -> Any:
+    if isinstance(value, float) and kind in (pa.float16(), pa.float32()):
+        return float(str(kind.to_pandas_dtype()(value)))
+    if isinstance(value, dict) and pa.types.is_struct(kind):
+        return {field.name: _widen(value[field.name], field.type) for field in kind}
+    if isinstance(value, list) and hasattr(kind, "value_type"):
+        return [_widen(one, kind.value_type) for one in value]
+    return value
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, PlainRow]]:

@@ -29,11 +29,25 @@ _ONLY: dict[str, Any] = {
     "is_encoder_decoder": False, "tie_encoder_decoder": False, "use_bidirectional_attention": False,
     "activation": "swiglu", "bias": False, "qk_norm": False, "logit_scale": 1.0,
 }  # fmt: skip
+# Of other models, which are off if null or if they have this value.
+_OFF: dict[str, Any] = {
+    "qkv_bias": False, "use_bias": False, "use_qkv_bias": False, "lm_head_bias": False,
+    "use_qk_norm": False, "logits_scaling": 1.0, "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0, "rotary_pct": 1.0, "parallel_attn": False, "alibi": False,
+    "use_parallel_residual": False, "use_logn_attn": False, "use_dynamic_ntk": False,
+}  # fmt: skip
 _ONLY_OF_EXPERTS: dict[str, Any] = {
     "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_layer_freq": 1,
     "scoring_func": "softmax",
 }  # fmt: skip
+# Of a mixture of experts, which change nothing in a dense model; not the numbers of its experts.
+_IGNORED_IF_DENSE = {
+    "moe_intermediate_size", "moe_layer_freq", "first_k_dense_replace", "norm_topk_prob",
+    "n_group", "topk_group", "topk_method", "scoring_func", "routed_scaling_factor",
+    "num_experts_per_tok", "decoder_sparse_step", "mlp_only_layers",
+}  # fmt: skip
 # Names, kernels, tokens, generation, training and heads that a language model does not have.
+# Sources: transformers' PretrainedConfig since release 3, published folders, several trainers.
 _IGNORED = {
     "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map", "use_cache",
     "cache_implementation", "attn_implementation", "use_flash_attn", "use_flash_attention",
@@ -48,10 +62,24 @@ _IGNORED = {
     "tf_legacy_loss", "initializer_range", "initializer_factor", "router_aux_loss_coef",
     "aux_loss_alpha", "seq_aux", "router_jitter_noise", "num_nextn_predict_layers",
     "num_mtp_layers", "max_window_layers", "is_llama_config", "transformers.js_config",
-    "initial_context_length", "license", "language",
+    "initial_context_length", "license", "language", "gradient_checkpointing", "loss_type",
+    "max_new_tokens", "min_new_tokens", "renormalize_logits", "penalty_alpha", "num_beam_hyps",
+    "cross_attention_hidden_size", "low_memory", "use_safetensors", "trust_remote_code",
+    "use_flash_attention_2", "flash_attn", "flash_attention", "use_sdpa", "use_liger_kernel",
+    "experts_implementation", "fused_mlp", "use_fused_rms_norm", "use_fused_rope",
+    "use_memory_efficient_attention", "name_or_path", "base_model_name_or_path", "model_name",
+    "name", "description", "author", "version", "datasets", "tags", "library_name", "pipeline_tag",
+    "chat_template", "bos_token", "eos_token", "pad_token", "unk_token", "padding_side",
+    "tokenizer_padding_side", "tokenizer_model_max_length", "bf16", "fp16", "fp32",
+    "init_device", "init_std",
+    "z_loss", "z_loss_coef", "router_z_loss_coef", "moe_aux_loss_coeff", "mtp_loss_scaling_factor",
+    "keys_to_ignore_at_inference", "attribute_map", "base_model_tp_plan", "base_model_pp_plan",
+    "transformers_weights", "summary_type", "summary_use_proj", "summary_activation",
+    "summary_proj_to_labels", "ignore_index", "xla_device", "gradient_checkpointing_kwargs",
+    "use_reentrant",
 }  # fmt: skip
 UNKNOWN = "unknown key"
-_IGNORED_ENDINGS = ("_token_id", "_token_ids", "dropout", "_pdrop", "dropout_prob")
+_IGNORED_ENDINGS = ("_token_id", "_token_ids", "dropout", "_pdrop", "dropout_prob", "_version")
 _IGNORED_STARTS = ("_", "output_", "unsloth_")
 
 
@@ -64,6 +92,7 @@ def _is_ignored(key: str, architecture: Architecture) -> bool:
     return (
         key in _IGNORED
         or key in architecture.ignored
+        or (key in _IGNORED_IF_DENSE and not architecture.mixture_of_experts)
         or key.endswith(_IGNORED_ENDINGS)
         or key.startswith(_IGNORED_STARTS)
     )
@@ -79,12 +108,13 @@ def unsupported_keys(config: dict[str, Any], architecture: Architecture) -> list
     """List keys of this config.json, before its defaults, whose values nothing here supports."""
     read = {*_READ, *architecture.keys, *architecture.defaults}
     of_experts = _ONLY_OF_EXPERTS if architecture.mixture_of_experts else {}
-    only = {**_ONLY, **of_experts, **architecture.only}
+    only = {**_ONLY, **_OFF, **of_experts, **architecture.only}
     only = {key: value for key, value in only.items() if key not in architecture.defaults}
     unsupported = []
     for key, value in config.items():
         if key in only:
-            supported = value == only[key] or (value is None and only[key] == [])
+            null_is_off = only[key] == [] or (key in _OFF and key not in architecture.only)
+            supported = value == only[key] or (value is None and null_is_off)
             hint = f"supported: {json.dumps(only[key])}"
         elif key in read:
             supported = value is not None or _accepts_null(key, architecture)

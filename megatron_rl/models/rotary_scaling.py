@@ -5,6 +5,7 @@ Keys are interpreted as in transformers (`modeling_rope_utils.py`): `rope_parame
 """
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,11 +84,29 @@ def unsupported_rotary_features(config: dict[str, Any], architecture: Architectu
         is_read = key in (*_COMMON, *_KEYS[kind][0], *_KEYS[kind][1])
         is_read = is_read and not (latent and key in _NOT_WITH_LATENTS)
         if value is not None and not is_read and not (key in _ONE and value == 1):
-            unsupported.append(f"{key}={json.dumps(value)} of rope type {kind!r}")
+            hint = _hint(rope) if key == "attn_factor" and kind == "yarn" else ""
+            unsupported.append(f"{key}={json.dumps(value)} of rope type {kind!r}{hint}")
     part = read_rotary_part(config)
     if part != 1 and "partial_rotary_factor" not in architecture.defaults:
         unsupported.append("partial rotary embeddings")
     return unsupported
+
+
+def _hint(rope: dict[str, Any]) -> str:
+    """Return the cure for `attn_factor`, as in R1-0528-Qwen3-8B, with the value its authors meant.
+
+    YaRN's own code multiplies its factor of attention, 0.1 ln(factor) + 1, by it.
+    """
+    given, factor = rope["attn_factor"], rope.get("factor")
+    if rope.get("attention_factor") is not None or not isinstance(given, int | float):
+        return ""
+    if not isinstance(factor, int | float) or factor <= 0:
+        return ""
+    meant = given * (0.1 * math.log(factor) + 1)
+    return (
+        " (neither transformers nor vLLM reads it: for what YaRN's own code computes, replace it "
+        f'by "attention_factor": {meant:.6g}; to compute as transformers does, remove it)'
+    )
 
 
 def _contradictions(config: dict[str, Any], rope: dict[str, Any]) -> list[str]:

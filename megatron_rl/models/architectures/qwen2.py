@@ -13,5 +13,6 @@ from megatron_rl.models.weights import (
 ARCHITECTURE = Architecture(
     "Qwen2ForCausalLM",
     (EMBEDDING, *ATTENTION, QKV_BIAS, *DENSE_MLP, FINAL_NORM, OUTPUT_LAYER),
+    only={"qkv_bias": True},
     ignored=("sliding_window",),  # without use_sliding_window
 )

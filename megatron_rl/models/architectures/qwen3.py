@@ -14,5 +14,6 @@ ARCHITECTURE = Architecture(
     "Qwen3ForCausalLM",
     (EMBEDDING, *ATTENTION, *QK_NORM, *DENSE_MLP, FINAL_NORM, OUTPUT_LAYER),
     defaults={"head_dim": 128},
+    only={"use_qk_norm": True},
     ignored=("sliding_window",),  # without use_sliding_window
 )

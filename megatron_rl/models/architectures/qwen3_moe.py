@@ -16,5 +16,7 @@ ARCHITECTURE = Architecture(
     # transformers 5 writes num_local_experts, earlier releases num_experts.
     keys=("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
     defaults={"head_dim": None, "norm_topk_prob": False},
+    # Qwen3-Coder-30B-A3B has these keys.
+    only={"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True},
     ignored=("sliding_window",),  # without use_sliding_window
 )

@@ -66,13 +66,15 @@ def test_answers_of_typed_columns(tmp_path):
     columns = {
         "decimal": pa.array([Decimal("4.00")], pa.decimal128(10, 2)),
         "half": pa.array([0.1], pa.float32()),  # 0.100000001490116 as a double
+        "nested.truth": pa.array([{"truth": 0.1}], pa.struct({"truth": pa.float16()})),
         "large": pa.array([1e16]),
         "dictionary": pa.array(["7"]).dictionary_encode(),
     }
-    table = pa.table({"prompt": ["ab"], **columns})
+    named = {name.split(".")[0]: values for name, values in columns.items()}
+    table = pa.table({"prompt": ["ab"], **named})
     pq.write_table(table, path := tmp_path / "set.parquet")
     truths = [parse(path, Columns("prompt", name))[0].ground_truth for name in columns]
-    assert truths == ["4", "0.1", "10000000000000000", "7"]
+    assert truths == ["4", "0.1", "0.1", "10000000000000000", "7"]
 
 
 @pytest.mark.parametrize("answer", [float("nan"), float("inf"), None, True, [1]])
@@ -83,6 +85,7 @@ def test_answer_of_another_kind_is_refused_by_row(tmp_path, answer):
 
 
 USER_ROW = {"prompt": "ab", "answer": "7"}
+USER_TABLE = {"prompt": ["ab"], "answer": ["7"]}
 
 
 def test_rows_that_differ_in_any_column_are_different_prompts(tmp_path):
@@ -95,6 +98,8 @@ def test_rows_that_differ_in_any_column_are_different_prompts(tmp_path):
     # An index that pandas has written does not tell rows apart.
     indexed = [row | {"__index_level_0__": place} for place, row in enumerate(rows)]
     assert len(load(write_table(tmp_path / "set.parquet", *indexed))) == 3
+    (path := tmp_path / "set.csv").write_text(",prompt,answer\n0,ab,7\n1,ab,7\n")
+    assert len(load(path)) == 1
 
 
 def test_nulls_that_parquet_adds_to_structs_stay_out_of_prompts(tmp_path):
@@ -206,6 +211,13 @@ def test_csv_of_structs_and_of_texts_with_line_breaks(tmp_path):
         ('{"prompt": [{"role": "assistant", "content": "7"}], "answer": 1}',
          "line 1: prompt ends with a message of the assistant"),
         ("[" * 100_000, "line 1 is not JSON"),
+        ("version https://git-lfs.github.com/spec/v1", "is a Git LFS pointer instead of the rows"),
+        ('{"prompt": "a", "answer": 1, "choices": ["b", "c"]}',
+         "line 1: the prompt lacks the texts of the column choices; write it into"),
+        ('{"prompt": "a", "answer": 1, "options": {"text": ["b"], "label": ["A"]}}',
+         "line 1: the prompt lacks the texts of the column options"),
+        ('{"prompt": "a", "answer": 1, "chat_template_kwargs": {"enable_thinking": false}}',
+         "line 1: has chat_template_kwargs; set data.template_arguments"),
     ],
 )  # fmt: skip
 def test_bad_lines_are_refused_by_number(tmp_path, line, error):
@@ -214,11 +226,32 @@ def test_bad_lines_are_refused_by_number(tmp_path, line, error):
         parse(path)
 
 
-def test_sharegpt_s_system_column_is_the_system_message(tmp_path):
+def test_map_with_a_key_twice_is_refused(tmp_path):
+    twice = pa.array([[("a", 1), ("a", 2)]], pa.map_(pa.string(), pa.int64()))
+    pq.write_table(pa.table({**USER_TABLE, "map": twice}), path := tmp_path / "set.parquet")
+    with pytest.raises(ValueError, match=r"a row cannot be read: .*duplicate key was 'a'"):
+        parse(path)
+
+
+def test_columns_that_belong_to_the_prompt_may_be_in_it_or_empty(tmp_path):
+    row = {"instruction": "b or c?", "choices": ["b", "c"], "input": "", "answer": "c"}
+    columns = Columns("instruction", "answer")
+    nothing = {"options": [], "chat_template_kwargs": {"enable_thinking": None}}
+    path = write_lines(tmp_path / "set.jsonl", row | nothing)
+    assert parse(path, columns)[0].messages == ({"role": "user", "content": "b or c?"},)
+    with pytest.raises(ValueError, match="line 1: the prompt lacks the text of the column input"):
+        parse(write_lines(path, row | {"input": "2 3"}), columns)
+    older = {"messages": [USER], "functions": [{"name": "a"}], "answer": 1}
+    with pytest.raises(ValueError, match="line 1: has functions, OpenAI's older name of tools"):
+        parse(write_lines(path, older), Columns("messages", "answer"))
+
+
+def test_system_column_is_the_system_message(tmp_path):
     row = {"conversations": [{"from": "human", "value": "ab"}], "system": "ba", "answer": 1}
     columns = Columns("conversations", "answer")
-    path = write_lines(tmp_path / "set.jsonl", row)
-    assert parse(path, columns)[0].messages == ({"role": "system", "content": "ba"}, USER)
+    path, system = tmp_path / "set.jsonl", {"role": "system", "content": "ba"}
+    for form in (row, row | {"conversations": [system, USER]}, row | {"conversations": "ab"}):
+        assert parse(write_lines(path, form), columns)[0].messages == (system, USER)
     row["conversations"].insert(0, {"from": "system", "value": "a"})
     with pytest.raises(ValueError, match=r"line 1: .* its column system would be a second one"):
         parse(write_lines(path, row), columns)

@@ -126,6 +126,10 @@ def test_missing_and_null_rope_keys_are_read_as_by_transformers_or_refused(name,
         ("Llama", {"logit_scale": 0.5}, r"logit_scale=0.5 \(supported: 1.0\)"),
         ("Llama", {"qkv_bias": True}, "qkv_bias=true"),
         ("Llama", {"mlp_bias": True}, "mlp_bias=true"),
+        ("Llama", {"rotary_pct": 0.25}, r"rotary_pct=0.25 \(supported: 1.0\)"),
+        ("Llama", {"n_routed_experts": 4}, r"n_routed_experts=4 \(unknown key\)"),
+        ("Qwen2", {"qkv_bias": False}, r"qkv_bias=false \(supported: true\)"),
+        ("Qwen3Moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8"),
         ("Llama", {"residual_multiplier": 0.2, "embedding_multiplier": 12}, "embedding_multiplier"),
         ("Llama", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
         ("Llama", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
@@ -154,6 +158,12 @@ def test_missing_and_null_rope_keys_are_read_as_by_transformers_or_refused(name,
         ("Qwen2", {"rope_scaling": "yarn"}, "of another type"),
         # Rotary embeddings.
         ("Llama", {"rope_scaling": {**YARN, "attn_factor": 0.5}}, "attn_factor=0.5 of rope type"),
+        # R1-0528-Qwen3-8B: 0.87825 * (0.1 ln 4 + 1) = 1.
+        (
+            "Qwen3",
+            {"rope_scaling": {**YARN, "factor": 4.0, "attn_factor": 0.8782488562869419}},
+            'replace it by "attention_factor": 1;',
+        ),
         ("Llama", {"rope_scaling": {**YARN, "finetuned": True}}, "finetuned=true of rope type"),
         ("Llama", {"rope_scaling": {"type": "default", "factor": 4}}, "factor=4 of rope type"),
         ("Llama", {"rope_parameters": {**LLAMA3, "beta_fast": 4}}, "beta_fast=4 of rope type 'll"),
@@ -182,11 +192,21 @@ def test_keys_that_nothing_reads_are_refused_by_name(name, changes, named, tmp_p
         {"bias": False, "activation": "swiglu", "logit_scale": 1, "use_mrope": False},
         {"rope_scaling": {**YARN, "attn_factor": 1.0, "extrapolation_factor": 1}},
         {"rope_scaling": YARN, "rope_parameters": YARN},
+        {"gradient_checkpointing": False, "loss_type": "ForCausalLM", "max_new_tokens": 20},
+        {"use_cache": False, "quantization_config": None, "tokenizer_padding_side": "right"},
+        # Exports of DeepSeek's dense models have keys of its mixtures of experts.
+        {"first_k_dense_replace": 0, "moe_layer_freq": 1, "n_routed_experts": None},
+        {"qkv_bias": False, "residual_multiplier": 1.0, "rotary_pct": 1},
     ],
 )
 def test_keys_that_change_nothing_are_accepted(changes, tmp_path):
     config = base("Llama")
     assert read(config | changes, tmp_path).hidden_size == 32
+
+
+def test_qwen3_coder_is_read_with_the_keys_of_its_published_config(tmp_path):
+    published = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+    assert read(base("Qwen3Moe", **published), tmp_path) == read(base("Qwen3Moe"), tmp_path)
 
 
 def test_quantized_weights_of_modelopt_are_refused_by_their_file(tmp_path):
