@@ -4,6 +4,7 @@ YAML 1.1 reads off, 1e3, 007 or 2026-01-01 as a boolean, a number or a date. A s
 a text keeps what was written.
 """
 
+import re
 from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
@@ -16,6 +17,8 @@ from megatron_rl.config.paths import expand_path
 from megatron_rl.errors import UserError
 
 _TEXT, _NULL, _MERGE = (f"tag:yaml.org,2002:{name}" for name in ("str", "null", "merge"))
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_OLD_NUMBER = re.compile(r"[-+]?0[0-9_]+|.*:.*")  # octal, and to base 60
 
 
 class ConfigError(UserError):
@@ -170,12 +173,14 @@ def keep_texts(node: yaml.Node, kind: Any) -> None:
     """
     if isinstance(node, yaml.ScalarNode):
         is_null = node.tag == _NULL and (node.value != "~" or NoneType in _kinds(kind))
-        if is_text(kind) and node.style is None and not is_null:
+        # YAML 1.1 would read 010 as 8, and 1:30 as 90; as texts they are 10 and refused.
+        is_trap = node.tag in _NUMBERS and _OLD_NUMBER.fullmatch(node.value) and kind is not None
+        is_kept = is_text(kind) or is_text(_item_of(kind))  # an item without its list is refused
+        if node.style is None and ((is_kept and not is_null) or is_trap):
             node.tag = _TEXT
     elif isinstance(node, yaml.SequenceNode):
-        inner = next((get_args(one)[0] for one in _kinds(kind) if get_origin(one) is list), None)
         for item in node.value:
-            keep_texts(item, inner)
+            keep_texts(item, _item_of(kind))
     elif isinstance(node, yaml.MappingNode):
         is_named = any(
             _is_model(one) or (get_origin(one) is dict and is_text(get_args(one)[0]))
@@ -211,6 +216,11 @@ def is_text(kind: Any) -> bool:
         or (get_origin(one) is Literal and all(isinstance(each, str) for each in get_args(one)))
         for one in kinds
     )
+
+
+def _item_of(kind: Any) -> Any:
+    """Return the type of a list's items; None if it is no list."""
+    return next((get_args(one)[0] for one in _kinds(kind) if get_origin(one) is list), None)
 
 
 def _is_model(kind: Any) -> bool:

@@ -320,6 +320,17 @@ def test_text_setting_keeps_what_was_written(tmp_path):
     assert load_config(file, ["reward.weights={yes: 1}"]).reward.weights == {"yes": 1.0}
 
 
+def test_numbers_of_yaml_1_1_are_not_octal_or_to_base_60(tmp_path):
+    for text in ("010", "08"):  # of which YAML 1.1 makes 8 and a text
+        steps = load_config(write(tmp_path, MINIMAL), [f"trainer.steps={text}"]).trainer.steps
+        assert steps == int(text)
+    assert load_config(write(tmp_path, MINIMAL + "seed: 0x10\n")).seed == 16
+    with pytest.raises(ConfigError, match=r"trainer\.steps='1:30': must be a whole number"):
+        load_config(write(tmp_path, MINIMAL + "trainer: {steps: 1:30}\n"))
+    with pytest.raises(ConfigError, match=r"rollout\.stop='no': must be a list, such as \[no\]"):
+        load_config(write(tmp_path, MINIMAL), ["rollout.stop=no"])
+
+
 def test_null_and_quotes_in_text_settings(tmp_path):
     file = write(tmp_path, MINIMAL + "run: {name: x}\n")
     for text, name in (
