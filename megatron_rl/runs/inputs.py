@@ -24,7 +24,9 @@ from megatron_rl.models.fingerprint import model_fingerprint
 
 # Files of a model folder that decide how prompts are written and where responses end.
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "*.jinja", "added_tokens.json",
-                   "special_tokens_map.json", "generation_config.json", "tekken.json")  # fmt: skip
+                   "special_tokens_map.json", "generation_config.json", "tekken.json",
+                   "*.tiktoken", "tokenization*.py", "chat_template.json",
+                   "additional_chat_templates/*.jinja")  # fmt: skip
 _CACHES = "cache-"  # files that `datasets` writes into a saved set while it is used
 _INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 

@@ -57,10 +57,13 @@ class LoggerThread:
         if first_step == 0:
             self._behind_file.unlink(missing_ok=True)
         elif self._behind_file.is_file():  # the last start of the run left rows out
-            self._sent = min(int(self._behind_file.read_text(encoding="utf-8")), self._sent)
+            text = self._behind_file.read_text(encoding="utf-8")  # empty if the disk was full
+            self._sent = min(int(text), self._sent) if text else -1
             self._is_behind = True
         if self._logger is not None:
             self._thread.start()
+        else:  # a resumed run, in which it can be used, sends the rows
+            self._mark_behind()
 
     def append(self, row: dict[str, Any], sample: Sample) -> None:
         """Queue a row that metrics.jsonl already contains; never blocks."""

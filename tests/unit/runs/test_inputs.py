@@ -74,6 +74,8 @@ def test_everything_from_outside_is_an_input(build):
         ("my_losses.py", "objective.function", r"my_losses:loss: "),
         ("model/chat_template.jinja", "model.path", r"chat_template\.jinja \("),
         ("model/tokenizer.json", "model.path", r"SHA-256 tokenizer\.json \(none -> "),
+        ("model/chat_template.json", "model.path", r"chat_template\.json \(none -> "),
+        ("model/tokenization_moonshot.py", "model.path", r"tokenization_moonshot\.py \("),
         ("model/config.json", "model.path", r"config\.json and weights \("),
     ],
 )

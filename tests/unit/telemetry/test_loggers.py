@@ -96,6 +96,28 @@ def test_resumed_run_sends_rows_that_are_missing(tmp_path):
     assert not [*tmp_path.glob("*_is_behind")]
 
 
+def unusable():
+    raise SystemExit(1)
+
+
+def test_resumed_run_sends_the_rows_of_a_logger_that_could_not_be_used(tmp_path):
+    lines = []
+    thread = LoggerThread("W&B", unusable, metrics=tmp_path / "metrics.jsonl", echo=lines.append)
+    thread.open(first_step=0)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 0.5}\n')
+    thread.close()
+    assert lines == ["warning: W&B cannot be used (SystemExit: 1): training continues without it"]
+    assert run(tmp_path, resumed := Failing(), [1], first_step=1) == [RECEIVED.format(2)]
+    assert resumed.calls == ["start 0", "log 0", "log 1", "close"]
+
+
+def test_record_of_missing_rows_that_a_full_disk_cut_off_names_all(tmp_path):
+    run(tmp_path, Failing("log 1", "log 1"), range(2))
+    (behind,) = tmp_path.glob("*_is_behind")
+    behind.write_text("")
+    assert run(tmp_path, Failing(), [2], first_step=2) == [RECEIVED.format(3)]
+
+
 def test_logger_that_hangs_delays_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(logger_thread, "BLOCKED_SECONDS", 0.0)
     logger, end = Failing(), threading.Event()
