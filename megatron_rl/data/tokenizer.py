@@ -52,6 +52,10 @@ def load_tokenizer(
         raise
     except Exception as error:  # the libraries below raise many kinds, Exception itself among them
         reason = str(error).strip().splitlines()[0:1]
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            if (folder / name).is_file() and not _read(folder / name):
+                is_pointer = (folder / name).read_bytes().startswith(b"version https://git-lfs")
+                reason = [f"{name} is {'a Git LFS pointer' if is_pointer else 'no JSON object'}"]
         raise UserError(
             f"{folder} holds no tokenizer that can be loaded ({', '.join(reason)}); copy the "
             "tokenizer's files again from the model that its weights come from"
@@ -69,6 +73,11 @@ def check_tokenizer(
         raise UserError(
             f"{name}: no chat template; for a base model set data.template=raw (the question's "
             "text as it is), or add chat_template.jinja, or use the instruct model's"
+        )
+    if str(tokenizer.chat_template).startswith("\ufeff"):
+        raise UserError(
+            f"{name}: the chat template begins with a byte order mark, which would begin every "
+            "prompt; save it as UTF-8 without one"
         )
     if tokenizer.eos_token_id is None:
         raise UserError(

@@ -10,7 +10,8 @@ from megatron_rl.runtime.cores import cores_before_joining
 from megatron_rl.runtime.interruption import end_with_parent
 from megatron_rl.runtime.processes import LAUNCHER, has_cuda, use_downloaded_files
 
-ALONE = "to start all processes of this node instead, run: unset RANK WORLD_SIZE"
+_ALONE = "to start all processes of this node instead, run: unset"
+ALONE = f"{_ALONE} RANK WORLD_SIZE"
 
 # of the step, or of its job in releases that do not set it
 _NODE_COUNTS = ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
@@ -31,7 +32,7 @@ def join_processes() -> ProcessPlace | None:
     Under srun, sets the variables of torch's `env://` rendezvous from those of SLURM. Raises
     UserError if the variables are incomplete or contradict each other: they are often left over.
     """
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_ID"):
         if os.environ.get(name) == "":  # as some schedulers leave them
             del os.environ[name]
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
@@ -76,7 +77,7 @@ def _number(name: str, default: int, *, start: int = 0, end: int = 2**31, of: st
         limit = f" and below {of or ''}{'=' if of else ''}{end}" if end < 2**31 else ""
         raise UserError(
             f"the environment has {name}={text!r}: it must be a whole number from {start}{limit}; "
-            f"{ALONE}"
+            + (f"{_ALONE} SLURM_STEP_ID" if name.startswith("SLURM") else ALONE)
         )
     return int(text)
 
@@ -103,9 +104,10 @@ def _set_variables_from_slurm() -> None:
     world_size, job = int(os.environ["SLURM_STEP_NUM_TASKS"]), _number("SLURM_JOB_ID", 0)
     known = [name for name in _NODE_COUNTS if os.environ.get(name)]
     nodes = _number(known[0], 1, start=1) if known else 1
+    rank = _number("SLURM_PROCID", 0, end=world_size, of="SLURM_STEP_NUM_TASKS")
     os.environ.update(
-        RANK=os.environ["SLURM_PROCID"],
-        LOCAL_RANK=os.environ["SLURM_LOCALID"],
+        RANK=str(rank),
+        LOCAL_RANK=str(_number("SLURM_LOCALID", 0)),
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(max(world_size // nodes, 1)),
     )
@@ -128,8 +130,10 @@ def share_cores(ranks: int) -> None:
     Called before NumPy is imported. An existing value is kept (torchrun sets 1).
     """
     cores = 1 if has_cuda() else cores_before_joining(ranks)
-    os.environ.setdefault("OMP_NUM_THREADS", str(cores))
-    threads, torch = int(os.environ["OMP_NUM_THREADS"]), sys.modules.get("torch")
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list if nested
+    if not given.isdigit() or int(given) == 0:
+        os.environ["OMP_NUM_THREADS"] = given = str(cores)
+    threads, torch = int(given), sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != threads:  # a launcher has imported it
         torch.set_num_threads(threads)
 

@@ -75,6 +75,7 @@ def test_tokens_are_those_of_tokenizer_json(tmp_path, form, model_type, name):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"chat_template": "\ufeff" + TEMPLATE}, "begins with a byte order mark"),
         ({"split_special_tokens": True}, r"encodes '<\|begin\|> a"),
         (
             {"added_tokens_decoder": {"302": {"content": TURN, "rstrip": True, "special": True}}},
@@ -88,6 +89,20 @@ def test_tokens_are_those_of_tokenizer_json(tmp_path, form, model_type, name):
 )
 def test_settings_that_contradict_tokenizer_json_are_refused(tmp_path, changes, message):
     write_folder(tmp_path, byte_level(), model_type="llama", **changes)
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"model": ', r"\(tokenizer.json is no JSON object\)"),
+        ("version https://git-lfs.github.com/spec/v1", r"\(tokenizer.json is a Git LFS pointer\)"),
+    ],
+)
+def test_file_that_is_no_json_is_named(tmp_path, text, message):
+    write_folder(tmp_path, byte_level(), model_type="llama")
+    (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(UserError, match=message):
         load_tokenizer(tmp_path)
 

@@ -60,6 +60,8 @@ def test_first_host_of_slurms_list(nodes, host):
 
 CURE = "unset RANK WORLD_SIZE"
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+TASK = STEP | {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "5", "SLURM_PROCID": "1",
+               "SLURM_LOCALID": "0"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,11 @@ STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
          ("MASTER_PORT='http'", "from 1 and below 65536", CURE)),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "x"} | MEETING, ("LOCAL_RANK='x'", CURE)),
         (STEP, ("no SLURM_STEP_NODELIST, SLURM_JOB_ID", "start by srun, or unset SLURM_STEP_ID")),
-        (STEP | {"SLURM_STEP_NUM_TASKS": "2(x3)"}, ("SLURM_STEP_NUM_TASKS='2(x3)'",)),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "2(x3)"},
+         ("SLURM_STEP_NUM_TASKS='2(x3)'", "unset SLURM_STEP_ID")),
+        (TASK | {"SLURM_PROCID": "2"},
+         ("SLURM_PROCID='2'", "below SLURM_STEP_NUM_TASKS=2", "unset SLURM_STEP_ID")),
+        (TASK | {"SLURM_LOCALID": "x"}, ("SLURM_LOCALID='x'", "unset SLURM_STEP_ID")),
     ],
 )  # fmt: skip
 def test_impossible_variables_are_named_with_cure(environment, variables, message):
@@ -100,6 +106,7 @@ def test_impossible_variables_are_named_with_cure(environment, variables, messag
         {"LOCAL_RANK": "3"},
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "n[1-2]"},  # salloc
         STEP | {"SLURM_STEP_NUM_TASKS": "1"},
+        STEP | {"SLURM_STEP_ID": ""},
         STEP | {"SLURM_PTY_PORT": "4242"},  # a shell of `srun --ntasks 2 --pty bash`
     ],
 )
@@ -141,3 +148,15 @@ def test_ranks_share_cores_of_node(environment, cores, ranks, cuda, threads):
     environment.setattr(os, "sched_getaffinity", lambda _: set(range(1000)))
     join_processes()  # what is set is kept
     assert os.environ["OMP_NUM_THREADS"] == threads
+
+
+@pytest.mark.parametrize(("value", "threads"), [("", 3), ("all", 3), ("0", 3), ("2,4", 2)])
+def test_left_over_number_of_threads(environment, value, threads):
+    environment.setenv("OMP_NUM_THREADS", value)  # a list is one number for each nested level
+    environment.setattr(joining, "has_cuda", lambda: False)
+    environment.setattr(joining, "cores_before_joining", lambda ranks: 3)
+    found = []
+    environment.setattr("torch.get_num_threads", lambda: 0)
+    environment.setattr("torch.set_num_threads", found.append)
+    joining.share_cores(1)
+    assert found == [threads]
