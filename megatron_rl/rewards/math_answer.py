@@ -29,8 +29,9 @@ _BETWEEN_BOXES = re.compile(
 )
 _NAME_BEFORE_BOX = re.compile(r"(\\?[a-zA-Z]\w{0,9})\s*=[\s$]*\Z")
 _ANSWER_LINE = re.compile(
-    r"(?:answer(?:\s+is)?\W{0,3}?[:\uff1a]|答案\s*[:\uff1a是为]+)"
-    r"[ \t*_]*+(?P<line>\S[^\n]*|\s++[^\n]+)"
+    r"(?:(?:answer(?:\s+is)?|respuesta|réponse|antwort|resposta|risposta|ответ|答え|解答|정답|답"
+    r"|câu trả lời|الجواب)\W{0,3}?[:\uff1a]|答案\s*[:\uff1a是为]+)"
+    r"[ \t*_]*+(?:\s*(?:\$\$|\\\[)[ \t]*\n)?(?P<line>\S[^\n]*|\s++[^\n]+)"
     r"|^[ \t]*####[ \t]*(?P<number>[-+$€£]{0,2}\d[\d,. /]*%?)[ \t\r]*$",
     re.IGNORECASE | re.MULTILINE,
 )

@@ -25,6 +25,7 @@ from megatron_rl.rewards.answers.kinds import (
     Time,
     Union,
     Words,
+    as_interval,
     parts_of,
 )  # fmt: skip
 from megatron_rl.rewards.answers.reading import relation
@@ -140,16 +141,19 @@ def _equal_union(union: Union, other: Any) -> bool | None:
     names = {name for name in (_name_of(union), _name_of(other)) if name}
     if len(names) > 1:
         return False
-    return _match_any_order(list(union.parts), list(parts_of(other)))
+    return _match_any_order(list(union.parts), list(_parts_of_list(other) or parts_of(other)))
+
+
+def _parts_of_list(other: Any) -> tuple[Any, ...] | None:
+    """Return the intervals of a list of intervals, which is their union."""
+    if not isinstance(other, Items) or other.brackets != ",":
+        return None
+    is_all = all(isinstance(as_interval(one), Interval) for one in other.items)
+    return other.items if is_all else None
 
 
 def _equal_interval(interval: Interval, other: Any) -> bool | None:
-    if (
-        isinstance(other, Items)
-        and len(other.items) == 2
-        and other.brackets in ("()", "[)", "(]", "[]")
-    ):
-        other = Interval(other.items[0], other.items[1], other.brackets)
+    other = as_interval(other)
     if not isinstance(other, Interval):
         return None
     if interval.name and other.name and interval.name != other.name:
@@ -170,9 +174,12 @@ def _ends(interval: Interval) -> str:
 def _equal_items(items: Items, other: Any) -> bool | None:
     if isinstance(other, Number) and other.parts is not None and items.brackets == ",":
         other = other.parts
+    if items.brackets == ":" and (quotients := _quotients(items, other)):
+        return quotients[0] == quotients[1]
     if not isinstance(other, Items):
         alone = len(items.items) == 1 and items.brackets in (",", "{}", "[]")
         return equal(items.items[0], other) if alone else None
+    items, other = _as_vector(items, other), _as_vector(other, items)
     kinds = {items.brackets, other.brackets}
     first, second = list(items.items), list(other.items)
     if (len(kinds) == 1 and items.brackets not in (",", "{}")) or kinds == {",", "()"}:
@@ -188,6 +195,34 @@ def _equal_items(items: Items, other: Any) -> bool | None:
     if "{}" in kinds:
         first, second = _distinct(first), _distinct(second)
     return _match_any_order(first, second)
+
+
+def _quotients(ratio: Items, other: Any) -> list[Any] | None:
+    """Return the quotients of a ratio of numbers and of another one; 3:2 is also 3/2."""
+    pair = []
+    for one in (ratio, other):
+        numbers = (
+            one.items
+            if isinstance(one, Items) and one.brackets == ":"
+            else (one, Number(Fraction(1)))
+        )
+        if not all(isinstance(number, Number) and number.value for number in numbers):
+            return None
+        pair.append([number.value / numbers[-1].value for number in numbers])
+    return pair
+
+
+def _as_vector(items: Items, other: Items) -> Items:
+    """Read a matrix of one row or column as a tuple if the other is one, [[1], [2]] as a matrix."""
+    if items.brackets == "matrix" and other.brackets in ("()", "[]", ","):
+        if len(items.items) == 1:
+            return Items(other.brackets, items.items[0].items)
+        if all(len(row.items) == 1 for row in items.items):
+            return Items(other.brackets, tuple(row.items[0] for row in items.items))
+    is_nested = all(isinstance(row, Items) and row.brackets == "[]" for row in items.items)
+    if items.brackets == "[]" and other.brackets == "matrix" and is_nested:
+        return Items("matrix", tuple(Items("row", row.items) for row in items.items))
+    return items
 
 
 def _distinct(items: list[Any]) -> list[Any]:

@@ -113,6 +113,14 @@ INFINITY = Number(math.inf)
 MINUS_INFINITY = Number(-math.inf)
 
 
+def as_interval(values: Any) -> Any:
+    """Return a pair in brackets of an interval as an interval, and anything else as it is."""
+    brackets = ("()", "[)", "(]", "[]")
+    if isinstance(values, Items) and len(values.items) == 2 and values.brackets in brackets:
+        return Interval(values.items[0], values.items[1], values.brackets)
+    return values
+
+
 def parts_of(values: Any) -> tuple[Any, ...]:
     """Return the parts of a union, or the one set that it is."""
     return values.parts if isinstance(values, Union) else (values,)

@@ -3,12 +3,10 @@ r"""Reading an answer: each reader recognises one kind."""
 import math
 import re
 from collections.abc import Callable
-from fractions import Fraction
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
-from megatron_rl.rewards.answers import values
+from megatron_rl.rewards.answers import sets, values
 from megatron_rl.rewards.answers.kinds import (
     INFINITY,
     MINUS_INFINITY,
@@ -21,34 +19,47 @@ from megatron_rl.rewards.answers.kinds import (
     Quantity,
     Relation,
     Text,
-    Time,
     Union,
     Words,
+    as_interval,
     parts_of,
 )  # fmt: skip
+from megatron_rl.rewards.answers.numerals import read_based, read_date, read_number, read_time
 from megatron_rl.rewards.answers.text import bracketed, split, split_at_commas, tidy, unwrap
 from megatron_rl.rewards.answers.units import split_unit
 from megatron_rl.rewards.answers.values import TooLargeError
 
-_THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _OR = re.compile(r"\\cup(?![a-zA-Z])|\\text\{\s*or\s*\}|(?<![a-zA-Z\\])or(?![a-zA-Z])")
+_TO = re.compile(r":|\\text\{ ?to ?\}|(?<=\d) to (?=\d)")
+_AND = re.compile(
+    r"\\text\{\s*and\s*\}|(?<![a-zA-Z\\])and(?![a-zA-Z])|\\(?:land|wedge)(?![a-zA-Z])"
+)
+_AND_COMMA = re.compile(f"{_AND.pattern}|,")
+_WITHOUT = re.compile(r"\\(?:setminus|backslash)(?![a-zA-Z])|(?<=\}) ?- ?(?=\\\{)")
 _CUP = re.compile(r"\\cup(?![a-zA-Z])")
 _INEQUALITY = re.compile(r"\\le |\\ge |\\ne |<|>")
 _EQUALS = re.compile(r"=")
 _ROUNDED = re.compile(r"\\(?:approx|simeq)(?![a-zA-Z])")
 _NAME = re.compile(
     r"(?:\\text\{[^{}]*\}|\\?[a-zA-Z]+)(?:_(?:\w|\{\w+\}))?'*(?:\^\{-1\})?"
-    r"(?:\s*\([a-zA-Z](?:, ?[a-zA-Z])*\))?|\([a-zA-Z](?:, ?[a-zA-Z])*\)"
+    r"(?:\s*\((?:[a-zA-Z](?:, ?[a-zA-Z])*|\d+)\))?|\([a-zA-Z](?:, ?[a-zA-Z])*\)"
+)
+_POINT = re.compile(r"([A-Z])(?:_\d)? ?(\([^()]*,[^()]*\))")
+_CONGRUENCE = re.compile(r"(?:(.*)\\equiv )?(.*?)\\pmod ?(.+)")
+_SYSTEM = re.compile(
+    r"\\begin\{(cases|aligned|array|gathered|split)\}(?:\{[lcr]*\})?(.*)\\end\{\1\}"
+)
+_LINE_BREAK = re.compile(r"\\\\(?:\[[^\]]*\])?|\\cr(?![a-zA-Z])")
+# In `x = 1 y = 2` and `x = 3 when n = 5` the name of another value is beside a number.
+_BESIDE_NAME = re.compile(
+    r"(?:-?(?:[\d./]+|\\(?:frac\{\d+\}|sqrt)\{\d+\}) |.*[\d})] ?(?:\\text\{[^{}]*\}|[a-z]{2,}) ?)"
+    r"\\?[a-zA-Z](?:_\w+)?"
 )
 _SET_BUILDER = re.compile(
     r"\\\{ ?[a-zA-Z](?: ?\\in ?\\mathbb\{R\})? ?(?:\\mid(?![a-zA-Z])|\||:) ?(.*)\\\}"
 )
 _MATRIX = re.compile(
     r"[(\[]? ?\\begin\{([pb]?matrix|array)\}(?:\{[clr|]*\})?(.*)\\end\{\1\} ?[)\]]?", re.DOTALL
-)
-_BASED = re.compile(r"(-?)\s*(?:\(([\dA-Z]+)\)|([\dA-Z]+))\s*_\s*(?:\{\s*(\d\d?)\s*\}|(\d)\b)")
-_TIME = re.compile(
-    r"(\d{1,2}):(\d\d)(?::(\d\d))?\s*(?:\\text\{)?\s*([ap]\.?\s?m\.?)?\s*\}?", re.IGNORECASE
 )
 _CHOICE = re.compile(
     r"(?:\\text\{)?\s*\(\s*([A-Za-z])\s*\)\s*\}?[.:]?\s*"
@@ -76,21 +87,12 @@ def read_tidy(text: str) -> Any:
         reading = reader(text)
         if reading is not None:
             return reading
-    return Text(text)
+    return _text(text)
 
 
-def _read_number(text: str) -> Number | None:
-    if _THOUSANDS.fullmatch(text):
-        parts = tuple(read_tidy(part) for part in text.split(","))
-        value = values.rational(text.replace(",", ""))
-        return None if value is None else Number(value, parts=Items(",", parts))
-    if re.fullmatch(r"([+-]?) ?\\infty ?", text):
-        return Number(-math.inf if text[0] == "-" else math.inf)
-    value = values.rational(text)
-    if value is None:
-        return None
-    digits = len(text.replace(".", "").lstrip("+-0")) if "." in text and text[-1] != ")" else 0
-    return Number(value, digits=digits if "\\" not in text else 0)
+def _text(text: str) -> Text:
+    """Keep a text without the spaces that mean nothing: those beside signs and digits."""
+    return Text(re.sub(r"(?<![a-zA-Z]) | (?![a-zA-Z])", "", text))
 
 
 def _read_choice(text: str) -> Choice | None:
@@ -102,35 +104,13 @@ def _read_choice(text: str) -> Choice | None:
     return Choice(letter, read_tidy(content) if content else None)
 
 
-def _read_time(text: str) -> Time | None:
-    match = _TIME.fullmatch(text)
-    if match is None:
-        return None
-    half = re.sub(r"[^apm]", "", (match[4] or "").lower())
-    return Time(tuple(int(one) for one in match.group(1, 2, 3) if one), half)
-
-
-def _read_based(text: str) -> Number | Text | None:
-    """Read a numeral with its base, as 2516_8; its value is a number."""
-    match = _BASED.fullmatch(text)
-    if match is None:
-        return None
-    sign, numeral, base = match[1], match[2] or match[3], int(match[4] or match[5])
-    if numeral.isalpha() and (len(numeral) == 1 or base <= 10):
-        return None  # a variable with an index
-    try:
-        return Number(Fraction(int(sign + numeral, base)))
-    except ValueError:  # a digit that the base does not have
-        return Text(text)
-
-
 def _read_geometry(text: str) -> Text | None:
     """Keep names of angles, segments and triangles as they are written."""
     return Text(text.replace(" ", "")) if _GEOMETRY.search(text) and "=" not in text else None
 
 
 def _read_plus_minus(text: str) -> Items | None:
-    if r"\pm" not in text and r"\mp" not in text:
+    if not re.search(r"\\[pm][pm](?![a-zA-Z])", text):
         return None
     up = text.replace(r"\pm", "+").replace(r"\mp", "-")
     down = text.replace(r"\pm", "-").replace(r"\mp", "+")
@@ -140,9 +120,11 @@ def _read_plus_minus(text: str) -> Items | None:
 def _read_union(text: str) -> Any:
     if text == r"\mathbb{R}" or text.casefold() in ("all real numbers", "all reals"):
         return Interval(MINUS_INFINITY, INFINITY, "()")
-    base, without, points = text.partition(r"\setminus")
-    if without and base.strip() == r"\mathbb{R}":
-        return _all_except(read_tidy(points), "")
+    base, *points = _WITHOUT.split(text, maxsplit=1)
+    if points and isinstance(interval := as_interval(read_tidy(base)), Interval):
+        return sets.without(interval, read_tidy(points[0]))
+    if (both := _read_both(text)) is not None:
+        return both
     parts = split(text, _CUP)
     if len(parts) == 1:
         parts = split(text, _OR)
@@ -157,14 +139,12 @@ def _read_union(text: str) -> Any:
     return Union(tuple(inner for one in readings for inner in parts_of(one)))
 
 
-def _all_except(points: Any, name: str) -> Union | None:
-    """Return the real numbers without some points."""
-    items = points.items if isinstance(points, Items) else (points,)
-    if len(items) > 1 and not all(isinstance(one, Number) for one in items):
+def _read_both(text: str) -> Any:
+    r"""Read inequalities that hold at once: `x > 1 and x < 2`, `x > 1 and x \ne 2`."""
+    parts = split(text, _AND_COMMA if r"\ne " in text else _AND)
+    if len(parts) != 2 or not all(_INEQUALITY.search(part) for part in parts):
         return None
-    ordered = sorted(items, key=lambda one: one.value) if len(items) > 1 else list(items)
-    ends = [MINUS_INFINITY, *ordered, INFINITY]
-    return Union(tuple(Interval(low, high, "()", name) for low, high in pairwise(ends)))
+    return sets.intersection(*map(read_tidy, parts)) or _text(text)
 
 
 def _read_items(text: str) -> Any:
@@ -172,7 +152,7 @@ def _read_items(text: str) -> Any:
     parts = split_at_commas(text)
     if len(parts) > 1:
         return Items(",", _flat(parts))
-    ratio = text.split(":")
+    ratio = _TO.split(text)
     if len(ratio) > 1 and all(re.fullmatch(r" ?[\d./a-z\\ {}]+", part) for part in ratio):
         return Items(":", tuple(read_tidy(part) for part in ratio))
     opening, inner, end = bracketed(text)
@@ -198,15 +178,48 @@ def _read_matrix(text: str) -> Items | None:
     match = _MATRIX.fullmatch(text)
     if match is None:
         return None
-    rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?|\\cr", match[2]) if row.strip()]
+    rows = [row for row in _LINE_BREAK.split(match[2]) if row.strip()]
     return Items("matrix", tuple(
         Items("row", tuple(read_tidy(entry) for entry in row.split("&"))) for row in rows
     ))  # fmt: skip
 
 
+def _read_system(text: str) -> Items | Text | None:
+    """Read lines of equations as a list, and a piecewise function as its lines."""
+    match = _SYSTEM.fullmatch(text)
+    if match is None:
+        return Text(text) if r"\begin" in text or _LINE_BREAK.search(text) else None
+    lines = [line for line in _LINE_BREAK.split(match[2]) if line.strip()]
+    if all("=" in line for line in lines) and not re.search("&(?! ?=)", match[2]):
+        return Items(",", _flat([line.replace("&", "").strip(" ,") for line in lines]))
+    if match[1] == "array":
+        return None
+    pieces = [re.sub(r",? ?& ?(?:\\text\{ ?(?:if|for|when),? ?\} ?)?", "&", one) for one in lines]
+    return Items("matrix", tuple(
+        Items("row", tuple(read_tidy(part.strip(" ,.")) for part in piece.split("&")))
+        for piece in pieces
+    ))  # fmt: skip
+
+
+def _read_congruence(text: str) -> Any:
+    r"""Read `x \equiv 8 \pmod 5`: the residue, which is 3, and the modulus."""
+    match = _CONGRUENCE.fullmatch(text)
+    if match is None:
+        return None
+    left, residue, modulus = match[1] or "", read_tidy(match[2]), read_tidy(match[3])
+    residues = residue.items if isinstance(residue, Items) else (residue,)
+    numbers = [one.value for one in (modulus, *residues) if isinstance(one, Number)]
+    if len(numbers) <= len(residues) or numbers[0] <= 0 or math.inf in map(abs, numbers):
+        return _text(text)
+    classes = Items("mod", (modulus, *sorted({one % numbers[0] for one in numbers[1:]})))
+    return Assignment(_plain_name(left), classes) if left else classes
+
+
 def _read_membership(text: str) -> Assignment | None:
     if match := _SET_BUILDER.fullmatch(text):
         return Assignment("", read_tidy(match[1]))
+    if match := _POINT.fullmatch(text):
+        return Assignment(match[1], read_tidy(match[2]))
     name, member, members = text.partition(r"\in ")
     if not member or not _NAME.fullmatch(name.strip()):
         return None
@@ -228,7 +241,7 @@ def _read_inequality(text: str) -> Any:
     if len(parts) != 3 or not names[1] or r"\ne" in signs:
         return Text(text)
     if {sign[-1] in ">" or sign == r"\ge" for sign in signs} == {True}:
-        parts, signs = parts[::-1], [_flipped(sign) for sign in signs[::-1]]
+        parts, signs = parts[::-1], [sets.flipped(sign) for sign in signs[::-1]]
     if not set(signs) <= {"<", r"\le"}:
         return Text(text)
     brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
@@ -237,21 +250,12 @@ def _read_inequality(text: str) -> Any:
 
 def _half_line(parts: list[str], sign: str, *, name_first: bool) -> Any:
     name, end = _plain_name(parts[0 if name_first else 1]), read_tidy(parts[1 if name_first else 0])
-    sign = sign if name_first else _flipped(sign)
-    if sign == r"\ne":
-        return _all_except(end, name)
-    if sign in ("<", r"\le"):
-        return Interval(MINUS_INFINITY, end, "()" if sign == "<" else "(]", name)
-    return Interval(end, INFINITY, "()" if sign == ">" else "[)", name)
-
-
-def _flipped(sign: str) -> str:
-    return {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}.get(sign, sign)
+    return sets.half_line(name, sign if name_first else sets.flipped(sign), end)
 
 
 def relation(left: str, sign: str, right: str) -> Relation | None:
     if sign in (">", r"\ge"):
-        left, sign, right = right, _flipped(sign), left
+        left, sign, right = right, sets.flipped(sign), left
     difference = f"({left})-({right})"
     return Relation(sign, difference) if values.parse(difference) is not None else None
 
@@ -273,6 +277,8 @@ def _read_equation(text: str) -> Any:
     sides = split(text, _EQUALS)
     if len(sides) == 1 or _INEQUALITY.search(text) or not all(sides):
         return None
+    if any(_BESIDE_NAME.fullmatch(side) for side in sides[1:-1]):
+        return _text(text)
     if len(sides) == 2 and re.fullmatch("[a-z]", sides[1]) and not _NAME.fullmatch(sides[0]):
         sides.reverse()
     if _NAME.fullmatch(sides[0]):
@@ -321,11 +327,14 @@ def _read_expression(text: str) -> Any:
 
 
 READERS: tuple[Callable[[str], Any], ...] = (
-    _read_number,
+    read_number,
     _read_choice,
-    _read_time,
-    _read_based,
+    read_time,
+    read_based,
+    read_date,
     _read_matrix,
+    _read_system,
+    _read_congruence,
     _read_geometry,
     _read_union,
     _read_membership,

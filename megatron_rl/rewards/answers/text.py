@@ -20,7 +20,7 @@ _SYMBOLS = {
     "±": r"\pm ", "…⋯": r"\ldots ", "°": r"\degree ", "⟨〈": "(", "⟩〉": ")", "ℝ": r"\mathbb{R}",
     "∶": ":", "△": r"\triangle ", "∠": r"\angle ", "′’‘": "'", "ⅈ": "i", "→": r"\to ",
     "\u200b\u200c\u200d\u2060\ufeff\u200e\u200f\u202a\u202b\u202c\u202d\u202e": "",
-    "≈": r"\approx ", "、；": ", ", "，": ",", "。": ".",
+    "≈": r"\approx ", "≡": r"\equiv ", "、；": ", ", "，": ",", "。": ".",
 }  # fmt: skip
 _UNICODE = {ord(one): latex for many, latex in _SYMBOLS.items() for one in many}
 for _index, _name in enumerate(_GREEK):
@@ -38,10 +38,24 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\s*\.?", ""),
         (r"\{([,:.])\}", r"\1"),
         (r"\\!\s*", ""),
+        (r"\\(?:underline|(?:textcolor|color|colorbox)\s*\{[^{}]*\})\s*(?=[{\d\\])", ""),
+        (r"\{\s*([^{}]*?)\s*\\over(?![a-zA-Z])\s*([^{}]*?)\s*\}", r"\\frac{\1}{\2}"),
+        (r"\{\s*([^{}]*?)\s*\\choose(?![a-zA-Z])\s*([^{}]*?)\s*\}", r"\\binom{\1}{\2}"),
+        (r"\\(?:mathbf|boldsymbol|bm|mathit|hat|vec)\s*\{\s*([a-z])\s*\}", r" \1"),
+        (r"\\lg(?![a-zA-Z])", r"\\log_{10}"),
         (r"\\(?:displaystyle|textstyle|limits|hfill|null)(?![a-zA-Z])", ""),
+        (r"(=[^=,;]*?)(?:\\q?quad)+(?=[^=,;]{1,20}=)", r"\1, "),
         (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![a-zA-Z])|\\[hv]space\*?\{[^{}]*\}|\s", " "),
         (r"\\(?:text(?:bf|it|rm|sf|tt|normal|up)?|math(?:rm|bf|it|sf|tt)|mbox|hbox|emph"
          r"|operatorname\*?|boldsymbol|bm)\s*(?=\{)", r"\\text"),
+        (r"\\frac\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}",
+         r" \\text{\1/\2}"),
+        (r"\(?(?:\\[pb]?mod|\\text\s*\{\s*mod\s*\}|(?<=[( ])mod)(?![a-zA-Z])\s*"
+         r"(\{[^{}]*\}|[\d\w]+)\)?", r" \\pmod \1"),
+        (r"(?<=\d)\s*\^\s*(?:\{\s*(?:o|\\text\s*\{\s*o\s*\})\s*\}|\\text\s*\{\s*o\s*\}"
+         r"|o(?![a-zA-Z]))", r"\\degree "),
+        (r"\^\s*(-\d+)", r"^{\1}"),
+        (r"(?<=\d) x (?=\d)", r"\\cdot "),
         (r"\{\s*\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
         (r"\\text\s*\{\s*([^a-zA-Z{}\\$]*?)\s*\}", r" \1"),
         (r"\\text\{\s*([^{}]+?)\s+(and|or)\s*\}", r"\\text{ \1}\\text{ \2 }"),
@@ -74,8 +88,10 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         (r"\\(?:times|cdot|ast)(?![a-zA-Z])|\*", r"\\cdot "),
         (r"\\div(?![a-zA-Z])", "/"),
         (r"(?<![a-zA-Z\\])(?:pi|Pi)(?![a-zA-Z])", r"\\pi "),
-        (r"(?:\\sqrt|(?<![a-zA-Z\\])sqrt|√)\s*\(([^()]*)\)|√\s*\{([^{}]*)\}|√\s*([\d.]+|[a-zA-Z])",
-         lambda match: rf"\sqrt{{{match[1] or match[2] or match[3]}}}"),
+        (r"(?:\\sqrt|(?<![a-zA-Z\\])sqrt|√)\s*\(([^()]*)\)|√\s*\{([^{}]*)\}|√\s*([\d.]+|[a-zA-Z])"
+         r"|(?<![a-zA-Z\\])sqrt(\d+)",
+         lambda match: rf"\sqrt{{{match[1] or match[2] or match[3] or match[4]}}}"),
+        (r"\\sqrt\s*\[\s*([3579])\s*\]\s*\{\s*-\s*(\d+)\s*\}", r"(-\\sqrt[\1]{\2})"),
         (r"\\log_\s*(\d)(?=\s)", r"\\log_{\1}"),
         (r"∛\s*\(?([\d.]+|[a-zA-Z])\)?", r"\\sqrt[3]{\1}"),
         (r"\\sqrt\s*([\da-zA-Z])", r"\\sqrt{\1}"),
@@ -85,6 +101,9 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         (r"\\frac\s*(\d)\s*(?=\{)", r"\\frac{\1}"),
         (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
         (r"\\frac\s*\{", r"\\frac{"),
+        # Intervals as France writes them: ]0,1].
+        (r"([\[\]])([^\[\]()]*,[^\[\]()]*)(?<!\\sqrt)([\[\]])",
+         lambda match: "[("[match[1] == "]"] + match[2] + "])"[match[3] == "["]),
         (r"\s+", " "),
         (r"(?<![\d.,/])(\d{1,3}(?: \d{3})+)(?![\d/]| /| \d)",
          lambda match: match[0].replace(" ", "")),
@@ -105,7 +124,7 @@ def tidy(text: str) -> str:
     text = unwrap(text.strip(" "))
     if match := _PHRASE.match(text):
         text = text[match.end() :]
-    return unwrap(text.strip(" ").rstrip(".,;: "))
+    return unwrap(text.strip(' `"“”').rstrip(".,;: "))
 
 
 def unwrap(text: str) -> str:

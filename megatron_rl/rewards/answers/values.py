@@ -38,7 +38,16 @@ _COMMANDS = frozenset(
 _DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?![\d.])")
 _REPEATING = re.compile(r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\{(\d+)\}|\((\d+)\))(?!\d)")
 # Two numbers side by side, as in `5 3`, have no meaning; `3\frac{1}{2}` is a mixed number.
-_SIDE_BY_SIDE = re.compile(r"\d +\d|\d[a-zA-Z]*\s*\(\\frac")
+_SIDE_BY_SIDE = re.compile(r"\d +\d|\d[a-zA-Z]*\s*\(\\frac|\.\d+ ?\(\d")
+# The parser adds two numbers in 2(3).
+_FACTOR_IN_BRACKETS = re.compile(r"((?<![_^\d.])\d+|\)) ?\((?=[\d\\.])")
+# What is the divisor in 1/2x?
+_AMBIGUOUS = re.compile(r"\d ?/ ?\d+ ?(?:[a-zA-Z(]|\\(?:pi|sqrt)(?![a-zA-Z]))|!!|'")
+# Words of a sentence, which the parser would take for products of letters.
+_PROSE = re.compile(
+    r"(?<![a-zA-Z\\])(?:[a-zA-Z]{5,}|(?<= )(?:to|of|in|on|at|is|or|if|by|for|and|the|out|when|with"
+    r"|than|from|per|not)(?= ))(?![a-zA-Z])"
+)
 _PLAIN = re.compile(
     r"(?P<sign>[+-]?) ?(?:(?P<whole>\d{1,300}) ?(?=\\frac|\d+ ?/ ?\d))??"
     r"(?:\\frac\{ ?(?P<top>-?\d{1,300}) ?\}\{ ?(?P<bottom>-?\d{1,300}) ?\}"
@@ -49,6 +58,9 @@ _MIXED = re.compile(r"(?P<sign>[+-]?) ?(?P<whole>\d{1,300}) (?P<top>\d{1,300}) ?
 
 
 _MIXED_FACTOR = re.compile(r"(?<![\d.}^_])(\d+) ?\\frac\{(\d+)\}\{(\d+)\}")
+
+
+_BINOMIAL = re.compile(r"\\binom\s*\{([^{}]*)\}\s*\{([1-9])\}")
 
 
 class TooLargeError(ValueError):
@@ -90,8 +102,12 @@ def _repeating(match: re.Match[str]) -> Fraction:
 @lru_cache(maxsize=10_000)
 def parse(text: str) -> Any:
     """Return the tree of an expression, unevaluated; None for what is not one expression."""
+    if _AMBIGUOUS.search(text):
+        return None
+    text = _FACTOR_IN_BRACKETS.sub(r"\1 \\cdot (", _BINOMIAL.sub(_product, text))
     if (
         not text
+        or _PROSE.search(text)
         or _SIDE_BY_SIDE.search(text)
         or re.search(r"[=<>,;:?@#&%$\"`~]|[^\x00-\x7f]|\\\\", text)
         or any(len(number) > _LONGEST_NUMBER for number in re.findall(r"\d+", text))
@@ -124,6 +140,15 @@ _GROWING = sympy.exp | sympy.factorial | sympy.sinh | sympy.cosh | sympy.tanh | 
 def _binomials(text: str) -> Iterator[str]:
     for match in re.finditer(r"\\binom\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\})?", text):
         yield from (match[1] or "", match[2] or "")
+
+
+def _product(match: re.Match[str]) -> str:
+    r"""Write \\binom{n}{2} as n(n-1)/2!."""
+    n, k = match.groups()
+    if n.isdigit():
+        return match[0]
+    factors = r" \cdot ".join(f"(({n})-{index})" for index in range(int(k)))
+    return rf"(\frac{{{factors}}}{{{math.factorial(int(k))}}})"
 
 
 def _improper(match: re.Match[str]) -> str:
@@ -272,9 +297,10 @@ def all_agree(first: Any, second: Any, agree: Any, *, at_once: int) -> bool:
 
     symbols = sorted(first.free_symbols | second.free_symbols, key=str)
     is_constant = all(one.name == "i" for one in symbols)
+    points = _points(symbols, is_discrete=first.has(sympy.factorial) or second.has(sympy.factorial))
     window: list[tuple[Any, Any]] = []
     windows = 0
-    for point in islice(_points(symbols), at_once if is_constant else _POINTS):
+    for point in islice(points, at_once if is_constant else _POINTS):
         pair = _evaluate(first, point, digits), _evaluate(second, point, digits)
         if None in pair:
             continue
@@ -286,13 +312,16 @@ def all_agree(first: Any, second: Any, agree: Any, *, at_once: int) -> bool:
     return windows >= (1 if is_constant else 2)
 
 
-def _points(symbols: list[Any]) -> Iterator[dict[Any, Any]]:
-    """Yield values of the variables: fractions of both signs, then integers; i is imaginary."""
+def _points(symbols: list[Any], *, is_discrete: bool) -> Iterator[dict[Any, Any]]:
+    """Yield values of the variables: fractions of both signs, then integers; i is imaginary.
+
+    is_discrete: integers only, because the expression has factorials.
+    """
     for index in range(_POINTS):
         step = [Rational(7 + 4 * index, 11 + 3 * place) for place in range(len(symbols))]
         if index % 3 == 1:
             step = [-one for one in step]
-        if index >= _POINTS - 3:
+        if is_discrete or index >= _POINTS - 3:
             step = [Rational(index + 2 * place) for place in range(len(symbols))]
         yield {
             symbol: sympy.I if symbol.name == "i" else value
@@ -303,7 +332,10 @@ def _points(symbols: list[Any]) -> Iterator[dict[Any, Any]]:
 def _evaluate(tree: Any, point: dict[Any, Any], digits: int) -> Any:
     """Return the value at a point, real unless the imaginary unit occurs; None if undefined."""
     try:
-        value = tree.xreplace(point).evalf(digits, maxn=digits + 50)
+        tree = tree.xreplace(point)
+        if not all(one.args[0].is_integer for one in tree.atoms(sympy.factorial)):
+            return None
+        value = tree.evalf(digits, maxn=digits + 50)
     except Exception:  # noqa: BLE001 - sympy raises many kinds of errors outside of a domain
         return None
     if not value.is_number or value.has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo):
