@@ -50,7 +50,7 @@ _SYSTEM = re.compile(
     r"\\begin\{(cases|aligned|array|gathered|split)\}(?:\{[lcr]*\})?(.*)\\end\{\1\}"
 )
 _LINE_BREAK = re.compile(r"\\\\(?:\[[^\]]*\])?|\\cr(?![a-zA-Z])")
-# In `x = 1 y = 2` and `x = 3 when n = 5` the name of another value is beside a number.
+# In `x = 1 y = 2` and `x = 3 when n = 5` the name of another value follows a number.
 _BESIDE_NAME = re.compile(
     r"(?:-?(?:[\d./]+|\\(?:frac\{\d+\}|sqrt)\{\d+\}) |.*[\d})] ?(?:\\text\{[^{}]*\}|[a-z]{2,}) ?)"
     r"\\?[a-zA-Z](?:_\w+)?"
@@ -91,7 +91,7 @@ def read_tidy(text: str) -> Any:
 
 
 def _text(text: str) -> Text:
-    """Keep a text without the spaces that mean nothing: those beside signs and digits."""
+    """Keep a text without the spaces next to signs and digits, which mean nothing."""
     return Text(re.sub(r"(?<![a-zA-Z]) | (?![a-zA-Z])", "", text))
 
 
