@@ -146,7 +146,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("time", "walltime", "wall_time"), "time_limit"),
     **dict.fromkeys(("image", "container_image"), "container: {image: ...}"),
     **dict.fromkeys(("mounts", "container_mounts"), "container: {image: ..., mounts: [...]}"),
-    **dict.fromkeys(("ntasks_per_node", "tasks_per_node"), "processes_per_node"),
+    **dict.fromkeys(("ntasks_per_node", "tasks_per_node", "ntasks"), "processes_per_node"),
     **dict.fromkeys(("gpus", "gres", "devices"), "gpus_per_node"),
     **dict.fromkeys(("cpus", "cores"), "cpus_per_task"),
     **dict.fromkeys(("queue",), "partition"),
@@ -172,7 +172,7 @@ def load_cluster(path: str | Path) -> Cluster:
 
 def _from_elsewhere(key: str, value: Any) -> list[str]:
     name = key.replace("-", "_")
-    if name in OWN_FLAGS or (ours := _ELSEWHERE.get(name)) is None:
+    if (ours := _ELSEWHERE.get(name)) is None:
         return []
     return [f"{key}: unknown key; use {ours.replace('NAME: ', f'{name}: ')}"]
 

@@ -80,6 +80,8 @@ def test_example_clusters_are_valid(file):
             "modules: unknown key; use setup: [module load NAME, ...] (cluster",
         ),
         ({"env_vars": {"A": "1"}}, "env_vars: unknown key; use environment"),
+        ({"time": "4:00:00"}, "time: unknown key; use time_limit"),
+        ({"ntasks": 8}, "ntasks: unknown key; use processes_per_node"),
         ({"qos": "high"}, "qos: unknown key; use sbatch: {qos: ...}"),
         ({"setup": ["module load (x"]}, "setup: 'module load (x' is no complete command of bash"),
         ({"setup": ["if true; then"]}, "setup: 'if true; then' is no complete command of bash"),
