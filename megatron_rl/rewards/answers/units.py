@@ -37,7 +37,9 @@ _POWER = r"(?:\^ ?(?:\{ ?-?\d ?\}|-?\d))?"
 _WORD = rf"(?:\\text\{{[^{{}}]*\}}{_POWER}|[^\W\d_]+\.?{_POWER})"
 _AFTER = re.compile(
     rf"(.*?(?:[\d}})!]|\\pi))( ?)((?:\\\$|[€£¥₹¢]|\\%|\\degree ?[CF]?|{_WORD})"
-    rf"(?: ?(?:/|\\cdot) ?{_WORD}| {_WORD}| ?\\text\{{[^{{}}]*\}}{_POWER}| ?\\degree ?[CF]?)*) ?"
+    # A bound, because a word can match in two ways.
+    rf"(?: ?(?:/|\\cdot) ?{_WORD}| {_WORD}"
+    rf"| ?\\text\{{[^{{}}]*\}}{_POWER}| ?\\degree ?[CF]?){{0,6}}) ?"
 )
 
 
