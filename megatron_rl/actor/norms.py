@@ -77,7 +77,8 @@ class PostNormMlp(GatedMlp):
     """Dense MLP with a norm of its output, before the residual sum."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("ffn_hidden_size", config.ffn_hidden_size)  # otherwise it warns
+        # Megatron-core warns if it is None.
+        kwargs["ffn_hidden_size"] = kwargs.get("ffn_hidden_size") or config.ffn_hidden_size
         super().__init__(config, *args, **kwargs)
         self.post_layernorm = RmsNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
