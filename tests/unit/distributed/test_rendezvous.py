@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl.distributed import rendezvous
 from megatron_rl.errors import UserError
-from megatron_rl.runtime.processes import _find_port
+from megatron_rl.runtime.launcher import _find_port
 
 
 @pytest.fixture

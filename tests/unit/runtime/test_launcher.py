@@ -59,6 +59,8 @@ def test_forked_rank_starts_like_new_interpreter(program, monkeypatch, tmp_path)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     new = program("new")
     monkeypatch.setattr(sys, "executable", "/nowhere")  # no other program is needed
+    # Other tests may have left threads, with which the launcher would start new interpreters.
+    monkeypatch.setattr(launcher.threading, "active_count", lambda: 1)
     atexit.register((tmp_path / "exit_handler").touch)
     forked = program("forked", modules=("json",))
     assert not (tmp_path / "exit_handler").exists()

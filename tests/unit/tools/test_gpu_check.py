@@ -51,7 +51,7 @@ def test_machine_check_names_unsupported_versions(monkeypatch):
     from megatron_rl.commands import doctor
 
     assert run_row("machine", machine.check_machine).status == "ok"
-    monkeypatch.setattr(doctor, "_version", lambda *names: "0.1")
+    monkeypatch.setattr(doctor, "installed_version", lambda *names: "0.1")
     assert "torch 0.1 is not ==2.13.0" in failing("machine", machine.check_machine)
 
 
