@@ -21,7 +21,7 @@ from megatron_rl.runtime.versions import MEDIA, release_set
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "requirements"
 PLATFORM = "x86_64-manylinux_2_40"  # wheels of every older C library are included
-ON_ONE_GPU = ("torch==2.11.0", "vllm==0.26.0", "transformers==5.17.0")  # docs/measurements/gpu.md
+ON_ONE_GPU = ("torch==2.11.0", "vllm==0.26.0", "transformers==5.17.0")  # docs/measurements.md
 NOT_TRIED = (
     "never installed as a whole. torch, vLLM and transformers are those of the GPU check on one "
     "H100 (Python 3.12)"

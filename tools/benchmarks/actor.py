@@ -169,7 +169,7 @@ def time_transformers(rank, world_size, folder, args):
 
 
 def main():
-    """Print the table of docs/benchmarks.md."""
+    """Print the table of docs/measurements.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layouts", nargs="+", default=["1,1,1,1"], help="tp,pp,cp,dp")
     parser.add_argument("--hidden", type=int, default=256)

@@ -54,7 +54,7 @@ def save_and_load(rank, world_size, model, folder):
 
 
 def main():
-    """Print the table of docs/benchmarks.md."""
+    """Print the table of docs/measurements.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--hidden", type=int, default=512)

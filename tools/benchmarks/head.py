@@ -77,7 +77,7 @@ def run(*case):
 
 
 def main():
-    """Print the table of docs/benchmarks.md."""
+    """Print the table of docs/measurements.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hidden", type=int, default=896)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048])

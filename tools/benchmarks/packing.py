@@ -50,7 +50,7 @@ def pack_minibatches(lengths: np.ndarray, *, ranks: int, alignment: int, budget:
 
 
 def main() -> None:
-    """Print the table of docs/benchmarks.md."""
+    """Print the table of docs/measurements.md."""
     lengths = make_lengths()
     print(f"{ROLLOUTS} rollouts, {lengths.sum():,} tokens, median {int(np.median(lengths)):,}")
     print("| dp x cp x tp | budget | micro-batches | useful | balance | padded | planned in ms |")

@@ -1,4 +1,4 @@
-"""Markdown section of docs/measurements/gpu.md from a report of the check.
+"""Markdown section of docs/measurements.md from a report of the check.
 
 python -m tools.gpu_check.table gpu_check.json
 """

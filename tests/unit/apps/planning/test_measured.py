@@ -1,4 +1,4 @@
-"""Formulas compared with one H100 80GB HBM3 (2026-11-22; docs/measurements/gpu.md).
+"""Formulas compared with one H100 80GB HBM3 (2026-11-22; docs/measurements.md).
 
 The published 1.5B with random weights in bfloat16, one device, one pack.
 """
