@@ -95,7 +95,7 @@ def test_hang_names_rank_and_ends_run_for_restart(folder, ended, name, phase, si
     assert str(report) in run["output"]
     assert frame in text.split("ranks 1:")[1].split("ranks 0:")[0], text
     assert run["left"] == []
-    # Of use with `pytest -s`, for docs/reliability.md.
+    # Of use with `pytest -s`, for docs/measurements.md.
     print(name, f"{run['ended_at'] - report.stat().st_mtime:.1f} s from report to end:", text[:200])
 
 
