@@ -4,9 +4,9 @@
         accelerate==1.15.0 datasets==5.2.0 peft==0.21.2 hydra-core==1.3.8 omegaconf==2.4.0 \
         antlr4-python3-runtime==4.9.3 torchdata==0.11.0 codetiming cloudpickle dill fsspec msgpack \
         multiprocess orjson pandas python-dateutil pytz pyvers six wandb xxhash
-    PYTHONPATH=.:OTHER python tools/try_in_trainers.py verl
+    PYTHONPATH=.:OTHER python research/tools/try_in_trainers.py verl
     pip install --target TRL --no-deps trl==1.16.0  # verl wants an older one or none
-    PYTHONPATH=.:TRL:OTHER python tools/try_in_trainers.py trl
+    PYTHONPATH=.:TRL:OTHER python research/tools/try_in_trainers.py trl
 
 The code is extracted from the page unchanged. A tiny model is updated with plain SGD on the CPU,
 from whole minibatches, from accumulated parts and, in verl, on two processes. The weights must be
@@ -43,7 +43,7 @@ ROWS, PROMPT, RESPONSE = 8, 4, 12
 
 def code_of_page(marker: str) -> dict[str, Any]:
     """Return the definitions of the page's code block with this marker."""
-    page = Path(__file__).parents[1] / "docs" / "use-in-your-trainer.md"
+    page = Path(__file__).parents[2] / "docs" / "use-in-your-trainer.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     (code,) = (block for block in blocks if marker in block)
     namespace: dict[str, Any] = {}
