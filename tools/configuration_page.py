@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_rl.config import Config, Section  # noqa: E402
+from megatron_rl.config.data_sections import ColumnsSection  # noqa: E402
 from megatron_rl.config.paths import is_path  # noqa: E402
 from megatron_rl.config.sections import PATTERNS  # noqa: E402
 
@@ -30,23 +31,20 @@ Every setting of a run, with its default and rule, made from `megatron_rl/config
 megatron-rl train my.yaml trainer.steps=20 'eval.sets={aime24: data/aime24.parquet}'
 ```
 
-In the file a dotted key means what it means on the command line: `model.path: models/mine` is
-`model: {path: models/mine}`. `objective: gspo` is short for `objective: {name: gspo}`.
-
-It is strict: a key that is given twice is refused with both lines, and an unknown key or a wrong
-value by its name and line, with the nearest valid key, before any work. A key of verl or TRL gets
-the name of ours ([Coming from verl, from TRL](coming-from.md)). `--print-config` shows the whole
-config of a command.
+In the file, `model.path: models/mine` is `model: {path: models/mine}`, and `objective: gspo` is
+`objective: {name: gspo}`. A key that is given twice, an unknown key or a wrong value is refused by
+its name and line before any work; a key of verl or TRL gets the name of ours
+([Coming from verl, from TRL](coming-from.md)). `--print-config` shows the whole config of a
+command.
 
 Paths are relative to the folder that the command is started in. `~`, `$NAME` and `${NAME}` in them
-are replaced there, and a variable that is not set is refused; the run directory keeps absolute
-paths. Settings that are texts keep what was written: `run.name=off`, `1e3` and `2026-01-01` are no
-booleans, numbers or dates. Only `null` is none, and quotes around a text do not belong to it.
+are replaced there, and a variable that is not set is refused. Settings that are texts keep what
+was written: `run.name=off` and `1e3` are no booleans or numbers.
 """
 SIGNS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}
 NAMES = (
     "name of a reward",
-    "a file name of letters, digits, `.`, `_` and `-`",
+    "file name",
     "name of a variable",
 )
 WORDS = {Any: "any value", int: "integer", float: "number", bool: "`true` or `false`", str: "text"}
@@ -64,8 +62,7 @@ def page() -> str:
 def _table(name: str, section: type[Section]) -> str:
     title = f"\n## {name}\n\n{section.__doc__}\n" if name else ""
     rows = _rows(f"{name}." if name else "", section)
-    lines = ["| key | default | rule | |", "|---|---|---|---|", *rows]
-    return f"{title}\n" + "\n".join(lines) + "\n"
+    return f"{title}\n" + "\n".join(rows) + "\n"
 
 
 def _rows(prefix: str, section: type[Section]) -> list[str]:
@@ -73,12 +70,11 @@ def _rows(prefix: str, section: type[Section]) -> list[str]:
     for name, field in section.model_fields.items():
         inner = _section_of(field)
         if inner is not None and not prefix:
-            continue  # it has a table of its own
+            continue  # it has a part of its own
         assert field.description, f"{prefix}{name} has no docstring"
-        output = " ".join(field.description.split())
-        rule = _rule(field.annotation, field.metadata)
-        rows.append(f"| `{prefix}{name}` | {_default(field)} | {rule} | {output} |")
-        if inner is not None:
+        text = " ".join(field.description.split())
+        rows.append(f"- `{prefix}{name}{_default(field)}: {text}")
+        if inner is not None and (inner is not ColumnsSection or prefix == "data."):
             rows += _rows(f"{prefix}{name}.", inner)
     return rows
 
@@ -91,22 +87,25 @@ def _section_of(field: FieldInfo) -> type[Section] | None:
 
 
 def _default(field: FieldInfo) -> str:
+    """Default, end of the code font, and rule; a text, true or false is a rule of its own."""
+    rule = _rule(field.annotation, field.metadata)
     if field.is_required():
-        return ""
+        return f"` ({rule})"
     value = field.get_default(call_default_factory=True)
     if isinstance(value, Section):
-        value = value.model_dump()
-    if value == "":
-        return ""
+        return "`"
     text = yaml.safe_dump(value, default_flow_style=True, width=200).removesuffix("...\n").strip()
-    return f"`{text}`"
+    output = "`" if value == "" else f"={text}`"
+    if value is None:
+        return f"{output} ({rule.removesuffix(' or `null`')})"
+    return output if rule in ("text", WORDS[bool]) else f"{output} ({rule})"
 
 
 def _rule(kind: Any, rules: list[Any]) -> str:
     """Type and rule of a value."""
     arguments = get_args(kind)
     if get_origin(kind) is Literal:
-        return " or ".join(f"`{value}`" for value in arguments)
+        return ", ".join(f"`{value}`" for value in arguments)
     if isinstance(kind, type) and issubclass(kind, Section):
         return "a mapping"
     if get_origin(kind) in (dict, list):

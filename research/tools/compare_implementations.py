@@ -4,11 +4,12 @@ TRL is imported if it is installed (anywhere on PYTHONPATH). The loss functions 
 prime-rl are extracted from local copies of `verl/trainer/ppo/core_algos.py` and
 `prime_rl/trainer/rl/loss.py`, whose imports would need a full verl or prime-rl:
 
-    PYTHONPATH=. python research/tools/compare_implementations.py --verl core_algos.py --prime-rl loss.py
+    PYTHONPATH=. python research/tools/compare_implementations.py --verl core_algos.py \
+        --prime-rl loss.py
 
 Prints, for each pair, the largest relative difference of the gradients and, if both define the same
-loss, of the losses; exits with 1 if one is larger than 1e-6. Differences that research/docs/objectives.md
-explains are adjusted before the comparison.
+loss, of the losses; exits with 1 if one is larger than 1e-6. Differences that
+research/docs/objectives.md explains are adjusted before the comparison.
 """
 
 import argparse

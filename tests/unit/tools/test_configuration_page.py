@@ -1,5 +1,7 @@
 """docs/configuration.md: it is what the tool makes of the config, and it names every key."""
 
+import re
+
 from megatron_rl.config import Config, valid_keys
 from tools.configuration_page import PAGE, page
 
@@ -8,19 +10,18 @@ def test_page_equals_output_of_tool():
     assert PAGE.read_text() == page(), "run python tools/configuration_page.py"
 
 
-def test_every_key_has_row_with_its_default_and_its_rule():
-    rows = [line.split(" | ") for line in page().splitlines() if line.startswith("| `")]
-    output = {row[0].strip("| `"): row[1:] for row in rows}
-    # A section within a section is a key of its own, next to those in it.
+def test_every_key_has_its_default_its_rule_and_a_text():
+    rows = re.findall(r"^- `([\w.]+)(.*?): (.*\S)$", page(), re.MULTILINE)
+    output = {key: rule for key, rule, _ in rows}
+    assert len(output) == len(rows) == page().count("\n- ")
+    # A section within a section is a key of its own; columns of other sets are those of `data`.
     within = {"data.columns", "data.mix", "data.mix.columns", "eval.columns", "eval.sets",
               "eval.sets.columns", "logging.mlflow", "logging.trackio", "logging.wandb",
               "shaping.overlong"}  # fmt: skip
-    assert set(output) == set(valid_keys(Config)) | within
-    assert output["optimizer.beta1"][:2] == ["`0.9`", "number ≥ 0.0, < 1.0"]
-    assert output["rollout.responses_per_prompt"][:2] == ["`8`", "integer ≥ 2"]
-    assert output["run.resume"][:2] == ["`never`", "`never` or `auto`"]
-    assert output["run.name"][:2] == [
-        "`null`",
-        "a file name of letters, digits, `.`, `_` and `-` or `null`",
-    ]
-    assert all(row[-1].removesuffix("|").strip() for row in output.values())
+    keys = [key.replace("data.columns.", "data.columns/") for key in valid_keys(Config)]
+    keys = [key.replace("/", ".") for key in keys if ".columns." not in key]
+    assert set(output) == {*keys, *within}
+    assert output["optimizer.beta1"] == "=0.9` (number ≥ 0.0, < 1.0)"
+    assert output["rollout.responses_per_prompt"] == "=8` (integer ≥ 2)"
+    assert output["run.resume"] == "=never` (`never`, `auto`)"
+    assert output["run.name"] == "=null` (file name)"
