@@ -1,6 +1,6 @@
 """Settings of verl and TRL with their counterparts here, for those who bring a config of these.
 
-`docs/coming-from.md` has the same tables with the defaults of all three; a test compares them.
+`docs/coming-from.md` has those whose meaning or default differs; a test compares them.
 Names of verl 0.9.1 (`trainer/config`) and TRL 1.16.0 (`GRPOConfig`, `ModelConfig`).
 """
 
