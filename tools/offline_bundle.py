@@ -1,6 +1,6 @@
 """Make a folder with everything that a machine without network needs to install and check a run.
 
-    bash tools/offline_bundle.sh FOLDER [--kind cuda] [--python 3.12] [--compute-capability 9.0]
+    bash tools/offline_bundle.sh FOLDER [--kind cuda] [--python 3.12]
 
 FOLDER gets `wheels/`, `repository.bundle` (git clone reads it), `files/` (folders of --add, such as
 models and data), `SHA256SUMS` and `join.sh`, which joins split files and compares the sums. Then
@@ -19,7 +19,6 @@ import sys
 from pathlib import Path
 
 from tools.lock import lock_file
-from tools.slim_wheels import parse_capability, slim_wheel
 
 ROOT = Path(__file__).parents[1]
 # pip compares names of platforms: NCCL's wheels alone are for 2_18, cuda-bindings' for 2_24.
@@ -144,8 +143,6 @@ def main() -> None:
     parser.add_argument("--kind", choices=("cuda", "cpu"), default="cuda")
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     parser.add_argument("--python", default=here, help="Version on the machine; default: this one.")
-    parser.add_argument("--compute-capability", type=parse_capability, metavar="9.0",
-                        help="Keep only the kernels that this capability runs.")  # fmt: skip
     parser.add_argument("--max-mib", type=int, help="Split files above this size.")
     parser.add_argument("--add", nargs="*", type=Path, default=[], help="Folders for files/.")
     parser.add_argument("--only", nargs="+", help="Requirements instead of all of this project's.")
@@ -164,9 +161,6 @@ def main() -> None:
     if not arguments.only:
         wanted = [*wanted, *TOOLS]
     download(wheels, wanted, optional=optional, kind=kind, python=python, is_complete=bool(lock))
-    if arguments.compute_capability:
-        for wheel in sorted(wheels.glob("*.whl")):
-            slim_wheel(wheel, arguments.compute_capability)
     for source in arguments.add:
         shutil.copytree(source, folder / "files" / source.resolve().name)
     finish(folder, arguments.max_mib and arguments.max_mib << 20)

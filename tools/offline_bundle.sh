@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make a folder with everything that a machine without network needs (docs/offline.md).
 #
-#   bash tools/offline_bundle.sh FOLDER [--kind cuda] [--python 3.12] [--compute-capability 9.0] [--max-mib 64]
+#   bash tools/offline_bundle.sh FOLDER [--kind cuda] [--python 3.12] [--max-mib 64]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python="${MEGATRON_RL_VENV:-.venv}/bin/python"

@@ -1,7 +1,7 @@
 """Tasks of reasoning-gym (https://github.com/open-thought/reasoning-gym) with rewards of 0 or 1.
 
-`tools/make_reasoning_gym.py` writes prompts; this module grades. The reward is 1 if the task's own
-checker gives its full score, otherwise 0, because partial scores differ in meaning between tasks.
+`examples/pnpo/make_reasoning_gym.py` writes prompts; this module grades. The reward is 1 if the
+task's own checker gives its full score, otherwise 0, because partial scores differ in meaning.
 The checker runs in a verifier process, under its time limit. Tasks whose checker evaluates the
 answer as code are rejected: a model's output is never executed.
 """

@@ -60,7 +60,7 @@ def test_checkers_that_evaluate_answer_are_refused(name):
 def test_generated_file_is_graded_by_checker_of_task(tmp_path):
     pytest.importorskip("reasoning_gym")
     file = tmp_path / "set.parquet"
-    command = [sys.executable, "tools/make_reasoning_gym.py", "chain_sum", "--count", "5",
+    command = [sys.executable, "examples/pnpo/make_reasoning_gym.py", "chain_sum", "--count", "5",
                "--settings", '{"max_terms": 3}', "--output", str(file)]  # fmt: skip
     subprocess.run(command, cwd=Path(__file__).parents[3], check=True)
     rows = pq.read_table(file).to_pylist()

@@ -1,4 +1,4 @@
-"""The offline bundle: downloaded, split, joined and installed without an index; slimmed wheels.
+"""The offline bundle: downloaded, split, joined and installed without an index.
 
 The requirements are two wheels made here, so no network is needed. Everything that setup_env.sh
 installs goes through the same code, and takes minutes (docs/offline.md).
@@ -7,7 +7,6 @@ installs goes through the same code, and takes minutes (docs/offline.md).
 import os
 import platform
 import shutil
-import struct
 import subprocess
 import sys
 import zipfile
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import offline_bundle, slim_wheels
+from tools import offline_bundle
 
 ROOT = Path(__file__).parents[3]
 
@@ -134,71 +133,3 @@ def test_wheels_of_every_older_c_library_are_accepted():
     assert {"manylinux_2_17_x86_64", "manylinux_2_18_x86_64", "manylinux1_x86_64"} <= set(names)
     newest = int(platform.libc_ver()[1].split(".")[1])
     assert names[0] == f"manylinux_2_{newest}_x86_64"
-
-
-def entry(kind, architecture, payload):
-    """An entry with a header of 64 bytes."""
-    header = slim_wheels.ENTRY.pack(kind, 0, 64, len(payload), 0, 0, 0, 0, architecture)
-    return header.ljust(64, b"\0") + payload
-
-
-def shared_object(*containers):
-    """An ELF file with a section of kernels."""
-    body = b"".join(
-        slim_wheels.CONTAINER.pack(slim_wheels.MAGIC, 1, 16, len(inside := b"".join(entries)))
-        + inside
-        + bytes(24)
-        for entries in containers
-    )
-    names = b"\0.nv_fatbin\0".ljust(16, b"\0")
-    sections = [(0, 0, 0, 0, 0, 0), (1, 1, 0, 0, 64, len(body)), (0, 3, 0, 0, 64 + len(body), 16)]
-    table = b"".join(struct.pack("<IIQQQQ", *one).ljust(64, b"\0") for one in sections)
-    head = bytearray(64)
-    head[:6] = b"\x7fELF\x02\x01"
-    struct.pack_into("<Q", head, 0x28, 64 + len(body) + 16)
-    struct.pack_into("<HHH", head, 0x3A, 64, 3, 2)
-    return bytes(head) + body + names + table
-
-
-def kept(data):
-    """Kind and architecture of the entries of each container."""
-    return [[(e.kind, e.architecture) for e in c.entries] for c in slim_wheels.containers(data)]
-
-
-PTX, CUBIN = slim_wheels.PTX, slim_wheels.CUBIN
-
-
-def test_slimming_keeps_what_a_device_loads():
-    own = entry(CUBIN, 90, b"h100" * 16)
-    library = shared_object(
-        [entry(CUBIN, 80, b"a" * 64), own, entry(CUBIN, 100, b"b" * 64), entry(PTX, 90, b"c" * 64)],
-        [entry(CUBIN, 80, b"d" * 64), entry(PTX, 80, b"e" * 64)],  # only PTX helps the device here
-        [entry(CUBIN, 86, b"f" * 64), entry(CUBIN, 90, b"g" * 64)],
-    )
-    data = bytearray(library)
-    assert slim_wheels.slim(data, 90) == 4 * 128
-    assert kept(data) == [[(CUBIN, 90)], [(CUBIN, 80), (PTX, 80)], [(CUBIN, 90)]]
-    assert own in data and b"a" * 64 not in data and b"e" * 64 in data
-    assert len(data) == len(library)
-    data = bytearray(library)  # 8.9 loads the cubins of 8.0 and 8.6
-    slim_wheels.slim(data, 89)
-    assert kept(data) == [[(CUBIN, 80)], [(CUBIN, 80)], [(CUBIN, 86)]]
-
-
-def test_unknown_layout_is_an_error_and_other_files_have_no_kernels():
-    with pytest.raises(ValueError, match="unknown entry of kind 7"):
-        slim_wheels.slim(bytearray(shared_object([entry(7, 90, b"x" * 64)])), 90)
-    assert slim_wheels.slim(bytearray(b"no shared object"), 90) == 0
-
-
-def test_slimmed_wheel_installs_with_new_hashes(tmp_path):
-    library = shared_object([entry(CUBIN, 80, os.urandom(1 << 16)), entry(CUBIN, 90, b"y" * 64)])
-    make_wheel(tmp_path, "kernels", data=library)
-    (wheel,) = (tmp_path / "index").iterdir()
-    with zipfile.ZipFile(wheel, "a") as archive:  # which its record of hashes lacks
-        archive.writestr("kernels/later.py", "")
-    before = wheel.stat().st_size
-    assert slim_wheels.slim_wheel(wheel, 90) == (1 << 16) + 64
-    assert wheel.stat().st_size < before - (1 << 15)
-    unpack = [sys.executable, "-m", "wheel", "unpack", "--dest", str(tmp_path), str(wheel)]
-    subprocess.run(unpack, check=True)  # compares the hashes

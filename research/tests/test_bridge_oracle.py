@@ -2,14 +2,15 @@
 
 import pytest
 
-from tools.bridge_oracle import RELEASES, ROOT, run
+from research.tools.bridge_oracle import RELEASES, ROOT, run
 
 MISSING = [f"{name}-{version}" for name, version in RELEASES
            if not (ROOT / f"{name}-{version}").is_dir()]  # fmt: skip
 
 
 @pytest.mark.skipif(
-    bool(MISSING), reason=f"{MISSING} not in .cache/releases; run tools/bridge_oracle.py once"
+    bool(MISSING),
+    reason=f"{MISSING} not in .cache/releases; run research/tools/bridge_oracle.py once",
 )
 def test_every_element_is_where_megatron_bridge_loads_it(tmp_path):
     for rank in run(tmp_path):

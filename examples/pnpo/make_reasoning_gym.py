@@ -1,6 +1,6 @@
 """Write prompts of a reasoning-gym task for the verifier megatron_rl.rewards.reasoning_gym:verify.
 
-    python tools/make_reasoning_gym.py chain_sum --count 2000 --output chain_sum.parquet
+    python examples/pnpo/make_reasoning_gym.py chain_sum --count 2000 --output chain_sum.parquet
     megatron-rl train --config my.yaml data.train=chain_sum.parquet \\
         reward.verifier=megatron_rl.rewards.reasoning_gym:verify
 

@@ -1,6 +1,6 @@
 """Compare our tables of weights with Megatron-Bridge, which maps the same models independently.
 
-    python tools/bridge_oracle.py
+    python research/tools/bridge_oracle.py
 
 Every element of a tiny Hugging Face folder is its own number. Megatron-Bridge loads the folder into
 Megatron's local layers, our loader fills parameters of the same names by the table, and both must
@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from megatron_rl.models.architectures import ARCHITECTURES
 from tests.functional.real_transformer_engine.install import ROOT, installed
 from tests.ranks import run_ranks
