@@ -1,6 +1,6 @@
 """Fault tolerance: runs with injected faults must end exactly like an undisturbed run.
 
-    PYTHONPATH=. OMP_NUM_THREADS=1 python -m tools.benchmarks.chaos [--kills 50] [--minutes 10]
+    PYTHONPATH=. OMP_NUM_THREADS=1 python -m research.tools.chaos [--kills 50] [--minutes 10]
         [--parts kills signals damage goodput] [--seed 0] [--output FOLDER]
         [--set "lora={rank: 8, alpha: 16}" optimizer.learning_rate=8e-4]
 
@@ -45,7 +45,7 @@ from megatron_rl.runs.checkpoints import CheckpointFolders
 from megatron_rl.runs.rows import read_metrics
 from megatron_rl.runtime.interruption import INTERRUPTED
 from tests.functional.faults.runs import run as run_forked
-from tools.benchmarks.chaos_faults import DAMAGE, count_made, interrupt_in_phase, kill_after
+from research.tools.chaos_faults import DAMAGE, count_made, interrupt_in_phase, kill_after
 
 ROOT = Path(__file__).parents[2]
 TASK = ROOT / ".cache" / "tiny_task"
@@ -258,7 +258,7 @@ def print_cost(part: str, run: Run, whole: Run, *, every: float) -> None:
 
 
 def main() -> None:
-    """Run the parts and print the table of docs/reliability.md."""
+    """Run the parts and print the table of docs/measurements.md."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path)
     parser.add_argument("--parts", nargs="+", default=["kills", "signals", "damage", "goodput"])
