@@ -44,8 +44,8 @@ import pyarrow.parquet as pq
 from megatron_rl.runs.checkpoints import CheckpointFolders
 from megatron_rl.runs.rows import read_metrics
 from megatron_rl.runtime.interruption import INTERRUPTED
-from tests.functional.faults.runs import run as run_forked
 from research.tools.chaos_faults import DAMAGE, count_made, interrupt_in_phase, kill_after
+from tests.functional.faults.runs import run as run_forked
 
 ROOT = Path(__file__).parents[2]
 TASK = ROOT / ".cache" / "tiny_task"
