@@ -46,12 +46,8 @@ class Row:
 
     def line(self) -> str:
         """Format the row for printing."""
-        return f"{self.name:<19} {self.status:<8} {self.seconds:>6.1f}  {self.measured()}"
-
-    def measured(self) -> str:
-        """Format the measurements, and why the row failed or was skipped."""
-        output = [_format(one) for one in self.measures]
-        return "; ".join(output + [self.detail] * bool(self.detail))
+        output = [_format(one) for one in self.measures] + [self.detail] * bool(self.detail)
+        return f"{self.name:<19} {self.status:<8} {self.seconds:>6.1f}  {'; '.join(output)}"
 
 
 def _format(measure: dict[str, Any]) -> str:

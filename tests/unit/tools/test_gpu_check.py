@@ -26,7 +26,6 @@ from tools.gpu_check import (
     row,
     runs,
     speed,
-    table,
 )
 from tools.gpu_check.row import Row, run_row
 
@@ -350,23 +349,6 @@ def test_budgets_have_units(text, seconds):
     for wrong in ("", "m", "-1m", "nan", "inf", "0"):
         with pytest.raises(argparse.ArgumentTypeError, match="such as 25m"):
             order.parse_budget(wrong)
-
-
-def test_report_becomes_a_section_of_the_measurements():
-    rows = [Row("machine"), Row("head", status="FAILED", detail="head error is 2"), Row("peers")]
-    rows[0].note("device", "NVIDIA X")
-    rows[2].at_most("ratio", 0.5, 1.0)
-    report = {"date": "2026-01-02", "system": "Linux", "budget": 60.0, "seconds": 3.0,
-              "verdict": "failed: head", "versions": {"python": "3.11", "torch": "2.13.0"},
-              "rows": [vars(one) for one in rows]}  # fmt: skip
-    lines = table.section(report).splitlines()
-    assert lines[0].startswith("Date: 2026-01-02. Machine: NVIDIA X (Linux), Python 3.11, torch")
-    assert "with a budget of 60 s; 3 s. Verdict: failed: head." in lines[0]
-    assert lines[4:] == [
-        "| `machine` | 0.0 | device NVIDIA X |",
-        "| `head` | 0.0 | **FAILED** head error is 2 |",
-        "| `peers` | 0.0 | ratio 0.5 (<= 1) |",
-    ]
 
 
 @pytest.mark.parametrize("wrong", ["digest", "adam"])
