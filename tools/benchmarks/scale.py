@@ -4,7 +4,7 @@
     python -m tools.benchmarks.scale push planning    these
     python -m tools.benchmarks.scale push --write     also replace their sections of the page
 
-No GPU is needed. A row appears as soon as it is computed. The page is docs/measurements/scale.md;
+No GPU is needed. A row appears as soon as it is computed. The page is research/docs/scale.md;
 a module without a section there gets one at its end.
 """
 
@@ -20,7 +20,7 @@ from types import ModuleType
 from tools.benchmarks import scale_rows
 from tools.benchmarks.scale_rows import HEAD
 
-PAGE = Path(__file__).parents[2] / "docs" / "measurements" / "scale.md"
+PAGE = Path(__file__).parents[2] / "research" / "docs" / "scale.md"
 NAMES = sorted(
     module.name for module in pkgutil.iter_modules(scale_rows.__path__) if module.name[0] != "_"
 )

@@ -17,7 +17,7 @@ from megatron_rl.resharding.slices import WITHIN, Slice
 
 # Time of the rounds over that of the mean rank's bytes: the largest of the layouts that
 # tests/unit/resharding/test_push_balance.py simulates, with buckets of 512 MiB, and of those of
-# Qwen3-235B-A22B in docs/measurements/scale.md.
+# Qwen3-235B-A22B in research/docs/scale.md.
 IMBALANCE = 2.0
 # Assumed for waking the engine, checksums on both sides and resetting its cache. Published
 # colocated pushes of 30B models take 3 s in total with flattened buckets.

@@ -29,8 +29,8 @@ before.
 
 On CUDA, tokens are sorted by expert in Transformer Engine's kernels (`moe_permute_fusion`). Neither
 that nor grouped products have been timed on a GPU here, so the planner's price of experts is
-[unmeasured](../planning.md). Megatron's `flex` dispatcher is not offered
-([why](../architecture.md#two-backends-one-code)).
+[unmeasured](../../docs/planning.md). Megatron's `flex` dispatcher is not offered
+([why](../../docs/architecture.md#two-backends-one-code)).
 """
 GIB = 2**30
 LAYOUT = "235B, 16 layers, tp8 pp8 dp4 ep16 etp1"

@@ -40,7 +40,7 @@ def shallow(tmp_path, **sections):
 
 
 # The one-epoch example has the same layout as the four-epoch one. A dry run of 94 layers takes a
-# minute: docs/measurements/planner.md has its result.
+# minute: research/docs/planner.md has its result.
 LONG_OR_EQUAL = {"r1_distill_1_5b_epochs1", "qwen3_235b_a22b"}
 
 
