@@ -1,4 +1,4 @@
-"""Memory of one rank in each phase, by formula; docs/planning.md derives the formulas.
+"""Memory of one rank in each phase, by formula; research/docs/planner.md derives the formulas.
 
 They describe the actor's local layers in bfloat16 on CUDA. The activations that a layer stores for
 its backward pass follow Korthikanti et al., "Reducing Activation Recomputation in Large Transformer

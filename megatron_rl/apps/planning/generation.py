@@ -1,4 +1,4 @@
-"""Generation time of a rollout batch, and the engine's memory; docs/planning.md derives both.
+"""Generation time of a rollout batch, and the engine's memory, as research/docs/planner.md derives.
 
 One decoding step reads the engine's weights once and the keys and values of every running sequence
 (Pope et al., "Efficiently Scaling Transformer Inference", arXiv 2211.05102). Sequences end at

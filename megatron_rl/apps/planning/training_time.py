@@ -1,4 +1,4 @@
-"""Duration of the behavior pass and of updates, by formula; docs/planning.md derives them.
+"""Duration of the behavior pass and of updates, by formula; research/docs/planner.md derives them.
 
 A layer's pass takes the sum of its matrix products, attention, memory traffic and collectives, and
 at least the time to launch its kernels.
