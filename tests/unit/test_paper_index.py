@@ -16,7 +16,7 @@ def names_in(tree: ast.AST, before: str = "") -> set[str]:
 
 
 def test_every_place_exists():
-    text = (ROOT / "docs" / "paper-index.md").read_text()
+    text = (ROOT / "research" / "docs" / "paper-index.md").read_text()
     places = re.findall(r"`((?:megatron_rl|tests|tools|examples)/[\w./]+)(?:::([\w.]+))?`", text)
     assert len(places) > 15
     for file, name in places:
