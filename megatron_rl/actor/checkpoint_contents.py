@@ -115,6 +115,8 @@ def _key_and_shape(weight: Weight, shape: ModelShape) -> tuple[str, tuple[int, .
     whole = (sum(size[0] for size in sizes), *sizes[0][1:])
     if weight.part != "layer":
         return weight.megatron, whole
-    if shape.layers_with("dense") and shape.experts:  # Megatron does not stack layers that differ
-        return weight.megatron.format(layer=shape.layers_with(weight.layers).start), whole
+    layers = shape.layers_with(weight.layers)
+    if shape.delta or (shape.layers_with("dense") and shape.experts):
+        # Megatron does not stack layers that differ.
+        return weight.megatron.format(layer=layers[0]), whole
     return weight.megatron.replace(".{layer}", ""), (shape.num_layers, *whole)

@@ -40,7 +40,11 @@ MAX_WRITERS = 16
 PATIENCE = 1800.0  # seconds without progress on any rank
 APPEARS_SECONDS = 30.0  # for a file of another node to be seen
 _ALIGNMENT = 8  # bytes: a bucket may contain several dtypes
-_FURTHER_TOKENS = ("num_nextn_predict_layers", "num_mtp_layers")  # keys of config.json
+_FURTHER_TOKENS = (
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "mtp_num_hidden_layers",
+)  # keys of config.json
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".gguf")
 
 

@@ -14,6 +14,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_rl.actor.gated_delta_net import GatedDeltaNet
 from megatron_rl.actor.latent_attention import LatentAttention
 from megatron_rl.actor.layers import build_local_layer_spec
 from megatron_rl.actor.norms import RmsNorm
@@ -97,11 +98,13 @@ def build_block_spec(
         build, norm = build_transformer_engine_spec, TENorm
     else:
         build, norm = build_local_layer_spec, RmsNorm
-    kinds = [number in shape.layers_with("experts") for number in layers]
-    specs = {experts: build(shape, experts=experts) for experts in set(kinds)}
-    for spec in specs.values() if shape.latent else ():
-        attention = ModuleSpec(module=LatentAttention, params={"shape": shape})
-        spec.submodules.self_attention = attention
+    nets = shape.layers_with("delta") if shape.delta else ()
+    kinds = [(number in shape.layers_with("experts"), number in nets) for number in layers]
+    specs = {kind: build(shape, experts=kind[0]) for kind in set(kinds)}
+    for (_, is_net), spec in specs.items():
+        if is_net or shape.latent:
+            module = GatedDeltaNet if is_net else LatentAttention
+            spec.submodules.self_attention = ModuleSpec(module=module, params={"shape": shape})
     return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=norm)
 
 

@@ -65,6 +65,11 @@ def _model(shape: ModelShape) -> dict[str, Any]:
         "softmax_scale": shape.softmax_scale,
         "softmax_type": "learnable" if shape.has_sinks else "vanilla",
         "layernorm_zero_centered_gamma": shape.traits.zero_centered_norms,
+        "attention_output_gate": shape.traits.output_gate,
+        # A list keeps checkpoints from stacking layers that differ.
+        "linear_attention_freq": None
+        if shape.delta is None
+        else [int(layer in shape.delta.layers) for layer in range(shape.num_layers)],
     }
 
 

@@ -66,7 +66,9 @@ class HfReader:
                 return whole[place.expert, rows]
             return whole[place.expert, columns, rows].t()
         view = self.slice(name)
-        return view[rows] if len(view.get_shape()) == 1 else view[rows, columns]
+        if (dimensions := len(view.get_shape())) == 1:
+            return view[rows]
+        return view[rows, columns] if dimensions == 2 else view[rows, :, columns].flatten(0, 1)
 
     def file(self, name: str) -> Path:
         """Return the file that has a weight."""

@@ -65,16 +65,21 @@ def reduce_max(x: Tensor, *, group: Group) -> Tensor:
     return largest
 
 
+def all_to_all(x: Tensor, *, group: Group) -> Tensor:
+    """Send x[r] to rank r, without autograd: [ranks, ...] -> [ranks, ...] by sender."""
+    if group_size(group) == 1:
+        return x
+    received = x.new_empty(x.shape)
+    dist.all_to_all_single(received, x.contiguous(), group=group)
+    return received
+
+
 def sum_to_owners(x: Tensor, *, group: Group) -> Tensor:
     """Reduce-scatter: return this rank's part of the sum, without autograd; [ranks, ...] -> [...].
 
     Uses all-to-all: gloo has no reduce-scatter that is faster than an all-reduce.
     """
-    if group_size(group) == 1:
-        return x[0]
-    received = x.new_empty(x.shape)
-    dist.all_to_all_single(received, x.contiguous(), group=group)
-    return received.sum(0)
+    return x[0] if group_size(group) == 1 else all_to_all(x, group=group).sum(0)
 
 
 class _AllGather(torch.autograd.Function):

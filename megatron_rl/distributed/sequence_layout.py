@@ -15,7 +15,7 @@ one sequence unless an environment has replaced its history, which begins anothe
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_rl.distributed.collectives import Group, all_gather, group_size
 from megatron_rl.distributed.to_device import to_device
 
+Table = TypeVar("Table")
 INDEX = torch.int32  # dtype of per-token index tables; half the memory of torch's default int64
 PADDING = 8  # largest size of padded tables, in multiples of a rank's tokens
 
@@ -85,7 +86,7 @@ class SequenceLayout:
         self.cp_rank, self.cp_size, self.cp_group = cp_rank, cp_size, cp_group
         self.full_mask = response_mask.bool()  # [T]
         self.device = response_mask.device
-        self._cache: dict[Callable[[SequenceLayout], Tensor], Tensor] = {}
+        self._cache: dict[Callable[[SequenceLayout], Any], Any] = {}
         self._check()
         # The lengths are on the host, so all table sizes are known without a device sync.
         self._host_lengths = torch.tensor(self.lengths, dtype=INDEX)  # [S]
@@ -123,7 +124,7 @@ class SequenceLayout:
         return to_device(table, self.device)
 
     @cached_property
-    def _chunk_lengths(self) -> Tensor:
+    def chunk_lengths(self) -> Tensor:
         """Lengths of this rank's early and late chunk of every sequence, on the host; [S, 2]."""
         if self.cp_size == 1:
             return torch.stack((self._host_lengths, torch.zeros_like(self._host_lengths)), dim=1)
@@ -132,7 +133,7 @@ class SequenceLayout:
     @cached_property
     def chunk_bounds(self) -> Tensor:
         """Start and end of each of the 2S chunks in the shard; [2, 2S] int32."""
-        lengths = self._chunk_lengths.reshape(-1)
+        lengths = self.chunk_lengths.reshape(-1)
         ends = lengths.cumsum(0, dtype=INDEX)
         return self._to_device(torch.stack((ends - lengths, ends)))
 
@@ -151,7 +152,7 @@ class SequenceLayout:
     @cached_property
     def padded_chunks(self) -> PaddedChunks:
         """Padded tables of this rank's chunks, for scans."""
-        lengths = self._chunk_lengths.reshape(-1).long()  # [2S]; empty chunks have no row
+        lengths = self.chunk_lengths.reshape(-1).long()  # [2S]; empty chunks have no row
         tables = [lengths > 0]
         if int(tables[0].sum() * lengths.max()) > PADDING * self.local_tokens:
             powers = [PADDING**n for n in range(int(lengths.max()).bit_length())]
@@ -176,7 +177,7 @@ class SequenceLayout:
     def local_index(self) -> Tensor:
         """Position of each local token in the pack; [t] int32."""
         starts = self._host_lengths.cumsum(0, dtype=INDEX) - self._host_lengths
-        chunk = self._chunk_lengths[:, 0]
+        chunk = self.chunk_lengths[:, 0]
         early = starts + self.cp_rank * chunk
         late = starts + (2 * self.cp_size - 1 - self.cp_rank) * chunk
         chunk_starts = self._to_device(torch.stack((early, late), dim=1).reshape(-1))
@@ -273,7 +274,7 @@ class SequenceLayout:
         starts = self._host_lengths.cumsum(0, dtype=INDEX) - self._host_lengths
         return self.local_index - self._to_device(starts)[self.sequence_ids]
 
-    def once(self, compute: Callable[["SequenceLayout"], Tensor]) -> Tensor:
+    def once(self, compute: Callable[["SequenceLayout"], Table]) -> Table:
         """Return compute(self), cached; for tables that depend only on lengths and mask."""
         if compute not in self._cache:
             self._cache[compute] = compute(self)

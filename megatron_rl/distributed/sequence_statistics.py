@@ -1,12 +1,12 @@
 """Prefix sums and minima along the sequences of a SequenceLayout, under any context parallelism.
 
-Each rank scans its own chunks; all ranks exchange one [S, 2, k] table with the chunk totals of k
-statistics in a single all-gather; then a running sum (or minimum) over the 2 * cp_size chunks gives
-the carry into each local chunk. Sequences are scanned independently: no prefix is computed by
-subtracting a larger one. The carry into a sequence of a response with several (`layout.joined`)
-includes the sequences before it, whose totals are in the same table. All accumulation is in
-float64. The chunks are rows of padded tables (`PaddedChunks`), so that the number of operations
-does not grow with the number of sequences.
+A scan across ranks as in `chunk_scan.py`: each rank scans its own chunks; all ranks exchange one
+[S, 2, k] table with the chunk totals of k statistics in a single all-gather; then a running sum (or
+minimum) over the 2 * cp_size chunks gives the carry into each local chunk. Sequences are scanned
+independently: no prefix is computed by subtracting a larger one. The carry into a sequence of a
+response with several (`layout.joined`) includes the sequences before it, whose totals are in the
+same table. All accumulation is in float64. The chunks are rows of padded tables (`PaddedChunks`),
+so that the number of operations does not grow with the number of sequences.
 
 The backward of a prefix sum is the mirrored suffix sum, d/dx_k sum_t g_t S_t = sum_{t >= k} g_t,
 which also needs one all-gather of chunk totals.
@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_rl.distributed.chunk_scan import order_chunks
 from megatron_rl.distributed.collectives import gather_stacked
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 
@@ -164,7 +165,7 @@ def _carry_in(
     late chunks and orders them by the 2 * cp_size chunks of a sequence.
     """
     gathered = gather_stacked(torch.stack(list(totals), dim=2), group=layout.require_group())
-    chunks = torch.cat((gathered[:, :, 0], gathered[:, :, 1].flip(0)))  # [2 cp, S, k]
+    chunks = order_chunks(gathered.transpose(1, 2))  # [2 cp, S, k]
     early, late = layout.cp_rank, 2 * layout.cp_size - 1 - layout.cp_rank
     if reverse:
         chunks = chunks.flip(0)

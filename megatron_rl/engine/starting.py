@@ -10,6 +10,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.engine.delta_nets import use_own_core, without_torchvision
 from megatron_rl.engine.process_state import hosted_start
 from megatron_rl.errors import UserError
 from megatron_rl.models.shape import read_model_shape
@@ -63,7 +64,11 @@ def start_vllm(topology: Topology, arguments: dict[str, Any], *, tokenizer: Any 
             from megatron_rl.engine import inproc
 
         inproc.register()
-        _register_model(read_model_shape(arguments["model"]).architecture)
+        shape = read_model_shape(arguments["model"])
+        with without_torchvision(shape):
+            _register_model(shape.architecture)
+        if shape.delta is not None and topology.device.type == "cpu":
+            use_own_core()
         arguments = arguments | _tokenizer_arguments(tokenizer)
         with inproc.own_shared_memory(_shared_token()), _inspection_in_this_process(topology):
             llm = LLM(weight_transfer_config={"backend": inproc.BACKEND}, **arguments)

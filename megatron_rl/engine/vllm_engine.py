@@ -19,6 +19,7 @@ from megatron_rl.distributed.straggler_barrier import StragglerBarrier
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.adapters import AdapterSettings, lora_arguments, start_adapters
 from megatron_rl.engine.conversations import Conversations
+from megatron_rl.engine.delta_nets import delta_arguments
 from megatron_rl.engine.engine import (
     ConversationSettings,
     EngineHooks,
@@ -131,6 +132,7 @@ class VllmEngine:
             "enable_expert_parallel": check_expert_parallel(expert_parallel, on_cuda=on_cuda),
         }  # fmt: skip
         arguments |= route_arguments(on_cuda=on_cuda) if routes else {}
+        arguments |= delta_arguments(self.shape, on_cuda=on_cuda)
         arguments |= lora_arguments(adapters, self.shape)
         arguments |= dict(further_arguments or {})
         self._llm = start_vllm(topology, arguments, tokenizer=tokenizer if stop else None)

@@ -27,6 +27,11 @@ def adapted_linears(
 
 def target_problems(shape: ModelShape, targets: Collection[str]) -> list[str]:
     """List why linears cannot have adapters."""
+    if shape.delta is not None:
+        return [
+            f"lora: adapters of {shape.architecture} are not supported, because targets would be "
+            "linears of its attention layers alone, one of four; unset lora"
+        ]
     if shape.latent is None or "qkv" not in targets:
         return []
     others = [target for target in targets if target != "qkv"]

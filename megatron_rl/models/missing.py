@@ -2,18 +2,6 @@
 
 from typing import Any
 
-_DELTA_NET = (
-    "its gated delta net layers: Megatron-core has "
-    "packs and context parallelism, with flash-linear-attention's CUDA kernels only, and nothing "
-    "here builds these layers"
-)
-MISSING = {
-    "Qwen3NextForCausalLM": _DELTA_NET,
-    "Qwen3_5ForCausalLM": _DELTA_NET,
-    "Qwen3_5MoeForCausalLM": _DELTA_NET,
-    "Qwen3_5ForConditionalGeneration": _DELTA_NET,
-    "Qwen3_5MoeForConditionalGeneration": _DELTA_NET,
-}
 MISSING_KEYS = {
     "dual_chunk_attention_config": "for sequences shorter than its chunk_size attention is the "
     "ordinary one: remove the key for runs whose sequences are",
@@ -27,18 +15,19 @@ TEXT_MODELS = {
     "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
+    "gpt_oss": "GptOssForCausalLM", "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }  # fmt: skip
 _DEFAULT_TEXT_MODELS = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
 
 
 def why_missing(architecture: str, config: dict[str, Any]) -> str | None:
     """Return what is missing for an architecture that is not supported; None if unknown."""
-    if architecture in MISSING:
-        return MISSING[architecture]
     texts = [config[part] for part in _TEXT_PARTS if isinstance(config.get(part), dict)]
     kind = _DEFAULT_TEXT_MODELS.get(architecture)
     if not texts and kind is None and not any(part in config for part in _OTHER_PARTS):

@@ -1,6 +1,7 @@
 """The shape of a model, read from its config.json: its sizes and the names of its weights."""
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 from megatron_rl.errors import UserError
 from megatron_rl.models.architectures import ARCHITECTURES
 from megatron_rl.models.config_keys import UNKNOWN, unsupported_keys, with_defaults
+from megatron_rl.models.delta_net import DeltaShape, delta_sizes, read_delta
 from megatron_rl.models.experts import ExpertShape, read_experts, unsupported_expert_features
 from megatron_rl.models.factors import Factors, factor_weights
 from megatron_rl.models.latent import (
@@ -54,6 +56,7 @@ class ModelShape:
     softmax_scale: float | None = None  # of attention scores; None: 1 / sqrt(head size)
     rotary_part: float = 1.0  # of each head, from its first element
     latent: LatentShape | None = None  # of multi-head latent attention
+    delta: DeltaShape | None = None  # of gated delta nets
     options: tuple[str, ...] = ()  # of the architecture, that this model sets
     lists_frozen: bool = True  # whether `weights` lists those that training does not change
     factors: Factors | None = None  # of adapters, which `weights` then lists alone
@@ -84,7 +87,8 @@ class ModelShape:
     @property
     def qk_norm(self) -> bool:
         """True if queries and keys are normalised per head."""
-        return QK_NORM[0] in self.weights
+        names = [weight.megatron for weight in self.weights if weight.size == ("head",)]
+        return QK_NORM[0].megatron in names
 
     @property
     def shared_expert_gate(self) -> bool:
@@ -111,10 +115,13 @@ class ModelShape:
             and (self.lists_frozen or not w.frozen)
         )
 
-    def layers_with(self, kind: Layers, among: range | None = None) -> range:
+    def layers_with(self, kind: Layers, among: range | None = None) -> Sequence[int]:
         """Return the layers of a kind, of all or of the consecutive layers `among`."""
         layers = range(self.num_layers) if among is None else among
         first = self.experts.first_layer if self.experts else self.num_layers
+        if kind in ("delta", "attention"):
+            nets = self.delta.layers if self.delta else ()
+            return [layer for layer in layers if (layer in nets) == (kind == "delta")]
         if kind == "dense":
             return range(layers.start, max(layers.start, min(first, layers.stop)))
         if kind == "experts":
@@ -134,6 +141,9 @@ class ModelShape:
             "one": 1,
             "heads": self.num_attention_heads,
         }
+        sizes["gated_query"] = 2 * sizes["query"]
+        if self.delta is not None:
+            sizes |= delta_sizes(self.delta)
         if self.factors is not None:
             sizes["adapter_rank"] = self.factors.rank
         if self.latent is not None:
@@ -159,7 +169,8 @@ def _unsupported_features(config: dict[str, Any], architecture: Architecture) ->
     """
     layer_types, pattern = config.get("layer_types") or [], architecture.traits.local_pattern
     unsupported = pattern.unsupported(config) if pattern else []
-    if pattern is None and any(kind != "full_attention" for kind in layer_types):
+    has_kinds = pattern is not None or architecture.has_delta_nets
+    if not has_kinds and any(kind != "full_attention" for kind in layer_types):
         unsupported.append("sliding-window attention in some layers")
     size = config.get("head_dim")
     is_free = size is None or "head_dim" in {*architecture.defaults, *architecture.ignored}
@@ -281,6 +292,7 @@ def build_shape(config: dict[str, Any]) -> ModelShape:
         rotary_part=read_rotary_part(config),
         options=architecture.set_options(config),
         latent=read_latent(config, scaling) if architecture.latent_attention else None,
+        delta=read_delta(config) if architecture.has_delta_nets else None,
     )
 
 
@@ -288,7 +300,8 @@ def weight_shapes(weight: Weight, *, shape: ModelShape) -> tuple[tuple[int, ...]
     """Return the shape of each HF tensor of `weight`, in the order of `weight.hf`."""
     sizes = shape.sizes
     rest = tuple(sizes[name] for name in weight.size[1:])
-    heights = ("query", "key", "key") if weight.cut == "qkv" else weight.heights
+    of_heads = {"qkv": ("query", "key", "key"), "gated_qkv": ("gated_query", "key", "key")}
+    heights = of_heads.get(weight.cut, weight.heights)
     if heights is not None:
         return tuple((sizes[name], *rest) for name in heights)
     return ((sizes[weight.size[0]], *rest),) * len(weight.hf)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-# Fields of ModelShape, ExpertShape and LatentShape, and their keys in config.json.
+# Fields of ModelShape, ExpertShape, LatentShape and DeltaShape, and their keys in config.json.
 _SIZES = {
     "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "head_dim": "head_dim",
     "num_attention_heads": "num_attention_heads", "num_query_groups": "num_key_value_heads",
@@ -17,6 +17,10 @@ _SIZES_OF_EXPERTS = {
 _SIZES_OF_LATENTS = {
     "rank": "kv_lora_rank", "rotated": "qk_rope_head_dim", "value": "v_head_dim",
 }  # fmt: skip
+_SIZES_OF_DELTA_NETS = {
+    "key_heads": "linear_num_key_heads", "value_heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim", "value_dim": "linear_value_head_dim",
+}  # fmt: skip
 
 
 def shape_problems(shape: Any) -> list[str]:
@@ -28,6 +32,7 @@ def shape_problems(shape: Any) -> list[str]:
     problems = _not_whole(shape, _SIZES)
     problems += _not_whole(experts, _SIZES_OF_EXPERTS) if experts else []
     problems += _not_whole(latent, _SIZES_OF_LATENTS) if latent else []
+    problems += _not_whole(shape.delta, _SIZES_OF_DELTA_NETS) if shape.delta else []
     window, numbers = shape.sliding_window, _numbers(shape)
     if window is not None and not _is_whole(window):
         problems.append(

@@ -17,6 +17,8 @@ class Traits:
     zero_centered_norms: norms multiply by 1 + weight.
     scaled_embeddings: embeddings are multiplied by sqrt(hidden size), rounded to the model's dtype.
     engine_shares_key_heads: vLLM copies a key head to several ranks where there are more ranks.
+    output_gate: attention's output is multiplied by the sigmoid of a gate.
+    engine_imports: packages that vLLM's code of this architecture imports, which others do not.
     local_only: what Transformer Engine's layers, as Megatron builds them, do not have.
     keys: brings a config.json to the keys that all architectures share. refuse: lists unsupported
     features in such a config.json.
@@ -29,6 +31,8 @@ class Traits:
     scaled_embeddings: bool = False
     local_pattern: LocalPattern | None = None
     engine_shares_key_heads: bool = True
+    output_gate: bool = False
+    engine_imports: tuple[str, ...] = ()
     local_only: str | None = None
     keys: Callable[[Keys], Keys] = dict
     refuse: Callable[[Keys], list[str]] = lambda config: []

@@ -17,16 +17,25 @@ from megatron_rl.models.traits import LIKE_LLAMA, Traits
 #   rows        rows split evenly (the output dimension of a column-parallel linear)
 #   columns     columns split evenly (the input dimension of a row-parallel linear)
 #   qkv         (q, k, v): Megatron interleaves them per query group, vLLM concatenates them
+#   gated_qkv   the same with [query; gate] of each head in q; Megatron's groups are queries, gates,
+#               key, value
 #   gate_up     (gate, up): each rank's [gate shard; up shard]
-Cut = Literal["replicated", "vocabulary", "rows", "columns", "qkv", "gate_up"]
+#   by_head     `parts` of each key head of a gated delta net: Megatron has a head's parts together,
+#               vLLM each rank's shards of the parts, one above the other
+Cut = Literal[
+    "replicated", "vocabulary", "rows", "columns", "qkv", "gated_qkv", "gate_up", "by_head"
+]
 Part = Literal["first", "layer", "expert", "last"]
 # A size by name; `ModelShape.sizes` has the values. "qkv" is the query size + 2 * the key size.
 Size = Literal["hidden", "query", "qkv", "head", "ffn", "expert_ffn", "shared_ffn",
                "experts", "vocabulary", "one",
                "query_rank", "rank", "latent", "keys_values", "values",
-               "heads", "expert_gate_up", "adapter_rank"]  # fmt: skip
-# Layers with a weight: all, those with a dense MLP, or those with a mixture of experts.
-Layers = Literal["all", "dense", "experts"]
+               "heads", "expert_gate_up", "adapter_rank", "gated_query", "gated_qkv",
+               "delta_keys", "delta_values", "delta_qkv", "delta_qkvz", "delta_ba",
+               "delta_heads", "delta_head", "kernel"]  # fmt: skip
+# Layers with a weight: all, those with a dense MLP, with a mixture of experts, with a gated delta
+# net, or with attention in a model that has such nets.
+Layers = Literal["all", "dense", "experts", "delta", "attention"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,7 @@ class Weight:
     local in Megatron names and global in HF names. `fused` is the name with Transformer Engine's
     layers if it differs. `size` is the shape of each HF tensor, (rows, columns) for matrices;
     `heights` are their rows if they differ.
+    `parts` are sections of the tensors, in order: (which tensor, rows); see `by_head`.
     `frozen` is a buffer in float32, whatever the other weights are, that training does not change.
     `stored` is the tensor of files that has all experts', each transposed (`stored_tensors.py`).
     """
@@ -52,6 +62,7 @@ class Weight:
     heights: tuple[Size, ...] | None = None
     frozen: bool = False
     stored: str | None = None
+    parts: tuple[tuple[int, Size], ...] = ()
 
 
 _L = "model.layers.{layer}."
@@ -245,6 +256,11 @@ class Architecture:
     def qkv_bias(self) -> bool:
         """True if the q, k and v projections of every model have biases."""
         return QKV_BIAS in self.weights_of(())
+
+    @property
+    def has_delta_nets(self) -> bool:
+        """True if layers have gated delta nets (`models/delta_net.py`)."""
+        return any(weight.layers == "delta" for weight in self.weights)
 
     @property
     def mixture_of_experts(self) -> bool:

@@ -40,13 +40,15 @@ def _automatic_sizes(num_layers: int, chunks: int) -> list[int]:
 
 def sharded_sizes(shape: ModelShape) -> tuple[tuple[str, int, str], ...]:
     """List what the actor's parallel sizes must divide: (kind of size, number, name)."""
-    heads = ("tensor", shape.num_attention_heads, "attention heads")
+    heads = [("tensor", shape.num_attention_heads, "attention heads")]
+    if shape.delta:
+        heads.append(("tensor", shape.delta.key_heads, "key heads of gated delta nets"))
     dense = [("tensor", shape.ffn_hidden_size, "feed-forward units")]
     if shape.experts is None:
-        return (heads, *dense)
+        return (*heads, *dense)
     shared = shape.experts.shared_ffn_hidden_size
     return (
-        heads,
+        *heads,
         *(dense if shape.layers_with("dense") else []),
         *([("tensor", shared, "units of the shared expert")] if shared else []),
         (

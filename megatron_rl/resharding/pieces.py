@@ -133,13 +133,13 @@ def _shard(total: int, rank: int, size: int) -> Span:
 
 
 def _width(size: tuple[int, ...]) -> Span:
-    return (0, size[1] if len(size) == 2 else 1)
+    return (0, 1 if len(size) == 1 else size[-1])
 
 
 def _simple_cuts(
     weight: Weight, *, shape: ModelShape, rank: int, size: int, padded_rows: int
 ) -> Iterator[_Cut]:
-    """Yield the cuts of every kind except qkv; `padded_rows` is the padded vocabulary."""
+    """Yield the cuts of every kind but those by head; `padded_rows` is the padded vocabulary."""
     sizes = weight_shapes(weight, shape=shape)
     height, width = sizes[0][0], _width(sizes[0])
     if weight.cut == "replicated":
@@ -155,6 +155,13 @@ def _simple_cuts(
             yield _Cut(0, (start, min(stop, height)), width)
     elif weight.cut == "columns":
         yield _Cut(0, (0, height), _shard(width[1], rank, size))
+    elif weight.cut == "by_head":
+        starts, top = [0] * len(sizes), 0
+        for index, name in weight.parts:
+            first, last = _shard(shape.sizes[name], rank, size)
+            yield _Cut(index, (starts[index] + first, starts[index] + last), width, top)
+            starts[index] += shape.sizes[name]
+            top += last - first
     else:
         assert weight.cut == "gate_up", f"no rule for {weight.cut}"
         span = _shard(height, rank, size)
@@ -162,37 +169,59 @@ def _simple_cuts(
             yield _Cut(index, span, width, index * (span[1] - span[0]))
 
 
-def _interleaved_qkv(weight: Weight, *, shape: ModelShape, rank: int, size: int) -> Iterator[_Cut]:
-    """Yield cuts in Megatron's order: per query group its query heads, its key, its value.
+def _interleaved(weight: Weight, *, shape: ModelShape, rank: int, size: int) -> Iterator[_Cut]:
+    """Yield cuts in Megatron's order: by query group, or by key head of a gated delta net.
 
     The rows in this order are divided evenly; with more ranks than key heads a shard may begin
     within a group, and even within a head.
     """
     width = _width(weight_shapes(weight, shape=shape)[0])
-    queries = shape.num_attention_heads // shape.num_query_groups * shape.head_dim
-    heights = (queries, shape.head_dim, shape.head_dim)
-    shard = _shard(shape.num_query_groups * sum(heights), rank, size)
+    blocks = list(_blocks_by_head(weight, shape))
+    shard = _shard(sum(height for _, _, height in blocks), rank, size)
     start = 0
+    for index, row, height in blocks:
+        top, bottom = max(start, shard[0]), min(start + height, shard[1])
+        if top < bottom:
+            first = row - start
+            yield _Cut(index, (first + top, first + bottom), width, top - shard[0])
+        start += height
+
+
+def _blocks_by_head(weight: Weight, shape: ModelShape) -> Iterator[tuple[int, int, int]]:
+    """Yield (tensor, first row, rows) of each block of consecutive rows, in Megatron's order."""
+    if weight.cut == "by_head":
+        assert shape.delta is not None, f"{weight.megatron} without its sizes"
+        for head in range(shape.delta.key_heads):
+            starts = [0] * len(weight.hf)
+            for index, name in weight.parts:
+                height = shape.sizes[name] // shape.delta.key_heads
+                yield index, starts[index] + head * height, height
+                starts[index] += shape.sizes[name]
+        return
+    size = shape.head_dim
+    heads = shape.num_attention_heads // shape.num_query_groups
     for group in range(shape.num_query_groups):
-        for index, height in enumerate(heights):
-            top, bottom = max(start, shard[0]), min(start + height, shard[1])
-            if top < bottom:
-                first = group * height - start
-                yield _Cut(index, (first + top, first + bottom), width, top - shard[0])
-            start += height
+        if weight.cut == "gated_qkv":
+            own = range(group * heads, (group + 1) * heads)
+            yield from ((0, 2 * head * size, size) for head in own)
+            yield from ((0, (2 * head + 1) * size, size) for head in own)
+        else:
+            yield 0, group * heads * size, heads * size
+        yield from ((index, group * size, size) for index in (1, 2))
 
 
 def _concatenated_qkv(weight: Weight, *, shape: ModelShape, rank: int, size: int) -> Iterator[_Cut]:
     """Yield cuts in vLLM's order: query, key, value heads; too few key heads are repeated."""
     offset = 0
     for index, whole in enumerate(weight_shapes(weight, shape=shape)):
-        heads = whole[0] // shape.head_dim
+        dim = shape.head_dim * (2 if weight.cut == "gated_qkv" and index == 0 else 1)
+        heads = whole[0] // dim
         if heads >= size:
             first, last = _shard(heads, rank, size)
         else:
             first = rank * heads // size
             last = first + 1
-        rows = (first * shape.head_dim, last * shape.head_dim)
+        rows = (first * dim, last * dim)
         yield _Cut(index, rows, _width(whole), offset)
         offset += rows[1] - rows[0]
 
@@ -231,8 +260,8 @@ def megatron_pieces(
 
     def add(weight: Weight, name: str, places: Iterable[tuple[int, int, int, int]]) -> None:
         rank, size = (expert_rank, expert_size) if weight.part == "expert" else (tp_rank, tp_size)
-        if weight.cut == "qkv":
-            cuts = list(_interleaved_qkv(weight, shape=shape, rank=rank, size=size))
+        if weight.cut in ("qkv", "gated_qkv", "by_head"):
+            cuts = list(_interleaved(weight, shape=shape, rank=rank, size=size))
         else:
             cuts = list(
                 _simple_cuts(weight, shape=shape, rank=rank, size=size, padded_rows=padded_rows)
@@ -268,6 +297,8 @@ def vllm_pieces(
     """
     heads, groups = shape.num_attention_heads, shape.num_query_groups
     of = "vLLM's tensor parallel size"
+    if shape.delta:
+        require_divisible(shape.delta.key_heads, "key heads of gated delta nets", by=tp_size, of=of)
     if shape.layers_with("dense"):
         require_divisible(shape.ffn_hidden_size, "feed-forward units", by=tp_size, of=of)
     if shape.experts and expert_parallel:
@@ -296,7 +327,7 @@ def vllm_pieces(
                     0,
                     1,
                 )
-        if weight.cut == "qkv":
+        if weight.cut in ("qkv", "gated_qkv"):
             cuts = list(_concatenated_qkv(weight, shape=shape, rank=rank, size=size))
         else:
             cuts = list(
@@ -322,8 +353,10 @@ def vllm_parameter_shapes(
     pieces = vllm_pieces(shape, tp_rank=tp_rank, tp_size=tp_size, expert_parallel=expert_parallel)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (height, width) in parameter_shapes(pieces).items():
-        is_vector = name.endswith(("bias", "sinks")) or "norm" in name
+        is_vector = name.endswith(("bias", "sinks", "A_log")) or "norm" in name
         shapes[name] = (height,) if is_vector else (height, width)
+        if name.endswith("conv1d.weight"):
+            shapes[name] = (height, 1, width)
         if ".experts." in name:
             assert shape.experts is not None, f"{name} needs experts"
             count = shape.experts.num_experts // (tp_size if expert_parallel else 1)

@@ -72,6 +72,25 @@ LATENT = {
     "num_key_value_heads": 4,
     "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
 }
+# Each stage has a gated delta net; the second layer and the last one have attention.
+HYBRID = {
+    "head_dim": 16,
+    "rms_norm_eps": 1e-3,  # otherwise transformers itself is 6e-5 from float64
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.25,
+    },
+}
+HYBRID_EXPERTS = {
+    **{key: value for key, value in EXPERTS.items() if key != "decoder_sparse_step"},
+    "shared_expert_intermediate_size": 28,
+}
 MODELS = {
     "llama": ("LlamaConfig", {"rope_parameters": LLAMA3}),
     # Sequences of up to 49 tokens: an error of one token in the window changes the log-probs.
@@ -114,6 +133,9 @@ MODELS = {
         # The first pipeline stage has no experts; latents are normalised with another epsilon.
         {**GROUPED, **LATENT, "first_k_dense_replace": 2, "rms_norm_eps": 1e-3},
     ),
+    "qwen3_next": ("Qwen3NextConfig", {**HYBRID, **HYBRID_EXPERTS, "norm_topk_prob": True}),
+    "qwen3_5": ("Qwen3_5TextConfig", HYBRID),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**HYBRID, **HYBRID_EXPERTS}),
     "glm4_moe": ("Glm4MoeConfig", {**GROUPED, "use_qk_norm": True, "attention_bias": True}),
 }
 

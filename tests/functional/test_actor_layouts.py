@@ -46,8 +46,10 @@ def make_model(folder: Path, *, tied: bool, seed: int = 3) -> None:
 def randomise(model):
     """Weights and biases that matter."""
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):  # states of gated delta nets last for dozens of tokens
+                parameter.normal_(-3, 1)
+            elif parameter.dim() > 1:
                 parameter.normal_(0, 0.2)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.2)

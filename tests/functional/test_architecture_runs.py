@@ -22,7 +22,7 @@ SETTINGS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["Gemma3", "GptOss", "Glm4Moe", "DeepseekV3"])
+@pytest.mark.parametrize("name", ["Gemma3", "GptOss", "Glm4Moe", "DeepseekV3", "Qwen3_5Moe"])
 def test_training_in_bfloat16_moves_every_weight(name, tmp_path):
     make_task()
     folder = tmp_path / "model"

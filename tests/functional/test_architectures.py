@@ -14,7 +14,11 @@ from tests.ranks import run_ranks
 from tests.unit.data.tokenizer_folders import byte_level, write_folder
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+CONFIGS = {
+    "Gemma3": "Gemma3TextConfig",
+    "Qwen3_5": "Qwen3_5TextConfig",
+    "Qwen3_5Moe": "Qwen3_5MoeTextConfig",
+}
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "truncate": False,
         "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}  # fmt: skip
 GPT_OSS = {
@@ -51,6 +55,16 @@ LATENT = {
         "mscale_all_dim": 0.7, "original_max_position_embeddings": 32,
     },
 }  # fmt: skip
+HYBRID = {
+    "head_dim": 64, "num_hidden_layers": 3, "rms_norm_eps": 1e-3,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 64, "layer_types": [
+        "linear_attention", "full_attention", "linear_attention",
+    ],
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25,
+    },
+}  # fmt: skip
 SEQUENCES = [[3, 5, 7, 11, 13], list(range(40, 70)), [299, 298, 1]]
 
 
@@ -73,12 +87,16 @@ def _save_model(name: str, folder: Path) -> None:
         sizes["head_dim"] = 64  # not hidden size / heads
     if name == "Mistral":
         sizes |= {"head_dim": 64, "sliding_window": 5}  # the longest sequence has 30 tokens
-    if name.startswith("Qwen") and name.endswith("Moe"):
+    if name in ("Qwen2Moe", "Qwen3Moe"):
         sizes |= EXPERTS | {"norm_topk_prob": name == "Qwen3Moe"}
     if name.startswith("Deepseek"):
         sizes |= GROUPED | LATENT | {"q_lora_rank": 48 if name == "DeepseekV3" else None}
     if name == "Glm4Moe":
         sizes |= GROUPED | {"use_qk_norm": True, "attention_bias": True}
+    if name in ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe"):
+        sizes |= HYBRID
+    if name in ("Qwen3Next", "Qwen3_5Moe"):
+        sizes |= EXPERTS | {"shared_expert_intermediate_size": 192}
     if name == "Qwen2Moe":
         sizes["shared_expert_intermediate_size"] = 192
     sizes |= {"Gemma3": GEMMA3, "GptOss": GPT_OSS}.get(name, {})
@@ -93,6 +111,8 @@ def _save_model(name: str, folder: Path) -> None:
             # Larger biases would make attention nearly independent of its tokens.
             is_scale = parameter.dim() == 1 and "bias" not in parameter_name
             parameter.copy_(1 + 0.3 * noise if is_scale else 0.1 * noise)
+            if parameter_name.endswith("A_log"):  # states last for dozens of tokens
+                parameter.copy_(noise - 3)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator))
@@ -169,6 +189,9 @@ def _check_stop(engine, tokenizer):
         "Qwen3",
         "Qwen3Moe",
         "Qwen2Moe",
+        "Qwen3Next",
+        "Qwen3_5",
+        "Qwen3_5Moe",
         "Gemma3",
         "GptOss",
         "Glm4Moe",

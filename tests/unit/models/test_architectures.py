@@ -19,7 +19,19 @@ SIZES = {
     "num_key_value_heads": 4,
     "head_dim": 8,
 }
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+CONFIGS = {
+    "Gemma3": "Gemma3TextConfig",
+    "Qwen3_5": "Qwen3_5TextConfig",
+    "Qwen3_5Moe": "Qwen3_5MoeTextConfig",
+}
+HYBRID = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 
 
@@ -42,6 +54,10 @@ LATENT = {
 
 def _config(name: str, **changes):
     sizes = SIZES | (EXPERTS if name.endswith("Moe") else {}) | changes
+    if name in ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe"):
+        sizes = SIZES | HYBRID | changes
+    if name in ("Qwen3Next", "Qwen3_5Moe"):
+        sizes |= EXPERTS | {"shared_expert_intermediate_size": 20} | changes
     if name == "DeepseekV3":
         sizes = SIZES | GROUPED | LATENT | changes
     if name == "Glm4Moe":
@@ -65,6 +81,9 @@ NAMES = [
     "Mistral",
     "Qwen3",
     "Qwen3Moe",
+    "Qwen3Next",
+    "Qwen3_5",
+    "Qwen3_5Moe",
     "Gemma3",
     "Glm4Moe",
     "DeepseekV3",
@@ -109,8 +128,6 @@ def test_yarn_positions_are_original_positions_times_factor(tmp_path):
     ("changes", "named"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
-        ({"architectures": ["Qwen3NextForCausalLM"]}, "gated delta net layers: Megatron-core"),
-        ({"architectures": ["Qwen3_5MoeForCausalLM"]}, "flash-linear-attention"),
         ({"use_sliding_window": True}, "use_sliding_window=true"),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 4}},

@@ -13,7 +13,7 @@ from megatron_rl.models.shape import read_model_shape
 from tests.unit.models.test_architectures import _config
 
 NAMES = ["Qwen2", "Qwen2Moe", "Llama", "Mistral", "Qwen3", "Qwen3Moe", "Gemma3", "Glm4Moe",
-         "DeepseekV3", "GptOss"]  # fmt: skip
+         "DeepseekV3", "GptOss", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe"]  # fmt: skip
 # No default of a configuration class, so that a missing key changes what is read.
 OTHER = {
     "rms_norm_eps": 3e-4, "max_position_embeddings": 96, "sliding_window": 5,
@@ -228,7 +228,11 @@ def test_quantized_weights_of_modelopt_are_refused_by_their_file(tmp_path):
         ("LlavaForConditionalGeneration", {"text_config": {"model_type": "llama"}}, "as LlamaFor"),
         ("Qwen2_5_VLForConditionalGeneration", {"vision_config": {}}, "text model, None, is not"),
         ("Llama4ForConditionalGeneration", {"text_config": {"model_type": "llama4_text"}}, "llama"),
-        ("Qwen3_5ForConditionalGeneration", {"text_config": {}}, "gated delta net"),
+        (
+            "Qwen3_5ForConditionalGeneration",
+            {"text_config": {}},
+            "save it by itself as Qwen3_5ForC",
+        ),
     ],
 )
 def test_models_of_several_modalities_are_refused_with_what_can_be_done(

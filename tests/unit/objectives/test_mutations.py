@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.advantages import group_relative_advantages
-from megatron_rl.distributed import sequence_statistics
+from megatron_rl.distributed import chunk_scan, sequence_statistics
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import (
     TokenInputs,
@@ -371,9 +371,9 @@ CP_MUTATIONS = {
         "before = 0 * carry.reshape(-1)",
     ),
     "chunks in the order of ranks": (
-        sequence_statistics._carry_in,
-        "gathered[:, :, 1].flip(0)",
-        "gathered[:, :, 1]",
+        chunk_scan.order_chunks,
+        "by_rank[:, 1].flip(0)",
+        "by_rank[:, 1]",
     ),
     "the carry includes the chunk itself": (
         sequence_statistics._carry_in,

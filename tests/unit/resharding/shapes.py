@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from megatron_rl.models.architectures import ARCHITECTURES
+from megatron_rl.models.delta_net import DeltaShape
 from megatron_rl.models.latent import LatentShape
 from megatron_rl.models.shape import ExpertShape, ModelShape, tensor_shapes
 
@@ -30,6 +32,8 @@ def small_shape(architecture: str = "Qwen2ForCausalLM", **changes) -> ModelShape
             "Qwen3MoeForCausalLM": ExpertShape(4, 2, 12, True),
             "GptOssForCausalLM": ExpertShape(4, 2, 12, True),
             "Qwen2MoeForCausalLM": ExpertShape(4, 2, 12, False, shared_ffn_hidden_size=28),
+            "Qwen3NextForCausalLM": ExpertShape(4, 2, 12, True, shared_ffn_hidden_size=28),
+            "Qwen3_5MoeForCausalLM": ExpertShape(4, 2, 12, True, shared_ffn_hidden_size=28),
             "Glm4MoeForCausalLM": DENSE_FIRST,
             "DeepseekV3ForCausalLM": DENSE_FIRST,
         }.get(architecture),
@@ -37,6 +41,9 @@ def small_shape(architecture: str = "Qwen2ForCausalLM", **changes) -> ModelShape
             "Glm4MoeForCausalLM": ("attention_bias", "use_qk_norm"),
             "DeepseekV3ForCausalLM": ("q_lora_rank",),
         }.get(architecture, ()),
+        "delta": DeltaShape(8, 16, 3, 5, 4, layers=(0, 2, 3))
+        if ARCHITECTURES[architecture].has_delta_nets
+        else None,
         "latent": LatentShape(6, 5, 2, 3) if architecture.startswith("Deepseek") else None,
     }
     return ModelShape(**(sizes | changes))

@@ -113,6 +113,62 @@ def test_vllm_pieces_match_vllm_sharding(tp_size):
         assert torch.equal(local["model.layers.2.mlp.gate_up_proj.weight"], torch.cat([gate, up]))
 
 
+def _by_key_head(*parts, key_heads=8):
+    """Put the rows of each key head together: part by part, as in Megatron's parameter."""
+    return torch.cat([part.unflatten(0, (key_heads, -1)) for part in parts], dim=1).flatten(0, 1)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+def test_megatron_has_the_rows_of_a_head_together(tp_size):
+    # 8 key heads of 3, 16 value heads of 5; attention: 8 heads of 4 in 4 groups.
+    shape = small_shape("Qwen3_5ForCausalLM")
+    tensors = numbered_tensors(shape)
+    net, attention = "model.layers.2.linear_attn.", "model.layers.1.self_attn."
+    qkv, z, b, a, conv = (
+        tensors[f"{net}{name}.weight"]
+        for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d")
+    )
+    q, gate = tensors[f"{attention}q_proj.weight"].unflatten(0, (8, 2, 4)).unbind(1)
+    k, v = (tensors[f"{attention}{name}_proj.weight"] for name in "kv")
+    heads = (q.flatten(0, 1), gate.flatten(0, 1), k, v)
+    expected = {
+        "2.self_attention.linear_qkvz.weight": _by_key_head(*qkv.split([24, 24, 80]), z),
+        "2.self_attention.linear_ba.weight": _by_key_head(b, a),
+        "2.self_attention.conv1d.weight": _by_key_head(*conv.squeeze(1).split([24, 24, 80])),
+        "2.self_attention.A_log": tensors[f"{net}A_log"][:, None],
+        "1.self_attention.linear_qkv.weight": _by_key_head(*heads, key_heads=4),
+    }
+    for rank in range(tp_size):
+        local = _fill(megatron_pieces(shape, tp_rank=rank, tp_size=tp_size), tensors)
+        for name, whole in expected.items():
+            assert torch.equal(local[f"decoder.layers.{name}"], whole.chunk(tp_size)[rank]), name
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+def test_vllm_has_shards_of_the_parts_of_a_net(tp_size):
+    shape = small_shape("Qwen3_5ForCausalLM")
+    tensors = numbered_tensors(shape)
+    net, attention = "model.layers.2.linear_attn.", "model.layers.1.self_attn."
+    q, k, v = tensors[f"{net}in_proj_qkv.weight"].split([24, 24, 80])
+    z, b, a = (tensors[f"{net}in_proj_{name}.weight"] for name in "zba")
+    conv = tensors[f"{net}conv1d.weight"].squeeze(1).split([24, 24, 80])
+    for rank in range(tp_size):
+        local = _fill(vllm_pieces(shape, tp_rank=rank, tp_size=tp_size), tensors)
+
+        def own(*parts, rank=rank):
+            return torch.cat([part.chunk(tp_size)[rank] for part in parts])
+
+        assert torch.equal(local[f"{net}in_proj_qkvz.weight"], own(q, k, v, z))
+        assert torch.equal(local[f"{net}in_proj_ba.weight"], own(b, a))
+        assert torch.equal(local[f"{net}conv1d.weight"], own(*conv))
+        # A head's query and gate stay together; with 8 ranks two of them share a key head.
+        shared = {"rank": rank // 2} if tp_size == 8 else {}
+        keys = [tensors[f"{attention}{name}_proj.weight"] for name in "kv"]
+        keys = [key.chunk(min(tp_size, 4))[shared.get("rank", rank)] for key in keys]
+        expected = torch.cat([own(tensors[f"{attention}q_proj.weight"]), *keys])
+        assert torch.equal(local[f"{attention}qkv_proj.weight"], expected)
+
+
 # In the names of tensors that every tensor-parallel rank has whole.
 WHOLE = ("norm", ".gate.", "expert_gate.", "_a_proj", "o_proj.bias", "router.")
 
