@@ -4,7 +4,8 @@ On torch's `meta` device the composite forms of these operations would run inste
 tensors that never exist on a GPU. Each function takes the arguments of the function it replaces,
 allocates the kernel's outputs and temporaries, and saves the same tensors for the backward pass.
 Sources: torch's aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (attention) and
-native/cuda/layer_norm_kernel.cu (norm). Functions that Megatron-core compiles count as one kernel.
+native/cuda/layer_norm_kernel.cu (norm), flash-linear-attention's fla/ops/gated_delta_rule/chunk.py
+(gated delta rule). Functions that Megatron-core compiles count as one kernel.
 """
 
 from __future__ import annotations
@@ -128,3 +129,84 @@ def attention(count: Callable[[int], None]) -> Callable[..., Tensor]:
         return _Attention.apply(query, key, value, count, window)
 
     return attend
+
+
+BLOCK = 64  # tokens of a block of flash-linear-attention's kernel
+
+
+class _DeltaRule(torch.autograd.Function):
+    """Gated delta rule that saves its inputs and one [BLOCK]-row of products for each token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        before: Tensor | None,
+        count: Callable[[int], None],
+        sequences: int,
+    ) -> tuple[Tensor, Tensor]:
+        sums = torch.empty_like(g, dtype=torch.float32)
+        products = v.new_empty((*v.shape[:-1], BLOCK))
+        temporary = _delta_temporaries(q, v, sequences)
+        out = torch.empty_like(v)
+        after = v.new_empty((sequences, *v.shape[2:3], q.shape[-1], v.shape[-1])).float()
+        del temporary
+        ctx.save_for_backward(q, k, v, sums, beta, products, before)
+        ctx.count, ctx.sequences = count, sequences
+        count(_delta_flops(q, v))
+        return out, after
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sums, beta, _, before = ctx.saved_tensors
+        ctx.count(3 * _delta_flops(q, v))  # the forward pass again, and two products for each
+        temporary = [_delta_temporaries(q, v, ctx.sequences) for _ in range(2)]
+        by_value_head = [v.new_empty((*v.shape[:-1], q.shape[-1])) for _ in range(2)]
+        given = [torch.empty_like(x) for x in (q, k, v, sums, beta)]
+        del temporary, by_value_head
+        return (*given, None if before is None else torch.empty_like(before), None, None)
+
+
+def _delta_temporaries(q: Tensor, v: Tensor, sequences: int) -> list[Tensor]:
+    """Return w, u, corrected values, and the states before all blocks."""
+    tokens, heads, key, value = v.shape[1], v.shape[2], q.shape[-1], v.shape[-1]
+    blocks = -(-tokens // BLOCK) + sequences // 2  # ends of chunks are half full on average
+    return [
+        v.new_empty((1, tokens, heads, key)),
+        torch.empty_like(v),
+        torch.empty_like(v),
+        v.new_empty((1, blocks, heads, key, value)),
+    ]
+
+
+def _delta_flops(q: Tensor, v: Tensor) -> int:
+    """Return the FLOPs of all products of the rule's chunked form."""
+    tokens, heads, key, value = v.shape[1], v.shape[2], q.shape[-1], v.shape[-1]
+    in_block = BLOCK * (2 * key + key + value + value)  # k k^T, q k^T; w, u; outputs
+    with_state = 3 * key * value  # w S, q S, update
+    return 2 * tokens * heads * (in_block + with_state)
+
+
+def gated_delta(count: Callable[[int], None]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return flash-linear-attention's call: q, k [1, t, K, d_k], v [1, t, H, d_v]; see the rule."""
+
+    def rule(
+        *,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        scale: float,
+        initial_state: Tensor | None,
+        output_final_state: bool,
+        cu_seqlens: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        sequences = len(cu_seqlens) - 1
+        return _DeltaRule.apply(q, k, v, g, beta, initial_state, count, sequences)
+
+    return rule

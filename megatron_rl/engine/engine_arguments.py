@@ -23,6 +23,7 @@ REFUSED = {
                      "distributed_executor_backend"), _PROCESSES),
     **dict.fromkeys(("skip_tokenizer_init", "tokenizer_mode", "tokenizer_revision",
                      "enable_sleep_mode", "weight_transfer_config"), _OWN),
+    "mamba_ssm_cache_dtype": "states of gated delta nets are float32, as in training",
     "trust_remote_code": "set model.trust_remote_code, which is for tokenizers",
     "enable_return_routed_experts": "set model.routing_replay",
     **dict.fromkeys(("load_format", "quantization", "quantization_config",
@@ -44,13 +45,23 @@ CPU_LATENT = 576  # of CPUMLABackend, whose kernel exists for this size alone
 
 
 def cpu_engine_problems(
-    *, head_dim: int, expert_parallel: bool, latent: int | None = None
+    *,
+    head_dim: int,
+    expert_parallel: bool,
+    latent: int | None = None,
+    cached_states: bool = False,
 ) -> list[str]:
     """List the reasons why vLLM cannot run this model on a CPU.
 
     latent: what latent attention caches of a token, instead of keys and values of heads.
+    cached_states: whether prefixes of a model with gated delta nets are cached.
     """
     problems = []
+    if cached_states:
+        problems.append(
+            "rollout.engine.enable_prefix_caching=true: on a CPU vLLM does not cache prefixes of "
+            "models with gated delta nets; remove it"
+        )
     if latent is not None and latent != CPU_LATENT:
         problems.append(
             f"model.path: its kv_lora_rank + qk_rope_head_dim is {latent}, but on a CPU vLLM "

@@ -167,11 +167,16 @@ def _further_model_problems(config: Config, shape: ModelShape | None) -> list[st
     if config.lora is not None and config.lora.path is not None and shape is not None:
         problems += _adapter_problems(config, config.lora, shape)
     experts = shape.experts if shape is not None else None
-    untested = shape is not None and experts and (experts.scoring == "sigmoid" or shape.has_sinks)
+    untested = (
+        shape is not None
+        and experts
+        and (experts.scoring == "sigmoid" or shape.has_sinks or shape.delta is not None)
+    )
     if config.model.routing_replay == "engine" and untested:
         problems.append(
-            "model.routing_replay=engine: the engine's routes of gpt-oss and of models that score "
-            "experts by sigmoids are untested; set it to behavior"
+            "model.routing_replay=engine: the engine's routes of gpt-oss, of models that score "
+            "experts by sigmoids and of models with gated delta nets are untested; set it to "
+            "behavior"
         )
     if config.model.routing_replay != "none" and shape is not None and experts is None:
         problems.append(

@@ -97,6 +97,8 @@ def _input_problems(
                 head_dim=shape.head_dim,
                 expert_parallel=config.rollout.expert_parallel,
                 latent=shape.sizes["latent"] if shape.latent else None,
+                cached_states=shape.delta is not None
+                and bool(config.rollout.engine.get("enable_prefix_caching")),
             )
         if not _is_named("model.path", known) and not _is_named("--model", known):
             more, prompts = prompt_problems(environment.with_tools(), shape, usable)

@@ -27,7 +27,7 @@ MODELS = {
     "qwen2_5_32b": 64, "qwen2_5_7b_lora": 1, "qwen2_5_32b_lora": 8, "mistral_7b": 32,
     "qwen3_30b_a3b": 32, "qwen3_235b_a22b": 256, "gemma_3_4b": 16,
     "glm_4_5_air": 64, "moonlight_16b_a3b": 8,
-    "gpt_oss_20b": 32,
+    "gpt_oss_20b": 32, "qwen3_5_35b_a3b": 32, "qwen3_next_80b_a3b": 64,
 }  # fmt: skip
 R1_DISTILL = QWEN2 | {
     "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
@@ -81,6 +81,8 @@ SHAPES = {
 }  # fmt: skip
 
 SHAPES["glm_4_5_air"] = CONFIGS["GLM-4.5-Air"]
+SHAPES["qwen3_5_35b_a3b"] = CONFIGS["Qwen3.5-35B-A3B-text"]
+SHAPES["qwen3_next_80b_a3b"] = CONFIGS["Qwen3-Next-80B-A3B-Instruct"]
 SHAPES["moonlight_16b_a3b"] = CONFIGS["Moonlight-16B-A3B-Instruct"]
 SHAPES |= {f"{name}_lora": SHAPES[name] for name in ("qwen2_5_7b", "qwen2_5_32b")}
 

@@ -150,7 +150,8 @@ def write_config_json(shape: ModelShape, folder: Path) -> Path:
     """
     sizes = {"num_hidden_layers": shape.num_layers}
     if shape.experts is not None:
-        sizes["n_routed_experts"] = shape.experts.num_experts
+        key = "num_experts" if shape.delta else "n_routed_experts"
+        sizes[key] = shape.experts.num_experts
     candidates = (published | sizes for published in CONFIGS.values())
     known = next((config for config in candidates if build_shape(config) == shape), None)
     values: dict[str, Any] = known or {

@@ -195,4 +195,5 @@ def cached_elements(shape: ModelShape, tensor: int) -> float:
     """
     if shape.latent is not None:
         return shape.num_layers * shape.sizes["latent"]
-    return 2 * shape.num_layers * max(1.0, shape.num_query_groups / tensor) * shape.head_dim
+    layers = shape.layers_with("attention") if shape.delta else range(shape.num_layers)
+    return 2 * len(layers) * max(1.0, shape.num_query_groups / tensor) * shape.head_dim

@@ -41,6 +41,22 @@ _LATENT: dict[str, Any] = {
     "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
 }
+# Sizes of transformers' configuration classes, whose defaults are those of these two models.
+_HYBRID: dict[str, Any] = {
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "rope_theta": 1e7,
+    "rms_norm_eps": 1e-6,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "GLM-4.5-Air": _GLM
     | {
@@ -52,6 +68,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 1.0,
         "use_qk_norm": False,
+    },
+    "Qwen3-Next-80B-A3B-Instruct": _HYBRID
+    | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "num_hidden_layers": 48,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "vocab_size": 151936,
+    },
+    "Qwen3.5-35B-A3B-text": _HYBRID
+    | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "num_hidden_layers": 40,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "vocab_size": 248320,
     },
     "GLM-4.5": _GLM_LARGE,
     "GLM-4.7": _GLM_LARGE | {"max_position_embeddings": 202752},

@@ -30,3 +30,5 @@ def test_cpu_head_sizes_match_vllm():
 
     assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
     assert not cpu_engine_problems(head_dim=64, expert_parallel=False)
+    (problem,) = cpu_engine_problems(head_dim=64, expert_parallel=False, cached_states=True)
+    assert "enable_prefix_caching=true: on a CPU vLLM does not cache prefixes" in problem
