@@ -31,8 +31,8 @@ from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rl.actor import actor as actor_module
-from megatron_rl.actor import device as device_module
 from megatron_rl.actor import delta_kernel, dry_run_kernels, norms
+from megatron_rl.actor import device as device_module
 from megatron_rl.actor import reference as reference_module
 from megatron_rl.distributed import context_attention
 from megatron_rl.distributed.topology import Topology

@@ -131,10 +131,9 @@ class VllmEngine:
             "gpu_memory_utilization": gpu_memory_utilization,
             "enable_expert_parallel": check_expert_parallel(expert_parallel, on_cuda=on_cuda),
         }  # fmt: skip
-        arguments |= route_arguments(on_cuda=on_cuda) if routes else {}
         arguments |= delta_arguments(self.shape, on_cuda=on_cuda)
-        arguments |= lora_arguments(adapters, self.shape)
-        arguments |= dict(further_arguments or {})
+        arguments |= route_arguments(on_cuda=on_cuda) if routes else {}
+        arguments |= lora_arguments(adapters, self.shape) | dict(further_arguments or {})
         self._llm = start_vllm(topology, arguments, tokenizer=tokenizer if stop else None)
         self._routes = EngineRoutes(self._llm, self.shape, on_cuda=on_cuda) if routes else None
         self._adapters = start_adapters(self._llm, self, adapters, self._resharder.settings)

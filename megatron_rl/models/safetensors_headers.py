@@ -18,6 +18,7 @@ SINGLE = "model.safetensors"
 FLOATS = ("F32", "F16", "BF16", "F64")
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_LISTED_PROBLEMS = 3  # per message
+EXPERTS_IN_ONE = ".mlp.experts.gate_up_proj"
 DOWNLOAD_AGAIN = "download it again"
 
 
@@ -87,6 +88,12 @@ def check_headers(folder: str | Path, shape: ModelShape) -> None:
             mismatched.append(f"{name} has shape {stored}, but config.json requires {size}")
         elif (dtype := entry["dtype"]) not in FLOATS:
             mismatched.append(f"{name} has dtype {dtype}: quantized weights are not supported")
+    if missing and any(name.endswith(EXPERTS_IN_ONE) for name in files):
+        raise UserError(
+            f"weights in {folder} have the experts of a layer in one tensor (*{EXPERTS_IN_ONE}), "
+            f"which is not supported for {shape.architecture}: save the text model by itself with "
+            "transformers, which writes them one by one, see docs/models.md#several-modalities"
+        )
     if missing or mismatched:
         suggestions = [f"a file may be missing: {DOWNLOAD_AGAIN}"] * bool(missing)
         suggestions += ["config.json and weights must be of one model, not quantized"] * bool(

@@ -131,6 +131,42 @@ def check_chunks(row):
         row.at_most(f"{str(dtype)[6:]} output error", error, bound)
 
 
+def check_delta_rule(row):
+    """Compare flash-linear-attention's gated delta rule with torch's in float64.
+
+    Also of each chunk's map M, of which context parallelism multiplies 2 cp - 1 in a row.
+    """
+    from megatron_rl.actor.delta_kernel import PACKAGE, find_kernel, kernel_rule
+    from megatron_rl.distributed.gated_delta import torch_rule
+    from megatron_rl.distributed.sequence_layout import SequenceLayout
+
+    kernel = find_kernel()
+    if DEVICE == "cpu" or kernel is None:
+        raise Skipped(f"needs CUDA and {PACKAGE}")
+    torch.manual_seed(0)
+    lengths, key_heads, heads, size = (1024, 96, 2048, 512), 4, 8, 128
+    total, chunks = sum(lengths), len(lengths)
+    layout = SequenceLayout(lengths, torch.ones(total, dtype=torch.bool, device=DEVICE))
+    q, k = (F.normalize(torch.randn(total, key_heads, size, device=DEVICE), dim=-1) for _ in "qk")
+    v = F.pad(torch.randn(total, heads, size, device=DEVICE), (0, size))
+    # Per token the decay is 0.99 on average, so that a chunk's M is not zero.
+    g = -0.02 * torch.rand(total, heads, device=DEVICE)
+    beta = torch.rand(total, heads, device=DEVICE)
+    low = [x.to(LOW).requires_grad_() for x in (q, k, v)] + [x.requires_grad_() for x in (g, beta)]
+    eye = F.pad(torch.eye(size, device=DEVICE), (size, 0)).expand(chunks, heads, size, 2 * size)
+    results = []
+    for rule, dtype in ((kernel_rule(kernel), None), (torch_rule, torch.float64)):
+        given = low if dtype is None else [x.detach().to(dtype).requires_grad_() for x in low]
+        before = eye if dtype is None else eye.to(dtype)
+        out, after = rule(*given, before, layout)
+        grads = torch.autograd.grad(out.double().square().sum() + after.double().sum(), given)
+        results.append([out, *after.split(size, dim=-1), *grads])
+    names = ("outputs", "B", "M", *(f"gradient of {name}" for name in ("q", "k", "v", "g", "beta")))
+    for name, mine, plain in zip(names, *results, strict=True):
+        gap = ((mine.double() - plain.double()).norm() / plain.double().norm()).item()
+        row.at_most(f"{name} error", gap, 2e-2)
+
+
 def check_memory(row):
     """Check that the peak memory of attention, forward and backward, grows linearly."""
     if DEVICE == "cpu":

@@ -65,6 +65,7 @@ ORDER = (
     Planned(numerics.check_head, "numerics", 0.3),
     Planned(numerics.check_attention, "numerics", 3.9),
     Planned(numerics.check_chunks, "numerics", 1.0),
+    Planned(numerics.check_delta_rule, "numerics", 20),
     Planned(numerics.check_memory, "numerics", 2.7),
     Planned(actors.check_parity, "layers", 24.5),
     Planned(actors.check_transformer_engine, "layers", 9.9),

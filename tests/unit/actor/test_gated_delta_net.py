@@ -5,6 +5,7 @@ Four ranks, tensor 2 with sequence parallelism x context 2, in float64; packs of
 
 import functools
 import inspect
+import itertools
 import textwrap
 
 import numpy as np
@@ -52,7 +53,7 @@ def by_sequence(rule):
         q, k = (x.repeat_interleave(repeats, dim=2) for x in (q, k))
         outs, finals = [], []
         ends = cu_seqlens.tolist()
-        for number, (start, stop) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+        for number, (start, stop) in enumerate(itertools.pairwise(ends)):
             part = [x[:, start:stop] for x in (q, k, v)]
             first = None if initial_state is None else initial_state[number : number + 1]
             out, final = rule(
