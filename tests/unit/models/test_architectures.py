@@ -6,7 +6,10 @@ import json
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
+from megatron_rl.models.adapters import target_problems
+from megatron_rl.models.safetensors_headers import check_headers
 from megatron_rl.models.shape import read_model_shape, tensor_shapes
 from megatron_rl.models.stored_tensors import stored_shapes
 
@@ -339,3 +342,39 @@ def test_read_model_shape_refuses_variants_of_gpt_oss_by_name(changes, named, tm
 def test_read_model_shape_of_folder_without_config_raises(tmp_path):
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
         read_model_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"output_gate_type": "sigmoid"}, r"output_gate_type 'sigmoid' \(supported: silu\)"),
+        ({"attn_output_gate": False}, "attn_output_gate=false"),
+        ({"attention_bias": True}, "attention_bias=true"),
+        ({"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim=3"),
+        ({"layer_types": ["linear_attention"] * 3}, "layer_types with one type only"),
+        ({"layer_types": ["linear_attention", "sliding_attention"]}, "2 layer_types for all"),
+        ({"linear_num_value_heads": 5}, "5, no multiple of linear_num_key_heads 2"),
+        ({"linear_key_head_dim": 0}, "linear_key_head_dim is 0; it must be a whole number"),
+        ({"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=false"),
+    ],
+)
+def test_variants_of_gated_delta_nets_are_refused_by_name(changes, named, tmp_path):
+    config = json.loads(_config("Qwen3_5Moe").to_json_string(use_diff=False))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = read_model_shape(tmp_path)
+    assert shape.delta.layers == (0, 2) and shape.rotary_size == 2
+    (problem,) = target_problems(shape, ["qkv"])
+    assert "lora: adapters of Qwen3_5MoeForCausalLM are not supported" in problem
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=named):
+        read_model_shape(tmp_path)
+
+
+def test_experts_of_a_layer_in_one_tensor_are_refused_by_name(tmp_path):
+    """As published models of images and text have them."""
+    _config("Qwen3_5Moe").save_pretrained(tmp_path)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    save_file({name: torch.zeros(4, 24, 32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"experts of a layer in one tensor .* save the text model"):
+        check_headers(tmp_path, read_model_shape(tmp_path))
