@@ -376,5 +376,5 @@ def test_experts_of_a_layer_in_one_tensor_are_refused_by_name(tmp_path):
     _config("Qwen3_5Moe").save_pretrained(tmp_path)
     name = "model.layers.0.mlp.experts.gate_up_proj"
     save_file({name: torch.zeros(4, 24, 32)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"experts of a layer in one tensor .* save the text model"):
+    with pytest.raises(ValueError, match="experts of a layer in one tensor"):
         check_headers(tmp_path, read_model_shape(tmp_path))
