@@ -51,7 +51,7 @@ def parse_messages(value: Any, *, key: str, from_table: bool = False) -> tuple[M
     messages = []
     for place, message in enumerate(drop_nulls(value) if from_table else value, start=1):
         try:
-            messages.append(_parse_message(_parse_json(message)))
+            messages.append(parse_message(_parse_json(message)))
         except UserError as error:
             raise UserError(f"{key}, message {place}: {error}") from None
     if messages[-1]["role"] == "assistant":
@@ -155,7 +155,8 @@ def _is_written_list(text: str) -> bool:
     )
 
 
-def _parse_message(message: Any) -> Message:
+def parse_message(message: Any) -> Message:
+    """Convert one message; its content is a text, and the arguments of its calls are objects."""
     if not isinstance(message, dict):
         raise UserError(f"a chat message must have a role and content, got {message!r:.80}")
     message = {key: value for key, value in message.items() if value is not None}

@@ -22,10 +22,13 @@ class EnvironmentSection(Section):
     """Maximum number of tokens of one turn; a longer turn is cut and answered as it is. null limits
     a turn by `rollout.max_response_tokens` only."""
     time_limit_seconds: Positive = 60.0
-    """Time limit in seconds for one answer; an environment that takes longer is killed, and its
-    conversation gets reward 0."""
-    workers: Count | None = None
-    """Number of processes of environments per engine; null uses one per CPU core of its ranks."""
+    """Time limit in seconds for one answer, without the time for which others take the processor
+    cores; the process of an environment that takes longer is killed, and its conversation gets
+    reward 0."""
+    memory_gib: Positive | None = 4.0
+    """Private memory in GiB that a process of a conversation may use in addition to that of the
+    loaded module; allocations above it raise a MemoryError in the environment. null removes the
+    limit."""
     variables: list[Variable] = Field(default_factory=list)
     """Environment variables passed to the environments in addition to the standard ones, such as
     the API key of a tool or an agent."""

@@ -149,8 +149,8 @@ class RewardSection(Section):
     workers: Count | None = None
     """Number of verifier processes per rank; null uses one per CPU core of the rank."""
     time_limit_seconds: Positive = 5.0
-    """Time limit in seconds for one call of the verifier; a call that takes longer is killed and
-    the response gets reward 0."""
+    """Time limit in seconds for one call of the verifier, without the time for which others take
+    the processor cores; a call that takes longer is killed and the response gets reward 0."""
     on_error: Literal["end", "zero", "retry"] = "end"
     """Reaction to a verifier that raises, returns no reward or crashes: `end` ends the run, `zero`
     gives reward 0, `retry` tries again after 1, 2, 4, 8 and 16 s and then ends the run."""
@@ -165,8 +165,8 @@ class RewardSection(Section):
     `{correct: 1.0, format: 0.2}`; the reward is the weighted sum. If empty, every weight is 1. A
     weight of 0 records the reward without training on it."""
     memory_gib: Positive | None = 4.0
-    """Address space in GiB that a worker may use after loading the verifier; allocations above it
-    raise a MemoryError in the verifier. null removes the limit, as a verifier on a GPU needs."""
+    """Private memory in GiB that a worker may use in addition to that of the loaded module;
+    allocations above it raise a MemoryError in the verifier. null removes the limit."""
 
 
 class AdvantageSection(Section):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from megatron_rl.data.turns import Message, as_messages, without_repeated_end
+from megatron_rl.data.turns import Message, as_messages
 from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.engine.engine import ConversationSettings
 from megatron_rl.engine.finished import FinishedResponses
@@ -25,6 +25,7 @@ from megatron_rl.engine.response_gather import Generated
 from megatron_rl.engine.running import POLL_INTERVAL_STEPS, tensor_group
 from megatron_rl.engine.stopping import StopCriterion
 from megatron_rl.environments.interface import (
+    FAILURE_REASONS,
     Answer,
     BrokenEnvironmentError,
     EnvironmentFailure,
@@ -43,12 +44,6 @@ from megatron_rl.types import (
 
 WAIT_SECONDS = 1.0  # for an answer while nothing is generated, between two signs of life
 SCORED = "environment"  # the reason of a reward if the environment gave none
-FAILURE_REASONS = {
-    "timed_out": "environment timed out",
-    "failed": "environment failed",
-    "rewritten": "earlier messages changed",
-    "lost": "environment lost",
-}
 
 
 @dataclass
@@ -176,7 +171,7 @@ class Conversations:
                 context=one.token_ids[first:end] if one.turns else list(one.prompt.token_ids),
                 sampled=one.turn,
                 logprobs=one.logprobs[-len(one.turn) :],
-                is_complete=has_ended,
+                is_complete=completion.finish_reason == "stop",  # also by a text of `rollout.stop`
                 restarts=bool(one.restarts) and one.restarts[-1] == first,
             )
             self.settings.pool.send(position, text, tokens)
@@ -240,10 +235,12 @@ class Conversations:
         if largest >= size:
             kind: FailureKind = "failed"
             text = f"returned token id {largest}, outside the tokenizer's {size}; send its tokens"
-        elif answer.restarts and len(one.restarts) >= pool.max_rewrites:
+        elif answer.restarts and len(one.restarts) >= pool.settings.max_rewrites:
             kind = "rewritten"
             text = f"replaced the history of a conversation {len(one.restarts) + 1} times, more "
-            text += f"than environment.max_rewrites={pool.max_rewrites}; raise it, or return "
+            text += (
+                f"than environment.max_rewrites={pool.settings.max_rewrites}; raise it, or return "
+            )
             text += "restarts=True less often"
         elif answer.done:
             return answer
@@ -253,8 +250,8 @@ class Conversations:
                 return replace(answer, observation=messages, token_ids=tokens)
             except UserError as error:
                 kind, text = "failed", f"returned what cannot follow: {error}"
-        if pool.on_error == "end":
-            raise BrokenEnvironmentError(f"{pool.name} {text}")
+        if pool.settings.on_error == "end":
+            raise BrokenEnvironmentError(f"{pool.settings.name} {text}")
         pool.note(text)
         return EnvironmentFailure(kind, text)
 
@@ -301,7 +298,9 @@ class Conversations:
         if answer.restarts:
             return messages, self.settings.renderer.begin(messages, tools=one.prompt.tools)
         rendered = self.settings.renderer.render(one.begun, messages, tools=one.prompt.tools)
-        return messages, without_repeated_end(rendered, turn=one.turn, stop=self.stop.token_ids)
+        return messages, self.settings.renderer.without_repeated_end(
+            rendered, turn=one.turn, stop=self.stop.token_ids
+        )
 
     def _request(self, one: _Conversation) -> SequenceRequest:
         seed = one.sampling.seed

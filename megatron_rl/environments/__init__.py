@@ -8,9 +8,7 @@ from megatron_rl.environments.interface import (
     EnvironmentFailure,
     InfrastructureError,
 )
-from megatron_rl.environments.mcp import McpEnvironment
-from megatron_rl.environments.pool import EnvironmentPool
-from megatron_rl.environments.tools import ToolEnvironment
+from megatron_rl.environments.tools import McpEnvironment, ToolEnvironment
 
 __all__ = [
     "AgentCommand",
@@ -19,7 +17,6 @@ __all__ = [
     "BrokenEnvironmentError",
     "Environment",
     "EnvironmentFailure",
-    "EnvironmentPool",
     "InfrastructureError",
     "McpEnvironment",
     "ToolEnvironment",

@@ -18,10 +18,13 @@ from megatron_rl.environments.endpoint import Endpoint, Session
 from megatron_rl.environments.interface import Answer, TurnTokens
 from megatron_rl.errors import UserError
 from megatron_rl.messages import parse_messages
-from megatron_rl.rewards.calling import as_number, shown
-from megatron_rl.runtime.interruption import end_with_parent
+from megatron_rl.rewards.worker import as_number, shown
 
 _MAX_ERROR = 300  # characters of a command's last line
+
+
+class AgentExitError(Exception):
+    """An agent's `run` raised what would end its whole process."""
 
 
 class AgentEnvironment:
@@ -57,13 +60,14 @@ class AgentEnvironment:
     async def step(self, message: str) -> Answer:
         """Answer the agent's request with this turn; return what the next request adds."""
         if self._session is None:
-            self._session = (await Endpoint.of_this_process()).open(
+            self._session = Session(
                 self._first_messages(),
                 call_format=self.call_format,
                 max_rewrites=self.max_rewrites,
             )
+            self._endpoint = await Endpoint(self._session).start()
             self._session.receive(self._tokens)
-            self._agent = asyncio.create_task(self._run(self._session.url))
+            self._agent = asyncio.create_task(self._run(self._endpoint.url))
             if await self._next_request() is None:
                 raise UserError("the agent ended without a request to the model")
         else:
@@ -79,12 +83,14 @@ class AgentEnvironment:
             raise UserError(f"the agent returned {returned}; return the reward, a finite number")
         return Answer(reward=reward, done=True, reason="agent ended")
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the agent of a conversation that is over."""
         if self._session is not None:
             self._session.close()
+            self._endpoint.close()
         if self._agent is not None:
             self._agent.cancel()
+            await asyncio.wait({self._agent})
 
     def _first_messages(self) -> list[dict[str, Any]]:
         if self.prompt not in self.row:
@@ -95,9 +101,12 @@ class AgentEnvironment:
         return list(parse_messages(self.row[self.prompt], key=self.prompt))
 
     async def _run(self, url: str) -> Any:
-        if inspect.iscoroutinefunction(self.run):
-            return await self.run(url)
-        return await asyncio.to_thread(self.run, url)
+        try:
+            if inspect.iscoroutinefunction(self.run):
+                return await self.run(url)
+            return await asyncio.to_thread(self.run, url)
+        except (SystemExit, KeyboardInterrupt) as error:  # asyncio ends its loop on these
+            raise AgentExitError(f"{type(error).__name__}: {error}") from error
 
     async def _next_request(self) -> Answer | None:
         """Wait for the agent's next request; None if the agent ended instead."""
@@ -108,6 +117,8 @@ class AgentEnvironment:
             await asyncio.wait({request, self._agent}, return_when=asyncio.FIRST_COMPLETED)
             if request.done():
                 return request.result()
+            if self._agent.cancelled():
+                raise AgentExitError("CancelledError")
             self._agent.result()  # raises what the agent raised
             return None
         finally:
@@ -126,7 +137,6 @@ class AgentCommand(AgentEnvironment):
 
     async def run(self, url: str) -> float:
         """Run the program and read its reward."""
-        parent = os.getpid()
         # PYTHONPATH has the modules of this environment, which another one must not load.
         variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         process = await asyncio.create_subprocess_exec(
@@ -135,7 +145,6 @@ class AgentCommand(AgentEnvironment):
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env=variables | {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "none"},
-            preexec_fn=lambda: end_with_parent(parent),
         )
         try:
             output, errors = await process.communicate(json.dumps(self.row).encode() + b"\n")

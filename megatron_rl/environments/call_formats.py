@@ -1,7 +1,8 @@
 """Tool calls in a model's text, in the formats of the supported model families.
 
 vLLM's parsers of the same names are the reference (a test compares them); importing them into every
-worker process would take seconds and half a gigabyte.
+template would take seconds and half a gigabyte. What is written inside thinking is no call, as with
+vLLM's reasoning parsers.
 """
 
 import json
@@ -9,46 +10,52 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+from megatron_rl.rewards.thinking import without_thinking
+
 CallFormat = Literal["hermes", "llama3_json"]
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
 
 class ToolCall(NamedTuple):
-    """A call that a model wrote; `problem` explains why it cannot be made."""
+    """A call as a model wrote it; `problem` explains why it cannot be made."""
 
     name: str
     arguments: dict[str, Any]
     problem: str = ""
+    written: str = ""
 
 
 def parse_hermes(text: str) -> list[ToolCall]:
     """Parse `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Qwen2.5, Qwen3, Hermes)."""
     calls = []
-    for written in _HERMES.findall(text):
+    for match in _HERMES.finditer(without_thinking(text)):
         try:
-            calls.append(_as_call(json.loads(written)))
+            call = _as_call(json.loads(match[1]))
         except ValueError as error:
-            calls.append(ToolCall("", {}, f"the call is not valid JSON: {error}"))
+            call = ToolCall("", {}, f"the call is not valid JSON: {error}")
         except RecursionError:
-            calls.append(ToolCall("", {}, "the call is nested too deep"))
+            call = ToolCall("", {}, "the call is nested too deep")
+        calls.append(call._replace(written=match[0]))
     return calls
 
 
 def parse_llama3_json(text: str) -> list[ToolCall]:
     """Parse `{"name": ..., "parameters": {...}}`, also several (Llama 3).
 
-    Text with a brace that begins no call is an answer, not a wrong call.
+    Text whose first brace begins no call is an answer, not a wrong call; what follows a call may
+    have braces.
     """
-    calls, end, decoder = [], 0, json.JSONDecoder()
+    calls: list[ToolCall] = []
+    text, end, decoder = without_thinking(text), 0, json.JSONDecoder()
     while (start := text.find("{", end)) >= 0:
         try:
             value, end = decoder.raw_decode(text, start)
             call = _as_call(value)
         except (ValueError, RecursionError):
-            return []
+            break
         if call.problem:
-            return []
-        calls.append(call)
+            break
+        calls.append(call._replace(written=text[start:end]))
     return calls
 
 

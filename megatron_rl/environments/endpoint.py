@@ -1,8 +1,6 @@
-"""A server of OpenAI's chat completions and vLLM's generation from token ids.
+"""A server of OpenAI's chat completions and vLLM's generation from token ids, for one conversation.
 
-Every conversation has an address of its own.
-
-It runs in the environment's process, on the loopback interface only, and a path that contains a
+It runs in the conversation's process, on the loopback interface only, under a path that contains a
 random token. It has no model: a request waits for the turn that the engine samples.
 """
 
@@ -10,19 +8,138 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from megatron_rl.environments.call_formats import PARSERS, CallFormat
+import h11
+
+from megatron_rl.environments.call_formats import PARSERS, CallFormat, ToolCall
 from megatron_rl.environments.interface import Answer, TurnTokens, is_token_list
-from megatron_rl.environments.replies import Message, Turn, as_text, error_reply, readable
+from megatron_rl.errors import UserError
+from megatron_rl.messages import parse_message
 
-_OVER = error_reply(410, "the conversation is over: it reached a limit of the run")
+Message = dict[str, Any]
+Reply = tuple[int, Message]  # an HTTP status and JSON
+
+_TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
 
 class RewrittenHistoryError(Exception):
     """A request that changes what was written before."""
+
+
+def error_reply(status: int, text: str) -> Reply:
+    """Build the reply of a refused request."""
+    return status, {"error": {"message": text, "type": "invalid_request_error", "code": status}}
+
+
+_OVER = error_reply(410, "the conversation is over: it reached a limit of the run")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of the policy, with the tokens before it; without tokens if they are unknown."""
+
+    text: str
+    prompt: list[int]
+    tokens: TurnTokens | None
+    number: int  # from 0
+
+    def message(self, calls: Sequence[ToolCall]) -> Message:
+        """Build the message of an assistant: valid calls apart, and all others in its text."""
+        valid = [call for call in calls if not call.problem]
+        if not valid:
+            return {"role": "assistant", "content": self.text}
+        content = self.text.partition(valid[0].written)[0]
+        if len(valid) < len(calls):
+            content = self.text
+            for call in valid:
+                content = content.replace(call.written, "", 1)
+        functions = [{"name": one.name, "arguments": json.dumps(one.arguments)} for one in valid]
+        return {
+            "role": "assistant",
+            "content": content or None,
+            "tool_calls": [
+                {"id": f"call_{self.number}_{place}", "type": "function", "function": function}
+                for place, function in enumerate(functions)
+            ],
+        }
+
+    def completion(self, message: Message, body: Mapping[str, Any]) -> Message:
+        """Build a reply of chat completions with `message`, as the request `body` asks.
+
+        `logprobs` names tokens by their ids, as vLLM does with `return_tokens_as_token_ids`. With
+        that or `return_token_ids` the message has NeMo-Gym's three fields, and with the latter the
+        reply also has vLLM's two.
+        """
+        reason = "tool_calls" if message.get("tool_calls") else self._finish_reason
+        choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
+        reply = self._reply(body, id=f"turn-{self.number + 1}", object="chat.completion")
+        if self.tokens is not None:
+            if body.get("logprobs"):
+                choice["logprobs"] = {"content": self._logprobs()}
+            if body.get("return_tokens_as_token_ids") or body.get("return_token_ids"):
+                fields = (self.prompt, self.tokens.sampled, self.tokens.logprobs)
+                choice["message"] = message | dict(zip(_TOKEN_FIELDS, fields, strict=True))
+            if body.get("return_token_ids"):
+                choice["token_ids"] = self.tokens.sampled
+                reply["prompt_token_ids"] = self.prompt
+        return reply | {"choices": [choice]}
+
+    def generation(self, body: Mapping[str, Any]) -> Message:
+        """Build a reply of vLLM's `/inference/v1/generate`."""
+        assert self.tokens is not None, "an agent receives the tokens of every turn"
+        sampling = body.get("sampling_params") or {}
+        has_logprobs = sampling.get("logprobs") is not None
+        choice = {
+            "index": 0,
+            "token_ids": self.tokens.sampled,
+            "finish_reason": self._finish_reason,
+            "logprobs": {"content": self._logprobs()} if has_logprobs else None,
+        }
+        name = body.get("request_id") or f"turn-{self.number + 1}"
+        reply = self._reply(body, request_id=name) | {"choices": [choice]}
+        return reply | ({"prompt_token_ids": self.prompt} if body.get("return_token_ids") else {})
+
+    def _reply(self, body: Mapping[str, Any], **fields: Any) -> Message:
+        prompt = len(self.prompt)
+        sampled = len(self.tokens.sampled) if self.tokens is not None else 0
+        usage = {"prompt_tokens": prompt, "completion_tokens": sampled}
+        return fields | {
+            "created": int(time.time()),
+            "model": body.get("model") or "policy",
+            "usage": usage | {"total_tokens": prompt + sampled},
+        }
+
+    @property
+    def _finish_reason(self) -> str:
+        return "stop" if self.tokens is None or self.tokens.is_complete else "length"
+
+    def _logprobs(self) -> list[Message]:
+        """List the tokens by id: as a number, as vLLM 0.32 does, and in a text, as before."""
+        assert self.tokens is not None
+        return [
+            {
+                "token": f"token_id:{token}",
+                "token_id": token,
+                "logprob": logprob,
+                "bytes": None,
+                "top_logprobs": [],
+            }
+            for token, logprob in zip(self.tokens.sampled, self.tokens.logprobs, strict=True)
+        ]
+
+
+@dataclass(eq=False)
+class _Exchange:
+    """A request that was accepted, and its reply."""
+
+    body: Message
+    is_chat: bool
+    reply: "asyncio.Future[Reply]"
+    is_delivered: bool = False
 
 
 class Session:
@@ -30,18 +147,17 @@ class Session:
 
     def __init__(
         self,
-        url: str,
         messages: Sequence[Message],
         *,
         call_format: CallFormat,
         max_rewrites: int = 0,
     ) -> None:
-        self.url, self.messages, self._rewrites_left = url, list(messages), max_rewrites
+        self.messages, self._rewrites_left = list(messages), max_rewrites
         self.token_ids: list[int] = []  # as the engine has them
         self._tokens: TurnTokens | None = None  # of the next turn
         self._call_format = call_format
         self._requests: asyncio.Queue[Answer | Exception] = asyncio.Queue()
-        self._turn: asyncio.Future[Turn] | None = None
+        self._last: _Exchange | None = None
         self._is_closed = False
         self._turns = 0
 
@@ -60,52 +176,55 @@ class Session:
 
     def answer(self, text: str) -> None:
         """Answer the request that waits with a turn of the policy."""
-        assert self._turn is not None, "a request comes first"
+        assert self._last is not None and not self._last.reply.done(), "a request comes first"
+        body, is_chat = self._last.body, self._last.is_chat
         made = Turn(text, list(self.token_ids), self._tokens, self._turns)
         self._turns += 1
         self.token_ids += self._tokens.sampled if self._tokens is not None else []
-        turn, self._turn = self._turn, None
-        self.messages.append({"role": "assistant", "content": text})
-        if not turn.done():  # its client may have closed the connection
-            turn.set_result(made)
+        calls = PARSERS[self._call_format](text) if is_chat and body.get("tools") else []
+        message = made.message(calls)
+        self.messages.append(_readable(message))
+        reply = made.completion(message, body) if is_chat else made.generation(body)
+        self._last.reply.set_result((200, reply))
 
     def close(self) -> None:
         """Refuse the request that waits, and further ones: the conversation is over."""
         self._is_closed = True
-        if self._turn is not None and not self._turn.done():
-            self._turn.cancel()
+        if self._last is not None and not self._last.reply.done():
+            self._last.reply.set_result(_OVER)
 
-    async def complete(self, body: Mapping[str, Any]) -> tuple[int, Message]:
-        """Serve a request of chat completions; return its HTTP status and JSON."""
-        problem = self._problem(body, n=body.get("n", 1)) or _malformed_messages(body)
-        if problem is not None:
+    async def complete(self, body: Message, *, is_retry: bool = False) -> Reply:
+        """Serve a request of chat completions.
+
+        is_retry: its client sends it again, and gets the same reply.
+        """
+        if (again := self._same_request(body, True, is_retry=is_retry)) is not None:
+            return await asyncio.shield(again.reply)
+        if (problem := self._problem(body, n=body.get("n"))) is not None:
             return problem
-        messages = body["messages"]
+        try:
+            messages = _read_messages(body)
+        except UserError as error:
+            return error_reply(400, str(error))
         change = self._changed_messages(messages)
-        if change and (not messages or messages[-1].get("role") == "assistant"):
+        if change and (not messages or messages[-1]["role"] == "assistant"):
             return self._refuse(
                 f"{change}; a changed history must end with what the policy answers"
             )
         if change and not self._may_restart():
             return self._refuse(change + self._advice)
-        request = Answer(messages[len(self.messages) :])
-        if change:
-            request = Answer([readable(message) for message in messages], restarts=True)
+        added = messages if change else messages[len(self.messages) :]
         self.messages = list(messages)
-        made = await self._wait(request)
-        if made is None:
-            return _OVER
-        calls = PARSERS[self._call_format](made.text) if body.get("tools") else []
-        message = made.message(calls, call_format=self._call_format)
-        self.messages[-1] = message
-        return 200, made.completion(message, body)
+        return await self._wait(Answer(added, restarts=change is not None), body, is_chat=True)
 
-    async def generate(self, body: Mapping[str, Any]) -> tuple[int, Message]:
-        """Serve a request with token ids, as vLLM's; return its HTTP status and JSON."""
+    async def generate(self, body: Message, *, is_retry: bool = False) -> Reply:
+        """Serve a request with token ids, as vLLM's."""
+        if (again := self._same_request(body, False, is_retry=is_retry)) is not None:
+            return await asyncio.shield(again.reply)
         sampling = body.get("sampling_params") or {}
         if not isinstance(sampling, dict):
             return error_reply(400, "sampling_params must be an object")
-        problem = self._problem(body, n=sampling.get("n", 1)) or _malformed_tokens(body)
+        problem = self._problem(body, n=sampling.get("n")) or _malformed_tokens(body)
         if problem is not None:
             return problem
         tokens = body["token_ids"]
@@ -113,28 +232,38 @@ class Session:
         if change and not self._may_restart():
             return self._refuse(change + self._advice)
         request = Answer(token_ids=tokens[0 if change else len(self.token_ids) :])
-        made = await self._wait(replace(request, restarts=change is not None))
-        return _OVER if made is None else (200, made.generation(body))
+        added = replace(request, restarts=change is not None)
+        return await self._wait(added, body, is_chat=False)
 
-    async def _wait(self, added: Answer) -> Turn | None:
-        """Wait for the turn that answers a request; None if the conversation is over."""
-        turn = self._turn = asyncio.get_running_loop().create_future()
+    def mark_delivered(self, body: Message) -> None:
+        """Record that the client has received the reply to this request."""
+        if self._last is not None and self._last.body is body:
+            self._last.is_delivered = True
+
+    async def _wait(self, added: Answer, body: Message, *, is_chat: bool) -> Reply:
+        """Wait for the turn that answers a request, also while its client asks again."""
+        self._last = _Exchange(body, is_chat, asyncio.get_running_loop().create_future())
         self._requests.put_nowait(added)
-        try:
-            return await turn
-        except asyncio.CancelledError:
-            if not self._is_closed:
-                raise
-            return None
+        return await asyncio.shield(self._last.reply)
 
-    def _problem(self, body: Mapping[str, Any], *, n: Any) -> tuple[int, Message] | None:
+    def _same_request(self, body: Message, is_chat: bool, *, is_retry: bool) -> _Exchange | None:
+        """Return the last request if this is the same: a client's own timeout made it ask again."""
+        last = self._last
+        if last is None or (last.body, last.is_chat) != (body, is_chat):
+            return None
+        if last.reply.done() and last.is_delivered and not is_retry:
+            return None
+        last.body = body  # its delivery counts
+        return last
+
+    def _problem(self, body: Mapping[str, Any], *, n: Any) -> Reply | None:
         if self._is_closed:
             return _OVER
-        if body.get("stream") or n != 1:
+        if body.get("stream") or n not in (None, 1):
             return error_reply(
                 400, "stream=true and n above 1 are not supported; ask for one whole turn"
             )
-        if self._turn is not None:
+        if self._last is not None and not self._last.reply.done():
             return error_reply(409, "an earlier request of this conversation waits for its turn")
         return None
 
@@ -159,7 +288,7 @@ class Session:
             if place >= len(messages) or _essence(messages[place]) != _essence(one)
         ]
         added = messages[known:]
-        if any(one.get("role") == "assistant" for one in added) or (added and not self._turns):
+        if any(one["role"] == "assistant" for one in added) or (added and not self._turns):
             different.append(known)
         if not different:
             return None
@@ -180,99 +309,128 @@ class Session:
             + "; send them unchanged, and new ones after them"
         )
 
-    def _refuse(self, text: str) -> tuple[int, Message]:
+    def _refuse(self, text: str) -> Reply:
         self._requests.put_nowait(RewrittenHistoryError(text))
         return error_reply(409, text)
 
 
 class Endpoint:
-    """The server of this process, started for its first conversation."""
+    """The server of a conversation, at `url` once it is started."""
 
-    _of_this_process: ClassVar["asyncio.Task[Endpoint] | None"] = None
-
-    def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
-        self._address = ""
-
-    @classmethod
-    async def of_this_process(cls) -> "Endpoint":
-        """Return the server, running."""
-        if cls._of_this_process is None:
-            cls._of_this_process = asyncio.create_task(cls().start())
-        return await asyncio.shield(cls._of_this_process)
+    def __init__(self, session: Session) -> None:
+        self._session, self._token = session, secrets.token_urlsafe(16)
+        self.url = ""
 
     async def start(self) -> "Endpoint":
         """Start to serve, on a port that the system chooses."""
-        import uvicorn
-        from starlette.applications import Starlette
-        from starlette.requests import Request
-        from starlette.responses import JSONResponse
-        from starlette.routing import Route
-
-        class Server(uvicorn.Server):
-            @contextlib.contextmanager
-            def capture_signals(self) -> Iterator[None]:
-                yield  # signals of the job are the trainer's
-
-        async def serve(request: Request) -> JSONResponse:
-            session = self._sessions.get(request.path_params["token"])
-            if session is None:
-                status, content = error_reply(404, "no conversation has this address")
-            else:
-                is_chat = request.url.path.endswith("/chat/completions")
-                try:
-                    body = await request.json()
-                except ValueError as error:
-                    status, content = error_reply(400, f"the request is not valid JSON: {error}")
-                else:
-                    if not isinstance(body, dict):
-                        return JSONResponse(
-                            error_reply(400, "the request must be an object")[1], 400
-                        )
-                    serve_one = session.complete if is_chat else session.generate
-                    status, content = await serve_one(body)
-            # OpenAI's client would send a request with status 409 again.
-            return JSONResponse(content, status, headers={"x-should-retry": "false"})
-
-        routes = [
-            Route("/{token}/" + path, serve, methods=["POST"])
-            for path in ("v1/chat/completions", "inference/v1/generate")
-        ]
-        config = uvicorn.Config(
-            Starlette(routes=routes), host="127.0.0.1", port=0, log_level="error", lifespan="off"
-        )
-        self._server = server = Server(config)
-        self._task = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        self._address = f"http://127.0.0.1:{port}"
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        port = self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}/{self._token}/v1"
         return self
 
-    async def close(self) -> None:
-        """Stop to serve and close the port; the server of a process also ends with it."""
-        self._server.should_exit = True
-        await self._task
+    def close(self) -> None:
+        """Stop to serve and close the port; the server also ends with its process."""
+        self._server.close()
 
-    def open(
-        self, messages: Sequence[Message], *, call_format: CallFormat, max_rewrites: int = 0
-    ) -> Session:
-        """Open a conversation at an address of its own."""
-        token = secrets.token_urlsafe(16)
-        url = f"{self._address}/{token}/v1"
-        session = Session(url, messages, call_format=call_format, max_rewrites=max_rewrites)
-        self._sessions[token] = session
-        return session
+    async def _serve(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        connection = h11.Connection(h11.SERVER)
+        ended = (ConnectionError, h11.RemoteProtocolError, asyncio.CancelledError)
+        with contextlib.suppress(*ended):
+            while await self._serve_one(connection, source, sink):
+                connection.start_next_cycle()
+        sink.close()
+
+    async def _serve_one(
+        self, connection: h11.Connection, source: asyncio.StreamReader, sink: asyncio.StreamWriter
+    ) -> bool:
+        """Serve one request; returns whether the connection can serve another one."""
+        request, text = None, bytearray()
+        while not isinstance(event := connection.next_event(), h11.EndOfMessage):
+            if event is h11.NEED_DATA:
+                if connection.they_are_waiting_for_100_continue:
+                    sink.write(
+                        connection.send(h11.InformationalResponse(status_code=100, headers=[]))
+                    )
+                connection.receive_data(await source.read(1 << 16))
+            elif isinstance(event, h11.Request):
+                request = event
+            elif isinstance(event, h11.Data):
+                text += event.data
+            else:
+                return False
+        assert request is not None
+        body: Message = {}
+        work = asyncio.ensure_future(self._reply(request, bytes(text), body))
+        while not work.done():
+            more = asyncio.ensure_future(source.read(1 << 16))
+            await asyncio.wait({work, more}, return_when=asyncio.FIRST_COMPLETED)
+            more.cancel()
+            await asyncio.wait({more})
+            if more.cancelled():
+                break
+            if not more.result():  # its client has given up; the turn is kept for a retry
+                work.cancel()
+                return False
+            connection.receive_data(more.result())
+        status, content = work.result()
+        data = json.dumps(content).encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(data)))]
+        headers.append(("x-should-retry", "false"))  # OpenAI's client repeats status 409
+        sink.write(connection.send(h11.Response(status_code=status, headers=headers)) or b"")
+        sink.write(connection.send(h11.Data(data=data)) or b"")
+        sink.write(connection.send(h11.EndOfMessage()) or b"")
+        await sink.drain()
+        self._session.mark_delivered(body)
+        return connection.our_state is h11.DONE and connection.their_state is h11.DONE
+
+    async def _reply(self, request: h11.Request, text: bytes, body: Message) -> Reply:
+        """Serve a request, whose JSON is put into `body`."""
+        chat, tokens = (
+            f"/{self._token}/v1/chat/completions",
+            f"/{self._token}/inference/v1/generate",
+        )
+        target = request.target.decode("latin-1").partition("?")[0]
+        if request.method != b"POST" or target not in (chat, tokens):
+            return error_reply(
+                404, "no conversation has this address; it takes POST of <url>/chat/completions"
+            )
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            return error_reply(400, f"the request is not valid JSON: {error}")
+        if not isinstance(value, dict):
+            return error_reply(400, "the request must be an object")
+        body |= value
+        retries = dict(request.headers).get(b"x-stainless-retry-count", b"0")
+        serve = self._session.complete if target == chat else self._session.generate
+        return await serve(body, is_retry=retries != b"0")
 
 
-def _malformed_messages(body: Mapping[str, Any]) -> tuple[int, Message] | None:
+def _read_messages(body: Mapping[str, Any]) -> list[Message]:
+    """Return the messages of a request as chat templates take them; raises UserError."""
     messages = body.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
-        return error_reply(400, "messages must be a list of objects with role and content")
-    return None
+    if not isinstance(messages, list):
+        raise UserError("messages must be a list of objects with role and content")
+    read = []
+    for place, message in enumerate(messages, start=1):
+        try:
+            read.append(_readable(message))
+        except UserError as error:
+            raise UserError(f"message {place}: {error}") from None
+        except RecursionError:
+            raise UserError(f"message {place} is nested too deep") from None
+    return read
 
 
-def _malformed_tokens(body: Mapping[str, Any]) -> tuple[int, Message] | None:
+def _readable(message: Any) -> Message:
+    """Return a message whose content is a text and whose calls have objects as arguments."""
+    if isinstance(message, dict):
+        message = {key: value for key, value in message.items() if key not in _TOKEN_FIELDS}
+        message["content"] = message.get("content") or ""
+    return parse_message(message)
+
+
+def _malformed_tokens(body: Mapping[str, Any]) -> Reply | None:
     tokens = body.get("token_ids")
     if not is_token_list(tokens) or not tokens:
         return error_reply(400, "token_ids must be a list of integers from 0 on, and not empty")
@@ -283,13 +441,6 @@ def _malformed_tokens(body: Mapping[str, Any]) -> tuple[int, Message] | None:
 
 def _essence(message: Message) -> tuple[Any, ...]:
     """Return what of a message must not change: role, text and tool calls."""
-    content = as_text(message)
-    calls = []
-    for call in message.get("tool_calls") or ():
-        function = call.get("function") or {}
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            with contextlib.suppress(ValueError):
-                arguments = json.loads(arguments)
-        calls.append((function.get("name"), json.dumps(arguments, sort_keys=True)))
-    return message.get("role"), content, tuple(calls)
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = [(one["name"], json.dumps(one["arguments"], sort_keys=True)) for one in functions]
+    return message["role"], message["content"], tuple(calls)

@@ -1,7 +1,7 @@
 """The interface of environments, and checks of what they return.
 
-Environments run in their own worker processes (`megatron_rl.environments.pool`). This module and
-modules that define environments import neither torch nor vLLM, so that a worker starts in a second.
+Environments run in worker processes (`megatron_rl.environments.pool`). This module and modules that
+define environments import neither torch nor vLLM, so that these start in a second.
 """
 
 import inspect
@@ -11,13 +11,19 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeGuard
 
 from megatron_rl.errors import UserError
-from megatron_rl.rewards.calling import as_number, shown
 from megatron_rl.rewards.verifier import load_verifier
+from megatron_rl.rewards.worker import as_number, shown
 from megatron_rl.texts import clean
 
 MAX_OBSERVATION = 1_000_000  # characters; the context of any model is shorter
 _ROLES = ("user", "tool", "system", "developer", "ipython")
 FailureKind = Literal["timed_out", "failed", "rewritten", "lost"]
+FAILURE_REASONS: dict[FailureKind, str] = {  # of the reward 0 of such a conversation
+    "timed_out": "environment timed out",
+    "failed": "environment failed",
+    "rewritten": "earlier messages changed",
+    "lost": "environment lost",
+}
 
 
 @dataclass(frozen=True)
@@ -61,14 +67,16 @@ class Environment(Protocol):
     """One conversation's environment: made from a row of the prompt set and a seed.
 
     The prompt is the first thing that the policy reads; `step` answers each turn that it writes.
-    The answers must be a function of (row, seed, messages so far): if the worker process of a
-    conversation is lost, its messages are sent again to a new environment.
+    It has a process of its own, forked from one that has imported its module, and all that it
+    starts ends with the conversation. The answers must be a function of (row, seed, messages so
+    far): if the process is lost, the messages are sent again to a new environment.
 
     Four methods are optional. `receive_tokens(tokens)` gets the `TurnTokens` of a turn before
     `step` gets its text. `timed_out(message) -> Answer` answers a turn whose `step` exceeded the
-    time limit, in place of ending the conversation. `replay(turns)` restores the state after
-    `turns`, a list of (message, Answer), where calling `step` again would repeat side effects.
-    `close()` releases what the environment has when the conversation is over.
+    time limit, in place of ending the conversation; the process of that `step` was ended, and a new
+    environment has the state before it. `replay(turns)` restores the state after `turns`, a list of
+    (message, Answer), where calling `step` again would repeat side effects. `close()`, which may be
+    async, releases what the environment has outside when the conversation is over.
     """
 
     def __init__(self, row: Mapping[str, Any], seed: int) -> None: ...

@@ -1,8 +1,11 @@
-"""Python functions as tools: their JSON schemas, calling them, and a ready environment."""
+"""Environments of tools: Python functions, with their JSON schemas, and MCP servers."""
 
+import asyncio
 import inspect
 import json
+import os
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
@@ -139,6 +142,88 @@ class ToolEnvironment:
     def _shorten(self, text: str) -> str:
         most = self.max_result_characters
         return text if len(text) <= most else f"{text[:most]} [cut: {len(text):,} characters]"
+
+
+class McpEnvironment(ToolEnvironment):
+    """Derive a class with `server`: the command of an MCP server on standard input and output.
+
+    See https://modelcontextprotocol.io. Python functions may be added as `tools`. Every
+    conversation has a server of its own, from its first call on; after a call that ended it, the
+    next call starts another.
+    """
+
+    server: ClassVar[Sequence[str]] = ()
+
+    def __init__(self, row: Mapping[str, Any], seed: int) -> None:
+        super().__init__(row, seed)
+        self._session: asyncio.Future[Any] | None = None
+        self._server: asyncio.Task[None] | None = None
+
+    @classmethod
+    def describe_tools(cls) -> list[dict[str, Any]]:
+        """Return the schemas of the functions and of the server's tools."""
+        return [*super().describe_tools(), *asyncio.run(cls._list_tools())]
+
+    @classmethod
+    async def _list_tools(cls) -> list[dict[str, Any]]:
+        functions: list[dict[str, Any]] = []
+
+        async def read(session: Any) -> None:
+            for tool in (await session.list_tools()).tools:
+                one = tool.model_dump(by_alias=True)
+                function = {"name": one["name"], "description": one["description"] or ""}
+                functions.append(function | {"parameters": one["inputSchema"]})
+
+        await cls._connect(read)
+        return [{"type": "function", "function": function} for function in functions]
+
+    @classmethod
+    async def _connect(cls, use: Callable[[Any], Any]) -> None:
+        """Start the server, and call `use(session)` in the task that closes the connection."""
+        from mcp import ClientSession, StdioServerParameters
+        from mcp.client.stdio import stdio_client
+
+        if not cls.server or shutil.which(cls.server[0]) is None:
+            raise UserError(
+                f"{cls.__name__}.server is {cls.server!r}, which starts no program here; set it to "
+                "the command of an installed MCP server"
+            )
+        started = StdioServerParameters(
+            command=cls.server[0], args=list(cls.server[1:]), env=dict(os.environ)
+        )
+        async with stdio_client(started) as (source, sink), ClientSession(source, sink) as session:
+            await session.initialize()
+            await use(session)
+
+    async def _result(self, call: ToolCall) -> str:
+        if call.problem or call.name in self._tools:
+            return await super()._result(call)
+        try:
+            session = await self._open()
+            result = await session.call_tool(call.name, dict(call.arguments))
+        except Exception as error:  # noqa: BLE001 - the policy's arguments may have ended the server
+            self._session = None
+            return self._shorten(f"error: {type(error).__name__}: {error}")
+        fields = result.model_dump(by_alias=True)
+        text = "\n".join(part.get("text") or f"[{part['type']}]" for part in fields["content"])
+        return self._shorten(f"error: {text}" if fields.get("isError") else text)
+
+    async def _open(self) -> Any:
+        """Return the connection to the server; starts the server if none runs."""
+        if self._session is None:
+            ready = self._session = asyncio.get_running_loop().create_future()
+
+            async def keep(session: Any) -> None:
+                ready.set_result(session)
+                await asyncio.Event().wait()
+
+            def pass_on(task: "asyncio.Task[None]") -> None:
+                if not task.cancelled() and task.exception() is not None and not ready.done():
+                    ready.set_exception(task.exception() or RuntimeError("the server ended"))
+
+            self._server = asyncio.create_task(self._connect(keep))
+            self._server.add_done_callback(pass_on)
+        return await asyncio.shield(self._session)
 
 
 def _message(call: ToolCall, content: str) -> dict[str, Any]:

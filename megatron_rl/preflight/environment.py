@@ -74,7 +74,7 @@ class EnvironmentTrial:
             return [self._name(f"{tried} did not answer in {limit:g} s")]
         answer = results[0][1]
         if isinstance(answer, EnvironmentFailure):
-            text = answer.text.removeprefix(f"{self.pool.name} ")
+            text = answer.text.removeprefix(f"{self.pool.settings.name} ")
             cure = "" if "; " in text else f"; {CURES[answer.kind]}"
             return [self._name(f"{tried} {text}{cure}")]
         if answer.restarts and not self.config.environment.max_rewrites:
@@ -112,15 +112,8 @@ def start_environment_trial(config: Config) -> Iterator[EnvironmentTrial]:
         yield EnvironmentTrial(config, None)
         return
     try:
-        pool = EnvironmentPool(
-            config.environment.name,
-            workers=1,
-            time_limit_seconds=config.environment.time_limit_seconds,
-            on_error="zero",
-            variables=config.environment.variables,
-            max_rewrites=config.environment.max_rewrites,
-            echo=printed.append,
-        )
+        settings = config.environment.model_copy(update={"on_error": "zero"})
+        pool = EnvironmentPool(settings, echo=printed.append)
     except BrokenEnvironmentError as error:
         yield EnvironmentTrial(config, None, problem=str(error))
         return

@@ -4,16 +4,16 @@ import contextlib
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import megatron_rl
 from megatron_rl.config.sections import MATH_ANSWER, RewardSection
 from megatron_rl.rewards.pool import VerifierPool
-from megatron_rl.rewards.process import START_SECONDS
 from megatron_rl.rewards.verifier import NUMBER, Item, VerifierError
 from megatron_rl.types import GradeResult, Prompt
+from megatron_rl.workers.client import START_SECONDS
 
 PATIENCE = 10.0  # seconds before a message explains what the command waits for
 _FRAME = re.compile(r'^ *File "(?P<file>.+?)", line (?P<line>\d+)')
@@ -74,33 +74,12 @@ def vote_problems(
     ]
 
 
-def build_pool(
-    reward: RewardSection, *, workers: int, echo: Callable[[str], object]
-) -> VerifierPool:
-    """Build the worker processes of the config; echo: receives the verifier's output.
-
-    Without a verifier it is the default for prompts that open no thinking: in a trial before they
-    are known, as both defaults are in one module, and in offline runs, which grade nothing.
-    """
-    return VerifierPool(
-        workers=workers,
-        time_limit=reward.time_limit_seconds,
-        verifier=reward.verifier or MATH_ANSWER,
-        batch_size=reward.batch_size,
-        on_error=reward.on_error,
-        environment=reward.environment,
-        weights=reward.weights,
-        memory_gib=reward.memory_gib,
-        echo=echo,
-    )
-
-
 @contextlib.contextmanager
 def start_trial(reward: RewardSection) -> Iterator[VerifierTrial]:
     """Start a worker that loads the verifier, and stop it when the context exits."""
     printed: list[str] = []
     try:
-        pool = build_pool(reward, workers=1, echo=printed.append)
+        pool = VerifierPool(reward, echo=printed.append)
     except VerifierError as error:
         yield VerifierTrial(reward, None, printed, str(error))
         return

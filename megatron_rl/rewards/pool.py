@@ -1,133 +1,113 @@
 """Verifiers in worker processes, with a hard time limit for each call.
 
 A model's output can make a verifier run for hours (`100000000!`) or use all memory, inside C code
-that no exception interrupts. The parent process therefore measures the time and kills a worker
-that exceeds the limit; the response gets no reward, and a new worker starts.
+that no exception interrupts. Such a process is killed, the response gets no reward, and a new one
+is forked.
 """
 
+import itertools
 import math
-import os
-import selectors
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self
 
-from megatron_rl.rewards.named import NamedRewards
-from megatron_rl.rewards.process import (
-    START_SECONDS,
-    PrintedLines,
-    WorkerProcess,
-    worker_environment,
-)
+from megatron_rl.config.sections import RewardSection
+from megatron_rl.errors import UserError
 from megatron_rl.rewards.verifier import FAILED, MATH_ANSWER, TIME_LIMIT, Item, VerifierError
 from megatron_rl.types import GradeResult
+from megatron_rl.workers.client import Workers, worker_environment
 
-READ_BYTES = 1 << 16
-MORE_SECONDS = 0.02  # between polls for further items
-LONGEST_LINE, MOST_LINES = 2000, 100  # printed: characters of a line, lines for each batch
 RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)  # delay before each retry
-
-OnError = Literal["end", "zero", "retry"]
+ALIVE_SECONDS = 10.0  # without a sign of life from the manager of the workers
+MOST_LINES = 100  # printed lines of each batch
+_LOOK_SECONDS = 1.0  # between two reports of progress
 
 
 class VerifierPool:
-    """Worker processes that grade responses, started immediately and kept for all steps.
+    """The worker processes of a verifier, kept for all steps.
 
-    time_limit: limit of one call in seconds.
-    batch_size: maximum responses per call, for a verifier that takes several.
-    on_error: reaction to a response on which the verifier fails. `end` raises VerifierError; `zero`
-    gives reward 0 with the reason `FAILED`; `retry` tries again after 1, 2, 4, 8 and 16 s, then
-    raises VerifierError. environment: names of additional environment variables for the verifier.
-    weights: weights of named rewards. memory_gib: address space of a worker; None: no limit.
-    echo: receives the first lines that the verifier prints in each call of `verify_all`.
-    Use it as a context manager, or call `close`.
+    cores: workers, unless the settings say how many. echo: receives the first lines that the
+    verifier prints for each batch. Use it as a context manager, or call `close`. Raises
+    VerifierError if a variable is not set.
     """
 
     def __init__(
         self,
+        settings: RewardSection,
         *,
-        workers: int = 1,
-        time_limit: float = 5.0,
-        verifier: str = MATH_ANSWER,
-        batch_size: int = 32,
-        on_error: OnError = "end",
-        environment: Sequence[str] = (),
-        weights: Mapping[str, float] | None = None,
-        memory_gib: float | None = 4.0,
+        cores: int = 1,
         echo: Callable[[str], object] = lambda line: print(line, file=sys.stderr),  # noqa: T201
     ) -> None:
-        if workers < 1 or time_limit <= 0:
-            raise ValueError(f"need workers >= 1 and time_limit > 0, got {workers}, {time_limit}")
-        self.verifier, self.time_limit = verifier, time_limit
-        self._batch_size, self.on_error, self._echo = batch_size, on_error, echo
-        self._command = [
-            *(sys.executable, "-m", "megatron_rl.rewards.worker", "--verifier", verifier),
-            *("--time-limit", str(time_limit), "--parent", str(os.getpid())),
-            *(() if memory_gib is None else ("--memory-gib", str(memory_gib))),
-        ]
-        self._named = NamedRewards(weights or {}, verifier=verifier)
-        self._environment = worker_environment(environment)
-        # A worker ends with the thread that started it (for the kernel, threads are parents), so
-        # all are started by one thread that lives as long as the pool.
-        self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="starts verifiers")
+        self.settings, self.name = settings, settings.verifier or MATH_ANSWER
+        self.echo = lambda text: echo(f"{self.name}: {text}")
+        try:
+            variables = worker_environment(settings.environment, setting="reward.environment")
+        except ValueError as error:
+            raise VerifierError(str(error)) from None
+        self.named = NamedRewards(settings.weights, verifier=self.name)
         self.num_graded = 0  # total number of results, to detect progress
-        self._printed = PrintedLines(
-            lambda line: echo(f"{verifier}: {line}"), longest=LONGEST_LINE, most=MOST_LINES
+        self.keys = itertools.count()  # never used again, so no late answer goes to another batch
+        self.in_progress = 0
+        self.workers = Workers(
+            "megatron_rl.rewards.broker",
+            {
+                "load": "megatron_rl.rewards.worker:load",
+                "name": self.name,
+                "workers": settings.workers or cores,
+                "batch_size": settings.batch_size,
+                "time_limit": settings.time_limit_seconds,
+                "memory_gib": settings.memory_gib,
+                "longest_line": 2000,
+                "most_lines": MOST_LINES,
+            },
+            name=self.name,
+            environment=variables,
+            error=VerifierError,
+            echo=echo,
         )
-        self._workers = [self._start_worker() for _ in range(workers)]
 
     def start(self) -> None:
-        """Wait until every worker has loaded the verifier; raise VerifierError if one fails."""
-        nothing = _Batch([], self._named, on_error=self.on_error)
-        with selectors.DefaultSelector() as selector:
-            while not all(worker.is_ready for worker in self._workers):
-                self._assign_items(nothing, selector)
-                self._collect(nothing, selector)
+        """Wait until the verifier is loaded; raise VerifierError if it cannot be."""
+        if not self.workers.description:
+            self.workers.start()
 
     def try_on(self, item: Item) -> list[GradeResult]:
         """Grade the ground truth and an empty response as a trial, and return both results.
 
         Raises VerifierError if the verifier fails or exceeds the time limit.
         """
-        texts = (item.ground_truth, "")
-        grade_results = self._verify([item._replace(text=text) for text in texts], on_error="end")
+        session = GradingSession(self, on_error="end")
+        session.submit_all(enumerate(item._replace(text=text) for text in (item.ground_truth, "")))
+        grade_results = list(session.finish().values())
         if any(grade_result.reason == TIME_LIMIT for grade_result in grade_results):
             raise VerifierError(
-                f"{self.verifier} did not grade a response within reward.time_limit_seconds="
-                f"{self.time_limit:g} in a trial; raise it, or let the module load what is slow"
+                f"{self.name} did not grade a response within reward.time_limit_seconds="
+                f"{self.settings.time_limit_seconds:g} in a trial; raise it, or let the module "
+                "load what is slow"
             )
         return grade_results
 
-    def verify_all(
-        self, items: Sequence[Item], *, more: Callable[[], Sequence[Item]] | None = None
-    ) -> list[GradeResult]:
-        """Grade all items, in order; `more` is polled for further items until all are graded.
+    def begin(self) -> "GradingSession":
+        """Begin to grade responses while others are generated; one session at a time."""
+        return GradingSession(self, on_error=self.settings.on_error)
 
-        A call that exceeds the time limit gives `GradeResult(0.0, TIME_LIMIT, None)`. Raises
-        VerifierError if the verifier does not start. `on_error` applies if its code raises, if it
-        returns no reward, or if its process dies twice on the same response.
-        """
-        return self._verify(items, on_error=self.on_error, more=more)
+    def verify_all(self, items: Sequence[Item]) -> list[GradeResult]:
+        """Grade all items, in order (`GradingSession`)."""
+        session = self.begin()
+        session.submit_all(enumerate(items))
+        return list(session.finish().values())
 
     @property
     def is_within_limits(self) -> bool:
-        """True if calls are in progress and none exceeds its time limit; thread-safe."""
-        busy = [worker.deadline for worker in list(self._workers) if worker.places]
-        return bool(busy) and time.monotonic() <= min(busy)
+        """True if calls are in progress and their manager, which ends each in time, is alive."""
+        return bool(self.in_progress) and time.monotonic() - self.workers.heard < ALIVE_SECONDS
 
     def close(self) -> None:
-        """Stop the workers."""
-        if not self._workers:
-            return
-        for worker in self._workers:
-            worker.stop()
-        self._workers = []
-        self._starter.shutdown()
-        self._printed.close()
+        """End the workers."""
+        self.workers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -135,201 +115,163 @@ class VerifierPool:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _verify(
-        self,
-        items: Sequence[Item],
-        *,
-        on_error: OnError,
-        more: Callable[[], Sequence[Item]] | None = None,
-    ) -> list[GradeResult]:
-        if not self._workers:
+
+class GradingSession:
+    """Grades items from the moment they are submitted; one session of a pool at a time.
+
+    A call over the time limit gives `GradeResult(0.0, TIME_LIMIT, None)`. `on_error` applies if the
+    verifier's code raises, if it returns no reward, or if its process dies twice on the same
+    response: `end` raises VerifierError; `zero` gives reward 0 with the reason `FAILED`; `retry`
+    tries again after 1, 2, 4, 8 and 16 s, then raises VerifierError. A result depends only on its
+    item, not on the order of submission.
+    """
+
+    def __init__(self, pool: VerifierPool, *, on_error: str) -> None:
+        if pool.workers.is_closed:
             raise ValueError("the verifier pool is closed")
-        self._printed.renew()
-        batch = _Batch(list(items), self._named, on_error=on_error)
+        self._pool, self._on_error = pool, on_error
+        self._places: dict[int, tuple[int, Item]] = {}  # by key, of calls in progress
+        self._results: dict[int, GradeResult] = {}  # by place
+        self._order: list[int] = []
+        self._attempts: Counter[int] = Counter()  # failed ones, by place
+        self._delayed: list[tuple[float, int, Item]] = []  # the time of the next attempt
+        self._failures: list[str] = []  # that did not end the session
+        pool.workers.send({"renew": True})
+
+    def submit(self, place: int, item: Item) -> None:
+        """Submit an item for grading; raise the error of an earlier item, if any."""
+        self.submit_all([(place, item)])
+        self._receive(0.0)
+
+    def submit_all(self, items: Iterable[tuple[int, Item]]) -> None:
+        """Submit items with their places."""
+        self._pool.start()
+        submitted = list(items)
+        self._order += [place for place, _ in submitted]
+        for place, item in submitted:
+            self._send(place, item)
+
+    def finish(
+        self, *, on_progress: Callable[[int], object] = lambda num_graded: None
+    ) -> dict[int, GradeResult]:
+        """Wait for all results and return them by place, in the order of submission.
+
+        Raises the first error. on_progress: called about once per second with the total number of
+        results of the pool.
+        """
+        while len(self._results) < len(self._order):
+            on_progress(self._pool.num_graded)
+            now = time.monotonic()
+            wait = min([_LOOK_SECONDS, *(max(one[0] - now, 0.0) for one in self._delayed)])
+            self._receive(wait)
+        if self._failures:
+            count = len(self._failures)
+            self._pool.echo(f"{count} grades failed; the first: {self._failures[0]}")
+        return {place: self._results[place] for place in self._order}
+
+    def _send(self, place: int, item: Item) -> None:
+        key = next(self._pool.keys)
+        self._places[key] = place, item
+        self._pool.workers.send({"grade": key, "item": item})
+
+    def _receive(self, timeout: float) -> None:
         try:
-            with selectors.DefaultSelector() as selector:
-                while batch.unfinished:
-                    if more is not None:
-                        batch.add(more())
-                    batch.take_up_delayed()
-                    self._assign_items(batch, selector)
-                    self._collect(batch, selector, patience=MORE_SECONDS if more else math.inf)
+            for message in self._pool.workers.receive(timeout):
+                found = self._places.pop(message["key"], None)
+                if found is not None:  # else of a session that has failed
+                    self._pool.num_graded += 1
+                    self._take(*found, message)
+            due = [one for one in self._delayed if one[0] <= time.monotonic()]
+            self._delayed = [one for one in self._delayed if one not in due]
+            for _, place, item in due:
+                self._send(place, item)
         except BaseException:
-            self._restart_busy()  # otherwise their late answers would go to the next batch
+            if not self._pool.workers.is_closed:
+                self._pool.workers.send({"cancel": True})
+            self._places.clear()
             raise
-        if batch.failures:
-            count = len(batch.failures)
-            self._echo(f"{self.verifier}: {count} grades failed; the first: {batch.failures[0]}")
-        return [batch.grade_results[place] for place in range(len(batch.items))]
+        finally:
+            self._pool.in_progress = len(self._places)
 
-    def _start_worker(self) -> WorkerProcess:
-        start = self._starter.submit(WorkerProcess, self._command, self._printed, self._environment)
-        return start.result()
-
-    def _assign_items(self, batch: "_Batch", selector: selectors.BaseSelector) -> None:
-        for worker in self._workers:
-            if worker.is_ready and not worker.places and batch.waiting:
-                share = -(-len(batch.waiting) // len(self._workers))
-                most = min(self._batch_size, share) if worker.takes_many else 1
-                places = batch.take(most)
-                items = [batch.items[place] for place in places]
-                worker.send(places, items, time_limit=self.time_limit)
-            if worker.is_waited_for and worker.output not in selector.get_map():
-                selector.register(worker.output, selectors.EVENT_READ, worker)
-
-    def _collect(
-        self, batch: "_Batch", selector: selectors.BaseSelector, *, patience: float = math.inf
-    ) -> None:
-        watched = [key.data for key in selector.get_map().values()]
-        moments = [worker.deadline for worker in watched] + [*batch.delayed.values()]
-        patience = max(min(min(moments) - time.monotonic(), patience), 0)
-        if not watched:  # all remaining items wait for a retry
-            time.sleep(patience)
-            return
-        for key, _ in selector.select(patience):
-            self._read(key.data, batch, selector)
-        for worker in watched:
-            if worker.is_waited_for and time.monotonic() > worker.deadline:
-                if not worker.places:
-                    raise VerifierError(f"a verifier did not start in {START_SECONDS:.0f} s")
-                if not batch.take_back(worker.places):
-                    batch.finish(worker.places[0], GradeResult(0.0, TIME_LIMIT, None))
-                self.num_graded += 1
-                self._replace(worker, selector)
-
-    def _read(
-        self, worker: WorkerProcess, batch: "_Batch", selector: selectors.BaseSelector
-    ) -> None:
-        chunk = os.read(worker.output.fileno(), READ_BYTES)
-        if not chunk:
-            end = worker.describe_end()
-            if not worker.places:
-                raise VerifierError(f"a verifier did not start ({end}); its output is in the log")
-            if not batch.take_back(worker.places):
-                batch.retry_death(worker.places[0], end)
-            self._replace(worker, selector)
-            return
-        lines = worker.take(chunk)
-        if not lines:
-            return
-        (answer,) = lines
-        places, worker.places = worker.places, []
-        if not worker.is_ready:
-            if "error" in answer:
-                raise VerifierError(f"{self.verifier} did not start:\n{answer['error']}")
-            worker.get_ready(answer)
+    def _take(self, place: int, item: Item, message: dict[str, Any]) -> None:
+        what = self._describe(place, item)
+        if "is_late" in message:
+            self._keep(place, GradeResult(0.0, TIME_LIMIT, None))
+        elif "died" in message:
+            self._fail(place, item, f"{what}: its process died twice, {message['died']}")
+        elif isinstance(message["answer"], dict):
+            self._fail(place, item, f"{what}:\n{message['answer']['error']}")
         else:
-            batch.take_answers(places, answer)
-            self.num_graded += len(places)
-        selector.unregister(worker.output)
-
-    def _replace(self, worker: WorkerProcess, selector: selectors.BaseSelector) -> None:
-        selector.unregister(worker.output)
-        worker.kill()
-        self._workers[self._workers.index(worker)] = self._start_worker()
-
-    def _restart_busy(self) -> None:
-        for index, worker in enumerate(self._workers):
-            if worker.places or worker.has_ended:
-                worker.kill()
-                self._workers[index] = self._start_worker()
-
-
-@dataclass
-class _Batch:
-    """Items of one call and their state."""
-
-    items: list[Item]
-    named: NamedRewards
-    on_error: OnError
-    grade_results: dict[int, GradeResult] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)  # failures that did not end the call
-    _attempts: Counter[int] = field(default_factory=Counter)  # failed attempts, by place
-    _died: set[int] = field(default_factory=set)
-    _alone: set[int] = field(default_factory=set)  # items of failed batches, graded one by one
-    delayed: dict[int, float] = field(default_factory=dict)  # place: time of the next attempt
-
-    def __post_init__(self) -> None:
-        self.waiting = deque(range(len(self.items)))
-
-    def add(self, items: Sequence[Item]) -> None:
-        """Append further items."""
-        self.waiting.extend(range(len(self.items), len(self.items) + len(items)))
-        self.items.extend(items)
-
-    @property
-    def unfinished(self) -> bool:
-        return len(self.grade_results) < len(self.items)
-
-    def take_up_delayed(self) -> None:
-        now = time.monotonic()
-        for place in [place for place, moment in self.delayed.items() if moment <= now]:
-            del self.delayed[place]
-            self.waiting.append(place)
-
-    def take(self, most: int) -> list[int]:
-        """Take the next places to grade in one call."""
-        places = [self.waiting.popleft()]
-        while (
-            len(places) < most and self.waiting and not {places[0], self.waiting[0]} & self._alone
-        ):
-            places.append(self.waiting.popleft())
-        return places
-
-    def take_back(self, places: list[int]) -> bool:
-        """Grade several items one by one if one of them failed; False for a single item."""
-        if len(places) > 1:
-            self._alone.update(places)
-            self.waiting.extendleft(reversed(places))
-        return len(places) > 1
-
-    def take_answers(self, places: list[int], answers: Any) -> None:
-        """Process a worker's answers, or the dict of a call that failed as a whole."""
-        if isinstance(answers, dict) and self.take_back(places):
-            return
-        each = [answers] if isinstance(answers, dict) else answers
-        for place, answer in zip(places, each, strict=True):
-            if isinstance(answer, dict):
-                self._fail(place, f"{self._describe(place)}:\n{answer['error']}")
-            else:
-                self._take_answer(place, *answer)
-
-    def _take_answer(self, place: int, reward: Any, reason: str, extracted: str | None) -> None:
-        rewards: dict[str, float] = {}
-        if reason != TIME_LIMIT:  # from an async verifier: no named rewards
+            reward, reason, extracted = message["answer"]
             try:
-                reward, rewards = self.named.add_up(reward)
+                reward, rewards = self._pool.named.add_up(reward)
             except ValueError as error:
-                self._fail(place, f"{self._describe(place)}:\n{error}")
-                return
-        self.finish(place, GradeResult(reward, reason, extracted, rewards=rewards))
+                self._fail(place, item, f"{what}:\n{error}")
+            else:
+                self._keep(place, GradeResult(reward, reason, extracted, rewards=rewards))
 
-    def finish(self, place: int, grade_result: GradeResult) -> None:
-        self.grade_results[place] = replace(grade_result, retries=self._attempts[place])
+    def _keep(self, place: int, grade_result: GradeResult) -> None:
+        self._results[place] = replace(grade_result, retries=self._attempts[place])
 
-    def retry_death(self, place: int, end: str) -> None:
-        """Retry once: a process may be killed because the machine is short of memory."""
-        if place in self._died:
-            self._fail(place, f"{self._describe(place)}: its process died twice, {end}")
-        else:
-            self._died.add(place)
-            self.waiting.appendleft(place)
-
-    def _fail(self, place: int, why: str) -> None:
-        if self.on_error == "end":
+    def _fail(self, place: int, item: Item, why: str) -> None:
+        if self._on_error == "end":
             raise VerifierError(why)
-        if self.on_error == "retry":
-            if self._attempts[place] == len(RETRY_SECONDS):
+        if self._on_error == "retry":
+            attempts = self._attempts[place]
+            if attempts == len(RETRY_SECONDS):
                 raise VerifierError(f"after {len(RETRY_SECONDS)} new attempts, {why}")
-            self.delayed[place] = time.monotonic() + RETRY_SECONDS[self._attempts[place]]
+            self._delayed.append((time.monotonic() + RETRY_SECONDS[attempts], place, item))
             self._attempts[place] += 1
         else:
-            self.finish(place, GradeResult(0.0, FAILED, None))
-        self.failures.append(why)
+            self._keep(place, GradeResult(0.0, FAILED, None))
+        self._failures.append(why)
 
-    def _describe(self, place: int) -> str:
-        text, ground_truth, data_source, _ = self.items[place]
+    def _describe(self, place: int, item: Item) -> str:
         return (
-            f"the verifier failed on response {place} of {len(self.items)} ({data_source}, ground "
-            f"truth {ground_truth!r:.60}, response ending in {text[-60:]!r})"
+            f"the verifier failed on response {place} of {len(self._order)} ({item.data_source}, "
+            f"ground truth {item.ground_truth!r:.60}, response ending in {item.text[-60:]!r})"
+        )
+
+
+class NamedRewards:
+    """The weighted sum of the rewards that a verifier returns by name.
+
+    weights: by name; if empty, 1 for each. Every response must have the same names, so that the
+    means of all rewards cover the same responses.
+    """
+
+    def __init__(self, weights: Mapping[str, float], *, verifier: str) -> None:
+        self._weights, self._verifier = dict(weights), verifier
+        self._names: list[str] | None = sorted(weights) if weights else None
+
+    def add_up(self, reward: float | Mapping[str, float]) -> tuple[float, dict[str, float]]:
+        """Return the weighted sum and the rewards by name (none for a single number).
+
+        Raises ValueError if a name is missing or unknown, or if the sum is too large.
+        """
+        rewards = dict(reward) if isinstance(reward, Mapping) else {}
+        if self._names is None:
+            self._names = sorted(rewards)
+        if sorted(rewards) != self._names:
+            raise UserError(self._describe_difference(sorted(rewards)))
+        if not isinstance(reward, Mapping):
+            return reward, {}
+        # Exactly rounded, so that the order of the names does not matter.
+        total = math.fsum(self._weights.get(name, 1.0) * value for name, value in rewards.items())
+        if not math.isfinite(total):
+            raise UserError(f"the weighted sum of {self._verifier}'s rewards {rewards} overflows")
+        return total, rewards
+
+    def _describe_difference(self, names: list[str]) -> str:
+        returned = f"rewards named {', '.join(names)}" if names else "a single reward"
+        expected = ", ".join(self._names or ())
+        if self._weights:
+            return (
+                f"{self._verifier} returned {returned}, and reward.weights has {expected}; give "
+                "each reward that it returns one weight, and no other name"
+            )
+        return (
+            f"{self._verifier} returned {returned} for this response and "
+            f"{expected or 'a single reward'} for an earlier one; return the same names for every "
+            "response, with 0 where one does not apply"
         )

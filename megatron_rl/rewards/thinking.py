@@ -30,6 +30,20 @@ def after_thinking(text: str) -> str | None:
     return None if _BEGINS.search(text, end) else text[end:]
 
 
+def without_thinking(text: str) -> str:
+    """Return what a response has outside of thinking, which may also begin or end with it."""
+    parts, start = [], 0
+    while True:
+        begin, end = _BEGINS.search(text, start), _ENDS.search(text, start)
+        if end is not None and (begin is None or end.start() < begin.start()):
+            start = end.end()  # of thinking that began before
+            continue
+        parts.append(text[start : len(text) if begin is None else begin.start()])
+        if begin is None or (end := _ENDS.search(text, begin.end())) is None:
+            return "".join(parts)
+        start = end.end()
+
+
 def ends_inside_thinking(prompt: str, *, last_message: str) -> bool:
     """Return True if a rendered prompt opens the thinking that the response continues.
 

@@ -1,7 +1,7 @@
 """The interface of verifiers, and loading them by name.
 
-Verifiers run in their own worker processes (`megatron_rl.rewards.pool`). This module and modules
-that define verifiers import neither torch nor vLLM, so that a worker starts in a second.
+Verifiers run in worker processes (`megatron_rl.rewards.pool`). This module and modules that define
+verifiers import neither torch nor vLLM, so that these start in a second.
 """
 
 import importlib
@@ -18,6 +18,7 @@ FAILED = "verifier failed"  # only where reward.on_error is zero
 UNGRADED = (TIME_LIMIT, UNPARSABLE_TRUTH, FAILED)
 NO_ANSWER = "no answer"
 NUMBER = "scored"  # the reason of a verifier that returns a number
+SHAPED = "shaped"  # no name of a reward: reward/shaped_mean is another metric
 
 
 class Item(NamedTuple):

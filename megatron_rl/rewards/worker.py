@@ -1,93 +1,190 @@
-"""A verifier process: reads and writes one JSON line per request until its input ends.
+"""A verifier's process: calls by its signature, and checks of what it returns. No torch here.
 
-Started by `megatron_rl.rewards.process` as `python -m megatron_rl.rewards.worker`, with a new
-interpreter: forking a process with torch, vLLM and gloo threads copies locks that are never
-released. Its first line reports the verifier's calling convention, or why loading it failed.
+Forked by `megatron_rl.workers.template`; it grades many responses, one call at a time. A request is
+a line of JSON with `items`; its reply has `answers`, or one `error` of the whole call.
 """
 
-import argparse
-import contextlib
-import io
+import asyncio
+import concurrent.futures.thread as executors
+import inspect
 import json
-import os
+import math
+import numbers
+import re
 import resource
-import signal
-import sys
+import socket
+import threading
 import traceback
-from io import RawIOBase
-from typing import BinaryIO
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from megatron_rl.rewards.calling import Call, SignatureError
-from megatron_rl.rewards.verifier import Item, load_verifier
-from megatron_rl.runtime.interruption import end_with_parent
+from megatron_rl.errors import UserError
+from megatron_rl.rewards.verifier import NUMBER, SHAPED, Item, load_verifier
+from megatron_rl.texts import clean
+
+Answer = list[Any] | dict[str, str]  # [reward, reason, answer], or {"error": description}
+_LONGEST_VALUE = 120  # characters of a wrong return value that an error repeats
+_OTHER_LIBRARIES = {"completions": "TRL", "solution_str": "verl"}  # a parameter of their rewards
 
 
-def main() -> None:
-    """Serve requests until standard input ends; the kernel kills the process with its parent."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--verifier", required=True)
-    parser.add_argument("--time-limit", type=float, required=True)
-    parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--memory-gib", type=float)
-    arguments = parser.parse_args()
-    output = isolate(arguments.parent)
-    # The default action of SIGALRM ends the process, even inside C code with the interpreter's
-    # lock. The parent kills it sooner, unless the parent itself is suspended.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    with contextlib.suppress(BrokenPipeError):  # the parent is gone
+def load(settings: dict[str, Any]) -> tuple[dict[str, Any], Callable[[socket.socket], None]]:
+    """Load the verifier of the settings; returns its description and what a fork runs."""
+    name = settings["name"]
+    call = Call(load_verifier(name), name=name, memory_gib=settings["memory_gib"])
+    description = {"is_batched": call.is_batched, "is_async": call.is_async}
+    return description, lambda channel: serve(call, channel)
+
+
+def serve(call: "Call", channel: socket.socket) -> None:
+    """Grade until the broker closes the channel."""
+    lines = channel.makefile("rb")
+    while line := lines.readline():
+        request = json.loads(line)
+        answers = call.grade([Item(*item) for item in request["items"]])
+        # A thread that the call has left would slow the next one down, or keep the interpreter.
+        left = {*threading.enumerate()} - {threading.main_thread(), *executors._threads_queues}
+        reply = {"number": request["number"], "answers": answers, "is_last": bool(left)}
+        channel.sendall(json.dumps(reply).encode() + b"\n")
+
+
+class SignatureError(UserError):
+    """A verifier does not accept the arguments it is called with."""
+
+
+class Call:
+    """A verifier and its calling convention."""
+
+    def __init__(self, verifier: Any, *, name: str, memory_gib: float | None = None) -> None:
+        self.verifier, self.name, self._memory_gib = verifier, name, memory_gib
+        self.is_async = inspect.iscoroutinefunction(verifier) or inspect.iscoroutinefunction(
+            getattr(verifier, "__call__", None)  # noqa: B004 - an object's own, not whether it has one
+        )
+        names = _parameters(verifier)
+        self.is_batched = names[:1] == ["texts"]
+        self.wants_row = ("rows" if self.is_batched else "row") in names
+        self._check_signature(names)
+        self._runner: asyncio.Runner | None = None
+
+    def grade(self, items: Sequence[Item]) -> list[Answer] | dict[str, str]:
+        """Return an answer for each item, or a single one if the whole call failed."""
         try:
-            verifier = load_verifier(arguments.verifier)
-            call = Call(verifier, name=arguments.verifier, time_limit=arguments.time_limit)
-        except SignatureError as error:
-            send(output, {"error": str(error)})
+            if self.is_batched:
+                columns = [[item[column] for item in items] for column in range(3)]
+                rows = {"rows": [json.loads(item.row) for item in items]} if self.wants_row else {}
+                value = self._run(self.verifier(*columns, **rows))
+                return [read_grade(one, name=self.name) for one in self._as_list(value, items)]
+            return [self._grade_one(item) for item in items]
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the trainer decides
+            return self._describe(error)
+
+    def _check_signature(self, names: list[str]) -> None:
+        """Raise SignatureError if a call would fail or pass arguments in the wrong order."""
+        library = next((_OTHER_LIBRARIES[name] for name in names if name in _OTHER_LIBRARIES), None)
+        wanted = ["texts", "ground_truths", "data_sources"] if self.is_batched else [
+            "text", "ground_truth", "data_source"]  # fmt: skip
+        row = ["rows" if self.is_batched else "row"] if self.wants_row else []
+        try:
+            inspect.signature(self.verifier).bind(*wanted, **dict.fromkeys(row))
+            problem = ""
+        except TypeError as error:
+            problem = str(error)
+        except ValueError:  # a builtin without a signature
             return
-        except Exception:  # noqa: BLE001 - the parent raises it
-            send(output, {"error": traceback.format_exc()})
-            return
-        if arguments.memory_gib is not None:
-            _limit_memory(int(arguments.memory_gib * 2**30))
-        send(output, {"takes_many": call.takes_many, "wants_row": call.wants_row})
-        _serve(call, sys.stdin.buffer, output)
+        if library is not None:
+            raise SignatureError(
+                f"{self.name} has the signature of a reward of {library} ({', '.join(names)}); "
+                "here it is score(text, ground_truth, data_source), or with a fourth argument row: "
+                "docs/rewards.md has a table of theirs and ours"
+            )
+        if problem:
+            raise SignatureError(
+                f"{self.name}({', '.join(names)}) cannot be called with ({', '.join(wanted + row)})"
+                f": {problem}; docs/rewards.md lists the signatures"
+            )
+
+    def _grade_one(self, item: Item) -> Answer:
+        extra = {"row": json.loads(item.row)} if self.wants_row else {}
+        value = self.verifier(item.text, item.ground_truth, item.data_source, **extra)
+        return read_grade(self._run(value), name=self.name)
+
+    def _run(self, value: Any) -> Any:
+        if not self.is_async:
+            return value
+        # One loop for the process: a client that the verifier keeps belongs to it.
+        self._runner = self._runner or asyncio.Runner()
+        return self._runner.run(value)
+
+    def _describe(self, error: BaseException) -> dict[str, str]:
+        """Format the traceback of the current exception for the trainer."""
+        text = clean("".join(traceback.format_exception(error)))
+        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        if isinstance(error, MemoryError) and limit != resource.RLIM_INFINITY:
+            text += (
+                f"a worker may use reward.memory_gib={self._memory_gib:g} GiB of memory; raise it, "
+                "or null for no limit"
+            )
+        return {"error": text}
+
+    def _as_list(self, value: Any, items: Sequence[Item]) -> list[Any]:
+        if hasattr(value, "tolist"):  # an array or a tensor
+            value = value.tolist()
+        if not isinstance(value, list | tuple) or len(value) != len(items):
+            raise TypeError(
+                f"{self.name} returned {shown(value)} for {len(items)} responses; return a list "
+                "with a number, or (reward, reason, answer), for each of them"
+            )
+        return list(value)
 
 
-def isolate(parent: int) -> RawIOBase:
-    """Make this process a worker of process `parent`; return the output for its answers."""
-    # The kernel kills this process with its parent, also inside C code; its input also ends, but
-    # only when every process that the parent has forked is gone.
-    end_with_parent(parent)
-    # Ctrl-C and SLURM's signals reach every process of a job, while the trainer still finishes
-    # its step: a worker must end with its parent, not before.
-    for request in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(request, signal.SIG_IGN)
-    # Answers go to a copy of standard output, so that a verifier that prints does not corrupt them;
-    # its printed lines go to standard error, line by line.
-    output = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-    return output
+def read_grade(value: Any, *, name: str) -> list[Any]:
+    """Convert a verifier's return value to [reward, reason, answer]; rewards may be a dict.
+
+    Raises TypeError that describes the valid return values.
+    """
+    if (reward := _as_reward(value)) is not None:
+        return [reward, NUMBER, None]
+    if isinstance(value, list | tuple) and len(value) == 3:
+        reward, reason, answer = _as_reward(value[0]), value[1], value[2]
+        if reward is not None and isinstance(reason, str) and isinstance(answer, str | None):
+            return [reward, clean(reason), clean(answer)]
+    raise TypeError(
+        f"{name} returned {shown(value)}; return the reward, a finite number, or a tuple (reward, "
+        "reason, answer): that number, a text, and a text or None. Several rewards are a dictionary"
+        ' in place of the number, as {"correct": 1.0, "format": 0.5}; names are letters, digits and'
+        f' _, and not "{SHAPED}"'
+    )
 
 
-def _serve(call: Call, source: BinaryIO, output: RawIOBase) -> None:
-    while line := source.readline():
-        signal.setitimer(signal.ITIMER_REAL, 2 * call.time_limit + 1)
-        answers = call.grade([Item(*item) for item in json.loads(line)])
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        send(output, answers)
+def _as_reward(value: Any) -> float | dict[str, float] | None:
+    """Convert to a finite number, or several by name; None for other values."""
+    if not isinstance(value, dict):
+        return as_number(value)
+    rewards = {name: as_number(one) for name, one in value.items() if _is_name(name)}
+    known = {name: one for name, one in rewards.items() if one is not None}
+    return known if value and len(known) == len(value) else None
 
 
-def _limit_memory(wanted: int) -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and bool(re.fullmatch(r"[A-Za-z]\w*", name)) and name != SHAPED
 
 
-def send(output: RawIOBase, answer: object) -> None:
-    """Write one line of JSON."""
-    rest = memoryview(json.dumps(answer).encode() + b"\n")
-    while rest:
-        rest = rest[output.write(rest) :]
+def as_number(value: Any) -> float | None:
+    """Convert a finite number, also a NumPy or torch scalar, to float; None for other values."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = value.item()
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        return None
+    return float(value)
 
 
-if __name__ == "__main__":
-    main()
+def _parameters(verifier: Any) -> list[str]:
+    try:
+        return list(inspect.signature(verifier).parameters)
+    except ValueError:  # a builtin without a signature
+        return []
+
+
+def shown(value: Any) -> str:
+    """Format a wrong return value for an error, shortened."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."

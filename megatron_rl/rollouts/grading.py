@@ -10,12 +10,11 @@ import torch.distributed as dist
 from megatron_rl.distributed.agreement import sync_errors_across_ranks
 from megatron_rl.distributed.straggler_barrier import StragglerBarrier
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.engine.conversations import FAILURE_REASONS
-from megatron_rl.rewards.grading import GradingSession
-from megatron_rl.rewards.pool import VerifierPool
-from megatron_rl.rewards.process import START_SECONDS
+from megatron_rl.environments.interface import FAILURE_REASONS
+from megatron_rl.rewards.pool import GradingSession, VerifierPool
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, Item, VerifierError
 from megatron_rl.types import GradeResult, Prompt, Response, Rollout
+from megatron_rl.workers.client import START_SECONDS
 
 
 @dataclass
@@ -33,7 +32,7 @@ class Grader:
 
     def __post_init__(self) -> None:
         # Longest time of a worker without progress: it is starting, or grading.
-        patience = 2 * START_SECONDS + 2 * self.pool.time_limit
+        patience = 2 * START_SECONDS + 2 * self.pool.settings.time_limit_seconds
         self._work = StragglerBarrier("grading responses", patience=patience)
 
     def begin(self, prompts: Sequence[Prompt], *, samples: int) -> Callable[[int, Response], None]:
@@ -41,7 +40,7 @@ class Grader:
 
         The position of sample s of prompt p is p * samples + s.
         """
-        session = self._session = GradingSession(self.pool)
+        session = self._session = self.pool.begin()
         self._of_environments = {}
 
         def submit(place: int, response: Response) -> None:
@@ -54,7 +53,7 @@ class Grader:
             try:
                 session.submit(place, item)
             except VerifierError as error:  # raised for an earlier response
-                text = _sentence(error, on_error=self.pool.on_error)
+                text = _sentence(error, on_error=self.pool.settings.on_error)
                 raise VerifierError(f"grading responses: {text}") from error
 
         return submit
@@ -70,7 +69,9 @@ class Grader:
             try:
                 own = self._session.finish(on_progress=self._report)
             except VerifierError as error:
-                raise VerifierError(_sentence(error, on_error=self.pool.on_error)) from error
+                raise VerifierError(
+                    _sentence(error, on_error=self.pool.settings.on_error)
+                ) from error
             finally:
                 self._work.finish(while_waiting=self.on_progress)
         grade_results = self._gather(own | self._of_environments, count=len(responses))
@@ -108,10 +109,10 @@ class Grader:
                 "anything; the log has what the environments printed"
             )
         if reasons[TIME_LIMIT] + reasons[FAILED] == total:
+            limit = self.pool.settings.time_limit_seconds
             raise VerifierError(
-                f"none of {total} responses was graded within reward.time_limit_seconds="
-                f"{self.pool.time_limit:g}, so no reward means anything; raise it, or lower "
-                "reward.workers if they have to share cores"
+                f"none of {total} responses was graded within reward.time_limit_seconds={limit:g}, "
+                "so no reward means anything; raise it"
             )
 
     def _report(self, graded: int) -> None:

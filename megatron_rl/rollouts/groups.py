@@ -95,22 +95,30 @@ def _advantages(
     rewards: Sequence[float], rollouts: Sequence[Rollout], config: Config
 ) -> np.ndarray:
     """Advantages of rollouts in group order; [groups, responses to each] float32."""
-    grouped = torch.tensor(rewards).view(-1, config.rollout.responses_per_prompt)
+    size = config.rollout.responses_per_prompt
+    grouped = torch.tensor(rewards).view(-1, size)
     lost = torch.tensor([rollout.response.finish_reason == "lost" for rollout in rollouts])
-    if lost.any():
-        grouped = fill_lost(grouped, lost.view_as(grouped))
-    return compute_advantages(grouped, config.advantage).float().numpy()
+    return advantages_without(lost.view_as(grouped), grouped, config.advantage).float().numpy()
 
 
-def fill_lost(rewards: Tensor, lost: Tensor) -> Tensor:
-    """Replace the rewards of lost conversations by the mean of the others of their group.
+def advantages_without(lost: Tensor, rewards: Tensor, settings: AdvantageSection) -> Tensor:
+    """Advantages whose means and standard deviations are those of the conversations not lost.
 
-    So they do not move the group's mean; without others they become 0. rewards, lost: [prompts,
-    responses_per_prompt].
+    A lost one has advantage 0, and so has the only one left of a group, which has no baseline, with
+    the estimators that compare within a group. rewards, lost: [prompts, responses_per_prompt].
     """
-    known = (~lost).sum(dim=1, keepdim=True).clamp(min=1)
-    mean = torch.where(lost, 0, rewards).sum(dim=1, keepdim=True) / known
-    return torch.where(lost, mean, rewards)
+    if not lost.any():
+        return compute_advantages(rewards, settings)
+    advantages = torch.zeros_like(rewards)
+    if settings.estimator == "batch_baseline":
+        if not lost.all():
+            advantages[~lost] = compute_advantages(rewards[~lost].view(1, -1), settings).view(-1)
+        return advantages
+    for row, values, kept in zip(advantages, rewards, ~lost, strict=True):
+        is_alone = settings.estimator == "leave_one_out" and int(kept.sum()) == 1
+        if kept.any() and not is_alone:
+            row[kept] = compute_advantages(values[kept].view(1, -1), settings).view(-1)
+    return advantages
 
 
 def compute_advantages(rewards: Tensor, settings: AdvantageSection) -> Tensor:

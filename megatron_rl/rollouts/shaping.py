@@ -5,16 +5,19 @@ and overlong filtering (section 3.4).
 """
 
 from megatron_rl.config import Config
+from megatron_rl.environments.interface import FAILURE_REASONS
 from megatron_rl.rewards.verifier import UNGRADED
 from megatron_rl.types import Rollout
+
+NOT_GRADED = {*UNGRADED, *FAILURE_REASONS.values()}
 
 
 def shape_reward(rollout: Rollout, config: Config) -> float:
     """Reward of a rollout after `shaping`; without it the reward of the grader."""
     shaping, limit = config.shaping, config.rollout.max_response_tokens
     reward = rollout.grade_result.reward
-    # 0 is halfway between wrong and right: a slow machine is not an error of the response.
-    if shaping.signed and rollout.grade_result.reason not in UNGRADED:
+    # 0 is halfway between wrong and right: a failure to grade is not an error of the response.
+    if shaping.signed and rollout.grade_result.reason not in NOT_GRADED:
         reward = 2 * reward - 1
     if shaping.overlong is None:
         return reward

@@ -63,7 +63,7 @@ RESUMABLE_CHANGES = (
     "trainer.max_consecutive_skipped_updates", "trainer.stop_after_dead_steps",
     "trainer.tokens_per_micro_batch", "trainer.recompute", "eval.", "logging.", "resharding.",
     "reward.workers", "reward.time_limit_seconds", "reward.on_error", "reward.environment",
-    "reward.memory_gib", "environment.workers", "environment.time_limit_seconds",
+    "reward.memory_gib", "environment.memory_gib", "environment.time_limit_seconds",
     "environment.variables", "environment.on_error",
     "parallel.", "rollout.tensor", "rollout.expert_parallel", "rollout.gpu_memory_utilization",
     "rollout.max_num_seqs", "rollout.kv_cache_mib", "rollout.time_limit_seconds",

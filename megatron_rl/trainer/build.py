@@ -26,7 +26,7 @@ from megatron_rl.models.safetensors_headers import check_headers
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives import PolicyObjective, build_objective
 from megatron_rl.preflight.settings import check_settings
-from megatron_rl.preflight.verifier import build_pool, vote_problems
+from megatron_rl.preflight.verifier import vote_problems
 from megatron_rl.resharding.push import ReshardSettings
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import Item, VerifierError
@@ -98,9 +98,7 @@ def run_training(
             console.echo(line)
     log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
     config = fix_date(config, directory, echo=console.echo)
-    opened = open_conversations(
-        config, topology, cores=cores_of_rank(), echo=log, journals=directory.answers
-    )
+    opened = open_conversations(config, topology, echo=log, journals=directory.answers)
     with (
         opened as (shown, conversations),
         share_prompt_sets(shown, shape, directory.prompts, echo=console.echo) as prompts,
@@ -277,7 +275,7 @@ def _start_verifiers(pool: VerifierPool, prompt: Prompt, config: Config) -> None
                 Item("", prompt.ground_truth, prompt.data_source, prompt.row)
             )
         except VerifierError as error:
-            raise ConfigError(f"reward.verifier={pool.verifier}: {error}") from None
+            raise ConfigError(f"reward.verifier={pool.name}: {error}") from None
         if problems := vote_problems(
             grade_results, config.reward, keep_best=config.trainer.keep_best
         ):
@@ -290,9 +288,8 @@ def _start_verifiers(pool: VerifierPool, prompt: Prompt, config: Config) -> None
 
 def build_verifiers(config: Config, topology: Topology, directory: RunDirectory) -> VerifierPool:
     """Build the verifier pool of this rank; its output goes to the log of the run."""
-    workers = config.reward.workers or cores_of_rank()
     log = Console(is_main_rank=True, log_file=directory.log_file).log
-    return build_pool(config.reward, workers=workers, echo=log)
+    return VerifierPool(config.reward, cores=cores_of_rank(), echo=log)
 
 
 def build_engine(

@@ -20,13 +20,12 @@ def open_conversations(
     config: Config,
     topology: Topology,
     *,
-    cores: int,
     echo: Callable[[str], object],
     journals: Path | None = None,
 ) -> Iterator[tuple[Config, ConversationSettings | None]]:
     """Start the environments on the first rank of each engine, and stop them on exit. Collective.
 
-    cores: of each rank. echo: receives what environments print. journals: folder for answers, so
+    echo: receives what environments print. journals: folder for answers, so
     that a resumed run repeats no side effect. Yields the config whose chat
     template shows the environment's tools, and the settings of conversations; None without an
     environment.
@@ -40,17 +39,7 @@ def open_conversations(
         pool = None
         with sync_errors_across_ranks(doing="starting the environments"):
             if topology.rank % tensor == 0:
-                pool = stack.enter_context(
-                    EnvironmentPool(
-                        settings.name,
-                        workers=settings.workers or cores * tensor,
-                        time_limit_seconds=settings.time_limit_seconds,
-                        on_error=settings.on_error,
-                        variables=settings.variables,
-                        max_rewrites=settings.max_rewrites,
-                        echo=echo,
-                    )
-                )
+                pool = stack.enter_context(EnvironmentPool(settings, echo=echo))
                 try:
                     pool.start()
                 except BrokenEnvironmentError as error:

@@ -11,7 +11,6 @@ from megatron_rl.actor import groups
 from megatron_rl.actor.weights import HfReader
 from megatron_rl.config import Config
 from megatron_rl.config.data_sections import ColumnsSection
-from megatron_rl.distributed.agreement import cores_of_rank
 from megatron_rl.engine.vllm_engine import VllmEngine
 from megatron_rl.models.shape import tensor_shapes
 from megatron_rl.preflight.settings import check_evaluation
@@ -59,7 +58,7 @@ def run_evaluation(
     console = Console(is_main_rank=rank == 0, log_file=directory.log_file)
     log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
     config = fix_date(config, directory, echo=console.echo)
-    opened = open_conversations(config, topology, cores=cores_of_rank(), echo=log)
+    opened = open_conversations(config, topology, echo=log)
     with (
         opened as (shown, conversations),
         share_evaluation_sets(shown, shape, directory.prompts, echo=console.echo) as sets,

@@ -20,7 +20,7 @@ PROMPTS, SAMPLES = 8, 4
 SHORT = (
     f"rollout.prompts_per_step={PROMPTS}", f"rollout.responses_per_prompt={SAMPLES}",
     "rollout.max_response_tokens=24", "rollout.kv_cache_mib=8", "data.max_prompt_tokens=48",
-    "environment.max_context_tokens=96", "environment.max_turns=5", "environment.workers=1",
+    "environment.max_context_tokens=96", "environment.max_turns=5",
     "environment.max_turn_tokens=6", "environment.time_limit_seconds=120", "trainer.steps=3",
     "trainer.epochs=2", "trainer.minibatches=2", "trainer.checkpoint_every=1",
     "optimizer.decay=constant", "optimizer.warmup_steps=0", "eval.every=2", "eval.samples=2",

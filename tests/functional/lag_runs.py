@@ -77,7 +77,7 @@ class SharedParts:
     def __init__(self):
         self.made = {}
         self._groups, self._engine = groups.initialise, build.build_engine
-        self._pool = build.build_pool
+        self._pool = build.VerifierPool
 
     def pool(self, reward, **settings):
         if "pool" not in self.made:
@@ -277,7 +277,7 @@ def in_flight_by_hand(folder, shared):
 def main(folder):
     shared = SharedParts()
     groups.initialise, build.build_engine = shared.initialise, shared.build_engine
-    build.build_pool = shared.pool
+    build.VerifierPool = shared.pool
     Recorder.draw = lambda recorder: None
     for name, overrides in RUNS.items():
         how = run_killed if name.endswith("_killed") else run

@@ -25,6 +25,7 @@ from tests.functional import conversation_runs
 from tests.functional.conversation_runs import CONFIG, PROMPTS, SAMPLES, arguments
 from tests.functional.tiny_runs import start_training
 from tests.ranks import start_process
+from tests.running import assert_end
 
 TIMED = ("time/", "memory/", "sync/", "rollout/tokens_per_second", "rollout/engine_imbalance",
          "environment/seconds_mean", "environment/cached_fraction")  # fmt: skip
@@ -176,11 +177,13 @@ def test_run_killed_while_generating_repeats_no_side_effect(runs):
     wait_until(is_waiting, process)
     calls = len(notes(runs, name, "calls"))
     assert 0 < len(notes(runs, name, "waiting")) < PROMPTS * SAMPLES
-    ranks = psutil.Process(process.pid).children()
+    launcher = psutil.Process(process.pid)
+    ranks, below = launcher.children(), launcher.children(recursive=True)
     for group in (process.pid, *(rank.pid for rank in ranks)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
     process.wait()
+    assert_end(one.pid for one in below)  # also the environments, which wait in their calls
     assert [row["step"] for row in read_metrics(runs / name)] == [0, 1]
     (folder / "hold").unlink()
     again = start_training(*settings, config=CONFIG, places=())

@@ -80,16 +80,17 @@ class Engine:
         self, name, *, prompts=None, in_rounds=False, on_error="end", max_rewrites=2,
         module="tests.functional.talking", **limits,
     ):  # fmt: skip
+        from megatron_rl.config.environment_section import EnvironmentSection
         from megatron_rl.engine.engine import ConversationSettings
         from megatron_rl.environments.pool import EnvironmentPool
 
         pool = None
         if self.rank == 0:
-            pool = EnvironmentPool(
-                f"{module}:{name}", workers=2, on_error=on_error,
-                time_limit_seconds=3.0 if name == "Digits" else 60.0,
-                max_rewrites=max_rewrites, echo=self.lines.append,
+            settings = EnvironmentSection(
+                name=f"{module}:{name}", max_context_tokens=1, on_error=on_error,
+                time_limit_seconds=3.0 if name == "Digits" else 60.0, max_rewrites=max_rewrites,
             )  # fmt: skip
+            pool = EnvironmentPool(settings, echo=self.lines.append)
             pool.start()
         settings = ConversationSettings(
             pool, self.renderer, max_turns=MAX_TURNS, max_turn_tokens=MAX_TURN_TOKENS,

@@ -30,7 +30,7 @@ HOME = ROOT / ".cache" / "outside_agents"
 SETTINGS = (
     "rollout.prompts_per_step=1", "rollout.responses_per_prompt=2",
     "rollout.max_response_tokens=12", "rollout.kv_cache_mib=8", "data.max_prompt_tokens=24",
-    "environment.max_context_tokens=96", "environment.max_turns=3", "environment.workers=1",
+    "environment.max_context_tokens=96", "environment.max_turns=3",
     "environment.max_turn_tokens=4", "environment.time_limit_seconds=300",
     "environment.on_error=zero",
     "trainer.steps=2", "trainer.epochs=2", "trainer.minibatches=1", "eval.sets={}",

@@ -24,8 +24,9 @@ LAYERS = {
     "advantages": {"types"},
     "objectives": {"types", "distributed"},
     "config": {"objectives"},
-    "rewards": {"types", "texts", "runtime"},
-    "environments": {"types", "texts", "messages", "rewards", "runtime"},
+    "workers": {"texts", "runtime"},
+    "rewards": {"types", "texts", "config", "workers"},
+    "environments": {"types", "texts", "messages", "config", "rewards", "workers"},
     "data": {"types", "texts", "messages", "runtime", "distributed"},
     "resharding": {"types", "runtime", "distributed", "models"},
     "actor": {"types", "runtime", "distributed", "objectives", "models", "resharding", "data"},
@@ -37,9 +38,10 @@ LAYERS = {
     "rollouts": {
         "types", "runtime", "config", "distributed", "objectives", "advantages", "data", "rewards",
         "models", "resharding", "actor", "engine", "telemetry", "runs", "messages",
+        "environments", "workers",
     },
     "preflight": {"types", "runtime", "config", "data", "objectives", "models", "resharding",
-                  "engine", "runs", "rewards", "rollouts", "environments"},
+                  "engine", "runs", "rewards", "rollouts", "environments", "workers"},
     "checkpoint_export": {
         "config", "telemetry", "models", "resharding", "actor", "preflight", "runs",
     },

@@ -8,6 +8,7 @@ import pytest
 import megatron_rl
 from megatron_rl import python_api
 from megatron_rl.config import ConfigError, parse_config
+from megatron_rl.config.sections import RewardSection
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import MATH_ANSWER, Item
 from megatron_rl.types import GradeResult
@@ -75,7 +76,7 @@ def test_module_function_is_named_and_local_function_is_copied(tmp_path, monkeyp
 
     name = python_api._name_reward(score, tmp_path)
     monkeypatch.syspath_prepend(tmp_path)  # as for the processes of the run
-    with VerifierPool(verifier=name) as pool:
+    with VerifierPool(RewardSection(verifier=name)) as pool:
         grade_results = pool.verify_all([Item("abcd", "", "", '{"level": 2}')])
     assert grade_results == [
         GradeResult(3.0, "scored", None, rewards={"length": 1.0, "level": 2.0})

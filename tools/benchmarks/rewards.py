@@ -17,6 +17,7 @@ import time
 
 import psutil
 
+from megatron_rl.config.sections import RewardSection
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import TIME_LIMIT, Item
 
@@ -50,7 +51,7 @@ def make_answers(count: int, *, hostile: float = 0.0) -> list[Item]:
 def cpu_seconds() -> float:
     """Return the processor time of this process and its workers."""
     own = psutil.Process()
-    return sum(sum(process.cpu_times()[:2]) for process in (own, *own.children()))
+    return sum(sum(process.cpu_times()[:2]) for process in (own, *own.children(recursive=True)))
 
 
 def main() -> None:
@@ -62,7 +63,7 @@ def main() -> None:
     print("answers        workers  answers/s  ran out of time  on two full cores")
     for name, hostile in (("ordinary", 0.0), ("hostile 1/1000", 0.001)):
         items = make_answers(options.answers, hostile=hostile)
-        with VerifierPool(workers=options.workers, time_limit=1.0) as pool:
+        with VerifierPool(RewardSection(workers=options.workers, time_limit_seconds=1.0)) as pool:
             pool.start()
             start, used = time.perf_counter(), cpu_seconds()
             verdicts = pool.verify_all(items)

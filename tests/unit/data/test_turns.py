@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_rl.apps.tasks.tokens import build_tokenizer
-from megatron_rl.data.turns import TurnRenderer, as_messages, without_repeated_end
+from megatron_rl.data.turns import TurnRenderer, as_messages
 from megatron_rl.errors import UserError
 
 PROMPT = ({"role": "system", "content": "s"}, {"role": "user", "content": "1+1?"})
@@ -34,9 +34,59 @@ def test_sampled_end_is_not_repeated_and_cut_turn_gets_one():
     end = one.tokenizer.eos_token_id
     tokens = one.render(PROMPT, as_messages("7"))
     assert tokens[0] == end
-    assert without_repeated_end(tokens, turn=[9, end], stop=[end]) == tokens[1:]
-    assert without_repeated_end(tokens, turn=[end, 9], stop=[end]) == tokens
-    assert without_repeated_end(tokens, turn=[9, end], stop=[]) == tokens  # no end, but a token
+    assert one.without_repeated_end(tokens, turn=[9, end], stop=[end]) == tokens[1:]
+    assert one.without_repeated_end(tokens, turn=[end, 9], stop=[end]) == tokens
+    assert one.without_repeated_end(tokens, turn=[9, end], stop=[]) == tokens  # no end, but a token
+
+
+HEADERS = "{% for m in messages %}<|start|>{{ m['role'] }}={{ m['content'] }}"
+ASSISTANT = "{% endfor %}{% if add_generation_prompt %}<|start|>assistant={% endif %}"
+TEMPLATES = {  # of published models in essence: the template, other ends, what follows such an end
+    "gpt-oss": (
+        HEADERS + "{% if m['role'] == 'assistant' and loop.last and not add_generation_prompt %}"
+        "<|return|>{% else %}<|end|>{% endif %}" + ASSISTANT,
+        ("<|return|>", "<|call|>"), "<|start|>user=7<|end|><|start|>assistant=",
+    ),
+    "llama": (HEADERS + "<|eot|>" + ASSISTANT, ("<|eom|>",),
+              "<|start|>user=7<|eot|><|start|>assistant="),
+    "gemma": (HEADERS + "<|eot|>,{% endfor %}{% if add_generation_prompt %}<|start|>model={% endif %}",
+              ("<|return|>",), ",<|start|>user=7<|eot|>,<|start|>model="),
+    "glm": (  # without ends: the next role ends a turn, and must stay after another end
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        ("<|return|>",), "<|user|>7<|assistant|>",
+    ),
+}  # fmt: skip
+SPECIAL = ("<|start|>", "<|return|>", "<|call|>", "<|eot|>", "<|eom|>", "<|user|>", "<|assistant|>")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_turn_that_ended_with_another_end_has_one(name):
+    template, ends, after = TEMPLATES[name]
+    one = renderer(template)
+    one.tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
+    ids = one.tokenizer.convert_tokens_to_ids
+    stop = [ids(end) for end in ends]
+    tokens = one.render((PROMPT[1],), as_messages("7"))
+    for end in stop:
+        found = one.without_repeated_end(tokens, turn=[9, end], stop=stop)
+        assert one.tokenizer.decode(found) == after
+    assert one.without_repeated_end(tokens, turn=[9], stop=stop) == tokens  # a turn that was cut
+
+
+def test_role_that_template_leaves_out_is_refused():
+    """As Phi-3's template does with `tool`; also beside a message of another role."""
+    one = renderer(
+        "{% for m in messages %}{% if m['role'] in ('user', 'assistant', 'system') %}"
+        "{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
+    )
+    one.render(PROMPT, as_messages("7"))
+    for observation in (
+        [{"role": "tool", "content": "7"}],
+        [*as_messages("7"), {"role": "tool", "content": "7"}],
+    ):
+        with pytest.raises(UserError, match="leaves out an observation with the role tool"):
+            one.render(PROMPT, observation)
 
 
 def test_template_without_roles_and_raw_prompt():

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 
-from megatron_rl.environments.mcp import McpEnvironment
+from megatron_rl.environments.tools import McpEnvironment
 
 
 def double(x: int) -> int:

@@ -1,5 +1,6 @@
 """Agents that call the policy by OpenAI's protocol: unmodified clients, fixed histories."""
 
+import asyncio
 import importlib.util
 import json
 import subprocess
@@ -10,9 +11,8 @@ import pytest
 
 from megatron_rl.environments.endpoint import Endpoint, RewrittenHistoryError, Session
 from megatron_rl.environments.interface import Answer, TurnTokens
-from megatron_rl.environments.pool import EnvironmentPool
 from tests.unit.environments.agents import QUESTION
-from tests.unit.environments.test_pool import Talk
+from tests.unit.environments.test_pool import Talk, open_pool
 
 HERE = "tests.unit.environments.agents"
 ENDED = {"done": True, "reason": "agent ended"}
@@ -24,13 +24,8 @@ if importlib.util.find_spec("openai") is None:
 def talk(name, scripts, *, limit=60.0, max_rewrites=0, **row):
     row = json.dumps({"prompt": QUESTION, **row})
     lines = []
-    with EnvironmentPool(
-        f"{HERE}:{name}",
-        workers=1,
-        time_limit_seconds=limit,
-        on_error="zero",
-        echo=lines.append,
-        max_rewrites=max_rewrites,
+    with open_pool(
+        name, module=HERE, limit=limit, echo=lines.append, max_rewrites=max_rewrites
     ) as pool:
         return Talk(pool, row=row, patience=2 * limit)(scripts)
 
@@ -95,10 +90,8 @@ def test_changed_history_restarts_as_often_as_it_may():
 
 
 def test_changed_token_ids_restart():
-    import asyncio
-
     async def check():
-        session = Session("", QUESTION, call_format="hermes", max_rewrites=1)
+        session = Session(QUESTION, call_format="hermes", max_rewrites=1)
         session.receive(TurnTokens([5, 6], [7, 2], [-0.5, -0.25], is_complete=True))
         asked = asyncio.create_task(session.generate({"token_ids": [5, 6]}))
         await session.next_request()
@@ -115,9 +108,7 @@ def test_changed_token_ids_restart():
 
 
 def test_missing_prompt_of_row_is_named():
-    with EnvironmentPool(
-        f"{HERE}:Silent", workers=1, time_limit_seconds=60.0, on_error="zero", echo=lambda _: None
-    ) as pool:
+    with open_pool("Silent", module=HERE) as pool:
         ((failure,),) = Talk(pool, row='{"question": "x"}')([["a"]])
     assert (
         "the row has no column 'prompt' (its columns: question); set Silent.prompt" in failure.text
@@ -134,14 +125,14 @@ def appears(file):
 def test_agent_ends_with_its_conversation(tmp_path):
     mark, started = tmp_path / "mark", tmp_path / "started"
     row = json.dumps({"prompt": QUESTION, "mark": str(mark), "started": str(started)})
-    with EnvironmentPool(f"{HERE}:Waiting", workers=1, time_limit_seconds=60.0) as pool:
+    with open_pool("Waiting", module=HERE) as pool:
         pool.begin(0, row, 0)
         pool.send(0, "a turn")
         assert appears(started)  # it has its turn, and makes no further request
         pool.end(0)
         assert appears(mark)
     # Also one that has not begun; the process goes on, and answers others.
-    with EnvironmentPool(f"{HERE}:Guesser", workers=1, time_limit_seconds=60.0) as pool:
+    with open_pool("Guesser", module=HERE) as pool:
         for place in range(3):
             pool.begin(place, row, 0)
             pool.send(place, "30")
@@ -155,43 +146,160 @@ def test_program_of_any_environment_is_agent():
     assert answers == [[user("lower"), user("higher"), Answer(reward=1.0, **ENDED)]]
 
 
-def test_only_its_own_address_reaches_conversation():
-    """The path has a random token, and the server listens on the loopback interface alone."""
-    import asyncio
-
+def serve(requests, **settings):
+    """Run `requests(session, url, client)` against a server of one conversation."""
     import httpx
 
-    async def requests():
-        endpoint = await Endpoint().start()
-        session = endpoint.open(QUESTION, call_format="hermes")
-        assert session.url.startswith("http://127.0.0.1:")
-        assert len(session.url.split("/")[3]) >= 20
-        base = session.url.rsplit("/", 2)[0]
-        async with httpx.AsyncClient() as client:
+    async def run():
+        session = Session(QUESTION, call_format="hermes", **settings)
+        endpoint = await Endpoint(session).start()
+        async with httpx.AsyncClient(timeout=30) as client:
+            result = await asyncio.wait_for(requests(session, endpoint.url, client), 60)
+        endpoint.close()
+        return result
 
-            async def post(url, content):
-                return (await client.post(f"{url}/chat/completions", content=content)).status_code
+    return asyncio.run(run())
 
-            body = json.dumps({"messages": QUESTION})
-            statuses = [await post(f"{base}/guess/v1", body), await post(session.url, "{"),
-                        await post(session.url, "{}")]  # fmt: skip
-            waiting = asyncio.create_task(post(session.url, body))
-            await session.next_request()
-            statuses.append(await post(session.url, body))  # a second request at once
-            session.close()
-            statuses += [await waiting, await post(session.url, body)]
-        await endpoint.close()
-        return statuses
 
-    assert asyncio.run(requests()) == [404, 400, 400, 409, 410, 410]
+ASKED = {"messages": QUESTION}
+
+
+def test_only_its_own_address_reaches_conversation():
+    """The path has a random token, and the server listens on the loopback interface alone."""
+
+    async def requests(session, url, client):
+        assert url.startswith("http://127.0.0.1:") and len(url.split("/")[3]) >= 20
+        base = url.rsplit("/", 2)[0]
+
+        async def post(url, body):
+            return (await client.post(f"{url}/chat/completions", json=body)).status_code
+
+        statuses = [await post(f"{base}/guess/v1", ASKED), await post(url, {}),
+                    (await client.get(f"{url}/models")).status_code]  # fmt: skip
+        waiting = asyncio.create_task(post(url, ASKED))
+        await session.next_request()
+        statuses.append(await post(url, ASKED | {"model": "other"}))  # a second one at once
+        session.close()
+        return [*statuses, await waiting, await post(url, ASKED)]
+
+    assert serve(requests) == [404, 400, 404, 409, 410, 410]
+
+
+BAD_MESSAGES = {
+    "image": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+    "calls": [{"role": "assistant", "content": "", "tool_calls": ["x"]}],
+    "number": [{"role": "assistant", "tool_calls": 5}],
+    "object": [{"role": "assistant", "tool_calls": {"a": 1}}],
+    "role": [{"role": "robot", "content": "x"}],
+    "text": "x",
+}
+REFUSED = {
+    **{
+        name: json.dumps({"messages": messages}).encode() for name, messages in BAD_MESSAGES.items()
+    },
+    "deep": b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "bytes": b"\xff\xfe{",
+    "list": b"[]",
+    "two": json.dumps(ASKED | {"n": 2}).encode(),
+}
+
+
+def test_malformed_requests_are_refused_once_and_change_nothing():
+    async def requests(session, url, client):
+        errors = {}
+        for name, content in REFUSED.items():
+            reply = await client.post(f"{url}/chat/completions", content=content)
+            assert reply.status_code == 400 and reply.headers["x-should-retry"] == "false", name
+            errors[name] = reply.json()["error"]["message"]
+        body = ASKED | {"n": None, "stream": None, "tools": None, "logprobs": None}
+        waiting = asyncio.create_task(client.post(f"{url}/chat/completions", json=body))
+        assert await session.next_request() == Answer([])
+        session.answer("x")
+        return errors, (await waiting).status_code
+
+    errors, status = serve(requests)
+    assert status == 200
+    assert "part of type image_url" in errors["image"] and "text only" in errors["image"]
+    assert errors["calls"].startswith("message 1: ")
+
+
+def test_parts_and_null_are_texts():
+    async def requests(session, url, client):
+        parts = [QUESTION[0], QUESTION[1] | {"content": [{"type": "text", "text": "Guess."}]}]
+        asked = asyncio.create_task(
+            client.post(f"{url}/chat/completions", json={"messages": parts})
+        )
+        assert await session.next_request() == Answer([])
+        session.answer("x")
+        await asked
+        added = [{"role": "user", "content": [{"type": "text", "text": "more"}]},
+                 {"role": "tool", "tool_call_id": "1", "content": None}]  # fmt: skip
+        body = {"messages": [*parts, {"role": "assistant", "content": "x"}, *added]}
+        asked = asyncio.create_task(client.post(f"{url}/chat/completions", json=body))
+        found = (await session.next_request()).observation
+        session.close()
+        await asked
+        return found
+
+    assert serve(requests) == [
+        {"role": "user", "content": "more"},
+        {"role": "tool", "content": "", "tool_call_id": "1"},
+    ]
+
+
+def test_clients_own_timeout_and_retry_receive_the_turn_once():
+    from openai import APITimeoutError, AsyncOpenAI
+
+    async def requests(session, url, client):
+        own = AsyncOpenAI(base_url=url, api_key="none", timeout=0.5, max_retries=2)
+
+        async def ask(client=own):
+            reply = await client.chat.completions.create(model="policy", messages=QUESTION)
+            return reply.choices[0].message.content
+
+        asked = asyncio.create_task(ask())
+        assert await session.next_request() == Answer([])
+        await asyncio.sleep(0.8)  # it has given up once, and waits again
+        session.answer("a turn")
+        assert await asked == "a turn"
+        return session._requests.qsize()
+
+    assert serve(requests) == 0
+
+    async def late(session, url, client):
+        own = AsyncOpenAI(base_url=url, api_key="none", timeout=0.2, max_retries=0)
+        with pytest.raises(APITimeoutError):
+            await own.chat.completions.create(model="policy", messages=QUESTION)
+        await session.next_request()
+        session.answer("a turn")  # that nobody has received
+        own = own.with_options(timeout=30)
+        reply = await own.chat.completions.create(model="policy", messages=QUESTION)
+        return reply.choices[0].message.content, session._requests.qsize()
+
+    assert serve(late) == ("a turn", 0)
+
+
+def test_good_call_beside_a_malformed_one_keeps_both_visible():
+    good = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    bad = "<tool_call>{oops</tool_call>"
+
+    async def requests(session, url, client):
+        body = ASKED | {"tools": [{}]}
+        asked = asyncio.create_task(client.post(f"{url}/chat/completions", json=body))
+        await session.next_request()
+        session.answer(f"I {bad} {good}.")
+        return (await asked).json()["choices"][0]["message"]
+
+    message = serve(requests)
+    assert message["content"] == f"I {bad} ."
+    assert [one["function"]["name"] for one in message["tool_calls"]] == ["look"]
 
 
 def test_turn_of_policy_is_unchanged():
     """No text of a turn passes through the client: only what comes after it is new."""
-    import asyncio
 
     async def check():
-        session = Session("", QUESTION, call_format="hermes")
+        session = Session(QUESTION, call_format="hermes")
         serving = asyncio.create_task(session.complete({"messages": QUESTION}))
         assert await session.next_request() == Answer([])
         session.answer("half \ud83d <think>x</think>  ")
@@ -208,10 +316,9 @@ def test_turn_of_policy_is_unchanged():
 
 def test_token_ids_extend_those_of_the_engine():
     """vLLM's route: the prompt, then everything so far and the tokens of an observation."""
-    import asyncio
 
     async def check():
-        session = Session("", QUESTION, call_format="hermes")
+        session = Session(QUESTION, call_format="hermes")
         session.receive(TurnTokens([5, 6], [7, 2], [-0.5, -0.25], is_complete=True))
 
         def ask(tokens, **more):
@@ -253,10 +360,8 @@ def test_token_ids_extend_those_of_the_engine():
 
 
 def test_tokens_of_a_message_only_if_they_are_asked_for():
-    import asyncio
-
     async def reply(**asking):
-        session = Session("", QUESTION, call_format="hermes")
+        session = Session(QUESTION, call_format="hermes")
         session.receive(TurnTokens([5, 6], [7, 2], [-0.5, -0.25], is_complete=True))
         asked = asyncio.create_task(session.complete({"messages": QUESTION} | asking))
         await session.next_request()

@@ -5,8 +5,8 @@ import json
 import re
 from pathlib import Path
 
-from megatron_rl.environments import Answer, EnvironmentPool
-from tests.unit.environments.test_pool import Talk
+from megatron_rl.environments import Answer
+from tests.unit.environments.test_pool import Talk, open_pool
 
 PAGE = (Path(__file__).parents[3] / "docs" / "agents.md").read_text()
 FILES = dict(re.findall(r'```python title="(.*?)"\n(.*?)```', PAGE, re.DOTALL))
@@ -50,7 +50,7 @@ def test_openai_agent_gets_its_reward(tmp_path, monkeypatch):
     (tmp_path / "my_openai_agent.py").write_text(FILES["my_openai_agent.py"])
     monkeypatch.syspath_prepend(tmp_path)
     row = json.dumps({"question": "Guess.", "answer": "40"})
-    with EnvironmentPool("my_openai_agent:Guesser", workers=1, time_limit_seconds=60.0) as pool:
+    with open_pool("Guesser", module="my_openai_agent") as pool:
         (answers,) = Talk(pool, row=row)([["50", "40"]])
     assert answers[0] == Answer([{"role": "user", "content": "Wrong."}])
     assert answers[1] == Answer(reward=1.0, done=True, reason="agent ended")

@@ -1,11 +1,13 @@
 """The pool: what one conversation does costs no other one its answers, and no process is left."""
 
 import os
+import select
 import signal
 import time
 
 import pytest
 
+from megatron_rl.config.environment_section import EnvironmentSection
 from megatron_rl.environments.interface import (
     Answer,
     BrokenEnvironmentError,
@@ -44,9 +46,11 @@ class Talk:
         return answers
 
 
-def open_pool(name, *, workers=1, limit=LONG, **settings):
+def open_pool(name, *, limit=LONG, echo=str, module=HERE, **settings):
+    settings = {"max_context_tokens": 1, "on_error": "zero", **settings}
+    name = f"{module}:{name}"
     return EnvironmentPool(
-        f"{HERE}:{name}", workers=workers, time_limit_seconds=limit, on_error="zero", **settings
+        EnvironmentSection(name=name, time_limit_seconds=limit, **settings), echo=echo
     )
 
 
@@ -67,19 +71,18 @@ def expected(place, turns):
             for n in range(1, len(turns) + 1)]  # fmt: skip
 
 
-def test_answers_are_of_their_conversation_on_any_number_of_workers():
+def test_answers_are_of_their_conversation():
     scripts = [["a", "b b", "c"], ["x"], ["", "é\n\u2028\x00"]] * 20
-    for workers in (1, 3):
-        with open_pool("Obedient", workers=workers) as pool:
-            pool.start()
-            assert pool.tools == []
-            assert Talk(pool)(scripts) == [expected(n, turns) for n, turns in enumerate(scripts)]
-            assert pool.answered == 120
+    with open_pool("Obedient") as pool:
+        pool.start()
+        assert pool.tools == []
+        assert Talk(pool)(scripts) == [expected(n, turns) for n, turns in enumerate(scripts)]
+        assert pool.answered == 120
 
 
-def test_calls_of_async_environment_wait_together(tmp_path):
+def test_calls_wait_together(tmp_path):
     scripts = [[f"wait-for {tmp_path / 'mark'}"]] * 50 + [["a", f"touch {tmp_path / 'mark'}"]]
-    with open_pool("Obedient") as pool:  # one process
+    with open_pool("Obedient") as pool:
         assert Talk(pool)(scripts) == [expected(n, turns) for n, turns in enumerate(scripts)]
 
 
@@ -107,7 +110,7 @@ BAD = {  # turn: (kind, words of its one line)
 
 
 def test_bad_answer_is_one_line_and_other_conversations_are_unchanged(short):
-    """All in one process, between conversations that are in progress when it is killed."""
+    """Between conversations that are in progress when a process is killed."""
     good = ["a", "wait 0.2", "b", "c"]
     scripts = [turns for bad in BAD for turns in (["hello", bad, "never"], good)]
     answers = short(scripts)
@@ -154,7 +157,7 @@ def test_environment_sees_closed_stdin_and_no_secrets(short, monkeypatch):
 
 def test_process_that_dies_once_is_replaced(tmp_path):
     turns = ["a", f"die-once {tmp_path / 'mark'}", "c"]
-    with open_pool("Obedient", workers=2) as pool:
+    with open_pool("Obedient") as pool:
         assert Talk(pool)([turns, ["a", "b"]]) == [expected(0, turns), expected(1, ["a", "b"])]
 
 
@@ -162,11 +165,11 @@ def test_turn_over_limit_may_have_answer():
     turns = ["a", "sleep 60", "b", "wait 60", "c"]
     with open_pool("Deaf", limit=SHORT) as pool:
         (answers,) = Talk(pool)([turns])
-    # The blocking call ended its process: in the new one `step` was called for "a" alone.
+    # Each late call ended its process: in the new one `step` was called for the others alone.
     assert answers[1] == Answer("timed out after 1 turns")
     assert answers[2].observation == "row0 10 2 a/b"
-    assert answers[3] == Answer("timed out after 3 turns")
-    assert answers[4].observation == "row0 10 4 a/b/wait 60/c"
+    assert answers[3] == Answer("timed out after 2 turns")
+    assert answers[4].observation == "row0 10 3 a/b/c"
 
 
 def test_environment_keeps_its_own_attributes():
@@ -175,12 +178,14 @@ def test_environment_keeps_its_own_attributes():
 
 
 def test_conversation_with_different_replay_is_lost():
+    """Only one whose own process was lost: what others do is never a reason to replay."""
     with open_pool("Unsteady", limit=SHORT) as pool:
-        scripts = [["hello", "wait 0.1", "a"], ["hello", "sleep 60"]]
-        answers = Talk(pool)(scripts)
-    assert answers[0][-1].kind == "lost"
-    assert "answered turn 1 differently when the conversation was replayed" in answers[0][-1].text
-    assert answers[1][-1].kind in ("lost", "timed_out")
+        scripts = [["hello", "wait 0.1", "a"], ["hello", "die"], ["hello", "sleep 60"]]
+        whole, dead, late = Talk(pool)(scripts)
+    assert whole[1:] == expected(0, scripts[0][1:])
+    assert dead[-1].kind == "lost"
+    assert "answered turn 1 differently when the conversation was replayed" in dead[-1].text
+    assert late[-1].kind == "timed_out"
 
 
 def test_replay_repeats_no_side_effect(tmp_path):
@@ -194,11 +199,7 @@ def test_replay_repeats_no_side_effect(tmp_path):
 
 
 def test_on_error_end_raises_except_for_time_limit():
-    pool = EnvironmentPool(
-        f"{HERE}:Obedient", workers=1, time_limit_seconds=SHORT, on_error="end",
-        echo=lambda line: None,
-    )  # fmt: skip
-    with pool:
+    with open_pool("Obedient", limit=SHORT, on_error="end") as pool:
         assert Talk(pool)([["wait 60"]])[0][0].kind == "timed_out"
         assert Talk(pool)([["lose"]])[0][0].kind == "lost"
         with pytest.raises(BrokenEnvironmentError, match=r"turn 2: LookupError: broken on purpose"):
@@ -208,14 +209,14 @@ def test_on_error_end_raises_except_for_time_limit():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("Missing", "has no function Missing; name one of: .*Obedient"),
+        (f"{HERE}:Missing", "has no function Missing; name one of: .*Obedient"),
         ("no_such_module:X", "No module named 'no_such_module'"),
         ("without a colon", "an environment is named module:class, got 'without a colon'"),
     ],
 )
 def test_environment_that_cannot_be_loaded_is_refused_at_start(name, words):
-    name = f"{HERE}:{name}" if name == "Missing" else name
-    with EnvironmentPool(name, workers=1, time_limit_seconds=LONG) as pool:
+    settings = EnvironmentSection(name=name, max_context_tokens=1)
+    with EnvironmentPool(settings, echo=str) as pool:
         with pytest.raises(BrokenEnvironmentError, match=words):
             pool.start()
         with pytest.raises(BrokenEnvironmentError, match="did not start"):
@@ -230,7 +231,7 @@ def test_environment_that_cannot_be_loaded_is_refused_at_start(name, words):
     ],
 )
 def test_environment_that_cannot_be_made_is_failure_of_first_turn(name, kind, words):
-    with open_pool(name, limit=SHORT, echo=lambda line: None) as pool:
+    with open_pool(name, limit=SHORT) as pool:
         for (failure,) in Talk(pool)([["a"], ["b"]]):
             assert failure.kind == kind
             assert words in failure.text
@@ -249,25 +250,33 @@ def test_place_is_reused_while_old_call_is_in_progress(short):
     assert short([["a", "wait 0.5"]]) == [expected(0, ["a", "wait 0.5"])]
     pool.begin(0, '{"name": "old"}', 1)
     pool.send(0, "x")
-    while pool._dispatcher.results.empty():  # its answer has arrived and was not polled
-        time.sleep(0.01)
+    select.select([pool._workers._link], [], [], 30)  # its answer has arrived, and is not polled
     pool.end(0)
     assert short([["a", "b"]]) == [expected(0, ["a", "b"])]
 
 
 def test_processes_end_with_pool_busy_or_not():
-    with open_pool("Obedient", workers=2) as pool:
-        pids = [int(one.observation) for (one,) in Talk(pool)([["pid"], ["pid"]])]
+    with open_pool("Obedient") as pool:
+        for place, turn in enumerate(("pid", "pid")):
+            pool.begin(place, "{}", 0)
+            pool.send(place, turn)
+        pids = []
+        while len(pids) < 2:
+            pids += [int(one.observation) for _, one in pool.poll(30.0)]
         assert len(set(pids)) == 2
-        pool.begin(0, "{}", 0)
         pool.send(0, "spin")
     assert_end(pids)
 
 
-def test_killed_idle_process_is_replaced(short):
-    ((pid,),) = short([["pid"]])
+def test_process_killed_between_two_calls_is_replaced(short):
+    pool = short.pool
+    pool.begin(0, '{"name": "row"}', 1)
+    pool.send(0, "pid")
+    ((_, pid),) = pool.poll(30.0)
     os.kill(int(pid.observation), signal.SIGKILL)
-    assert short([["a", "b"]]) == [expected(0, ["a", "b"])]
+    pool.send(0, "b")
+    assert pool.poll(30.0)[0][1].kind == "lost"  # since it is asked for its number again
+    pool.end(0)
 
 
 @pytest.mark.parametrize("name", ["Obedient", "Remembering"])

@@ -7,11 +7,10 @@ import pytest
 
 from megatron_rl.environments.call_formats import PARSERS, parse_hermes, parse_llama3_json
 from megatron_rl.environments.interface import Answer, BrokenEnvironmentError, InfrastructureError
-from megatron_rl.environments.pool import EnvironmentPool
 from megatron_rl.environments.tools import MAX_CALLS, Tool, ToolEnvironment
 from megatron_rl.errors import UserError
 from tests.unit.environments.shop import Graded, Shop, price, stock
-from tests.unit.environments.test_pool import Talk
+from tests.unit.environments.test_pool import Talk, open_pool
 
 ROW = {"prices": {"pear": 2.0}, "answer": "4"}
 
@@ -59,7 +58,7 @@ TEXTS = [
     '<tool_call>{"name": "a", "arguments": {"x": {"y": "}"}}}', '{"name": "a", "parameters": {}}',
     '{"name": "a", "arguments": {"x": "{"}}; {"name": "b", "parameters": {"y": 2}}',
     'text {"name": "a", "parameters": {"é": "\\ud83d"}} more', '{"name": "a"}', "[1, {}]",
-    '{"name": "a", "parameters": {}} and {then', "<tool_call>1</tool_call>",
+    "<tool_call>1</tool_call>",
 ]  # fmt: skip
 
 
@@ -93,6 +92,27 @@ def test_wrong_calls_are_errors_in_one_format_and_text_in_other():
         "100001 (char 100000)")  # fmt: skip
     assert parse_llama3_json("so \\boxed{4}") == []
     assert parse_llama3_json('{"a":' * 100_000) == []
+
+
+def test_call_that_text_with_braces_follows_is_made():
+    """vLLM's parser finds none: the model would wait for a result that never comes."""
+    (found,) = parse_llama3_json('{"name": "a", "parameters": {}} and so \\boxed{7}')
+    assert (found.name, found.arguments) == ("a", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (f"<think>I could {call('a')}</think>\nThe answer is 7.", []),
+        (f"I could {call('a')} or </think>{call('b')}", ["b"]),  # the prompt opened thinking
+        (f"<think>x</think>{call('a')}<think>y {call('b')}</think>{call('c')}", ["a", "c"]),
+        (f"{call('a')}<think>y {call('b')}", ["a"]),
+    ],
+)
+def test_calls_inside_thinking_are_no_calls(text, names):
+    assert [one.name for one in parse_hermes(text)] == names
+    written = text.replace("<tool_call>", "").replace("</tool_call>", "")
+    assert [one.name for one in parse_llama3_json(written)] == names
 
 
 def test_tool_call_is_executed_and_final_turn_is_graded():
@@ -145,8 +165,7 @@ def test_infrastructure_failure_is_lost_conversation():
 def test_conversation_continues_after_hung_tool_in_pool():
     hang = [call("order", what="hang"), call("order", what="pears"), "4"]
     die = [call("order", what="die")]
-    name = "tests.unit.environments.shop:Shop"
-    with EnvironmentPool(name, workers=1, time_limit_seconds=3.0, on_error="zero") as pool:
+    with open_pool("Shop", limit=1.0, module="tests.unit.environments.shop") as pool:
         pool.start()
         assert [one["function"]["name"] for one in pool.tools] == ["price", "stock", "order"]
         row = json.dumps(ROW)
@@ -202,9 +221,8 @@ def test_tool_unsupported_by_template_is_refused(function, words):
 
 
 def test_unusable_environment_is_refused_before_first_conversation():
-    name = "tests.unit.environments.shop:Undescribed"
     with (
-        EnvironmentPool(name, workers=1, time_limit_seconds=60.0) as pool,
+        open_pool("Undescribed", module="tests.unit.environments.shop") as pool,
         pytest.raises(BrokenEnvironmentError, match="does not describe x"),
     ):
         pool.start()

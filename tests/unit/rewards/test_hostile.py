@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 
+from megatron_rl.config.sections import RewardSection
 from megatron_rl.rewards.math_answer import verify_math_answer
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, Item
@@ -28,7 +29,7 @@ def test_hostile_responses_neither_hang_nor_end_workers(tmp_path):
     for workers in (2, 1):
         selected = items if workers == 2 else items[: COUNT // 4]
         # `end`: an exception, or a process that dies twice over an answer, would be raised.
-        with VerifierPool(workers=workers, time_limit=5.0, echo=output.append) as pool:
+        with VerifierPool(RewardSection(workers=workers), echo=output.append) as pool:
             grade_results.append(pool.verify_all(selected))
     assert not canary.exists()
     assert output == []

@@ -4,19 +4,17 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
 
+from megatron_rl.config.sections import RewardSection
 from megatron_rl.rewards import pool as pool_module
 from megatron_rl.rewards.pool import MOST_LINES, VerifierPool
-from megatron_rl.rewards.process import WorkerProcess
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, Item, VerifierError
 from megatron_rl.types import GradeResult
 from tests.running import assert_end
 
-HANGING = ("spin", "sleep 60")
 BY_NAME = "tests.unit.rewards.misbehaving_verifiers:score_by_name"
 MISBEHAVING = "tests.unit.rewards.misbehaving_verifiers:verify_scripted"
 
@@ -25,24 +23,24 @@ def as_items(*texts):
     return [Item(text, "truth", "source") for text in texts]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def short_of_time():
-    """Hanging responses have half a second, others a minute: no busy machine makes them late."""
-    send = WorkerProcess.send
-
-    def send_in_a_hurry(worker, places, items, *, time_limit):
-        hangs = any(item.text.startswith(HANGING) for item in items)
-        send(worker, places, items, time_limit=0.5 if hangs else time_limit)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WorkerProcess, "send", send_in_a_hurry)
-        yield
+def open_pool(verifier=MISBEHAVING, *, limit=60.0, echo=str, **settings):
+    """A pool in which nothing that answers comes near the limit."""
+    return VerifierPool(
+        RewardSection(verifier=verifier, time_limit_seconds=limit, **settings), echo=echo
+    )
 
 
 @pytest.fixture(scope="module")
 def pool():
     """Two workers of a scripted verifier."""
-    with VerifierPool(workers=2, time_limit=60.0, verifier=MISBEHAVING) as pool:
+    with open_pool(workers=2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def hurried():
+    """The same with a limit for what hangs."""
+    with open_pool(workers=2, limit=1.0) as pool:
         yield pool
 
 
@@ -65,9 +63,9 @@ def test_workers_are_kept_from_call_to_call(pool):
     assert len(set(pids)) <= 2
 
 
-def test_hang_costs_time_limit_and_only_its_own_reward(pool):
+def test_hang_costs_time_limit_and_only_its_own_reward(hurried):
     start = time.monotonic()
-    grade_results = pool.verify_all(as_items("ab", "spin", "abc", "sleep 60", "abcd"))
+    grade_results = hurried.verify_all(as_items("ab", "spin", "abc", "sleep 60", "abcd"))
     limit = GradeResult(0.0, "time limit", None)
     assert grade_results[1] == grade_results[3] == limit
     assert [grade_results[i].reward for i in (0, 2, 4)] == [2.0, 3.0, 4.0]
@@ -76,14 +74,14 @@ def test_hang_costs_time_limit_and_only_its_own_reward(pool):
 
 def test_output_of_verifier_is_printed_by_line_with_its_name():
     lines = []
-    with VerifierPool(verifier=MISBEHAVING, echo=lines.append) as pool:
+    with open_pool(echo=lines.append) as pool:
         assert pool.verify_all(as_items("print", "abc"))[1].reward == 3.0
     assert lines == [f"{MISBEHAVING}: noise on standard output", f"{MISBEHAVING}: and on error"]
 
 
 def test_verifier_that_prints_a_lot_does_not_fill_the_log():
     lines = []
-    with VerifierPool(verifier=MISBEHAVING, echo=lines.append) as pool:
+    with open_pool(echo=lines.append) as pool:
         for _ in range(2):
             assert pool.verify_all(as_items("print-5000"))[0].reward == 10.0
     shown = [line for line in lines if line.endswith(" a line")]
@@ -106,9 +104,7 @@ def test_exception_of_verifier_is_raised_with_its_traceback(pool):
 @pytest.mark.parametrize("text", ["raise", "die", "return-nothing"])
 def test_on_error_zero_gives_no_reward_and_is_counted(text):
     output = []
-    with VerifierPool(
-        workers=2, verifier=MISBEHAVING, on_error="zero", echo=output.append, time_limit=30.0
-    ) as pool:
+    with open_pool(workers=2, on_error="zero", echo=output.append) as pool:
         grade_results = pool.verify_all(as_items("a", text, "abc"))
     assert grade_results[1] == GradeResult(0.0, FAILED, None)
     assert [grade_results[0].reward, grade_results[2].reward] == [1.0, 3.0]
@@ -117,7 +113,7 @@ def test_on_error_zero_gives_no_reward_and_is_counted(text):
 
 def test_on_error_retry_tries_again_and_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(pool_module, "RETRY_SECONDS", (0.01, 0.02))
-    with VerifierPool(workers=2, verifier=MISBEHAVING, on_error="retry") as pool:
+    with open_pool(workers=2, on_error="retry") as pool:
         grade_results = pool.verify_all(as_items("a", f"raise-once {tmp_path / 'mark'}"))
         assert [grade_result.retries for grade_result in grade_results] == [0, 1]
         assert grade_results[1].reason == "source"
@@ -129,21 +125,23 @@ def test_on_error_retry_tries_again_and_counts(tmp_path, monkeypatch):
 def test_failed_response_costs_no_other_reward():
     """A verifier that takes lists: what fails in company is judged again, each alone."""
     name = "tests.unit.rewards.misbehaving_verifiers:verify_many_scripted"
-    with VerifierPool(workers=2, time_limit=60.0, verifier=name, on_error="zero") as pool:
+    with open_pool(name, workers=2, limit=1.0, on_error="zero") as pool:
         texts = ["a", "raise", *"b" * 9, "sleep 60", "die", "count"]
         grade_results = pool.verify_all(as_items(*texts))
         reasons = [grade_result.reason for grade_result in grade_results]
         assert (reasons[1], reasons[11], reasons[12]) == (FAILED, TIME_LIMIT, FAILED)
         assert [grade_results[i].reward for i in (0, *range(2, 11))] == [1.0] * 10
-        # The first worker takes its share of 8, who comes later a share of what is left.
+        # While both are busy, others wait; who becomes free takes a share of them.
         counts = [grade_result.reward for grade_result in pool.verify_all(as_items(*["count"] * 8))]
-        assert counts[:4] == [4.0] * 4 and max(counts[4:]) <= 2.0
+        assert max(counts) > 1 and min(counts) >= 1
 
 
-def test_trial_raises_errors_of_run(pool):
+def test_trial_raises_errors_of_run(pool, hurried):
     pool.try_on(Item("", "7", "source"))
-    with pytest.raises(VerifierError, match=r"did not grade a response within .*limit_seconds=60"):
-        pool.try_on(Item("", "sleep 60", "source"))
+    with pytest.raises(
+        VerifierError, match=r"did not grade a response within .*limit_seconds=1 in"
+    ):
+        hurried.try_on(Item("", "sleep 60", "source"))
     with pytest.raises(
         VerifierError, match=r"(?s)verify_scripted returned None; return the reward"
     ):
@@ -167,7 +165,7 @@ def test_worker_loads_neither_torch_nor_vllm(pool):
 
 def test_huge_number_is_not_computed():
     texts = [r"\boxed{100000000!}", r"\boxed{9^{9^{9^9}}}", r"\boxed{5}"]
-    with VerifierPool(time_limit=60.0) as pool:
+    with VerifierPool(RewardSection(time_limit_seconds=60.0)) as pool:
         grade_results = pool.verify_all([Item(text, "5", "set") for text in texts])
     assert [v.reward for v in grade_results] == [0.0, 0.0, 1.0]
     assert grade_results[0] == GradeResult(0.0, "answer not understood", "100000000!")
@@ -187,10 +185,10 @@ print(sorted(set(sys.modules) - loaded))
 
 
 def test_verifier_that_cannot_be_loaded_is_error_at_first_use():
-    pool = VerifierPool(verifier="megatron_rl.rewards.nowhere:verify")
+    pool = open_pool("megatron_rl.rewards.nowhere:verify")
     with pool, pytest.raises(VerifierError, match=r"(?s)did not start.*No module named .*nowhere"):
         pool.verify_all(as_items("a"))
-    pool = VerifierPool(workers=2, verifier="megatron_rl.rewards.math_answer:no_such_function")
+    pool = open_pool("megatron_rl.rewards.math_answer:no_such_function", workers=2)
     with pool, pytest.raises(VerifierError, match="did not start"):
         pool.start()  # before anything is generated
 
@@ -213,7 +211,7 @@ def test_verifier_that_cannot_be_loaded_is_error_at_first_use():
     ],
 )
 def test_named_rewards_are_added_up_by_their_weights(weights, text, expected):
-    with VerifierPool(verifier=BY_NAME, weights=weights) as pool:
+    with open_pool(BY_NAME, weights=weights) as pool:
         if isinstance(expected, str):
             with pytest.raises(VerifierError, match=expected):
                 pool.verify_all(as_items(text))
@@ -226,17 +224,17 @@ def test_named_rewards_are_added_up_by_their_weights(weights, text, expected):
 
 def test_worker_without_enough_memory_names_setting():
     with (
-        VerifierPool(verifier=MISBEHAVING, memory_gib=1.0) as pool,
+        open_pool(memory_gib=1.0) as pool,
         pytest.raises(VerifierError, match=r"MemoryError\n.*reward.memory_gib=1 GiB .*raise it"),
     ):
         pool.verify_all(as_items("fill 2"))
-    with VerifierPool(verifier=MISBEHAVING, memory_gib=None) as pool:
+    with open_pool(memory_gib=None) as pool:
         assert pool.verify_all(as_items("fill 5"))[0].reward == 1.0  # more than the default
 
 
 def test_wrong_signature_is_one_sentence():
     name = "tests.unit.rewards.misbehaving_verifiers:have_another_signature"
-    with VerifierPool(verifier=name) as pool, pytest.raises(VerifierError) as error:
+    with open_pool(name) as pool, pytest.raises(VerifierError) as error:
         pool.start()
     assert "Traceback" not in str(error.value)
     assert "a reward of TRL (completions, kwargs)" in str(error.value)
@@ -247,34 +245,14 @@ def test_started_pool_has_loaded_verifier(tmp_path, monkeypatch):
     program = "def score(text, ground_truth, data_source, row):\n    return row['level']\n"
     (tmp_path / "my_rewards.py").write_text(program)
     monkeypatch.chdir(tmp_path)
-    with VerifierPool(workers=2, verifier="my_rewards:score") as pool:
+    with open_pool("my_rewards:score", workers=2) as pool:
         pool.start()
-        assert all(worker.is_ready for worker in pool._workers)
         item = Item("a", "", "", '{"level": 0.5}')
         assert pool.verify_all([item]) == [GradeResult(0.5, "scored", None)]
 
 
-def test_worker_without_parent_prints_nothing():
-    command = [sys.executable, "-m", "megatron_rl.rewards.worker", "--verifier", MISBEHAVING,
-               "--parent", str(os.getpid())]  # fmt: skip
-    worker = subprocess.Popen(
-        [*command, "--time-limit", "9"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    assert worker.stdin is not None and worker.stdout is not None
-    assert worker.stdout.readline() == b'{"takes_many": false, "wants_row": false}\n'
-    worker.stdout.close()  # as the kernel does it for a process that it kills
-    worker.stdin.write(b'[["a", "truth", "source"]]\n')
-    worker.stdin.close()
-    assert worker.wait(timeout=60) == 0
-    assert worker.stderr is not None and worker.stderr.read() == b""
-    worker.stderr.close()
-
-
-def test_wrong_settings_and_closed_pool_are_refused():
-    with pytest.raises(ValueError, match="workers >= 1"):
-        VerifierPool(workers=0)
-    pool = VerifierPool(verifier=MISBEHAVING)
+def test_closed_pool_is_refused():
+    pool = open_pool()
     pool.close()
     with pytest.raises(ValueError, match="closed"):
         pool.verify_all(as_items("a"))
@@ -283,15 +261,14 @@ def test_wrong_settings_and_closed_pool_are_refused():
 def test_workers_end_with_killed_parent():
     # One worker has nothing to do, the other one is inside C code that never returns.
     program = f"""
-import sys, threading, time
+import threading
+from megatron_rl.config.sections import RewardSection
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import Item
-pool = VerifierPool(workers=2, time_limit=600, verifier={MISBEHAVING!r})
-pids = set()
-while len(pids) < 2:  # whichever worker sleeps, the other one answers
-    for items in (["pid", "sleep 0.1", "pid"], ["sleep 0.1", "pid", "pid"]):
-        verdicts = pool.verify_all([Item(item, "", "") for item in items])
-        pids |= {{v.reason for v in verdicts if v.reason}}
+settings = RewardSection(workers=2, time_limit_seconds=600, verifier={MISBEHAVING!r})
+pool = VerifierPool(settings)
+verdicts = pool.verify_all([Item("pid-later", "", "")] * 2)
+pids = {{v.reason for v in verdicts}} | {{str(pool.workers._process.pid)}}
 threading.Timer(0.5, lambda: print(*pids, flush=True)).start()
 pool.verify_all([Item("spin", "", "")])
 """
@@ -300,28 +277,18 @@ pool.verify_all([Item("spin", "", "")])
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
-    assert len(pids) == 2
+    assert len(pids) == 3
     assert_end(pids)
     parent.stdout.close()
-
-
-def test_worker_outlives_thread_that_started_it():
-    """The kernel takes the thread that starts a process for its parent."""
-    with VerifierPool(workers=1, verifier=MISBEHAVING, on_error="zero", echo=str) as pool:
-        thread = threading.Thread(target=pool.verify_all, args=(as_items("die"),))
-        thread.start()  # twice, and each time another worker takes its place
-        thread.join()
-        first, second = pool.verify_all(as_items("pid", "pid"))
-        assert first.reason == second.reason
 
 
 def test_workers_see_no_secrets(monkeypatch):
     for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_DATABASE", "JUDGE_KEY"):
         monkeypatch.setenv(name, "secret")
-    with VerifierPool(verifier=MISBEHAVING, environment=["JUDGE_KEY"]) as pool:
+    with open_pool(environment=["JUDGE_KEY"]) as pool:
         (grade_result,) = pool.verify_all(as_items("environment"))
     seen = set(grade_result.reason.split(","))
     assert {"PATH", "PYTHONPATH", "JUDGE_KEY"} <= seen
     assert not seen & {"WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_DATABASE"}
     with pytest.raises(VerifierError, match=r"reward.environment names NO_SUCH_KEY, not set"):
-        VerifierPool(verifier=MISBEHAVING, environment=["NO_SUCH_KEY"])
+        open_pool(environment=["NO_SUCH_KEY"])

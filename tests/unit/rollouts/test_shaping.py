@@ -1,18 +1,20 @@
 """Rewards that are trained on, and responses that are not: DAPO's numbers by hand."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_rl.config import ConfigError, parse_config
+from megatron_rl.config import AdvantageSection, ConfigError, parse_config
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.environments.interface import FAILURE_REASONS
 from megatron_rl.objectives import build_objective
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, UNPARSABLE_TRUTH
 from megatron_rl.rollouts.batch_metrics import batch_metrics
 from megatron_rl.rollouts.dynamic_sampling import is_informative
-from megatron_rl.rollouts.groups import build_groups
+from megatron_rl.rollouts.groups import advantages_without, build_groups, compute_advantages
 from megatron_rl.rollouts.rollout_batch import build_rollout_batch
 from megatron_rl.rollouts.shaping import is_masked, shape_reward
 from megatron_rl.types import GradeResult, Prompt, PromptSlot, Response, Rollout
@@ -47,8 +49,8 @@ def test_lost_conversations_are_not_trained_and_do_not_move_their_group():
         rollout(1, 4, prompt=1), lost, rollout(1, 4, sample=2, prompt=1)]  # fmt: skip
     slots = [PromptSlot(1, 0), PromptSlot(1, 1)]
     groups = build_groups(rollouts, slots, config=settings, step=1, updates=0)
-    # Rewards 1, 1/2 (the mean of the others), 0: their sample standard deviation is 1/2.
-    assert groups[0].advantages.tolist() == pytest.approx([1, 0, -1], abs=1e-5)
+    # Rewards 1 and 0: their sample standard deviation is 1 / sqrt(2).
+    assert groups[0].advantages.tolist() == pytest.approx([0.70710, 0, -0.70710], abs=1e-4)
     assert groups[1].advantages.tolist() == [0, 0, 0]  # 1, lost, 1: nothing to learn
     assert [is_masked(one, settings) for one in rollouts[:3]] == [False, True, False]
     assert is_informative(rollouts[:3]) and not is_informative(rollouts[3:])
@@ -85,7 +87,36 @@ def test_rewards_by_hand(shaping, expected):
     assert shaped == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("reason", [TIME_LIMIT, FAILED, UNPARSABLE_TRUTH])
+@pytest.mark.parametrize("estimator", ["group_relative", "leave_one_out", "batch_baseline", "raw"])
+@pytest.mark.parametrize("std", ["sample", "population", "none"])
+def test_statistics_are_those_of_the_conversations_not_lost(estimator, std):
+    """Enumerated: every choice of lost ones of a group of four, whose rewards are then any number."""
+    rewards = torch.tensor([[0.0, 1.0, 2.0, 5.0]])
+    settings = AdvantageSection(estimator=estimator, std=std)
+    for chosen in itertools.product([False, True], repeat=4):
+        lost = torch.tensor([chosen])
+        for value in (0.0, 100.0):
+            found = advantages_without(lost, torch.where(lost, value, rewards), settings)
+            assert not found[lost].any()
+            kept = rewards[~lost].view(1, -1)
+            is_alone = kept.numel() == 1 and estimator == "leave_one_out"
+            if kept.numel() and not is_alone:
+                assert torch.equal(found[~lost], compute_advantages(kept, settings).view(-1))
+            elif is_alone:
+                assert not found.any()  # nothing to compare with
+
+
+def test_leave_one_out_with_lost_ones_by_hand():
+    """6 of 8 lost: rewards 1 and 0 have advantages 1 and -1, not 4/7."""
+    rewards, lost = torch.zeros(1, 8), torch.tensor([[False, False] + [True] * 6])
+    rewards[0, 0] = 1
+    found = advantages_without(lost, rewards, AdvantageSection(estimator="leave_one_out"))
+    assert found[0, :2].tolist() == [1, -1]
+
+
+@pytest.mark.parametrize(
+    "reason", [TIME_LIMIT, FAILED, UNPARSABLE_TRUTH, *FAILURE_REASONS.values()]
+)
 def test_ungraded_response_is_not_wrong_answer(reason):
     one = rollout(0, 10)
     ungraded = dataclasses.replace(one, grade_result=GradeResult(0.0, reason, None))

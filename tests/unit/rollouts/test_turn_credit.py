@@ -94,7 +94,7 @@ def test_verifiers_reward_and_shaping_are_of_the_last_turn_and_lost_ones_move_no
     rollouts = [rollout([0.0, 0.0, 1.0], graded=False), rollout([0.5]), rollout([9.0], lost=True)]
     (group,) = build(rollouts, settings)
     last = 1 - 4 / 98
-    # The lost one has the mean of the other two, so it changes no mean.
+    # The mean is that of the other two.
     wanted = [(last - 0.5) / 2, last / 2, last / 2]
     np.testing.assert_allclose(group.turn_advantages[0], wanted, rtol=1e-5)
     np.testing.assert_allclose(group.turn_advantages[1], [(0.5 - last) / 2], rtol=1e-5)

@@ -14,7 +14,7 @@ from megatron_rl import __version__
 from megatron_rl.config import ConfigError, parse_config
 from megatron_rl.data.rows import Columns, parse_row, read_rows
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.rewards.calling import read_grade
+from megatron_rl.rewards.worker import read_grade
 from megatron_rl.runs.checkpoints import MANIFEST, file_names, sum_files
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.rows import read_metrics

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from megatron_rl.config import parse_config
+from megatron_rl.config.sections import RewardSection
 from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.topology import Topology
@@ -221,15 +222,24 @@ class ConversingEngine(ScriptedEngine):
 class ScriptedPool:
     """Grade by the text; the first responses get these reasons for no reward."""
 
-    time_limit = 5.0
+    settings = RewardSection()
     num_graded = 0
     is_within_limits = False
 
     def __init__(self, *reasons, named=False):
         self.reasons, self.named = list(reasons), named
 
-    def verify_all(self, items, *, more):
-        items = [*items, *more()]
+    def begin(self):
+        self.items = {}
+        return self
+
+    def submit(self, place, item):
+        self.items[place] = item
+
+    def finish(self, *, on_progress):
+        return dict(zip(self.items, self.verify_all(self.items.values()), strict=True))
+
+    def verify_all(self, items):
         return [
             GradeResult(0.0, self.reasons.pop(0), None)
             if self.reasons

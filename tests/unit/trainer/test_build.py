@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.config import ConfigError, parse_config
+from megatron_rl.config.sections import RewardSection
 from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import build_objective
@@ -86,7 +87,7 @@ def test_verifier_without_reward_is_refused_by_one_error():
     name = "tests.unit.rewards.misbehaving_verifiers:return_a_pair"
     prompt = Prompt(0, (), (1,), "7", "set")
     with (
-        VerifierPool(verifier=name) as pool,
+        VerifierPool(RewardSection(verifier=name)) as pool,
         pytest.raises(
             ConfigError, match=r"(?s)^reward.verifier=.*returned \(0.0, 'wrong'\); return"
         ),

@@ -75,7 +75,7 @@ def test_response_cut_inside_thinking_of_the_prompt_earns_nothing(tmp_path):
         make_config(tmp_path), RunDirectory(tmp_path / "run"), prompts, echo=print
     )
     texts = ("perhaps \\boxed{5}", "perhaps \\boxed{4}, no.</think> \\boxed{5}")
-    with VerifierPool(verifier=config.reward.verifier) as pool:
+    with VerifierPool(config.reward) as pool:
         graded = pool.verify_all([Item(text, "5", "") for text in texts])
     assert [one.reward for one in graded] == [0.0, 1.0]
 

@@ -1,0 +1,390 @@
+"""A process that manages the forks of a template: their calls, time limits and ends.
+
+Started by `megatron_rl.workers.client` as a new interpreter with few variables. It runs none of the
+user's code, so it always reads what the trainer sends, and ends everything below it when the
+trainer ends. A package derives a class that receives the trainer's messages. Its own messages:
+{"ready": description}, {"fatal": text}, {"printed": line}, {"alive": number of calls}.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.workers.template import adopt_orphans, survive_signals_to_the_job
+
+LONGEST_LINE = 1 << 30  # bytes of a message
+CLOSE_SECONDS = 3.0  # for `close()` of an environment
+ALIVE_SECONDS = 1.0  # between two signs of life while calls are in progress
+_TRACKER_SECONDS = 1.0  # for Python's resource tracker, which removes shared memory as it ends
+
+Message = dict[str, Any]
+
+
+class OverTimeError(Exception):
+    """A call exceeded its time limit."""
+
+
+class DiedError(Exception):
+    """A process ended before it answered; its text is the exit status."""
+
+
+class Unit:
+    """A process forked from the template; it answers one call at a time."""
+
+    def __init__(self, pid: int, handle: int) -> None:
+        self.pid, self._handle = pid, handle
+        self.ended = asyncio.Event()
+        self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.limit = self.own_seconds = self.sampled = 0.0  # of the call in progress
+        self.seen: dict[int, tuple[int, int]] = {}  # nanoseconds of threads, by `read_threads`
+        self._number = 0
+        self._reply: asyncio.Future[Message] | None = None
+        asyncio.get_running_loop().add_reader(handle, self._end)
+
+    async def connect(self, channel: socket.socket) -> None:
+        """Use the process's socket."""
+        self._source, self._sink = await asyncio.open_connection(sock=channel, limit=LONGEST_LINE)
+        self._reading = asyncio.create_task(self._read())
+
+    @property
+    def is_busy(self) -> bool:
+        return self._reply is not None and not self._reply.done()
+
+    async def call(self, request: Message, *, limit: float) -> Message:
+        """Return the reply; raises OverTimeError or DiedError, and then the process is of no use.
+
+        limit: seconds of its own work (`Clock`), from now on.
+        """
+        self._number += 1
+        self.limit, self.own_seconds, self.sampled = limit, 0.0, time.monotonic()
+        self._reply = asyncio.get_running_loop().create_future()
+        if self.ended.is_set():
+            self._reply.set_exception(DiedError())
+        else:
+            self._sink.write(json.dumps(request | {"number": self._number}).encode() + b"\n")
+        try:
+            return await self._reply
+        except DiedError:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    raise DiedError(f"exit status {await asyncio.shield(self.status)}") from None
+            raise DiedError("exit status unknown") from None
+
+    def exceed(self) -> None:
+        """End the call in progress: its time is up."""
+        self._fail(OverTimeError())
+
+    async def kill(self) -> None:
+        """End the process, and wait for its end."""
+        if not self.ended.is_set():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+        await self.ended.wait()
+        self._reading.cancel()
+        self._sink.close()
+
+    def _fail(self, error: Exception) -> None:
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(error)
+
+    def _end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._handle)
+        os.close(self._handle)
+        self.ended.set()
+        # What it has written before its end is read first.
+        asyncio.get_running_loop().call_later(0.01, self._fail, DiedError())
+
+    async def _read(self) -> None:
+        while line := await self._source.readline():
+            with contextlib.suppress(ValueError):  # its code may write to any file descriptor
+                reply = json.loads(line)
+                if reply["number"] == self._number and self._reply and not self._reply.done():
+                    self._reply.set_result(reply)
+
+
+class Broker:
+    """Derive a class with `take` and start it by `main`."""
+
+    def __init__(self, link: socket.socket, trainer: int, settings: Message, files: int) -> None:
+        self.settings, self.description = settings, Message()
+        self._link, self._trainer, self._files = link, trainer, files
+        self._units: set[Unit] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._forking = asyncio.Lock()
+        self._fds: list[int] = []
+        self._lines = 0  # printed since `renew`
+        self._has_left = asyncio.Event()  # an ended process may have left others
+
+    def take(self, message: Message) -> None:
+        """Receive a message of the trainer."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Wait for what may end in order when the trainer has closed the link."""
+
+    @classmethod
+    def main(cls) -> None:
+        """Run until the trainer closes the link or ends."""
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--link", type=int, required=True)
+        parser.add_argument("--trainer", type=int, required=True)
+        arguments = parser.parse_args()
+        survive_signals_to_the_job()
+        adopt_orphans()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two for each process
+        settings = json.loads(sys.stdin.readline())
+        link = socket.socket(fileno=arguments.link)
+        link.set_inheritable(False)
+        asyncio.run(cls(link, arguments.trainer, settings, soft).run())
+        os._exit(0)
+
+    async def run(self) -> None:
+        """Serve the trainer, then end all processes."""
+        loop = asyncio.get_running_loop()
+        source, self._sink = await asyncio.open_connection(sock=self._link, limit=LONGEST_LINE)
+        with contextlib.suppress(ProcessLookupError):  # it has ended: the link ends, too
+            handle = os.pidfd_open(self._trainer)
+            main = asyncio.current_task()
+            assert main is not None
+            loop.add_reader(handle, self._abandon, main)
+        with contextlib.suppress(asyncio.CancelledError, ConnectionError):
+            await self._start_template()
+            for forever in (self._watch_calls(), self._sweep()):
+                self.start(forever)
+            while line := await source.readline():
+                message = json.loads(line)
+                if "renew" in message:
+                    self._renew()
+                else:
+                    self.take(message)
+            await self.close()
+        if self._template.poll() is None:
+            self._template.kill()  # the kernel ends its forks with it
+        self._template.wait()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while self._kill_left(patience=0.0) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        with contextlib.suppress(asyncio.CancelledError, ConnectionError):
+            await asyncio.wait({self._printing}, timeout=1.0)
+            self._renew()
+            self._sink.close()
+            await self._sink.wait_closed()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a coroutine in the background; an error of this module's own ends the process."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finish)
+        return task
+
+    def emit(self, message: Message) -> None:
+        """Send a message to the trainer."""
+        self._sink.write(json.dumps(message).encode() + b"\n")
+
+    async def spawn(self) -> Unit:
+        """Fork a process."""
+        fork = asyncio.get_running_loop().create_task(self._fork())
+        try:
+            return await asyncio.shield(fork)
+        except asyncio.CancelledError:  # the conversation is over before its process exists
+            fork.add_done_callback(lambda made: self.start(self.end(made.result())))
+            raise
+
+    async def _fork(self) -> Unit:
+        ours, theirs = socket.socketpair()
+        async with self._forking:
+            self._forked: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+            socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+            theirs.close()
+            pid = await self._forked
+            unit = Unit(pid, self._fds.pop(0))
+            self._units.add(unit)
+        await unit.connect(ours)
+        return unit
+
+    async def end(self, unit: Unit, *, may_have_left: bool = True) -> None:
+        """End a process and all that it started."""
+        await unit.kill()
+        self._units.discard(unit)
+        if may_have_left:
+            self._has_left.set()
+
+    def _finish(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.emit({"fatal": f"failed in its manager: {task.exception()!r}"})
+
+    def _abandon(self, main: "asyncio.Task[Any]") -> None:
+        self._template.kill()
+        main.cancel()
+
+    async def _start_template(self) -> None:
+        self._control, theirs = socket.socketpair()
+        output, inlet = os.pipe()
+        self._template = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "megatron_rl.workers.template"),
+                *("--control", str(theirs.fileno()), "--files", str(self._files)),
+                *("--parent", str(os.getpid()), "--settings", json.dumps(self.settings)),
+            ],
+            stdin=subprocess.DEVNULL, stdout=inlet, stderr=inlet, pass_fds=[theirs.fileno()],
+        )  # fmt: skip
+        theirs.close()
+        os.close(inlet)
+        lines = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(lines), os.fdopen(output, "rb")
+        )
+        self._printing = asyncio.create_task(self._pass_on(lines))
+        self._told = b""
+        asyncio.get_running_loop().add_reader(self._control, self._hear)
+
+    def _hear(self) -> None:
+        """Read what the template says; each of its forks comes with a pidfd."""
+        try:
+            data, fds, _, _ = socket.recv_fds(self._control, 1 << 16, 8)
+        except ConnectionError:
+            data, fds = b"", []
+        self._fds += fds
+        *lines, self._told = (self._told + data).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if "pid" in message:
+                self._forked.set_result(message["pid"])
+            elif "ended" in message:
+                for unit in [one for one in self._units if one.pid == message["ended"]]:
+                    if not unit.status.done():
+                        unit.status.set_result(message["status"])
+            elif "ready" in message:
+                self.description = message["ready"]
+                self.emit(message)
+            else:
+                self.emit({"fatal": f"did not start:\n{message['error']}"})
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._control)
+            status = self._template.wait()
+            what = "ended by itself" if self.description else "did not start"
+            self.emit({"fatal": f"{what} (exit status {status}); the log has its output"})
+
+    async def _watch_calls(self) -> None:
+        """End calls whose own time is up, and tell the trainer that others are in progress."""
+        told = 0.0
+        while True:
+            calls = [unit for unit in self._units if unit.is_busy]
+            tick = min(max(min((one.limit for one in calls), default=1.0) / 8, 0.02), 1.0)
+            now = time.monotonic()
+            if late := [one for one in calls if now - one.sampled >= tick]:
+                children = list_children()
+                for unit in late:
+                    measure(unit, children, now=now)
+                    if unit.own_seconds > unit.limit:
+                        unit.exceed()
+            if calls and now - told > ALIVE_SECONDS:
+                told = now
+                self.emit({"alive": len(calls)})
+            await asyncio.sleep(tick)
+
+    async def _sweep(self) -> None:
+        while True:
+            await self._has_left.wait()
+            self._has_left.clear()
+            began = time.monotonic()
+            while self._kill_left(patience=began + _TRACKER_SECONDS - time.monotonic()):
+                await asyncio.sleep(0.01)
+
+    def _kill_left(self, *, patience: float) -> int:
+        """Kill what ended processes have left: children of this one. Returns how many are left."""
+        left = [pid for pid in list_children().get(os.getpid(), ()) if pid != self._template.pid]
+        for pid in left:
+            if patience <= 0 or not _is_resource_tracker(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        return len(left)
+
+    def _renew(self) -> None:
+        """Pass on as many lines again, after the number of those that were left out."""
+        if (left_out := self._lines - self.settings["most_lines"]) > 0:
+            self.emit({"printed": f"{left_out:,} more lines are not shown"})
+        self._lines = 0
+
+    async def _pass_on(self, source: asyncio.StreamReader) -> None:
+        """Send printed lines to the trainer, shortened, and only the first ones."""
+        longest, start, length = self.settings["longest_line"], b"", 0
+        while chunk := await source.read(1 << 16):
+            *lines, rest = chunk.split(b"\n")
+            for line in lines:
+                self._print(start + line[: longest - len(start)], length + len(line))
+                start, length = b"", 0
+            start, length = start + rest[: longest - len(start)], length + len(rest)
+        if length:
+            self._print(start, length)
+
+    def _print(self, start: bytes, length: int) -> None:
+        self._lines += 1
+        if self._lines <= self.settings["most_lines"]:
+            text = start.decode(errors="replace")
+            cut = f" [... {length:,} characters in this line]" if length > len(start) else ""
+            self.emit({"printed": text + cut})
+
+
+def list_children() -> dict[int, list[int]]:
+    """Return the processes of this machine by their parents."""
+    found: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                parent = Path("/proc", entry, "stat").read_bytes().rpartition(b")")[2].split()[1]
+                found.setdefault(int(parent), []).append(int(entry))
+    return found
+
+
+def read_threads(pid: int) -> dict[int, tuple[int, int]]:
+    """Return the nanoseconds that each thread ran and waited for a core; empty if unknown."""
+    threads = {}
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            text = Path(f"/proc/{pid}/task/{thread}/schedstat").read_bytes()
+            ran, waited, _ = map(int, text.split())
+            threads[int(thread)] = (ran, waited)
+    return threads
+
+
+def measure(unit: Unit, children: dict[int, list[int]], *, now: float) -> None:
+    """Add to a call's own seconds those since the last time.
+
+    They are the interval without the longest time that a thread of it was ready and waited for a
+    core, so that what else runs on the machine does not count; but at least the processor time that
+    it used, in parts of all cores, so that starting threads gains nothing.
+    """
+    interval, pids = now - unit.sampled, [unit.pid]
+    seen: dict[int, tuple[int, int]] = {}
+    for pid in pids:
+        seen |= read_threads(pid)
+        pids += children.get(pid, ())
+    ran = waited = 0
+    for thread, (run, wait) in seen.items():
+        before = unit.seen.get(thread, (0, 0))
+        ran, waited = ran + run - before[0], max(waited, wait - before[1])
+    used = ran / 1e9 / (os.cpu_count() or 1)
+    unit.own_seconds += min(max(interval - waited / 1e9, used), interval)
+    unit.seen, unit.sampled = seen, now
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False

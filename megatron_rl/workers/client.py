@@ -1,0 +1,162 @@
+"""The trainer's side of worker processes: a socket to their broker.
+
+Sending does not wait for the user's code, and receiving waits no longer than it is told to. Nothing
+runs in the trainer's own process, and no thread.
+"""
+
+import json
+import os
+import re
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+START_SECONDS = 120.0  # to import the module: on a crowded machine, sympy from a slow disk
+_CLOSE_SECONDS = 15.0
+# Environment variables passed to workers; API keys and tokens are not.
+_SEEN = re.compile(
+    r"(PATH|HOME|USER|LOGNAME|SHELL|LANG|TZ|TMPDIR|VIRTUAL_ENV|LD_LIBRARY_PATH|SSL_CERT_FILE"
+    r"|REQUESTS_CA_BUNDLE|NO_PROXY|no_proxy|LC_\w+|PYTHON\w+|XDG_\w+_HOME|\w+_NUM_THREADS"
+    r"|HF_HOME|HF_HUB_OFFLINE|TOKENIZERS_PARALLELISM|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE)"
+)
+
+Message = dict[str, Any]
+
+
+def worker_environment(further: Sequence[str] = (), *, setting: str) -> dict[str, str]:
+    """Build the environment of workers from the standard variables and those named in `further`.
+
+    setting: the config key of `further`. Raises ValueError if a named variable is not set.
+    """
+    missing = [name for name in further if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"{setting} names {', '.join(missing)}, not set here; export it, or unname it"
+        )
+    seen = {name: value for name, value in os.environ.items()
+            if _SEEN.fullmatch(name) or name in further}  # fmt: skip
+    # A new interpreter finds modules in the same places as this one.
+    return seen | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+class Workers:
+    """The processes of one environment or verifier.
+
+    broker: the module of its broker; settings: what that and the user's side read; environment: the
+    variables of all processes; error: the class of errors; echo: receives printed lines. Use it as
+    a context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        broker: str,
+        settings: Message,
+        *,
+        name: str,
+        environment: dict[str, str],
+        error: type[Exception],
+        echo: Callable[[str], object],
+    ) -> None:
+        self.description = Message()  # of the loaded module, after `start`
+        self.heard = time.monotonic()  # when the broker has last sent anything
+        self.is_closed = False
+        self._name, self._error, self._echo = name, error, echo
+        self._failure = ""
+        self._deadline = time.monotonic() + START_SECONDS
+        self._received = bytearray()
+        self._link, theirs = socket.socketpair()
+        self._link.settimeout(START_SECONDS)
+        command = [sys.executable, "-m", broker, "--link", str(theirs.fileno())]
+        self._process = subprocess.Popen(
+            [*command, "--trainer", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            start_new_session=True,
+        )
+        theirs.close()
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(settings).encode() + b"\n")
+        self._process.stdin.close()
+
+    def start(self) -> None:
+        """Wait until the module is loaded; raise the error if it cannot be."""
+        early = []
+        while not self.description:
+            early += self.receive(1.0)
+        assert not early, "nothing was sent"
+
+    def send(self, message: Message) -> None:
+        """Send a message to the broker."""
+        try:
+            self._link.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise self._error(f"the manager of {self._name} has ended: {error}") from None
+
+    def receive(self, timeout: float) -> list[Message]:
+        """Return the messages that have arrived; wait up to `timeout` seconds for some."""
+        if self._failure:
+            raise self._error(self._failure)
+        if select.select([self._link], [], [], timeout)[0]:
+            self._read()
+            while select.select([self._link], [], [], 0)[0] and not self._failure:
+                self._read()
+        *lines, self._received = self._received.split(b"\n")
+        messages = [message for line in lines if self._is_result(message := json.loads(line))]
+        if not self.description and not self._failure and time.monotonic() > self._deadline:
+            self._failure = f"{self._name} did not start in {START_SECONDS:.0f} s"
+        if self._failure and not messages:
+            raise self._error(self._failure)
+        return messages
+
+    def close(self) -> None:
+        """End all processes."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        try:
+            self._link.shutdown(socket.SHUT_WR)
+            self._link.settimeout(_CLOSE_SECONDS)
+            while time.monotonic() < deadline and (chunk := self._link.recv(1 << 16)):
+                self._received += chunk
+            *lines, _ = self._received.split(b"\n")
+            for line in lines:
+                self._is_result(json.loads(line))  # prints
+            self._process.wait(timeout=max(deadline - time.monotonic(), 0))
+        except (OSError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait()
+        self._link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _read(self) -> None:
+        try:
+            chunk = self._link.recv(1 << 20)
+        except ConnectionError:
+            chunk = b""
+        self._received += chunk
+        self.heard = time.monotonic()
+        if not chunk:
+            self._failure = f"the manager of {self._name} has ended by itself"
+
+    def _is_result(self, message: Message) -> bool:
+        """Process a message that is no result."""
+        if "printed" in message:
+            self._echo(f"{self._name}: {message['printed']}")
+        elif "trace" in message:
+            self._echo(message["trace"])
+        elif "fatal" in message:
+            self._failure = self._failure or f"{self._name} {message['fatal']}"
+        elif "ready" in message:
+            self.description = message["ready"]
+        return "key" in message
