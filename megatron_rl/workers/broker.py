@@ -46,8 +46,9 @@ class Unit:
         self.pid, self._handle = pid, handle
         self.ended = asyncio.Event()
         self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self.limit = self.own_seconds = self.sampled = 0.0  # of the call in progress
-        self.seen: dict[int, tuple[int, int]] = {}  # nanoseconds of threads, by `read_threads`
+        self.limit = self.own_seconds = self.used_seconds = 0.0  # of the call in progress
+        self.sampled, self.is_ready_to_run = 0.0, False
+        self.threads: dict[int, tuple[int, int]] = {}  # by `read_threads`, when it was sampled
         self._number = 0
         self._reply: asyncio.Future[Message] | None = None
         asyncio.get_running_loop().add_reader(handle, self._end)
@@ -67,7 +68,8 @@ class Unit:
         limit: seconds of its own work (`Clock`), from now on.
         """
         self._number += 1
-        self.limit, self.own_seconds, self.sampled = limit, 0.0, time.monotonic()
+        self.limit, self.own_seconds, self.used_seconds = limit, 0.0, 0.0
+        self.sampled = time.monotonic()
         self._reply = asyncio.get_running_loop().create_future()
         if self.ended.is_set():
             self._reply.set_exception(DiedError())
@@ -154,13 +156,11 @@ class Broker:
         """Serve the trainer, then end all processes."""
         loop = asyncio.get_running_loop()
         source, self._sink = await asyncio.open_connection(sock=self._link, limit=LONGEST_LINE)
+        await self._start_template()
         with contextlib.suppress(ProcessLookupError):  # it has ended: the link ends, too
             handle = os.pidfd_open(self._trainer)
-            main = asyncio.current_task()
-            assert main is not None
-            loop.add_reader(handle, self._abandon, main)
-        with contextlib.suppress(asyncio.CancelledError, ConnectionError):
-            await self._start_template()
+            loop.add_reader(handle, self._abandon, source, handle)
+        with contextlib.suppress(ConnectionError):
             for forever in (self._watch_calls(), self._sweep()):
                 self.start(forever)
             while line := await source.readline():
@@ -176,7 +176,7 @@ class Broker:
         deadline = time.monotonic() + CLOSE_SECONDS
         while self._kill_left(patience=0.0) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
-        with contextlib.suppress(asyncio.CancelledError, ConnectionError):
+        with contextlib.suppress(ConnectionError):
             await asyncio.wait({self._printing}, timeout=1.0)
             self._renew()
             self._sink.close()
@@ -226,9 +226,11 @@ class Broker:
         if not task.cancelled() and task.exception() is not None:
             self.emit({"fatal": f"failed in its manager: {task.exception()!r}"})
 
-    def _abandon(self, main: "asyncio.Task[Any]") -> None:
+    def _abandon(self, source: asyncio.StreamReader, handle: int) -> None:
+        """End without waiting for anything: the trainer has ended."""
+        asyncio.get_running_loop().remove_reader(handle)
         self._template.kill()
-        main.cancel()
+        source.feed_eof()  # whoever else has a copy of the socket
 
     async def _start_template(self) -> None:
         self._control, theirs = socket.socketpair()
@@ -289,7 +291,7 @@ class Broker:
                 children = list_children()
                 for unit in late:
                     measure(unit, children, now=now)
-                    if unit.own_seconds > unit.limit:
+                    if unit.own_seconds > unit.limit and not unit.is_ready_to_run:
                         unit.exceed()
             if calls and now - told > ALIVE_SECONDS:
                 told = now
@@ -371,17 +373,28 @@ def measure(unit: Unit, children: dict[int, list[int]], *, now: float) -> None:
     it used, in parts of all cores, so that starting threads gains nothing.
     """
     interval, pids = now - unit.sampled, [unit.pid]
-    seen: dict[int, tuple[int, int]] = {}
+    threads: dict[int, tuple[int, int]] = {}
     for pid in pids:
-        seen |= read_threads(pid)
+        threads |= read_threads(pid)
         pids += children.get(pid, ())
-    ran = waited = 0
-    for thread, (run, wait) in seen.items():
-        before = unit.seen.get(thread, (0, 0))
-        ran, waited = ran + run - before[0], max(waited, wait - before[1])
-    used = ran / 1e9 / (os.cpu_count() or 1)
-    unit.own_seconds += min(max(interval - waited / 1e9, used), interval)
-    unit.seen, unit.sampled = seen, now
+    ran, waited = 0, [0]
+    for thread, (run, wait) in threads.items():
+        before = unit.threads.get(thread, (0, 0))
+        ran += run - before[0]
+        waited.append(wait - before[1])
+    # The kernel adds a wait when it is over, so it may be of the last interval, too; but nothing
+    # from before the call counts.
+    unit.used_seconds += min(ran / 1e9 / (os.cpu_count() or 1), interval)
+    waiting = min(max(waited) / 1e9, unit.own_seconds + interval)
+    unit.own_seconds = max(unit.own_seconds + interval - waiting, unit.used_seconds)
+    unit.is_ready_to_run = not ran and any(map(_is_ready_to_run, threads))
+    unit.threads, unit.sampled = threads, now
+
+
+def _is_ready_to_run(thread: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{thread}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"R"
+    return False
 
 
 def _is_resource_tracker(pid: int) -> bool:

@@ -49,8 +49,10 @@ TEMPLATES = {  # of published models in essence: the template, other ends, what 
     ),
     "llama": (HEADERS + "<|eot|>" + ASSISTANT, ("<|eom|>",),
               "<|start|>user=7<|eot|><|start|>assistant="),
-    "gemma": (HEADERS + "<|eot|>,{% endfor %}{% if add_generation_prompt %}<|start|>model={% endif %}",
-              ("<|return|>",), ",<|start|>user=7<|eot|>,<|start|>model="),
+    "gemma": (
+        HEADERS + "<|eot|>,{% endfor %}{% if add_generation_prompt %}<|start|>model={% endif %}",
+        ("<|return|>",), ",<|start|>user=7<|eot|>,<|start|>model=",
+    ),
     "glm": (  # without ends: the next role ends a turn, and must stay after another end
         "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}",

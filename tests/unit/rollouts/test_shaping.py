@@ -90,7 +90,7 @@ def test_rewards_by_hand(shaping, expected):
 @pytest.mark.parametrize("estimator", ["group_relative", "leave_one_out", "batch_baseline", "raw"])
 @pytest.mark.parametrize("std", ["sample", "population", "none"])
 def test_statistics_are_those_of_the_conversations_not_lost(estimator, std):
-    """Enumerated: every choice of lost ones of a group of four, whose rewards are then any number."""
+    """Enumerated: every choice of lost ones among four, whatever their rewards are."""
     rewards = torch.tensor([[0.0, 1.0, 2.0, 5.0]])
     settings = AdvantageSection(estimator=estimator, std=std)
     for chosen in itertools.product([False, True], repeat=4):

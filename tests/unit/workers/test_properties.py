@@ -1,0 +1,269 @@
+"""What is true of all workers, shown with the real pools."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_rl.config.sections import RewardSection
+from megatron_rl.environments.interface import Answer, EnvironmentFailure
+from megatron_rl.rewards.pool import VerifierPool
+from megatron_rl.rewards.verifier import TIME_LIMIT, Item
+from megatron_rl.runtime.interruption import SIGNALS
+from tests.unit.environments import test_pool
+from tests.unit.environments.test_pool import Talk
+from tests.unit.workers.troubles import PER_CONVERSATION, TROUBLES
+
+HERE = "tests.unit.workers.troubles"
+TURNS = [f"turn {n}" for n in range(PER_CONVERSATION)]
+
+
+def open_pool(name, **settings):
+    return test_pool.open_pool(name, module=HERE, **settings)
+
+
+def verifiers(**settings):
+    return VerifierPool(
+        RewardSection(verifier=f"{HERE}:verify", **{"time_limit_seconds": 60.0, **settings}),
+        echo=str,
+    )
+
+
+def play(pool, rows, turns=TURNS):
+    """The results of conversations, one for each row."""
+    results, open_ = [[] for _ in rows], set(range(len(rows)))
+    for place, row in enumerate(rows):
+        pool.begin(place, json.dumps({"name": f"row{place}", **row}), place)
+        pool.send(place, turns[0])
+    deadline = time.monotonic() + 120
+    while open_:
+        assert time.monotonic() < deadline, f"{open_} do not end"
+        for place, result in pool.poll(5.0):
+            results[place].append(result)
+            if isinstance(result, EnvironmentFailure) or result.done:
+                pool.end(place)
+                open_.remove(place)
+            else:
+                pool.send(place, turns[len(results[place])])
+    return results
+
+
+def expected(place):
+    texts = [f"row{place} {place} {n} {turn}" for n, turn in enumerate(TURNS, start=1)]
+    return [Answer(text, reward=len(text) / 7, done=n == len(TURNS))
+            for n, text in enumerate(texts, start=1)]  # fmt: skip
+
+
+@pytest.fixture
+def job_of_ranks():
+    """Signals as in a rank, which blocks those of the job."""
+    old = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup
+    yield
+    signal.signal(signal.SIGHUP, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, old)
+
+
+def test_signals_work_in_all_that_users_start(job_of_ranks):
+    """timeout, Popen.terminate and Process.terminate."""
+    wanted = {"ends": [124, -15, -15], "is_quick": True}
+    with open_pool("Reports") as pool, verifiers() as graders:
+        assert json.loads(Talk(pool, row="{}")([["signals"]])[0][0].observation) == wanted
+        (grade,) = graders.verify_all([Item("signals", "", "")])
+    assert json.loads(grade.reason) == wanted
+
+
+def test_signals_to_the_job_end_no_conversation():
+    with open_pool("Trouble") as pool:
+        pool.begin(0, '{"name": "row0"}', 0)
+        pool.send(0, TURNS[0])
+        assert pool.poll(30.0)[0][1] == expected(0)[0]
+        broker = psutil.Process(pool._workers._process.pid)
+        for process in (broker, *broker.children()):
+            for request in SIGNALS:
+                process.send_signal(request)
+        pool.send(0, TURNS[1])
+        assert pool.poll(30.0)[0][1] == expected(0)[1]
+
+
+def test_trouble_of_one_is_its_own(tmp_path):
+    """20 kinds among innocent ones: each fails with its reason, and no other one is changed."""
+    rows = []
+    for trouble in TROUBLES:
+        rows += [{"trouble": trouble, "folder": str(tmp_path)}, {}]
+    with open_pool("Trouble", limit=2.0, memory_gib=1.0) as pool:
+        start = time.monotonic()
+        results = play(pool, rows)
+        broker = psutil.Process(pool._workers._process.pid)
+        for place in range(1, len(rows), 2):
+            assert results[place] == expected(place), rows[place - 1]
+        found = {trouble: results[2 * n][-1] for n, trouble in enumerate(TROUBLES)}
+        kinds = {one: getattr(result, "kind", "answered") for one, result in found.items()}
+        late = ("blocks", "hangs", "spins", "hangs_in_threads", "stops", "blocks_later",
+                "leaves_everything_and_blocks")  # fmt: skip
+        fine = ("prints_50_mb", "leaves_everything", "hang_in_close")
+        for trouble, kind in kinds.items():
+            wanted = "timed_out" if trouble in late else "answered" if trouble in fine else "failed"
+            assert kind == wanted, found[trouble]
+        assert "SystemExit: bad usage" in found["exits"].text
+        assert "SystemExit: in a task" in found["exits_in_a_task"].text
+        assert "CancelledError" in found["cancels"].text
+        assert "environment.memory_gib=1 GiB; raise it" in found["fills_memory"].text
+        assert time.monotonic() - start < 60
+        wait_until(lambda: len(broker.children(recursive=True)) == 1)  # the template
+    assert not any(Path("/dev/shm", file.read_text()).exists() for file in tmp_path.iterdir())
+
+
+def wait_until(true, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_nothing_is_left_of_a_verifiers_call(tmp_path):
+    with verifiers(time_limit_seconds=1.0) as pool:
+        (grade,) = pool.verify_all([Item("leave", "", str(tmp_path))])
+        assert grade.reason == TIME_LIMIT
+        broker = psutil.Process(pool.workers._process.pid)
+        wait_until(lambda: len(broker.children(recursive=True)) == 1)
+    (file,) = tmp_path.iterdir()
+    assert not Path("/dev/shm", file.read_text()).exists()
+
+
+def test_thread_that_a_call_leaves_costs_no_other_call():
+    """It keeps the interpreter inside C code; the next call has another process."""
+    with verifiers(time_limit_seconds=1.0) as pool:
+        texts = ["thread", "x" * 300_000, "thread", "abc"]
+        grades = [pool.verify_all([Item(text, "", "")])[0] for text in texts]
+    assert [one.reward for one in grades] == [6.0, 0.0, 6.0, 3.0]
+    assert {one.reason for one in grades} == {"scored"}
+
+
+def test_sending_never_waits_for_a_worker():
+    """300 KB to each of several that do not read, and the manager is as quick as before."""
+    with open_pool("Trouble", limit=2.0) as pool:
+        for place in range(4):
+            pool.begin(place, json.dumps({"name": "a", "trouble": "blocks_later", "turn": 1}), 0)
+            pool.send(place, TURNS[0])
+        answered = 0
+        while answered < 4:
+            answered += len(pool.poll(30.0))
+        time.sleep(0.1)
+        start = time.monotonic()
+        for place in range(4):
+            pool.send(place, "x" * 300_000)
+        assert time.monotonic() - start < 1.5  # the limit is 2 s: it would be longer than that
+        failures = []
+        while len(failures) < 4:
+            failures += pool.poll(30.0)
+        assert {one.kind for _, one in failures} == {"timed_out"}
+
+
+def test_time_limit_is_of_a_conversations_own_work():
+    """Many at once on a few cores: 0.2 s of computing and 0.2 s of waiting each."""
+    with open_pool("Works", limit=1.0) as pool:
+        (alone,) = play(pool, [{}])
+        start = time.monotonic()
+        together = play(pool, [{}] * 12 * (os.cpu_count() or 1))
+        assert time.monotonic() - start > 1.0  # longer than the limit
+    assert alone == [Answer(reward=1.0, done=True)]
+    assert together == [alone] * len(together)
+
+
+def test_threads_buy_no_time():
+    """20 threads on fewer cores wait for each other; the limit counts what they use together."""
+    if (os.cpu_count() or 1) >= 20:
+        pytest.skip("needs more threads than cores")
+    with open_pool("Threads", limit=1.0) as pool:
+        start = time.monotonic()
+        ((failure,),) = play(pool, [{}])
+        assert failure.kind == "timed_out"
+        assert time.monotonic() - start < 20
+
+
+SECRETS = """
+import os
+from tests.unit.environments.test_pool import Talk
+from tests.unit.workers.test_properties import Item, open_pool, verifiers
+os.environ["TRAINER"] = str(os.getpid())
+with open_pool("Reports", variables=["TRAINER"]) as pool:
+    print(Talk(pool, row="{}")([["secrets"]])[0][0].observation)
+with verifiers(environment=["TRAINER"]) as pool:
+    print(pool.verify_all([Item("secrets", "", "")])[0].reason)
+"""
+
+
+def test_secrets_of_the_run_cannot_be_read():
+    """Neither in /proc of the parent nor of any other process; and no signal reaches the run."""
+    if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 12):
+        pytest.skip("the kernel hides other processes from Linux 6.12 on")
+    command = [sys.executable, "-c", SECRETS]
+    if os.getuid() == 0:  # root of a container, which has no such capabilities
+        command = ["setpriv", "--bounding-set=-sys_admin,-perfmon", *command]
+    environment = os.environ | {"SECRET_KEY": "top-secret"}
+    output = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=120
+    ).stdout
+    reports = [json.loads(line) for line in output.splitlines()]
+    assert reports == [{"secret": False, "can_signal": False}] * 2
+
+
+def test_close_may_be_async(tmp_path):
+    with open_pool("ClosesAsync") as pool:
+        pool.begin(0, json.dumps({"name": "a", "folder": str(tmp_path)}), 0)
+        pool.send(0, "x")
+        pool.poll(30.0)
+        pool.end(0)
+    assert (tmp_path / "closed").exists()
+
+
+def test_plain_agents_do_not_share_threads():
+    rows = [{"prompt": [{"role": "user", "content": "q"}], "hangs": n % 4 == 0} for n in range(24)]
+    with open_pool("PlainAgent", limit=2.0) as pool:
+        results = play(pool, rows)
+    for row, result in zip(rows, results, strict=True):
+        assert result[-1] == Answer(reward=1.0, done=True, reason="agent ended") or row["hangs"]
+    assert {one[-1].kind for one in results[::4]} == {"timed_out"}
+
+
+def test_everything_ends_with_a_killed_trainer(tmp_path):
+    """Also where a conversation's processes have left their session and their parent."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            pool = open_pool("Trouble")
+            row = {"name": "a", "trouble": "leaves_everything", "turn": 1, "folder": str(tmp_path)}
+            pool.begin(0, json.dumps(row), 0)
+            pool.send(0, "x")
+            pool.poll(60.0)
+            (tmp_path / "ready").touch()
+            time.sleep(1000)
+        finally:
+            os._exit(1)
+    wait_until((tmp_path / "ready").exists, 60)
+    processes = psutil.Process(pid).children(recursive=True)
+    assert len(processes) >= 8
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert not alive
+
+
+def test_failed_and_late_calls_are_not_repeated_by_a_resumed_run(tmp_path):
+    troubles = ("raises", "blocks", "crashes")
+    rows = [{"trouble": one} for one in troubles]
+    lives = []
+    for _ in range(2):
+        with open_pool("Trouble", limit=1.0) as pool:
+            pool.use_journal(tmp_path)
+            lives.append(play(pool, rows))
+            lives.append(len(psutil.Process(pool._workers._process.pid).children(recursive=True)))
+    assert lives[0] == lives[2]
+    assert lives[3] == 1  # no conversation has had a process
