@@ -155,8 +155,8 @@ class RewardSection(Section):
     """Reaction to a verifier that raises, returns no reward or crashes: `end` ends the run, `zero`
     gives reward 0, `retry` tries again after 1, 2, 4, 8 and 16 s and then ends the run."""
     batch_size: Count = 32
-    """Maximum number of responses per call of a worker, for a verifier that is async or takes
-    lists."""
+    """Maximum number of responses per call of a verifier that takes lists, and of calls in progress
+    per worker of one that is async."""
     environment: list[Variable] = []
     """Environment variables passed to the verifier in addition to the standard ones, such as an
     API key."""

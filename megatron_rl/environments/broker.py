@@ -74,7 +74,7 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.known: dict[str, Message] = {}
+        self.known: dict[str, Message] = {}  # of earlier starts of the run
         for file in folder.glob("*.jsonl"):
             for line in file.read_bytes().splitlines(keepends=True):
                 if line.endswith(b"\n"):
@@ -85,7 +85,6 @@ class Journal:
     def add(self, turn: Turn) -> None:
         """Append the result of a turn."""
         entry = {"turn": turn.digest, "is_late": turn.is_late, "result": turn.result}
-        self.known[turn.digest] = entry
         self.file.write(json.dumps(entry).encode() + b"\n")
 
 

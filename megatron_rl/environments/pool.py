@@ -67,8 +67,8 @@ class EnvironmentPool:
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """The JSON schemas of the tools, after `start`."""
-        tools: list[dict[str, Any]] = self._workers.description["tools"]
+        """The JSON schemas of the tools, after `start`; none of an environment that has failed."""
+        tools: list[dict[str, Any]] = self._workers.description.get("tools", [])
         return tools
 
     def start(self) -> None:

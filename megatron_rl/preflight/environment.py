@@ -80,12 +80,15 @@ class EnvironmentTrial:
         if answer.restarts and not self.config.environment.max_rewrites:
             cure = "environment.max_rewrites=0 refuses; raise it, or return an observation to add"
             return [self._name(f"{tried} returned restarts=True, which {cure}")]
-        if answer.done or answer.token_ids is not None:
-            return []
         config = self.with_tools()
         renderer = TurnRenderer(tokenizer, config.data.template, config.data.rendering)
-        messages = as_messages(answer.observation)
         try:
+            for tool in self.pool.tools[:1]:  # its results are messages, in any later turn
+                result = {"role": "tool", "name": tool["function"]["name"], "content": "7"}
+                renderer.render(prompt.messages, [result], tools=prompt.tools)
+            if answer.done or answer.token_ids is not None:
+                return []
+            messages = as_messages(answer.observation)
             if answer.restarts:
                 renderer.begin(messages, tools=prompt.tools)
             else:

@@ -157,9 +157,13 @@ class Broker:
         loop = asyncio.get_running_loop()
         source, self._sink = await asyncio.open_connection(sock=self._link, limit=LONGEST_LINE)
         await self._start_template()
-        with contextlib.suppress(ProcessLookupError):  # it has ended: the link ends, too
+        try:
             handle = os.pidfd_open(self._trainer)
             loop.add_reader(handle, self._abandon, source, handle)
+        except ProcessLookupError:  # it has ended: the link ends, too
+            pass
+        except OSError as error:
+            self.emit({"fatal": f"needs pidfd_open, of Linux 5.3 and later ({error})"})
         with contextlib.suppress(ConnectionError):
             for forever in (self._watch_calls(), self._sweep()):
                 self.start(forever)
@@ -190,8 +194,9 @@ class Broker:
         return task
 
     def emit(self, message: Message) -> None:
-        """Send a message to the trainer."""
-        self._sink.write(json.dumps(message).encode() + b"\n")
+        """Send a message to the trainer, if it is still there."""
+        if not self._sink.is_closing():
+            self._sink.write(json.dumps(message).encode() + b"\n")
 
     async def spawn(self) -> Unit:
         """Fork a process."""
@@ -199,8 +204,12 @@ class Broker:
         try:
             return await asyncio.shield(fork)
         except asyncio.CancelledError:  # the conversation is over before its process exists
-            fork.add_done_callback(lambda made: self.start(self.end(made.result())))
+            fork.add_done_callback(self._end_fork)
             raise
+
+    def _end_fork(self, fork: "asyncio.Task[Unit]") -> None:
+        if not fork.cancelled():
+            self.start(self.end(fork.result()))
 
     async def _fork(self) -> Unit:
         ours, theirs = socket.socketpair()

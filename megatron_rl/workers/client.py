@@ -70,6 +70,8 @@ class Workers:
         self._received = bytearray()
         self._link, theirs = socket.socketpair()
         self._link.settimeout(START_SECONDS)
+        self._arrivals = select.poll()
+        self._arrivals.register(self._link, select.POLLIN)
         command = [sys.executable, "-m", broker, "--link", str(theirs.fileno())]
         self._process = subprocess.Popen(
             [*command, "--trainer", str(os.getpid())],
@@ -101,9 +103,9 @@ class Workers:
         """Return the messages that have arrived; wait up to `timeout` seconds for some."""
         if self._failure:
             raise self._error(self._failure)
-        if select.select([self._link], [], [], timeout)[0]:
+        if self._arrivals.poll(1000 * timeout):
             self._read()
-            while select.select([self._link], [], [], 0)[0] and not self._failure:
+            while self._arrivals.poll(0) and not self._failure:
                 self._read()
         *lines, self._received = self._received.split(b"\n")
         messages = [message for line in lines if self._is_result(message := json.loads(line))]

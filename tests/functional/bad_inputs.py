@@ -154,7 +154,7 @@ REWARDS = [
          (OUR_SCORE,), reward(f"import sympyy\n{REWARD}")),
     Case("it raises while it is imported", ("ZeroDivisionError", "my_rewards.py, line 1"),
          (OUR_SCORE,), reward(f"half = 1 / 0\n{REWARD}")),
-    Case("it exits while it is imported", ("ended its process", "no licence here"), (OUR_SCORE,),
+    Case("it exits while it is imported", ("SystemExit: no licence here", "correct it"), (OUR_SCORE,),
          reward(f"import sys\nsys.exit('no licence here')\n{REWARD}")),
     Case("the signature of TRL", ("my_rewards:score", "docs/rewards.md"), (OUR_SCORE,),
          reward("def score(completions, **kwargs):\n    return [0.0 for _ in completions]\n")),
