@@ -64,9 +64,9 @@ class EnvironmentTrial:
         tokenizer = load_tokenizer(self.config.model.path, **self.config.tokenizer_options)
         sampled = [*tokenizer(turn, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         tokens = TurnTokens(list(prompt.token_ids), sampled, [0.0] * len(sampled), True)
-        self.pool.send(0, turn, tokens)
         limit = self.pool_limit
         try:
+            self.pool.send(0, turn, tokens)
             results = self.pool.poll(limit + GRACE_SECONDS)
         except BrokenEnvironmentError as error:
             return [self._name(describe(str(error), printed=self.printed))]
