@@ -208,7 +208,7 @@ class Broker:
             raise
 
     def _end_fork(self, fork: "asyncio.Task[Unit]") -> None:
-        if not fork.cancelled():
+        if not fork.cancelled() and fork.exception() is None:
             self.start(self.end(fork.result()))
 
     async def _fork(self) -> Unit:
