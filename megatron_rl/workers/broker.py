@@ -177,8 +177,10 @@ class Broker:
         if self._template.poll() is None:
             self._template.kill()  # the kernel ends its forks with it
         self._template.wait()
-        deadline = time.monotonic() + CLOSE_SECONDS
-        while self._kill_left(patience=0.0) and time.monotonic() < deadline:
+        began = time.monotonic()
+        while self._kill_left(patience=began + _TRACKER_SECONDS - time.monotonic()):
+            if time.monotonic() > began + CLOSE_SECONDS:
+                break
             await asyncio.sleep(0.01)
         with contextlib.suppress(ConnectionError):
             await asyncio.wait({self._printing}, timeout=1.0)

@@ -254,6 +254,8 @@ def test_everything_ends_with_a_killed_trainer(tmp_path):
     os.waitpid(pid, 0)
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert not alive
+    blocks = [file.read_text() for file in tmp_path.iterdir() if file.name != "ready"]
+    assert blocks and not any(Path("/dev/shm", block).exists() for block in blocks)
 
 
 def test_failed_and_late_calls_are_not_repeated_by_a_resumed_run(tmp_path):
