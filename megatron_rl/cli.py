@@ -6,6 +6,7 @@ import importlib
 import io
 import locale
 import os
+import select
 import signal
 import sys
 from collections.abc import Iterator
@@ -34,11 +35,21 @@ def main(arguments: list[str] | None = None) -> None:
             prepare_environment()
         try:
             status = options.run(options, arguments)
+            sys.stdout.flush()
         except Exception as error:  # noqa: BLE001 - reported, or raised again
+            if isinstance(error, BrokenPipeError) and _reader_is_gone():
+                os._exit(128 + signal.SIGPIPE)  # silently, as other programs in front of `head`
             from megatron_rl.commands.ending import fail
 
             status = fail(error, None)
         sys.exit(status)
+
+
+def _reader_is_gone() -> bool:
+    """Return True if standard output is a pipe whose reader has exited."""
+    poll = select.poll()
+    poll.register(1, 0)  # errors are reported without asking
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _use_utf8() -> None:

@@ -36,6 +36,18 @@ def restore_environment():
         os.environ.update(before)
 
 
+@pytest.fixture(autouse=True)
+def keep_signal_handlers():
+    """Fail a test that leaves a signal handled in another way: later tests would inherit that."""
+    before = {each: signal.getsignal(each) for each in signal.valid_signals()}
+    yield
+    changed = {each: now for each in before if (now := signal.getsignal(each)) != before[each]}
+    for number in changed:
+        signal.signal(number, before[number] or signal.SIG_DFL)
+    names = {signal.Signals(each).name: handler for each, handler in changed.items()}
+    assert not names, f"left by the test: {names}"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def process_to_fork_from(request):
     """Start the fork server, which imports modules while the first tests run."""

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +42,6 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         recorded_steps,
     )
 
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # exits silently when `head` closes the pipe
     folder = Path(options.folder)
     steps = recorded_steps(folder)
     step = steps[-1] if options.step is None else options.step

@@ -1,7 +1,11 @@
 """`megatron-rl rollouts`: which rollouts are shown, how, and what is refused."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 
 import pyarrow.parquet as pq
 import pytest
@@ -37,6 +41,16 @@ def test_newest_step_is_shown_with_prompt_response_reward_and_truth(capsys, fold
     assert "step 3 (of the recorded steps 1 to 3): 8 rollouts, mean reward 0.500" in out
     assert out.count("\n    prompt    | <user>What 1?") == out.count("\n    truth     | 7") == 3
     assert f"megatron-rl rollouts {folder} --step 3 --group " in out
+
+
+def test_closed_pipe_ends_command_silently(folder):
+    """As with `megatron-rl rollouts FOLDER | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "megatron_rl.cli", "rollouts", str(folder)]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def test_prompt_of_run_without_decoded_tokens_is_named_as_message():
