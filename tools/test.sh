@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Set up, then check everything: style, types, documentation, all tests; a summary at the end.
+# Set up, then check style, types, documentation and tests; a summary at the end.
 #
-#   bash tools/test.sh                 everything
+#   bash tools/test.sh                 everything that the environment of the set-up can test
+#   bash tools/test.sh slow            with installations of their own: SLURM, releases of Transformer
+#                                      Engine, agents of other frameworks
 #   bash tools/test.sh unit            without the functional tests
 #   bash tools/test.sh fast            under a minute: style, types and the most informative unit tests
 #
@@ -16,7 +18,8 @@ case ${1:-all} in
     all) parts=(format lint types docs tests) ;;
     unit) parts=(format lint types docs unit) ;;
     fast) parts=(format lint types fast) ;;
-    *) echo "usage: bash tools/test.sh [all|unit|fast]" >&2; exit 2 ;;
+    slow) parts=(slow) ;;
+    *) echo "usage: bash tools/test.sh [all|slow|unit|fast]" >&2; exit 2 ;;
 esac
 
 # Mathematics, layouts and weight plans, and the training loop with fakes. Tests there that start
@@ -28,9 +31,12 @@ FAST=(tests/unit/{objectives,data,preflight,trainer} tests/unit/test_{advantages
 # The fast part uses the existing environment.
 [[ ${1:-all} == fast && -x $VENV/bin/pytest ]] || bash tools/setup_env.sh || exit 1
 
+SLOW=(tests/functional/slurm tests/functional/test_real_transformer_engine.py
+    tests/functional/test_outside_agents.py)
+
 # Run two test files at a time: many tests wait, or use one core. The longest files
-# come first.
-SIDE_BY_SIDE=(-n 2 --dist loadfile --no-loadscope-reorder)
+# come first. A test process that dies fails the command at once: the others would wait for ever.
+SIDE_BY_SIDE=(-n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0)
 # Several processes share the cores in these tests, so each uses one thread.
 export OMP_NUM_THREADS=1
 # No network requests or telemetry.
@@ -47,7 +53,8 @@ run_part() {
         fast) "$VENV/bin/python" -m pytest -q "${FAST[@]}" "${SIDE_BY_SIDE[@]}" -m "not slow" \
             --no-processes --hypothesis-seed=0 ;;
         tests) "$VENV/bin/python" -m pytest tests/functional tests/unit "${SIDE_BY_SIDE[@]}" \
-            --durations=40 --hypothesis-seed=0 ;;
+            "${SLOW[@]/#/--ignore=}" --durations=40 --hypothesis-seed=0 ;;
+        slow) "$VENV/bin/python" -m pytest "${SLOW[@]}" "${SIDE_BY_SIDE[@]}" --durations=40 ;;
     esac
 }
 

@@ -147,6 +147,6 @@ def _stored_groups(stored: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _multipliers(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What distinguishes the groups of an optimizer, whatever Megatron-core's release calls it."""
+    """Return what distinguishes the groups of an optimizer in any release of Megatron-core."""
     names = ("wd_mult", "lr_mult", "is_decoupled_lr")
     return tuple(group.get(name, group.get(f"pre_{name}")) for name in names)

@@ -103,7 +103,10 @@ class VerifierPool:
     @property
     def is_within_limits(self) -> bool:
         """True if calls are in progress and their manager, which ends each in time, is alive."""
-        return bool(self.in_progress) and time.monotonic() - self.workers.heard < ALIVE_SECONDS
+        return (
+            bool(self.in_progress)
+            and time.monotonic() - self.workers.last_message_at < ALIVE_SECONDS
+        )
 
     def close(self) -> None:
         """End the workers."""

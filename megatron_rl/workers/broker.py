@@ -262,10 +262,10 @@ class Broker:
         )
         self._printing = asyncio.create_task(self._pass_on(lines))
         self._told = b""
-        asyncio.get_running_loop().add_reader(self._control, self._hear)
+        asyncio.get_running_loop().add_reader(self._control, self._read_template)
 
-    def _hear(self) -> None:
-        """Read what the template says; each of its forks comes with a pidfd."""
+    def _read_template(self) -> None:
+        """Read the template's messages; each of its forks comes with a pidfd."""
         try:
             data, fds, _, _ = socket.recv_fds(self._control, 1 << 16, 8)
         except ConnectionError:
@@ -292,8 +292,8 @@ class Broker:
             self.emit({"fatal": f"{what} (exit status {status}); the log has its output"})
 
     async def _watch_calls(self) -> None:
-        """End calls whose own time is up, and tell the trainer that others are in progress."""
-        told = 0.0
+        """End calls whose own time is up, and report to the trainer that others are in progress."""
+        reported_at = 0.0
         while True:
             calls = [unit for unit in self._units if unit.is_busy]
             tick = min(max(min((one.limit for one in calls), default=1.0) / 8, 0.02), 1.0)
@@ -304,8 +304,8 @@ class Broker:
                     measure(unit, children, now=now)
                     if unit.own_seconds > unit.limit and not unit.is_ready_to_run:
                         unit.exceed()
-            if calls and now - told > ALIVE_SECONDS:
-                told = now
+            if calls and now - reported_at > ALIVE_SECONDS:
+                reported_at = now
                 self.emit({"alive": len(calls)})
             await asyncio.sleep(tick)
 

@@ -1,6 +1,6 @@
 """The trainer's side of worker processes: a socket to their broker.
 
-Sending does not wait for the user's code, and receiving waits no longer than it is told to. Nothing
+Sending does not wait for the user's code, and receiving waits at most the given time. Nothing
 runs in the trainer's own process, and no thread.
 """
 
@@ -62,7 +62,7 @@ class Workers:
         echo: Callable[[str], object],
     ) -> None:
         self.description = Message()  # of the loaded module, after `start`
-        self.heard = time.monotonic()  # when the broker has last sent anything
+        self.last_message_at = time.monotonic()  # from the broker
         self.is_closed = False
         self._name, self._error, self._echo = name, error, echo
         self._failure = ""
@@ -147,7 +147,7 @@ class Workers:
         except ConnectionError:
             chunk = b""
         self._received += chunk
-        self.heard = time.monotonic()
+        self.last_message_at = time.monotonic()
         if not chunk:
             self._failure = f"the manager of {self._name} has ended by itself"
 

@@ -28,13 +28,10 @@ def test_version_has_one_source(capsys):
     assert newest is not None and newest[1] in (megatron_rl.__version__, "Unreleased")
 
 
-def test_release_has_a_date_and_notes():
+def test_release_has_a_date():
     version = re.escape(megatron_rl.__version__)
     text = (ROOT / "CHANGELOG.md").read_text()
-    dated = re.search(rf"^## {version} \((\d{{4}}-\d{{2}}-\d{{2}})\)$", text, re.MULTILINE)
-    assert dated is not None
-    notes = ROOT / "docs" / f"release-{megatron_rl.__version__}.md"
-    assert dated[1] in notes.read_text() and notes.name in text
+    assert re.search(rf"^## {version} \(\d{{4}}-\d{{2}}-\d{{2}}\)$", text, re.MULTILINE)
 
 
 def test_package_contains_every_data_file(monkeypatch):

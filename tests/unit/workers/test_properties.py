@@ -1,4 +1,4 @@
-"""What is true of all workers, shown with the real pools."""
+"""Properties of all workers, shown with the real pools."""
 
 import json
 import os

@@ -37,7 +37,7 @@ def start_everything(folder):
 
 
 def limits_of_signals():
-    """How long `timeout 0.2 sleep` takes, and what ends of processes do."""
+    """Return the seconds of `timeout 0.2 sleep`, and how ended processes ended."""
     start = time.monotonic()
     status = subprocess.run(["timeout", "0.2", "sleep", "20"], check=False).returncode
     popen = subprocess.Popen(["sleep", "20"])
@@ -227,7 +227,7 @@ class PlainAgent(AgentEnvironment):
 
 
 def verify(text, ground_truth, data_source):
-    """Do what the response says."""
+    """Do what the response asks for."""
     match text:
         case "signals":
             return 1.0, json.dumps(limits_of_signals()), None

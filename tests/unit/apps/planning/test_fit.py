@@ -150,7 +150,7 @@ def test_communicators_are_counted_beyond_those_in_the_reserve(tmp_path):
 
 
 def test_mixture_of_experts_is_first_divided_by_expert(tmp_path):
-    """Where the busiest rank's share of the tokens does not fit, though an equal one does."""
+    """As where the busiest rank's share of the tokens does not fit, though an equal one does."""
     sizes = {"num_hidden_layers": 1, "num_experts": 8, "num_experts_per_tok": 2}
     path = save_shape(tmp_path, EXPERTS | sizes)
     values = {"model": {"path": str(path)}, "data": {"train": "none.jsonl"}}
@@ -167,7 +167,7 @@ def test_mixture_of_experts_is_first_divided_by_expert(tmp_path):
 
 
 def test_pack_has_all_sequences_of_a_response(tmp_path):
-    """Of a context of 2,048 tokens, 2,047 positions predict one; two rewrites give three such."""
+    """In a context of 2,048 tokens, 2,047 positions predict one; two rewrites give three such."""
     context = {"name": "my_agent:Game", "max_context_tokens": 2048}
     sizes = {"rollout": {"max_response_tokens": 1024}, "trainer": {"tokens_per_micro_batch": 4096}}
     for rewrites, sequences in ((0, 2), (2, 3)):
