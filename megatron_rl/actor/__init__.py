@@ -9,5 +9,5 @@ warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core"
 # Without CUDA, Megatron's calls go through cpu_adaptation.py, so deprecation warnings name it.
 warnings.filterwarnings("ignore", module=r"megatron_rl\.actor\.cpu_adaptation")
 warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
-# Megatron-core warns about MLP classes other than its own; norms.GatedMlp is such a class.
+# Megatron-core warns about MLP classes other than its own; layers.GatedMlp is such a class.
 logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)

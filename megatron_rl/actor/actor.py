@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial, reduce
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_rl.actor.adapter_import import load_adapters
-from megatron_rl.actor.batch_statistics import reduce_statistics, resolve_objective
-from megatron_rl.actor.build import build_chunks, build_optimizer, wrap_chunks
-from megatron_rl.actor.checkpoint import load_checkpoint, save_checkpoint
+from megatron_rl.actor.build import build_chunks, build_optimizer, step_optimizer, wrap_chunks
+from megatron_rl.actor.checkpoint import ShardWriter, load_checkpoint, save_checkpoint
 from megatron_rl.actor.cpu_adaptation import megatron_runtime
 from megatron_rl.actor.digest import describe_layout, digest_tensors, training_state
 from megatron_rl.actor.export import export_weights
-from megatron_rl.actor.learning_rate import learning_rate_at
-from megatron_rl.actor.lora import adapted_weights, add_adapters, describe_adapters, push_sources
+from megatron_rl.actor.lora import (
+    adapted_weights,
+    add_adapters,
+    describe_adapters,
+    load_adapters,
+    push_sources,
+)
 from megatron_rl.actor.loss_contract import as_megatron_loss
-from megatron_rl.actor.memory import TrainingState
-from megatron_rl.actor.packs import LocalPack, PackCache, build_filler, check_pack
-from megatron_rl.actor.pipeline import gather_packs, pipeline_arguments
+from megatron_rl.actor.memory import TrainingState, optimizer_parts
+from megatron_rl.actor.packs import (
+    LocalPack,
+    PackCache,
+    build_filler,
+    check_pack,
+    gather_packs,
+    pipeline_arguments,
+)
 from megatron_rl.actor.routing import Routing, RoutingRecorder
 from megatron_rl.actor.settings import ActorSettings
-from megatron_rl.actor.shard_writer import ShardWriter
-from megatron_rl.actor.step import StopRule, UpdateResult, take_step
 from megatron_rl.actor.weights import (
     ProgressCallback,
     check_finite,
@@ -36,13 +48,150 @@ from megatron_rl.actor.weights import (
     load_model,
     named_parameters,
 )
+from megatron_rl.distributed.collectives import Group, gather_ragged, reduce_sum
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import read_model_shape
-from megatron_rl.objectives.objective import PolicyObjective
+from megatron_rl.objectives.objective import PolicyObjective, sign_noise
 from megatron_rl.objectives.statistics import Statistics
 from megatron_rl.resharding.adapted import LocalWeight
 from megatron_rl.resharding.push import LocalWeights
 from megatron_rl.types import Minibatch, TokenBatch
+
+
+def resolve_objective(
+    objective: PolicyObjective,
+    micro_batches: Sequence[TokenBatch],
+    compute_logprobs: Callable[[Sequence[TokenBatch]], list[Tensor]],
+    *,
+    group: Group,
+    device: torch.device,
+) -> PolicyObjective:
+    """Return the objective with its minibatch statistics filled in.
+
+    micro_batches: this rank's; the minibatch spans the ranks of `group`. Depending on the objective
+    this is a no-op, a sum of two numbers over the group, or an additional forward pass; the latter
+    two are collective.
+    """
+    if objective.is_balanced:
+        noise = torch.zeros(2, dtype=torch.float64, device=device)
+        for batch in micro_batches:
+            advantages, behavior = _own(batch, device)
+            noise += sign_noise(advantages, behavior)
+        objective = objective.balance(reduce_sum(noise, group=group))
+    if objective.is_resolved:
+        return objective
+    rows = []
+    for batch, logprobs in zip(micro_batches, compute_logprobs(micro_batches), strict=True):
+        advantages, behavior = _own(batch, logprobs.device)
+        mask = batch.response_mask.to(logprobs.device)
+        rows.append((logprobs[mask] - behavior, advantages, behavior))
+    columns = (torch.cat(column) for column in zip(*rows, strict=True))
+    return objective.resolve(*(gather_ragged(column, group=group) for column in columns))
+
+
+def _own(batch: TokenBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return advantages and behavior log-probs of a pack's response tokens; [N] each."""
+    assert batch.behavior_logprobs is not None, "compute behavior log-probs before the update"
+    mask = batch.response_mask.to(device)
+    advantages, behavior = batch.advantages_per_token(), batch.behavior_logprobs
+    return advantages.to(device)[mask], behavior.to(device)[mask]
+
+
+def reduce_statistics(
+    reports: Sequence[Statistics], *, classes: int, topology: Topology
+) -> Statistics:
+    """Reduce the last stage's statistics over the minibatch and return them on every rank.
+
+    They decide rates and stops, so every rank needs the same bits. A device adds in any order, so
+    tensor parallel ranks take the sums of their first rank, and stages those of the last.
+    """
+    total = Statistics.empty(topology.device, classes=classes)
+    if topology.is_last_stage:
+        total = reduce(Statistics.merge, reports, total).all_reduce(topology.dp_cp_group)
+    for group, size, source in (
+        (topology.tp_group, topology.tp_size, 0),
+        (topology.pp_group, topology.pp_size, topology.pp_size - 1),
+    ):
+        for part in total.tensors if size > 1 else ():
+            dist.broadcast(part, group=group, group_src=source)
+    return total
+
+
+def learning_rate_at(update: int, settings: ActorSettings) -> float:
+    """Return the learning rate of optimizer update number `update`, counted from 0.
+
+    Linear warm-up reaches the full rate at update `warmup_updates - 1` (the first update has a rate
+    above 0); then the rate is constant, or decays linearly or by a cosine to the minimum at the
+    last update.
+    """
+    done = update + 1
+    if done <= settings.warmup_updates:
+        return settings.learning_rate * done / settings.warmup_updates
+    span = max(1, settings.total_updates - settings.warmup_updates)
+    progress = min(1.0, (done - settings.warmup_updates) / span)
+    remaining = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }[settings.decay]
+    lowest = settings.min_learning_rate if settings.decay != "constant" else 0.0
+    return lowest + (settings.learning_rate - lowest) * remaining
+
+
+# Returns the reason for not running the optimizer step, or None to run it. The statistics are those
+# of the whole minibatch.
+StopRule = Callable[[Statistics], str | None]
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """Result of one optimizer update; identical on every rank."""
+
+    statistics: Statistics
+    grad_norm: float
+    learning_rate: float
+    skipped: str | None = None  # reason for a skipped step: a non-finite value or gradient
+    stopped: str | None = None  # reason that the stop rule returned
+    # [layers, 2]: tokens whose set of experts differs from the recorded one, and all tokens
+    routes: Tensor | None = None
+
+    @property
+    def done(self) -> bool:
+        """True if the weights were updated."""
+        return self.skipped is None and self.stopped is None
+
+
+def take_step(
+    optimizer: MegatronOptimizer,
+    ddp_chunks: list[DistributedDataParallel],
+    statistics: Statistics,
+    *,
+    rate: float,
+    max_grad_norm: float,
+    rule: StopRule | None,
+) -> UpdateResult:
+    """Run the optimizer step unless a check skips it; report the norm before clipping. Collective.
+
+    rate: the learning rate, already set in the parameter groups. The code follows Megatron's
+    `ChainedOptimizer.step`, with checks added between its parts.
+    """
+    optimizer.prepare_grads()
+    grad_norm = float(optimizer.get_grad_norm())  # the only device sync of the step
+    result = UpdateResult(statistics, grad_norm, rate)
+    try:
+        statistics.raise_on_faults()
+    except ValueError as fault:
+        return replace(result, skipped=str(fault))
+    if not math.isfinite(grad_norm):
+        return replace(result, skipped=f"the gradient norm is {grad_norm}")
+    if rule is not None and (reason := rule(statistics)) is not None:
+        return replace(result, stopped=reason)
+    for part in optimizer_parts(optimizer):
+        parameters = part.get_parameters()
+        if max_grad_norm > 0 and parameters:
+            clip_grad_by_total_norm_fp32(parameters, max_grad_norm, grad_norm)
+    step_optimizer(optimizer, ddp_chunks)
+    return result
 
 
 class MegatronActor:

@@ -22,7 +22,7 @@ from megatron_rl.actor.settings import LoraSettings
 from megatron_rl.distributed.agreement import run_on_rank_0, wire_device
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
-from megatron_rl.models.peft_folder import ABOUT, FACTORS, factor_name, peft_problem, write_base
+from megatron_rl.models.adapters import ABOUT, FACTORS, factor_name, peft_problem, write_base
 from megatron_rl.models.shape import ModelShape, tensor_shapes
 from megatron_rl.resharding.adapted import AdaptedWeight, LocalWeight
 from megatron_rl.resharding.pieces import Piece, Span

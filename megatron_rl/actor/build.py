@@ -1,19 +1,190 @@
-"""Construction of Megatron's training stack for one rank: model chunks, buffers, optimizer."""
+"""Construction of Megatron's training stack for one rank: config, model chunks, optimizer."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.actor.loss_contract import assert_sum_semantics, finalize_gradients
+from megatron_rl.actor.loss_contract import SUM_SEMANTICS, assert_sum_semantics, finalize_gradients
 from megatron_rl.actor.memory import optimizer_parts
-from megatron_rl.actor.model import PolicyModel
+from megatron_rl.actor.model import PolicyModel, uses_transformer_engine
 from megatron_rl.actor.settings import ActorSettings
-from megatron_rl.actor.transformer_config import build_transformer_config
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.errors import UserError
+from megatron_rl.models.adapters import adapters_of_experts
+from megatron_rl.models.shape import ExpertShape, ModelShape
+from megatron_rl.resharding.layouts import layout_of
+
+
+def build_transformer_config(
+    shape: ModelShape, settings: ActorSettings, topology: Topology
+) -> TransformerConfig:
+    """Build the config of every Megatron module in the actor."""
+    targets = settings.lora.targets if settings.lora else ()
+    on_te = uses_transformer_engine(
+        settings,
+        device=topology.device,
+        window=shape.sliding_window,
+        cp_size=topology.cp_size,
+        local_only=shape.traits.local_only or adapters_of_experts(shape, targets),
+    )
+    return TransformerConfig(
+        **_model(shape),
+        **_layout(topology, settings),
+        **_stages(shape, topology),
+        **_numerics(topology, settings),
+        **_recompute(shape, settings),
+        **_experts(shape, settings, topology, grouped=on_te),
+        transformer_impl="transformer_engine" if on_te else "local",
+        **SUM_SEMANTICS,
+    )
+
+
+def _model(shape: ModelShape) -> dict[str, Any]:
+    window, local = shape.sliding_window, shape.local_layers
+    return {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_query_groups": shape.num_query_groups,
+        "kv_channels": shape.head_dim,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.norm_epsilon,
+        "gated_linear_unit": True,
+        "activation_func": F.gelu if shape.traits.activation == "gelu_tanh" else F.silu,
+        "add_bias_linear": shape.traits.biases,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # Keys before and after a query's own, for Transformer Engine; our attention has its plan.
+        "window_size": None if window is None else (window - 1, 0),
+        "window_attn_skip_freq": None if local is None else local.flags(shape.num_layers),
+        "softmax_scale": shape.softmax_scale,
+        "softmax_type": "learnable" if shape.has_sinks else "vanilla",
+        "layernorm_zero_centered_gamma": shape.traits.zero_centered_norms,
+        "attention_output_gate": shape.traits.output_gate,
+        # A list keeps checkpoints from stacking layers that differ.
+        "linear_attention_freq": None
+        if shape.delta is None
+        else [int(layer in shape.delta.layers) for layer in range(shape.num_layers)],
+    }
+
+
+def _layout(topology: Topology, settings: ActorSettings) -> dict[str, Any]:
+    virtual = topology.virtual_stages
+    return {
+        "tensor_model_parallel_size": topology.tp_size,
+        "pipeline_model_parallel_size": topology.pp_size,
+        "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
+        "context_parallel_size": topology.cp_size,
+        "sequence_parallel": settings.sequence_parallel and topology.tp_size > 1,
+        # Interleaved stages send both ways between the same two ranks; only Megatron's overlapped
+        # communication keeps the two directions apart.
+        "overlap_p2p_comm": virtual > 1,
+        "batch_p2p_comm": virtual == 1,
+        "variable_seq_lengths": True,
+        "batch_p2p_sync": False,  # would wait for the device after each hop, for old torch
+        "moe_token_dispatcher_type": "alltoall",  # "flex" needs DeepEP; nothing here has run it
+    }
+
+
+def _stages(shape: ModelShape, topology: Topology) -> dict[str, Any]:
+    """List every model chunk's layers for Megatron, unless all chunks have the same number."""
+    chunks = layout_of(topology).chunks(shape)
+    if len({len(layers) for layers in chunks}) == 1:
+        return {}
+    rows = [["decoder"] * len(layers) for layers in chunks]
+    rows[0].insert(0, "embedding")
+    rows[-1].append("loss")
+    return {"pipeline_model_parallel_layout": rows}
+
+
+def _numerics(topology: Topology, settings: ActorSettings) -> dict[str, Any]:
+    on_cuda = topology.device.type == "cuda"
+    return {
+        "params_dtype": settings.dtype,
+        "pipeline_dtype": settings.dtype,
+        "bf16": settings.dtype == torch.bfloat16,
+        "use_cpu_initialization": not on_cuda,
+        "perform_initialization": False,  # every weight is loaded
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": on_cuda,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "masked_softmax_fusion": False,
+        **({"fp8": "hybrid", "fp8_recipe": settings.fp8} if settings.fp8 else {}),
+    }
+
+
+def _recompute(shape: ModelShape, settings: ActorSettings) -> dict[str, Any]:
+    if settings.recompute == "full":  # keep only each layer's input
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    if settings.recompute == "selective":
+        # Our attention's memory is linear; most memory is in the MLP, or router and experts.
+        modules = ["mlp"] if shape.layers_with("dense") else []
+        modules += ["moe"] if shape.experts else []
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
+    return {}
+
+
+def _groups(experts: ExpertShape) -> dict[str, Any]:
+    if experts.groups == 1:
+        return {}
+    return {
+        "moe_router_num_groups": experts.groups,
+        "moe_router_group_topk": experts.chosen_groups,
+    }
+
+
+def _dense_layers(shape: ModelShape) -> dict[str, Any]:
+    """List which layers have experts, so that a checkpoint does not stack layers that differ."""
+    first = shape.num_layers - len(shape.layers_with("experts"))
+    return {"moe_layer_freq": [int(n >= first) for n in range(shape.num_layers)]} if first else {}
+
+
+def _experts(
+    shape: ModelShape, settings: ActorSettings, topology: Topology, *, grouped: bool
+) -> dict[str, Any]:
+    experts = shape.experts
+    if experts is None:
+        return {}
+    if settings.fp8 == "blockwise":
+        raise UserError(
+            "fp8=blockwise for a mixture of experts: blocks of 128 tokens share a scale, but "
+            "Megatron pads the tokens of an expert to a multiple of 16; use fp8=tensorwise"
+        )
+    return {
+        "num_moe_experts": experts.num_experts,
+        "moe_router_topk": experts.experts_per_token,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size,
+        "moe_shared_expert_gate": shape.shared_expert_gate,
+        "moe_grouped_gemm": grouped,  # all local experts in one product
+        # Transformer Engine's kernels that sort tokens by expert; they exist only for CUDA.
+        "moe_permute_fusion": grouped and topology.device.type == "cuda",
+        "moe_router_load_balancing_type": "none",
+        # Softmax over the chosen experts is softmax over all of them, normalised over the chosen.
+        "moe_router_pre_softmax": not experts.normalize_top_k,
+        "moe_router_dtype": "fp32",
+        "moe_router_score_function": experts.scoring,
+        "moe_router_topk_scaling_factor": None if experts.scale == 1 else experts.scale,
+        **_groups(experts),
+        **_dense_layers(shape),
+        "expert_model_parallel_size": topology.ep_size,
+        "expert_tensor_parallel_size": topology.expert_tp_size or topology.tp_size,
+    }
 
 
 def build_chunks(

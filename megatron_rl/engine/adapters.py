@@ -15,8 +15,8 @@ from torch import Tensor
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.incoming import check_tensors
 from megatron_rl.models.adapters import engine_modules, slot_rank
-from megatron_rl.models.factors import Factors
 from megatron_rl.models.shape import ModelShape, tensor_shapes
+from megatron_rl.models.weights import Factors
 from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.pieces import Piece
 from megatron_rl.resharding.push import (
@@ -32,7 +32,7 @@ from megatron_rl.resharding.push import (
 class AdapterSettings:
     """Adapters that the engine computes with.
 
-    rank: rows of A, columns of B. scale: factor of B A. targets: as in `models/factors.py`.
+    rank: rows of A, columns of B. scale: factor of B A. targets: as in `models/weights.py`.
     versions: how many the engine has at the same time; the oldest makes room for a new one.
     """
 
@@ -151,7 +151,7 @@ class EngineAdapters:
         return self._host.overwrite(write, version=version)
 
     def receive(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> float:
-        """Add a version from full factors, by the names of `models/factors.py`.
+        """Add a version from full factors, by the names of `models/weights.py`.
 
         Raises ValueError for a missing or extra factor, RuntimeError if vLLM has other values
         afterwards than those that arrived.

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from megatron_rl.distributed.agreement import raise_across_ranks, sum_over_ranks
 from megatron_rl.distributed.straggler_barrier import StragglerBarrier
 from megatron_rl.engine.engine import GenerationStopped
-from megatron_rl.engine.process_state import preserved_generators
 from megatron_rl.engine.requests import SequenceRequest
 from megatron_rl.engine.response_gather import Generated
+from megatron_rl.engine.starting import preserved_generators
 
 Finished = Callable[[int, Any], None]  # position of a request, vLLM's RequestOutput
 GRACE = 30.0  # seconds beyond the limit for the current step and for cleaning up

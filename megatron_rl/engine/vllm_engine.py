@@ -27,7 +27,6 @@ from megatron_rl.engine.engine import (
     ProgressCallback,
     RolloutWindow,
 )
-from megatron_rl.engine.finished import FinishedResponses
 from megatron_rl.engine.incoming import (
     Mismatch,
     load_tensors,
@@ -41,10 +40,11 @@ from megatron_rl.engine.partial_requests import (
     merge_outputs,
     to_generated,
 )
-from megatron_rl.engine.process_state import preserved_generators, sleeping_bytes
 from megatron_rl.engine.requests import (
+    FinishedResponses,
     SequenceRequest,
     check_prompts,
+    find_stop_rule,
     of_each,
     read_scores,
     sampling_requests,
@@ -53,8 +53,13 @@ from megatron_rl.engine.requests import (
 from megatron_rl.engine.response_gather import Generated, gather_responses, gather_seconds
 from megatron_rl.engine.routes import EngineRoutes, route_arguments
 from megatron_rl.engine.running import GRACE, run_on_every_rank, run_requests
-from megatron_rl.engine.starting import check_expert_parallel, fixed_arguments, start_vllm
-from megatron_rl.engine.stopping import find_stop_rule
+from megatron_rl.engine.starting import (
+    check_expert_parallel,
+    fixed_arguments,
+    preserved_generators,
+    sleeping_bytes,
+    start_vllm,
+)
 from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.push import Resharder, ReshardSettings, SyncStats, WeightSource

@@ -1,16 +1,55 @@
-"""The keys of a config.json: their defaults, the ones that are read, and the rest.
+"""The keys of a config.json: their defaults, the ones that are read, and refusals of the rest.
 
 A key that changes the computation and that nothing here reads would make another model of the same
 weights, in the actor or in vLLM, which has keys of its own (`is_causal`, `logit_scale`,
 `dual_chunk_attention_config`). So every key is read, has the only supported value, is known to
-change nothing, or is refused. Defaults are those of transformers' configuration classes.
+change nothing, or is refused, and so are values that no model can have. Defaults are those of
+transformers' configuration classes.
 """
 
 import json
 from typing import Any
 
-from megatron_rl.models.missing import MISSING_KEYS
 from megatron_rl.models.weights import Architecture
+
+MISSING_KEYS = {
+    "dual_chunk_attention_config": "for sequences shorter than its chunk_size attention is the "
+    "ordinary one: remove the key for runs whose sequences are",
+    "quantization_config": "quantized weights: use or make a copy in bfloat16",
+}
+# Parts of models of several modalities, and model_type of the text models that are supported.
+_TEXT_PARTS = ("text_config", "language_config", "llm_config", "thinker_config")
+_OTHER_PARTS = ("vision_config", "audio_config")
+TEXT_MODELS = {
+    "gemma3_text": "Gemma3ForCausalLM", "mistral": "MistralForCausalLM",
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM", "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+}  # fmt: skip
+_DEFAULT_TEXT_MODELS = {
+    "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
+}
+
+
+def why_missing(architecture: str, config: dict[str, Any]) -> str | None:
+    """Return what is missing for an architecture that is not supported; None if unknown."""
+    texts = [config[part] for part in _TEXT_PARTS if isinstance(config.get(part), dict)]
+    kind = _DEFAULT_TEXT_MODELS.get(architecture)
+    if not texts and kind is None and not any(part in config for part in _OTHER_PARTS):
+        return None
+    kind = texts[0].get("model_type", kind) if texts else kind
+    if kind in TEXT_MODELS:
+        return (
+            "a model of several modalities; its text model is supported: save it by itself as "
+            f"{TEXT_MODELS[kind]}, see docs/models.md#several-modalities"
+        )
+    return f"a model of several modalities; its text model, {kind!r}, is not supported either"
+
 
 # Read for all architectures.
 SIZES = (
@@ -127,3 +166,85 @@ def unsupported_keys(config: dict[str, Any], architecture: Architecture) -> list
             text = text if len(text) <= 60 else f"{text[:57]}..."
             unsupported.append(f"{key}={text} ({hint})")
     return unsupported
+
+
+# Fields of ModelShape, ExpertShape, LatentShape and DeltaShape, and their keys in config.json.
+_SIZES = {
+    "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "head_dim": "head_dim",
+    "num_attention_heads": "num_attention_heads", "num_query_groups": "num_key_value_heads",
+    "ffn_hidden_size": "intermediate_size", "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+}  # fmt: skip
+_SIZES_OF_EXPERTS = {
+    "num_experts": "num_experts (num_local_experts, n_routed_experts)",
+    "experts_per_token": "num_experts_per_tok", "ffn_hidden_size": "moe_intermediate_size",
+    "groups": "n_group", "chosen_groups": "topk_group",
+}  # fmt: skip
+_SIZES_OF_LATENTS = {
+    "rank": "kv_lora_rank", "rotated": "qk_rope_head_dim", "value": "v_head_dim",
+}  # fmt: skip
+_SIZES_OF_DELTA_NETS = {
+    "key_heads": "linear_num_key_heads", "value_heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim", "value_dim": "linear_value_head_dim",
+}  # fmt: skip
+
+
+def shape_problems(shape: Any) -> list[str]:
+    """List the values of a shape that are no sizes, no positive numbers, or do not fit together.
+
+    shape: a ModelShape, whose module imports this one.
+    """
+    experts, latent = shape.experts, shape.latent
+    problems = _not_whole(shape, _SIZES)
+    problems += _not_whole(experts, _SIZES_OF_EXPERTS) if experts else []
+    problems += _not_whole(latent, _SIZES_OF_LATENTS) if latent else []
+    problems += _not_whole(shape.delta, _SIZES_OF_DELTA_NETS) if shape.delta else []
+    window, numbers = shape.sliding_window, _numbers(shape)
+    if window is not None and not _is_whole(window):
+        problems.append(
+            f"sliding_window is {window!r}; it must be null or a whole number, 1 or more"
+        )
+    problems += [
+        f"{key} is {value!r}; it must be a number above 0"
+        for key, value in numbers.items()
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0
+    ]
+    if problems:
+        return problems
+    if shape.num_attention_heads % shape.num_query_groups:
+        problems.append(
+            f"num_key_value_heads={shape.num_query_groups} does not divide "
+            f"num_attention_heads={shape.num_attention_heads}"
+        )
+    if experts and experts.experts_per_token > experts.num_experts:
+        problems.append(
+            f"num_experts_per_tok={experts.experts_per_token} of {experts.num_experts} experts"
+        )
+    if experts and (experts.num_experts % experts.groups or experts.chosen_groups > experts.groups):
+        problems.append(
+            f"topk_group={experts.chosen_groups} of n_group={experts.groups} for "
+            f"{experts.num_experts} experts"
+        )
+    return problems
+
+
+def _numbers(shape: Any) -> dict[str, Any]:
+    numbers: dict[str, Any] = {"rms_norm_eps": shape.norm_epsilon, "rope_theta": shape.rotary_base}
+    scaling = dict(shape.rotary_scaling.parameters) if shape.rotary_scaling else {}
+    numbers |= {key: value for key, value in scaling.items() if key != "truncate"}
+    if shape.experts is not None:
+        numbers["routed_scaling_factor"] = shape.experts.scale
+    return numbers | {"partial_rotary_factor": shape.rotary_part}
+
+
+def _not_whole(of: object, sizes: dict[str, str]) -> list[str]:
+    values = {key: getattr(of, field) for field, key in sizes.items()}
+    return [
+        f"{key} is {value!r}; it must be a whole number, 1 or more"
+        for key, value in values.items()
+        if not _is_whole(value)
+    ]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

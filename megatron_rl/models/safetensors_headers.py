@@ -1,10 +1,11 @@
-"""Completeness checks of a model folder that read only the headers of its safetensors files.
+"""Completeness and fingerprint of a model folder, from the headers of its safetensors files.
 
 The format (https://huggingface.co/docs/safetensors) consists of 8 bytes with the header's length,
 the header as JSON with shape, dtype and byte range of each tensor, then the data. A file from an
 interrupted download is shorter than its header describes.
 """
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -108,3 +109,28 @@ def format_problems(problems: list[str]) -> str:
     rest = len(problems) - MAX_LISTED_PROBLEMS
     listed = "; ".join(problems[:MAX_LISTED_PROBLEMS])
     return listed + (f"; and {rest} more" if rest > 0 else "")
+
+
+SAMPLE = 1 << 16  # bytes
+SAMPLES = 64  # evenly spread over each weights file; smaller files are read whole
+
+
+def model_fingerprint(folder: str | Path) -> str:
+    """Hash config.json and the sizes and samples of the weights; independent of the folder's path.
+
+    Training changes nearly every value, so a few megabytes per file are enough to
+    detect a different model.
+    """
+    folder = Path(folder)
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as stream:
+            if size <= SAMPLE * SAMPLES:
+                digest.update(stream.read())
+                continue
+            for index in range(SAMPLES):
+                stream.seek((size - SAMPLE) * index // (SAMPLES - 1))
+                digest.update(stream.read(SAMPLE))
+    return digest.hexdigest()

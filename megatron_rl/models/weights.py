@@ -1,15 +1,134 @@
-"""Building blocks of architectures: the names, sizes and tensor-parallel sharding of weights.
+"""Building blocks of architectures: weights with sizes and sharding, and differences from Llama.
 
 Names come from Hugging Face's `modeling_<type>.py`, Megatron-core's `gpt_layer_specs.py` (local
 layers, and the fused names of Transformer Engine's layers) and vLLM's `models/<type>.py` (its
 merged modules).
+
+The factors of low-rank adapters (LoRA) are the weights of a model of their own. It has the layouts,
+pieces and plans of any other model, so adapters are pushed, checked and counted by the same code.
+q, k and v share one A, and so do gate and up: it has the name of the first of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from megatron_rl.models.traits import LIKE_LLAMA, Traits
+_LOCAL, _FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True)
+class LocalLayers:
+    """The layers that attend to a sliding window, and their rotary frequencies.
+
+    full: numbers of the layers that attend to all tokens. rotary_base: of the layers with a window,
+    without scaling; None: all layers have the same rotary embeddings.
+    """
+
+    full: tuple[int, ...]
+    rotary_base: float | None = None
+
+    def flags(self, num_layers: int) -> list[int]:
+        """Return for each layer 1 if it has the window and 0 otherwise, as Megatron wants it."""
+        return [int(layer not in self.full) for layer in range(num_layers)]
+
+
+@dataclass(frozen=True)
+class LocalPattern:
+    """The default of an architecture: of each `every` layers, all but the last one have a window.
+
+    key: of config.json, if it can give another number. fixed: vLLM does not read `layer_types`, so
+    only this pattern is supported.
+    """
+
+    every: int
+    key: str | None = None
+    fixed: bool = False
+
+    def layer_types(self, config: dict[str, Any]) -> list[str]:
+        """Return the type of every layer."""
+        every = config.get(self.key, self.every) if self.key else self.every
+        layers = range(1, config["num_hidden_layers"] + 1)
+        default = [_LOCAL if layer % every else _FULL for layer in layers]
+        return config.get("layer_types") or default
+
+    def read(self, config: dict[str, Any]) -> LocalLayers:
+        """Read the layers of a config.json without unsupported features."""
+        kinds = self.layer_types(config)
+        full = tuple(layer for layer, kind in enumerate(kinds) if kind == _FULL)
+        return LocalLayers(full, config.get("rope_local_base_freq"))
+
+    def unsupported(self, config: dict[str, Any]) -> list[str]:
+        """List features of the layers in this config.json that are not supported."""
+        kinds = self.layer_types(config)
+        unsupported = [f"layer type {kind!r}" for kind in sorted({*kinds} - {_LOCAL, _FULL})]
+        if len(kinds) != config["num_hidden_layers"]:
+            unsupported.append(f"{len(kinds)} layer_types for all layers")
+        if self.fixed and kinds != self.layer_types({**config, "layer_types": None}):
+            unsupported.append(f"layer_types other than a full layer after {self.every - 1} local")
+        if config.get("sliding_window") is None:
+            unsupported.append("sliding_window null")
+        return unsupported
+
+
+def common_rotary_keys(
+    config: dict[str, Any], *, default_base: float, default_local_base: float
+) -> dict[str, Any]:
+    """Return config.json with one set of rotary parameters, those of layers without a window.
+
+    `rope_parameters` of transformers 5 has them by layer type; earlier releases wrote `rope_theta`,
+    `rope_scaling` and `rope_local_base_freq`, the base of layers with a window.
+    """
+    by_type = config.get("rope_parameters") or {}
+    full = {**(by_type.get(_FULL) or {}), **(config.get("rope_scaling") or {})}
+    full.setdefault("rope_theta", config.get("rope_theta", default_base))
+    local = by_type.get(_LOCAL) or {}
+    base = local.get("rope_theta", config.get("rope_local_base_freq", default_local_base))
+    # A set of sets is refused by name, as for other architectures.
+    others = {key: value for key, value in by_type.items() if key not in (_FULL, _LOCAL)}
+    plain = {"rope_type", "rope_theta"} >= local.keys() and not others
+    plain = plain and local.get("rope_type", "default") == "default"
+    parameters = full if plain else {**others, _LOCAL: local, _FULL: full}
+    return config | {
+        "rope_parameters": parameters,
+        "rope_scaling": None,
+        "rope_local_base_freq": float(base),
+    }
+
+
+Keys = dict[str, Any]  # of a config.json
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Differences from Llama's computation, and from its config.json.
+
+    activation: of the gated MLP or the experts. biases: every linear and the router have one.
+    zero_centered_norms: norms multiply by 1 + weight.
+    scaled_embeddings: embeddings are multiplied by sqrt(hidden size), rounded to the model's dtype.
+    engine_shares_key_heads: vLLM copies a key head to several ranks where there are more ranks.
+    output_gate: attention's output is multiplied by the sigmoid of a gate.
+    engine_imports: packages that vLLM's code of this architecture imports, which others do not.
+    local_only: what Transformer Engine's layers, as Megatron builds them, do not have.
+    keys: brings a config.json to the keys that all architectures share. refuse: lists unsupported
+    features in such a config.json.
+    """
+
+    activation: Literal["silu", "gelu_tanh", "clamped_silu"] = "silu"
+    biases: bool = False
+    zero_centered_norms: bool = False
+    post_norms: bool = False
+    scaled_embeddings: bool = False
+    local_pattern: LocalPattern | None = None
+    engine_shares_key_heads: bool = True
+    output_gate: bool = False
+    engine_imports: tuple[str, ...] = ()
+    local_only: str | None = None
+    keys: Callable[[Keys], Keys] = dict
+    refuse: Callable[[Keys], list[str]] = lambda config: []
+
+
+LIKE_LLAMA = Traits()
+
 
 # Sharding of a weight over tensor parallelism, and the HF tensors it consists of:
 #   replicated  every rank has all of one tensor, or of several, one above the other
@@ -224,7 +343,7 @@ class Architecture:
     hidden size / heads; num_key_value_heads None: heads. only: keys whose value must be this one.
     ignored: keys that change nothing in this architecture, here, in transformers and in vLLM.
     traits: differences from Llama's computation. scoring: how a router scores experts
-    (`models/experts.py`). options: weights that only some models have; `weights` lists those of
+    (`models/shape.py`). options: weights that only some models have; `weights` lists those of
     all. latent_attention: as in `models/latent.py`.
     """
 
@@ -266,3 +385,40 @@ class Architecture:
     def mixture_of_experts(self) -> bool:
         """True if the MLP of most layers is a mixture of experts."""
         return any(weight.part == "expert" for weight in self.weights)
+
+
+class Factors(NamedTuple):
+    """Rank of adapters and the linears that have one, by the endings of Megatron's names."""
+
+    rank: int
+    targets: tuple[str, ...]
+
+
+def is_adapted(weight: Weight, targets: Collection[str]) -> bool:
+    """Return whether a weight or bias belongs to a linear with an adapter."""
+    stem = weight.megatron.rpartition(".")[0]
+    return stem.rpartition(".linear_")[2] in targets
+
+
+def factor_weights(weights: Sequence[Weight], targets: Collection[str]) -> Iterator[Weight]:
+    """Yield A and B of every kind of linear with an adapter.
+
+    Under tensor parallelism one of them is cut like the weight, and the other one is whole.
+    """
+    for weight in weights:
+        if not is_adapted(weight, targets) or not weight.megatron.endswith(".weight"):
+            continue
+        hf = [name.removesuffix(".weight") for name in weight.hf]
+        megatron, vllm = (name.removesuffix(".weight") for name in (weight.megatron, weight.vllm))
+        rows, columns = weight.size
+        by_columns = weight.cut == "columns"
+        yield Weight(
+            weight.part, "columns" if by_columns else "replicated", ("adapter_rank", columns),
+            (f"{hf[0]}.lora_A.weight",), f"{megatron}.lora_a", f"{vllm}.lora_a",
+            layers=weight.layers,
+        )  # fmt: skip
+        yield Weight(
+            weight.part, "replicated" if by_columns else weight.cut, (rows, "adapter_rank"),
+            tuple(f"{name}.lora_B.weight" for name in hf), f"{megatron}.lora_b", f"{vllm}.lora_b",
+            layers=weight.layers,
+        )  # fmt: skip

@@ -15,8 +15,12 @@ from megatron_rl.data.rows import Columns, check_prompt_file
 from megatron_rl.data.tokenizer import find_tokenizer
 from megatron_rl.engine.engine_arguments import engine_argument_problems
 from megatron_rl.errors import UserError
-from megatron_rl.models.adapters import adapters_of_experts, engine_problems, target_problems
-from megatron_rl.models.peft_folder import check_peft_folder
+from megatron_rl.models.adapters import (
+    adapters_of_experts,
+    check_peft_folder,
+    engine_problems,
+    target_problems,
+)
 from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.objectives.function_spec import FunctionSpec, check_function
 from megatron_rl.preflight.disk import check_disk, find_writable

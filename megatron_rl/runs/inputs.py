@@ -20,7 +20,7 @@ from pathlib import Path
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.data.hub import is_on_hub
 from megatron_rl.data.rows import count_rows
-from megatron_rl.models.fingerprint import model_fingerprint
+from megatron_rl.models.safetensors_headers import model_fingerprint
 
 # Files of a model folder that decide how prompts are written and where responses end.
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "*.jinja", "added_tokens.json",

@@ -21,7 +21,7 @@ from megatron_rl.distributed.agreement import (
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.engine import ConversationSettings, EngineHooks, RolloutEngine
 from megatron_rl.engine.vllm_engine import VllmEngine
-from megatron_rl.models.peft_folder import peft_problem
+from megatron_rl.models.adapters import peft_problem
 from megatron_rl.models.safetensors_headers import check_headers
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives import PolicyObjective, build_objective

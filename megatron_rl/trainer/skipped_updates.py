@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 
-from megatron_rl.actor.step import UpdateResult
+from megatron_rl.actor.actor import UpdateResult
 from megatron_rl.distributed.agreement import sync_errors_across_ranks
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.runs.directory import RunDirectory

@@ -7,7 +7,7 @@ from functools import reduce
 
 import torch
 
-from megatron_rl.actor.step import UpdateResult
+from megatron_rl.actor.actor import UpdateResult
 from megatron_rl.objectives import Statistics
 from megatron_rl.objectives.statistics import DECILES, class_metrics, class_rows
 from megatron_rl.rollouts.batch_metrics import routing_metrics

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_rl.models.factors import Factors
 from megatron_rl.models.shape import tensor_shapes
+from megatron_rl.models.weights import Factors
 from megatron_rl.types import Prompt, SamplingSettings
 from tests.functional.test_architectures import SEQUENCES, _logprobs, _save_model
 from tests.ranks import run_ranks

@@ -18,7 +18,7 @@ from megatron_rl.resharding.push import Resharder, ReshardSettings
 from tests.functional.test_actor_architectures import MODELS, _make_model
 from tests.functional.test_actor_layouts import freeze_behavior, make_model, make_rollouts, plan
 from tests.ranks import run_ranks
-from tests.unit.models.test_peft_folder import make_folder
+from tests.unit.models.test_adapters import make_folder
 from tests.unit.resharding.test_push import Live, Slices
 
 ONE = [("one", {}, True), ("one", {"recompute": "full"}, True)]
@@ -85,7 +85,7 @@ def observe(actor, folder, stored):
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.adapter_files import export_adapters
     from megatron_rl.actor.reference import ReferencePolicy
-    from megatron_rl.models.peft_folder import peft_problem
+    from megatron_rl.models.adapters import peft_problem
     from megatron_rl.objectives import build_objective
 
     objective = build_objective("grpo")

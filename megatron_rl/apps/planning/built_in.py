@@ -12,9 +12,9 @@ from megatron_rl.apps.planning.published import CONFIGS
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.models.architectures import ARCHITECTURES
-from megatron_rl.models.local_layers import LocalLayers
 from megatron_rl.models.rotary_scaling import RotaryScaling
 from megatron_rl.models.shape import ExpertShape, ModelShape, build_shape, read_model_shape
+from megatron_rl.models.weights import LocalLayers
 from megatron_rl.preflight.hub_names import find_cached_config
 
 

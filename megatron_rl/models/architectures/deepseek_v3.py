@@ -4,7 +4,6 @@ Experts are those of GLM-4.5, which may be divided into groups.
 """
 
 from megatron_rl.models.latent import LATENT_ATTENTION, QUERY_LATENT
-from megatron_rl.models.traits import Traits
 from megatron_rl.models.weights import (
     DENSE_MLP,
     EMBEDDING,
@@ -15,6 +14,7 @@ from megatron_rl.models.weights import (
     SHARED_EXPERTS,
     SIGMOID_ROUTER,
     Architecture,
+    Traits,
 )
 
 ARCHITECTURE = Architecture(

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from megatron_rl.models.local_layers import LocalPattern, common_rotary_keys
-from megatron_rl.models.traits import Traits
 from megatron_rl.models.weights import (
     ATTENTION,
     DENSE_MLP,
@@ -12,7 +10,10 @@ from megatron_rl.models.weights import (
     OUTPUT_LAYER,
     QK_NORM,
     Architecture,
+    LocalPattern,
+    Traits,
     Weight,
+    common_rotary_keys,
 )
 
 _HF, _MEGATRON = "model.layers.{layer}.", "decoder.layers.{layer}."

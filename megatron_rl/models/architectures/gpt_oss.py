@@ -1,15 +1,13 @@
 """gpt-oss (arXiv 2508.10925): sinks, windows in every other layer, biases, clamped experts.
 
 Files have one tensor for all experts of a layer, with each expert's matrices transposed and the
-rows of gate and up in turn. Megatron's parameter has the rows in turn, too (`actor/clamped.py`), so
+rows of gate and up in turn. Megatron's parameter has the rows in turn, too (`actor/layers.py`), so
 that shards are rectangles. An expert's name is that by which vLLM loads it alone.
 """
 
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.models.local_layers import LocalPattern
-from megatron_rl.models.traits import Traits
 from megatron_rl.models.weights import (
     ATTENTION,
     EMBEDDING,
@@ -18,6 +16,8 @@ from megatron_rl.models.weights import (
     OUTPUT_LAYER,
     QKV_BIAS,
     Architecture,
+    LocalPattern,
+    Traits,
     Weight,
 )
 

@@ -14,13 +14,13 @@ from megatron_rl.models.delta_net import (
     ROWS_BY_PART,
     unsupported_delta_features,
 )
-from megatron_rl.models.traits import Traits
 from megatron_rl.models.weights import (
     DENSE_MLP,
     EMBEDDING,
     FINAL_NORM,
     OUTPUT_LAYER,
     Architecture,
+    Traits,
 )
 
 

@@ -12,13 +12,13 @@ from megatron_rl.models.delta_net import (
     ROWS_BY_HEAD,
     unsupported_delta_features,
 )
-from megatron_rl.models.traits import Traits
 from megatron_rl.models.weights import (
     EMBEDDING,
     FINAL_NORM,
     MIXTURE_OF_EXPERTS,
     OUTPUT_LAYER,
     Architecture,
+    Traits,
 )
 
 ARCHITECTURE = Architecture(

@@ -108,9 +108,9 @@ def build_layer(name, topology):
 
     from megatron.core.process_groups_config import ProcessGroupCollection
 
+    from megatron_rl.actor.build import build_transformer_config
     from megatron_rl.actor.gated_delta_net import GatedDeltaNet
     from megatron_rl.actor.settings import ActorSettings
-    from megatron_rl.actor.transformer_config import build_transformer_config
     from megatron_rl.models.delta_net import DeltaShape
     from tests.unit.resharding.shapes import small_shape
 

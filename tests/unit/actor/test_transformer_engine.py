@@ -11,7 +11,7 @@ from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.transformer.moe import moe_utils
 from packaging.version import Version
 
-from megatron_rl.actor import layer_choice, transformer_config
+from megatron_rl.actor import build, model
 from megatron_rl.actor.layers import PackContext
 from megatron_rl.actor.model import PolicyModel
 from megatron_rl.actor.settings import GEMM_TOKENS, ActorSettings, LoraSettings
@@ -68,14 +68,14 @@ SHAPE = ModelShape(
 def test_transformer_engine_is_used_under_its_conditions(
     monkeypatch, installed, device, capability, dtype, setting, used
 ):
-    monkeypatch.setattr(layer_choice.te, "HAVE_TE", installed)
+    monkeypatch.setattr(model.te, "HAVE_TE", installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     settings = ActorSettings(dtype=dtype, transformer_engine=setting)
-    assert layer_choice.uses_transformer_engine(settings, device=device) is used
+    assert model.uses_transformer_engine(settings, device=device) is used
 
 
 def test_adapters_are_on_its_layers_only_if_required(monkeypatch):
-    monkeypatch.setattr(layer_choice.te, "HAVE_TE", True)
+    monkeypatch.setattr(model.te, "HAVE_TE", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
     experts = replace(SHAPE, experts=ExpertShape(4, 2, 16, normalize_top_k=True))
@@ -84,7 +84,7 @@ def test_adapters_are_on_its_layers_only_if_required(monkeypatch):
         lora = LoraSettings(8, 16.0, targets)
         settings = ActorSettings(dtype=LOW, transformer_engine=required, lora=lora)
         local_only = adapters_of_experts(shape, targets)
-        return layer_choice.uses_transformer_engine(settings, device=CUDA, local_only=local_only)
+        return model.uses_transformer_engine(settings, device=CUDA, local_only=local_only)
 
     assert not is_used(None, ("qkv",), SHAPE)
     assert is_used(True, ("qkv", "fc1"), SHAPE) and is_used(True, ("qkv",), experts)
@@ -100,22 +100,20 @@ def test_adapters_are_on_its_layers_only_if_required(monkeypatch):
 
 
 def test_devices_with_wrong_gradients_warn(monkeypatch):
-    monkeypatch.setattr(layer_choice.te, "HAVE_TE", True)
+    monkeypatch.setattr(model.te, "HAVE_TE", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
     settings = ActorSettings(dtype=LOW, transformer_engine=True)
     with pytest.warns(UserWarning, match=r"capability 12\.0: its attention has computed wrong"):
-        assert layer_choice.uses_transformer_engine(settings, device=CUDA)
+        assert model.uses_transformer_engine(settings, device=CUDA)
 
 
 def test_sliding_window_under_context_parallelism_uses_local_layers(monkeypatch):
-    monkeypatch.setattr(layer_choice.te, "HAVE_TE", True)
+    monkeypatch.setattr(model.te, "HAVE_TE", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
     def is_used(cp_size, **required):
         settings = ActorSettings(dtype=LOW, **required)
-        return layer_choice.uses_transformer_engine(
-            settings, device=CUDA, window=4096, cp_size=cp_size
-        )
+        return model.uses_transformer_engine(settings, device=CUDA, window=4096, cp_size=cp_size)
 
     assert is_used(1) and not is_used(2)
     for required in ({"transformer_engine": True}, {"fp8": "tensorwise"}):
@@ -133,31 +131,29 @@ def test_sliding_window_under_context_parallelism_uses_local_layers(monkeypatch)
 
 def test_window_counts_the_keys_before_a_query_for_megatron():
     shape = replace(SHAPE, sliding_window=4096)
-    config = transformer_config.build_transformer_config(
-        shape, ActorSettings(dtype=LOW), Topology()
-    )
+    config = build.build_transformer_config(shape, ActorSettings(dtype=LOW), Topology())
     assert config.window_size == (4095, 0)
 
 
 @pytest.mark.parametrize("required", [{"transformer_engine": True}, {"fp8": "tensorwise"}])
 def test_required_but_missing_transformer_engine_raises(monkeypatch, required):
-    monkeypatch.setattr(layer_choice.te, "HAVE_TE", False)
+    monkeypatch.setattr(model.te, "HAVE_TE", False)
     with pytest.raises(ValueError, match="finds no Transformer Engine: `megatron-rl doctor`"):
-        layer_choice.uses_transformer_engine(ActorSettings(dtype=LOW, **required), device=CUDA)
+        model.uses_transformer_engine(ActorSettings(dtype=LOW, **required), device=CUDA)
 
 
 def test_fp8_is_passed_to_megatron_only_when_set(monkeypatch):
-    monkeypatch.setattr(layer_choice.te, "HAVE_TE", True)
+    monkeypatch.setattr(model.te, "HAVE_TE", True)
 
-    def build(**settings):
+    def config_of(**settings):
         settings = ActorSettings(dtype=LOW, **settings)
-        return transformer_config.build_transformer_config(SHAPE, settings, Topology())
+        return build.build_transformer_config(SHAPE, settings, Topology())
 
-    config = build(fp8="tensorwise")
+    config = config_of(fp8="tensorwise")
     assert (config.fp8, config.fp8_recipe) == ("hybrid", "tensorwise")
     assert config.transformer_impl == "transformer_engine"
     assert not config.fp8_param  # weights stay in bfloat16: they are exported and pushed
-    assert (build().fp8, build().transformer_impl) == (None, "local")
+    assert (config_of().fp8, config_of().transformer_impl) == (None, "local")
 
 
 @pytest.fixture
@@ -173,13 +169,13 @@ def test_expert_tokens_are_padded_for_one_recipe_only(monkeypatch, released):
     """Megatron pads each expert's tokens to what tensorwise scaling needs, not blockwise."""
     assert get_fp8_align_size("tensorwise") % GEMM_TOKENS["tensorwise"] == 0
     assert get_fp8_align_size("blockwise") % GEMM_TOKENS["blockwise"] != 0
-    monkeypatch.setattr(layer_choice.te, "HAVE_TE", True)
-    build = partial(transformer_config.build_transformer_config, topology=Topology())
-    config = build(EXPERTS, ActorSettings(dtype=LOW, fp8="tensorwise"))
+    monkeypatch.setattr(model.te, "HAVE_TE", True)
+    build_config = partial(build.build_transformer_config, topology=Topology())
+    config = build_config(EXPERTS, ActorSettings(dtype=LOW, fp8="tensorwise"))
     assert config.fp8_recipe == "tensorwise" and config.moe_grouped_gemm
     with pytest.raises(ValueError, match="pads the tokens of an expert to a multiple of 16; use"):
-        build(EXPERTS, ActorSettings(dtype=LOW, fp8="blockwise"))
-    assert build(SHAPE, ActorSettings(dtype=LOW, fp8="blockwise")).fp8_recipe == "blockwise"
+        build_config(EXPERTS, ActorSettings(dtype=LOW, fp8="blockwise"))
+    assert build_config(SHAPE, ActorSettings(dtype=LOW, fp8="blockwise")).fp8_recipe == "blockwise"
     given = {"model": {"path": "p", "fp8": "blockwise"}, "data": {"train": "t"}}
     monkeypatch.setattr(preflight, "has_cuda", lambda: True)
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: name)
@@ -193,12 +189,12 @@ def test_expert_tokens_are_padded_for_one_recipe_only(monkeypatch, released):
 def test_tokens_are_sorted_by_kernels_where_they_exist(
     monkeypatch, released, device, installed, fused
 ):
-    monkeypatch.setattr(layer_choice.te, "HAVE_TE", installed)
+    monkeypatch.setattr(model.te, "HAVE_TE", installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for name in FUSED_PERMUTATION:
         monkeypatch.setattr(moe_utils, name, object(), raising=False)
     settings = ActorSettings(dtype=LOW, transformer_engine=None if device is CUDA else True)
-    config = transformer_config.build_transformer_config(EXPERTS, settings, Topology(device=device))
+    config = build.build_transformer_config(EXPERTS, settings, Topology(device=device))
     assert config.moe_permute_fusion is fused
     assert config.moe_token_dispatcher_type == "alltoall"
 

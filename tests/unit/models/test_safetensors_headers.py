@@ -1,12 +1,15 @@
 """Headers of safetensors files: valid files are read, incomplete ones are refused."""
 
 import json
+import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.models.safetensors_headers import find_files, read_header
+from megatron_rl.models import safetensors_headers
+from megatron_rl.models.safetensors_headers import find_files, model_fingerprint, read_header
 
 
 def test_read_header_returns_shapes_and_dtypes(tmp_path):
@@ -52,3 +55,30 @@ def test_read_header_refuses_invalid_json(tmp_path):
 def test_find_files_reads_index(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x"}}))
     assert find_files(tmp_path) == {"a": "x"}
+
+
+def make(folder, weights):
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(weights)
+    return folder
+
+
+def test_fingerprint_of_small_model_covers_every_byte(tmp_path):
+    weights = bytes(range(256)) * 40
+    original = make(tmp_path / "a", weights)
+    assert model_fingerprint(shutil.copytree(original, tmp_path / "b")) == model_fingerprint(
+        original
+    )
+    other = make(tmp_path / "c", weights[:5000] + b"x" + weights[5001:])
+    assert model_fingerprint(other) != model_fingerprint(original)
+
+
+def test_fingerprint_samples_of_large_model_include_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors_headers, "SAMPLE", 64)
+    monkeypatch.setattr(safetensors_headers, "SAMPLES", 8)
+    weights = np.random.default_rng(1).bytes(10_000)
+    before = model_fingerprint(make(tmp_path / "a", weights))
+    # An update changes nearly every element; the samples always include the last ones.
+    assert model_fingerprint(make(tmp_path / "b", weights[:-1] + b"x")) != before
+    assert model_fingerprint(make(tmp_path / "c", weights + b"x")) != before

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_rl.models.architectures import ARCHITECTURES
-from megatron_rl.models.factors import Factors
+from megatron_rl.models.weights import Factors
 from megatron_rl.resharding.divisions import chunk_layers
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.pieces import Matrix, megatron_pieces, vllm_pieces

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.models.peft_folder import check_peft_folder, factor_name, list_linears, write_base
+from megatron_rl.models.adapters import check_peft_folder, factor_name, list_linears, write_base
 from megatron_rl.models.shape import read_model_shape
 from tests.unit.models.test_architectures import _config
 

@@ -8,7 +8,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, sav
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from megatron_rl.actor.safe_pickle import check_pickle
+from megatron_rl.actor.checkpoint_contents import check_pickle
 
 
 class ByName:

@@ -1,8 +1,4 @@
-"""Updates refuse bad numbers before the weights change, and a Megatron that averages.
-
-One process with a tiny Qwen2; the sums themselves are compared over layouts by
-tests/functional/test_actor_layouts.py.
-"""
+"""Learning rates against values computed by hand."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -10,9 +6,67 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_rl.actor.actor import learning_rate_at
+from megatron_rl.actor.settings import ActorSettings
+from megatron_rl.objectives.statistics import DECILES, Statistics
 from tests.functional.test_actor_layouts import make_model, make_rollouts
 from tests.ranks import run_ranks
 from tests.unit.objectives.mutate import mutated
+
+
+def _rates(count, **settings):
+    settings = ActorSettings(learning_rate=1.0, total_updates=8, **settings)
+    return [learning_rate_at(update, settings) for update in range(count)]
+
+
+def test_warmup_starts_above_zero_and_ends_at_full_rate():
+    assert _rates(6, warmup_updates=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert _rates(2, warmup_updates=0) == [1.0, 1.0]
+
+
+def test_decays_reach_minimum_at_last_update():
+    linear = _rates(9, warmup_updates=4, decay="linear", min_learning_rate=0.2)
+    assert linear[4:] == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.2])
+    cosine = _rates(8, warmup_updates=4, decay="cosine")
+    assert cosine[5] == pytest.approx(0.5)  # half-way: cos(pi / 2) = 0
+    assert cosine[7] == pytest.approx(0.0)
+
+
+LAYOUTS = ({"tensor": 2, "pipeline": 2}, {"tensor": 2, "context": 2}, {"pipeline": 4})
+
+
+def reduce_perturbed(rank, world_size):
+    """Each rank adds its own number of ulps, as a device that adds in any order does."""
+    from megatron.core import parallel_state
+
+    from megatron_rl.actor import groups
+    from megatron_rl.actor.actor import reduce_statistics
+
+    results = []
+    for layout in LAYOUTS:
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        topology = groups.initialise(**layout)
+        report = Statistics.empty(classes=1)
+        # Of one band 100 tokens inside, with weights 0.9 whose squares are 0.81.
+        row = report.bands()[0][DECILES - 1]
+        row[0], row[11], row[12] = 100.0, 90.0, 81.0
+        report.maxima.zero_()
+        report.classes.fill_(1 / 3)
+        for part in report.tensors:
+            for _ in range(rank):
+                part.copy_(torch.nextafter(part, part.new_tensor(torch.inf)))
+        total = reduce_statistics([report] * 3, classes=1, topology=topology)
+        fraction = total.everything().effective_sample_fraction()
+        results.append(([part.numpy().tobytes() for part in total.tensors], fraction))
+    return results
+
+
+def test_ranks_differing_in_last_bit_decide_identically():
+    first, *others = run_ranks(reduce_perturbed, 4)
+    for parts, fraction in first:
+        assert len(parts) == 3 and 0.9 < fraction < 1.1
+    assert all(other == first for other in others)
 
 
 def _make_actor(root):
