@@ -1,4 +1,4 @@
-"""Learning rates against values computed by hand."""
+"""Updates: learning rates, statistics of all ranks, skipped steps."""
 
 import dataclasses
 from types import SimpleNamespace
