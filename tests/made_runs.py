@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runs.rows import PHASES
+from megatron_rl.runs.files import PHASES
 from megatron_rl.types import REPLACES_HISTORY, GradeResult, Prompt, Response, Rollout
 
 EPOCHS, LENGTH, GROUP = 4, 40, 4

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.runs.rows import read_metrics
+from megatron_rl.runs.files import read_metrics
 from tests.functional.test_train_layouts import EXPERTS, make_model
 from tests.functional.tiny_runs import PLACES, make_task
 

@@ -23,8 +23,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.actor.weights import ProgressCallback, ignore_progress, stored_dtypes
-from megatron_rl.distributed.agreement import raise_across_ranks, run_on_rank_0, wire_device
-from megatron_rl.distributed.straggler_barrier import StragglerBarrier
+from megatron_rl.distributed.agreement import (
+    StragglerBarrier,
+    raise_across_ranks,
+    run_on_rank_0,
+    wire_device,
+)
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
 from megatron_rl.models.safetensors_headers import INDEX, SINGLE

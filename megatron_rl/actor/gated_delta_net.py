@@ -30,8 +30,7 @@ from torch import Tensor
 
 from megatron_rl.actor.delta_kernel import choose_rule
 from megatron_rl.actor.layers import PackContext
-from megatron_rl.distributed.causal_convolution import causal_convolution
-from megatron_rl.distributed.gated_delta import gated_delta
+from megatron_rl.distributed.gated_delta import causal_convolution, gated_delta
 from megatron_rl.models.shape import ModelShape
 
 # Added to the squared length of q and k, in transformers and flash-linear-attention.

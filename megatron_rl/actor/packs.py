@@ -25,8 +25,8 @@ from megatron_rl.actor.layers import PackContext
 from megatron_rl.actor.model import ModelInput
 from megatron_rl.actor.rotary import PackRotation, RotationTables, build_rotation
 from megatron_rl.data.packing import build_pack
+from megatron_rl.distributed.collectives import to_device
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.distributed.to_device import to_device
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape

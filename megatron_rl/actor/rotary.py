@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.distributed.to_device import to_device
+from megatron_rl.distributed.collectives import to_device
 from megatron_rl.models.shape import ModelShape
 
 

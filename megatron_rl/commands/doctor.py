@@ -16,8 +16,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megatron_rl.commands.options import Commands, add_command, option
-from megatron_rl.runtime.open_files import OTHERS, hard_limit
-from megatron_rl.runtime.processes import has_cuda, quiet_libraries
+from megatron_rl.runtime.processes import OTHERS, hard_limit, has_cuda, quiet_libraries
 from megatron_rl.runtime.versions import (
     ReleaseSet,
     installed_version,

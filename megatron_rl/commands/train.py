@@ -18,15 +18,15 @@ from megatron_rl.config import (
     with_absolute_paths,
 )
 from megatron_rl.preflight.hub_names import resolve_hub_names
-from megatron_rl.runs.rows import is_finished
+from megatron_rl.runs.files import is_finished
 from megatron_rl.runtime.interruption import INTERRUPTED, Interruption, RunInterrupted
 from megatron_rl.runtime.joining import join_processes, share_cores
 from megatron_rl.runtime.launcher import start_processes
-from megatron_rl.runtime.open_files import describe_address_space
 from megatron_rl.runtime.processes import (
     LAUNCHER,
     cuda_devices,
     cuda_memory,
+    describe_address_space,
     has_cuda,
     quiet_libraries,
     without_garbage_collection,

@@ -1,16 +1,22 @@
-"""Load and tokenize prompt sets, and order their prompts over a run."""
+"""Load and tokenize prompt sets, mix them by weight, and order their prompts over a run.
+
+Prompts are in an arrow IPC file that every rank maps into its memory, instead of an object for each
+prompt. A prompt becomes an object when it is used; what a rank has not used is in the page cache of
+its node, once for all ranks.
+"""
 
 import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
+import pyarrow as pa
 
 from megatron_rl.data.rows import (
     BAD_ROW_CURE,
@@ -27,7 +33,7 @@ from megatron_rl.messages import Message, with_text_arguments
 from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.types import Prompt
 
-ROWS_AT_ONCE = 4096  # tokenized together
+ROWS_AT_ONCE = 4096  # tokenized together, and in memory while a file is written
 Chat = tuple[Sequence[Message], Sequence[dict[str, Any]]]  # messages and tools
 _INDEX = re.compile(r"__index_level_\d+__|Unnamed: 0|")  # CSV: no name
 
@@ -353,3 +359,134 @@ class _TooLong:
             f"the longest {self.longest}); raise the limit, or leave them out by "
             "data.too_long=skip"
         )
+
+
+@dataclass(frozen=True)
+class PromptMix:
+    """The prompts of each step, a function of (sizes, weights, seed, step).
+
+    Every step contains the same number of prompts of each set, in proportion to its weight up to
+    rounding. Each set has its own `PromptOrder`; within a step the sets are shuffled together.
+    """
+
+    sizes: tuple[int, ...]  # prompts in each set
+    weights: tuple[float, ...]
+    seed: int
+
+    def indices(self, step: int, count: int) -> list[int]:
+        """Indices of the `count` different prompts of `step` in all sets one after the other.
+
+        Raises ValueError if a set is too small for its share, or gets none.
+        """
+        shares = share(count, self.weights)
+        indices: list[int] = []
+        start = 0
+        for number, (size, part) in enumerate(zip(self.sizes, shares, strict=True)):
+            order = PromptOrder(size, derive_seed(self.seed, "prompt mix", number))
+            indices += [start + index for index in order.indices(step, part)]
+            start += size
+        keys = np.random.PCG64(derive_seed(self.seed, "prompts of a step", step)).random_raw(count)
+        return [indices[place] for place in np.argsort(keys, kind="stable")]
+
+
+def share(count: int, weights: Sequence[float]) -> list[int]:
+    """`count` divided in the ratio of the weights, rounded by largest remainders.
+
+    ValueError where one gets nothing.
+    """
+    exact = [count * weight / sum(weights) for weight in weights]
+    shares = [int(part) for part in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda place: shares[place] - exact[place])
+    for place in by_remainder[: count - sum(shares)]:
+        shares[place] += 1
+    if 0 in shares:
+        raise UserError(
+            f"weights {', '.join(f'{weight:g}' for weight in weights)} give a set none of "
+            f"rollout.prompts_per_step={count}; raise its weight, or rollout.prompts_per_step"
+        )
+    return shares
+
+
+SCHEMA = pa.schema(
+    {
+        "index": pa.int64(),
+        "messages": pa.string(),  # JSON
+        "token_ids": pa.list_(pa.int32()),
+        "ground_truth": pa.string(),
+        "data_source": pa.string(),
+        "row": pa.string(),
+        "text": pa.string(),
+        "tools": pa.string(),  # JSON
+    }
+)
+
+
+def write_prompts(file: Path, prompts: Iterable[Prompt]) -> None:
+    """Write prompts to a new file, which takes their place as a `PromptTable`."""
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
+        rows: list[dict[str, object]] = []
+        for prompt in prompts:
+            as_json = {name: json.dumps(getattr(prompt, name)) for name in ("messages", "tools")}
+            rows.append(vars(prompt) | as_json)
+            if len(rows) == ROWS_AT_ONCE:
+                writer.write_batch(pa.RecordBatch.from_pylist(rows, SCHEMA))
+                rows = []
+        writer.write_batch(pa.RecordBatch.from_pylist(rows, SCHEMA))
+
+
+class _Lazy(Sequence[Prompt]):
+    """A sequence whose items are made when they are used."""
+
+    def _make(self, place: int) -> Prompt:
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, place: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Prompt]: ...
+    def __getitem__(self, place: int | slice) -> Prompt | list[Prompt]:
+        places = range(len(self))[place]  # raises IndexError
+        return self._make(places) if isinstance(places, int) else [self._make(i) for i in places]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return map(self._make, range(len(self)))
+
+
+class PromptTable(_Lazy):
+    """The prompts of a file of `write_prompts`."""
+
+    def __init__(self, file: Path) -> None:
+        with pa.memory_map(str(file)) as source, pa.ipc.open_file(source) as reader:
+            self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
+        self._ends = np.cumsum([len(batch) for batch in self._batches])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def _make(self, place: int) -> Prompt:
+        number = int(np.searchsorted(self._ends, place, side="right"))
+        batch = self._batches[number]
+        (row,) = batch.slice(place - int(self._ends[number]) + len(batch), 1).to_pylist()
+        row["messages"] = tuple(json.loads(row["messages"]))
+        row["tools"] = tuple(json.loads(row["tools"]))
+        row["token_ids"] = tuple(row["token_ids"])
+        return Prompt(**row)
+
+
+class JoinedPrompts(_Lazy):
+    """Several sets, one after the other, numbered through: `index` names a prompt in a run."""
+
+    def __init__(self, sets: Sequence[Sequence[Prompt]]) -> None:
+        self._sets = sets
+        self._ends = np.cumsum([len(prompts) for prompts in sets])
+        # The last prompt of a set has its largest index, because prompts are in the file's order.
+        self._first_indices = np.cumsum([0, *(1 + prompts[-1].index for prompts in sets)])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def _make(self, place: int) -> Prompt:
+        number = int(np.searchsorted(self._ends, place, side="right"))
+        prompts = self._sets[number]
+        prompt = prompts[place - int(self._ends[number]) + len(prompts)]
+        return replace(prompt, index=int(self._first_indices[number]) + prompt.index)

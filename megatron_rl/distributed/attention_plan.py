@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_rl.distributed.collectives import to_device
 from megatron_rl.distributed.sequence_layout import INDEX, SequenceLayout
-from megatron_rl.distributed.to_device import to_device
 
 # Minimum ratio of a segment's shortest to its longest sequence; bounds the padding.
 MIN_LENGTH_RATIO = 0.75

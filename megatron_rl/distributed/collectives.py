@@ -1,13 +1,4 @@
-"""Differentiable collectives over an explicit process group.
-
-Every gradient is that of the *sum over ranks* of the downstream results (the convention of all
-losses in this package: sums, never averages). The dual of an all-gather is therefore a
-reduce-scatter, and the dual of an all-reduce is an all-reduce. A group of `None` is a group of one:
-the same code runs without communication.
-
-`torch.distributed.nn.functional.all_gather` is not used: its backward uses the global rank
-where it needs the rank within the group (pytorch/pytorch, torch/distributed/nn/functional.py).
-"""
+"""Differentiable collectives over an explicit process group, and copies to the device."""
 
 from typing import Any
 
@@ -117,3 +108,10 @@ def all_gather(x: Tensor, *, group: Group) -> Tensor:
 def all_reduce(x: Tensor, *, group: Group) -> Tensor:
     """Sum `x` over the group, differentiable."""
     return _AllReduce.apply(x, group)
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy `values` to `device` without blocking the host."""
+    if device.type == "cuda" and not values.is_cuda:
+        values = values.pin_memory()  # a copy from pageable memory would block
+    return values.to(device, non_blocking=True)

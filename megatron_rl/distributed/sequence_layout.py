@@ -20,8 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_rl.distributed.collectives import Group, all_gather, group_size
-from megatron_rl.distributed.to_device import to_device
+from megatron_rl.distributed.collectives import Group, all_gather, group_size, to_device
 
 Table = TypeVar("Table")
 INDEX = torch.int32  # dtype of per-token index tables; half the memory of torch's default int64

@@ -19,14 +19,10 @@ import torch.distributed as dist
 from megatron_rl.data.turns import Message, as_messages
 from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.engine.engine import ConversationSettings
-from megatron_rl.engine.requests import (
-    FinishedResponses,
-    SequenceRequest,
-    StopCriterion,
-    sampling_params,
-)
+from megatron_rl.engine.requests import FinishedResponses, SequenceRequest, sampling_params
 from megatron_rl.engine.response_gather import Generated
 from megatron_rl.engine.running import POLL_INTERVAL_STEPS, tensor_group
+from megatron_rl.engine.stopping import StopCriterion
 from megatron_rl.environments.interface import (
     FAILURE_REASONS,
     Answer,

@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_rl.data.token_rows import bring_responses
 from megatron_rl.engine.engine import RolloutWindow
-from megatron_rl.engine.requests import StopCriterion, sampling_params
+from megatron_rl.engine.requests import sampling_params
 from megatron_rl.engine.response_gather import Generated
 from megatron_rl.engine.running import (
     GRACE,
@@ -25,6 +25,7 @@ from megatron_rl.engine.running import (
     hard_timeout,
 )
 from megatron_rl.engine.starting import preserved_generators
+from megatron_rl.engine.stopping import StopCriterion
 from megatron_rl.errors import UserError
 from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.types import FinishReason, Prompt, Response

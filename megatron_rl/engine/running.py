@@ -12,8 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_rl.distributed.agreement import raise_across_ranks, sum_over_ranks
-from megatron_rl.distributed.straggler_barrier import StragglerBarrier
+from megatron_rl.distributed.agreement import StragglerBarrier, raise_across_ranks, sum_over_ranks
 from megatron_rl.engine.engine import GenerationStopped
 from megatron_rl.engine.requests import SequenceRequest
 from megatron_rl.engine.response_gather import Generated

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.distributed.straggler_barrier import StragglerBarrier
+from megatron_rl.distributed.agreement import StragglerBarrier
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.adapters import AdapterSettings, lora_arguments, start_adapters
 from megatron_rl.engine.conversations import Conversations
@@ -44,7 +44,6 @@ from megatron_rl.engine.requests import (
     FinishedResponses,
     SequenceRequest,
     check_prompts,
-    find_stop_rule,
     of_each,
     read_scores,
     sampling_requests,
@@ -60,6 +59,7 @@ from megatron_rl.engine.starting import (
     sleeping_bytes,
     start_vllm,
 )
+from megatron_rl.engine.stopping import find_stop_rule
 from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.push import Resharder, ReshardSettings, SyncStats, WeightSource

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 
 from megatron_rl.config import Config, ConfigError, parse_config
-from megatron_rl.data.mixing import share
+from megatron_rl.data.prompts import share
 from megatron_rl.preflight.verifier import PATIENCE
 from megatron_rl.rollouts.prompt_files import build_order, count_prompts
 

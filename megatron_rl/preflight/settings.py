@@ -33,8 +33,7 @@ from megatron_rl.preflight.layout import (
 )
 from megatron_rl.rollouts.build_schedule import build_schedule
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runtime.open_files import group_sizes, limit_problem
-from megatron_rl.runtime.processes import has_cuda
+from megatron_rl.runtime.processes import group_sizes, has_cuda, limit_problem
 
 FP8_SIZES = 16  # Transformer Engine's `assert_dim_for_fp8_exec`
 

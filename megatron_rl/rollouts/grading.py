@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
-from megatron_rl.distributed.agreement import sync_errors_across_ranks
-from megatron_rl.distributed.straggler_barrier import StragglerBarrier
+from megatron_rl.distributed.agreement import StragglerBarrier, sync_errors_across_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.environments.interface import FAILURE_REASONS
 from megatron_rl.rewards.pool import GradingSession, VerifierPool

@@ -23,7 +23,7 @@ from megatron_rl.rollouts.offline_rows import LOGPROBS, Scored, parse_rollout, s
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.rollout_files import check_rollout_files, find_rollout_files, read_rows
 from megatron_rl.rollouts.source import RolloutSource, RunContext
-from megatron_rl.runs.rollout_tables import count_thinned
+from megatron_rl.runs.rollouts import count_thinned
 from megatron_rl.types import PromptGroup, PromptSlot, Rollout
 
 

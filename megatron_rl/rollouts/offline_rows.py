@@ -20,7 +20,7 @@ from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
 from megatron_rl.messages import TOOLS, Message, parse_messages, parse_tools
-from megatron_rl.runs.rollout_tables import (
+from megatron_rl.runs.rollouts import (
     MESSAGES,
     OBSERVED,
     RESTARTS,

@@ -7,12 +7,16 @@ from typing import Any
 
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.config.data_sections import ColumnsSection
-from megatron_rl.data.mixing import PromptMix
-from megatron_rl.data.prompt_table import write_prompts
-from megatron_rl.data.prompts import PromptOrder, read_distinct_rows, read_prompts
+from megatron_rl.data.prompts import (
+    PromptMix,
+    PromptOrder,
+    read_distinct_rows,
+    read_prompts,
+    write_prompts,
+)
 from megatron_rl.data.rows import FIRST_ROWS, Columns, count_rows
 from megatron_rl.data.tokenizer import describe_outside, describe_raw, load_tokenizer
-from megatron_rl.engine.requests import find_stop_rule
+from megatron_rl.engine.stopping import find_stop_rule
 from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.types import Prompt
 

@@ -10,9 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_rl.config import Config
-from megatron_rl.data.mixing import PromptMix
-from megatron_rl.data.prompt_table import JoinedPrompts, PromptTable
-from megatron_rl.data.prompts import PromptOrder
+from megatron_rl.data.prompts import JoinedPrompts, PromptMix, PromptOrder, PromptTable
 from megatron_rl.distributed.agreement import run_on_rank_0, sync_errors_across_ranks
 from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape

@@ -41,10 +41,19 @@ from megatron_rl.config import Config, ConfigError, dump_config, load_config, wi
 from megatron_rl.config.sections import AFTER_THINKING, MATH_ANSWER
 from megatron_rl.runs import inputs
 from megatron_rl.runs.checkpoints import CheckpointFolders
-from megatron_rl.runs.files import flush_to_disk, write_atomically
-from megatron_rl.runs.generated import GeneratedGroups
-from megatron_rl.runs.lock import LOCK, find_holder, take_lock
-from megatron_rl.runs.rollout_tables import (
+from megatron_rl.runs.files import (
+    LOCK,
+    append_row,
+    describe_start,
+    find_holder,
+    flush_to_disk,
+    read_metrics,
+    read_rows,
+    take_lock,
+    write_atomically,
+)
+from megatron_rl.runs.group_file import GeneratedGroups
+from megatron_rl.runs.rollouts import (
     SAMPLED,
     TURN_ADVANTAGES,
     build_rollout_table,
@@ -52,7 +61,6 @@ from megatron_rl.runs.rollout_tables import (
     thin_file,
     write_table,
 )
-from megatron_rl.runs.rows import append_row, describe_start, read_metrics, read_rows
 from megatron_rl.types import Rollout
 
 # Settings that a resumed run may change, because they do not invalidate what is recorded already.

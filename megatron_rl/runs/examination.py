@@ -9,9 +9,8 @@ import pyarrow.parquet as pq
 
 from megatron_rl.config import ConfigError, load_config
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runs.lock import LOCK, find_holder
-from megatron_rl.runs.rollout_tables import count_thinned
-from megatron_rl.runs.rows import evaluation_scores, read_metrics
+from megatron_rl.runs.files import LOCK, evaluation_scores, find_holder, read_metrics
+from megatron_rl.runs.rollouts import count_thinned
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,19 @@
-"""Atomic writes: a file appears under its name only when it is complete."""
+"""Files of a run: atomic writes, the lock of a folder, and JSON lines such as metrics.jsonl."""
 
 import contextlib
+import errno
+import fcntl
+import json
 import os
-from collections.abc import Iterator
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import IO, Any
+
+from megatron_rl import __version__
+from megatron_rl.errors import UserError
 
 
 @contextlib.contextmanager
@@ -29,3 +39,104 @@ def flush_to_disk(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+LOCK = ".lock"  # name of the lock file in the folder
+
+
+def find_holder(lock: Path) -> str | None:
+    """Return the description that the owner of a lock wrote, or None if another could take it.
+
+    Must not be called for a lock owned by this process.
+    """
+    if not lock.is_file():
+        return None
+    with lock.open("a+", encoding="utf-8") as file:
+        if take_lock(file):
+            return None
+        file.seek(0)
+        return file.read().strip()
+
+
+def take_lock(file: IO[str]) -> bool:
+    """Lock an open file until it is closed; returns False if another process owns the lock.
+
+    The kernel or the NFS server releases the lock when the process exits. On file systems without
+    locks this always succeeds.
+    """
+    try:
+        # A record lock: forked processes do not inherit it.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    return True
+
+
+PHASES = (
+    "rollout", "reward", "pack", "behavior", "reference", "train", "sync", "eval", "record",
+    "checkpoint",
+)  # fmt: skip  # of `time/`; they add up to `time/step`
+
+# Cost of a rollout batch in epochs of training: the paper's 510 and 283 s for a step of four epochs
+# and of one are c + 4 and c + 1 epochs.
+ROLLOUT_COST = 2.7
+ROLLOUT_COST_METADATA = "rollout_cost"  # of a study's results.parquet
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Read all complete rows of a run directory; an incomplete last line is ignored."""
+    return read_rows(folder / "metrics.jsonl")
+
+
+def is_finished(folder: Path, *, steps: int) -> bool:
+    """Return True if a run directory contains all steps and the trained model.
+
+    The model is written last, and appears under its name only when it is complete.
+    """
+    rows = read_metrics(folder) if (folder / "model").is_dir() else []
+    return bool(rows) and rows[-1]["step"] == steps
+
+
+def describe_start(*, after_step: int) -> dict[str, Any]:
+    """Describe this start of a run: when, by which release and command, after how many steps."""
+    return {
+        "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "version": __version__,
+        "command": shlex.join(["megatron-rl", *sys.argv[1:]]),
+        "after_step": after_step,
+    }
+
+
+def append_row(file: Path, row: Mapping[str, Any]) -> None:
+    """Append a row to a JSON lines file."""
+    with file.open("a", encoding="utf-8") as journal:
+        journal.write(json.dumps(row) + "\n")
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """Read the complete rows of a JSON lines file; a missing file has none."""
+    rows = []
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines):  # an interrupted append
+                break
+            raise UserError(f"{file}, line {number} is damaged: {error}; repair it") from error
+    return rows
+
+
+def evaluation_scores(folder: Path, *, metric: str | None = None) -> dict[int, float]:
+    """Return the score of each evaluated step of a run directory, in [0, 1].
+
+    metric: the metric to use. Default: the mean of avg@k over the sets.
+    """
+    scores = {}
+    for row in read_metrics(folder):
+        average = [key for key in row if key.startswith("eval/") and "/avg@" in key]
+        values = [row.get(key) for key in (average if metric is None else [metric])]
+        present = [value for value in values if value is not None]
+        if present and len(present) == len(values):
+            scores[row["step"]] = sum(present) / len(present)
+    return scores

@@ -1,4 +1,4 @@
-"""Watchdog process that kills the ranks of one node when they hang.
+"""Watchdog process that kills the ranks of one node when they hang, and what it reads.
 
     python -m megatron_rl.runtime.watchdog --ranks 0,1 --board FD --stacks FD,FD --folder STALLS
 
@@ -6,25 +6,195 @@ Started by the first rank of a node (`megatron_rl.trainer.watchdog`); exits afte
 rank makes no progress for longer than its phase allows, the watchdog writes the stacks of all ranks
 to one file in STALLS, then kills the ranks and all their children. The launcher of the ranks finds
 that file and reports that the run can be resumed from its last checkpoint.
+
+Progress is in shared memory, with a slot per rank: neither side waits for the other, and a slot can
+be read while its writer is stopped, dead or inside C code. Stacks are written by `faulthandler`,
+whose signal handler also runs inside C code and while another thread owns the interpreter lock.
+Does not import torch.
 """
 
 import argparse
 import contextlib
+import faulthandler
+import mmap
 import os
+import re
 import signal
 import socket
+import struct
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.runtime.heartbeat import HeartbeatSlot, map_board, read_slot
-from megatron_rl.runtime.stacks import (
-    SIGNAL,
-    StackSample,
-    describe,
-    identify_stalled_ranks,
-    split_stacks,
+SLOT_BYTES = 256
+_NUMBERS = struct.Struct("<QQQd")  # process, main thread, count, budget
+_LONGEST_PHASE = SLOT_BYTES - _NUMBERS.size - 1
+
+
+@dataclass(frozen=True)
+class HeartbeatSlot:
+    """Content of one rank's slot."""
+
+    process: int
+    main_thread: int
+    count: int
+    budget: float  # seconds without progress that the phase allows
+    phase: str
+
+
+def make_board(file: int, *, ranks: int) -> None:
+    """Allocate space for the ranks' slots in an open file; OSError if the file system is full.
+
+    Writing to an unallocated part of the file on a full file system would kill the writer (SIGBUS).
+    """
+    os.posix_fallocate(file, 0, ranks * SLOT_BYTES)
+
+
+def map_board(file: int) -> mmap.mmap:
+    """Map an open board into this process's memory."""
+    return mmap.mmap(file, 0)
+
+
+def read_slot(board: mmap.mmap, place: int) -> HeartbeatSlot:
+    """Return the slot of the rank at index `place` of this node."""
+    data = board[place * SLOT_BYTES : (place + 1) * SLOT_BYTES]
+    process, main_thread, count, budget = _NUMBERS.unpack_from(data)
+    length = data[_NUMBERS.size]
+    phase = data[_NUMBERS.size + 1 :][:length].decode(errors="replace")
+    return HeartbeatSlot(process, main_thread, count, budget, phase)
+
+
+class Heartbeat:
+    """Current phase of a rank and a counter that increases with its progress.
+
+    budget: seconds without progress that a phase allows; `budgets` overrides it for some phases.
+    board, place: the board and the rank's index in it; without a board nothing is shared.
+    """
+
+    def __init__(
+        self,
+        board: mmap.mmap | None = None,
+        place: int = 0,
+        *,
+        budget: float = float("inf"),
+        budgets: Mapping[str, float] | None = None,
+    ) -> None:
+        self._board = board if board is not None else bytearray(SLOT_BYTES)
+        self._start = place * SLOT_BYTES if board is not None else 0
+        self._budget, self._budgets = budget, dict(budgets or {})
+        self._count = 0
+        self._now = "start", self._budget_of("start")
+        self._write()
+
+    def begin(self, phase: str) -> None:
+        """Enter a phase."""
+        self._now = phase, self._budget_of(phase)
+        self._write()
+
+    def count(self, *_: object) -> None:
+        """Record progress; usable as a callback, arguments are ignored."""
+        self._write()
+
+    def _budget_of(self, phase: str) -> float:
+        return self._budgets.get(phase, self._budget)
+
+    def _write(self) -> None:
+        self._count += 1
+        phase, budget = self._now
+        name = phase.encode()[:_LONGEST_PHASE]
+        main = threading.main_thread().ident or 0
+        data = _NUMBERS.pack(os.getpid(), main, self._count, budget) + bytes([len(name)]) + name
+        self._board[self._start : self._start + len(data)] = data
+
+
+SIGNAL = signal.SIGUSR2  # makes a rank write its stacks
+_THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)[^\n]*\n((?:  [^\n]*\n?)*)", re.M)
+# A rank with one of these paths among its innermost frames waits for another rank.
+_WAITING_IN = (
+    "torch/distributed/",
+    "megatron/core/pipeline_parallel/p2p",
+    "megatron_rl/distributed/",
 )
+_INNERMOST = 6  # frames
+
+
+@dataclass(frozen=True)
+class StackSample:
+    """State and stacks of one rank."""
+
+    rank: int
+    process: int
+    state: str  # process state as in /proc; "" if the process has exited
+    phase: str
+    idle: float  # seconds since its last progress
+    stack: str  # of its main thread
+    everything: str  # of all threads
+
+    @property
+    def waits(self) -> bool:
+        """True if the main thread waits for another rank."""
+        frames = self.stack.splitlines()[:_INNERMOST]
+        return any(path in frame for frame in frames for path in _WAITING_IN)
+
+
+def answer_by_stacks(file: int) -> None:
+    """Make this process append the stacks of all its threads to an open file on SIGNAL."""
+    faulthandler.register(SIGNAL, file=file, all_threads=True, chain=False)
+
+
+def split_stacks(text: str) -> dict[int, str]:
+    """Split a faulthandler report into threads: identifier -> frames, innermost first."""
+    return {int(match[1], 16): match[2] for match in _THREAD.finditer(text)}
+
+
+def identify_stalled_ranks(samples: Sequence[StackSample]) -> tuple[list[StackSample], str]:
+    """Return the ranks that the others wait for, and how they differ; [] if none differs."""
+    shortest = min((sample.idle for sample in samples), default=0.0)
+    signs: Mapping[str, list[StackSample]] = {
+        "has exited": [sample for sample in samples if not sample.state],
+        "is stopped (SIGSTOP or a debugger)": [
+            sample for sample in samples if sample.state in "Tt" and sample.state
+        ],
+        "is blocked in the kernel, for example by a disk that does not respond": [
+            sample for sample in samples if sample.state == "D"
+        ],
+        "does not wait for another rank": [
+            sample for sample in samples if sample.stack and not sample.waits
+        ],
+        "stopped making progress before the others": [
+            sample for sample in samples if sample.idle > shortest + 1.0
+        ],
+    }
+    for sign, stalled in signs.items():
+        if 0 < len(stalled) < len(samples) or (stalled and len(samples) == 1):
+            return stalled, sign
+    return [], "no rank differs from the others"
+
+
+def describe(
+    samples: Sequence[StackSample], *, stalled: Sequence[StackSample], headline: str
+) -> str:
+    """Return the report of a stall: the ranks, then their stacks, those of the stalled first."""
+    lines = [headline, "", "rank  process  state  idle s  phase"]
+    lines += [
+        f"{sample.rank:>4}  {sample.process:>7}  {sample.state or 'gone':<5}  "
+        f"{sample.idle:>6.1f}  {sample.phase}"
+        for sample in samples
+    ]
+    groups: dict[str, list[StackSample]] = {}
+    for sample in [*stalled, *(sample for sample in samples if sample not in stalled)]:
+        groups.setdefault(sample.stack, []).append(sample)
+    lines += ["", f"Main threads, {len(groups)} different stacks, innermost frame first"]
+    for stack, members in groups.items():
+        lines += ["", f"ranks {', '.join(str(sample.rank) for sample in members)}:"]
+        lines += stack.rstrip("\n").splitlines() or ["  (no response)"]
+    for members in groups.values():
+        first = members[0]
+        lines += ["", f"All threads of rank {first.rank}", "", first.everything.strip("\n")]
+    return "\n".join(lines) + "\n"
+
 
 POLLS_PER_BUDGET = 20
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 0.5  # seconds between two polls

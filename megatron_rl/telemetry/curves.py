@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError
-from megatron_rl.runs.rows import PHASES, read_metrics
+from megatron_rl.runs.files import PHASES, read_metrics
 
 CURVES = "curves.png"
 # Legends of metrics that share a chart; docs/metrics.md defines each average.

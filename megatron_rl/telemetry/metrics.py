@@ -1,21 +1,70 @@
-"""Metrics of a step: phase timing, and the writer of metrics.jsonl."""
+"""Metrics of a step and of the start: seconds, peak memory, and the writer of metrics.jsonl."""
 
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from megatron_rl.config import Config
 from megatron_rl.distributed.collectives import Group, reduce_max
-from megatron_rl.runtime.heartbeat import Heartbeat
-from megatron_rl.telemetry.logger_thread import CLOSE_SECONDS, LoggerThread
-from megatron_rl.telemetry.loggers import build_loggers
-from megatron_rl.telemetry.peak_memory import PeakMemory
+from megatron_rl.runtime.watchdog import Heartbeat
+from megatron_rl.telemetry.loggers import CLOSE_SECONDS, LoggerThread, build_loggers
+
+
+class PeakMemory:
+    """Peak bytes since the last `reset`: allocated on a CUDA device, else resident on the host.
+
+    Includes both the actor and the engine, which share the process. Without CUDA it requires Linux
+    with a writable /proc/self/clear_refs; otherwise the peak is nan.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self._can_reset = True
+        self._earlier_peak, self._released = 0.0, 0
+
+    def reset(self) -> None:
+        """Reset the peak to the memory in use now."""
+        self._earlier_peak = 0.0
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        try:
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+        except OSError:
+            self._can_reset = False
+
+    def count_without(self, released: int) -> None:
+        """Subtract bytes from now on: those of a sleeping engine, which torch still counts."""
+        peak = self.peak()
+        self.reset()
+        self._earlier_peak, self._released = peak, released
+
+    def now(self) -> int:
+        """Return the bytes in use now."""
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device) - self._released
+        return _resident("VmRSS")
+
+    def peak(self) -> float:
+        """Return the peak bytes in use since the last `reset`."""
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device) - self._released
+            return max(self._earlier_peak, float(peak))
+        return float(_resident("VmHWM")) if self._can_reset else math.nan
+
+
+def _resident(field: str) -> int:
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.split(f"{field}:")[1].split()[0]) * 1024
 
 
 class PhaseClock:
@@ -136,3 +185,71 @@ def _finite(value: float) -> float | int | None:
         return value
     value = float(value)
     return value if math.isfinite(value) else None
+
+
+class StartUp:
+    """Seconds of each part of the start-up, recorded when the part ends.
+
+    The first part, from the start of the command until this object is created, is `imports`.
+    since: when the command was started, in seconds since the epoch; None: with this process.
+    """
+
+    def __init__(self, since: float | None = None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = psutil.Process().create_time() if since is None else since
+        self.ended("imports")
+
+    def ended(self, part: str) -> None:
+        """Record that `part` ended now; it started when the previous part ended."""
+        now = time.time()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
+        self._last = now
+
+    def metrics(self) -> dict[str, float]:
+        """Return `time/start_<part>`, in seconds."""
+        return {f"time/start_{part}": seconds for part, seconds in self.seconds.items()}
+
+    def __str__(self) -> str:
+        parts = ", ".join(
+            f"{part.replace('_', ' ')} {seconds:.1f}" for part, seconds in self.seconds.items()
+        )
+        return f"start-up took {sum(self.seconds.values()):.1f} s: {parts}"
+
+
+MAX_QUEUED = 8  # jobs; each may keep a step's rollouts in memory
+
+
+class BackgroundWriter:
+    """Runs jobs one after the other in a thread.
+
+    After the first error no further job runs, and every later call raises that error. The
+    interpreter waits for running jobs before it exits.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer")
+        self._waiting: deque[Future[None]] = deque()
+        self._error: Exception | None = None
+
+    def submit(self, job: Callable[[], object]) -> None:
+        """Queue `job`; blocks only while the queue is full."""
+        self._collect(leave=MAX_QUEUED - 1)
+        self._waiting.append(self._thread.submit(self._run, job))
+
+    def wait(self) -> None:
+        """Return when every job is done."""
+        self._collect(leave=0)
+
+    def _run(self, job: Callable[[], object]) -> None:
+        if self._error is not None:
+            return  # a metrics row must not be written if its rollouts failed to be
+        try:
+            job()
+        except Exception as error:  # noqa: BLE001 - raised by the caller's next call
+            self._error = error
+
+    def _collect(self, *, leave: int) -> None:
+        while self._waiting and (len(self._waiting) > leave or self._waiting[0].done()):
+            self._waiting.popleft().result()
+        if self._error is not None:
+            raise self._error

@@ -46,12 +46,11 @@ from megatron_rl.rollouts.prompt_sets import PromptSets, share_prompt_sets
 from megatron_rl.rollouts.selection import BatchSelector
 from megatron_rl.rollouts.source import RolloutSource, RunContext
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runtime.heartbeat import Heartbeat
 from megatron_rl.runtime.interruption import Interruption
 from megatron_rl.runtime.processes import command_start
+from megatron_rl.runtime.watchdog import Heartbeat
 from megatron_rl.telemetry.console import Console
-from megatron_rl.telemetry.metrics import MetricLog, PhaseClock
-from megatron_rl.telemetry.start_up import StartUp
+from megatron_rl.telemetry.metrics import MetricLog, PhaseClock, StartUp
 from megatron_rl.trainer.actor_settings import (
     build_actor_settings,
     build_adapter_settings,
@@ -147,7 +146,7 @@ def collective_timeout(config: Config) -> timedelta:
     """Timeout of collectives: longer than the watchdog's, which can name the missing rank.
 
     Work whose duration differs between ranks, like generation, ends in a barrier of its own
-    (`distributed/straggler_barrier.py`).
+    (`distributed/agreement.py`).
     """
     longest = longest_silence(config)
     return timedelta(minutes=30) if math.isinf(longest) else timedelta(seconds=longest + GRACE)

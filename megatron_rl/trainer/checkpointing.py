@@ -20,8 +20,8 @@ from megatron_rl.distributed.agreement import (
 from megatron_rl.rollouts.buffer import GroupBuffer
 from megatron_rl.runs.checkpoints import file_names, sum_files
 from megatron_rl.runs.directory import RunDirectory
+from megatron_rl.runs.files import read_metrics
 from megatron_rl.runs.group_file import read_about, read_groups, write_groups
-from megatron_rl.runs.rows import read_metrics
 from megatron_rl.runtime.failures import RankTimeoutError
 from megatron_rl.runtime.interruption import Interruption, RunInterrupted
 from megatron_rl.telemetry.console import Console

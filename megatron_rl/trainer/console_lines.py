@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runs.rows import PHASES
+from megatron_rl.runs.files import PHASES
 from megatron_rl.telemetry.curves import CURVES
 
 

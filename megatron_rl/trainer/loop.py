@@ -16,7 +16,7 @@ from megatron_rl.rollouts.clock import LagClock
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.selection import BatchSelector
 from megatron_rl.rollouts.source import RolloutSource, RunContext
-from megatron_rl.telemetry.start_up import StartUp
+from megatron_rl.telemetry.metrics import StartUp
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
 from megatron_rl.trainer.early_stopping import EarlyStopping
 from megatron_rl.trainer.evaluation import Evaluator

@@ -13,14 +13,13 @@ from megatron_rl.distributed.agreement import run_on_rank_0, sync_errors_across_
 from megatron_rl.rollouts.logprob_history import choose_sampled
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.runs.directory import RunDirectory
+from megatron_rl.runs.files import read_metrics, read_rows
 from megatron_rl.runs.rollouts import Row, describe_rollout, rollout_row
-from megatron_rl.runs.rows import read_metrics, read_rows
 from megatron_rl.runtime.interruption import RunInterrupted
 from megatron_rl.runtime.seeds import derive_seed
-from megatron_rl.telemetry.background import BackgroundWriter
 from megatron_rl.telemetry.console import Console
 from megatron_rl.telemetry.curves import draw_curves
-from megatron_rl.telemetry.metrics import MetricLog, PhaseClock
+from megatron_rl.telemetry.metrics import BackgroundWriter, MetricLog, PhaseClock
 from megatron_rl.trainer.console_lines import closing_lines, step_line
 from megatron_rl.trainer.learning_check import LearningCheck
 from megatron_rl.trainer.step_progress import StepProgress

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.config import Config
-from megatron_rl.runs.rows import evaluation_scores
+from megatron_rl.runs.files import evaluation_scores
 
 
 def spared_steps(steps: Sequence[int], *, config: Config, folder: Path) -> set[int]:

@@ -10,8 +10,7 @@ from pathlib import Path
 from megatron_rl.config import Config
 from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runtime.heartbeat import Heartbeat, make_board, map_board
-from megatron_rl.runtime.stacks import answer_by_stacks
+from megatron_rl.runtime.watchdog import Heartbeat, answer_by_stacks, make_board, map_board
 
 GRACE = 120.0  # seconds, so that more specific limits are reported first
 _WATCHERS: list[subprocess.Popen[bytes]] = []  # kept until this process exits

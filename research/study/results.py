@@ -25,8 +25,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron_rl.runs.files import ROLLOUT_COST_METADATA as COST
 from megatron_rl.runs.files import written_whole
-from megatron_rl.runs.rows import ROLLOUT_COST_METADATA as COST
 from research.study.state import RunState, read_state
 from research.study.study_plan import Study
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_rl.config import ConfigError, dump_config
-from megatron_rl.runs.lock import LOCK, take_lock
-from megatron_rl.runs.rows import read_metrics
+from megatron_rl.runs.files import LOCK, read_metrics, take_lock
 from megatron_rl.runtime.interruption import INTERRUPTED, end_with_parent
 from research.study.state import read_state
 from research.study.study_plan import PlannedRun, Study

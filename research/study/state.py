@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_rl.config import ConfigError, load_config, with_absolute_paths
-from megatron_rl.runs.rows import is_finished, read_metrics
+from megatron_rl.runs.files import is_finished, read_metrics
 from research.study.study_plan import PlannedRun, config_digest
 
 

@@ -48,7 +48,7 @@ from megatron_rl.config import (
 from megatron_rl.config.paths import PathText
 from megatron_rl.config.sections import Count, Name
 from megatron_rl.config.yaml_text import find_file
-from megatron_rl.runs.rows import ROLLOUT_COST
+from megatron_rl.runs.files import ROLLOUT_COST
 from research.study.contrast_plan import ContrastPlan, ContrastSection, plan_contrasts
 
 PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._]*\Z")

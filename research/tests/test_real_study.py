@@ -8,7 +8,7 @@ import time
 import pyarrow.parquet as pq
 import yaml
 
-from megatron_rl.runs.rows import read_metrics
+from megatron_rl.runs.files import read_metrics
 from tests.functional.tiny_runs import ROOT, TASK, TRAIN, make_task
 
 STUDY = {

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from megatron_rl.config import ConfigError, dump_config
-from megatron_rl.runs.lock import take_lock
+from megatron_rl.runs.files import take_lock
 from megatron_rl.runtime.interruption import INTERRUPTED
 from research.study import running
 from research.study.__main__ import main

@@ -42,7 +42,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from megatron_rl.runs.checkpoints import CheckpointFolders
-from megatron_rl.runs.rows import read_metrics
+from megatron_rl.runs.files import read_metrics
 from megatron_rl.runtime.interruption import INTERRUPTED
 from research.tools.chaos_faults import DAMAGE, count_made, interrupt_in_phase, kill_after
 from tests.functional.faults.runs import run as run_forked

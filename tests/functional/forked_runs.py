@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.runtime import launcher
-from megatron_rl.runtime.rank_process import RankProcess
+from megatron_rl.runtime.launcher import RankProcess
 from tests.ranks import start_process
 
 

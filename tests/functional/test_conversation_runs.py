@@ -19,7 +19,7 @@ import torch
 from megatron_rl.config import load_config
 from megatron_rl.data.prompts import tokenize_messages
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.runs.rows import read_metrics
+from megatron_rl.runs.files import read_metrics
 from megatron_rl.runtime.seeds import derive_seed
 from tests.functional import conversation_runs
 from tests.functional.conversation_runs import CONFIG, PROMPTS, SAMPLES, arguments

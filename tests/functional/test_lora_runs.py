@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.runs.rows import read_metrics
+from megatron_rl.runs.files import read_metrics
 from tests.functional.test_train import SHORT, assert_same_run, start_and_wait
 from tests.functional.tiny_runs import TASK, make_task, train
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from megatron_rl.config import load_config
-from megatron_rl.runs.rows import read_metrics
+from megatron_rl.runs.files import read_metrics
 from tests.functional.forked_runs import ForkedCommand
 from tests.functional.tiny_runs import PLACES, ROOT, TASK, make_task, train
 

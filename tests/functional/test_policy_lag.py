@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_rl.config import load_config
-from megatron_rl.runs.rows import read_metrics, read_rows
+from megatron_rl.runs.files import read_metrics, read_rows
 from tests.functional import lag_runs
 from tests.functional.tiny_runs import CONFIG, PLACES, make_task
 from tests.ranks import start_process

@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
 
-from megatron_rl.runs.rows import read_rows
+from megatron_rl.runs.files import read_rows
 from tests.functional.tiny_runs import ROOT, TASK, TRAIN, make_task, train
 
 EXAMPLES = ROOT / "examples" / "pnpo"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.runs.rows import read_metrics
+from megatron_rl.runs.files import read_metrics
 from tests.functional import routing_runs
 from tests.functional.test_policy_lag import learned
 from tests.functional.tiny_runs import make_task

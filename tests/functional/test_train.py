@@ -18,7 +18,7 @@ import torch
 import megatron_rl
 from megatron_rl.apps.report.runs import find_runs
 from megatron_rl.apps.report.traces import objective_of, read_traced_groups, replay_constraint
-from megatron_rl.runs.rows import read_metrics
+from megatron_rl.runs.files import read_metrics
 from tests.functional.forked_runs import ForkedCommand
 from tests.functional.tiny_runs import CONFIG, PLACES, ROOT, TASK, make_task, start_training, train
 from tests.unit.rewards.misbehaving_verifiers import score_math_by_parts

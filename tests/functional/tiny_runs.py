@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from megatron_rl.runs.rows import read_metrics
+from megatron_rl.runs.files import read_metrics
 from tests.functional.forked_runs import ForkedCommand
 
 ROOT = Path(__file__).parents[2]

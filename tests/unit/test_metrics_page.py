@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.resharding.push import SyncStats
 from megatron_rl.rollouts.batch_metrics import generation_metrics
-from megatron_rl.runs.rows import PHASES, read_metrics
+from megatron_rl.runs.files import PHASES, read_metrics
 from megatron_rl.telemetry.loggers import OVERVIEW, tensorboard_tag
 from tests.unit.resharding.test_push import PHASES as SYNC_PHASES
 from tests.unit.trainer.scripted import ConversingEngine, run_loop

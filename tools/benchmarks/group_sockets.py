@@ -62,7 +62,7 @@ def measure(
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
 
     from megatron_rl.actor import groups
-    from megatron_rl.runtime.open_files import raise_limit
+    from megatron_rl.runtime.processes import raise_limit
 
     if limit is not None:
         resource.setrlimit(

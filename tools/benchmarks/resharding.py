@@ -31,7 +31,7 @@ from megatron_rl.resharding.pieces import padded_vocabulary, parameter_shapes
 from megatron_rl.resharding.push import Resharder, ReshardSettings, SyncStats
 from megatron_rl.resharding.senders import plan_slices
 from megatron_rl.resharding.slices import WITHIN
-from megatron_rl.telemetry.peak_memory import PeakMemory
+from megatron_rl.telemetry.metrics import PeakMemory
 from tests.gather_push import gather_push
 
 WORLD_SIZE = 8

@@ -51,7 +51,7 @@ def check_adam(row):
 
 def check_peak_memory(row):
     """Check that the metric of peak memory leaves out what an engine has released."""
-    from megatron_rl.telemetry.peak_memory import PeakMemory
+    from megatron_rl.telemetry.metrics import PeakMemory
 
     if DEVICE != "cuda":
         return  # the metric is then of resident memory

@@ -14,8 +14,7 @@ from megatron_rl.apps.launch import slurm
 from megatron_rl.apps.launch.record import Record
 from megatron_rl.apps.launch.scripts import EXITS, INTERRUPTED_STATUSES
 from megatron_rl.config import ConfigError
-from megatron_rl.runs.lock import LOCK, find_holder
-from megatron_rl.runs.rows import is_finished, read_metrics
+from megatron_rl.runs.files import LOCK, find_holder, is_finished, read_metrics
 from megatron_rl.runtime.processes import LAUNCHER
 
 POLL_SECONDS = 2.0

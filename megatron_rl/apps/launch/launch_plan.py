@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_rl.apps.launch.cluster import Cluster, Container, SlurmCluster, plain_path
 from megatron_rl.apps.launch.source import PACKAGE, Source, read_source
 from megatron_rl.config import Config, ConfigError, load_config, parse_config, with_absolute_paths
-from megatron_rl.runs.rows import read_metrics
+from megatron_rl.runs.files import read_metrics
 
 ON_HUB = "hf:"  # prefix of data sets on the hub, which are not files
 # docker://ubuntu, nvcr.io#nvidia/pytorch:25.08-py3, nvcr.io/nvidia/pytorch:25.08-py3

@@ -29,7 +29,7 @@ from megatron_rl.apps.launch.scripts import (
     rank_script,
 )
 from megatron_rl.config import ConfigError, dump_config
-from megatron_rl.runs.rows import read_metrics
+from megatron_rl.runs.files import read_metrics
 
 
 def preview(launch: Launch, *, offline: bool = False) -> str:

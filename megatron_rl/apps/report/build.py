@@ -29,7 +29,7 @@ from megatron_rl.apps.report.series import (
 from megatron_rl.apps.report.tokens import build_life, describe_objective
 from megatron_rl.apps.report.traces import objective_of, spread_out, traced_steps, why_no_decisions
 from megatron_rl.errors import UserError
-from megatron_rl.runs.rows import PHASES
+from megatron_rl.runs.files import PHASES
 
 REPORT = "report.html"
 CURVES = {

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from megatron_rl.errors import UserError
-from megatron_rl.runs.rows import ROLLOUT_COST, ROLLOUT_COST_METADATA, read_metrics, read_rows
+from megatron_rl.runs.files import ROLLOUT_COST, ROLLOUT_COST_METADATA, read_metrics, read_rows
 
 # Settings that may differ within a group: the seed, and settings that do not affect results.
 IGNORED_SETTINGS = (

@@ -20,7 +20,7 @@ from megatron_rl.apps.report.traces import (
 )
 from megatron_rl.objectives import Objective
 from megatron_rl.objectives.spec import Bounds
-from megatron_rl.runs.rollout_tables import TURN_ADVANTAGES, read_observed, read_restarts
+from megatron_rl.runs.rollouts import TURN_ADVANTAGES, read_observed, read_restarts
 from megatron_rl.types import sampled_ranges
 
 BYTES_PER_TOKEN = 24  # in the page, besides BYTES_PER_UPDATE

@@ -16,7 +16,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.objectives import Objective, build_objective
 from megatron_rl.objectives.inputs import TokenInputs
 from megatron_rl.objectives.objective import PolicyObjective
-from megatron_rl.runs.rollout_tables import PLACE, TURN_ADVANTAGES, read_observed
+from megatron_rl.runs.rollouts import PLACE, TURN_ADVANTAGES, read_observed
 from megatron_rl.types import sampled_ranges
 
 

@@ -23,7 +23,7 @@ from megatron_rl.apps.tasks.settings import KINDS, TaskSettings
 from megatron_rl.apps.tasks.tokens import build_tokenizer
 from megatron_rl.apps.tasks.worked_solution import Problem, correct_answer, correct_solution
 from megatron_rl.errors import UserError
-from megatron_rl.runs.lock import LOCK, take_lock
+from megatron_rl.runs.files import LOCK, take_lock
 
 STAMP = "made.json"
 STATE = "fine_tuning.pt"  # of an unfinished fine-tuning

@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from megatron_rl.runtime.heartbeat import Heartbeat
+from megatron_rl.runtime.watchdog import Heartbeat
 from megatron_rl.trainer import build
 from megatron_rl.trainer import checkpointing as saving
 
@@ -82,7 +82,7 @@ def kill_the_engine(*, is_mine):
     """An engine that never comes back from a step, as when its device has died."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from megatron_rl.distributed.straggler_barrier import StragglerBarrier
+    from megatron_rl.distributed.agreement import StragglerBarrier
 
     begun = []
 

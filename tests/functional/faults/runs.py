@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_rl.commands import train
 from megatron_rl.commands.ending import leave
-from megatron_rl.runtime.rank_process import RankProcess
+from megatron_rl.runtime.launcher import RankProcess
 from tests.functional.forked_runs import act_in_ranks, run_command
 
 GONE_SECONDS = 30.0

@@ -11,7 +11,7 @@ import os
 import pytest
 
 from megatron_rl.runs.checkpoints import CheckpointFolders
-from megatron_rl.runs.rows import read_metrics
+from megatron_rl.runs.files import read_metrics
 from tests.functional.faults import runs
 from tests.functional.tiny_runs import CONFIG, PLACES, make_task
 from tests.ranks import start_process

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
 
-from megatron_rl.runs.rows import read_metrics
+from megatron_rl.runs.files import read_metrics
 from tests.functional.debian import missing
 from tests.functional.slurm.throwaway import PACKAGES, PROGRAMS, ThrowawaySlurm
 from tests.functional.tiny_runs import ROOT, TASK, TRAIN, make_task

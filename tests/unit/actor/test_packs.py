@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rl.actor import packs, rotary
 from megatron_rl.actor.packs import PackCache
 from megatron_rl.data.packing import build_pack
-from megatron_rl.distributed import sequence_layout, to_device
+from megatron_rl.distributed import collectives, sequence_layout
 from megatron_rl.distributed.topology import Topology
 from tests.functional.test_actor_layouts import (
     freeze_behavior,
@@ -38,7 +38,7 @@ class Copies(TorchDispatchMode):
     def to_device(self, values, device):
         """`to_device`, distinguished from other copies."""
         self.inside = True
-        moved = to_device.to_device(values, device)
+        moved = collectives.to_device(values, device)
         self.inside = False
         return moved
 

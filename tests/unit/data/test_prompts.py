@@ -1,7 +1,9 @@
 """Prompt sets: what is read, what is refused, and the order of a run."""
 
+import dataclasses
 import json
 import re
+import subprocess
 import sys
 from collections import Counter
 
@@ -10,10 +12,22 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl.apps.tasks import tiny_task as tiny
-from megatron_rl.data.prompts import PromptOrder, load_prompts
+from megatron_rl.data import prompts
+from megatron_rl.data.prompts import (
+    ROWS_AT_ONCE,
+    SCHEMA,
+    JoinedPrompts,
+    PromptMix,
+    PromptOrder,
+    PromptTable,
+    load_prompts,
+    share,
+    write_prompts,
+)
 from megatron_rl.data.rows import Columns, check_prompt_file
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.rewards.math_answer import verify_math_answer
+from megatron_rl.types import Prompt
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}"
@@ -387,3 +401,165 @@ def test_gsm8k_as_verl_prepares_it_earns_its_reward(tmp_path):
     rewards = [verify_math_answer(text, prompt.ground_truth, prompt.data_source)[0]
                for text in ("48+24=72\n#### 72", "48+23=71\n#### 71")]  # fmt: skip
     assert rewards == [1.0, 0.0]
+
+
+def test_shares_by_hand():
+    assert share(64, [3, 1]) == [48, 16]
+    assert share(10, [1, 1, 1]) == [4, 3, 3]  # the first has the first of equal remainders
+    assert share(8, [0.5, 0.3, 0.2]) == [4, 2, 2]  # 4, 2.4, 1.6
+    with pytest.raises(
+        ValueError, match=r"weights 100, 1 give a set none of rollout\.prompts_per_step=8"
+    ):
+        share(8, [100, 1])
+
+
+def test_every_step_has_its_shares_and_every_set_its_own_epochs():
+    mix = PromptMix((12, 8), (3, 1), seed=5)
+    steps = [mix.indices(step, 8) for step in range(6)]
+    for step in steps:
+        assert len(set(step)) == 8
+        assert sum(index < 12 for index in step) == 6
+    # The first set has 2 steps to an epoch, the second 4.
+    first = [Counter(index for step in steps[n : n + 2] for index in step if index < 12)
+             for n in (0, 2, 4)]  # fmt: skip
+    assert first == [Counter(range(12))] * 3
+    second = Counter(index for step in steps[:4] for index in step if index >= 12)
+    assert second == Counter(range(12, 20))
+
+
+def test_each_permutation_of_mix_is_made_once(monkeypatch):
+    """Also where steps of two epochs of each of four sets are asked for in turn, as under lag."""
+    made = []
+    derive = prompts.derive_seed
+    monkeypatch.setattr(prompts, "derive_seed", lambda *use: made.append(use) or derive(*use))
+    mix = PromptMix((8, 8, 8, 8), (1, 1, 1, 1), seed=77)  # two steps are an epoch
+    for step in (1, 2) * 10:
+        mix.indices(step, 16)
+    permutations = [use for use in made if use[1] == "prompt order"]
+    assert len(permutations) == len(set(permutations)) == 4 * 2
+
+
+def test_steps_follow_from_seed_alone_and_are_mixed():
+    mix = PromptMix((50, 50), (1, 1), seed=1)
+    order = mix.indices(3, 40)
+    assert order == PromptMix((50, 50), (1, 1), seed=1).indices(3, 40)
+    assert order != PromptMix((50, 50), (1, 1), seed=2).indices(3, 40)
+    sides = [index < 50 for index in order]
+    assert sides != sorted(sides) and sides != sorted(sides, reverse=True)
+
+
+def test_recorded_order():
+    """From the first version: a change would silently alter every resumed run."""
+    mix = PromptMix((4, 4), (1, 1), seed=0)
+    assert [mix.indices(step, 4) for step in range(2)] == [[3, 1, 6, 7], [2, 4, 0, 5]]
+
+
+def test_set_that_is_too_small_is_refused():
+    with pytest.raises(ValueError, match="a step of 6 prompts cannot be drawn from a set of 5"):
+        PromptMix((5, 10), (3, 1), seed=1).indices(0, 8)
+
+
+def test_joined_prompts_are_numbered_through():
+    def numbered(*numbers):
+        return [Prompt(n, ({"role": "user", "content": "x"},), (1,), "1", "s") for n in numbers]
+
+    assert [prompt.index for prompt in JoinedPrompts([numbered(0, 4), numbered(0, 1)])] == [
+        0,
+        4,
+        5,
+        6,
+    ]
+
+
+def _prompt(number: int) -> Prompt:
+    return Prompt(
+        index=2 * number + 1,
+        messages=({"role": "system", "content": "é\n"}, {"role": "user", "content": f"{number}?",
+                  "tool_calls": [{"id": 1, "x": None}]}),
+        token_ids=tuple(range(number % 5)),
+        ground_truth=f'"{number}"',
+        data_source="made up",
+        row=f'{{"a": {number}}}',
+    )  # fmt: skip
+
+
+def test_prompts_are_read_back_as_they_were(tmp_path):
+    prompts = [_prompt(number) for number in range(2 * ROWS_AT_ONCE + 3)]
+    write_prompts(tmp_path / "0.arrow", iter(prompts))
+    table = PromptTable(tmp_path / "0.arrow")
+    assert len(table) == len(prompts)
+    assert list(table) == prompts
+    assert [table[place] for place in (0, ROWS_AT_ONCE, -1)] == [
+        prompts[place] for place in (0, ROWS_AT_ONCE, -1)
+    ]
+    assert table[5:9:2] == prompts[5:9:2]
+    with pytest.raises(IndexError):
+        table[len(prompts)]
+    (tmp_path / "0.arrow").unlink()
+    assert table[7] == prompts[7]  # a file that is open can be read after its removal
+
+
+def test_file_with_whole_blocks_or_empty_has_no_extra_prompt(tmp_path):
+    write_prompts(tmp_path / "0.arrow", map(_prompt, range(ROWS_AT_ONCE)))
+    assert len(list(PromptTable(tmp_path / "0.arrow"))) == ROWS_AT_ONCE
+    write_prompts(tmp_path / "1.arrow", [])
+    assert list(PromptTable(tmp_path / "1.arrow")) == []
+
+
+def test_every_field_of_prompt_is_in_file():
+    assert SCHEMA.names == [field.name for field in dataclasses.fields(Prompt)]
+
+
+def test_joined_sets_are_numbered_through(tmp_path):
+    first, second = [_prompt(0), _prompt(3)], [_prompt(1)]
+    write_prompts(tmp_path / "0.arrow", first)
+    joined = JoinedPrompts([PromptTable(tmp_path / "0.arrow"), second])
+    assert [prompt.index for prompt in joined] == [1, 7, 8 + 3]
+    assert [prompt.token_ids for prompt in joined] == [one.token_ids for one in first + second]
+
+
+PROGRAM = """
+import itertools, re, sys
+from pathlib import Path
+from megatron_rl.data.prompts import PromptTable, write_prompts
+from megatron_rl.types import Prompt
+
+def prompts():
+    for number in range(int(sys.argv[2])):
+        text, ids = f"{number} " * 100, tuple(range(1000, 1200))
+        chat = ({"role": "user", "content": text},)
+        yield Prompt(number, chat, ids, "1", "x", text)
+
+def own_mib():
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"RssAnon:\\s+(\\d+)", status)[1]) / 1024
+
+file = Path(sys.argv[1])
+write_prompts(file, itertools.islice(prompts(), 4096))
+PromptTable(file)[0]  # imports and buffers of the libraries
+before = own_mib()
+write_prompts(file, prompts())
+written = own_mib()
+table = PromptTable(file)
+chosen = [table[place] for place in range(0, len(table), 100)]
+if sys.argv[3] == "objects":
+    chosen = list(table)
+print(written - before, own_mib() - before)
+"""
+
+
+def test_prompts_cost_no_memory_until_they_are_used(tmp_path):
+    """20,000 prompts are 150 MiB of objects; writing takes a block, using 1% of them 1.5 MiB."""
+
+    def measure(how: str) -> list[float]:
+        arguments = [str(tmp_path / "0.arrow"), "20000", how]
+        output = subprocess.run(
+            [sys.executable, "-c", PROGRAM, *arguments], check=True, capture_output=True, text=True
+        )
+        return [float(one) for one in output.stdout.split()]
+
+    written, used = measure("table")
+    assert written < 40
+    assert used < 40
+    _, objects = measure("objects")
+    assert objects > 100

@@ -12,8 +12,7 @@ from transformers import AutoTokenizer
 
 from megatron_rl.data.prompts import load_prompts, tokenize_messages
 from megatron_rl.data.rows import count_rows
-from megatron_rl.data.tokenizer import describe_raw, load_tokenizer
-from megatron_rl.data.tokenizer_probe import check_tokenizer_files
+from megatron_rl.data.tokenizer import check_tokenizer_files, describe_raw, load_tokenizer
 from megatron_rl.errors import UserError
 from tests.unit.data.test_prompts import build_row, build_tokenizer, write
 from tests.unit.data.tokenizer_folders import (

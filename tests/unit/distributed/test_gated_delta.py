@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.distributed import causal_convolution as convolution
 from megatron_rl.distributed import chunk_scan
+from megatron_rl.distributed import gated_delta as convolution
 from megatron_rl.distributed import gated_delta as delta
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from tests.unit.distributed.eight_ranks import all_results

@@ -1,11 +1,8 @@
 """Tests of prompt checks, whose errors come before those of vLLM."""
 
-import json
-from types import SimpleNamespace
-
 import pytest
 
-from megatron_rl.engine.requests import check_prompts, find_stop_rule
+from megatron_rl.engine.requests import check_prompts
 from megatron_rl.types import Prompt
 
 
@@ -24,37 +21,3 @@ def _prompt(*tokens: int) -> Prompt:
 def test_check_prompts_names_invalid_prompt(prompt, message):
     with pytest.raises(ValueError, match=message):
         check_prompts([_prompt(1, 49), prompt], vocab_size=50, longest=3)
-
-
-def write(folder, **files):
-    for name, value in files.items():
-        (folder / f"{name}.json").write_text(json.dumps({"eos_token_id": value}))
-    return folder
-
-
-def tokenizer(eos):
-    names = {2: "<end>", 7: "<turn>"}
-    return SimpleNamespace(
-        eos_token_id=eos, convert_ids_to_tokens=lambda ids: [names.get(i, "?") for i in ids]
-    )
-
-
-def test_find_stop_rule_combines_configs_tokenizer_and_settings(tmp_path):
-    write(tmp_path, config=2)
-    assert find_stop_rule(tmp_path, None, vocab_size=9).token_ids == (2,)
-    # Like many chat models: the configs name the end of the text, the tokenizer that of a turn.
-    rule = find_stop_rule(tmp_path, tokenizer(7), vocab_size=9, token_ids=[2, 8], texts=["##"])
-    assert (rule.token_ids, rule.texts) == ((2, 7, 8), ("##",))
-    output = rule.describe(tokenizer(7))
-    assert output == "a response ends with token 2 <end>, 7 <turn>, 8 ?, or the text '##'"
-    write(tmp_path, generation_config=[5, 2])
-    assert find_stop_rule(tmp_path, tokenizer(7), vocab_size=9).token_ids == (5, 2, 7)
-
-
-def test_find_stop_rule_without_stop_token_raises_and_names_setting(tmp_path):
-    write(tmp_path, config=None)
-    with pytest.raises(ValueError, match=r"never end; set rollout\.stop_token_ids"):
-        find_stop_rule(tmp_path, tokenizer(None), vocab_size=9)
-    assert find_stop_rule(tmp_path, None, vocab_size=9, token_ids=[4]).token_ids == (4,)
-    with pytest.raises(ValueError, match=r"stop token 9 is outside the vocabulary 0\.\.8"):
-        find_stop_rule(tmp_path, None, vocab_size=9, token_ids=[9])

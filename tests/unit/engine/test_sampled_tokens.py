@@ -11,7 +11,8 @@ from megatron_rl.data.turns import TurnRenderer
 from megatron_rl.engine import conversations
 from megatron_rl.engine.conversations import Conversations
 from megatron_rl.engine.engine import ConversationSettings
-from megatron_rl.engine.requests import FinishedResponses, StopCriterion
+from megatron_rl.engine.requests import FinishedResponses
+from megatron_rl.engine.stopping import StopCriterion
 from megatron_rl.environments.interface import Answer
 from megatron_rl.types import Prompt, SamplingSettings
 

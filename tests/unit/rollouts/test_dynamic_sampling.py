@@ -5,8 +5,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl.rollouts.dynamic_sampling import Answers, DynamicSampling
+from megatron_rl.runs.files import read_metrics, read_rows
 from megatron_rl.runs.group_file import read_groups
-from megatron_rl.runs.rows import read_metrics, read_rows
 from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.types import GradeResult, Prompt, PromptSlot, Response, Rollout
 from tests.unit.trainer.scripted import ScriptedEngine, run_loop

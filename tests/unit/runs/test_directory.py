@@ -17,7 +17,7 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.rewards.worker import read_grade
 from megatron_rl.runs.checkpoints import MANIFEST, file_names, sum_files
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runs.rows import read_metrics
+from megatron_rl.runs.files import read_metrics
 from megatron_rl.telemetry.console import Console
 from megatron_rl.telemetry.metrics import MetricLog
 from megatron_rl.trainer.checkpointing import CheckpointKeeper

@@ -12,10 +12,9 @@ import time
 
 import pytest
 
-from megatron_rl.runtime import interruption, launcher, rank_process
+from megatron_rl.runtime import interruption, launcher
 from megatron_rl.runtime.interruption import INTERRUPTED
-from megatron_rl.runtime.launcher import start_processes
-from megatron_rl.runtime.rank_process import RankProcess, end_all
+from megatron_rl.runtime.launcher import RankProcess, end_all, start_processes
 from tests.running import assert_end
 
 PROGRAM = """
@@ -141,7 +140,7 @@ def test_ranks_know_their_places_and_end_well(ranks, tmp_path):
 
 def test_killed_rank_is_named_and_others_are_ended(ranks, capfd, tmp_path, monkeypatch):
     # Rank 0 never ends by itself, nor does what it has started.
-    monkeypatch.setattr(rank_process, "CLEAN_UP_SECONDS", 0.2)
+    monkeypatch.setattr(launcher, "CLEAN_UP_SECONDS", 0.2)
     pid = tmp_path / "pid"
     die = f"while [ ! -s {pid} ]; do sleep 0.1; done; kill -9 $$"
     ranks(f"if [ $RANK = 1 ]; then {die}; fi; sleep 600 & echo $! > {pid}; wait")
@@ -158,7 +157,7 @@ def test_killed_rank_is_named_and_others_are_ended(ranks, capfd, tmp_path, monke
 
 def test_children_of_ranks_end_and_ended_ones_are_not_waited_for(ranks, tmp_path, monkeypatch):
     """A process that does not collect orphans, like the first process of many containers."""
-    monkeypatch.setattr(rank_process, "CLEAN_UP_SECONDS", 120.0)
+    monkeypatch.setattr(launcher, "CLEAN_UP_SECONDS", 120.0)
     begin, adopt = time.monotonic(), ctypes.CDLL(None).prctl
     adopt(36, 1)  # PR_SET_CHILD_SUBREAPER
     ranks(f"(sleep 0.3; touch {tmp_path}/left$RANK) & echo $! > {tmp_path}/pid$RANK")

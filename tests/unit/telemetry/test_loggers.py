@@ -1,14 +1,16 @@
 """Loggers that raise, hang or come back, and the real ones where they are installed."""
 
 import json
+import struct
+import subprocess
 import sys
 import threading
 
 import pytest
 
 from megatron_rl.config import parse_config
-from megatron_rl.telemetry import logger_thread
-from megatron_rl.telemetry.logger_thread import LoggerThread
+from megatron_rl.telemetry import loggers
+from megatron_rl.telemetry.loggers import LoggerThread
 from megatron_rl.telemetry.metrics import MetricLog
 
 
@@ -81,7 +83,7 @@ def test_failing_calls_are_reported_once_and_their_rows_sent_again(tmp_path, fai
 
 
 def test_logger_that_works_again_gets_its_rows_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(logger_thread, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(loggers, "RETRY_SECONDS", 0.0)
     logger = Failing("log 0", "log 0")
     run(tmp_path, logger, range(4))
     assert [step for step, *_ in logger.rows] == [0, 1, 2, 3]
@@ -119,7 +121,7 @@ def test_record_of_missing_rows_that_a_full_disk_cut_off_names_all(tmp_path):
 
 
 def test_logger_that_hangs_delays_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(logger_thread, "BLOCKED_SECONDS", 0.0)
+    monkeypatch.setattr(loggers, "BLOCKED_SECONDS", 0.0)
     logger, end = Failing(), threading.Event()
     monkeypatch.setattr(logger, "start", lambda first_step: end.wait())
     lines = run(tmp_path, logger, range(3), seconds=0.1)
@@ -182,3 +184,70 @@ def test_trackio_has_one_run_with_all_steps(tmp_path, monkeypatch):
                for one in trackio.sqlite_storage.SQLiteStorage.get_logs("p", run.name)]  # fmt: skip
     assert [(one["step"], one["eval/held/avg@4"]) for one in history] == [
         (1, 0.25), (2, 0.5), (3, 0.75)]  # fmt: skip
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from megatron_rl.config import parse_config
+from megatron_rl.telemetry.metrics import MetricLog
+wandb = {"logging": {"tensorboard": False, "wandb": {"project": "p"}}}
+config = parse_config({"model": {"path": "m"}, "data": {"train": "t"}} | wandb)
+log = MetricLog(Path(sys.argv[1]), config)
+log.open(first_step=0)
+for step in map(int, sys.argv[2:]):
+    sample = {"response": f"response {step}", "reward": 1.0} if step == 3 else None
+    log.append({"step": step, "reward/mean": step / 8}, sample=sample)
+log.close()
+"""
+
+
+def wandb_history(folder):
+    """The rows that W&B has kept in its file: (step, reward); and the run's id.
+
+    Its format: a header of 7 bytes, then, in blocks of 32 KiB, records of a checksum (4 bytes), a
+    length (2), a kind (1: whole; 2, 3, 4: first, middle, last part) and a protobuf message.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (file,) = folder.glob("*.wandb")
+    data, at, rows, message, run = file.read_bytes(), 7, [], b"", None
+    while at + 7 <= len(data):
+        if at % 32768 > 32768 - 7:
+            at += -at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        message += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind not in (1, 4):
+            continue
+        record, message = Record.FromString(message), b""
+        if record.HasField("run"):
+            run = record.run.run_id
+        if record.HasField("history"):
+            items = {(i.key or ".".join(i.nested_key)): i.value_json for i in record.history.item}
+            rows.append((json.loads(items["step"]), json.loads(items["reward/mean"])))
+    return rows, run
+
+
+def test_repeated_steps_after_rewind_keep_run_id(tmp_path):
+    pytest.importorskip("wandb")
+    folder = tmp_path / "a-common-name"
+    folder.mkdir()
+    environment = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(tmp_path)}
+    for steps in (("1", "2", "3", "2"), ("2", "3")):  # the second start is a resumed one
+        command = [sys.executable, "-c", PROGRAM, str(folder), *steps]
+        paths = {"PYTHONPATH": ":".join(path for path in sys.path if path), "PATH": "/usr/bin:/bin"}
+        subprocess.run(command, env=environment | paths, check=True, timeout=120)
+    runs = [wandb_history(one) for one in sorted((folder / "wandb").glob("offline-run-*"))]
+    assert sorted(rows for rows, _ in runs) == [
+        [(1, 0.125), (2, 0.25), (3, 0.375), (2, 0.25)],
+        [(2, 0.25), (3, 0.375)],
+    ]
+    (own,) = {run for _, run in runs}
+    assert own == (folder / "wandb_id").read_text() and own != folder.name
+    for run in (folder / "wandb").glob("offline-run-*"):
+        (table,) = (run / "files" / "media" / "table").glob("sample_*.table.json")
+        shown = json.loads(table.read_text())
+        assert shown["columns"] == ["step", "response", "reward"]
+        assert shown["data"] == [[3, "response 3", 1.0]]

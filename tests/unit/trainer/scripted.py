@@ -27,9 +27,8 @@ from megatron_rl.rollouts.selection import BatchSelector
 from megatron_rl.rollouts.source import RunContext
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.interruption import RunInterrupted
-from megatron_rl.telemetry.background import BackgroundWriter
 from megatron_rl.telemetry.console import Console
-from megatron_rl.telemetry.metrics import MetricLog, PhaseClock
+from megatron_rl.telemetry.metrics import BackgroundWriter, MetricLog, PhaseClock
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.loop import Trainer

@@ -14,10 +14,10 @@ from megatron_rl.preflight.verifier import start_trial
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rollouts.prompt_sets import PromptSets
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runtime.heartbeat import Heartbeat
 from megatron_rl.runtime.interruption import Interruption
+from megatron_rl.runtime.watchdog import Heartbeat
 from megatron_rl.telemetry.console import Console
-from megatron_rl.telemetry.start_up import StartUp
+from megatron_rl.telemetry.metrics import StartUp
 from megatron_rl.trainer import build
 from megatron_rl.types import Prompt
 from tests.unit.trainer.scripted import make_config

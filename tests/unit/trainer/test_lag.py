@@ -17,8 +17,8 @@ from megatron_rl.rollouts.buffer import GroupBuffer
 from megatron_rl.rollouts.engine_source import EngineSource
 from megatron_rl.rollouts.schedule import Schedule
 from megatron_rl.rollouts.selection import BatchSelector
+from megatron_rl.runs.files import read_metrics, read_rows
 from megatron_rl.runs.group_file import read_groups, write_groups
-from megatron_rl.runs.rows import read_metrics, read_rows
 from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.trainer.loop import Trainer
 from tests.unit.runs.test_group_file import plain

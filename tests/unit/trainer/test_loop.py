@@ -19,10 +19,9 @@ from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, VerifierError
 from megatron_rl.rollouts.grading import Grader
 from megatron_rl.rollouts.groups import compute_advantages
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runs.rows import PHASES, evaluation_scores, read_metrics
-from megatron_rl.telemetry.background import BackgroundWriter
+from megatron_rl.runs.files import PHASES, evaluation_scores, read_metrics
 from megatron_rl.telemetry.console import Console
-from megatron_rl.telemetry.metrics import MetricLog, PhaseClock
+from megatron_rl.telemetry.metrics import BackgroundWriter, MetricLog, PhaseClock
 from megatron_rl.trainer.build import collective_timeout
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
 from megatron_rl.trainer.evaluation import Evaluator

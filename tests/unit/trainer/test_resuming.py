@@ -17,7 +17,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.engine.engine import GenerationStopped
 from megatron_rl.rollouts.partial_rollouts import PartialRolloutSource
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runs.rows import read_metrics, read_rows
+from megatron_rl.runs.files import read_metrics, read_rows
 from megatron_rl.runtime.interruption import SIGNALS, Interruption
 from megatron_rl.telemetry.console import Console
 from megatron_rl.telemetry.metrics import PhaseClock

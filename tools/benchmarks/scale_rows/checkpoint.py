@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from megatron_rl.telemetry.peak_memory import PeakMemory
+from megatron_rl.telemetry.metrics import PeakMemory
 from tests.ranks import fork_from, run_ranks
 from tools.benchmarks.scale_rows import Row
 

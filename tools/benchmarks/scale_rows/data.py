@@ -82,7 +82,7 @@ PROMPT_PROGRAM = (
     PREPARE
     + """
 import itertools
-from megatron_rl.data.prompt_table import PromptTable, write_prompts
+from megatron_rl.data.prompts import PromptTable, write_prompts
 from megatron_rl.types import Prompt
 def prompts(count):
     for number in range(count):
@@ -105,7 +105,7 @@ START_PROGRAM = (
 import json, pickle, statistics
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from megatron_rl.data.prompt_table import PromptTable, write_prompts
+from megatron_rl.data.prompts import PromptTable, write_prompts
 from megatron_rl.data.prompts import read_prompts
 from megatron_rl.data.rows import Columns
 folder, count = Path(sys.argv[1]), int(sys.argv[2])

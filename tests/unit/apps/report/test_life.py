@@ -22,7 +22,7 @@ from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import TokenInputs, build_objective
 from megatron_rl.objectives.choice import OBJECTIVE_NAMES
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runs.rollout_tables import count_thinned
+from megatron_rl.runs.rollouts import count_thinned
 from megatron_rl.types import Denominators
 from tests.made_runs import OBSERVED, WORDS, make_run
 

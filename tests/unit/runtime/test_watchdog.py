@@ -7,15 +7,23 @@ import sys
 
 import pytest
 
-from megatron_rl.runtime.heartbeat import SLOT_BYTES, Heartbeat, make_board, map_board, read_slot
-from megatron_rl.runtime.stacks import StackSample, identify_stalled_ranks, split_stacks
+from megatron_rl.runtime.watchdog import (
+    SLOT_BYTES,
+    Heartbeat,
+    StackSample,
+    identify_stalled_ranks,
+    make_board,
+    map_board,
+    read_slot,
+    split_stacks,
+)
 from tests.running import assert_end
 
 # `wait` appears like a rank inside a collective; `spin` keeps the interpreter's lock.
 RANK = """
 import os, signal, subprocess, sys, time
-from megatron_rl.runtime.heartbeat import Heartbeat, map_board
-from megatron_rl.runtime.stacks import answer_by_stacks
+from megatron_rl.runtime.watchdog import Heartbeat, map_board
+from megatron_rl.runtime.watchdog import answer_by_stacks
 board, stacks, place, action = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 answer_by_stacks(stacks)
 progress = Heartbeat(map_board(board), place, budget=60.0)

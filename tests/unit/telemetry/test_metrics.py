@@ -1,8 +1,10 @@
-"""Peak memory of phases on a device that an engine shares."""
+"""Peak memory of phases on a device that an engine shares, and seconds of the start."""
 
+import pytest
 import torch
 
-from megatron_rl.telemetry.peak_memory import PeakMemory
+from megatron_rl.runtime.processes import command_start
+from megatron_rl.telemetry.metrics import PeakMemory, StartUp
 
 
 def test_memory_released_by_sleeping_engine_is_excluded(monkeypatch):
@@ -36,3 +38,15 @@ def test_memory_released_by_sleeping_engine_is_excluded(monkeypatch):
     hold(-2)
     memory.reset()
     assert memory.peak() == 43
+
+
+def test_phases_cover_time_since_command_start():
+    started = command_start()
+    start = StartUp(started)
+    for part in ("engine_check", "imports", "push"):
+        start.ended(part)
+    seconds = start.metrics()
+    assert list(seconds) == [f"time/start_{part}" for part in ("imports", "engine_check", "push")]
+    passed = start._last - started
+    assert sum(seconds.values()) == pytest.approx(passed, abs=1e-3)
+    assert "engine check" in str(start)

@@ -1,0 +1,70 @@
+"""Stop tokens and stop strings that end a response before its token limit."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import UserError
+
+
+@dataclass(frozen=True)
+class StopCriterion:
+    """Tokens and texts that end a response; a text does so wherever it occurs."""
+
+    token_ids: tuple[int, ...]
+    texts: tuple[str, ...] = ()
+
+    def describe(self, tokenizer: Any) -> str:
+        """Describe in one line what ends a response."""
+        names = tokenizer.convert_ids_to_tokens(list(self.token_ids)) if tokenizer else []
+        tokens = ", ".join(
+            f"{token} {name}" for token, name in zip(self.token_ids, names, strict=False)
+        )
+        texts = "".join(f", or the text {text!r}" for text in self.texts)
+        return f"a response ends with token {tokens or self.token_ids}{texts}"
+
+
+def find_stop_rule(
+    model_folder: str | Path,
+    tokenizer: Any,
+    *,
+    vocab_size: int,
+    token_ids: Sequence[int] = (),
+    texts: Sequence[str] = (),
+) -> StopCriterion:
+    """Collect the stop tokens of a model and add those given.
+
+    Reads `eos_token_id` from generation_config.json, config.json and the tokenizer: chat models
+    often name the end-of-turn token in only one of them, and a response would then never stop.
+    Raises ValueError if there is none, or if a token is outside the vocabulary.
+    """
+    stop_tokens: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        path = Path(model_folder) / name
+        value = _read_eos(path) if path.is_file() else None
+        if value is not None:
+            stop_tokens += value if isinstance(value, list) else [value]
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        stop_tokens.append(tokenizer.eos_token_id)
+    stop_tokens += token_ids
+    if not stop_tokens:
+        raise UserError(
+            f"{model_folder}: neither its configs nor its tokenizer name an end of text "
+            "(eos_token_id), so a response would never end; set rollout.stop_token_ids"
+        )
+    if outside := [token for token in stop_tokens if not 0 <= token < vocab_size]:
+        raise UserError(
+            f"{model_folder}: stop token {outside[0]} is outside the vocabulary "
+            f"0..{vocab_size - 1}; correct eos_token_id of its configs and tokenizer, or "
+            "rollout.stop_token_ids"
+        )
+    return StopCriterion(tuple(dict.fromkeys(stop_tokens)), tuple(texts))
+
+
+def _read_eos(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{path} is not a JSON object ({error}); download it again") from None
