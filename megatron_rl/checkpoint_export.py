@@ -17,8 +17,8 @@ from megatron_rl.config import (
     parse_config,
 )
 from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes
-from megatron_rl.preflight.disk import find_writable
 from megatron_rl.preflight.layout import cut_problems
+from megatron_rl.preflight.resources import find_writable
 from megatron_rl.resharding.layouts import ActorLayout
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.telemetry.console import Console

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     from megatron_rl.apps.planning.built_in import with_built_in_model
     from megatron_rl.apps.planning.fit import DoesNotFitError
     from megatron_rl.config import load_config
-    from megatron_rl.preflight.memory import DOES_NOT_FIT
+    from megatron_rl.preflight.resources import DOES_NOT_FIT
 
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(options.config, options.overrides)

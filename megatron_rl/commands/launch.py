@@ -5,8 +5,14 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_rl.apps.launch.following import cancel, describe, final_status, read_logs
-from megatron_rl.apps.launch.record import Record, find_record
+from megatron_rl.apps.launch.following import (
+    Record,
+    cancel,
+    describe,
+    final_status,
+    find_record,
+    read_logs,
+)
 from megatron_rl.commands.options import Commands, add_command, count, option, overrides
 from megatron_rl.config import ConfigError
 
@@ -60,9 +66,7 @@ def add_parser(commands: Commands) -> None:
 
 def _launch(options: argparse.Namespace, arguments: list[str]) -> int:
     from megatron_rl.apps.launch.cluster import SlurmCluster, load_cluster
-    from megatron_rl.apps.launch.inputs import check_inputs
-    from megatron_rl.apps.launch.launch_plan import plan_launch
-    from megatron_rl.apps.launch.source import require_committed
+    from megatron_rl.apps.launch.launch_plan import check_inputs, plan_launch, require_committed
     from megatron_rl.apps.launch.starting import preview, start_here, start_on_slurm
     from megatron_rl.config import load_config, with_absolute_paths
     from megatron_rl.preflight.hub_names import resolve_hub_names
@@ -75,7 +79,7 @@ def _launch(options: argparse.Namespace, arguments: list[str]) -> int:
     if problems and not options.offline:
         raise ConfigError("this launch cannot start:\n  " + "\n  ".join(problems))
     if given.data.epochs is not None and not options.offline:
-        from megatron_rl.preflight.epochs import resolve_epochs
+        from megatron_rl.preflight.start import resolve_epochs
 
         resolved += resolve_epochs(named, echo=_warn)[1]
     launch = plan_launch(

@@ -116,7 +116,7 @@ def _read(options: argparse.Namespace) -> tuple[Config, dict[str, object]]:
     data["train"] = data.get("train") or "data/train.parquet"
     config = parse_config(values)
     if config.data.epochs is not None:
-        from megatron_rl.preflight.epochs import resolve_epochs
+        from megatron_rl.preflight.start import resolve_epochs
 
         config, _ = resolve_epochs(config, echo=_warn)
     fixed: dict[str, object] = {"expert_share": config.run.largest_expert_share}

@@ -89,7 +89,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 def _resolve_epochs(config: Config, *, is_main_rank: bool) -> tuple[Config, list[str]]:
     if config.data.epochs is None:  # before the imports
         return config, []
-    from megatron_rl.preflight.epochs import resolve_epochs
+    from megatron_rl.preflight.start import resolve_epochs
 
     return resolve_epochs(config, echo=_warn if is_main_rank else lambda text: None)
 
@@ -176,7 +176,7 @@ def _warn(line: str) -> None:
 
 
 def _check_memory(config: Config, world_size: int) -> None:
-    from megatron_rl.preflight.memory import check_memory, host_memory
+    from megatron_rl.preflight.resources import check_memory, host_memory
 
     on_this_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     warning = check_memory(

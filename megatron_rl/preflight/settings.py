@@ -23,7 +23,6 @@ from megatron_rl.models.adapters import (
 )
 from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.objectives.function_spec import FunctionSpec, check_function
-from megatron_rl.preflight.disk import check_disk, find_writable
 from megatron_rl.preflight.hub_names import hub_problem
 from megatron_rl.preflight.layout import (
     engine_layout_problems,
@@ -31,6 +30,7 @@ from megatron_rl.preflight.layout import (
     length_problems,
     product_sizes,
 )
+from megatron_rl.preflight.resources import check_disk, find_writable
 from megatron_rl.rollouts.build_schedule import build_schedule
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.processes import group_sizes, has_cuda, limit_problem

@@ -8,7 +8,7 @@ from megatron_rl.rollouts.schedule import Schedule
 
 def build_schedule(config: Config) -> Schedule:
     """Build the schedule of `lag` and `replay`; ValueError naming an invalid setting."""
-    assert config.data.epochs is None, "preflight.epochs turns it into steps before"
+    assert config.data.epochs is None, "resolve_epochs turns it into steps before"
     schedule = Schedule(
         policy=build_policy(config.lag.batches, seed=config.seed),
         seed=config.seed,

@@ -80,9 +80,8 @@ class StartedOnCluster:
 
     def __init__(self, study: Study, run: PlannedRun, *, cluster_file: str) -> None:
         from megatron_rl.apps.launch.cluster import SlurmCluster, load_cluster
-        from megatron_rl.apps.launch.following import is_active
+        from megatron_rl.apps.launch.following import find_record, has_record, is_active
         from megatron_rl.apps.launch.launch_plan import plan_launch
-        from megatron_rl.apps.launch.record import find_record, has_record
         from megatron_rl.apps.launch.starting import start_here, start_on_slurm
 
         cluster = load_cluster(cluster_file)

@@ -1,4 +1,4 @@
-# The part of a SLURM batch script before srun; scripts.py sets the variables in lower case above it:
+# The part of a SLURM batch script before srun; slurm.py sets the variables in lower case above it:
 # exits stalls first_status metrics interrupted requeue link preempt_after.
 unset SLURM_UNBUFFEREDIO  # with it ranks write to terminals, and draw progress bars
 began=$(date +%s)

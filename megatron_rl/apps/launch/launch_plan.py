@@ -1,14 +1,121 @@
-"""Plan of a launch: checked, with absolute paths, before anything is written."""
+"""Plan of a launch: checked, with absolute paths, before anything is written.
 
+A job runs a copy of the package; its digest and uncommitted changes are kept with it.
+"""
+
+import hashlib
+import json
 import os
 import re
+import shutil
+import subprocess
+import tempfile
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 
+import megatron_rl
 from megatron_rl.apps.launch.cluster import Cluster, Container, SlurmCluster, plain_path
-from megatron_rl.apps.launch.source import PACKAGE, Source, read_source
-from megatron_rl.config import Config, ConfigError, load_config, parse_config, with_absolute_paths
+from megatron_rl.config import (
+    Config,
+    ConfigError,
+    dump_config,
+    load_config,
+    parse_config,
+    with_absolute_paths,
+)
 from megatron_rl.runs.files import read_metrics
+
+PACKAGE = Path(megatron_rl.__file__).parent
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files to package, by their path in the package, and their state in git."""
+
+    files: dict[str, Path]
+    commit: str | None  # None: not in a git checkout
+    uncommitted: str  # a diff that includes new files; "" if everything is committed
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of names and contents; independent of the location of the files."""
+        total = hashlib.sha256()
+        for name, file in sorted(self.files.items()):
+            content = hashlib.sha256(file.read_bytes()).hexdigest()
+            total.update(f"{content}  {name}\n".encode())
+        return total.hexdigest()
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy all files into a folder."""
+        for name, file in self.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, folder / name)
+
+
+def read_source(verifier: str | None, folder: Path) -> Source:
+    """Collect the package, and the verifier's module if it is in `folder`."""
+    files = {f"{PACKAGE.name}/{name}": file for name, file in _files_of(PACKAGE).items()}
+    if verifier is not None:
+        files |= _verifier_files(verifier.partition(":")[0].split(".")[0], folder)
+    commit = _git("rev-parse", "HEAD")
+    if commit is None or _git("ls-files", "--error-unmatch", f"{PACKAGE.name}/__init__.py") is None:
+        return Source(files, None, "")
+    diff = _git("diff", "HEAD", "--", PACKAGE.name) or ""
+    others = _git("ls-files", "--others", "--exclude-standard", "--", PACKAGE.name) or ""
+    for name in others.splitlines():
+        # git exits with status 1 if the files differ
+        diff += _git("diff", "--no-index", "--", "/dev/null", name, good=(0, 1)) or ""
+    return Source(files, commit.strip(), diff)
+
+
+def require_committed(source: Source) -> None:
+    """Raise ConfigError that lists uncommitted files."""
+    if source.commit is None:
+        raise ConfigError(f"--committed: {PACKAGE} is not in a git checkout; leave the option out")
+    if source.uncommitted:
+        changed = re.findall(r"^diff --git a/.* b/(.*)$", source.uncommitted, re.MULTILINE)
+        raise ConfigError(
+            "--committed: these files have uncommitted changes; commit them, or leave the option "
+            "out to package them:\n  " + "\n  ".join(changed)
+        )
+
+
+def _files_of(folder: Path) -> dict[str, Path]:
+    return {
+        str(file.relative_to(folder)): file
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+
+
+def _verifier_files(package: str, folder: Path) -> dict[str, Path]:
+    if package == PACKAGE.name:
+        return {}
+    spec = PathFinder.find_spec(package, [str(folder)])
+    if spec is None or spec.origin is None:
+        return {}  # installed in the environment; the job's preflight checks that
+    origin = Path(spec.origin)
+    if spec.submodule_search_locations is None:
+        return {origin.name: origin}
+    return {f"{package}/{name}": file for name, file in _files_of(origin.parent).items()}
+
+
+def _git(*arguments: str, good: tuple[int, ...] = (0,)) -> str | None:
+    """Run git next to the package; returns its output, or None if it fails or is missing."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=PACKAGE.parent,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+        )
+    except OSError:
+        return None
+    return done.stdout if done.returncode in good else None
+
 
 ON_HUB = "hf:"  # prefix of data sets on the hub, which are not files
 # docker://ubuntu, nvcr.io#nvidia/pytorch:25.08-py3, nvcr.io/nvidia/pytorch:25.08-py3
@@ -247,4 +354,40 @@ def _on_the_host(path: str, mounts: list[str]) -> Path | None:
     for host, inside in pairs:
         if Path(path).is_relative_to(inside):
             return Path(host) / Path(path).relative_to(inside)
+    return None
+
+
+LONGEST = 300.0  # seconds; importing a verifier may take two minutes
+
+
+def check_inputs(launch: Launch) -> str | None:
+    """Return why the files could not be checked, or None; ConfigError if the run cannot start.
+
+    The checks run in the training environment, because the launcher's lacks the tokenizers and the
+    imports of a verifier. For containers only the paths are checked (`plan_launch`).
+    """
+    cluster, processes = launch.cluster, []
+    if isinstance(cluster, SlurmCluster):
+        if cluster.container is not None:
+            return None
+        processes = ["--processes", str(launch.nodes * cluster.processes_per_node)]
+    path = os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.yaml"
+        file.write_text(dump_config(launch.config), encoding="utf-8")
+        command = [launch.python, "-m", "megatron_rl.preflight", str(file), *processes]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, encoding="utf-8", errors="replace", check=False,
+                timeout=LONGEST, env=os.environ | {"PYTHONPATH": path},
+            )  # fmt: skip
+            problems = json.loads(done.stdout.strip().splitlines()[-1])
+        except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
+            output = "" if isinstance(error, OSError | subprocess.TimeoutExpired) else done.stderr
+            last = output.strip().splitlines()[-1:] or [str(error)]
+            return (
+                f"prompts, reward and weights were not checked: {launch.python} failed: {last[0]}"
+            )
+    if problems:
+        raise ConfigError("this launch cannot start:\n  " + "\n  ".join(problems))
     return None

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_rl.apps.launch.cluster import SlurmCluster
 from megatron_rl.apps.launch.launch_plan import Launch
-from megatron_rl.apps.launch.scripts import batch_lines
+from megatron_rl.apps.launch.slurm import batch_lines
 from megatron_rl.config import ConfigError
 
 

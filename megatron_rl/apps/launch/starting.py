@@ -16,11 +16,17 @@ from typing import NoReturn
 
 from megatron_rl.apps.launch import slurm
 from megatron_rl.apps.launch.cluster import SlurmCluster, plain_path
-from megatron_rl.apps.launch.following import is_active, is_alive, read_exits
+from megatron_rl.apps.launch.following import (
+    Record,
+    find_record,
+    has_record,
+    is_active,
+    is_alive,
+    read_exits,
+)
 from megatron_rl.apps.launch.launch_plan import Launch, unchecked
 from megatron_rl.apps.launch.nemo import materialize, require_nemo_run, run_here, submit
-from megatron_rl.apps.launch.record import Record, find_record, has_record
-from megatron_rl.apps.launch.scripts import (
+from megatron_rl.apps.launch.slurm import (
     INSIDE,
     INTERRUPTED_STATUSES,
     LAUNCHER_LOG,

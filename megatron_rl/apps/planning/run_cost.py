@@ -17,7 +17,7 @@ from megatron_rl.apps.planning.parts import Parts, count_parameters, count_train
 from megatron_rl.apps.planning.response_bytes import ResponseBytes, response_bytes
 from megatron_rl.apps.planning.search import Option, Search
 from megatron_rl.config import Config
-from megatron_rl.preflight.disk import count_rows, describe_size, disk_needs
+from megatron_rl.preflight.resources import count_rows, describe_size, disk_needs
 from megatron_rl.runs.directory import RunDirectory
 
 PROBLEMS = 30  # assumed size of an evaluation set whose file does not exist here

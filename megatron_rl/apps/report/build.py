@@ -1,35 +1,154 @@
-"""Report on runs: an HTML page, PNG figures and an optional zip archive."""
+"""Report on runs: a self-contained HTML page, PNG figures and an optional zip archive."""
 
+import base64
+import gzip
+import hashlib
+import html
+import json
+import time
 import zipfile
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.apps.report.about import describe_runs
-from megatron_rl.apps.report.page import render_page
 from megatron_rl.apps.report.pictures import draw_pictures
-from megatron_rl.apps.report.positions import gate_by_position, ratios_by_position
 from megatron_rl.apps.report.runs import (
     Run,
     RunGroup,
-    find_runs,
-    first_shown,
-    group_runs,
-    show_value,
-    title_of,
-)
-from megatron_rl.apps.report.series import (
     best_scores,
     centered_mean,
     default_threshold,
+    find_runs,
     first_passage,
+    first_shown,
+    group_runs,
     progress,
     score_keys,
+    show_value,
+    title_of,
 )
-from megatron_rl.apps.report.tokens import build_life, describe_objective
-from megatron_rl.apps.report.traces import objective_of, spread_out, traced_steps, why_no_decisions
+from megatron_rl.apps.report.traces import (
+    build_life,
+    describe_objective,
+    gate_by_position,
+    objective_of,
+    ratios_by_position,
+    spread_out,
+    traced_steps,
+    why_no_decisions,
+)
 from megatron_rl.errors import UserError
 from megatron_rl.runs.files import PHASES
+
+MOST = 3  # values of several runs that are listed
+
+
+def describe_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """List name, distinct values and number of further ones of what identifies these runs."""
+    found: dict[str, dict[str, None]] = {}
+    for run in runs:
+        for name, value in _describe(run).items():
+            found.setdefault(name, {}).setdefault(value)
+    if len(runs) > 1 and len(found.get("Command", {})) > 1:
+        del found["Command"]  # every run has its own; the settings list what differs
+    return [
+        {"name": name, "values": list(values)[:MOST], "more": max(0, len(values) - MOST)}
+        for name, values in found.items()
+    ]
+
+
+def _describe(run: Run) -> dict[str, str]:
+    config, start = run.config, run.starts[0] if run.starts else {}
+    model, data = config.get("model") or {}, config.get("data") or {}
+    verifier = (config.get("reward") or {}).get("verifier")
+    environment = (config.get("environment") or {}).get("name")
+    graded = f"played in {environment}" if environment else f"graded by {verifier}"
+    mixed = [each["path"] for each in (data.get("mix") or {}).values()]
+    files = [data["train"]] if data.get("train") else mixed
+    task = [f"prompts of {', '.join(map(_short, files))}"] if files else []
+    task += [graded] if environment or verifier else []
+    sets = ", ".join((config.get("eval") or {}).get("sets") or {})
+    task += [f"held-out sets {sets}"] if sets else []
+    written = run.folder / "metrics.jsonl"
+    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(written.stat().st_mtime))
+    command = start.get("command") or f"megatron-rl train --config {run.folder / 'config.yaml'}"
+    return {
+        **({"Model": _short(model["path"])} if model.get("path") else {}),
+        **({"Task": ", ".join(task)} if task else {}),
+        "Started" if start else "Last written": start.get("time", date),
+        "Version": f"megatron_rl {start.get('version', 'not recorded')}",
+        "Command": command,
+    }
+
+
+def _short(path: str) -> str:
+    """Return the last two parts of a path: a folder and its parent name a model or a file."""
+    return "/".join(Path(path).parts[-2:])
+
+
+SCRIPTS = ("uplot.js", "dom.js", "glossary.js", "charts.js", "figures.js", "life.js", "main.js")
+STYLES = ("uplot.css", "style.css")
+
+
+def render_page(data: Mapping[str, Any]) -> str:
+    """Render the page for `data`, which may contain arbitrary text.
+
+    A content security policy allows only these scripts, by their hashes, and no network requests.
+    The data is base64 until the scripts unpack it and insert it as text nodes.
+    """
+    library, *own = map(_asset, SCRIPTS)
+    script = "\n".join((library, "(async () => {", *own, "})();"))
+    style = "\n".join(_asset(name) for name in STYLES)
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    return "\n".join(
+        (
+            "<!doctype html>",
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{html.escape(data['title'])}</title>",
+            f"<style>{style}</style>",
+            "</head>",
+            "<body>",
+            "<noscript>This report needs JavaScript.</noscript>",
+            f'<script type="text/plain" id="data">{pack(data)}</script>',
+            f"<script>{script}</script>",
+            "</body>",
+            "</html>",
+            "",
+        )
+    )
+
+
+def pack(data: Mapping[str, Any]) -> str:
+    """Encode data as JSON with five-digit floats, gzip and base64."""
+    text = json.dumps(_rounded(data), separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if abs(value) < float("inf") else None
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value
+
+
+def _asset(name: str) -> str:
+    return (files("megatron_rl.apps.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
 
 REPORT = "report.html"
 CURVES = {

@@ -6,10 +6,8 @@ import sys
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_rl.apps.report.build import collect, write_report
-from megatron_rl.apps.report.page import render_page
-from megatron_rl.apps.report.runs import find_runs, group_runs
-from megatron_rl.apps.report.series import first_passage
+from megatron_rl.apps.report.build import collect, render_page, write_report
+from megatron_rl.apps.report.runs import find_runs, first_passage, group_runs
 from tests import made_runs
 from tests.functional.debian import missing
 from tests.functional.report.browser import PACKAGES, PROGRAMS, Browser

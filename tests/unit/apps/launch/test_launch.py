@@ -13,17 +13,24 @@ import yaml
 from megatron_rl.apps.launch import nemo, slurm, starting
 from megatron_rl.apps.launch.cluster import SlurmCluster, load_cluster
 from megatron_rl.apps.launch.following import (
+    Record,
     cancel,
     describe,
     final_status,
+    find_record,
+    has_record,
     is_active,
     read_exits,
     read_logs,
 )
-from megatron_rl.apps.launch.launch_plan import plan_launch
-from megatron_rl.apps.launch.record import Record, find_record, has_record
-from megatron_rl.apps.launch.scripts import batch_lines, inside_script, rank_script
-from megatron_rl.apps.launch.source import Source, read_source, require_committed
+from megatron_rl.apps.launch.launch_plan import (
+    Source,
+    check_inputs,
+    plan_launch,
+    read_source,
+    require_committed,
+)
+from megatron_rl.apps.launch.slurm import batch_lines, inside_script, rank_script
 from megatron_rl.commands.launch import _follow
 from megatron_rl.config import ConfigError, apply_override, parse_config
 
@@ -409,7 +416,7 @@ def test_source_is_packaged_with_uncommitted_changes(tmp_path):
     source = read_source("my_rewards:score", tmp_path)
     assert source.files["my_rewards.py"] == tmp_path / "my_rewards.py"
     source.copy_to(tmp_path / "copy")
-    for name in ("megatron_rl/apps/launch/source.py", "my_rewards.py"):
+    for name in ("megatron_rl/apps/launch/launch_plan.py", "my_rewards.py"):
         assert (tmp_path / "copy" / name).read_bytes() == source.files[name].read_bytes()
     digest = source.digest
     (tmp_path / "my_rewards.py").write_text("def score(): pass\n")
@@ -577,3 +584,29 @@ def test_235b_example_dry_run_works_offline(monkeypatch, tmp_path):
     assert "model.path: /shared/model" in starting.preview(launch, offline=True)
     with pytest.raises(ConfigError, match="248 processes do not fit tensor 8"):
         plan_launch(file, cluster, overrides=overrides, nodes=31, **options)
+
+
+__all__ = ["config"]  # a fixture
+
+
+def test_interpreter_of_job_finds_errors(config):
+    with pytest.raises(
+        ConfigError, match=r"(?s)launch cannot start:\n.*model/config\.json does not"
+    ):
+        check_inputs(plan(config, {"executor": "local", "python": sys.executable}))
+
+
+def test_interpreter_that_cannot_check_is_warning(config):
+    warning = check_inputs(plan(config, {"executor": "local", "python": "/usr/bin/env"}))
+    assert warning.startswith("prompts, reward and weights were not checked: /usr/bin/env failed: ")
+
+
+def test_run_on_other_machines_ignores_local_devices(config):
+    """Transformer Engine needs CUDA, which a login node may lack."""
+    launch = plan(
+        config, SLURM | {"python": sys.executable}, "model.transformer_engine=true",
+        "parallel.data=8", "rollout.prompts_per_step=8", "trainer.minibatches=1",
+    )  # fmt: skip
+    with pytest.raises(ConfigError) as error:
+        check_inputs(launch)
+    assert "model.path: " in str(error.value) and "transformer_engine" not in str(error.value)

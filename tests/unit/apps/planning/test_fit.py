@@ -11,7 +11,7 @@ from megatron_rl.apps.planning import fit
 from megatron_rl.apps.planning.response_bytes import response_bytes
 from megatron_rl.commands import dry_run
 from megatron_rl.config import ConfigError, load_config, parse_config
-from megatron_rl.preflight.memory import check_memory
+from megatron_rl.preflight.resources import check_memory
 from tests.unit.apps.planning.models import EXPERTS, SMALL, save_shape
 from tests.unit.test_examples import EXAMPLES, MODELS, SHAPES
 

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl.config import ConfigError, parse_config
-from megatron_rl.preflight.disk import check_disk, describe_size
+from megatron_rl.preflight.resources import check_disk, describe_size
 from megatron_rl.runs.directory import RunDirectory
 from tests.unit.resharding.shapes import small_shape
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from megatron_rl.apps.report.runs import find_runs
-from megatron_rl.apps.report.tokens import Pieces, build_life
 from megatron_rl.apps.report.traces import (
+    Pieces,
     TracedResponse,
+    build_life,
     has_decisions_per_response,
     objective_of,
     read_traced_groups,

@@ -10,8 +10,13 @@ import pytest
 import yaml
 
 from megatron_rl.apps.report.build import collect, write_report
-from megatron_rl.apps.report.runs import find_runs, group_runs
-from megatron_rl.apps.report.series import best_scores, centered_mean, default_threshold
+from megatron_rl.apps.report.runs import (
+    best_scores,
+    centered_mean,
+    default_threshold,
+    find_runs,
+    group_runs,
+)
 from megatron_rl.runs.files import PHASES
 from tests.made_runs import EPOCHS, make_run
 
