@@ -7,12 +7,14 @@ Source: github.com/fla-org/flash-linear-attention, fla/ops/gated_delta_rule/chun
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
+import importlib.util
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from megatron_rl.distributed.gated_delta import Rule, torch_rule
@@ -29,19 +31,36 @@ def find_kernel() -> Callable[..., Any] | None:
         return None
 
 
+def refuses_gradients() -> bool:
+    """Whether the package refuses the backward pass here: on Hopper, unless tilelang computes it.
+
+    Triton 3.4.0 to 3.7.0 miscompiles it there; source: `chunk_bwd_dqkwg` of the package's
+    fla/ops/common/chunk_o.py.
+    """
+    if torch.cuda.get_device_capability() != (9, 0) or importlib.util.find_spec("tilelang"):
+        return False
+    release = Version(importlib.metadata.version("triton"))
+    return Version("3.4.0") <= release < Version("3.7.1")
+
+
 def choose_rule(*, on_cuda: bool) -> Rule:
     """Return the kernel's rule on CUDA, and torch's on a CPU or, with a warning, without it."""
     if not on_cuda:
         return torch_rule
     kernel = find_kernel()
     if kernel is None:
-        warnings.warn(
-            f"gated delta nets without {PACKAGE}: the scan in torch computes the same, but "
-            f"several times slower; install it with `pip install {PACKAGE}`",
-            stacklevel=2,
-        )
-        return torch_rule
-    return kernel_rule(kernel)
+        missing, cure = PACKAGE, f"`pip install {PACKAGE}`"
+    elif refuses_gradients():
+        missing = "tilelang, which flash-linear-attention needs on Hopper with this Triton"
+        cure = "`pip install tilelang`, or Triton 3.7.1 or later"
+    else:
+        return kernel_rule(kernel)
+    warnings.warn(
+        f"gated delta nets without {missing}: the scan in torch computes the same, but several "
+        f"times slower; install it with {cure}",
+        stacklevel=2,
+    )
+    return torch_rule
 
 
 def kernel_rule(kernel: Callable[..., Any]) -> Rule:
