@@ -23,44 +23,40 @@ from megatron_rl.distributed.sequence_layout import SequenceLayout
 PACKAGE = "flash-linear-attention"
 
 
-def find_kernel() -> Callable[..., Any] | None:
-    """Return the package's function, or None where it is not installed."""
-    try:
-        return importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    except ImportError:
-        return None
+def find_kernel() -> Callable[..., Any]:
+    """Return the package's function.
 
-
-def refuses_gradients() -> bool:
-    """Whether the package refuses the backward pass here: on Hopper, unless tilelang computes it.
-
-    Triton 3.4.0 to 3.7.0 miscompiles it there; source: `chunk_bwd_dqkwg` of the package's
-    fla/ops/common/chunk_o.py.
+    Raises ImportError, with the cure, where it or what it needs is not installed. On Hopper it
+    refuses gradients with Triton 3.4.0 to 3.7.0, which miscompile them, unless tilelang computes
+    them; source: `chunk_bwd_dqkwg` of the package's fla/ops/common/chunk_o.py.
     """
-    if torch.cuda.get_device_capability() != (9, 0) or importlib.util.find_spec("tilelang"):
-        return False
-    release = Version(importlib.metadata.version("triton"))
-    return Version("3.4.0") <= release < Version("3.7.1")
+    try:
+        kernel = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    except ImportError as error:
+        raise ImportError(f"{PACKAGE} is not installed: `pip install {PACKAGE}`") from error
+    if torch.cuda.get_device_capability() == (9, 0) and not importlib.util.find_spec("tilelang"):
+        release = importlib.metadata.version("triton")
+        if Version("3.4.0") <= Version(release) < Version("3.7.1"):
+            raise ImportError(
+                f"{PACKAGE} refuses gradients on Hopper with Triton {release}: "
+                "`pip install tilelang`, or Triton 3.7.1 or later"
+            )
+    return kernel
 
 
 def choose_rule(*, on_cuda: bool) -> Rule:
     """Return the kernel's rule on CUDA, and torch's on a CPU or, with a warning, without it."""
     if not on_cuda:
         return torch_rule
-    kernel = find_kernel()
-    if kernel is None:
-        missing, cure = PACKAGE, f"`pip install {PACKAGE}`"
-    elif refuses_gradients():
-        missing = "tilelang, which flash-linear-attention needs on Hopper with this Triton"
-        cure = "`pip install tilelang`, or Triton 3.7.1 or later"
-    else:
-        return kernel_rule(kernel)
-    warnings.warn(
-        f"gated delta nets without {missing}: the scan in torch computes the same, but several "
-        f"times slower; install it with {cure}",
-        stacklevel=2,
-    )
-    return torch_rule
+    try:
+        return kernel_rule(find_kernel())
+    except ImportError as error:
+        warnings.warn(
+            f"gated delta nets are scanned in torch, which computes the same several times slower: "
+            f"{error}",
+            stacklevel=2,
+        )
+        return torch_rule
 
 
 def kernel_rule(kernel: Callable[..., Any]) -> Rule:

@@ -1,5 +1,6 @@
 """Device utilization of an update: a 1.5B model, a mixture of experts, and fp8."""
 
+import gc
 import tempfile
 import time
 from pathlib import Path
@@ -66,6 +67,7 @@ def _measure(row, lengths, *, model=None, label="", **settings):
     from megatron_rl.objectives import build_objective
 
     topology = one_process()
+    gc.collect()  # an actor of an earlier call, whose hooks refer to it
     with tempfile.TemporaryDirectory() as temporary:
         config = save_random_model(Path(temporary) / "model", model)
         settings = ActorSettings(learning_rate=1e-6, dtype=LOW, recompute="full", **settings)

@@ -4,9 +4,13 @@ Four ranks, tensor 2 with sequence parallelism x context 2, in float64; packs of
 """
 
 import functools
+import importlib.metadata
+import importlib.util
 import inspect
 import itertools
+import sys
 import textwrap
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -218,11 +222,29 @@ def test_rule_is_that_of_megatron():
     torch.testing.assert_close(found[0], found[1], atol=1e-13, rtol=0)
 
 
-def test_missing_kernel_is_warned_of():
-    if delta_kernel.find_kernel() is not None:
-        pytest.skip("flash-linear-attention is installed")
-    with pytest.warns(UserWarning, match="several times slower; install it with `pip install"):
+def test_missing_kernel_is_warned_of(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", None)
+    with pytest.warns(UserWarning, match="several times slower: .*`pip install flash-linear-att"):
         assert delta_kernel.choose_rule(on_cuda=True) is delta_kernel.torch_rule
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "refused"),
+    [((9, 0), "3.6.0", True), ((9, 0), "3.7.1", False), ((10, 0), "3.6.0", False)],
+)
+def test_kernel_that_refuses_gradients_is_not_used(monkeypatch, capability, triton, refused):
+    module = SimpleNamespace(chunk_gated_delta_rule=chunk_rule)
+    monkeypatch.setitem(sys.modules, "fla", SimpleNamespace(ops=None))
+    monkeypatch.setitem(sys.modules, "fla.ops", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", module)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: triton)
+    if refused:
+        with pytest.raises(ImportError, match=r"Hopper with Triton 3.6.0: `pip install tilelang`"):
+            delta_kernel.find_kernel()
+    else:
+        assert delta_kernel.find_kernel() is chunk_rule
 
 
 def test_kernel_of_the_dry_run_has_the_shapes_of_the_rule():
