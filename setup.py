@@ -31,7 +31,7 @@ REQUIREMENTS = [
     "transformers>=5",
 ]
 
-# Read by some, and by their tests: data sets of the hub and folders that it saved; generated tasks.
+# Read by some, and by their tests: data sets of the hub and folders that it saved.
 DATA = ["datasets>=3"]
 REASONING_GYM = ["reasoning-gym>=0.1.25"]
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 
 # modules of `commands`, in the order of the help page
-COMMANDS = ("quickstart", "train", "evaluate", "launch", "plan", "dry_run", "task", "export",
+COMMANDS = ("quickstart", "train", "evaluate", "launch", "plan", "dry_run", "export",
             "report", "rollouts", "doctor")  # fmt: skip
 
 

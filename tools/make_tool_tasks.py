@@ -26,8 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_rl.apps.tasks.folder import make_folder_once, settings_parser
-from megatron_rl.apps.tasks.making import PORTABLE
+from megatron_rl.apps.tasks.tiny_task import PORTABLE, make_folder_once, settings_parser
 
 DIGITS, KEYS = "0123456789", "abcdefghijklmnopqrstuvwxyz"
 # Tokens are single characters and a few pieces of text.

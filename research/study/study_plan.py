@@ -31,7 +31,6 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from megatron_rl.apps.tasks.settings import TaskSettings
 from megatron_rl.config import (
     Config,
     ConfigError,
@@ -50,6 +49,7 @@ from megatron_rl.config.sections import Count, Name
 from megatron_rl.config.yaml_text import find_file
 from megatron_rl.runs.files import ROLLOUT_COST
 from research.study.contrast_plan import ContrastPlan, ContrastSection, plan_contrasts
+from research.tasks.settings import TaskSettings
 
 PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._]*\Z")
 NOT_THE_EXPERIMENT = ("run", "logging")  # sections that do not affect results
@@ -65,7 +65,7 @@ class StudyFile(Section):
     base: dict[str, Any] = Field(default_factory=dict)
     """Config shared by all runs, as sections or dotted settings."""
     tasks: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Tasks to generate: folder -> settings of `megatron-rl task`."""
+    """Tasks to generate: folder -> settings of `python -m research.tasks`."""
     axes: dict[str, dict[Any, dict[str, Any] | None]] = Field(min_length=1)
     """Axes of the grid: axis -> value -> dotted settings."""
     when: list[dict[str, Any]] = Field(default_factory=list)

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.apps.tasks.settings import TaskSettings
 from megatron_rl.runtime.interruption import end_with_parent
 from research.study.study_plan import PlannedRun, Study
+from research.tasks.settings import TaskSettings
 
 POLL_SECONDS = 0.2
 DEFAULTS = {field.name: field.default for field in fields(TaskSettings)}
@@ -67,7 +67,7 @@ class TaskMaker:
             return False
         self.echo(f"making {folder}")
         options = {f"--{key.replace('_', '-')}": str(value) for key, value in settings.items()}
-        command = [self.python, "-m", "megatron_rl.cli", "task", options.pop("--task", "")]
+        command = [self.python, "-m", "research.tasks", options.pop("--task", "")]
         command += [word for option in options.items() for word in option]
         status = self._run([*command, "--output", folder])
         if status and not self.stop_requested.is_set():

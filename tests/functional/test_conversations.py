@@ -25,7 +25,7 @@ def save_model(folder):
     """A model of random weights, large enough that each matters, and a character tokenizer."""
     import transformers
 
-    from megatron_rl.apps.tasks.tokens import build_tokenizer
+    from tests.character_tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer(256)
     tokenizer.chat_template = TEMPLATE

@@ -51,7 +51,7 @@ LAYERS = {
         "environments",
     },
     "apps.launch": {"config", "runs", "runtime"},
-    "apps.tasks": {"runs", "runtime"},
+    "apps.tasks": {"runtime"},
     "apps.report": {"types", "runs", "objectives", "distributed", "telemetry"},
     "apps.planning": {
         "types", "runs", "config", "distributed", "objectives", "data", "models", "resharding",

@@ -1,1 +1,1 @@
-"""Small generated tasks with worked solutions, and models fine-tuned to a target accuracy."""
+"""The task of the quickstart, and what fine-tunes small models for it."""

@@ -2,9 +2,9 @@
 
 import pytest
 
-from megatron_rl.apps.tasks.tokens import build_tokenizer
 from megatron_rl.data.turns import TurnRenderer, as_messages
 from megatron_rl.errors import UserError
+from tests.character_tokenizer import build_tokenizer
 
 PROMPT = ({"role": "system", "content": "s"}, {"role": "user", "content": "1+1?"})
 CHAT = (

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from megatron_rl.apps.tasks.tokens import build_tokenizer
 from megatron_rl.config import ConfigError, dump_config, load_config, parse_config
 from megatron_rl.data.prompts import PromptMix, PromptOrder
 from megatron_rl.preflight.start import resolve_epochs
 from megatron_rl.rollouts.build_schedule import build_schedule
 from megatron_rl.rollouts.prompt_files import build_order
+from tests.character_tokenizer import build_tokenizer
 
 
 def write_rows(file, prompts):

@@ -4,12 +4,12 @@ import datetime
 
 import pytest
 
-from megatron_rl.apps.tasks.tokens import build_tokenizer
 from megatron_rl.config import ConfigError, parse_config
 from megatron_rl.data.prompts import tokenize_messages
 from megatron_rl.data.turns import TurnRenderer, as_messages
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.trainer.prompt_date import fix_date
+from tests.character_tokenizer import build_tokenizer
 
 # As in Llama 3.2, where `date_string` may be given, and in gpt-oss, whose date is in a macro.
 TEMPLATES = {

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from megatron_rl.apps.tasks import insertion_sort, multiplication, register_machine, running_sum
-from megatron_rl.apps.tasks.worked_solution import Draw, with_self_correction
 from megatron_rl.errors import UserError
+from research.tasks import insertion_sort, multiplication, register_machine, running_sum
+from research.tasks.worked_solution import Draw, with_self_correction
 
 
 class Kind(NamedTuple):

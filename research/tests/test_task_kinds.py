@@ -5,13 +5,13 @@ import re
 
 import pytest
 
-from megatron_rl.apps.tasks import insertion_sort, multiplication, register_machine
-from megatron_rl.apps.tasks.insertion_sort import InsertionSort
-from megatron_rl.apps.tasks.multiplication import Multiplication
-from megatron_rl.apps.tasks.register_machine import Machine
-from megatron_rl.apps.tasks.settings import KINDS
-from megatron_rl.apps.tasks.tokens import PIECES
-from megatron_rl.apps.tasks.worked_solution import (
+from research.tasks import insertion_sort, multiplication, register_machine
+from research.tasks.insertion_sort import InsertionSort
+from research.tasks.multiplication import Multiplication
+from research.tasks.register_machine import Machine
+from research.tasks.settings import KINDS
+from research.tasks.tokens import PIECES
+from research.tasks.worked_solution import (
     Noise,
     SelfCorrection,
     correct_answer,

@@ -1,11 +1,9 @@
-"""Character tokenizer for all tasks, with a chat template of one token."""
+"""Tokenizer of one token per character, with a chat template of one token."""
 
 from typing import Any
 
-from megatron_rl.apps.tasks.worked_solution import CORRECTION
-
 PADDING, END, ANSWER = "<|pad|>", "<|end|>", ":"
-PIECES = [PADDING, END, ANSWER, CORRECTION, *"+-*=?|,;>.0123456789abcdefghijklmnopqrstuvwxyz"]
+PIECES = [PADDING, END, ANSWER, *"+-*=?|,;>.0123456789abcdefghijklmnopqrstuvwxyz"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '" + ANSWER + "' }}{% endif %}"

@@ -1,4 +1,9 @@
-"""`megatron-rl task`: generate a small task and a model with a target accuracy on it."""
+"""Generate a task with worked solutions, and fine-tune a small model to a target accuracy on it.
+
+    python -m research.tasks running_sum --size 16
+
+Existing files are reused.
+"""
 
 import argparse
 import os
@@ -7,7 +12,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-from megatron_rl.commands.options import Commands, add_command, option
+from megatron_rl.errors import UserError
+from research.tasks.settings import KINDS, TaskSettings
 
 HELP = {
     "size": "Size of a problem.",
@@ -29,41 +35,44 @@ HELP = {
 }
 
 
-def add_parser(commands: Commands) -> None:
-    """Add the `task` subcommand, with one option per field of TaskSettings."""
-    from megatron_rl.apps.tasks.settings import KINDS, TaskSettings
-
+def build_parser() -> argparse.ArgumentParser:
+    """Build the command line, with one option per field of TaskSettings."""
     by_kind = {
         "size": ", ".join(f"{name} {kind.usual} {kind.size}" for name, kind in KINDS.items()),
         "layers": ", ".join(f"{name} {kind.layers}" for name, kind in KINDS.items()),
     }
-    add_command(
-        commands, "task", run,
-        option("task", "Kind of problem.", choices=list(KINDS)),
-        option("--output", "Folder to write. Default: .cache/tasks/TASK-SIZE.", type=Path),
-        *(option(
+    parser = argparse.ArgumentParser(prog="python -m research.tasks", description=__doc__)
+    parser.add_argument("task", help="Kind of problem.", choices=list(KINDS))
+    parser.add_argument(
+        "--output", help="Folder to write. Default: .cache/tasks/TASK-SIZE.", type=Path
+    )
+    for field in fields(TaskSettings)[1:]:
+        parser.add_argument(
             "--" + field.name.replace("_", "-"),
-            f"{HELP[field.name]} Default: {by_kind.get(field.name, field.default)}.",
-            type=type(field.default), default=field.default,
+            help=f"{HELP[field.name]} Default: {by_kind.get(field.name, field.default)}.",
+            type=type(field.default),
+            default=field.default,
             choices=get_args(field.type) if get_origin(field.type) is Literal else None,
-        ) for field in fields(TaskSettings)[1:]),
-        help="Generate a small task and a fine-tuned model, for trials and studies.",
-        description="Generate a task with worked solutions, and fine-tune a small model until it "
-        "solves a given fraction of the problems. Existing files are reused.",
-    )  # fmt: skip
+        )
+    return parser
 
 
-def run(options: argparse.Namespace, arguments: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Generate the task if it does not exist, and print where it is."""
-    from megatron_rl.apps.tasks.making import PORTABLE, make_once
-    from megatron_rl.apps.tasks.settings import TaskSettings
+    options = build_parser().parse_args(arguments)
+    from megatron_rl.apps.tasks.tiny_task import PORTABLE
+    from research.tasks.making import make_once
 
     assert "torch" not in sys.modules, "torch is imported already: kernels cannot be chosen"
     os.environ.update(PORTABLE)
     names = [field.name for field in fields(TaskSettings)]
-    settings = TaskSettings(**{name: getattr(options, name) for name in names})
-    output = options.output or Path(".cache/tasks") / f"{settings.task}-{settings.size}"
-    made = make_once(output, settings, report=lambda text: print(text, flush=True))
+    try:
+        settings = TaskSettings(**{name: getattr(options, name) for name in names})
+        output = options.output or Path(".cache/tasks") / f"{settings.task}-{settings.size}"
+        made = make_once(output, settings, report=lambda text: print(text, flush=True))
+    except UserError as error:
+        print(f"research.tasks: error: {error}", file=sys.stderr)
+        return 1
     print(
         f"{output}: {settings.train} + {settings.heldout} prompts of {made['prompt_tokens']} "
         f"tokens, solutions of {made['trace_tokens']}, a model with {made['parameters']:,} "
@@ -72,3 +81,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     if thirds := made.get("slips_by_third"):  # missing from tasks of an earlier version
         print("errors by third of a solution: " + ", ".join(f"{third:.0%}" for third in thirds))
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,7 +7,7 @@ distance. A small model learns this even with hundreds of terms.
 import random
 from dataclasses import dataclass
 
-from megatron_rl.apps.tasks.worked_solution import SolutionWriter
+from research.tasks.worked_solution import SolutionWriter
 
 DIGITS = "0123456789"
 

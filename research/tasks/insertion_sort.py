@@ -7,7 +7,7 @@ letters), so lines grow along the solution.
 import random
 from dataclasses import dataclass
 
-from megatron_rl.apps.tasks.worked_solution import SolutionWriter
+from research.tasks.worked_solution import SolutionWriter
 
 SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyz"  # in sort order
 

@@ -9,7 +9,7 @@ that the model must compute.
 import random
 from dataclasses import dataclass
 
-from megatron_rl.apps.tasks.worked_solution import SolutionWriter
+from research.tasks.worked_solution import SolutionWriter
 
 DIGITS = "0123456789"
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from megatron_rl.apps.tasks.running_sum import RunningSum, draw
-from megatron_rl.apps.tasks.worked_solution import (
+from research.tasks.running_sum import RunningSum, draw
+from research.tasks.worked_solution import (
     Noise,
     SelfCorrection,
     correct_answer,

@@ -10,15 +10,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from megatron_rl.apps.tasks import fine_tuning
-from megatron_rl.apps.tasks.fine_tuning import FineTuning, build_mixture, build_model, update
-from megatron_rl.apps.tasks.making import compute_digest, draw_distinct, make_once
-from megatron_rl.apps.tasks.measuring import IGNORED, compute_accuracy, encode, sample_accuracy
-from megatron_rl.apps.tasks.settings import TaskSettings
-from megatron_rl.apps.tasks.tokens import build_tokenizer
-from megatron_rl.apps.tasks.worked_solution import Noise, correct_solution, verify_trace
+from megatron_rl.apps.tasks.fine_tuning import IGNORED, build_model, update
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizer import load_tokenizer
+from research.tasks import fine_tuning
+from research.tasks.fine_tuning import FineTuning, build_mixture
+from research.tasks.making import compute_digest, draw_distinct, make_once
+from research.tasks.measuring import compute_accuracy, encode, sample_accuracy
+from research.tasks.settings import TaskSettings
+from research.tasks.tokens import build_tokenizer
+from research.tasks.worked_solution import Noise, correct_solution, verify_trace
 
 SMALL = {"train": 20, "heldout": 10, "batch": 8}
 
@@ -116,12 +117,12 @@ def test_failed_fine_tuning_resumes_in_next_call(tmp_path, monkeypatch):
 
 def test_make_once_raises_while_another_process_creates_task(tmp_path, monkeypatch):
     other = subprocess.Popen(
-        [sys.executable, "-m", "megatron_rl.cli", "task", "running_sum", "--size=4", "--batch=8",
+        [sys.executable, "-m", "research.tasks", "running_sum", "--size=4", "--batch=8",
          "--train=20", "--heldout=10", "--output", str(tmp_path / "task")], stdout=subprocess.PIPE,
     )  # fmt: skip
     try:
         assert other.stdout is not None and other.stdout.readline()  # it has started
-        with pytest.raises(ValueError, match="is being made by another `megatron-rl task`"):
+        with pytest.raises(ValueError, match="is being made by another `python -m"):
             make_once(tmp_path / "task", TaskSettings("running_sum", 4, **SMALL), silent)
     finally:
         other.kill()

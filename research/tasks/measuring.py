@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.apps.tasks.tokens import ANSWER, END
-from megatron_rl.apps.tasks.worked_solution import (
+from megatron_rl.apps.tasks.fine_tuning import IGNORED
+from research.tasks.tokens import ANSWER, END
+from research.tasks.worked_solution import (
     Problem,
     correct_answer,
     correct_solution,
     verify_trace,
 )
 
-IGNORED = -100  # label of an untrained position, as in torch's cross entropy
 SAMPLES = 2048  # sampled answers per measurement
 SAMPLE_BATCH = 512
 LOGPROB_BATCH = 32

@@ -11,7 +11,7 @@ last occurrence. The trace length depends on the counters.
 import random
 from dataclasses import dataclass
 
-from megatron_rl.apps.tasks.worked_solution import SolutionWriter
+from research.tasks.worked_solution import SolutionWriter
 
 REGISTERS = "abcd"
 LABELS = "efghijklmnopqrstuvwxyz"

@@ -19,23 +19,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_rl.apps.tasks.settings import KINDS, TaskSettings
-from megatron_rl.apps.tasks.tokens import build_tokenizer
-from megatron_rl.apps.tasks.worked_solution import Problem, correct_answer, correct_solution
+from megatron_rl.apps import tasks as apps_tasks
 from megatron_rl.errors import UserError
 from megatron_rl.runs.files import LOCK, take_lock
+from research.tasks.settings import KINDS, TaskSettings
+from research.tasks.tokens import build_tokenizer
+from research.tasks.worked_solution import Problem, correct_answer, correct_solution
 
 STAMP = "made.json"
 STATE = "fine_tuning.pt"  # of an unfinished fine-tuning
 TRIES = 100  # draws per distinct problem
-# The same rounding on every x86-64 processor with AVX2, so that equal settings produce equal
-# models. Libraries read these variables when they are loaded.
-PORTABLE = {
-    "ATEN_CPU_CAPABILITY": "avx2",
-    "MKL_CBWR": "COMPATIBLE",
-    "ONEDNN_MAX_CPU_ISA": "AVX2",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 def make_once(
@@ -65,7 +58,9 @@ def make_once(
     unfinished.mkdir(parents=True, exist_ok=True)
     with (unfinished / LOCK).open("a", encoding="utf-8") as lock:
         if not take_lock(lock):
-            raise UserError(f"{output} is being made by another `megatron-rl task`; wait for it")
+            raise UserError(
+                f"{output} is being made by another `python -m research.tasks`; wait for it"
+            )
         made = {"digest": digest, "settings": asdict(settings)} | _make(
             unfinished, settings, report
         )
@@ -103,6 +98,7 @@ def compute_digest(settings: TaskSettings) -> str:
     names = ("making", "measuring", "settings", "tokens", "worked_solution", "fine_tuning")
     code = [Path(__file__).with_name(f"{name}.py") for name in names]
     code.append(Path(inspect.getfile(KINDS[settings.task].draw)))
+    code.append(Path(apps_tasks.__file__).with_name("fine_tuning.py"))  # build_model, update
     parts = [json.dumps(_relevant(settings), sort_keys=True).encode()]
     return hashlib.sha256(b"".join(parts + [file.read_bytes() for file in code])).hexdigest()
 
@@ -127,7 +123,8 @@ def _make(folder: Path, settings: TaskSettings, report: Callable[[str], None]) -
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from megatron_rl.apps.tasks.fine_tuning import FineTuning, build_mixture, build_model
+    from megatron_rl.apps.tasks.fine_tuning import build_model
+    from research.tasks.fine_tuning import FineTuning, build_mixture
 
     disable_progress_bar()  # for saving one small file
     torch.set_num_threads(1)

@@ -1,0 +1,1 @@
+"""Small generated tasks with worked solutions, and models fine-tuned to a target accuracy."""
