@@ -17,6 +17,7 @@ from megatron_rl.config import (
     parse_config,
 )
 from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes
+from megatron_rl.models.stored_tensors import further_tensors
 from megatron_rl.preflight.layout import cut_problems
 from megatron_rl.preflight.resources import find_writable
 from megatron_rl.resharding.layouts import ActorLayout
@@ -60,6 +61,8 @@ def plan_export(
     check_stored(checkpoint, shape)
     dtypes, sizes = stored_dtypes(model, shape), tensor_shapes(shape)
     size = sum(math.prod(size) * dtypes[name].itemsize for name, size in sizes.items()) / 2**20
+    # In float32 at most.
+    size += sum(4 * math.prod(each) for _, each in further_tensors(model, shape)) / 2**20
     _check_disk(target, size)
     return ExportPlan(checkpoint, target, model, _read_layout(overrides, shape), size)
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.actor.weights import ProgressCallback, ignore_progress, stored_dtypes
+from megatron_rl.actor.weights import HfReader, ProgressCallback, ignore_progress, stored_dtypes
 from megatron_rl.distributed.agreement import (
     StragglerBarrier,
     raise_across_ranks,
@@ -33,7 +33,12 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
 from megatron_rl.models.safetensors_headers import INDEX, SINGLE
 from megatron_rl.models.shape import ModelShape, tensor_shapes
-from megatron_rl.models.stored_tensors import stored_places, stored_shapes, view_stored
+from megatron_rl.models.stored_tensors import (
+    further_tensors,
+    stored_places,
+    stored_shapes,
+    view_stored,
+)
 from megatron_rl.resharding.adapted import LocalWeight, read_rectangle
 from megatron_rl.resharding.layouts import has_fused_names, layout_of
 from megatron_rl.resharding.pieces import Piece
@@ -74,7 +79,7 @@ class ExportPlan:
     """Who sends and writes what; computed alike on every rank.
 
     shape, dtypes: of every tensor of the model. fused: whether the parameters have the names of
-    Transformer Engine's layers.
+    Transformer Engine's layers. further: sizes of tensors that writers copy from the source folder.
     """
 
     def __init__(
@@ -84,9 +89,15 @@ class ExportPlan:
         *,
         dtypes: Mapping[str, torch.dtype],
         fused: bool,
+        further: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        self.shape, self.sizes, self.dtypes = shape, stored_shapes(shape), dtypes
-        self._parts: dict[str, list[str]] = {}  # weights in each tensor of all experts
+        self.further = further or {}
+        self.shape, self.sizes, self.dtypes = (
+            shape,
+            {**stored_shapes(shape), **self.further},
+            dtypes,
+        )
+        self._parts: dict[str, list[str]] = {name: [] for name in self.further}
         for name, place in stored_places(shape).items():
             self._parts.setdefault(place.tensor, []).append(name)
         owners = find_owners(shape, topology, fused=fused)
@@ -196,14 +207,18 @@ def export_weights(
     """Write a Hugging Face folder; config and tokenizer files are copied from `source`.
 
     Collective over all ranks; the folder must be on a file system that they share. Every tensor
-    keeps its dtype in `source`. The folder appears under its final name only when complete.
+    keeps its dtype in `source`. What `source` has besides a wrapped text model is copied. The
+    folder appears under its final name only when complete.
     progress: called with the numbers of finished and total steps, also while this rank waits for
         others that make progress. Raises an error of any rank on all of them.
     """
     folder = Path(folder)
     partial = folder.with_name(f".{folder.name}.partial")
     dtypes = stored_dtypes(source, shape)
-    plan = ExportPlan(shape, topology, dtypes=dtypes, fused=has_fused_names(parameters))
+    reader, further = HfReader(source), dict(further_tensors(source, shape))
+    dtypes |= {name: reader.dtype(name) for name in further}
+    fused = has_fused_names(parameters)
+    plan = ExportPlan(shape, topology, dtypes=dtypes, fused=fused, further=further)
 
     def begin() -> str:
         begin_folder(partial, source)
@@ -213,7 +228,7 @@ def export_weights(
     barrier = StragglerBarrier(f"exporting the model {token}", patience=PATIENCE)
     barrier.begin()
     report = barrier.with_progress(progress)
-    error = _run(plan, parameters, partial=partial, rank=topology.rank, progress=report)
+    error = _run(plan, parameters, reader, partial=partial, rank=topology.rank, progress=report)
     barrier.finish(while_waiting=lambda: progress(plan.steps, plan.steps))
     raise_across_ranks(error, doing=f"writing {folder}")
     run_on_rank_0(lambda: _complete(plan, partial, folder), doing=f"completing {folder}")
@@ -222,6 +237,7 @@ def export_weights(
 def _run(
     plan: ExportPlan,
     parameters: Mapping[str, LocalWeight],
+    reader: HfReader,
     *,
     partial: Path,
     rank: int,
@@ -234,7 +250,11 @@ def _run(
         own = next((file for file in wave if file.writer == rank), None)
         tensors: dict[str, Tensor] = {}
         for name in own.tensors if own is not None else ():
-            tensors[name] = torch.empty(plan.sizes[name], dtype=plan.dtypes[name])
+            tensors[name] = (
+                reader.slice(name)[:]
+                if name in plan.further
+                else torch.empty(plan.sizes[name], dtype=plan.dtypes[name])
+            )
         for step in range(max(len(file.buckets) for file in wave)):
             buckets = [
                 (file.writer, file.buckets[step]) for file in wave if step < len(file.buckets)
@@ -330,7 +350,8 @@ _TEMPLATES = "additional_chat_templates"  # a folder of further chat templates
 def begin_folder(partial: Path, source: str | Path) -> None:
     """Create a new folder with copies of all files of `source` except weights, and its templates.
 
-    Layers that predict further tokens (MTP) are not loaded, so config.json then lists none.
+    Layers that predict further tokens (MTP) are not loaded, so the config.json of a text model then
+    lists none; of a wrapped one they are copied.
     """
     if partial.exists():
         shutil.rmtree(partial)

@@ -21,9 +21,14 @@ from megatron_rl.distributed.agreement import sync_errors_across_ranks
 from megatron_rl.distributed.collectives import Group, group_rank, group_size
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
-from megatron_rl.models.safetensors_headers import check_headers, find_files
+from megatron_rl.models.safetensors_headers import find_files
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.models.stored_tensors import Stored, stored_places, stored_shapes
+from megatron_rl.models.stored_tensors import (
+    Stored,
+    check_headers,
+    stored_places,
+    stored_shapes,
+)
 from megatron_rl.resharding.layouts import has_fused_names, layout_of
 from megatron_rl.resharding.pieces import Piece
 from megatron_rl.resharding.verify import check_parameters
@@ -40,7 +45,7 @@ def ignore_progress(done: int, total: int) -> None:
 class HfReader:
     """Reader of tensor slices in a Hugging Face folder; keeps files open but caches no data.
 
-    shape: needed to read weights that files have in one tensor of all experts.
+    shape: needed to read weights that files have under other names or in tensors of all experts.
     """
 
     def __init__(self, folder: str | Path, shape: ModelShape | None = None) -> None:
@@ -59,21 +64,27 @@ class HfReader:
         return self._file(self.files[name]).get_slice(name)
 
     def rectangle(self, name: str, rows: Any, columns: Any) -> Tensor:
-        """Return slices of a weight: [height, width], of a vector [height]."""
-        if (place := self.places.get(name)) is not None:
-            whole = self.slice(place.tensor)
-            if len(whole.get_shape()) == 2:
-                return whole[place.expert, rows]
-            return whole[place.expert, columns, rows].t()
-        view = self.slice(name)
-        if (dimensions := len(view.get_shape())) == 1:
+        """Return slices of a weight: [height, width], of a vector [height].
+
+        rows, columns: slices with start and stop.
+        """
+        place = self.places.get(name, Stored(name))
+        view = self.slice(place.tensor)
+        dimensions = len(view.get_shape())
+        if place.expert is not None:
+            if dimensions == 2:
+                return view[place.expert, rows]
+            if place.transposed:
+                return view[place.expert, columns, rows].t()
+            rows = slice(place.first + rows.start, place.first + rows.stop)
+            return view[place.expert, rows, columns]
+        if dimensions == 1:
             return view[rows]
         return view[rows, columns] if dimensions == 2 else view[rows, :, columns].flatten(0, 1)
 
     def file(self, name: str) -> Path:
         """Return the file that has a weight."""
-        place = self.places.get(name)
-        return self.folder / self.files[name if place is None else place.tensor]
+        return self.folder / self.files[self.places.get(name, Stored(name)).tensor]
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype of a tensor."""
@@ -88,7 +99,7 @@ class HfReader:
 def stored_dtypes(folder: str | Path, shape: ModelShape) -> dict[str, torch.dtype]:
     """Return the dtype of every tensor in a model folder.
 
-    By the names of tensors in files, and of weights that files have in one tensor of all experts.
+    By the names of tensors in files, and of weights that files have elsewhere (`stored_places`).
     """
     reader = HfReader(folder)
     dtypes = {name: reader.dtype(name) for name in stored_shapes(shape)}

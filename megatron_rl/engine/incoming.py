@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.models.shape import ModelShape, tensor_shapes
-from megatron_rl.models.stored_tensors import stored_places
+from megatron_rl.models.stored_tensors import has_transposed_experts, stored_places
 
 Mismatch = Literal["none", "bf16", "fp8_e4m3"]
 # The matrices of a layer; embeddings, norms, the output layer and routers are not rounded, as in
@@ -47,7 +47,7 @@ def prepare_tensors(
     """
     places = stored_places(shape)
     for name, tensor in round_tensors(check_tensors(weights, shape), mismatch):
-        yield name, tensor.t() if name in places else tensor
+        yield name, tensor.t() if name in places and places[name].transposed else tensor
 
 
 def round_tensors(
@@ -116,7 +116,7 @@ def parameters_as_expected(
         expected.pop("lm_head.weight")  # the same parameter, listed once
     with without_wrappers(llm) as model:
         parameters = dict(model.named_parameters())
-    if stored_places(shape):  # on ranks other than the first, loaders set a bias to zero
+    if has_transposed_experts(shape):  # on ranks other than the first, loaders set a bias to zero
         return None
     as_expected = parameters.keys() == expected.keys() and all(
         tuple(parameters[name].shape) == size

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.delta_nets import use_own_core, without_torchvision
 from megatron_rl.errors import UserError
-from megatron_rl.models.shape import read_model_shape
+from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.runtime.processes import without_garbage_collection
 
 # vLLM reads its own switches from the environment only.
@@ -149,7 +149,7 @@ def start_vllm(topology: Topology, arguments: dict[str, Any], *, tokenizer: Any 
             _register_model(shape.architecture)
         if shape.delta is not None and topology.device.type == "cpu":
             use_own_core()
-        arguments = arguments | _tokenizer_arguments(tokenizer)
+        arguments = arguments | _tokenizer_arguments(tokenizer) | _text_arguments(shape)
         with inproc.own_shared_memory(_shared_token()), _inspection_in_this_process(topology):
             llm = LLM(weight_transfer_config={"backend": inproc.BACKEND}, **arguments)
     _STARTED.append(llm)
@@ -157,6 +157,20 @@ def start_vllm(topology: Topology, arguments: dict[str, Any], *, tokenizer: Any 
     if finalizer := getattr(llm.llm_engine.engine_core, "_finalizer", None):
         finalizer.detach()
     return llm
+
+
+def _text_arguments(shape: ModelShape) -> dict[str, Any]:
+    """Let vLLM construct the text model alone of a model that also has a vision tower."""
+    if shape.wrapper is None:
+        return {}
+
+    def text_config(config: Any) -> Any:
+        config = config.get_text_config()
+        config.architectures = [shape.architecture]
+        config.tie_word_embeddings = shape.tied_embeddings
+        return config
+
+    return {"hf_overrides": text_config}
 
 
 def _register_model(architecture: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError
+from megatron_rl.models.shape import text_model
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def find_stop_rule(
 
 def _read_eos(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        config = json.loads(path.read_text(encoding="utf-8"))
+        return text_model(config)[0].get("eos_token_id")
     except (ValueError, AttributeError) as error:
         raise UserError(f"{path} is not a JSON object ({error}); download it again") from None

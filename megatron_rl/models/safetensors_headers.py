@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError
-from megatron_rl.models.shape import ModelShape
-from megatron_rl.models.stored_tensors import stored_shapes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -73,35 +71,6 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
             f"describes {end:,}; {DOWNLOAD_AGAIN}"
         )
     return header
-
-
-def check_headers(folder: str | Path, shape: ModelShape) -> None:
-    """Raise ValueError naming tensors that are missing or have another shape or dtype."""
-    folder = Path(folder)
-    files = find_files(folder)
-    headers = {name: read_header(folder / name) for name in sorted(set(files.values()))}
-    missing, mismatched = [], []
-    for name, size in stored_shapes(shape).items():
-        entry = headers[files[name]].get(name) if name in files else None
-        if entry is None:
-            missing.append(f"{name} is missing")
-        elif (stored := tuple(entry["shape"])) != size:
-            mismatched.append(f"{name} has shape {stored}, but config.json requires {size}")
-        elif (dtype := entry["dtype"]) not in FLOATS:
-            mismatched.append(f"{name} has dtype {dtype}: quantized weights are not supported")
-    if missing and any(name.endswith(EXPERTS_IN_ONE) for name in files):
-        raise UserError(
-            f"weights in {folder} have the experts of a layer in one tensor (*{EXPERTS_IN_ONE}), "
-            f"which is not supported for {shape.architecture}: save the text model by itself with "
-            "transformers, which writes them one by one, see docs/models.md#several-modalities"
-        )
-    if missing or mismatched:
-        suggestions = [f"a file may be missing: {DOWNLOAD_AGAIN}"] * bool(missing)
-        suggestions += ["config.json and weights must be of one model, not quantized"] * bool(
-            mismatched
-        )
-        problems = format_problems(missing + mismatched)
-        raise UserError(f"weights in {folder}: {problems}; {'; '.join(suggestions)}")
 
 
 def format_problems(problems: list[str]) -> str:

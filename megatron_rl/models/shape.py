@@ -1,11 +1,12 @@
 """The shape of a model, read from its config.json: its sizes and the names of its weights."""
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.architectures import ARCHITECTURES
@@ -31,6 +32,7 @@ from megatron_rl.models.rotary_scaling import (
     read_rotary_scaling,
     unsupported_rotary_features,
 )
+from megatron_rl.models.safetensors_headers import EXPERTS_IN_ONE, find_files
 from megatron_rl.models.weights import (
     OUTPUT_LAYER,
     QK_NORM,
@@ -148,6 +150,8 @@ class ModelShape:
     latent: LatentShape | None = None  # of multi-head latent attention
     delta: DeltaShape | None = None  # of gated delta nets
     options: tuple[str, ...] = ()  # of the architecture, that this model sets
+    wrapper: str | None = None  # class of files that also have a vision tower
+    fused_experts: bool = False  # files have all experts of a layer in one tensor
     lists_frozen: bool = True  # whether `weights` lists those that training does not change
     factors: Factors | None = None  # of adapters, which `weights` then lists alone
 
@@ -287,7 +291,7 @@ def read_model_shape(folder: str | Path) -> ModelShape:
             f"{path} does not exist: {folder} is not a Hugging Face model folder; "
             "give one with config.json, *.safetensors and the tokenizer's files"
         )
-    config = _read_object(path)
+    config, wrapper = text_model(_read_object(path))
     architecture = _find_architecture(config, path)
     name = architecture.name
     try:
@@ -303,7 +307,10 @@ def read_model_shape(folder: str | Path) -> ModelShape:
                 + "; remove an unknown key if it does not change what the model computes"
                 * unknown
             )
-        shape = build_shape(config)
+        shape = replace(build_shape(config), wrapper=wrapper)
+        if architecture.mixture_of_experts and architecture.wrapper is not None:
+            fused = _has_fused_experts(path.parent, published=wrapper is not None)
+            shape = replace(shape, fused_experts=fused)
     except KeyError as missing:
         raise UserError(f"{path} has no {missing}; use the model's complete file") from None
     except _MALFORMED as error:
@@ -311,6 +318,41 @@ def read_model_shape(folder: str | Path) -> ModelShape:
     if problems := shape_problems(shape):
         raise UserError(f"{path}: {'; '.join(problems)}; correct it")
     return shape
+
+
+_WRAPPERS = {each.wrapper: each.name for each in ARCHITECTURES.values() if each.wrapper}
+_OF_WRAPPER = ("text_config", "vision_config", "architectures", "model_type")
+
+
+def text_model(config: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """Return the config.json of the text model, and the class that wraps it with a vision tower.
+
+    A config.json of a text model is returned as it is, with None. Embeddings are tied as the
+    wrapper's own key says, as in transformers.
+    """
+    names, text = config.get("architectures"), config.get("text_config")
+    wrapper = names[0] if isinstance(names, list) and names else None
+    if wrapper not in _WRAPPERS or not isinstance(text, dict):
+        return config, None
+    outer = {
+        key: value
+        for key, value in config.items()
+        if key not in _OF_WRAPPER and text.get(key) is None
+    }
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    inner = {"architectures": [_WRAPPERS[wrapper]], "tie_word_embeddings": tied}
+    return text | outer | inner, wrapper
+
+
+def _has_fused_experts(folder: Path, *, published: bool) -> bool:
+    """Return whether files have all experts of a layer in one tensor; without files: `published`.
+
+    So they are published; transformers from release 5 on saves them one by one.
+    """
+    if not any(folder.glob("*.safetensors*")):
+        return published
+    names = (name for name in find_files(folder) if name.startswith("model."))  # not of MTP
+    return any(name.endswith(EXPERTS_IN_ONE) for name in names)
 
 
 def _find_architecture(config: dict[str, Any], path: Path) -> Architecture:
@@ -402,16 +444,31 @@ def tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
     Files of some architectures have the experts of a layer in one tensor (`stored_tensors.py`).
     """
-    shapes: dict[str, tuple[int, ...]] = {}
+    return {each.name: each.size for each in each_tensor(shape)}
+
+
+class ModelTensor(NamedTuple):
+    """One weight of a model: its name, its shape, and which of `kind.hf` it is."""
+
+    name: str
+    size: tuple[int, ...]
+    kind: Weight
+    number: int
+    layer: int
+    expert: int
+
+
+def each_tensor(shape: ModelShape) -> Iterator[ModelTensor]:
+    """Yield all weights of a model; those of experts one by one."""
     for weight in shape.weights:
+        sizes = weight_shapes(weight, shape=shape)
         layers = (
             shape.layers_with(weight.layers) if weight.part in ("layer", "expert") else range(1)
         )
         experts = range(
             shape.experts.num_experts if weight.part == "expert" and shape.experts else 1
         )
-        for layer in layers:
-            for expert in experts:
-                for name, size in zip(weight.hf, weight_shapes(weight, shape=shape), strict=True):
-                    shapes[name.format(layer=layer, expert=expert)] = size
-    return shapes
+        for layer, expert in itertools.product(layers, experts):
+            for number, (name, size) in enumerate(zip(weight.hf, sizes, strict=True)):
+                full = name.format(layer=layer, expert=expert)
+                yield ModelTensor(full, size, weight, number, layer, expert)

@@ -344,7 +344,8 @@ class Architecture:
     ignored: keys that change nothing in this architecture, here, in transformers and in vLLM.
     traits: differences from Llama's computation. scoring: how a router scores experts
     (`models/shape.py`). options: weights that only some models have; `weights` lists those of
-    all. latent_attention: as in `models/latent.py`.
+    all. latent_attention: as in `models/latent.py`. wrapper: published class that has this model as
+    its text model (`models/stored_tensors.py`).
     """
 
     name: str
@@ -357,6 +358,7 @@ class Architecture:
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     options: tuple[Option, ...] = ()
     latent_attention: bool = False
+    wrapper: str | None = None
 
     def set_options(self, config: dict[str, Any]) -> tuple[str, ...]:
         """Return the options that this config.json sets."""

@@ -5,7 +5,7 @@ import math
 from megatron_rl.config import Config, ConfigError, ParallelSection
 from megatron_rl.models.adapters import are_in_experts_only
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.models.stored_tensors import stored_places
+from megatron_rl.models.stored_tensors import has_transposed_experts
 from megatron_rl.resharding.divisions import chunk_layers, sharded_sizes, shares_key_heads
 from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.runtime.processes import cuda_devices
@@ -40,7 +40,7 @@ def layout_problems(config: Config, shape: ModelShape, world_size: int) -> list[
             f"parallel.expert_tensor={slices} cannot be combined with lora: adapters of experts "
             f"need 1 or parallel.tensor={parallel.tensor}; set one of them"
         )
-    if config.lora is not None and stored_places(shape):
+    if config.lora is not None and has_transposed_experts(shape):
         problems.append(
             f"lora: adapters of {shape.architecture} are not supported, because its files have the "
             "experts of a layer in one tensor; unset lora"

@@ -15,8 +15,8 @@ from megatron_rl.config import Config, ConfigError, parse_config
 from megatron_rl.data.prompts import share
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.engine.engine_arguments import cpu_engine_problems
-from megatron_rl.models.safetensors_headers import check_headers
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.stored_tensors import check_headers
 from megatron_rl.preflight.environment import EnvironmentTrial, start_environment_trial
 from megatron_rl.preflight.settings import evaluation_problems, settings_problems
 from megatron_rl.preflight.verifier import PATIENCE, VerifierTrial, start_trial

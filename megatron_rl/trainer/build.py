@@ -22,8 +22,8 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.engine import ConversationSettings, EngineHooks, RolloutEngine
 from megatron_rl.engine.vllm_engine import VllmEngine
 from megatron_rl.models.adapters import peft_problem
-from megatron_rl.models.safetensors_headers import check_headers
 from megatron_rl.models.shape import read_model_shape
+from megatron_rl.models.stored_tensors import check_headers
 from megatron_rl.objectives import PolicyObjective, build_objective
 from megatron_rl.preflight.settings import check_settings
 from megatron_rl.preflight.verifier import vote_problems

@@ -89,8 +89,9 @@ def run_evaluation(
 
 @torch.no_grad()
 def _read_weights(reader: HfReader, engine: VllmEngine) -> Iterator[tuple[str, Tensor]]:
-    for name in tensor_shapes(engine.shape):
-        yield name, reader.rectangle(name, slice(None), slice(None)).to(engine.dtype)
+    for name, size in tensor_shapes(engine.shape).items():
+        values = reader.rectangle(name, slice(0, size[0]), slice(0, size[-1]))
+        yield name, values.reshape(size).to(engine.dtype)
 
 
 def _report(

@@ -16,6 +16,7 @@ from tests.functional.test_actor_layouts import (
     randomise,
     transformers_logprobs,
 )
+from tests.published_form import load_model, publish
 from tests.ranks import run_ranks
 
 SIZES = {
@@ -205,6 +206,7 @@ def root(tmp_path_factory):
     folder = tmp_path_factory.mktemp("architectures")
     for name, (config_class, extra) in MODELS.items():
         _make_model(folder / name, config_class, extra)
+    publish(folder / "qwen3_5_moe")
     return folder
 
 
@@ -215,9 +217,7 @@ def reference(root):
 
 def _norm_by_transformers(folder):
     """The norm of the gradient of - sum_t A log p_t / sum_i L_i, which is GRPO's at ratio 1."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load_model(folder)
     rollouts, advantages = make_rollouts()
     count = sum(len(rollout.response.token_ids) for rollout in rollouts)
     for rollout, advantage in zip(rollouts, advantages.tolist(), strict=True):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.published_form import load_model
 from tests.ranks import run_ranks
 
 VOCAB, LAYERS = 61, 4  # a vocabulary that no layout divides without padding
@@ -295,9 +296,7 @@ def reference(root):
 
 
 def transformers_logprobs(folder, dtype=torch.float32):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    model = load_model(folder, dtype)
     rows = []
     for rollout in make_rollouts()[0]:
         text = torch.tensor([[*rollout.prompt.token_ids, *rollout.response.token_ids]])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_rl.types import Prompt, SamplingSettings
+from tests.published_form import load_model, publish
 from tests.ranks import run_ranks
 from tests.unit.data.tokenizer_folders import byte_level, write_folder
 
@@ -93,14 +94,14 @@ def _save_model(name: str, folder: Path) -> None:
         sizes |= GROUPED | LATENT | {"q_lora_rank": 48 if name == "DeepseekV3" else None}
     if name == "Glm4Moe":
         sizes |= GROUPED | {"use_qk_norm": True, "attention_bias": True}
-    if name in ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe"):
+    if name.startswith(("Qwen3Next", "Qwen3_5")):
         sizes |= HYBRID
-    if name in ("Qwen3Next", "Qwen3_5Moe"):
+    if name.startswith(("Qwen3Next", "Qwen3_5Moe")):
         sizes |= EXPERTS | {"shared_expert_intermediate_size": 192}
     if name == "Qwen2Moe":
         sizes["shared_expert_intermediate_size"] = 192
     sizes |= {"Gemma3": GEMMA3, "GptOss": GPT_OSS}.get(name, {})
-    name = name.partition(" ")[0]
+    name, _, form = name.partition(" ")
     config_class = getattr(transformers, CONFIGS.get(name, f"{name}Config"))
     config = config_class(**sizes, architectures=[f"{name}ForCausalLM"])
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -117,6 +118,8 @@ def _save_model(name: str, folder: Path) -> None:
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder)
+    if form == "published":
+        publish(folder)
     if name == "Llama":  # a class with which transformers would lose the spaces
         tokenizer = byte_level(pieces=sizes["vocab_size"] - 3)
         settings = json.loads((folder / "config.json").read_text())
@@ -136,15 +139,16 @@ def _logprobs(model, sequence):
 
 def _push(rank, world_size, folder):
     from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
 
+    from megatron_rl.actor.weights import HfReader
     from megatron_rl.data.tokenizer import load_tokenizer
     from megatron_rl.engine.vllm_engine import VllmEngine
     from megatron_rl.models.stored_tensors import view_stored
     from megatron_rl.resharding.layouts import ActorLayout
+    from megatron_rl.trainer.evaluate_model import _read_weights
     from tests.cut_shards import cut_shards, topology_of
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load_model(folder)
     layout = ActorLayout(tensor=1, pipeline=world_size)
     tokenizer = load_tokenizer(folder) if (Path(folder) / "tokenizer.json").is_file() else None
     engine = VllmEngine(
@@ -164,6 +168,11 @@ def _push(rank, world_size, folder):
     engine.sync_weights(shards, version=0)
     for scored, sequence in zip(engine.score(SEQUENCES), SEQUENCES, strict=True):
         torch.testing.assert_close(scored, _logprobs(model, sequence), atol=1e-5, rtol=0)
+    if engine.shape.wrapper is not None:  # as `megatron-rl evaluate` reads the folder
+        scores = engine.score(SEQUENCES)
+        engine.receive(_read_weights(HfReader(folder, engine.shape), engine), version=1)
+        for before, after in zip(scores, engine.score(SEQUENCES), strict=True):
+            assert torch.equal(before, after)
     if tokenizer is not None:
         _check_stop(engine, tokenizer)
     return True
@@ -191,7 +200,7 @@ def _check_stop(engine, tokenizer):
         "Qwen2Moe",
         "Qwen3Next",
         "Qwen3_5",
-        "Qwen3_5Moe",
+        "Qwen3_5Moe published",
         "Gemma3",
         "GptOss",
         "Glm4Moe",

@@ -81,7 +81,7 @@ SHAPES = {
 }  # fmt: skip
 
 SHAPES["glm_4_5_air"] = CONFIGS["GLM-4.5-Air"]
-SHAPES["qwen3_5_35b_a3b"] = CONFIGS["Qwen3.5-35B-A3B-text"]
+SHAPES["qwen3_5_35b_a3b"] = CONFIGS["Qwen3.5-35B-A3B"]
 SHAPES["qwen3_next_80b_a3b"] = CONFIGS["Qwen3-Next-80B-A3B-Instruct"]
 SHAPES["moonlight_16b_a3b"] = CONFIGS["Moonlight-16B-A3B-Instruct"]
 SHAPES |= {f"{name}_lora": SHAPES[name] for name in ("qwen2_5_7b", "qwen2_5_32b")}

@@ -41,7 +41,8 @@ _LATENT: dict[str, Any] = {
     "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
 }
-# Sizes of transformers' configuration classes, whose defaults are those of these two models.
+# Sizes of transformers' configuration classes, whose defaults are those of these two models. Of
+# Qwen3.5 it is the text model, without the vision tower of the published folder.
 _HYBRID: dict[str, Any] = {
     "hidden_size": 2048,
     "num_attention_heads": 16,
@@ -77,7 +78,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 10,
         "vocab_size": 151936,
     },
-    "Qwen3.5-35B-A3B-text": _HYBRID
+    "Qwen3.5-35B-A3B": _HYBRID
     | {
         "architectures": ["Qwen3_5MoeForCausalLM"],
         "num_hidden_layers": 40,

@@ -1,4 +1,4 @@
-"""Qwen3.5 and 3.6, dense, text: gated delta nets in three of four layers.
+"""Qwen3.5 and 3.6, dense, on text: gated delta nets in three of four layers.
 
 Names of transformers' `modeling_qwen3_5.py`. Rotary sections for images and video ("mrope") rotate
 text as ordinary embeddings do: all three positions of a token are equal.
@@ -35,6 +35,7 @@ def text_keys(config: dict[str, Any]) -> dict[str, Any]:
     return config | rotary
 
 
+IGNORED = ("mtp_num_hidden_layers", "language_model_only")
 TRAITS = Traits(
     zero_centered_norms=True,
     output_gate=True,
@@ -49,6 +50,7 @@ ARCHITECTURE = Architecture(
     keys=KEYS,
     defaults=DEFAULTS,
     only=ONLY,
-    ignored=("mtp_num_hidden_layers",),
+    ignored=IGNORED,
     traits=TRAITS,
+    wrapper="Qwen3_5ForConditionalGeneration",
 )

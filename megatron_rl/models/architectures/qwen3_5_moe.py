@@ -1,10 +1,10 @@
-"""Qwen3.5 and 3.6 with a mixture of experts in every layer, text."""
+"""Qwen3.5 and 3.6 with a mixture of experts in every layer, on text."""
 
 from dataclasses import replace
 from typing import Any
 
 from megatron_rl.models.architectures.qwen2_moe import SHARED_EXPERT
-from megatron_rl.models.architectures.qwen3_5 import TRAITS, text_keys
+from megatron_rl.models.architectures.qwen3_5 import IGNORED, TRAITS, text_keys
 from megatron_rl.models.delta_net import DEFAULTS, GATED_ATTENTION, KEYS, ONLY, ROWS_BY_PART
 from megatron_rl.models.weights import (
     EMBEDDING,
@@ -37,6 +37,7 @@ ARCHITECTURE = Architecture(
     ),
     defaults={**DEFAULTS, "intermediate_size": 1},  # no layer has a dense MLP
     only={**ONLY, "norm_topk_prob": True},
-    ignored=("mtp_num_hidden_layers",),
+    ignored=IGNORED,
     traits=replace(TRAITS, keys=_keys),
+    wrapper="Qwen3_5MoeForConditionalGeneration",
 )  # fmt: skip

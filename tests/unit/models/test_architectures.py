@@ -2,16 +2,22 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 
 from megatron_rl.models.adapters import target_problems
-from megatron_rl.models.safetensors_headers import check_headers
 from megatron_rl.models.shape import read_model_shape, tensor_shapes
-from megatron_rl.models.stored_tensors import stored_shapes
+from megatron_rl.models.stored_tensors import (
+    check_headers,
+    further_tensors,
+    stored_shapes,
+    view_stored,
+)
+from tests.published_form import load_model, publish
 
 SIZES = {
     "vocab_size": 37,
@@ -100,8 +106,6 @@ def test_tensor_shapes_equal_those_saved_by_transformers(name, tied, tmp_path):
     config = _config(name, tie_word_embeddings=tied)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(tmp_path)
-    from safetensors.torch import load_file
-
     saved = {
         key: tuple(value.shape) for key, value in load_file(tmp_path / "model.safetensors").items()
     }
@@ -371,10 +375,46 @@ def test_variants_of_gated_delta_nets_are_refused_by_name(changes, named, tmp_pa
         read_model_shape(tmp_path)
 
 
-def test_experts_of_a_layer_in_one_tensor_are_refused_by_name(tmp_path):
-    """As published models of images and text have them."""
-    _config("Qwen3_5Moe").save_pretrained(tmp_path)
-    name = "model.layers.0.mlp.experts.gate_up_proj"
-    save_file({name: torch.zeros(4, 24, 32)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="experts of a layer in one tensor"):
-        check_headers(tmp_path, read_model_shape(tmp_path))
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["Qwen3_5", "Qwen3_5Moe"])
+def test_published_form_has_the_text_model_and_further_tensors(name, tied, tmp_path):
+    """Once as published, once as transformers saves the same model: experts one by one."""
+    text = _config(name, tie_word_embeddings=tied)
+    model = transformers.AutoModelForCausalLM.from_config(text, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    alone, weights = read_model_shape(tmp_path), load_file(tmp_path / "model.safetensors")
+    publish(tmp_path)
+    load_model(tmp_path).save_pretrained(tmp_path / "again")
+    for folder in (tmp_path, tmp_path / "again"):
+        shape, tensors = read_model_shape(folder), load_file(folder / "model.safetensors")
+        further = dict(further_tensors(folder, shape))
+        assert stored_shapes(shape) | further == {k: tuple(v.shape) for k, v in tensors.items()}
+        assert all(key.startswith(("model.visual.", "mtp.")) for key in further)
+        assert any(key.endswith("experts.down_proj") for key in tensors) == shape.fused_experts
+        assert replace(shape, wrapper=None, fused_experts=False) == alone
+        check_headers(folder, shape)
+        views = view_stored(tensors, shape)
+        assert views.keys() == weights.keys()
+        assert all(torch.equal(views[key], value) for key, value in weights.items())
+    assert read_model_shape(tmp_path).fused_experts == (name == "Qwen3_5Moe")
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "named"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantized weights"),
+        ({}, {"attn_output_gate": False}, "attn_output_gate=false"),
+        ({"another_key": 3}, {}, r"another_key=3 \(unknown key\)"),
+    ],
+)
+def test_both_levels_of_a_published_config_are_checked(outer, inner, named, tmp_path):
+    text = json.loads(_config("Qwen3_5").to_json_string(use_diff=False))
+    text.pop("architectures")
+    config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
+              "vision_config": {"depth": 1}, "language_model_only": False}  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | {"text_config": text}))
+    assert read_model_shape(tmp_path).wrapper == "Qwen3_5ForConditionalGeneration"
+    path.write_text(json.dumps(config | outer | {"text_config": text | inner}))
+    with pytest.raises(ValueError, match=named):
+        read_model_shape(tmp_path)

@@ -228,11 +228,6 @@ def test_quantized_weights_of_modelopt_are_refused_by_their_file(tmp_path):
         ("LlavaForConditionalGeneration", {"text_config": {"model_type": "llama"}}, "as LlamaFor"),
         ("Qwen2_5_VLForConditionalGeneration", {"vision_config": {}}, "text model, None, is not"),
         ("Llama4ForConditionalGeneration", {"text_config": {"model_type": "llama4_text"}}, "llama"),
-        (
-            "Qwen3_5ForConditionalGeneration",
-            {"text_config": {}},
-            "save it by itself as Qwen3_5ForC",
-        ),
     ],
 )
 def test_models_of_several_modalities_are_refused_with_what_can_be_done(
