@@ -84,7 +84,7 @@ def _exit_on_ctrl_c() -> Iterator[None]:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     # Imported here, so that Ctrl-C during these imports is handled too.
     from megatron_rl import __version__
-    from megatron_rl.commands.options import take_named
+    from megatron_rl.commands.options import resolve_named
 
     parser = argparse.ArgumentParser(prog="megatron-rl", description=__doc__)
     parser.add_argument("--version", action="version", version=f"megatron-rl {__version__}")
@@ -98,7 +98,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
             # `parser.error` would also print the usage of all commands.
             parser.exit(2, f"megatron-rl: error: unknown argument {word!r}{_suggestion(word)}\n")
         options.overrides.append(word)
-    if (problem := take_named(options)) is not None:
+    if (problem := resolve_named(options)) is not None:
         parser.exit(2, f"megatron-rl: error: {problem}\n")
     return options
 

@@ -40,7 +40,7 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def take_named(options: argparse.Namespace) -> str | None:
+def resolve_named(options: argparse.Namespace) -> str | None:
     """Move the value of a `named` option from the settings; returns what is wrong, or None."""
     if not (name := getattr(options, "named", None)):
         return None

@@ -30,11 +30,11 @@ KEPT_BYTES = 1 << 24
 SINK_WIDTH = 8  # dimensions added to each head for the score of a sink
 
 
-def _take(x: Tensor, rows: Tensor | None) -> Tensor:
+def _select_rows(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x.index_select(0, rows)
 
 
-def _spread(x: Tensor, slots: Tensor | None, *, like: Tensor) -> Tensor:
+def _scatter_rows(x: Tensor, slots: Tensor | None, *, like: Tensor) -> Tensor:
     """Copy rows into their slots; padding slots get zero gradient, since they repeat real rows."""
     return x if slots is None else torch.zeros_like(like).index_copy_(0, slots.long(), x)
 
@@ -146,7 +146,7 @@ class _FusedAttention(torch.autograd.Function):
         """[t, H, d], [t, K, d], [t, K, d], [H] -> [t, H, d]."""
         own = torch.stack((key, value), dim=1)  # [t, 2, K, d]
         keys = _key_slots(own, plan, group)
-        queries = _take(query, plan.query_rows)  # [query slots, H, d]
+        queries = _select_rows(query, plan.query_rows)  # [query slots, H, d]
         out = torch.empty_like(queries)
         for block in plan.blocks:
             q, (k, v) = _rows(queries, block), _keys_and_values(keys, block)
@@ -156,7 +156,7 @@ class _FusedAttention(torch.autograd.Function):
         ctx.gathers = group_size(group) > 1 and keys.nbytes > KEPT_BYTES
         # The backward pass recomputes attention and does not read the output.
         ctx.save_for_backward(queries, own if ctx.gathers else keys, sinks)
-        return _take(out, plan.query_slots)
+        return _select_rows(out, plan.query_slots)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -166,7 +166,7 @@ class _FusedAttention(torch.autograd.Function):
         grad_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
         if ctx.gathers:
             keys = _key_slots(keys, plan, group)
-        grads = _spread(grad, plan.query_slots, like=queries)
+        grads = _scatter_rows(grad, plan.query_slots, like=queries)
         grad_queries = torch.empty_like(queries)
         # Several runs of queries add to one key's gradient; bfloat16 would round each addition.
         grad_keys = torch.zeros_like(keys, dtype=torch.promote_types(keys.dtype, torch.float32))
@@ -182,9 +182,9 @@ class _FusedAttention(torch.autograd.Function):
             into_k, into_v = _keys_and_values(grad_keys, block)
             into_k += dk
             into_v += dv
-        owned = _take(grad_keys, plan.key_slots).to(keys.dtype)
+        owned = _select_rows(grad_keys, plan.key_slots).to(keys.dtype)
         owned = sum_to_owners(owned.view(group_size(group), -1, *owned.shape[1:]), group=group)
-        grad_query = _take(grad_queries, plan.query_slots)
+        grad_query = _select_rows(grad_queries, plan.query_slots)
         if grad_sinks is not None:
             grad_sinks = grad_sinks.to(sinks.dtype)
         return grad_query, owned[:, 0], owned[:, 1], grad_sinks, None, None, None
@@ -192,7 +192,7 @@ class _FusedAttention(torch.autograd.Function):
 
 def _key_slots(own: Tensor, plan: AttentionPlan, group: Group) -> Tensor:
     """Gather the whole pack's keys and values into slots; [t, 2, K, d] -> [key slots, 2, K, d]."""
-    return _take(gather_stacked(own, group=group).flatten(0, 1), plan.key_rows)
+    return _select_rows(gather_stacked(own, group=group).flatten(0, 1), plan.key_rows)
 
 
 def _rows(x: Tensor, block: Block) -> Tensor:

@@ -180,7 +180,9 @@ class PackedAttention(torch.autograd.Function):
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         own = torch.stack((key.transpose(0, 1), value.transpose(0, 1)))  # [2, K, t, d]
         keys = _key_slots(own, plan, group)
-        queries = _take(query.transpose(0, 1).contiguous(), plan.query_rows)  # [H, query slots, d]
+        queries = _select_rows(
+            query.transpose(0, 1).contiguous(), plan.query_rows
+        )  # [H, query slots, d]
         out = torch.empty_like(queries)
         kept: list[Any] = []  # by block
         for block in plan.blocks:
@@ -209,7 +211,7 @@ class PackedAttention(torch.autograd.Function):
         if ctx.gathers:
             keys = _key_slots(keys, plan, group)
         # No slot is padding here, so every slot has a gradient.
-        grads = _take(grad.transpose(0, 1).contiguous(), plan.query_rows)
+        grads = _select_rows(grad.transpose(0, 1).contiguous(), plan.query_rows)
         grad_queries = torch.empty_like(queries)
         # Several runs of queries add to one key's gradient; bfloat16 would round each addition.
         grad_keys = torch.empty_like(keys, dtype=torch.promote_types(keys.dtype, torch.float32))
@@ -235,17 +237,17 @@ class PackedAttention(torch.autograd.Function):
             dq.copy_(run_grads[0].transpose(0, 1))
             dk += run_grads[1].transpose(0, 1)
             dv += run_grads[2].transpose(0, 1)
-        owned = _take(grad_keys, plan.key_slots).to(keys.dtype)  # [2, K, cp t, d]
+        owned = _select_rows(grad_keys, plan.key_slots).to(keys.dtype)  # [2, K, cp t, d]
         parts = owned.unflatten(2, (group_size(group), -1)).movedim(2, 0)  # [cp, 2, K, t, d]
         owned = sum_to_owners(parts, group=group)
-        grad_query = _take(grad_queries, plan.query_slots)
+        grad_query = _select_rows(grad_queries, plan.query_slots)
         if grad_sinks is not None:
             grad_sinks = grad_sinks.to(sinks.dtype)
         by_token = (x.transpose(0, 1) for x in (grad_query, *owned))
         return *by_token, grad_sinks, None, None, None, None
 
 
-def _take(x: Tensor, rows: Tensor | None) -> Tensor:
+def _select_rows(x: Tensor, rows: Tensor | None) -> Tensor:
     """Select rows of each head; [..., rows, d]."""
     return x if rows is None else x.index_select(-2, rows)
 
@@ -253,7 +255,7 @@ def _take(x: Tensor, rows: Tensor | None) -> Tensor:
 def _key_slots(own: Tensor, plan: AttentionPlan, group: Group) -> Tensor:
     """Gather the whole pack's keys and values into slots; [2, K, t, d] -> [2, K, key slots, d]."""
     gathered = gather_stacked(own, group=group)  # [cp, 2, K, t, d]
-    return _take(gathered.movedim(0, 2).flatten(2, 3), plan.key_rows)
+    return _select_rows(gathered.movedim(0, 2).flatten(2, 3), plan.key_rows)
 
 
 def _queries(x: Tensor, block: Block) -> Tensor:

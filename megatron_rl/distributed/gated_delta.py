@@ -111,7 +111,7 @@ def torch_rule(
     heads, key = v.shape[1], k.shape[-1]
     q, k = (x.to(wide).repeat_interleave(heads // x.shape[1], dim=1) for x in (q, k))
     inputs = (q * key**-0.5, k, v.to(wide), g.to(wide), beta.to(wide))
-    q, k, v, g, beta = (_take(x, blocks.rows) for x in inputs)  # [blocks, H, size, ...]
+    q, k, v, g, beta = (_gather_rows(x, blocks.rows) for x in inputs)  # [blocks, H, size, ...]
     sums = g.cumsum(-1)
     lower = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).tril()
     # Masked before the exponential: above the diagonal it may overflow.
@@ -126,7 +126,7 @@ def torch_rule(
     states, after = _scan_blocks(w, u, kept, decay, before, blocks)
     out = (q * sums.exp()[..., None]) @ states
     out = out + ((q @ k.transpose(-1, -2)) * pairs) @ (u - w @ states)
-    return _give(out, blocks.slots), after
+    return _scatter_rows(out, blocks.slots), after
 
 
 def _scan_blocks(
@@ -158,10 +158,10 @@ def _apply_states(response: Tensor, states: Tensor, layout: SequenceLayout) -> T
     [t, H, d_k], [n, H, d_k, d_v] -> [t, H, d_v].
     """
     blocks = layout.once(_state_blocks)
-    return _give(_take(response, blocks.rows) @ states[blocks.chunks], blocks.slots)
+    return _scatter_rows(_gather_rows(response, blocks.rows) @ states[blocks.chunks], blocks.slots)
 
 
-def _take(x: Tensor, rows: Tensor) -> Tensor:
+def _gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Return the tokens of blocks, zeros for padding; [t, H, ...] -> [blocks, H, size, ...].
 
     Without a key, with beta = 0 and g = 0, padding leaves the state as it is.
@@ -170,7 +170,7 @@ def _take(x: Tensor, rows: Tensor) -> Tensor:
     return padded[rows].transpose(1, 2)
 
 
-def _give(x: Tensor, slots: Tensor) -> Tensor:
+def _scatter_rows(x: Tensor, slots: Tensor) -> Tensor:
     """Return the tokens in their own order; [blocks, H, size, ...] -> [t, H, ...]."""
     return x.transpose(1, 2).flatten(0, 1)[slots]
 

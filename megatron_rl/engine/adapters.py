@@ -98,7 +98,7 @@ class EngineAdapters:
         self._sent: list[int] = []  # versions in the order of their arrival
         self._arrived: Any = None  # vllm.lora.lora_model.LoRAModel
         (self._worker,) = llm.collective_rpc(lambda worker: worker.model_runner.lora_manager)
-        self._worker._load_adapter = self._take
+        self._worker._load_adapter = self._load_adapter
         self._manager: Any = self._worker._adapter_manager
         ours = {name.rpartition(".")[0] for name in self._pieces}
         if ours != set(self._manager.modules):
@@ -206,7 +206,7 @@ class EngineAdapters:
                     layers[module] = LoRALayerWeights(module, rank, rank, a, factors[name], 1.0)
         return LoRAModel(version + 1, rank, layers)
 
-    def _take(self, request: Any) -> Any:
+    def _load_adapter(self, request: Any) -> Any:
         """Return the adapter that has arrived; in the place of vLLM's reading of a folder."""
         if self._arrived is None or self._arrived.id != request.lora_int_id:
             raise RuntimeError(self._lacks(request.lora_int_id - 1))

@@ -179,7 +179,7 @@ class Conversations:
         self._turns += 1
         self._on_advance(self._turns + self.answered)
 
-    def take(self, *, wait: bool) -> list[SequenceRequest]:
+    def next_requests(self, *, wait: bool) -> list[SequenceRequest]:
         """Return requests for the conversations whose environments have answered.
 
         wait: nothing is being generated, so that waiting up to `WAIT_SECONDS` delays nothing.

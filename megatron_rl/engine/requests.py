@@ -38,7 +38,7 @@ def check_prompts(prompts: Sequence[Prompt], *, vocab_size: int, longest: int) -
             raise UserError(f"prompt {prompt.index} has a token outside 0..{vocab_size - 1}")
 
 
-def of_each(
+def sampling_per_prompt(
     sampling: SamplingSettings | Sequence[SamplingSettings], *, count: int
 ) -> Sequence[SamplingSettings]:
     """Return the sampling settings of each of `count` prompts."""

@@ -53,7 +53,7 @@ class EngineRoutes:
         positions = len(output.prompt_token_ids) + len(completion.token_ids) - 1
         found = completion.routed_experts
         if self._recorded is not None:
-            found = self._take(output.request_id, positions)
+            found = self._join_steps(output.request_id, positions)
         k, shape = self.experts.experts_per_token, None if found is None else found.shape
         if found is None or shape != (positions, self.layers, k):
             raise RuntimeError(
@@ -74,7 +74,7 @@ class EngineRoutes:
             )
         return found.astype(id_dtype(count)).reshape(-1).view(np.uint8)
 
-    def _take(self, name: str, positions: int) -> np.ndarray | None:
+    def _join_steps(self, name: str, positions: int) -> np.ndarray | None:
         """Put the recorded steps of a request together; None if a position is missing."""
         assert self._recorded is not None
         # vLLM appends a random part to the name of a request.
@@ -99,12 +99,12 @@ class EngineRoutes:
         def execute_and_record(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
             result = execute(scheduled, *args, **kwargs)
             if scheduled.total_num_scheduled_tokens:
-                self._keep(runner.input_batch, scheduled.num_scheduled_tokens)
+                self._append_step(runner.input_batch, scheduled.num_scheduled_tokens)
             return result
 
         runner.execute_model = execute_and_record
 
-    def _keep(self, batch: Any, counts: dict[str, int]) -> None:
+    def _append_step(self, batch: Any, counts: dict[str, int]) -> None:
         assert self._recorded is not None
         one = next(iter(self._of_step.values()))
         experts = torch.zeros(len(one), self.layers, one.shape[1], dtype=torch.int64)

@@ -34,7 +34,7 @@ class FurtherRequests(Protocol):
         """True while further requests may come although none runs."""
         ...
 
-    def take(self, *, wait: bool) -> list[SequenceRequest]:
+    def next_requests(self, *, wait: bool) -> list[SequenceRequest]:
         """Return the requests that can start; wait: for a moment, since none runs. Collective."""
         ...
 
@@ -77,7 +77,7 @@ def run_requests(
                 on_step()
                 if further is not None and further.is_waiting:
                     answered = further.answered
-                    add(further.take(wait=not running))
+                    add(further.next_requests(wait=not running))
                     made_progress()  # the ranks of the engine took part
                     if further.answered > answered:
                         limits.made_progress()

@@ -44,8 +44,8 @@ from megatron_rl.engine.requests import (
     FinishedResponses,
     SequenceRequest,
     check_prompts,
-    of_each,
     read_scores,
+    sampling_per_prompt,
     sampling_requests,
     scoring_requests,
 )
@@ -175,7 +175,7 @@ class VllmEngine:
         on the layout or on other requests in the batch. Raises ValueError if a prompt does not fit.
         If an engine fails or times out, its ranks raise that error and others RuntimeError.
         """
-        settings = of_each(sampling, count=len(prompts))
+        settings = sampling_per_prompt(sampling, count=len(prompts))
         longest = 1 if conversations else max(item.max_tokens for item in settings)
         self._check_prompts(prompts, tokens=longest)
         engines, tensor = self.topology.world_size // self.layout.tensor, self.layout.tensor

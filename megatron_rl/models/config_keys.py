@@ -193,10 +193,10 @@ def shape_problems(shape: Any) -> list[str]:
     shape: a ModelShape, whose module imports this one.
     """
     experts, latent = shape.experts, shape.latent
-    problems = _not_whole(shape, _SIZES)
-    problems += _not_whole(experts, _SIZES_OF_EXPERTS) if experts else []
-    problems += _not_whole(latent, _SIZES_OF_LATENTS) if latent else []
-    problems += _not_whole(shape.delta, _SIZES_OF_DELTA_NETS) if shape.delta else []
+    problems = _non_integers(shape, _SIZES)
+    problems += _non_integers(experts, _SIZES_OF_EXPERTS) if experts else []
+    problems += _non_integers(latent, _SIZES_OF_LATENTS) if latent else []
+    problems += _non_integers(shape.delta, _SIZES_OF_DELTA_NETS) if shape.delta else []
     window, numbers = shape.sliding_window, _numbers(shape)
     if window is not None and not _is_whole(window):
         problems.append(
@@ -235,7 +235,7 @@ def _numbers(shape: Any) -> dict[str, Any]:
     return numbers | {"partial_rotary_factor": shape.rotary_part}
 
 
-def _not_whole(of: object, sizes: dict[str, str]) -> list[str]:
+def _non_integers(of: object, sizes: dict[str, str]) -> list[str]:
     values = {key: getattr(of, field) for field, key in sizes.items()}
     return [
         f"{key} is {value!r}; it must be a whole number, 1 or more"

@@ -44,13 +44,13 @@ from megatron_rl.runs.checkpoints import CheckpointFolders
 from megatron_rl.runs.files import (
     LOCK,
     append_row,
+    atomic_write_text,
     describe_start,
-    find_holder,
     flush_to_disk,
+    lock_owner,
     read_metrics,
     read_rows,
-    take_lock,
-    write_atomically,
+    try_lock,
 )
 from megatron_rl.runs.group_file import GeneratedGroups
 from megatron_rl.runs.rollouts import (
@@ -176,7 +176,7 @@ class RunDirectory:
 
     def check_free(self) -> None:
         """Raise ConfigError if another process uses the directory, naming that process."""
-        if (holder := find_holder(self.path / LOCK)) is not None:
+        if (holder := lock_owner(self.path / LOCK)) is not None:
             raise ConfigError(
                 f"{self.path} is in use by {holder}; wait for that process or stop it, or choose "
                 "another run.name"
@@ -186,7 +186,7 @@ class RunDirectory:
         """Lock the directory until this process exits, and create it if it is missing."""
         self.path.mkdir(parents=True, exist_ok=True)
         file = (self.path / LOCK).open("a+", encoding="utf-8")
-        if not take_lock(file):
+        if not try_lock(file):
             file.close()
             self.check_free()
         file.truncate(0)
@@ -223,13 +223,13 @@ class RunDirectory:
         for folder in (self.rollouts, self.checkpoints.path, self.evaluations):
             folder.mkdir(parents=True, exist_ok=True)
         if not self.checkpoints.run_file.exists():
-            write_atomically(self.checkpoints.run_file, uuid.uuid4().hex + "\n")
+            atomic_write_text(self.checkpoints.run_file, uuid.uuid4().hex + "\n")
         if self.has_started():
             self._record_changes(config)
-        write_atomically(self.inputs_file, inputs.dump_inputs(inputs.read_inputs(config)))
+        atomic_write_text(self.inputs_file, inputs.dump_inputs(inputs.read_inputs(config)))
         step = max(self.checkpoints.steps(), default=0)
         append_row(self.path / "starts.jsonl", describe_start(after_step=step))
-        write_atomically(self.config_file, dump_config(config))
+        atomic_write_text(self.config_file, dump_config(config))
 
     def _record_changes(self, config: Config) -> None:
         step = max(self.checkpoints.intact_steps(), default=0)
@@ -250,7 +250,7 @@ class RunDirectory:
         updates: number of finished updates of the following step, which are kept.
         """
         rows = [row for row in read_metrics(self.path) if row["step"] <= step]
-        write_atomically(
+        atomic_write_text(
             self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows)
         )
         for folder in (self.rollouts, self.updates, self.traces, self.evaluations):
@@ -263,7 +263,7 @@ class RunDirectory:
                 last = (step + 1, updates)
                 kept = [row for row in read_rows(journal)
                         if (row["step"], row.get("update", math.inf)) <= last]  # fmt: skip
-                write_atomically(journal, "".join(json.dumps(row) + "\n" for row in kept))
+                atomic_write_text(journal, "".join(json.dumps(row) + "\n" for row in kept))
 
     def forget(self, step: int) -> None:
         """Delete rollouts and answers up to `step`, which has a checkpoint.

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from megatron_rl.config import ConfigError, load_config
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runs.files import LOCK, evaluation_scores, find_holder, read_metrics
+from megatron_rl.runs.files import LOCK, evaluation_scores, lock_owner, read_metrics
 from megatron_rl.runs.rollouts import count_thinned
 
 
@@ -52,7 +52,7 @@ def _settings(run: RunDirectory) -> Iterator[ExaminedPart]:
     yield ExaminedPart(
         "settings", f"{config.objective.name}, {config.trainer.steps} steps{changed}"
     )
-    if (holder := find_holder(run.path / LOCK)) is not None:
+    if (holder := lock_owner(run.path / LOCK)) is not None:
         yield ExaminedPart("in use", f"by {holder}: the parts below may change")
 
 

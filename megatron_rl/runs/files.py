@@ -17,7 +17,7 @@ from megatron_rl.errors import UserError
 
 
 @contextlib.contextmanager
-def written_whole(file: Path) -> Iterator[Path]:
+def atomic_write(file: Path) -> Iterator[Path]:
     """Yield a path to write; it replaces `file` atomically, even across a kill or a power cut."""
     partial = file.with_name(f".{file.name}.partial")
     yield partial
@@ -26,9 +26,9 @@ def written_whole(file: Path) -> Iterator[Path]:
     flush_to_disk(file.parent)
 
 
-def write_atomically(file: Path, text: str) -> None:
+def atomic_write_text(file: Path, text: str) -> None:
     """Replace a file's text atomically."""
-    with written_whole(file) as partial:
+    with atomic_write(file) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
@@ -44,7 +44,7 @@ def flush_to_disk(path: Path) -> None:
 LOCK = ".lock"  # name of the lock file in the folder
 
 
-def find_holder(lock: Path) -> str | None:
+def lock_owner(lock: Path) -> str | None:
     """Return the description that the owner of a lock wrote, or None if another could take it.
 
     Must not be called for a lock owned by this process.
@@ -52,13 +52,13 @@ def find_holder(lock: Path) -> str | None:
     if not lock.is_file():
         return None
     with lock.open("a+", encoding="utf-8") as file:
-        if take_lock(file):
+        if try_lock(file):
             return None
         file.seek(0)
         return file.read().strip()
 
 
-def take_lock(file: IO[str]) -> bool:
+def try_lock(file: IO[str]) -> bool:
     """Lock an open file until it is closed; returns False if another process owns the lock.
 
     The kernel or the NFS server releases the lock when the process exits. On file systems without

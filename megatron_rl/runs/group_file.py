@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_rl.runs.files import written_whole
+from megatron_rl.runs.files import atomic_write
 from megatron_rl.types import (
     TOKEN_COLUMNS,
     Elsewhere,
@@ -182,7 +182,7 @@ class GeneratedGroups:
     def write(self, step: int, groups: Iterable[PromptGroup], about: Mapping[str, Any]) -> None:
         """Write the groups that a step generated, and metadata about them."""
         self.path.mkdir(exist_ok=True)
-        with written_whole(self.file(step)) as partial:
+        with atomic_write(self.file(step)) as partial:
             write_groups(partial, groups, about)
 
     def forget(self, step: int) -> None:

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from megatron_rl.errors import UserError
-from megatron_rl.runs.files import written_whole
+from megatron_rl.runs.files import atomic_write
 from megatron_rl.types import REPLACES_HISTORY, Rollout
 
 SAMPLED, PLACE = "sampled", "place"
@@ -54,7 +54,7 @@ def count_thinned(files: Iterable[Path]) -> int:
 def write_table(table: pa.Table, file: Path) -> None:
     """Write a table atomically, and create its folder if needed."""
     file.parent.mkdir(exist_ok=True)
-    with written_whole(file) as partial:
+    with atomic_write(file) as partial:
         pq.write_table(table, partial, compression="zstd", row_group_size=BATCH)
 
 

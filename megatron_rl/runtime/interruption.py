@@ -61,7 +61,7 @@ class Interruption:
         """End the setup: from now on a request waits until progress is saved."""
         self._is_setting_up = False
 
-    def take(self, received: signal.Signals, *, at_second: Callable[[], object]) -> None:
+    def record_signal(self, received: signal.Signals, *, at_second: Callable[[], object]) -> None:
         """Record a signal; calls `at_second` for a second request."""
         if self.received is None:
             self.received, self._when = received, time.monotonic()
@@ -82,7 +82,7 @@ class Interruption:
                 if not is_main_rank:
                     os._exit(INTERRUPTED)
                 exit_before_first_step()
-            self.take(received, at_second=lambda: _exit_now(received))  # noqa: B023
+            self.record_signal(received, at_second=lambda: _exit_now(received))  # noqa: B023
 
 
 def handled_signals() -> set[signal.Signals]:

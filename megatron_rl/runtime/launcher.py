@@ -163,13 +163,13 @@ def start_processes(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # single node: do not resolve its host name
     interruption, insistent = Interruption(), threading.Event()
 
-    def take(number: int, frame: object) -> None:
-        interruption.take(signal.Signals(number), at_second=insistent.set)
+    def on_signal(number: int, frame: object) -> None:
+        interruption.record_signal(signal.Signals(number), at_second=insistent.set)
 
     previous = {each: signal.signal(each, exit_before_first_step) for each in handled_signals()}
     run = partial(_run_rank, arguments, is_imported=_import_once(modules))
     for each in previous:
-        signal.signal(each, take)
+        signal.signal(each, on_signal)
     try:
         codes, failure = _run_processes(run, world_size, interruption, insistent)
     finally:

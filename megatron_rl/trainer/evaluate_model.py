@@ -17,7 +17,7 @@ from megatron_rl.preflight.settings import check_evaluation
 from megatron_rl.rollouts.grading import Grader
 from megatron_rl.rollouts.prompt_sets import share_evaluation_sets
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runs.files import write_atomically
+from megatron_rl.runs.files import atomic_write_text
 from megatron_rl.telemetry.console import Console
 from megatron_rl.telemetry.metrics import PhaseClock
 from megatron_rl.trainer.build import (
@@ -121,7 +121,7 @@ def _report(
         },
         "responses": {name: dict(described) for name, described in responses.items()},
     }
-    write_atomically(directory.path / SCORES, json.dumps(content, indent=1) + "\n")
+    atomic_write_text(directory.path / SCORES, json.dumps(content, indent=1) + "\n")
     console.echo(f"  responses and {SCORES}: {directory.path}")
 
 

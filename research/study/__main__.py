@@ -92,7 +92,7 @@ def _echo(text: str) -> None:
 
 
 def _write(study: Any, axis: str) -> tuple[str, list[Any]]:
-    from megatron_rl.runs.files import write_atomically
+    from megatron_rl.runs.files import atomic_write_text
     from research.study.contrasts import ContrastTables
     from research.study.results import write_results
     from research.study.summary import find_outcome, summarise
@@ -107,7 +107,7 @@ def _write(study: Any, axis: str) -> tuple[str, list[Any]]:
     text += f", with {settings}" if settings else ""
     text += f"; {done} of {len(states)} runs are done.\n"
     if study.folder.is_dir():
-        write_atomically(study.folder / "summary.md", text)
+        atomic_write_text(study.folder / "summary.md", text)
     return text, states
 
 

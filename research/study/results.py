@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_rl.runs.files import ROLLOUT_COST_METADATA as COST
-from megatron_rl.runs.files import written_whole
+from megatron_rl.runs.files import atomic_write
 from research.study.state import RunState, read_state
 from research.study.study_plan import Study
 
@@ -48,7 +48,7 @@ def write_results(study: Study) -> list[RunState]:
     """Rewrite `results.parquet` from the run directories; returns the states of the runs."""
     states = [read_state(run) for run in study.runs]
     if any(state.rows for state in states):
-        with written_whole(study.folder / RESULTS) as partial:
+        with atomic_write(study.folder / RESULTS) as partial:
             table = build_results(states)
             # For the report, and to find the plan of a table that was copied.
             described = {PLAN: study.digest, COST: f"{study.file.rollout_cost:g}"}

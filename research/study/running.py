@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_rl.config import ConfigError, dump_config
-from megatron_rl.runs.files import LOCK, read_metrics, take_lock
+from megatron_rl.runs.files import LOCK, read_metrics, try_lock
 from megatron_rl.runtime.interruption import INTERRUPTED, end_with_parent
 from research.study.state import read_state
 from research.study.study_plan import PlannedRun, Study
@@ -48,7 +48,7 @@ def start_here(study: Study, run: PlannedRun) -> "StartedHere | None":
     file = run.folder / LOCK
     if file.exists():
         with file.open("a") as lock:
-            if not take_lock(lock):
+            if not try_lock(lock):
                 return None
     return StartedHere(study, run)
 
@@ -197,7 +197,7 @@ def opened(study: Study) -> Iterator[None]:
     for folder in ("configs", "runs", "logs"):
         (study.folder / folder).mkdir(parents=True, exist_ok=True)
     with (study.folder / LOCK).open("a") as lock:
-        if not take_lock(lock):
+        if not try_lock(lock):
             raise ConfigError(
                 f"{study.folder} is in use by another `python -m research.study`; wait until "
                 "it has ended, or end it"

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from megatron_rl.apps import tasks as apps_tasks
 from megatron_rl.errors import UserError
-from megatron_rl.runs.files import LOCK, take_lock
+from megatron_rl.runs.files import LOCK, try_lock
 from research.tasks.settings import KINDS, TaskSettings
 from research.tasks.tokens import build_tokenizer
 from research.tasks.worked_solution import Problem, correct_answer, correct_solution
@@ -57,7 +57,7 @@ def make_once(
     unfinished = output.parent / f".{output.name}-{digest[:12]}"
     unfinished.mkdir(parents=True, exist_ok=True)
     with (unfinished / LOCK).open("a", encoding="utf-8") as lock:
-        if not take_lock(lock):
+        if not try_lock(lock):
             raise UserError(
                 f"{output} is being made by another `python -m research.tasks`; wait for it"
             )

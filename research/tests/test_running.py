@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from megatron_rl.config import ConfigError, dump_config
-from megatron_rl.runs.files import take_lock
+from megatron_rl.runs.files import try_lock
 from megatron_rl.runtime.interruption import INTERRUPTED
 from research.study import running
 from research.study.__main__ import main
@@ -184,7 +184,7 @@ def test_run_in_progress_elsewhere_is_deferred(tmp_path):
     assert start_here(study, study.runs[0]) is None
     holder.communicate()
     with (folder / ".lock").open("a") as lock:
-        assert take_lock(lock)
+        assert try_lock(lock)
 
 
 def test_two_studies_do_not_share_folder(tmp_path):

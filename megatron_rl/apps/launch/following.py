@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_rl.apps.launch import slurm
 from megatron_rl.apps.launch.slurm import EXITS, INTERRUPTED_STATUSES
 from megatron_rl.config import ConfigError, load_config
-from megatron_rl.runs.files import LOCK, find_holder, is_finished, read_metrics, write_atomically
+from megatron_rl.runs.files import LOCK, atomic_write_text, is_finished, lock_owner, read_metrics
 from megatron_rl.runtime.processes import LAUNCHER
 
 
@@ -42,7 +42,7 @@ class Record:
         """Write the record, replacing an earlier one with this name."""
         file = _file(self.name)
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(asdict(self), indent=1))
+        atomic_write_text(file, json.dumps(asdict(self), indent=1))
 
 
 def find_record(name: str) -> Record:
@@ -104,7 +104,7 @@ def read_exits(folder: str) -> list[Exit]:
 def is_active(record: Record) -> bool:
     """Return True if any part of a launch is pending or running."""
     if not record.is_launched:
-        return find_holder(Path(record.run) / LOCK) is not None
+        return lock_owner(Path(record.run) / LOCK) is not None
     if record.process is not None:
         return _is_alive(record)
     return any(not slurm.job_state(job).has_ended for job in record.jobs)
@@ -135,7 +135,7 @@ def describe(record: Record) -> tuple[str, int]:
     lines, active = [], is_active(record)
     status = 0 if active else final_status(record)
     if not record.is_launched:
-        by = find_holder(Path(record.run) / LOCK)
+        by = lock_owner(Path(record.run) / LOCK)
         state = f"RUNNING ({by})" if by else "STOPPED" if status else "COMPLETED"
         lines.append(f"{record.name}: {state}, started by megatron-rl train")
     if record.process is not None:
@@ -234,7 +234,7 @@ def cancel(record: Record) -> None:
 
 def _end_holder(run: Path) -> None:
     """Send SIGTERM to the process that trains in a folder; it forwards the signal to its ranks."""
-    match = re.fullmatch(r"process (\d+) on (\S+)", find_holder(run / LOCK) or "")
+    match = re.fullmatch(r"process (\d+) on (\S+)", lock_owner(run / LOCK) or "")
     if match is None:
         return
     if match[2] != socket.gethostname():

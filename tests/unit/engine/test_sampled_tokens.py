@@ -80,7 +80,7 @@ class Engine:
         while waiting or further.is_waiting:
             for request in waiting:
                 self.generate(request, on_finished)
-            waiting = further.take(wait=True)
+            waiting = further.next_requests(wait=True)
 
     def generate(self, request, on_finished):
         prefix = self.expected.get(request.position, [])

@@ -26,7 +26,7 @@ def spy_on_disk(monkeypatch):
 
 def test_content_is_synced_before_rename(tmp_path, monkeypatch):
     events = spy_on_disk(monkeypatch)
-    files.write_atomically(tmp_path / "config.yaml", "seed: 1\n")
+    files.atomic_write_text(tmp_path / "config.yaml", "seed: 1\n")
     partial = ("flush", ".config.yaml.partial")
     assert events == [partial, ("replace", "config.yaml"), ("flush", tmp_path.name)]
 

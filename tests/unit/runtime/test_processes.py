@@ -89,9 +89,9 @@ def test_repeated_signal_is_no_second_request(monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
     interruption, ends = Interruption(), []
     for when in ("first", "echo", "second"):
-        interruption.take(signal.SIGTERM, at_second=lambda when=when: ends.append(when))
+        interruption.record_signal(signal.SIGTERM, at_second=lambda when=when: ends.append(when))
     interruption.settle()
-    interruption.take(signal.SIGTERM, at_second=lambda: ends.append("third"))
+    interruption.record_signal(signal.SIGTERM, at_second=lambda: ends.append("third"))
     assert ends == ["second"]
     assert interruption.received == signal.SIGTERM
 

@@ -15,7 +15,7 @@ from megatron_rl.config.sections import RewardSection
 from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.engine.requests import of_each
+from megatron_rl.engine.requests import sampling_per_prompt
 from megatron_rl.objectives import TokenClasses, TokenInputs, build_objective
 from megatron_rl.rollouts.behavior import EngineLogprobs, ModelLogprobs
 from megatron_rl.rollouts.buffer import GroupBuffer
@@ -165,7 +165,7 @@ class ScriptedEngine:
         everywhere=True, conversations=None,
     ):  # fmt: skip
         assert not everywhere  # training and evaluation leave responses where they are generated
-        each = [one.seed for one in of_each(sampling, count=len(prompts))]
+        each = [one.seed for one in sampling_per_prompt(sampling, count=len(prompts))]
         self.events.append(("generate", self.weight_version, *dict.fromkeys(each)))
         tokens, logprobs = np.array([7, 2], np.int32), np.array([-0.1, -0.1], np.float32)
         responses = [

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_rl.advantages import batch_baseline_advantages
-from megatron_rl.engine.requests import of_each
+from megatron_rl.engine.requests import sampling_per_prompt
 from megatron_rl.rollouts.buffer import GroupBuffer
 from megatron_rl.rollouts.engine_source import EngineSource
 from megatron_rl.rollouts.schedule import Schedule
@@ -91,7 +91,7 @@ class SeededEngine(ScriptedEngine):
     """Its log-probs are made of the seed of each response."""
 
     def generate(self, prompts, *, samples, sampling, **options):
-        each = of_each(sampling, count=len(prompts))
+        each = sampling_per_prompt(sampling, count=len(prompts))
         if each is sampling:  # no evaluation: the time of as many batches, of four prompts each
             assert options["batches"] == -(-len(prompts) // 4)
         seeds = [one.seed for one in each for _ in range(samples)]

@@ -506,9 +506,9 @@ def test_status_covers_runs_started_by_train(monkeypatch, tmp_path, config):
     (run / "log.txt").write_text("hello\n")
     (run / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "reward/mean": 0.5}\n')
     hold = (
-        "import os, sys; from megatron_rl.runs.files import take_lock; "
+        "import os, sys; from megatron_rl.runs.files import try_lock; "
         "f = open(sys.argv[1], 'a+'); "
-        f"take_lock(f); print('process', os.getpid(), 'on', {socket.gethostname()!r}, file=f, "
+        f"try_lock(f); print('process', os.getpid(), 'on', {socket.gethostname()!r}, file=f, "
         "flush=True); print(flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen(
