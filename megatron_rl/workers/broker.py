@@ -9,6 +9,7 @@ trainer ends. A package derives a class that receives the trainer's messages. It
 import argparse
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import resource
@@ -17,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +40,65 @@ class DiedError(Exception):
     """A process ended before it answered; its text is the exit status."""
 
 
+class Output:
+    """The reading end of a pipe to which processes print; `echo` receives its shortened lines."""
+
+    def __init__(self, longest_line: int, echo: Callable[[str], None]) -> None:
+        self._file, self.inlet = os.pipe()
+        os.set_blocking(self._file, False)
+        self._capacity = fcntl.fcntl(self._file, fcntl.F_GETPIPE_SZ)
+        self._longest, self._echo = longest_line, echo
+        self._start, self._length = b"", 0  # of the line that has not ended
+        self.was_full = False  # who prints had to wait for this process
+        asyncio.get_running_loop().add_reader(self._file, self.read)
+
+    def read(self) -> bool:
+        """Read once what is there; returns whether there may be more."""
+        try:
+            chunk = os.read(self._file, self._capacity)
+        except BlockingIOError:
+            return False
+        if not chunk:
+            asyncio.get_running_loop().remove_reader(self._file)
+        # Pages of the pipe may be filled in part.
+        self.was_full |= len(chunk) >= self._capacity // 2
+        *lines, rest = chunk.split(b"\n")
+        for line in lines:
+            self._add(line)
+            self._end_line()
+        self._add(rest)
+        return bool(chunk)
+
+    def close(self) -> None:
+        """Read what ended processes have left in the pipe, and close it."""
+        self.read()
+        if self._length:
+            self._end_line()
+        asyncio.get_running_loop().remove_reader(self._file)
+        os.close(self._file)
+
+    def _add(self, text: bytes) -> None:
+        self._start += text[: self._longest - len(self._start)]
+        self._length += len(text)
+
+    def _end_line(self) -> None:
+        cut = f" [... {self._length:,} characters in this line]"
+        is_cut = self._length > len(self._start)
+        self._echo(self._start.decode(errors="replace") + (cut if is_cut else ""))
+        self._start, self._length = b"", 0
+
+
 class Unit:
     """A process forked from the template; it answers one call at a time."""
 
-    def __init__(self, pid: int, handle: int) -> None:
-        self.pid, self._handle = pid, handle
+    def __init__(self, pid: int, handle: int, output: Output) -> None:
+        self.pid, self._handle, self.output = pid, handle, output
         self.ended = asyncio.Event()
         self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.limit = self.own_seconds = self.used_seconds = 0.0  # of the call in progress
         self.sampled, self.is_ready_to_run = 0.0, False
         self.threads: dict[int, tuple[int, int]] = {}  # by `read_threads`, when it was sampled
+        self.broker_seconds = 0.0  # the same of this process
         self._number = 0
         self._reply: asyncio.Future[Message] | None = None
         asyncio.get_running_loop().add_reader(handle, self._end)
@@ -69,7 +119,8 @@ class Unit:
         """
         self._number += 1
         self.limit, self.own_seconds, self.used_seconds = limit, 0.0, 0.0
-        self.sampled = time.monotonic()
+        self.sampled, self.broker_seconds = time.monotonic(), seconds_of_broker()
+        self.output.was_full = False
         self._reply = asyncio.get_running_loop().create_future()
         if self.ended.is_set():
             self._reply.set_exception(DiedError())
@@ -95,6 +146,7 @@ class Unit:
         await self.ended.wait()
         self._reading.cancel()
         self._sink.close()
+        self.output.close()
 
     def _fail(self, error: Exception) -> None:
         if self._reply is not None and not self._reply.done():
@@ -156,7 +208,7 @@ class Broker:
         """Serve the trainer, then end all processes."""
         loop = asyncio.get_running_loop()
         source, self._sink = await asyncio.open_connection(sock=self._link, limit=LONGEST_LINE)
-        await self._start_template()
+        self._start_template()
         try:
             handle = os.pidfd_open(self._trainer)
             loop.add_reader(handle, self._abandon, source, handle)
@@ -183,7 +235,7 @@ class Broker:
                 break
             await asyncio.sleep(0.01)
         with contextlib.suppress(ConnectionError):
-            await asyncio.wait({self._printing}, timeout=1.0)
+            self._output.close()
             self._renew()
             self._sink.close()
             await self._sink.wait_closed()
@@ -215,12 +267,14 @@ class Broker:
 
     async def _fork(self) -> Unit:
         ours, theirs = socket.socketpair()
+        output = Output(self.settings["longest_line"], self._print)
         async with self._forking:
             self._forked: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-            socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+            socket.send_fds(self._control, [b"f"], [theirs.fileno(), output.inlet])
             theirs.close()
+            os.close(output.inlet)
             pid = await self._forked
-            unit = Unit(pid, self._fds.pop(0))
+            unit = Unit(pid, self._fds.pop(0), output)
             self._units.add(unit)
         await unit.connect(ours)
         return unit
@@ -243,9 +297,10 @@ class Broker:
         self._template.kill()
         source.feed_eof()  # whoever else has a copy of the socket
 
-    async def _start_template(self) -> None:
+    def _start_template(self) -> None:
         self._control, theirs = socket.socketpair()
-        output, inlet = os.pipe()
+        self._output = Output(self.settings["longest_line"], self._print)
+        inlet = self._output.inlet
         self._template = subprocess.Popen(
             [
                 *(sys.executable, "-m", "megatron_rl.workers.template"),
@@ -256,11 +311,6 @@ class Broker:
         )  # fmt: skip
         theirs.close()
         os.close(inlet)
-        lines = asyncio.StreamReader()
-        await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(lines), os.fdopen(output, "rb")
-        )
-        self._printing = asyncio.create_task(self._pass_on(lines))
         self._told = b""
         asyncio.get_running_loop().add_reader(self._control, self._read_template)
 
@@ -334,24 +384,10 @@ class Broker:
             self.emit({"printed": f"{left_out:,} more lines are not shown"})
         self._lines = 0
 
-    async def _pass_on(self, source: asyncio.StreamReader) -> None:
-        """Send printed lines to the trainer, shortened, and only the first ones."""
-        longest, start, length = self.settings["longest_line"], b"", 0
-        while chunk := await source.read(1 << 16):
-            *lines, rest = chunk.split(b"\n")
-            for line in lines:
-                self._print(start + line[: longest - len(start)], length + len(line))
-                start, length = b"", 0
-            start, length = start + rest[: longest - len(start)], length + len(rest)
-        if length:
-            self._print(start, length)
-
-    def _print(self, start: bytes, length: int) -> None:
+    def _print(self, line: str) -> None:
         self._lines += 1
         if self._lines <= self.settings["most_lines"]:
-            text = start.decode(errors="replace")
-            cut = f" [... {length:,} characters in this line]" if length > len(start) else ""
-            self.emit({"printed": text + cut})
+            self.emit({"printed": line})
 
 
 def list_children() -> dict[int, list[int]]:
@@ -376,12 +412,20 @@ def read_threads(pid: int) -> dict[int, tuple[int, int]]:
     return threads
 
 
+def seconds_of_broker() -> float:
+    """Return the seconds in which this process ran or waited for a core, and so did not listen."""
+    pid = os.getpid()
+    return sum(read_threads(pid).get(pid, ())) / 1e9
+
+
 def measure(unit: Unit, children: dict[int, list[int]], *, now: float) -> None:
     """Add to a call's own seconds those since the last time.
 
     They are the interval without the longest time that a thread of it was ready and waited for a
     core, so that what else runs on the machine does not count; but at least the processor time that
-    it used, in parts of all cores, so that starting threads gains nothing.
+    it used, in parts of all cores, so that starting threads gains nothing. If it filled the pipe to
+    which it prints, the time in which this process did not read, for want of a core or because of
+    other work, does not count, either.
     """
     interval, pids = now - unit.sampled, [unit.pid]
     threads: dict[int, tuple[int, int]] = {}
@@ -396,7 +440,10 @@ def measure(unit: Unit, children: dict[int, list[int]], *, now: float) -> None:
     # The kernel adds a wait when it is over, so it may be of the last interval, too; but nothing
     # from before the call counts.
     unit.used_seconds += min(ran / 1e9 / (os.cpu_count() or 1), interval)
-    waiting = min(max(waited) / 1e9, unit.own_seconds + interval)
+    broker = seconds_of_broker()
+    printing = (broker - unit.broker_seconds) if unit.output.was_full else 0.0
+    unit.broker_seconds, unit.output.was_full = broker, False
+    waiting = min(max(waited) / 1e9 + printing, unit.own_seconds + interval)
     unit.own_seconds = max(unit.own_seconds + interval - waiting, unit.used_seconds)
     unit.is_ready_to_run = not ran and any(map(_is_ready_to_run, threads))
     unit.threads, unit.sampled = threads, now

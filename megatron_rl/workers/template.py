@@ -133,10 +133,10 @@ class Template:
                 os.read(self._woken, 1 << 16)
                 self._reap()
             if self._control.fileno() in ready:
-                request, files, _, _ = socket.recv_fds(self._control, 1, 1)
+                request, files, _, _ = socket.recv_fds(self._control, 1, 2)
                 if not request:
                     return
-                self._fork(socket.socket(fileno=files[0]))
+                self._fork(socket.socket(fileno=files[0]), output=files[1])
 
     def _reap(self) -> None:
         for pid in list(self._units):
@@ -146,11 +146,14 @@ class Template:
                 code = os.waitstatus_to_exitcode(status)
                 _tell(self._control, {"ended": pid, "status": code})
 
-    def _fork(self, channel: socket.socket) -> None:
+    def _fork(self, channel: socket.socket, *, output: int) -> None:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             try:
+                for file in (1, 2):
+                    os.dup2(output, file)
+                os.close(output)
                 self._become_unit(parent)
                 self._serve(channel)
             except BaseException:  # noqa: BLE001 - printed; the broker sees the exit status
@@ -158,6 +161,7 @@ class Template:
                 os._exit(1)
             os._exit(0)  # threads that are left do not delay the end
         channel.close()
+        os.close(output)
         self._units.add(pid)
         handle = os.pidfd_open(pid)  # exists: only `_reap` removes it
         line = json.dumps({"pid": pid}).encode() + b"\n"
