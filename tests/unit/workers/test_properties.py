@@ -177,6 +177,16 @@ def test_time_limit_is_of_a_conversations_own_work():
     assert together == [alone] * len(together)
 
 
+def test_waiting_for_manager_is_not_a_calls_own_time():
+    """Many print more than a pipe holds, and all wait for the one process that reads it."""
+    rows = [{"trouble": "prints_50_mb", "turn": 1}] * 16 * (os.cpu_count() or 1)
+    with open_pool("Trouble", limit=1.0) as pool:
+        start = time.monotonic()
+        results = play(pool, rows)
+        assert time.monotonic() - start > 1.0
+    assert [one[-1] for one in results] == [expected(place)[-1] for place in range(len(rows))]
+
+
 def test_threads_buy_no_time():
     """20 threads on fewer cores wait for each other; the limit counts what they use together."""
     if (os.cpu_count() or 1) >= 20:
