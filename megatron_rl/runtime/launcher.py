@@ -10,11 +10,9 @@ import importlib
 import math
 import os
 import runpy
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -35,6 +33,7 @@ from megatron_rl.runtime.joining import notify
 from megatron_rl.runtime.processes import (
     LAUNCHER,
     has_cuda,
+    shared_folder,
     use_downloaded_files,
     without_garbage_collection,
 )
@@ -202,19 +201,16 @@ def _run_processes(
 ) -> tuple[list[int], Failure | None]:
     """Fork the ranks; returns their exit codes and the failure that ended them, if any."""
     port = _find_port()
-    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    folder = tempfile.mkdtemp(prefix="megatron_rl-", dir=shared)
     processes: list[RankProcess] = []
-    try:
-        for rank in range(world_size):
-            variables = _variables(rank, world_size, port) | {FOLDER: folder}
-            processes.append(RankProcess(run, variables))
-        codes = _wait_for_end(processes, interruption, insistent, Path(folder))
-    finally:
-        end_all(processes)
-        failure = first_failure(folder)
-        shutil.rmtree(folder, ignore_errors=True)
-    return codes, failure
+    with shared_folder() as folder:
+        try:
+            for rank in range(world_size):
+                variables = _variables(rank, world_size, port) | {FOLDER: str(folder)}
+                processes.append(RankProcess(run, variables))
+            codes = _wait_for_end(processes, interruption, insistent, folder)
+        finally:
+            end_all(processes)
+        return codes, first_failure(folder)
 
 
 def _import_once(modules: Sequence[str]) -> bool:

@@ -9,21 +9,25 @@ files, and the usual soft limit is 1,024.
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import json
 import logging
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 
 from megatron_rl.runtime.versions import hide_unloadable_builds
 
 MOST = 1 << 20  # some programs loop over all numbers below their limit
+_SHARED = "megatron_rl_shared-"  # begins the names of folders in memory
 OTHERS = 512  # files that are not sockets between ranks: CUDA, libraries, models, workers
 
 
@@ -227,3 +231,36 @@ def use_downloaded_files() -> None:
     for module in ("huggingface_hub.constants", "datasets.config"):
         if module in sys.modules:  # it has read the variable already
             sys.modules[module].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[Path]:
+    """Make a folder in memory for processes of this node, and remove it in the end.
+
+    It is locked until then, so that the next one finds those whose processes were killed, and
+    removes them.
+    """
+    parent = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
+    for folder in parent.glob(f"{_SHARED}*"):
+        with contextlib.suppress(OSError), _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            shutil.rmtree(folder)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_SHARED, dir=parent))
+        with _locked(folder, fcntl.LOCK_SH):
+            if not folder.exists():  # taken for one of a killed process just before it was locked
+                continue
+            try:
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            return
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, operation: int) -> Iterator[None]:
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(file, operation)
+        yield
+    finally:
+        os.close(file)

@@ -1,15 +1,16 @@
 """Start of the watchdog: each rank writes a heartbeat, one process per node reads them."""
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from megatron_rl.config import Config
 from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.runs.directory import RunDirectory
+from megatron_rl.runtime.processes import shared_folder
 from megatron_rl.runtime.watchdog import Heartbeat, answer_by_stacks, make_board, map_board
 
 GRACE = 120.0  # seconds, so that more specific limits are reported first
@@ -40,37 +41,35 @@ def watch(config: Config, directory: RunDirectory, *, rank: int) -> tuple[Heartb
     nodes = gather_from_ranks(node)
     ranks = [other for other, where in enumerate(nodes) if where == node]
     place = ranks.index(rank)
-    folder, problem = _make_folder(len(ranks)) if place == 0 else (None, None)
-    folder = gather_from_ranks(folder)[ranks[0]]
     progress = None
-    if folder is not None:
-        try:
-            progress = _open(Path(folder), place, budget=stall, budgets=budgets)
-        except OSError as error:
-            problem = error
-    is_open = gather_from_ranks(progress is not None)
-    if place == 0 and folder is not None:
-        if all(is_open[other] for other in ranks):
-            _start_watcher(Path(folder), ranks, reports=directory.stalls)
-        _remove(Path(folder))
+    with contextlib.ExitStack() as stack:
+        folder, problem = _make_folder(stack, len(ranks)) if place == 0 else (None, None)
+        folder = gather_from_ranks(folder)[ranks[0]]
+        if folder is not None:
+            try:
+                progress = _open(folder, place, budget=stall, budgets=budgets)
+            except OSError as error:
+                problem = error
+        is_open = gather_from_ranks(progress is not None)
+        if place == 0 and folder is not None and all(is_open[other] for other in ranks):
+            _start_watcher(folder, ranks, reports=directory.stalls)
     if not all(is_open):
         return Heartbeat(), f"hangs will not be detected: the watchdog cannot start ({problem})"
     assert progress is not None
     return progress, None
 
 
-def _make_folder(ranks: int) -> tuple[str | None, OSError | None]:
+def _make_folder(stack: contextlib.ExitStack, ranks: int) -> tuple[Path | None, OSError | None]:
     """Create a folder in memory with the board and a file for each rank's stacks."""
     try:
-        shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        folder = Path(tempfile.mkdtemp(prefix="megatron_rl-", dir=shared))
+        folder = stack.enter_context(shared_folder())
         with (folder / "board").open("wb") as file:
             make_board(file.fileno(), ranks=ranks)
         for place in range(ranks):
             (folder / f"stacks{place}").touch()
     except OSError as error:
         return None, error
-    return str(folder), None
+    return folder, None
 
 
 def _open(folder: Path, place: int, *, budget: float, budgets: dict[str, float]) -> Heartbeat:
@@ -99,9 +98,3 @@ def _start_watcher(folder: Path, ranks: list[int], *, reports: Path) -> None:
     _WATCHERS.append(process)
     for file in (board, *stacks):
         os.close(file)
-
-
-def _remove(folder: Path) -> None:
-    for file in folder.iterdir():
-        file.unlink()
-    folder.rmdir()

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
@@ -259,3 +260,27 @@ def test_limited_address_space_is_named_with_its_cure(monkeypatch):
     assert processes.describe_address_space() is None
     text = processes.describe_address_space()
     assert "6.0 GiB of address space (ulimit -v)" in text and "ulimit -v unlimited" in text
+
+
+def test_shared_folder_of_killed_process_is_removed_by_next_one():
+    """And no other one: a process that lives, or its child, has the lock."""
+    program = """
+import os, time
+from megatron_rl.runtime.processes import shared_folder
+with shared_folder() as folder:
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+    command = [sys.executable, "-c", program]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    folders = [Path(process.stdout.readline().strip()) for process in started]
+    started[0].kill()
+    started[0].wait()
+    assert folders[0].exists()
+    with processes.shared_folder() as own:
+        assert [own.exists(), *(folder.exists() for folder in folders)] == [True, False, True]
+    assert not own.exists()
+    started[1].kill()
+    started[1].wait()
+    with processes.shared_folder():
+        assert not folders[1].exists()
