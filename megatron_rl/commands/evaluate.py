@@ -145,8 +145,6 @@ def _settings_of_run(folder: Path) -> dict[str, Any]:
         )
     saved = read_mapping(folder / "config.yaml")
     values = {key: saved[key] for key in FROM_RUN if key in saved}
-    # `rollout.mismatch` perturbs the engine during training only.
-    values.get("rollout", {}).pop("mismatch", None)
     for section, key in (("trainer", "dtype"), ("model", "trust_remote_code")):
         if key in saved.get(section, {}):
             values[section] = {key: saved[section][key]}

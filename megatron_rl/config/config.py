@@ -283,7 +283,7 @@ class Config(Section):
         several generation calls.
         """
         mixed = self.replay.fresh < 1 or self.dynamic_sampling.rounds > 0
-        mixed = mixed or not isinstance(self.lag.batches, int)
+        mixed = mixed or self.lag.policy is not None
         return self.advantage.estimator == "batch_baseline" and mixed
 
     @property
@@ -296,6 +296,17 @@ class Config(Section):
     def fresh_groups(self) -> int:
         """Number of new groups in a rollout batch, from the second batch on."""
         return round(self.replay.fresh * self.rollout.prompts_per_step)
+
+    @property
+    def code(self) -> dict[str, str]:
+        """Names `module:attribute` of the user's code, by config key."""
+        named = {
+            "reward.verifier": self.reward.verifier,
+            "environment.name": self.environment and self.environment.name,
+            "objective.function": self.objective.overrides.get("function"),
+            "lag.policy": self.lag.policy,
+        }
+        return {key: str(name) for key, name in named.items() if name}
 
     @property
     def prompt_files(self) -> dict[str, tuple[str, ColumnsSection]]:

@@ -1,11 +1,10 @@
 """Sections of a config for policy lag and replay (`docs/policy-lag.md`)."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
-from megatron_rl.config.paths import expand_path
-from megatron_rl.config.sections import Count, Fraction, Section
+from megatron_rl.config.sections import Count, Fraction, Section, refuse_bool
 
 
 def _check_partial_rollouts(value: Any) -> Any:
@@ -21,24 +20,15 @@ def _check_partial_rollouts(value: Any) -> Any:
     return value
 
 
-def _check_batches(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | dict):
-        raise ValueError(
-            "must be a number of rollout batches, at least 0, or one of {uniform: [LOW, HIGH]}, "
-            "{by_length: {batches: K, tokens: N}}, {trace: FILE}"
-        )
-    if isinstance(value, dict) and isinstance(value.get("trace"), str):
-        return value | {"trace": expand_path(value["trace"])}
-    return value
-
-
 class LagSection(Section):
     """Policy lag: the age of the trained rollouts (`docs/policy-lag.md`)."""
 
-    batches: Annotated[int | dict[str, Any], BeforeValidator(_check_batches)] = Field(default=0)
-    """Number of rollout batches between generating a group and training on it; a distribution is
-    given as `{uniform: [LOW, HIGH]}`, `{by_length: {batches: K, tokens: N}}` or
-    `{trace: schedule.jsonl}`."""
+    batches: Annotated[int, BeforeValidator(refuse_bool), Field(ge=0)] = 0
+    """Number of rollout batches between generating a group and training on it."""
+    policy: str | None = None
+    """A lag policy of your own, as `module:class`, in place of `lag.batches`."""
+    settings: dict[str, Any] = Field(default={})
+    """Keyword arguments of `lag.policy`."""
     sync_weights_every: Count = 1
     """Rollout batches between weight syncs to the engine."""
     partial_rollouts: Annotated[
@@ -47,6 +37,16 @@ class LagSection(Section):
     """Sync weights while responses are being generated, every so many tokens of each response: a
     number, or `{every_tokens: N, cache: keep}`, or `{every_tokens: N, cache: recompute}`. null
     disables partial rollouts."""
+
+    @model_validator(mode="after")
+    def _check_policy(self) -> Self:
+        if self.policy is not None and self.batches:
+            raise ValueError(
+                f"policy={self.policy} and batches={self.batches} both set the lag; unset one"
+            )
+        if self.policy is None and self.settings:
+            raise ValueError("settings are those of lag.policy, which is not set; unset them")
+        return self
 
     @property
     def every_tokens(self) -> int:

@@ -96,8 +96,6 @@ def with_absolute_paths(config: Config) -> Config:
     """
     values = config.model_dump()
     _make_absolute(values, Config, "")
-    if isinstance(lags := values["lag"]["batches"], dict) and "trace" in lags:
-        lags["trace"] = os.path.abspath(str(lags["trace"]))
     return parse_config(values)
 
 

@@ -58,11 +58,6 @@ def lora_problems(config: Any) -> list[str]:
             f"model.fp8={config.model.fp8} cannot be combined with lora, whose adapters have not "
             "been tried with products in fp8; unset model.fp8"
         )
-    if config.lora.push == "adapters" and config.rollout.mismatch != "none":
-        problems.append(
-            f"rollout.mismatch={config.rollout.mismatch} rounds what every push sends, but with "
-            "lora.push=adapters the weights are sent once; unset one"
-        )
     if "learning_rate" not in config.optimizer.model_fields_set:
         problems.append(
             f"lora needs a learning rate of its own: optimizer.learning_rate="

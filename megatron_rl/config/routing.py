@@ -11,6 +11,8 @@ def unrecorded_because(config: Any) -> str | None:
     """
     if config.behavior != "actor":
         return f"behavior={config.behavior}"
+    if config.lag.policy is not None:
+        return f"lag.policy={config.lag.policy}"
     if config.lag.batches != 0:
         return f"lag.batches={config.lag.batches}"
     if config.lag.sync_weights_every > 1:

@@ -13,7 +13,7 @@ from megatron_rl.objectives.choice import Spec, choose_objective
 from megatron_rl.objectives.function_spec import FUNCTION
 
 
-def _refuse_bool(value: Any) -> Any:
+def refuse_bool(value: Any) -> Any:
     """Reject YAML's `yes` and `true`, which Python would accept as the number 1."""
     if isinstance(value, bool):
         raise ValueError("must be a number")  # pydantic adds the key and the value
@@ -26,7 +26,7 @@ def _bool_or_text(value: Any) -> Any:
     return value
 
 
-Count = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
+Count = Annotated[int, BeforeValidator(refuse_bool), Field(ge=1)]
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]  # of a moving average
 NonNegative = Annotated[float, Field(ge=0.0)]
@@ -122,9 +122,6 @@ class RolloutSection(Section):
     because likelihood ratios refer to the full distribution."""
     max_num_seqs: Count = 256
     """Maximum number of sequences that one engine generates concurrently."""
-    mismatch: Literal["none", "bf16", "fp8_e4m3"] = "none"
-    """Precision to which the engine's copy of the weights is rounded, to study train-inference
-    mismatch (`docs/policy-lag.md`); `none` disables the rounding."""
     gpu_memory_utilization: Fraction = 0.5
     """Fraction of the device memory that the engine may use, on CUDA."""
     kv_cache_mib: Count = 256

@@ -1,13 +1,8 @@
-"""Checks and optional rounding of weights that the engine receives.
+"""Checks of weights that the engine receives, and vLLM's loaders for them."""
 
-Rounding creates a deliberate train-inference mismatch, like that of an engine of lower precision:
-the weights are rounded, but the engine still computes in its own dtype.
-"""
-
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +10,6 @@ from torch import Tensor
 from megatron_rl.models.shape import ModelShape, tensor_shapes
 from megatron_rl.models.stored_tensors import has_transposed_experts, stored_places
 
-Mismatch = Literal["none", "bf16", "fp8_e4m3"]
-# The matrices of a layer; embeddings, norms, the output layer and routers are not rounded, as in
-# engines that quantize to fp8.
-LAYER_MATRIX = re.compile(r"model\.layers\.\d+\.(?!mlp\.(gate|router)\.)[\w.]+[._]weight")
 PLAIN_BACKENDS = ("TRITON", "BATCHED_TRITON")
 
 
@@ -39,39 +30,15 @@ def check_tensors(
 
 
 def prepare_tensors(
-    weights: Iterable[tuple[str, Tensor]], shape: ModelShape, mismatch: Mismatch
+    weights: Iterable[tuple[str, Tensor]], shape: ModelShape
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield checked and rounded weights as vLLM's loaders expect them.
+    """Yield checked weights as vLLM's loaders expect them.
 
     Matrices that files have in a tensor of all experts are transposed there.
     """
     places = stored_places(shape)
-    for name, tensor in round_tensors(check_tensors(weights, shape), mismatch):
+    for name, tensor in check_tensors(weights, shape):
         yield name, tensor.t() if name in places and places[name].transposed else tensor
-
-
-def round_tensors(
-    weights: Iterable[tuple[str, Tensor]], mismatch: Mismatch
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield rounded copies of full Hugging Face tensors; the inputs are not modified."""
-    for name, tensor in weights:
-        yield name, round_tensor(name, tensor, mismatch)
-
-
-def round_tensor(name: str, tensor: Tensor, mismatch: Mismatch) -> Tensor:
-    """Round any tensor to bfloat16, or a layer's matrix to fp8; the biases of routers are kept.
-
-    One fp8 scale per matrix maps its largest magnitude to the largest fp8 number.
-    """
-    if name.endswith("e_score_correction_bias"):
-        return tensor
-    if mismatch == "bf16":
-        return tensor.to(torch.bfloat16).to(tensor.dtype)
-    if mismatch == "fp8_e4m3" and tensor.dim() == 2 and LAYER_MATRIX.fullmatch(name):
-        values = tensor.float()
-        scale = values.abs().amax().clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
-        return ((values / scale).to(torch.float8_e4m3fn).float() * scale).to(tensor.dtype)
-    return tensor
 
 
 def load_tensors(llm: Any, weights: Iterable[tuple[str, Tensor]], **about: Any) -> None:

@@ -28,7 +28,6 @@ from megatron_rl.engine.engine import (
     RolloutWindow,
 )
 from megatron_rl.engine.incoming import (
-    Mismatch,
     load_tensors,
     parameters_as_expected,
     prepare_tensors,
@@ -78,7 +77,6 @@ class VllmEngine:
     kv_cache_bytes: KV cache size; None on CUDA, where `gpu_memory_utilization` decides.
     time_limit, stall_limit: seconds for one call, and without a finished response, until an error.
     stop_token_ids, stop: additional stop tokens and stop strings.
-    mismatch: rounding of received weights, to study the train-inference mismatch.
     partial_rollouts, routes: `continue_generation` will be called; responses have their routes.
     adapters: the source's adapters, if vLLM computes with them itself; None: with their sums.
     hooks, further_arguments: callbacks to the run; additional arguments of vLLM's `LLM`.
@@ -102,7 +100,6 @@ class VllmEngine:
         stall_limit: float = 1800.0,
         stop_token_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
-        mismatch: Mismatch = "none",
         partial_rollouts: bool = False,
         routes: bool = False,
         adapters: AdapterSettings | None = None,
@@ -117,7 +114,7 @@ class VllmEngine:
         self.layout.check(self.shape)
         on_cuda = topology.device.type == "cuda"
         self.dtype, self.topology, self.max_model_len = dtype, topology, max_model_len
-        self.time_limit, self.stall_limit, self.mismatch = time_limit, stall_limit, mismatch
+        self.time_limit, self.stall_limit = time_limit, stall_limit
         self._hooks = hooks or EngineHooks()
         self._version, self._asleep, self._tokenizer = -1, False, tokenizer
         self._engine_seconds = [0.0] * topology.world_size  # by rank
@@ -282,7 +279,7 @@ class VllmEngine:
         Reads only this rank's slice. Raises ValueError naming parameters that are missing, extra or
         of a wrong shape.
         """
-        tensors = prepare_tensors(weights, self.shape, self.mismatch)
+        tensors = prepare_tensors(weights, self.shape)
         expected = self.layout.parameter_shapes(self.shape, rank=self.topology.rank)
         tied = self.shape.tied_embeddings
         load = partial(load_tensors, self._llm, tensors, expected=expected, tied_embeddings=tied)
@@ -314,8 +311,8 @@ class VllmEngine:
 
     def live_parameters(self) -> Mapping[str, Tensor] | None:
         """Return vLLM's own parameters; None if it computes with others (CPU, latent attention)."""
-        if self.topology.device.type != "cuda" or self.mismatch != "none" or self.shape.latent:
-            return None  # a mismatch rounds whole tensors
+        if self.topology.device.type != "cuda" or self.shape.latent:
+            return None
         expected = self.layout.parameter_shapes(self.shape, rank=self.topology.rank)
         return parameters_as_expected(self._llm, expected, shape=self.shape, dtype=self.dtype)
 

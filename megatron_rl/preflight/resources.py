@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from megatron_rl.config import Config, ConfigError, dump_config
 from megatron_rl.models.adapters import count_adapter_parameters
 from megatron_rl.models.shape import ModelShape, tensor_shapes
-from megatron_rl.rollouts.build_schedule import build_schedule
+from megatron_rl.rollouts.schedule import build_schedule
 from megatron_rl.runs.directory import RunDirectory
 
 DOES_NOT_FIT = 3  # the exit status of a dry run of a run that does not fit
@@ -181,7 +181,7 @@ def _remaining_rollouts(config: Config, run: RunDirectory, step: float) -> float
 def _stored_batches(config: Config) -> float:
     """Return the rollout batches in a checkpoint: the current one, queued and replayed ones."""
     schedule = build_schedule(config)
-    waiting = schedule.policy.most + schedule.sync_weights_every - 1
+    waiting = schedule.policy.most() + schedule.sync_weights_every - 1
     return 1 + (waiting + schedule.capacity - 1) * schedule.fresh / schedule.groups
 
 

@@ -31,7 +31,7 @@ from megatron_rl.preflight.layout import (
     product_sizes,
 )
 from megatron_rl.preflight.resources import check_disk, find_writable
-from megatron_rl.rollouts.build_schedule import build_schedule
+from megatron_rl.rollouts.schedule import build_schedule
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.processes import group_sizes, has_cuda, limit_problem
 
@@ -60,8 +60,7 @@ def settings_problems(
     problems = [
         *_file_problems(config, config.prompt_files),
         *_logger_problems(config),
-        *_module_problems("reward.verifier", config.reward.verifier or MATH_ANSWER),
-        *_environment_problems(config),
+        *_code_problems(config),
         *_loss_function_problems(config),
         *engine_argument_problems(config.rollout.engine),
     ]
@@ -118,8 +117,7 @@ def evaluation_problems(
     """List why an evaluation cannot start; also return the model's shape if it was read."""
     problems = [
         *_file_problems(config, files),
-        *_module_problems("reward.verifier", config.reward.verifier or MATH_ANSWER),
-        *_environment_problems(config),
+        *_code_problems(config),
         *engine_argument_problems(config.rollout.engine),
     ]
     shape = _read_model(config.model.path, problems, key="--model")
@@ -297,11 +295,14 @@ def _file_problems(config: Config, files: Mapping[str, tuple[str, ColumnsSection
     return problems
 
 
-def _environment_problems(config: Config) -> list[str]:
-    if config.environment is None:
-        return []
-    name = config.environment.name
-    return _module_problems("environment.name", name, form="module:class", example="my_agent:Game")
+def _code_problems(config: Config) -> list[str]:
+    problems = []
+    for key, name in ({"reward.verifier": MATH_ANSWER} | config.code).items():
+        if key in ("environment.name", "lag.policy"):
+            problems += _module_problems(key, name, form="module:class", example="my_module:Mine")
+        elif key == "reward.verifier":
+            problems += _module_problems(key, name)
+    return problems
 
 
 def _module_problems(

@@ -19,7 +19,6 @@ from megatron_rl.types import GradeResult, Prompt, Rollout, SamplingSettings
 # Mean absolute gap of a sampled token's log-prob. Right weights give 1e-7 in float32 and some 1e-2
 # in bfloat16, where two engines round differently; one misplaced matrix gives more than 1.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-ROUNDED = 0.5  # of weights in fp8, in any dtype
 PROMPTS_PER_ENGINE = 8
 
 
@@ -33,7 +32,6 @@ def check_engine_of_run(run: RunContext, engine: RolloutEngine, prompts: Sequenc
         seed=derive_seed(run.config.seed, "engine check"),
         tokens_per_micro_batch=run.config.trainer.tokens_per_micro_batch,
         max_tokens=min(32, run.config.rollout.max_response_tokens),
-        rounded=run.config.rollout.mismatch != "none",
     )
 
 
@@ -46,13 +44,11 @@ def check_engine(
     seed: int,
     tokens_per_micro_batch: int,
     max_tokens: int = 32,
-    rounded: bool = False,
 ) -> float:
     """The largest of all engines' mean gaps between the two log-probs of its tokens; collective.
 
     Every engine answers PROMPTS_PER_ENGINE prompts, the same ones where there are too few.
-    temperature: the actor's. rounded: the engine's weights are, on purpose. Raises RuntimeError
-    on every rank when a gap is too large.
+    temperature: the actor's. Raises RuntimeError on every rank when a gap is too large.
     """
     engines = engine.layout.world_size // engine.layout.tensor
     prompts = list(islice(cycle(prompts), PROMPTS_PER_ENGINE * engines))
@@ -82,7 +78,7 @@ def check_engine(
     ]
     # One wrong engine must not disappear in a mean over many.
     means = [float(np.concatenate(gaps[one::engines]).mean()) for one in range(engines)]
-    tolerance = ROUNDED if rounded else _TOLERANCE[engine.dtype]
+    tolerance = _TOLERANCE[engine.dtype]
     wrong = [one for one, mean in enumerate(means) if not mean <= tolerance]
     if wrong:
         raise RuntimeError(

@@ -14,14 +14,56 @@ The queue is filled before the first step: every step trains a complete rollout 
 grows from 0 during the first `lag` steps.
 """
 
+import importlib
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
+from megatron_rl.config import Config
 from megatron_rl.errors import UserError
-from megatron_rl.rollouts.lag_policies import LagPolicy
 from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.types import PromptGroup, PromptSlot
+
+
+class LagPolicy(Protocol):
+    """Number of steps that each group is generated ahead of its training, and the order of both.
+
+    `lag.policy` names a class with these three methods. It is built on every rank with the
+    keywords `seed` and `steps`, both of the run, and those of `lag.settings`; its answers may
+    depend on these and the arguments alone. It refuses settings by raising ValueError.
+    """
+
+    def most(self) -> int:
+        """Return the maximum lag of any slot."""
+        ...
+
+    def lag(self, slot: PromptSlot) -> int:
+        """Return the steps from the generation of a slot's group to the slot's step, from 0."""
+        ...
+
+    def ready(self, slot: PromptSlot, *, generated: int, longest: int) -> int:
+        """Return the sort key of a group that is not trained yet; ties in slot order.
+
+        generated: the step whose weights generated the group; longest: its longest response.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ConstantLag(LagPolicy):
+    """The lag of `lag.batches`; groups are trained in the order of prompts."""
+
+    batches: int
+
+    def most(self) -> int:
+        return self.batches
+
+    def lag(self, slot: PromptSlot) -> int:
+        return self.batches
+
+    def ready(self, slot: PromptSlot, *, generated: int, longest: int) -> int:
+        return slot.step
 
 
 @dataclass(frozen=True)
@@ -67,12 +109,18 @@ class Schedule:
         Generation between two weight syncs moves to the earlier one, when the actor has the same
         weights as the engine.
         """
-        earliest = max(1, slot.step - self.policy.lag(slot))
+        lag, most = self.policy.lag(slot), self.policy.most()
+        if type(lag) is not int or not 0 <= lag <= most:
+            raise UserError(
+                f"lag.policy: {type(self.policy).__name__} gives {slot} the lag {lag!r}; it must "
+                f"be an integer from 0 to its own most(), {most}"
+            )
+        earliest = max(1, slot.step - lag)
         return earliest - (earliest - 1) % self.sync_weights_every
 
     def due(self, step: int, *, ahead: int = 0) -> list[PromptSlot]:
         """Slots of this step and later ones that are filled by now, or `ahead` steps later."""
-        last = step + ahead + self.policy.most + self.sync_weights_every - 1
+        last = step + ahead + self.policy.most() + self.sync_weights_every - 1
         return [
             slot
             for later in range(step, min(self.steps, last) + 1)
@@ -113,3 +161,36 @@ class Schedule:
     def is_kept(self, first_trained_at_step: int, *, after: int) -> bool:
         """True if a group first trained in this step may be replayed after step `after`."""
         return first_trained_at_step > after + 1 - self.capacity
+
+
+def build_schedule(config: Config) -> Schedule:
+    """Build the schedule of `lag` and `replay`; ValueError naming an invalid setting."""
+    assert config.data.epochs is None, "resolve_epochs turns it into steps before"
+    return Schedule(
+        policy=_build_policy(config),
+        seed=config.seed,
+        groups=config.rollout.prompts_per_step,
+        fresh=config.fresh_groups,
+        steps=config.trainer.steps,
+        sync_weights_every=config.lag.sync_weights_every,
+        capacity=config.replay.capacity,
+        sampling=config.replay.sampling,
+    )
+
+
+def _build_policy(config: Config) -> LagPolicy:
+    name = config.lag.policy
+    if name is None:
+        return ConstantLag(config.lag.batches)
+    module, _, kind = name.partition(":")
+    try:
+        build = getattr(importlib.import_module(module), kind)
+        policy: LagPolicy = build(
+            seed=config.seed, steps=config.trainer.steps, **config.lag.settings
+        )
+        missing = [one for one in ("most", "lag", "ready") if not hasattr(policy, one)]
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"lag.policy={name}: {error}; settings: {config.lag.settings}") from error
+    if missing:
+        raise UserError(f"lag.policy={name} has no {missing[0]}; write most, lag and ready")
+    return policy

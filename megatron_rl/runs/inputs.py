@@ -70,8 +70,6 @@ def read_inputs(config: Config) -> Inputs:
         if not is_on_hub(path) and Path(path).exists():
             found[key] = read_path(path)
     paths = {"offline.rollouts": config.offline.rollouts}
-    if isinstance(lags := config.lag.batches, dict):
-        paths["lag.batches.trace"] = lags.get("trace")
     for key, name in paths.items():
         if name is not None and Path(str(name)).exists():
             found[key] = read_path(str(name))
@@ -80,13 +78,10 @@ def read_inputs(config: Config) -> Inputs:
     for key, name in models.items():
         if name is not None and (Path(name) / "config.json").is_file():
             found[key] = _read_model(name)
-    environment = config.environment.name if config.environment is not None else None
-    code = {"reward.verifier": config.reward.verifier, "environment.name": environment,
-            "objective.function": config.objective.overrides.get("function")}  # fmt: skip
-    for key, name in code.items():
-        files = module_files(str(name).partition(":")[0]) if name else {}
+    for key, name in config.code.items():
+        files = module_files(name.partition(":")[0])
         if files:
-            found[key] = _read_files(str(name), files)
+            found[key] = _read_files(name, files)
     return found
 
 

@@ -37,12 +37,12 @@ from megatron_rl.rollouts.behavior import (
     WindowLogprobs,
 )
 from megatron_rl.rollouts.buffer import GroupBuffer
-from megatron_rl.rollouts.build_schedule import build_schedule
 from megatron_rl.rollouts.engine_source import EngineSource
 from megatron_rl.rollouts.grading import Grader
 from megatron_rl.rollouts.offline import NoEngine, OfflineRollouts, OfflineSource
 from megatron_rl.rollouts.partial_rollouts import PartialRolloutSource
 from megatron_rl.rollouts.prompt_sets import PromptSets, share_prompt_sets
+from megatron_rl.rollouts.schedule import build_schedule
 from megatron_rl.rollouts.selection import BatchSelector
 from megatron_rl.rollouts.source import RolloutSource, RunContext
 from megatron_rl.runs.directory import RunDirectory
@@ -313,7 +313,6 @@ def build_engine(
         further_arguments=config.rollout.engine,
         stop_token_ids=config.rollout.stop_token_ids,
         stop=config.rollout.stop,
-        mismatch=config.rollout.mismatch,
         partial_rollouts=config.lag.partial_rollouts is not None,
         routes=config.model.routing_replay == "engine",
         adapters=build_adapter_settings(config),

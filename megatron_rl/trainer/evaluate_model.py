@@ -113,7 +113,6 @@ def _report(
         "temperature": config.eval.temperature,
         "top_p": config.eval.top_p,
         "max_response_tokens": config.rollout.max_response_tokens,
-        "mismatch": config.rollout.mismatch,
         "sets": {name: str(Path(one.path).absolute()) for name, one in config.eval.sets.items()},
         "scores": {
             name: {one: None if value is None else vars(value) for one, value in by_set.items()}

@@ -18,14 +18,16 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 from megatron_rl.config import parse_config  # noqa: E402
 from megatron_rl.rollouts.buffer import GroupBuffer  # noqa: E402
-from megatron_rl.rollouts.build_schedule import build_schedule  # noqa: E402
+from megatron_rl.rollouts.schedule import build_schedule  # noqa: E402
 from megatron_rl.types import PromptGroup, PromptSlot  # noqa: E402
 
 STEPS, GROUPS = 7, 4
 REGIMES = {
     "no lag": {},
     "lag.batches: 2": {"lag": {"batches": 2}},
-    "lag.batches: {uniform: [0, 2]}": {"lag": {"batches": {"uniform": [0, 2]}}},
+    "lag.policy, drawn from 0 to 2": {
+        "lag": {"policy": "research.lag_policies:UniformLag", "settings": {"low": 0, "high": 2}}
+    },
     "lag.sync_weights_every: 3": {"lag": {"sync_weights_every": 3}},
     "replay: {capacity: 3, fresh: 0.5}": {"replay": {"capacity": 3, "fresh": 0.5}},
     "lag.partial_rollouts, 3 windows": {"behavior": "engine", "lag": {"partial_rollouts": 10}},
@@ -55,7 +57,7 @@ def walk(schedule):
 
 
 def _group(slot: PromptSlot, step: int) -> PromptGroup:
-    return PromptGroup(slot, (), (), (), 0.0, generated=step, updates=0)
+    return PromptGroup(slot, (), (), (), 0.0, generated_at_step=step, updates=0)
 
 
 def draw(file: Path) -> None:

@@ -39,13 +39,15 @@ KEEP, RECOMPUTE = (
 )
 ADAPTERS = "lora={rank: 8, alpha: 16, push: adapters}"
 EVEN = ("trainer.steps=5", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=3")
+DRAWN = ("lag.policy=research.lag_policies:UniformLag", "lag.settings={low: 0, high: 2}")
 RUNS = {
     "plain": (),
     "queue": ("lag.batches=1",),
-    "mixed": ("lag.batches={uniform: [0, 2]}", "replay={capacity: 3, fresh: 0.5}",
+    "mixed": (*DRAWN, "replay={capacity: 3, fresh: 0.5}",
               "trainer.self_test_every=2"),
-    "apart": ("lag.batches={uniform: [0, 2]}", "replay={capacity: 3, fresh: 0.5}"),
-    "traced_killed": ("lag.batches={trace: FOLDER/mixed/schedule.jsonl}",
+    "apart": (*DRAWN, "replay={capacity: 3, fresh: 0.5}"),
+    "traced_killed": ("lag.policy=research.lag_policies:TraceLag",
+                      "lag.settings={file: FOLDER/mixed/schedule.jsonl}",
                       "replay={capacity: 3, fresh: 0.5}"),
     "engine": (ENGINE,),
     "skipped": (ENGINE,),  # pushes by hand
@@ -59,8 +61,7 @@ RUNS = {
     "adapters_killed": (ENGINE, KEEP, ADAPTERS, *EVEN),
     "recompute": (RECOMPUTE,),
     "recompute_killed": (RECOMPUTE,),
-    "mismatch": (ONE, "rollout.mismatch=fp8_e4m3"),
-    "decoupled": (ONE, ENGINE, "rollout.mismatch=bf16", "objective.name=icepop",
+    "decoupled": (ONE, ENGINE, "objective.name=icepop",
                   "objective.constraint={low: 0.2, high: 0.28}"),
     "sao": (ONE, ENGINE, "objective={name: sao}"),
 }  # fmt: skip
@@ -97,7 +98,6 @@ class SharedParts:
         engine = self.made[kind]
         engine.drop_caches()
         engine._hooks = hooks or EngineHooks()
-        engine.mismatch = config.rollout.mismatch
         return engine
 
 

@@ -236,19 +236,11 @@ def test_log_probs_computed_part_by_part_are_those_of_each_token_s_own_weights(r
         assert gap(rollouts(runs / "recompute", step)) < 1e-5
 
 
-def test_rounded_weights_cause_expected_mismatch(runs):
-    gaps = {
-        name: read_metrics(runs / name)[1]["mismatch/logprob_abs_diff_mean"]
-        for name in ("plain", "mismatch")
-    }
-    assert gaps["plain"] < 1e-5 and 1e-3 < gaps["mismatch"] < 0.5, gaps
-
-
 def test_decoupled_and_sao_run_on_engine_s_log_probs(runs):
     """Decoupled: ratios start at the actor's present policy, and a factor leads there."""
     row = read_metrics(runs / "decoupled")[1]
     assert row["ratio/first_minibatch_max_deviation"] == 0.0
-    assert row["mismatch/logprob_abs_diff_mean"] > 1e-5  # to the rounded engine
+    assert 0 < row["mismatch/logprob_abs_diff_mean"] < 1e-5  # to the engine, float32 apart
     first = read_metrics(runs / "sao")[1]["ratio/first_minibatch_max_deviation"]
     assert 0 < first < 1e-3  # to the engine, float32 apart
     for name in ("decoupled", "sao"):

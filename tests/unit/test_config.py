@@ -151,11 +151,8 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
             ["lora.rank=8", "optimizer.learning_rate=1e-4", "model.fp8=tensorwise"],
             "model.fp8=tensorwise cannot be combined with lora",
         ),
-        (
-            MINIMAL,
-            ["lora.push=adapters", "optimizer.learning_rate=1e-4", "rollout.mismatch=bf16"],
-            "rollout.mismatch=bf16 rounds what every push sends, but with lora.push=adapters",
-        ),
+        (MINIMAL, ["lag.batches=1", "lag.policy=a:B"], "policy=a:B and batches=1 both set the lag"),
+        (MINIMAL, ["lag.settings={low: 0}"], "settings are those of lag.policy, which is not set"),
         (
             MINIMAL,
             ["model.routing_replay=engine", "environment={name: 'a:b', max_context_tokens: 99}"],
@@ -356,12 +353,11 @@ def test_home_and_variables_in_paths_are_replaced(tmp_path, monkeypatch):
     text = "model: {path: ~/m, reference: $DATA/r}\ndata: {mix: {a: {path: '${DATA}/a.parquet'}}}\n"
     overrides = [
         "objective.kl={coefficient: 0.1}", "run.dir=~", "eval.sets={x: $DATA/x, y: {path: ~/y}}",
-        "lora={path: ~/a}", "optimizer.learning_rate=1e-4", "lag.batches={trace: ~/s.jsonl}",
+        "lora={path: ~/a}", "optimizer.learning_rate=1e-4",
     ]  # fmt: skip
     config = with_absolute_paths(load_config(write(tmp_path, text), overrides))
     assert (config.model.path, config.model.reference) == ("/home/me/m", "/data/r")
     assert (config.run.dir, config.lora.path) == ("/home/me", "/home/me/a")
-    assert config.lag.batches == {"trace": "/home/me/s.jsonl"}
     paths = {key: path for key, (path, _) in config.prompt_files.items()}
     assert paths == {"data.mix.a": "/data/a.parquet", "eval.sets.x": "/data/x",
                      "eval.sets.y": "/home/me/y"}  # fmt: skip
@@ -512,8 +508,7 @@ def test_objective_is_name_or_mapping(tmp_path):
         ("objective.rollout_correction=2.0", "objective.rollout_correction is 2.0: give its keys"),
         ("objective.constraint.low=-1", "objective.constraint: low is -1: it must be >= 0"),
         ("lag.partial_rollouts=x", "lag.partial_rollouts='x': must be a number of tokens, at l"),
-        ("lag.batches=x", "lag.batches='x': must be a number of rollout batches, at least 0, or"),
-        ("lag.batches=yes", "lag.batches=true: must be a number of rollout batches, at least 0"),
+        ("lag.batches=x", "lag.batches='x': must be a whole number"),
         ("trainer.keep_best=3", "trainer.keep_best=3: must be true, false or the name of a score"),
         ("trainer=null", "trainer=null: must be a mapping of steps, epochs,"),
         ("shaping.overlong=soft", "shaping.overlong='soft': must be a mapping of kind, buffer, p"),

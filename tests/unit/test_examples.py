@@ -14,7 +14,7 @@ from megatron_rl.config import load_config
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives import build_objective
 from megatron_rl.preflight.layout import layout_problems
-from megatron_rl.rollouts.build_schedule import build_schedule
+from megatron_rl.rollouts.schedule import build_schedule
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "pnpo"
 QWEN2 = {
@@ -94,7 +94,6 @@ REGIMES = {
     "queue": {"lag"},
     "replay": {"replay"},
     "partial_rollouts": {"behavior", "lag"},
-    "mismatch": {"rollout", "objective"},
 }
 
 

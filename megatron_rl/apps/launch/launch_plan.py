@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -53,11 +54,11 @@ class Source:
             shutil.copyfile(file, folder / name)
 
 
-def read_source(verifier: str | None, folder: Path) -> Source:
-    """Collect the package, and the verifier's module if it is in `folder`."""
+def read_source(code: Iterable[str], folder: Path) -> Source:
+    """Collect the package, and modules of the user's code that are in `folder`."""
     files = {f"{PACKAGE.name}/{name}": file for name, file in _files_of(PACKAGE).items()}
-    if verifier is not None:
-        files |= _verifier_files(verifier.partition(":")[0].split(".")[0], folder)
+    for name in code:
+        files |= _module_files(name.partition(":")[0].split(".")[0], folder)
     commit = _git("rev-parse", "HEAD")
     if commit is None or _git("ls-files", "--error-unmatch", f"{PACKAGE.name}/__init__.py") is None:
         return Source(files, None, "")
@@ -89,7 +90,7 @@ def _files_of(folder: Path) -> dict[str, Path]:
     }
 
 
-def _verifier_files(package: str, folder: Path) -> dict[str, Path]:
+def _module_files(package: str, folder: Path) -> dict[str, Path]:
     if package == PACKAGE.name:
         return {}
     spec = PathFinder.find_spec(package, [str(folder)])
@@ -185,7 +186,7 @@ def plan_launch(
     launch = Launch(
         config=config,
         cluster=cluster,
-        source=read_source(config.reward.verifier, Path.cwd()),
+        source=read_source(config.code.values(), Path.cwd()),
         folder=_next_folder(run_folder / "launch"),
         nodes=nodes or (cluster.nodes if isinstance(cluster, SlurmCluster) else 1),
         chain=chain,
@@ -218,8 +219,6 @@ def _further_paths(config: Config) -> dict[str, str]:
     named = {}
     if config.lora is not None and config.lora.path is not None:
         named["lora.path"] = config.lora.path
-    if isinstance(lags := config.lag.batches, dict) and "trace" in lags:
-        named["lag.batches.trace"] = str(lags["trace"])
     if config.offline.rollouts is not None:
         named["offline.rollouts"] = config.offline.rollouts
         if config.offline.behavior != "file":

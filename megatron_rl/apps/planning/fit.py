@@ -141,12 +141,12 @@ def moments(
 def loader_bytes(config: Config, dry_run: DryRun) -> dict[str, int]:
     """Return bytes of the modules that vLLM's loaders keep, if the settings lead to loaders.
 
-    They keep one module of each pipeline stage until it is complete, in full shape. Unless the
-    weights are rounded for the engine, CUDA's default is to write them directly.
+    They keep one module of each pipeline stage until it is complete, in full shape. CUDA's default
+    is to write weights directly.
     """
     kernel = config.rollout.engine.get("moe_backend", "triton")
     shape = read_model_shape(config.model.path)
-    if config.rollout.mismatch == "none" and (shape.experts is None or kernel == "triton"):
+    if shape.experts is None or kernel == "triton":
         return {}
     return {"modules that vLLM's loaders keep": _module_bytes(config, dry_run)}
 

@@ -69,15 +69,6 @@ def test_training_rules_do_not_reject_evaluation(tmp_path, sections):
     assert (paths(config), config.eval.samples) == ({"new": "new.jsonl"}, 3)
 
 
-def test_evaluation_ignores_rollout_mismatch(tmp_path):
-    build_run(tmp_path, rollout={"mismatch": "fp8_e4m3", "tensor": 2})
-    (tmp_path / "model").mkdir()
-    rollout = evaluation_config(str(tmp_path), None, []).rollout
-    assert (rollout.mismatch, rollout.tensor) == ("none", 2)
-    rollout = evaluation_config(str(tmp_path), None, ["rollout.mismatch=bf16"]).rollout
-    assert rollout.mismatch == "bf16"
-
-
 def test_unused_setting_is_rejected(tmp_path):
     with pytest.raises(
         ConfigError, match=r"trainer\.epochs: an evaluation does not use this setting .*"

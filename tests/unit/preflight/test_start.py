@@ -7,8 +7,8 @@ import pytest
 from megatron_rl.config import ConfigError, dump_config, load_config, parse_config
 from megatron_rl.data.prompts import PromptMix, PromptOrder
 from megatron_rl.preflight.start import resolve_epochs
-from megatron_rl.rollouts.build_schedule import build_schedule
 from megatron_rl.rollouts.prompt_files import build_order
+from megatron_rl.rollouts.schedule import build_schedule
 from tests.character_tokenizer import build_tokenizer
 
 

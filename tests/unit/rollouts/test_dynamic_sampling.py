@@ -193,7 +193,13 @@ def test_calls_that_fill_one_step_ask_for_different_prompts(tmp_path):
 
     run_loop(
         tmp_path, trainer={"steps": 6}, solved=range(8), engine=Noting,
-        sections={"dynamic_sampling": {"rounds": 1}, "lag": {"batches": {"uniform": [0, 2]}}},
+        sections={
+            "dynamic_sampling": {"rounds": 1},
+            "lag": {
+                "policy": "research.lag_policies:UniformLag",
+                "settings": {"low": 0, "high": 2},
+            },
+        },
     )  # fmt: skip
     for use in ("rollout",), ("rollout", 1):
         for step in range(1, 7):

@@ -1,6 +1,5 @@
 """When groups are generated and trained: worked out by hand for every policy."""
 
-import json
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -8,8 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from megatron_rl.config import parse_config
-from megatron_rl.rollouts.build_schedule import build_schedule
-from megatron_rl.rollouts.lag_policies import build_policy, read_trace
+from megatron_rl.rollouts.schedule import build_schedule
 from megatron_rl.types import PromptSlot
 
 
@@ -87,19 +85,35 @@ def test_publishing_every_third_step_generates_three_batches_at_once():
 
 
 def test_drawn_lag_depends_on_slot_and_covers_range():
-    schedule = make_schedule(lag={"batches": {"uniform": [1, 3]}}, groups=8, steps=40)
+    schedule = make_schedule(
+        lag={"policy": "research.lag_policies:UniformLag", "settings": {"low": 1, "high": 3}},
+        groups=8,
+        steps=40,
+    )
     walked = walk(schedule)
     assert [trained for _, trained, _ in walked] == [whole(step, 8) for step in range(1, 41)]
     counts = Counter(lag for _, _, lags in walked[3:] for lag in lags)
     assert counts.keys() == {1, 2, 3} and min(counts.values()) > 60  # of 296, 99 each on average
-    again = make_schedule(lag={"batches": {"uniform": [1, 3]}}, groups=8, steps=40)
-    other = make_schedule(lag={"batches": {"uniform": [1, 3]}}, groups=8, steps=40, seed=4)
+    again = make_schedule(
+        lag={"policy": "research.lag_policies:UniformLag", "settings": {"low": 1, "high": 3}},
+        groups=8,
+        steps=40,
+    )
+    other = make_schedule(
+        lag={"policy": "research.lag_policies:UniformLag", "settings": {"low": 1, "high": 3}},
+        groups=8,
+        steps=40,
+        seed=4,
+    )
     assert [w[2] for w in walk(again)] == [w[2] for w in walked] != [w[2] for w in walk(other)]
 
 
 def test_long_groups_are_overtaken_but_not_lost():
     """One batch ahead, a step later per 10 tokens; the last group of every batch has 25."""
-    schedule = make_schedule(lag={"batches": {"by_length": {"batches": 1, "tokens": 10}}}, steps=6)
+    schedule = make_schedule(
+        lag={"policy": "research.lag_policies:LengthLag", "settings": {"batches": 1, "tokens": 10}},
+        steps=6,
+    )
     walked = walk(schedule, longest=lambda slot: 25 if slot.group == 3 else 5)
     trained = [slot for _, step, _ in walked for slot in step]
     assert sorted(trained) == [slot for step in range(1, 7) for slot in whole(step)]  # each once
@@ -139,58 +153,54 @@ def test_prompts_of_two_steps_never_overlap_within_pass():
     assert [make_schedule().prompts(step) for step in (1, 2, 3)] == [(0, 4), (1, 4), (2, 4)]
 
 
-def test_trace_reproduces_lags_of_its_run(tmp_path):
-    uniform = make_schedule(lag={"batches": {"uniform": [0, 2]}}, steps=6)
-    lags = [lags for _, _, lags in walk(uniform)]
-    file = tmp_path / "schedule.jsonl"
-    rows = [{"step": step, "lag": row} for step, row in enumerate(lags, start=1)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    traced = make_schedule(lag={"batches": {"trace": str(file)}}, steps=6, seed=99)
-    assert [row for _, _, row in walk(traced)] == lags
-    # What a run replayed is its own matter: those entries are left out.
-    file.write_text(json.dumps({"step": 1, "lag": [0, 0, 0], "replays": [0, 2, 0]}))
-    assert read_trace(file).lags == ((0, 0),)
-    # Replay mixes old and new: the slot determines the lag.
-    row = {"step": 1, "lag": [0, 0, 0], "slot": [[1, 1], [1, 2], [1, 0]], "replays": [0, 0, 0]}
-    later = {"step": 2, "lag": [1, 1, 0], "slot": [[2, 1], [1, 2], [2, 0]], "replays": [0, 1, 0]}
-    file.write_text(f"{json.dumps(row)}\n{json.dumps(later)}")
-    assert read_trace(file).lags == ((0, 0, 0), (0, 1))
+class Wrong:
+    """A policy that breaks its own rules."""
+
+    def __init__(self, *, seed, steps, value=None):
+        self.value = value
+
+    def most(self):
+        return 1
+
+    def lag(self, slot):
+        return self.value
+
+    def ready(self, slot, *, generated, longest):
+        return 0
+
+
+class Half:
+    """A policy without an order."""
+
+    def __init__(self, *, seed, steps):
+        self.most = self.lag = None
 
 
 @pytest.mark.parametrize(
-    ("settings", "output"),
+    ("lag", "output"),
     [
-        ({"lag": {"batches": -1}}, "lag.batches=-1: give a number of rollout batches from 0"),
-        ({"lag": {"batches": {"uniform": [2, 1]}}}, "LOW is above HIGH; swap them"),
-        ({"lag": {"batches": {"uniform": [0]}}}, "give two numbers"),
-        ({"lag": {"batches": {"by_length": {"batches": 1}}}}, "tokens, at least 1"),
-        ({"lag": {"batches": {"random": 1}}}, "lag.batches.random: unknown; choose one of uniform"),
-        ({"replay": {"capacity": 2, "fresh": 0.25}}, "raise replay.capacity to 4 or more"),
-        ({"lag": {"batches": {"trace": "missing"}}}, "missing is no record of lags"),
+        ({"batches": -1}, "lag.batches"),
+        ({"batches": True}, "lag.batches"),
+        ({"policy": "nowhere:Mine"}, "lag.policy=nowhere:Mine: No module named 'nowhere'"),
+        ({"policy": f"{__name__}:Nothing"}, "has no attribute 'Nothing'"),
+        ({"policy": f"{__name__}:Wrong", "settings": {"low": 1}}, "unexpected keyword argument"),
+        ({"policy": f"{__name__}:Half"}, "has no ready; write most, lag and ready"),
+        ({"policy": "research.lag_policies:UniformLag", "settings": {"low": 2, "high": 1}},
+         "give 0 <= low <= high; settings: {'low': 2, 'high': 1}"),
     ],
-)
-def test_impossible_lags_are_refused_with_suggestion(settings, output):
+)  # fmt: skip
+def test_impossible_lags_are_refused_by_name(lag, output):
     with pytest.raises(ValueError, match=re.escape(output)):
-        make_schedule(**settings)
+        make_schedule(lag=lag)
 
 
-def test_trace_of_other_settings_is_refused(tmp_path):
-    file = tmp_path / "schedule.jsonl"
-    for text, output in (
-        ('{"step": 1, "lag": [0, 0, 0, 0]}\n', "has 1 steps, and trainer.steps=8"),
-        ('{"step": 2, "lag": [0]}\n', "step 2 stands where step 1 should"),
-        ('{"step": 1, "lag": [1]}\n', "needs lags from 0 to 0"),
-        ("", "is empty"),
-    ):
-        file.write_text(text)
-        with pytest.raises(ValueError, match=output):
-            make_schedule(lag={"batches": {"trace": str(file)}})
-    file.write_text('{"step": 1, "lag": [0, 0]}\n' * 1)
-    with pytest.raises(ValueError, match="2 new groups in step 1, and this run 4"):
-        make_schedule(lag={"batches": {"trace": str(file)}}, steps=1)
+@pytest.mark.parametrize("value", [-1, 2, 0.5, None])
+def test_answer_of_a_policy_is_checked(value):
+    wrong = make_schedule(lag={"policy": f"{__name__}:Wrong", "settings": {"value": value}})
+    with pytest.raises(ValueError, match=r"Wrong gives .* it must be an integer from 0 to .*, 1"):
+        wrong.due(1)
 
 
-def test_policies_refuse_non_numbers():
-    for value in (True, 1.5, "2", None, {}):
-        with pytest.raises(ValueError, match=r"lag\.batches"):
-            build_policy(value, seed=0)
+def test_replay_that_cannot_fill_a_batch_is_refused():
+    with pytest.raises(ValueError, match=r"raise replay\.capacity to 4 or more"):
+        make_schedule(replay={"capacity": 2, "fresh": 0.25})

@@ -19,10 +19,10 @@ from megatron_rl.engine.requests import sampling_per_prompt
 from megatron_rl.objectives import TokenClasses, TokenInputs, build_objective
 from megatron_rl.rollouts.behavior import EngineLogprobs, ModelLogprobs
 from megatron_rl.rollouts.buffer import GroupBuffer
-from megatron_rl.rollouts.build_schedule import build_schedule
 from megatron_rl.rollouts.engine_source import EngineSource
 from megatron_rl.rollouts.grading import Grader
 from megatron_rl.rollouts.prompt_sets import PromptSets
+from megatron_rl.rollouts.schedule import build_schedule
 from megatron_rl.rollouts.selection import BatchSelector
 from megatron_rl.rollouts.source import RunContext
 from megatron_rl.runs.directory import RunDirectory

@@ -107,8 +107,14 @@ class SeededEngine(ScriptedEngine):
 @pytest.mark.parametrize(
     "sections",
     [
-        {"lag": {"batches": {"uniform": [0, 3]}}},
-        {"lag": {"batches": {"uniform": [0, 3]}}, "dynamic_sampling": {"rounds": 2}},
+        {"lag": {"policy": "research.lag_policies:UniformLag", "settings": {"low": 0, "high": 3}}},
+        {
+            "lag": {
+                "policy": "research.lag_policies:UniformLag",
+                "settings": {"low": 0, "high": 3},
+            },
+            "dynamic_sampling": {"rounds": 2},
+        },
         {"lag": {"batches": 1, "sync_weights_every": 2}, "replay": {"capacity": 2, "fresh": 0.5}},
     ],
     ids=str,
@@ -137,7 +143,7 @@ def test_one_call_for_same_weights_equals_several_calls(tmp_path, monkeypatch, s
     "sections",
     [
         {"lag": {"batches": 2}},
-        {"lag": {"batches": {"uniform": [0, 3]}}},
+        {"lag": {"policy": "research.lag_policies:UniformLag", "settings": {"low": 0, "high": 3}}},
         {"replay": {"capacity": 2, "fresh": 0.5}},
         {"dynamic_sampling": {"rounds": 1}},
     ],
@@ -196,8 +202,13 @@ def test_replayed_groups_keep_their_log_probs_and_are_counted(tmp_path):
     "sections",
     [
         {"lag": {"batches": 2}},
-        {"lag": {"batches": {"uniform": [0, 2]}}},
-        {"lag": {"batches": {"by_length": {"batches": 1, "tokens": 1}}}},
+        {"lag": {"policy": "research.lag_policies:UniformLag", "settings": {"low": 0, "high": 2}}},
+        {
+            "lag": {
+                "policy": "research.lag_policies:LengthLag",
+                "settings": {"batches": 1, "tokens": 1},
+            }
+        },
         {"lag": {"sync_weights_every": 2}},
         {"replay": {"capacity": 3, "fresh": 0.5}, "lag": {"batches": 1}},
     ],

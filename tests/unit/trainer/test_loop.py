@@ -239,7 +239,9 @@ def test_one_ungraded_prompt_does_not_end_run(tmp_path, monkeypatch):
     monkeypatch.setattr(ScriptedPool, "verify_all", time_out)
     prompts = [replace(PROMPTS[0], ground_truth="odd"), *PROMPTS[1:]]
     monkeypatch.setattr(scripted, "PROMPTS", prompts)
-    sections = {"lag": {"batches": {"uniform": [0, 3]}}}
+    sections = {
+        "lag": {"policy": "research.lag_policies:UniformLag", "settings": {"low": 0, "high": 3}}
+    }
     run_loop(tmp_path, trainer={"steps": 6}, sections=sections)
     assert len(read_metrics(tmp_path)) == 7
 

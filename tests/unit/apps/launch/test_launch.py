@@ -137,7 +137,6 @@ def test_processes_that_do_not_divide(overrides, processes, output):
     ("change", "overrides", "options", "output"),
     [
         ({}, ["model.path=nowhere"], {}, "nowhere does not exist; correct it"),
-        ({}, ["lag.batches={trace: nowhere}"], {}, "/nowhere does not exist; correct it"),
         ({}, ["eval.sets.x=nowhere.parquet"], {}, "eval.sets.x: "),
         ({}, ["objective.nam=gspo"], {}, "objective 'pnpo' has no option 'nam'; did you mean"),
         ({"python": "/nowhere/it"}, [], {}, "python: /nowhere/it does not exist; run tools"),
@@ -413,16 +412,18 @@ def test_chained_job_runs_only_if_previous_job_left_work(config, earlier, runs):
 
 def test_source_is_packaged_with_uncommitted_changes(tmp_path):
     (tmp_path / "my_rewards.py").write_text("def score(): ...\n")
-    source = read_source("my_rewards:score", tmp_path)
+    (tmp_path / "my_lags").mkdir()
+    (tmp_path / "my_lags" / "__init__.py").write_text("class Mine: ...\n")
+    source = read_source(["my_rewards:score", "my_lags:Mine"], tmp_path)
     assert source.files["my_rewards.py"] == tmp_path / "my_rewards.py"
     source.copy_to(tmp_path / "copy")
-    for name in ("megatron_rl/apps/launch/launch_plan.py", "my_rewards.py"):
+    for name in ("megatron_rl/apps/launch/launch_plan.py", "my_rewards.py", "my_lags/__init__.py"):
         assert (tmp_path / "copy" / name).read_bytes() == source.files[name].read_bytes()
     digest = source.digest
     (tmp_path / "my_rewards.py").write_text("def score(): pass\n")
-    assert read_source("my_rewards:score", tmp_path).digest != digest
+    assert read_source(["my_rewards:score", "my_lags:Mine"], tmp_path).digest != digest
     (tmp_path / "my_rewards.py").write_text("def score(): ...\n")
-    assert read_source("my_rewards:score", tmp_path).digest == digest
+    assert read_source(["my_rewards:score", "my_lags:Mine"], tmp_path).digest == digest
 
 
 def test_require_committed_lists_uncommitted_files():

@@ -183,7 +183,7 @@ def test_pack_has_all_sequences_of_a_response(tmp_path):
 
 @pytest.mark.parametrize(
     ("rollout", "modules"),
-    [({}, 0), ({"engine": {"moe_backend": "triton"}}, 0), ({"mismatch": "bf16"}, 4),
+    [({}, 0), ({"engine": {"moe_backend": "triton"}}, 0),
      ({"engine": {"moe_backend": "flashinfer_trtllm"}}, 4)],
 )  # fmt: skip
 def test_modules_that_loaders_keep_are_counted(tmp_path, rollout, modules):

@@ -1,7 +1,0 @@
-#!/usr/bin/env bash
-# The tiny task with an engine that computes with weights rounded to fp8. Further arguments override the config.
-source "$(dirname "$0")/launch.sh"
-
-bash tools/setup_env.sh
-"${MEGATRON_RL_VENV:-.venv}/bin/python" -m megatron_rl.apps.tasks.tiny_task --output .cache/tiny_task
-train mismatch.yaml "$@"
