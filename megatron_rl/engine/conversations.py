@@ -32,6 +32,7 @@ from megatron_rl.environments.interface import (
     TurnTokens,
 )
 from megatron_rl.errors import UserError
+from megatron_rl.rewards.thinking import opens_thinking
 from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.types import (
     REPLACES_HISTORY,
@@ -42,6 +43,7 @@ from megatron_rl.types import (
 )
 
 WAIT_SECONDS = 1.0  # for an answer while nothing is generated, between two signs of life
+_ENDING = 32  # tokens of a context, more than a mark of thinking has
 SCORED = "environment"  # the reason of a reward if the environment gave none
 
 
@@ -166,12 +168,15 @@ class Conversations:
                 self.costs["cached_tokens"] += output.num_cached_tokens or 0
                 self.costs["context_tokens"] += len(output.prompt_token_ids)
             first, end = one.observed[-1] if one.turns else (0, 0)
+            context = one.token_ids[first:end] if one.turns else list(one.prompt.token_ids)
+            ending = decode(context[-_ENDING:], skip_special_tokens=False)
             tokens = TurnTokens(
-                context=one.token_ids[first:end] if one.turns else list(one.prompt.token_ids),
+                context=context,
                 sampled=one.turn,
                 logprobs=one.logprobs[-len(one.turn) :],
                 is_complete=completion.finish_reason == "stop",  # also by a text of `rollout.stop`
                 restarts=bool(one.restarts) and one.restarts[-1] == first,
+                in_thinking=opens_thinking(ending),
             )
             self.settings.pool.send(position, text, tokens)
         one.sent = time.monotonic()

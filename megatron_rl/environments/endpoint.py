@@ -15,7 +15,7 @@ from typing import Any
 
 import h11
 
-from megatron_rl.environments.call_formats import PARSERS, CallFormat, ToolCall
+from megatron_rl.environments.call_formats import CallFormat, ToolCall, parse_calls
 from megatron_rl.environments.interface import Answer, TurnTokens, is_token_list
 from megatron_rl.errors import UserError
 from megatron_rl.messages import parse_message
@@ -181,7 +181,10 @@ class Session:
         made = Turn(text, list(self.token_ids), self._tokens, self._turns)
         self._turns += 1
         self.token_ids += self._tokens.sampled if self._tokens is not None else []
-        calls = PARSERS[self._call_format](text) if is_chat and body.get("tools") else []
+        in_thinking = self._tokens is not None and self._tokens.in_thinking
+        calls = []
+        if is_chat and body.get("tools"):
+            calls = parse_calls(text, self._call_format, in_thinking=in_thinking)
         message = made.message(calls)
         self.messages.append(_readable(message))
         reply = made.completion(message, body) if is_chat else made.generation(body)

@@ -53,7 +53,8 @@ class TurnTokens:
 
     context: the tokens before it that are of no earlier turn: the prompt, later an observation.
     sampled, logprobs: those of the turn. is_complete: False if it was cut at its limit. restarts:
-    the context replaces everything before it.
+    the context replaces everything before it. in_thinking: the context ends with the mark that
+    begins thinking, so that the turn is thinking up to its end mark.
     """
 
     context: list[int]
@@ -61,6 +62,7 @@ class TurnTokens:
     logprobs: list[float]
     is_complete: bool
     restarts: bool = False
+    in_thinking: bool = False
 
 
 class Environment(Protocol):

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from megatron_rl.environments.call_formats import PARSERS, CallFormat, ToolCall
-from megatron_rl.environments.interface import Answer, InfrastructureError
+from megatron_rl.environments.call_formats import CallFormat, ToolCall, parse_calls
+from megatron_rl.environments.interface import Answer, InfrastructureError, TurnTokens
 from megatron_rl.errors import UserError
 
 MAX_CALLS = 16  # in one turn
@@ -92,6 +92,7 @@ class ToolEnvironment:
     def __init__(self, row: Mapping[str, Any], seed: int) -> None:
         self.row, self.seed = row, seed
         self._tools = {tool.name: tool for tool in map(Tool, self.tools)}
+        self._in_thinking = False
 
     def reward(self, text: str) -> float | None:
         """Grade the final turn; None leaves that to `reward.verifier`."""
@@ -102,9 +103,13 @@ class ToolEnvironment:
         """Return the schemas of the tools, which the chat template shows to the policy."""
         return [Tool(function).schema for function in cls.tools]
 
+    def receive_tokens(self, tokens: TurnTokens) -> None:
+        """Keep whether the next turn begins inside thinking, where a call is none."""
+        self._in_thinking = tokens.in_thinking
+
     async def step(self, message: str) -> Answer:
         """Make the calls of a turn, or grade the final turn."""
-        calls = PARSERS[self.call_format](message)
+        calls = self._calls(message)
         if not calls:
             return Answer(reward=self.reward(message), done=True, reason="answered")
         messages = [_message(call, await self._result(call)) for call in calls[:MAX_CALLS]]
@@ -114,11 +119,14 @@ class ToolEnvironment:
 
     def timed_out(self, message: str) -> Answer:
         """Answer a turn whose calls took too long."""
-        calls = PARSERS[self.call_format](message)[:MAX_CALLS]
+        calls = self._calls(message)[:MAX_CALLS]
         return Answer([_message(call, "error: timed out") for call in calls])
 
     def replay(self, turns: Sequence[tuple[str, Answer]]) -> None:
         """Restore the state after `turns`; there is none."""
+
+    def _calls(self, message: str) -> list[ToolCall]:
+        return parse_calls(message, self.call_format, in_thinking=self._in_thinking)
 
     async def _result(self, call: ToolCall) -> str:
         if call.problem:

@@ -51,7 +51,12 @@ def ends_inside_thinking(prompt: str, *, last_message: str) -> bool:
     the template continues with a few words.
     """
     _, found, rest = prompt.rpartition(last_message.strip())
-    return bool(_AT_THE_END.search(prompt)) or (bool(found) and after_thinking(rest) is None)
+    return opens_thinking(prompt) or (bool(found) and after_thinking(rest) is None)
+
+
+def opens_thinking(context: str) -> bool:
+    """Return True if the text before a turn ends with the mark that begins thinking."""
+    return bool(_AT_THE_END.search(context))
 
 
 def has_end(text: str) -> bool:

@@ -19,7 +19,7 @@ from megatron_rl.types import Prompt, SamplingSettings
 LETTERS = "ab=>< "
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'][0] }}={{ message['content'] }}<|end|>"
-    "{% endfor %}{% if add_generation_prompt %}a={% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}a=<think>{% endif %}"
 )
 END, MAX_TURNS, SAMPLES = 0, 4, 2
 
@@ -38,6 +38,7 @@ def build_tokenizer(draw):
             merges.append((left, right))
     tokenizer = Qwen2Tokenizer(vocab=vocab, merges=merges, unk_token=None, eos_token="<|end|>")
     tokenizer.chat_template = TEMPLATE
+    tokenizer.add_tokens(["<think>"])
     return tokenizer
 
 
@@ -51,6 +52,7 @@ class Pool:
         self.turns[place] = 0
 
     def send(self, place, text, tokens):
+        assert tokens.in_thinking == (self.turns[place] > 0)  # the prompt has other tokens
         self.turns[place] += 1
         self.sent.append(place)
 

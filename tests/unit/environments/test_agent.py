@@ -379,6 +379,21 @@ def test_tokens_of_a_message_only_if_they_are_asked_for():
     assert [one["token"] for one in asked["logprobs"]["content"]] == ["token_id:7", "token_id:2"]
 
 
+def test_call_in_thinking_that_prompt_opened_is_text():
+    async def message(text):
+        session = Session(QUESTION, call_format="hermes")
+        session.receive(TurnTokens([5], [7], [-0.5], is_complete=True, in_thinking=True))
+        body = {"messages": QUESTION, "tools": [{"type": "function"}]}
+        asked = asyncio.create_task(session.complete(body))
+        await session.next_request()
+        session.answer(text)
+        return (await asked)[1]["choices"][0]["message"]
+
+    call = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
+    assert asyncio.run(message(call)) == {"role": "assistant", "content": call}
+    assert len(asyncio.run(message(f"so</think>{call}"))["tool_calls"]) == 1
+
+
 def test_no_torch_is_imported():
     code = f"import sys, {HERE}; import megatron_rl.environments; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,7 +6,12 @@ import json
 import pytest
 
 from megatron_rl.environments.call_formats import PARSERS, parse_hermes, parse_llama3_json
-from megatron_rl.environments.interface import Answer, BrokenEnvironmentError, InfrastructureError
+from megatron_rl.environments.interface import (
+    Answer,
+    BrokenEnvironmentError,
+    InfrastructureError,
+    TurnTokens,
+)
 from megatron_rl.environments.tools import MAX_CALLS, Tool, ToolEnvironment
 from megatron_rl.errors import UserError
 from tests.unit.environments.shop import Graded, Shop, price, stock
@@ -113,6 +118,18 @@ def test_calls_inside_thinking_are_no_calls(text, names):
     assert [one.name for one in parse_hermes(text)] == names
     written = text.replace("<tool_call>", "").replace("</tool_call>", "")
     assert [one.name for one in parse_llama3_json(written)] == names
+
+
+def test_call_in_thinking_that_prompt_opened_and_turn_does_not_end_is_no_call():
+    asked = call("price", item="pear", count=2)
+    for in_thinking, turn, is_made in (
+        (True, f"I could {asked}", False),
+        (True, f"so</think>{asked}", True),
+        (False, f"I look: {asked}", True),
+    ):
+        environment = Shop(ROW, 1)
+        environment.receive_tokens(TurnTokens([5], [6], [0.0], True, in_thinking=in_thinking))
+        assert asyncio.run(environment.step(turn)).done is not is_made
 
 
 def test_tool_call_is_executed_and_final_turn_is_graded():

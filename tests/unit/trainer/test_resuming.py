@@ -160,7 +160,9 @@ def test_stop_request_after_last_save_changes_nothing(tmp_path):
         interruption.received = SIGNALS[0]
 
     run(tmp_path, keep=interruption, events=Events(3, ask))
-    interruption.record_signal(SIGNALS[0], at_second=lambda: pytest.fail("ends at once, with its status"))
+    interruption.record_signal(
+        SIGNALS[0], at_second=lambda: pytest.fail("ends at once, with its status")
+    )
 
 
 @pytest.mark.parametrize("part", ["step_progress", "held"])
