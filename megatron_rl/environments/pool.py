@@ -5,11 +5,10 @@ failure of its own conversation; no other one is delayed, repeated or changed.
 """
 
 import itertools
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from megatron_rl.config.environment_section import EnvironmentSection
 from megatron_rl.environments.interface import (
@@ -18,36 +17,31 @@ from megatron_rl.environments.interface import (
     EnvironmentFailure,
     TurnTokens,
 )
-from megatron_rl.workers.client import Workers, worker_environment
+from megatron_rl.workers.client import Workers
 
 Result = tuple[int, Answer | EnvironmentFailure]
 
 
-class EnvironmentPool:
+class EnvironmentPool(Workers):
     """The environments of conversations.
 
-    echo: receives what environments print, and tracebacks. Use it as a context manager, or call
-    `close`. One thread at a time may use it. Raises BrokenEnvironmentError if a variable is unset.
+    echo: receives what environments print, and tracebacks. One thread at a time may use it.
     """
 
     def __init__(
         self,
         settings: EnvironmentSection,
         *,
-        echo: Callable[[str], object] = lambda line: print(line, file=sys.stderr),  # noqa: T201
+        echo: Callable[[str], object] | None = None,
     ) -> None:
-        try:
-            variables = worker_environment(settings.variables, setting="environment.variables")
-        except ValueError as error:
-            raise BrokenEnvironmentError(str(error)) from None
-        self.settings, self.note = settings, lambda text: echo(f"{settings.name}: {text}")
+        self.settings = settings
         self.answered = 0  # total number of results, to detect progress
         self._numbers = itertools.count()
         self._journal: Path | None = None
         # A key is never used again, so that no answer goes to a later conversation at its place.
         self._keys: dict[int, int] = {}
         self._places: dict[int, int] = {}
-        self._workers = Workers(
+        super().__init__(
             "megatron_rl.environments.broker",
             {
                 "load": "megatron_rl.environments.worker:load",
@@ -59,8 +53,8 @@ class EnvironmentPool:
                 "longest_line": 500,
                 "most_lines": 1000,
             },
-            name=settings.name,
-            environment=variables,
+            variables=settings.variables,
+            named_by="environment.variables",
             error=BrokenEnvironmentError,
             echo=echo,
         )
@@ -68,32 +62,27 @@ class EnvironmentPool:
     @property
     def tools(self) -> list[dict[str, Any]]:
         """The JSON schemas of the tools, after `start`; none of an environment that has failed."""
-        tools: list[dict[str, Any]] = self._workers.description.get("tools", [])
+        tools: list[dict[str, Any]] = self.description.get("tools", [])
         return tools
-
-    def start(self) -> None:
-        """Wait until the environment is loaded; raise BrokenEnvironmentError if it cannot be."""
-        self._workers.start()
 
     def use_journal(self, folder: Path | None) -> None:
         """Record results in a folder from now on, and take those that it has; None: stop."""
         if folder != self._journal:
             self._journal = folder
-            self._workers.send({"journal": None if folder is None else str(folder.resolve())})
+            self.write({"journal": None if folder is None else str(folder.resolve())})
 
     def begin(self, place: int, row: str, seed: int) -> None:
         """Begin a conversation; place: its index in the call; row: the prompt set's row as JSON."""
         key = self._keys[place] = next(self._numbers)
         self._places[key] = place
-        self._workers.send({"begin": key, "place": place, "row": row, "seed": seed})
+        self.write({"begin": key, "place": place, "row": row, "seed": seed})
 
     def send(self, place: int, message: str, tokens: TurnTokens | None = None) -> None:
         """Send a turn of the policy; `poll` returns the answer later."""
-        if not self._workers.description:
-            self.start()
-        takes_tokens = self._workers.description["takes_tokens"]
+        self.start()
+        takes_tokens = self.description["takes_tokens"]
         fields = vars(tokens) if tokens is not None and takes_tokens else None
-        self._workers.send({"send": self._keys[place], "message": message, "tokens": fields})
+        self.write({"send": self._keys[place], "message": message, "tokens": fields})
 
     def poll(self, timeout: float) -> list[Result]:
         """Return the answers that have arrived; wait up to `timeout` seconds for the first.
@@ -104,7 +93,7 @@ class EnvironmentPool:
         deadline = time.monotonic() + timeout
         results: list[Result] = []
         while True:
-            for message in self._workers.receive(max(deadline - time.monotonic(), 0.0)):
+            for message in self.receive(max(deadline - time.monotonic(), 0.0)):
                 place = self._places.get(message["key"])
                 if place is not None:  # else it was ended meanwhile
                     results.append((place, self._result(message)))
@@ -116,17 +105,7 @@ class EnvironmentPool:
         """End a conversation and all its processes; an answer on its way is ignored."""
         key = self._keys.pop(place)
         del self._places[key]
-        self._workers.send({"end": key})
-
-    def close(self) -> None:
-        """End all processes."""
-        self._workers.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+        self.write({"end": key})
 
     def _result(self, message: dict[str, Any]) -> Answer | EnvironmentFailure:
         if "answer" in message:

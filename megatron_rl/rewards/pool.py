@@ -7,18 +7,17 @@ is forked.
 
 import itertools
 import math
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 from megatron_rl.config.sections import RewardSection
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.verifier import FAILED, MATH_ANSWER, TIME_LIMIT, Item, VerifierError
 from megatron_rl.types import GradeResult
-from megatron_rl.workers.client import Workers, worker_environment
+from megatron_rl.workers.client import Workers
 
 RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)  # delay before each retry
 ALIVE_SECONDS = 10.0  # without a sign of life from the manager of the workers
@@ -26,12 +25,11 @@ MOST_LINES = 100  # printed lines of each batch
 _LOOK_SECONDS = 1.0  # between two reports of progress
 
 
-class VerifierPool:
+class VerifierPool(Workers):
     """The worker processes of a verifier, kept for all steps.
 
     cores: workers, unless the settings say how many. echo: receives the first lines that the
-    verifier prints for each batch. Use it as a context manager, or call `close`. Raises
-    VerifierError if a variable is not set.
+    verifier prints for each batch.
     """
 
     def __init__(
@@ -39,23 +37,18 @@ class VerifierPool:
         settings: RewardSection,
         *,
         cores: int = 1,
-        echo: Callable[[str], object] = lambda line: print(line, file=sys.stderr),  # noqa: T201
+        echo: Callable[[str], object] | None = None,
     ) -> None:
-        self.settings, self.name = settings, settings.verifier or MATH_ANSWER
-        self.echo = lambda text: echo(f"{self.name}: {text}")
-        try:
-            variables = worker_environment(settings.environment, setting="reward.environment")
-        except ValueError as error:
-            raise VerifierError(str(error)) from None
-        self.named = NamedRewards(settings.weights, verifier=self.name)
+        self.settings, name = settings, settings.verifier or MATH_ANSWER
+        self.named = NamedRewards(settings.weights, verifier=name)
         self.num_graded = 0  # total number of results, to detect progress
         self.keys = itertools.count()  # never used again, so no late answer goes to another batch
         self.in_progress = 0
-        self.workers = Workers(
+        super().__init__(
             "megatron_rl.rewards.broker",
             {
                 "load": "megatron_rl.rewards.worker:load",
-                "name": self.name,
+                "name": name,
                 "workers": settings.workers or cores,
                 "batch_size": settings.batch_size,
                 "time_limit": settings.time_limit_seconds,
@@ -63,16 +56,11 @@ class VerifierPool:
                 "longest_line": 2000,
                 "most_lines": MOST_LINES,
             },
-            name=self.name,
-            environment=variables,
+            variables=settings.environment,
+            named_by="reward.environment",
             error=VerifierError,
             echo=echo,
         )
-
-    def start(self) -> None:
-        """Wait until the verifier is loaded; raise VerifierError if it cannot be."""
-        if not self.workers.description:
-            self.workers.start()
 
     def try_on(self, item: Item) -> list[GradeResult]:
         """Grade the ground truth and an empty response as a trial, and return both results.
@@ -103,20 +91,7 @@ class VerifierPool:
     @property
     def is_within_limits(self) -> bool:
         """True if calls are in progress and their manager, which ends each in time, is alive."""
-        return (
-            bool(self.in_progress)
-            and time.monotonic() - self.workers.last_message_at < ALIVE_SECONDS
-        )
-
-    def close(self) -> None:
-        """End the workers."""
-        self.workers.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+        return bool(self.in_progress) and time.monotonic() - self.last_message_at < ALIVE_SECONDS
 
 
 class GradingSession:
@@ -130,7 +105,7 @@ class GradingSession:
     """
 
     def __init__(self, pool: VerifierPool, *, on_error: str) -> None:
-        if pool.workers.is_closed:
+        if pool.is_closed:
             raise ValueError("the verifier pool is closed")
         self._pool, self._on_error = pool, on_error
         self._places: dict[int, tuple[int, Item]] = {}  # by key, of calls in progress
@@ -139,7 +114,7 @@ class GradingSession:
         self._attempts: Counter[int] = Counter()  # failed ones, by place
         self._delayed: list[tuple[float, int, Item]] = []  # the time of the next attempt
         self._failures: list[str] = []  # that did not end the session
-        pool.workers.send({"renew": True})
+        pool.write({"renew": True})
 
     def submit(self, place: int, item: Item) -> None:
         """Submit an item for grading; raise the error of an earlier item, if any."""
@@ -169,17 +144,17 @@ class GradingSession:
             self._receive(wait)
         if self._failures:
             count = len(self._failures)
-            self._pool.echo(f"{count} grades failed; the first: {self._failures[0]}")
+            self._pool.note(f"{count} grades failed; the first: {self._failures[0]}")
         return {place: self._results[place] for place in self._order}
 
     def _send(self, place: int, item: Item) -> None:
         key = next(self._pool.keys)
         self._places[key] = place, item
-        self._pool.workers.send({"grade": key, "item": item})
+        self._pool.write({"grade": key, "item": item})
 
     def _receive(self, timeout: float) -> None:
         try:
-            for message in self._pool.workers.receive(timeout):
+            for message in self._pool.receive(timeout):
                 found = self._places.pop(message["key"], None)
                 if found is not None:  # else of a session that has failed
                     self._pool.num_graded += 1
@@ -189,8 +164,8 @@ class GradingSession:
             for _, place, item in due:
                 self._send(place, item)
         except BaseException:
-            if not self._pool.workers.is_closed:
-                self._pool.workers.send({"cancel": True})
+            if not self._pool.is_closed:
+                self._pool.write({"cancel": True})
             self._places.clear()
             raise
         finally:

@@ -27,28 +27,25 @@ _SEEN = re.compile(
 Message = dict[str, Any]
 
 
-def worker_environment(further: Sequence[str] = (), *, setting: str) -> dict[str, str]:
-    """Build the environment of workers from the standard variables and those named in `further`.
-
-    setting: the config key of `further`. Raises ValueError if a named variable is not set.
-    """
-    missing = [name for name in further if name not in os.environ]
-    if missing:
-        raise ValueError(
-            f"{setting} names {', '.join(missing)}, not set here; export it, or unname it"
-        )
+def _environment(further: Sequence[str]) -> dict[str, str]:
+    """Return the standard variables and those named in `further`."""
     seen = {name: value for name, value in os.environ.items()
             if _SEEN.fullmatch(name) or name in further}  # fmt: skip
     # A new interpreter finds modules in the same places as this one.
     return seen | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-class Workers:
-    """The processes of one environment or verifier.
+def _print(line: str) -> None:
+    print(line, file=sys.stderr)  # noqa: T201
 
-    broker: the module of its broker; settings: what that and the user's side read; environment: the
-    variables of all processes; error: the class of errors; echo: receives printed lines. Use it as
-    a context manager, or call `close`.
+
+class Workers:
+    """The processes of one environment or verifier; derive a class with its messages.
+
+    broker: the module of its broker; settings: what that and the user's side read; variables: of
+    this process that all processes get, too, and the setting that names them; error: the class of
+    errors, also of a variable that is not set; echo: receives printed lines, or standard error.
+    Use it as a context manager, or call `close`.
     """
 
     def __init__(
@@ -56,15 +53,19 @@ class Workers:
         broker: str,
         settings: Message,
         *,
-        name: str,
-        environment: dict[str, str],
+        variables: Sequence[str],
+        named_by: str,
         error: type[Exception],
-        echo: Callable[[str], object],
+        echo: Callable[[str], object] | None,
     ) -> None:
+        if missing := [name for name in variables if name not in os.environ]:
+            raise error(
+                f"{named_by} names {', '.join(missing)}, not set here; export it, or unname it"
+            )
         self.description = Message()  # of the loaded module, after `start`
         self.last_message_at = time.monotonic()  # from the broker
         self.is_closed = False
-        self._name, self._error, self._echo = name, error, echo
+        self.name, self._error, self._echo = settings["name"], error, echo or _print
         self._failure = ""
         self._deadline = time.monotonic() + START_SECONDS
         self._received = bytearray()
@@ -77,7 +78,7 @@ class Workers:
             [*command, "--trainer", str(os.getpid())],
             stdin=subprocess.PIPE,
             pass_fds=[theirs.fileno()],
-            env=environment,
+            env=_environment(variables),
             start_new_session=True,
         )
         theirs.close()
@@ -92,12 +93,16 @@ class Workers:
             early += self.receive(1.0)
         assert not early, "nothing was sent"
 
-    def send(self, message: Message) -> None:
+    def note(self, text: str) -> None:
+        """Print a line about these processes."""
+        self._echo(f"{self.name}: {text}")
+
+    def write(self, message: Message) -> None:
         """Send a message to the broker."""
         try:
             self._link.sendall(json.dumps(message).encode() + b"\n")
         except OSError as error:
-            raise self._error(f"the manager of {self._name} has ended: {error}") from None
+            raise self._error(f"the manager of {self.name} has ended: {error}") from None
 
     def receive(self, timeout: float) -> list[Message]:
         """Return the messages that have arrived; wait up to `timeout` seconds for some."""
@@ -110,7 +115,7 @@ class Workers:
         *lines, self._received = self._received.split(b"\n")
         messages = [message for line in lines if self._is_result(message := json.loads(line))]
         if not self.description and not self._failure and time.monotonic() > self._deadline:
-            self._failure = f"{self._name} did not start in {START_SECONDS:.0f} s"
+            self._failure = f"{self.name} did not start in {START_SECONDS:.0f} s"
         if self._failure and not messages:
             raise self._error(self._failure)
         return messages
@@ -149,16 +154,16 @@ class Workers:
         self._received += chunk
         self.last_message_at = time.monotonic()
         if not chunk:
-            self._failure = f"the manager of {self._name} has ended by itself"
+            self._failure = f"the manager of {self.name} has ended by itself"
 
     def _is_result(self, message: Message) -> bool:
         """Process a message that is no result."""
         if "printed" in message:
-            self._echo(f"{self._name}: {message['printed']}")
+            self.note(message["printed"])
         elif "trace" in message:
             self._echo(message["trace"])
         elif "fatal" in message:
-            self._failure = self._failure or f"{self._name} {message['fatal']}"
+            self._failure = self._failure or f"{self.name} {message['fatal']}"
         elif "ready" in message:
             self.description = message["ready"]
         return "key" in message

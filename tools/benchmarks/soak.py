@@ -46,7 +46,7 @@ def row_of(number: int, misbehave: float, folder: str) -> dict[str, Any]:
 
 def measure(pool: EnvironmentPool) -> dict[str, Any]:
     """Return the resources of the pool's manager and of the process that it forks from."""
-    broker = psutil.Process(pool._workers._process.pid)
+    broker = psutil.Process(pool._process.pid)
     below = broker.children(recursive=True)
     template = min(below, key=lambda one: one.create_time())
     own = [broker, template, psutil.Process()]

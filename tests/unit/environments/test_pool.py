@@ -250,7 +250,7 @@ def test_place_is_reused_while_old_call_is_in_progress(short):
     assert short([["a", "wait 0.5"]]) == [expected(0, ["a", "wait 0.5"])]
     pool.begin(0, '{"name": "old"}', 1)
     pool.send(0, "x")
-    select.select([pool._workers._link], [], [], 30)  # its answer has arrived, and is not polled
+    select.select([pool._link], [], [], 30)  # its answer has arrived, and is not polled
     pool.end(0)
     assert short([["a", "b"]]) == [expected(0, ["a", "b"])]
 

@@ -79,7 +79,7 @@ def test_calls_without_sign_of_life_are_no_progress(pool, tmp_path):
     session = pool.begin()
     session.submit(0, Item(f"wait-for {tmp_path}/mark", "truth", "source"))
     assert pool.is_within_limits
-    pool.workers.last_message_at -= ALIVE_SECONDS  # as where this process or the manager hangs
+    pool.last_message_at -= ALIVE_SECONDS  # as where this process or the manager hangs
     assert not pool.is_within_limits
     (tmp_path / "mark").touch()
     session.finish()

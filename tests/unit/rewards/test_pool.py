@@ -268,7 +268,7 @@ from megatron_rl.rewards.verifier import Item
 settings = RewardSection(workers=2, time_limit_seconds=600, verifier={MISBEHAVING!r})
 pool = VerifierPool(settings)
 verdicts = pool.verify_all([Item("pid-later", "", "")] * 2)
-pids = {{v.reason for v in verdicts}} | {{str(pool.workers._process.pid)}}
+pids = {{v.reason for v in verdicts}} | {{str(pool._process.pid)}}
 threading.Timer(0.5, lambda: print(*pids, flush=True)).start()
 pool.verify_all([Item("spin", "", "")])
 """

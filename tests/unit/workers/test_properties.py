@@ -84,7 +84,7 @@ def test_signals_to_the_job_end_no_conversation():
         pool.begin(0, '{"name": "row0"}', 0)
         pool.send(0, TURNS[0])
         assert pool.poll(30.0)[0][1] == expected(0)[0]
-        broker = psutil.Process(pool._workers._process.pid)
+        broker = psutil.Process(pool._process.pid)
         for process in (broker, *broker.children()):
             for request in SIGNALS:
                 process.send_signal(request)
@@ -100,7 +100,7 @@ def test_trouble_of_one_is_its_own(tmp_path):
     with open_pool("Trouble", limit=2.0, memory_gib=1.0) as pool:
         start = time.monotonic()
         results = play(pool, rows)
-        broker = psutil.Process(pool._workers._process.pid)
+        broker = psutil.Process(pool._process.pid)
         for place in range(1, len(rows), 2):
             assert results[place] == expected(place), rows[place - 1]
         found = {trouble: results[2 * n][-1] for n, trouble in enumerate(TROUBLES)}
@@ -131,7 +131,7 @@ def test_nothing_is_left_of_a_verifiers_call(tmp_path):
     with verifiers(time_limit_seconds=1.0) as pool:
         (grade,) = pool.verify_all([Item("leave", "", str(tmp_path))])
         assert grade.reason == TIME_LIMIT
-        broker = psutil.Process(pool.workers._process.pid)
+        broker = psutil.Process(pool._process.pid)
         wait_until(lambda: len(broker.children(recursive=True)) == 1)
     (file,) = tmp_path.iterdir()
     assert not Path("/dev/shm", file.read_text()).exists()
@@ -276,6 +276,6 @@ def test_failed_and_late_calls_are_not_repeated_by_a_resumed_run(tmp_path):
         with open_pool("Trouble", limit=1.0) as pool:
             pool.use_journal(tmp_path)
             lives.append(play(pool, rows))
-            lives.append(len(psutil.Process(pool._workers._process.pid).children(recursive=True)))
+            lives.append(len(psutil.Process(pool._process.pid).children(recursive=True)))
     assert lives[0] == lives[2]
     assert lives[3] == 1  # no conversation has had a process
