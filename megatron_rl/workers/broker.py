@@ -26,6 +26,7 @@ from megatron_rl.workers.template import adopt_orphans, survive_signals_to_the_j
 
 LONGEST_LINE = 1 << 30  # bytes of a message
 CLOSE_SECONDS = 3.0  # for `close()` of an environment
+EMIT_SECONDS = 0.002  # in which messages are collected: each one that is sent wakes the trainer
 ALIVE_SECONDS = 1.0  # between two signs of life while calls are in progress
 _TRACKER_SECONDS = 1.0  # for Python's resource tracker, which removes shared memory as it ends
 
@@ -177,6 +178,7 @@ class Broker:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._forking = asyncio.Lock()
         self._fds: list[int] = []
+        self._outgoing = bytearray()  # messages to the trainer
         self._lines = 0  # printed since `renew`
         self._has_left = asyncio.Event()  # an ended process may have left others
 
@@ -237,6 +239,7 @@ class Broker:
         with contextlib.suppress(ConnectionError):
             self._output.close()
             self._renew()
+            self._flush()
             self._sink.close()
             await self._sink.wait_closed()
 
@@ -249,8 +252,14 @@ class Broker:
 
     def emit(self, message: Message) -> None:
         """Send a message to the trainer, if it is still there."""
-        if not self._sink.is_closing():
-            self._sink.write(json.dumps(message).encode() + b"\n")
+        if not self._outgoing:
+            asyncio.get_running_loop().call_later(EMIT_SECONDS, self._flush)
+        self._outgoing += json.dumps(message).encode() + b"\n"
+
+    def _flush(self) -> None:
+        if self._outgoing and not self._sink.is_closing():
+            self._sink.write(bytes(self._outgoing))
+        self._outgoing.clear()
 
     async def spawn(self) -> Unit:
         """Fork a process."""
@@ -413,9 +422,11 @@ def read_threads(pid: int) -> dict[int, tuple[int, int]]:
 
 
 def seconds_of_broker() -> float:
-    """Return the seconds in which this process ran or waited for a core, and so did not listen."""
-    pid = os.getpid()
-    return sum(read_threads(pid).get(pid, ())) / 1e9
+    """Return the seconds in which this process ran or waited for a core, and so did not read."""
+    with contextlib.suppress(OSError), open("/proc/self/schedstat", "rb", buffering=0) as file:
+        ran, waited, _ = map(int, file.read().split())
+        return (ran + waited) / 1e9
+    return 0.0  # unknown
 
 
 def measure(unit: Unit, children: dict[int, list[int]], *, now: float) -> None:

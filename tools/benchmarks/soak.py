@@ -9,6 +9,9 @@ fills memory, leaves processes of all kinds). The third one is the second, whose
 after every `--kill-every` conversations and goes on with its journal. Printed for each: memory,
 descriptors, processes and threads of the pool over time, and whether every reward of those that
 behave is that of the first run, bit for bit.
+
+With `--start 64 256 1024` it only starts as many conversations at once, and prints the milliseconds
+from the first request to the last answer, the processor time and the memory for each of them.
 """
 
 import argparse
@@ -59,14 +62,43 @@ def measure(pool: EnvironmentPool) -> dict[str, Any]:
     }
 
 
+def section(options: argparse.Namespace) -> EnvironmentSection:
+    """Return the settings of the environment."""
+    return EnvironmentSection(
+        name="tests.unit.workers.troubles:Trouble", max_context_tokens=1, on_error="zero",
+        time_limit_seconds=options.limit, memory_gib=1.0,
+    )  # fmt: skip
+
+
+def start_at_once(count: int, settings: EnvironmentSection) -> None:
+    """Print what the first turn of each of `count` conversations costs, and its own memory."""
+    with EnvironmentPool(settings, echo=str) as pool:
+        pool.start()
+        broker = psutil.Process(pool._process.pid)
+        (template,) = broker.children()
+        processes = [psutil.Process(), broker, template]
+        before = sum(sum(one.cpu_times()[:2]) for one in processes)
+        start, answered = time.monotonic(), 0
+        for number in range(count):
+            pool.begin(number, json.dumps({"name": f"row{number}"}), number)
+            pool.send(number, "turn")
+        while answered < count:
+            answered += len(pool.poll(30.0))
+        seconds = time.monotonic() - start
+        units = template.children()
+        used = sum(sum(one.cpu_times()[:2]) for one in (*processes, *units)) - before
+        memory = sum(one.memory_full_info().pss for one in units) / 2**20
+    print(
+        f"{count:,} at once: {1000 * seconds / count:.1f} ms, {1000 * used / count:.1f} ms of "
+        f"processor time, {memory / count:.1f} MiB for each"
+    )
+
+
 def converse(
     numbers: list[int], options: argparse.Namespace, misbehave: float, folder: Path, report: Any
 ) -> None:
     """Run conversations, and append number and rewards of each that has ended to `folder`."""
-    settings = EnvironmentSection(
-        name="tests.unit.workers.troubles:Trouble", max_context_tokens=1, on_error="zero",
-        time_limit_seconds=options.limit, memory_gib=1.0,
-    )  # fmt: skip
+    settings = section(options)
     waiting, open_, rewards, ended = list(reversed(numbers)), {}, {}, 0
     with (
         EnvironmentPool(settings, echo=lambda line: None) as pool,
@@ -144,7 +176,12 @@ def main() -> int:
     parser.add_argument("--kill-every", type=int, default=1000)
     parser.add_argument("--limit", type=float, default=2.0)
     parser.add_argument("--output", type=Path, default=Path("soak.csv"))
+    parser.add_argument("--start", type=int, nargs="+", default=())
     options = parser.parse_args()
+    for count in options.start:
+        start_at_once(count, section(options))
+    if options.start:
+        return 0
     options.output.write_text(",".join(COLUMNS) + "\n")
     with tempfile.TemporaryDirectory() as place:
         runs = {
