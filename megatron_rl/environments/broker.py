@@ -6,6 +6,7 @@ key: the fields of an "answer", or a "failure" with its "text"; and {"trace": te
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import uuid
@@ -212,13 +213,9 @@ class EnvironmentBroker(Broker):
             await asyncio.wait({one.call})
         if (unit := one.unit) is None:
             return
-        may_have_left = True
-        try:
-            reply = await unit.call({"close": True}, limit=CLOSE_SECONDS)
-            may_have_left = reply["may_have_left"]
-        except (OverTimeError, DiedError):
-            pass
-        await self.end(unit, may_have_left=may_have_left)
+        with contextlib.suppress(OverTimeError, DiedError):
+            await unit.call({"close": True}, limit=CLOSE_SECONDS)
+        await self.end(unit)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ from megatron_rl.environments.interface import (
 )
 from megatron_rl.errors import UserError
 from megatron_rl.texts import clean
-from megatron_rl.workers.template import has_children
 
 LONGEST_REQUEST = 1 << 30  # bytes of a line
 _MAX_TEXT = 300  # characters of an error
@@ -83,7 +82,7 @@ class Worker:
                     await value
         except BaseException:  # noqa: BLE001 - the conversation is over
             traceback.print_exc()
-        await self._send(request, {"may_have_left": has_children()})
+        await self._send(request, {})
         os._exit(0)
 
     async def _reply_to(self, request: Message) -> None:

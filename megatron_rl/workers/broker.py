@@ -218,6 +218,8 @@ class Broker:
             pass
         except OSError as error:
             self.emit({"fatal": f"needs pidfd_open, of Linux 5.3 and later ({error})"})
+        if not children_of(os.getpid()):  # the template is one
+            self.emit({"fatal": "needs /proc/PID/task/TID/children (CONFIG_PROC_CHILDREN)"})
         with contextlib.suppress(ConnectionError):
             for forever in (self._watch_calls(), self._sweep()):
                 self.start(forever)
@@ -288,12 +290,11 @@ class Broker:
         await unit.connect(ours)
         return unit
 
-    async def end(self, unit: Unit, *, may_have_left: bool = True) -> None:
+    async def end(self, unit: Unit) -> None:
         """End a process and all that it started."""
         await unit.kill()
         self._units.discard(unit)
-        if may_have_left:
-            self._has_left.set()
+        self._has_left.set()
 
     def _finish(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
@@ -357,10 +358,9 @@ class Broker:
             calls = [unit for unit in self._units if unit.is_busy]
             tick = min(max(min((one.limit for one in calls), default=1.0) / 8, 0.02), 1.0)
             now = time.monotonic()
-            if late := [one for one in calls if now - one.sampled >= tick]:
-                children = list_children()
-                for unit in late:
-                    measure(unit, children, now=now)
+            for unit in calls:
+                if now - unit.sampled >= tick:
+                    measure(unit, now=now)
                     if unit.own_seconds > unit.limit and not unit.is_ready_to_run:
                         unit.exceed()
             if calls and now - reported_at > ALIVE_SECONDS:
@@ -378,7 +378,7 @@ class Broker:
 
     def _kill_left(self, *, patience: float) -> int:
         """Kill what ended processes have left: children of this one. Returns how many are left."""
-        left = [pid for pid in list_children().get(os.getpid(), ()) if pid != self._template.pid]
+        left = set(children_of(os.getpid())) - {self._template.pid}
         for pid in left:
             if patience <= 0 or not _is_resource_tracker(pid):
                 with contextlib.suppress(ProcessLookupError):
@@ -399,14 +399,14 @@ class Broker:
             self.emit({"printed": line})
 
 
-def list_children() -> dict[int, list[int]]:
-    """Return the processes of this machine by their parents."""
-    found: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
+def children_of(pid: int) -> list[int]:
+    """Return the children of a process; none if it has ended."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):
-                parent = Path("/proc", entry, "stat").read_bytes().rpartition(b")")[2].split()[1]
-                found.setdefault(int(parent), []).append(int(entry))
+                text = Path(f"/proc/{pid}/task/{thread}/children").read_bytes()
+                found += map(int, text.split())
     return found
 
 
@@ -429,7 +429,7 @@ def seconds_of_broker() -> float:
     return 0.0  # unknown
 
 
-def measure(unit: Unit, children: dict[int, list[int]], *, now: float) -> None:
+def measure(unit: Unit, *, now: float) -> None:
     """Add to a call's own seconds those since the last time.
 
     They are the interval without the longest time that a thread of it was ready and waited for a
@@ -442,7 +442,7 @@ def measure(unit: Unit, children: dict[int, list[int]], *, now: float) -> None:
     threads: dict[int, tuple[int, int]] = {}
     for pid in pids:
         threads |= read_threads(pid)
-        pids += children.get(pid, ())
+        pids += children_of(pid)
     ran, waited = 0, [0]
     for thread, (run, wait) in threads.items():
         before = unit.threads.get(thread, (0, 0))

@@ -190,15 +190,6 @@ def limit_memory(wanted: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def has_children() -> bool:
-    """Return whether this process has children, also such that ended and were not waited for."""
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
-
-
 def _data_bytes() -> int:
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[5]) * os.sysconf("SC_PAGE_SIZE")
