@@ -23,6 +23,7 @@ from megatron_rl.engine.requests import FinishedResponses, SequenceRequest, samp
 from megatron_rl.engine.response_gather import Generated
 from megatron_rl.engine.running import POLL_INTERVAL_STEPS, tensor_group
 from megatron_rl.engine.stopping import StopCriterion
+from megatron_rl.environments.call_formats import begins_in_thinking
 from megatron_rl.environments.interface import (
     FAILURE_REASONS,
     Answer,
@@ -32,7 +33,6 @@ from megatron_rl.environments.interface import (
     TurnTokens,
 )
 from megatron_rl.errors import UserError
-from megatron_rl.rewards.thinking import opens_thinking
 from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.types import (
     REPLACES_HISTORY,
@@ -176,7 +176,7 @@ class Conversations:
                 logprobs=one.logprobs[-len(one.turn) :],
                 is_complete=completion.finish_reason == "stop",  # also by a text of `rollout.stop`
                 restarts=bool(one.restarts) and one.restarts[-1] == first,
-                in_thinking=opens_thinking(ending),
+                in_thinking=begins_in_thinking(ending),
             )
             self.settings.pool.send(position, text, tokens)
         one.sent = time.monotonic()

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from megatron_rl.rewards.thinking import has_end, without_thinking
+from megatron_rl.rewards.thinking import has_end, opens_thinking, without_thinking
 
 CallFormat = Literal["hermes", "llama3_json"]
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
@@ -62,6 +62,11 @@ def parse_llama3_json(text: str) -> list[ToolCall]:
 def parse_calls(text: str, call_format: CallFormat, *, in_thinking: bool) -> list[ToolCall]:
     """Parse the calls of a turn; in_thinking: its context opened the thinking that it continues."""
     return [] if in_thinking and not has_end(text) else PARSERS[call_format](text)
+
+
+def begins_in_thinking(context: str) -> bool:
+    """Return True if a turn after this text is thinking until it writes the end mark."""
+    return opens_thinking(context)
 
 
 PARSERS: dict[CallFormat, Callable[[str], list[ToolCall]]] = {
