@@ -240,7 +240,7 @@ OTHERS = [name for name in MODELS if name != "gpt_oss"]
 EIGHT = {"tensor": 2, "pipeline": 2, "context": 2, "expert": 2}
 LAYOUTS = {
     "tp2-pp2-cp2-ep2": (EIGHT, 8, OTHERS),
-    "tp2-pp2-cp2-ep2-etp1": ({**EIGHT, "expert_tensor": 1}, 8, ["gpt_oss"]),
+    "tp2-pp2-cp2-ep2-etp1": ({**EIGHT, "expert_tensor": 1}, 8, ["gpt_oss", "qwen3_next"]),
     "dp2-ep2": ({"expert": 2}, 2, list(MODELS)),
     "pp2-virtual2": ({"pipeline": 2, "virtual_stages": 2}, 2, list(MODELS)),
 }

@@ -4,6 +4,7 @@ The shards are cut from transformers' own tensors, so this needs no Megatron.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -148,7 +149,7 @@ def _push(rank, world_size, folder):
     from megatron_rl.trainer.evaluate_model import _read_weights
     from tests.cut_shards import cut_shards, topology_of
 
-    model = load_model(folder)
+    model, is_published = load_model(folder), "text_config" in _read_config(folder)
     layout = ActorLayout(tensor=1, pipeline=world_size)
     tokenizer = load_tokenizer(folder) if (Path(folder) / "tokenizer.json").is_file() else None
     engine = VllmEngine(
@@ -160,22 +161,66 @@ def _push(rank, world_size, folder):
         dtype=torch.float32,
         max_model_len=64,
         kv_cache_bytes=8 << 20,
+        partial_rollouts=is_published,
     )
     tensors = load_file(f"{folder}/model.safetensors")
-    shards = cut_shards(
-        view_stored(tensors, engine.shape), shape=engine.shape, layout=layout, rank=rank
-    )
-    engine.sync_weights(shards, version=0)
+
+    def push(version):
+        views = view_stored(tensors, engine.shape)
+        shards = cut_shards(views, shape=engine.shape, layout=layout, rank=rank)
+        engine.sync_weights(shards, version=version)
+
+    push(0)
     for scored, sequence in zip(engine.score(SEQUENCES), SEQUENCES, strict=True):
         torch.testing.assert_close(scored, _logprobs(model, sequence), atol=1e-5, rtol=0)
-    if engine.shape.wrapper is not None:  # as `megatron-rl evaluate` reads the folder
-        scores = engine.score(SEQUENCES)
+    if is_published:
+        kept = _begin(engine, seed=1, keep=True)
+        # The same weights, as `megatron-rl evaluate` reads the folder.
         engine.receive(_read_weights(HfReader(folder, engine.shape), engine), version=1)
-        for before, after in zip(scores, engine.score(SEQUENCES), strict=True):
-            assert torch.equal(before, after)
+        _check_parts(engine, kept, [model, model], versions=(0, 1), is_first=rank == 0)
+        dropped = _begin(engine, seed=2, keep=False)
+        newer = _scale(load_model(folder), tensors)
+        push(2)
+        _check_parts(engine, dropped, [model, newer], versions=(1, 2), is_first=rank == 0)
     if tokenizer is not None:
         _check_stop(engine, tokenizer)
     return True
+
+
+def _read_config(folder):
+    return json.loads((Path(folder) / "config.json").read_text())
+
+
+def _begin(engine, *, seed, keep):
+    """Pause requests after six tokens, with their recurrent states or without."""
+    from megatron_rl.engine.engine import RolloutWindow
+
+    prompts = [Prompt(index, (), tuple(range(3 + index, 40)), "", "") for index in range(2)]
+    sampling = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=16, seed=seed)
+    window = RolloutWindow(prompts, 2, sampling, tokens=6)
+    (started,) = engine.continue_generation([window], keep_cache=keep)
+    return replace(window, tokens=16, started=started)
+
+
+def _check_parts(engine, window, models, *, versions, is_first):
+    """The tokens of each weight version have the log-probs of its model on all tokens before."""
+    (responses,) = engine.continue_generation([window], keep_cache=True)
+    whole = ((0, versions[0]), (6, versions[1]))
+    assert any(each.versions == whole for each in responses)
+    for place, response in enumerate(responses if is_first else ()):  # it has all tokens
+        tokens = [*window.prompts[place // 2].token_ids, *response.token_ids.tolist()]
+        reported = torch.from_numpy(response.rollout_logprobs)
+        for part, model in zip((slice(0, 6), slice(6, None)), models, strict=True):
+            wanted = _logprobs(model, tokens)[-len(response.token_ids) :]
+            torch.testing.assert_close(reported[part], wanted[part], atol=1e-5, rtol=1e-5)
+
+
+def _scale(model, tensors):
+    """Multiply the text model's matrices, in place."""
+    for key, tensor in (*model.state_dict().items(), *tensors.items()):
+        if tensor.dim() > 1 and "visual" not in key:
+            tensor.mul_(0.9)
+    return model
 
 
 def _check_stop(engine, tokenizer):

@@ -20,6 +20,8 @@ CASES = {
     "glm4 replay, selective": (True, "selective"),
     "deepseek replay": (True, "none"),  # the same below latent attention
     "deepseek replay, selective": (True, "selective"),
+    "next replay": (True, "none"),  # with gated delta nets and shared experts
+    "next replay, selective": (True, "selective"),
     "gpt replay": (True, "none"),  # by a router with biases
     "gpt replay, selective": (True, "selective"),
     "replay": (True, "none"),
@@ -40,7 +42,7 @@ LAYOUTS = {
         8,
         [
             "replay, selective", "replay, full", "compare", "qwen2 replay, selective",
-            "glm4 replay, selective", "deepseek replay, selective",
+            "glm4 replay, selective", "deepseek replay, selective", "next replay, selective",
         ],
     ),
     "tp2-pp2-cp2-ep2-etp1": (
@@ -190,6 +192,7 @@ def reports(tmp_path_factory):
         ("qwen2", transformers.Qwen2MoeConfig(**experts | qwen2)),
         ("glm4", transformers.Glm4MoeConfig(**SIZES, **GROUPED)),
         ("deepseek", transformers.DeepseekV3Config(**SIZES | GROUPED | LATENT)),
+        ("next", transformers.Qwen3NextConfig(**SIZES | MODELS["qwen3_next"][1])),
         ("gpt", transformers.GptOssConfig(**SIZES | MODELS["gpt_oss"][1])),
     ):
         model = transformers.AutoModelForCausalLM.from_config(config)

@@ -25,7 +25,7 @@ from megatron_rl.apps.planning.footprint import (
     RESERVED_COMMUNICATORS,
     route_bytes,
 )
-from megatron_rl.apps.planning.parts import cached_elements
+from megatron_rl.apps.planning.parts import cached_elements, state_bytes
 from megatron_rl.apps.planning.response_bytes import response_bytes
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.models.shape import read_model_shape
@@ -203,7 +203,7 @@ def summarize_fit(moments: list[Moment]) -> str:
 
 
 def _engine_bytes(config: Config, dry_run: DryRun) -> tuple[int, int]:
-    """Return bytes of one engine rank: its weights, and the KV cache of one longest sequence."""
+    """Return bytes of one engine rank: its weights, and the cache of one longest sequence."""
     shape, tensor = read_model_shape(config.model.path), config.rollout.tensor
     layout = EngineLayout(tensor, dry_run.processes, config.rollout.expert_parallel)
     sizes = layout.parameter_shapes(shape, rank=dry_run.rank)
@@ -212,7 +212,8 @@ def _engine_bytes(config: Config, dry_run: DryRun) -> tuple[int, int]:
     width = 4 if config.trainer.dtype == "float32" else 2
     per_token = int(cached_elements(shape, tensor))
     weights = sum(math.prod(size) for size in sizes.values())
-    return width * weights, width * per_token * config.max_model_tokens
+    cache = width * per_token * config.max_model_tokens + int(state_bytes(shape, tensor))
+    return width * weights, cache
 
 
 def find_lacking(

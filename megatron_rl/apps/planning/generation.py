@@ -17,6 +17,7 @@ from megatron_rl.apps.planning.parts import (
     active_parameters,
     cached_elements,
     engine_parameters,
+    state_bytes,
 )
 from megatron_rl.apps.planning.workload import Workload
 from megatron_rl.models.shape import ModelShape
@@ -43,9 +44,14 @@ class Engine:
 
     @property
     def cached_tokens(self) -> int:
-        """Number of tokens that fit in the KV cache."""
+        """Number of tokens that fit in the cache; a sequence's states count as `state_tokens`."""
         left = self.memory - GRAPHS - 2 * engine_parameters(self.shape, self.tensor)
         return max(0, int(left // self.token_bytes))
+
+    @property
+    def state_tokens(self) -> float:
+        """States of one sequence in gated delta nets, whatever its length, as cached tokens."""
+        return state_bytes(self.shape, self.tensor) / self.token_bytes
 
     @property
     def token_bytes(self) -> float:
@@ -53,8 +59,10 @@ class Engine:
         return 2 * cached_elements(self.shape, self.tensor)
 
     def step_seconds(self, running: int, context: float) -> float:
-        """Estimate the time of one decoding step; `context` is the tokens of all sequences."""
-        read = 2 * self._weights_read(running) + self.token_bytes * context
+        """Estimate the time of one decoding step; `context` is the cached tokens of all."""
+        # States are read, as `context` has them, and written.
+        states = state_bytes(self.shape, self.tensor) * running
+        read = 2 * self._weights_read(running) + self.token_bytes * context + states
         computed = 2 * active_parameters(self.shape) / self.tensor * running
         device = self.device
         work = max(
@@ -93,9 +101,10 @@ class Engine:
         return self.prefill_seconds(prompt_reads) + self._decode(lengths, workload)
 
     def _decode(self, lengths: list[int], workload: Workload) -> float:
-        waiting, prompt, now, seconds = deque(lengths), workload.mean_prompt, 0, 0.0
+        waiting, now, seconds = deque(lengths), 0, 0.0
+        prompt = workload.mean_prompt + self.state_tokens
         running: list[tuple[int, int]] = []  # (end step, start step)
-        context = 0  # tokens of all running sequences
+        context = 0.0  # tokens of all running sequences
         while waiting or running:
             while (
                 waiting
@@ -105,7 +114,7 @@ class Engine:
                 heapq.heappush(running, (now + waiting.popleft(), now))
                 context += prompt
             steps = running[0][0] - now
-            free_steps = (self.cached_tokens - context) // len(running)
+            free_steps = int((self.cached_tokens - context) // len(running))
             if free_steps < steps and len(running) > 1:  # the cache fills up: one is preempted
                 steps = max(1, free_steps)
             seconds += steps * self.step_seconds(len(running), context + len(running) * steps / 2)

@@ -188,6 +188,17 @@ def engine_parameters(shape: ModelShape, tensor: int) -> int:
     return total
 
 
+def state_bytes(shape: ModelShape, tensor: int) -> float:
+    """Return the bytes of one sequence's states in gated delta nets on one vLLM rank.
+
+    Float32 states of all layers, and the last inputs of their convolutions in bfloat16.
+    """
+    if shape.delta is None:
+        return 0.0
+    taps = (shape.delta.kernel - 1) * shape.delta.conv_channels
+    return len(shape.delta.layers) * (4 * shape.delta.state_elements + 2 * taps) / tensor
+
+
 def cached_elements(shape: ModelShape, tensor: int) -> float:
     """Count what one vLLM rank caches of a token: keys and values of its heads, or latents.
 

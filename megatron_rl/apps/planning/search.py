@@ -236,18 +236,14 @@ def _estimate(
         reason = f"{worst} needs {gib:.1f} of {device.memory_gib:.1f} GiB"
         return Rejection(parts, reason, memory[worst])
     engine = Engine(shape, parts.rollout_tensor, device, int(fraction * device.memory))
-    if engine.cached_tokens < workload.longest:
+    longest = workload.longest + engine.state_tokens
+    if engine.cached_tokens < longest:
         weights = needed.engine_weights / GIB
         return Rejection(
             parts,
             f"engines of {parts.rollout_tensor} get {max(0.0, fraction):.2f} of each device, "
             f"{weights:.1f} GiB of it for weights: no room to cache {workload.longest} tokens",
-            (
-                needed.asleep
-                + RESERVE
-                + needed.engine_weights
-                + workload.longest * engine.token_bytes
-            )
+            (needed.asleep + RESERVE + needed.engine_weights + longest * engine.token_bytes)
             / device.memory,
         )
     seconds = _seconds(shape, parts, device, workload, engine)

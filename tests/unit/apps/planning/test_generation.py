@@ -7,7 +7,8 @@ import pytest
 
 from megatron_rl.apps.planning.built_in import MODELS
 from megatron_rl.apps.planning.devices import DEVICES, GIB
-from megatron_rl.apps.planning.generation import Engine, share_with_the_longest
+from megatron_rl.apps.planning.generation import GRAPHS, Engine, share_with_the_longest
+from megatron_rl.apps.planning.parts import engine_parameters
 from megatron_rl.apps.planning.workload import Workload, clipped_lengths
 
 SHAPE, H20 = MODELS["DeepSeek-R1-Distill-Qwen-1.5B"], DEVICES["h20"]
@@ -66,6 +67,22 @@ def test_small_cache_takes_longer_and_finishes():
     tight = Engine(SHAPE, 1, H20, weights + 2 * GIB + 40_000 * 28_672)
     assert tight.cached_tokens == 40_000
     assert tight.seconds(WORKLOAD, engines=32) > 1.5 * roomy.seconds(WORKLOAD, engines=32)
+
+
+def test_states_of_gated_delta_nets_take_the_cache_of_a_constant_number_of_tokens():
+    shape = MODELS["Qwen3.5-35B-A3B"]
+    # 30 of 40 layers: 32 states of 128 x 128 in float32, and 3 inputs of the 16 + 16 + 32 heads of
+    # 128 in bfloat16. The others cache a key and a value of one head of 256 on each of 4 devices.
+    states = 30 * (4 * 32 * 128 * 128 + 2 * 3 * 64 * 128) / 4
+    empty = Engine(shape, 4, H20, 0)
+    assert empty.token_bytes == 10 * 2 * 256 * 2
+    assert empty.state_tokens == states / 10_240 == 1572.0
+    weights = GRAPHS + 2 * engine_parameters(shape, 4)
+    equal = replace(WORKLOAD, prompts=4, max_response=1000, mean_response=950)
+    # Room for 16 of 32 sequences of at most 1,832 cached tokens: twice the steps.
+    engine = replace(empty, memory=weights + 10_240 * int(16 * 1832 / 0.95 + 1))
+    expected = 200 * engine.step_seconds(16, 16 * (1572 + 210))
+    assert engine._decode([100] * 32, equal) == pytest.approx(expected)
 
 
 def test_simulated_engine_has_longest_response():
