@@ -46,19 +46,21 @@ class EngineSource(RolloutSource):
     def check(self) -> None:
         check_engine_of_run(self.run, self.engine, self.prompts.training)
 
-    def collect(self, step: int) -> list[RolloutBatch]:
+    def generate(self, step: int) -> list[RolloutBatch]:
         clock, buffer = self.run.clock, self.run.buffer
         with clock.phase("rollout"):
             missing, spare = buffer.missing(step), buffer.spare(step)
-        fresh = self.generate(missing, spare, step) if missing else []
+        generated = self.fill(missing, spare, step) if missing else []
         self.grader.check(prompts=self.run.min_prompts_to_check)
-        with clock.phase("behavior"):
-            self.engine.sleep()  # training uses its memory until the next weight sync
-            for batch in fresh:
-                self.behavior.freeze(batch)
-        return fresh
+        return generated
 
-    def generate(
+    def score(self, step: int, generated: list[RolloutBatch]) -> list[RolloutBatch]:
+        with self.run.clock.phase("behavior"):
+            for batch in generated:
+                self.behavior.freeze(batch)
+        return generated
+
+    def fill(
         self, parts: Sequence[Sequence[PromptSlot]], spare: list[PromptSlot], step: int
     ) -> list[RolloutBatch]:
         """Return one batch for each part, the slots of one step, packed with its advantages.

@@ -166,7 +166,7 @@ class OfflineSource(RolloutSource):
     def can_resume_inside(self) -> bool:
         return self.behavior.can_resume_inside
 
-    def collect(self, step: int) -> list[RolloutBatch]:
+    def generate(self, step: int) -> list[RolloutBatch]:
         clock, buffer, updates = self.run.clock, self.run.buffer, self.run.actor.updates
         with clock.phase("rollout"):
             parts = [
@@ -180,12 +180,14 @@ class OfflineSource(RolloutSource):
                 for slots in buffer.missing(step)
             ]
         with clock.phase("pack"):
-            fresh = [self.run.pack(groups) for groups in parts]
-        with clock.phase("behavior"):
-            for batch in fresh:
+            return [self.run.pack(groups) for groups in parts]
+
+    def score(self, step: int, generated: list[RolloutBatch]) -> list[RolloutBatch]:
+        with self.run.clock.phase("behavior"):
+            for batch in generated:
                 self.behavior.freeze(batch)
-        check_logprobs(fresh)
-        return fresh
+        check_logprobs(generated)
+        return generated
 
     def _start(self, slots: Sequence[PromptSlot]) -> int:
         """Position in the run of the first group of a step's slots."""

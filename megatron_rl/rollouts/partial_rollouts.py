@@ -55,16 +55,17 @@ class PartialRolloutSource(RolloutSource):
     def resume(self, step: int) -> None:
         self._restored_step = step
 
-    def collect(self, step: int) -> list[RolloutBatch]:
+    def generate(self, step: int) -> list[RolloutBatch]:
+        if step != self._restored_step:
+            with self.run.clock.phase("rollout"):
+                self.advance(step)
+        return []  # `score` grades what this window has completed
+
+    def score(self, step: int, generated: list[RolloutBatch]) -> list[RolloutBatch]:
         clock, buffer = self.run.clock, self.run.buffer
         if step == self._restored_step:
-            with clock.phase("behavior"):
-                self.engine.sleep()
             return []
-        with clock.phase("rollout"):
-            self.advance(step)
         with clock.phase("behavior"):
-            self.engine.sleep()
             self.behavior.freeze_window(buffer.unfinished)
         with clock.phase("reward"):
             finished = self.finish(step)

@@ -49,7 +49,7 @@ class RolloutSource(Protocol):
     `EngineSource` generates whole responses, `PartialRolloutSource` continues them window by window
     while the weights change, and `OfflineSource` reads them from files. A new way of generating is
     a fourth class with these methods, chosen in `trainer/build.py`. Engines on devices of their own
-    would start the next generation in `collect` and return the batches that are finished, with the
+    would start the next generation in `generate` and return the batches that are finished, with the
     buffer as their queue. Conversations with environments are responses of `EngineSource` that have
     observed tokens. Neither changes the training loop.
     """
@@ -64,19 +64,23 @@ class RolloutSource(Protocol):
         return
 
     def resume(self, step: int) -> None:
-        """Prepare for `collect(step)` of a step whose rollouts a checkpoint has restored."""
+        """Prepare for `generate(step)` of a step whose rollouts a checkpoint has restored."""
         return
 
-    def collect(self, step: int) -> list[RolloutBatch]:
-        """Return graded batches with frozen behavior log-probs that this step adds to the buffer.
+    def generate(self, step: int) -> list[RolloutBatch]:
+        """Return graded batches of the groups that the buffer is missing; the engine is awake."""
+        ...
 
-        The actor is still the policy that generated them, however much later they are trained.
-        Device memory of an engine is free for training afterwards.
+    def score(self, step: int, generated: list[RolloutBatch]) -> list[RolloutBatch]:
+        """Return the batches that this step adds to the buffer, with behavior log-probs.
+
+        The engine sleeps. The actor is still the policy that generated them, however much later
+        they are trained; log-probs stay as they are from here on.
         """
         ...
 
     def metrics(self, fresh: Sequence[RolloutBatch]) -> dict[str, float]:
-        """Return the generation metrics of the last `collect`, which returned `fresh`."""
+        """Return the generation metrics of the last step, whose `score` returned `fresh`."""
         return {}
 
     def restorable(self, fresh: Sequence[RolloutBatch]) -> list[PromptGroup]:

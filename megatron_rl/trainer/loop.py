@@ -1,4 +1,4 @@
-"""The training loop: collect, select, update, sync weights.
+"""The training loop: generate, score, select, update, sync weights.
 
 Zhang et al., "Reusing Rollouts under Policy Lag: Prefix-Normalized Policy Optimization for LLM
 Reinforcement Learning", section 3.2: responses, behavior log-probs and advantages stay fixed while
@@ -71,12 +71,15 @@ class Trainer:
                 self.checkpoints.checkpoint_and_exit(self.actor)
 
     def run_step(self, step: int) -> None:
-        """Collect, select, train for all epochs, sync weights, evaluate and record."""
-        fresh = self.source.collect(step)
+        """Generate, score, select, train for all epochs, sync weights, evaluate and record."""
+        generated = self.source.generate(step)
+        self.engine.sleep()  # the device is the actor's until the next weight sync
+        fresh = self.source.score(step, generated)
         batch = self.selector.select(step, fresh)
         step_progress = self.begin(step, fresh, batch)
         with self.clock.phase("train"):
             self.self_tests.before_updates(step, batch, done=step_progress.updates.count)
+            self.actor.wake_up()  # gradients and the optimizer's state
             self.train_epochs(step_progress, batch)
         with self.clock.phase("sync"):
             sync_metrics = self.sync_weights_if_due(step)
@@ -142,5 +145,5 @@ class Trainer:
         """Send the actor's weights to the engine; raises unless all parameters arrive."""
         with sync_errors_across_ranks(doing="checking the weights before they are sent"):
             self.actor.check_weights()
-        self.actor.sleep()  # frees the optimizer's memory for the engine
+        self.actor.sleep()  # the device is the engine's, which wakes up as weights arrive
         return self.engine.sync_weights(self.actor, version=version).to_metrics()

@@ -151,14 +151,14 @@ def run_skipping_pushes(folder, name, overrides):
 
 def run_apart(folder, name, overrides):
     """One call of the engine for the slots of each step, although the same weights generate all."""
-    original = EngineSource.generate
-    EngineSource.generate = lambda source, parts, *rest: [
+    original = EngineSource.fill
+    EngineSource.fill = lambda source, parts, *rest: [
         batch for part in parts for batch in original(source, [part], *rest)
     ]
     try:
         run(folder, name, overrides)
     finally:
-        EngineSource.generate = original
+        EngineSource.fill = original
 
 
 def read_prompts(config, actor, folder):

@@ -72,6 +72,9 @@ class ScriptedActor:
     def sleep(self):
         self.events.append(("actor sleeps",))
 
+    def wake_up(self):
+        self.events.append(("actor wakes up",))
+
     def save(self, folder):
         folder.mkdir(parents=True)
         (folder / "updates").write_text(str(self.updates))

@@ -122,10 +122,10 @@ class SeededEngine(ScriptedEngine):
 def test_one_call_for_same_weights_equals_several_calls(tmp_path, monkeypatch, sections):
     options = {"sections": sections, "solved": (0, 1), "engine": SeededEngine}
     together, _ = run_loop(tmp_path / "together", trainer={"steps": 6}, **options)
-    generate = EngineSource.generate
+    fill = EngineSource.fill
     monkeypatch.setattr(
-        EngineSource, "generate",
-        lambda self, parts, *rest: [b for one in parts for b in generate(self, [one], *rest)],
+        EngineSource, "fill",
+        lambda self, parts, *rest: [b for one in parts for b in fill(self, [one], *rest)],
     )  # fmt: skip
     apart, _ = run_loop(tmp_path / "apart", trainer={"steps": 6}, **options)
     assert learned(tmp_path / "together") == learned(tmp_path / "apart")

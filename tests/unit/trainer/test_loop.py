@@ -36,7 +36,7 @@ def test_step_generates_once_scores_once_and_reuses(tmp_path):
     kinds = [event[0] for event in events]
     # 3 epochs x 2 minibatches
     push = ["actor sleeps", "push"]
-    step = ["generate", "engine sleeps", "behavior", *["update"] * 6, *push]
+    step = ["generate", "engine sleeps", "behavior", "actor wakes up", *["update"] * 6, *push]
     # weights first, evaluation before training, two steps, evaluation after the second
     assert kinds == [*push, "generate", *step, *step, "generate"]
     updates = [event[1] for event in events if event[0] == "update"]

@@ -210,14 +210,13 @@ def test_stop_message_names_signal_and_saved_update(tmp_path, monkeypatch):
 def test_restored_step_of_partial_rollouts_does_not_advance():
     """Its window is in the checkpoint: another one would generate with the wrong weights."""
     calls = []
-    engine = SimpleNamespace(sleep=lambda: calls.append("sleep"))
     run = SimpleNamespace(clock=PhaseClock(), buffer=None)
-    source = PartialRolloutSource(run, engine, None, None, None)
+    source = PartialRolloutSource(run, None, None, None, None)
     source.advance = lambda step: calls.append(("advance", step)) or 1 / 0
     source.resume(3)
-    assert source.collect(3) == [] and calls == ["sleep"]
+    assert source.score(3, source.generate(3)) == [] == calls
     with pytest.raises(ZeroDivisionError):
-        source.collect(4)
+        source.generate(4)
 
 
 def test_checkpoint_is_saved_before_failing_evaluation(tmp_path):
