@@ -17,7 +17,6 @@ from megatron_rl.resharding.adapted import LocalWeight
 from megatron_rl.resharding.frozen import FrozenTensors, without_frozen, writing_frozen
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout, has_fused_names, layout_of
 from megatron_rl.resharding.push_schedule import RankPlan, plan_for_rank
-from megatron_rl.resharding.scratch import Scratch
 from megatron_rl.resharding.transfer import ExchangeError
 from megatron_rl.resharding.unpacking import Assembly, Overwriting
 from megatron_rl.resharding.verify import Ledger, check_parameters
@@ -116,7 +115,7 @@ class ReshardSettings:
     """Settings of the weight transfer and its verification.
 
     bucket_bytes: half of the extra memory of a transfer: two rounds of messages and, when loading
-        through the engine's loaders, partly assembled tensors. On CPU this memory is kept.
+        through the engine's loaders, partly assembled tensors.
     full_check_every: syncs between checks of every slice, starting with the first; 0 checks only
         the first. Every sync compares a checksum of every message.
     direct: write into the engine's own parameters if their layout is the expected one (on CUDA);
@@ -161,7 +160,6 @@ class Resharder:
     receiver: WeightReceiver
     settings: ReshardSettings = ReshardSettings()
     _pushes: int = 0
-    _scratch: Scratch | None = None
     _frozen: FrozenTensors = field(default_factory=FrozenTensors)
     _plans: dict[tuple[ModelShape, ActorLayout, bool, bool], RankPlan] = field(default_factory=dict)
 
@@ -213,8 +211,6 @@ class Resharder:
         plan = self._plan(source, fused=has_fused_names(parameters), direct=live is not None)
         plan_seconds = time.perf_counter() - start
         dtype = self.receiver.dtype
-        scratch = self._scratch or Scratch(dtype, device, limit=self.settings.bucket_bytes)
-        self._scratch = None  # after a failed transfer, its memory may still be written to
         interval = self.settings.full_check_every
         full = self._pushes % interval == 0 if interval else self._pushes == 0
         common: dict[str, Any] = {
@@ -224,7 +220,6 @@ class Resharder:
             "device": device,
             "ledger": Ledger(plan, full=full, dtype=dtype, device=device),
             "time_limit": limit,
-            "scratch": scratch,
         }
         transfer = (
             Assembly(**common, shapes=tensor_shapes(source.shape))
@@ -234,8 +229,6 @@ class Resharder:
         self._pushes += 1
         load_seconds = self._load(transfer, source, frozen, version=version, doing=doing)
         changed = _agree_on_names(transfer.changed(), doing=doing, time_limit=limit)
-        if device.type == "cpu":
-            self._scratch = scratch
         if changed:
             more = f" and {len(changed) - 8} more" if changed[8:] else ""
             names = ", ".join(changed[:8]) + more

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
@@ -61,8 +60,8 @@ class RankPlan:
     last_round: dict[str, int]
     elements_sent: int  # between ranks, over the whole plan
     elements_local: int  # within ranks, over the whole plan
-    # Of each round, by full check, size of slices sent apart and dtype: filled by transfers.
-    frames: dict[tuple[bool, int | None, torch.dtype], list[list[Frame]]] = field(
+    # Of each round, by full check and bytes of an element: filled by transfers.
+    frames: dict[tuple[bool, int], list[list[Frame]]] = field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -292,5 +291,5 @@ class _OwnPart:
 
 
 def _place_in_engine(slice_: Slice) -> tuple[str, int, int]:
-    """Order a message written directly as the engine's parameters: slices then merge to blocks."""
+    """Order a message written directly as the engine's parameters: slices then merge to runs."""
     return slice_.needed.parameter, slice_.needed.left, slice_.needed.top

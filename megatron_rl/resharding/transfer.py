@@ -8,9 +8,8 @@
 
 All ranks run the same number of rounds, so no rank waits for one that has finished. At most two
 rounds exist at once, each bounded by the plan. Slices are sent in the engine's dtype, those of a
-message in one flat buffer after its checksums. On CPU, where copying dominates, large slices do
-without the buffer, and the host waits for each round. On CUDA the stream waits, and the host only
-at the end. One deadline applies to the whole exchange.
+message in one flat buffer after its checksums. On CPU the host waits for each round. On CUDA the
+stream waits, and the host only at the end. One deadline applies to the whole exchange.
 
 `unpacking.py` has the two ways to unpack a round.
 """
@@ -27,15 +26,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.resharding.adapted import AdaptedWeight, LocalWeight
-from megatron_rl.resharding.parcels import Frame, Message, Parcel, copy_all, frames_of
+from megatron_rl.resharding.parcels import Frame, Parcel, copy_all, frames_of
 from megatron_rl.resharding.pieces import Matrix
 from megatron_rl.resharding.push_schedule import RankPlan
-from megatron_rl.resharding.scratch import Scratch
 from megatron_rl.resharding.slices import Slice
 from megatron_rl.resharding.verify import Ledger
 
 PHASES = ("pack", "transfer", "unpack", "cache_reset", "verify")
-LARGE_SLICE = 1 << 16  # elements from which a slice is sent without the buffer on CPU
 _POLL = 0.001  # seconds
 
 
@@ -57,8 +54,8 @@ class Transfer:
     """One execution of a plan on this rank.
 
     parameters: the actor's, by local name. ledger: records checksums. time_limit: seconds for the
-    whole exchange. scratch: memory for messages and tensors. seconds: time of this rank by phase;
-    `transfer` is the time spent waiting for messages.
+    whole exchange. seconds: time of this rank by phase; `transfer` is the time spent waiting for
+    messages.
     """
 
     plan: RankPlan
@@ -67,15 +64,13 @@ class Transfer:
     device: torch.device
     ledger: Ledger
     time_limit: float
-    scratch: Scratch
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.time_limit
         self._matrices: dict[str, Matrix] = {}
         self._flight: Flight | None = None
-        self._launched = self._draining = False
-        self._separate_from = LARGE_SLICE if self.device.type == "cpu" else None
+        self._launched = False
         self._events: list[tuple[int, Any]] = []  # CUDA events after each round
 
     def destination(self, slice_: Slice) -> Tensor:
@@ -95,7 +90,6 @@ class Transfer:
 
     def drain(self) -> None:
         """Take part in the remaining rounds, so that the other ranks can finish theirs."""
-        self._draining = True
         if not self._launched:
             self._launch(0)
         while self._flight is not None:
@@ -128,8 +122,7 @@ class Transfer:
         start = time.perf_counter()
         part = self.plan.rounds[number]
         # The round before last, which used the same buffer, has been sent and unpacked.
-        buffer = self.scratch.wire(number, self._wire_bytes)
-        parcels = self._parcels(self._frames[number], buffer)
+        parcels = self._parcels(self._frames[number], self._buffers[number % 2])
         sent, received = parcels[: len(part.sends)], parcels[len(part.sends) :]
         for parcel in sent:
             self._pack(parcel)
@@ -148,54 +141,32 @@ class Transfer:
     @cached_property
     def _frames(self) -> list[list[Frame]]:
         """Places of messages in the buffer of each round, computed once for all pushes."""
-        full, separate_from = self.ledger.full, self._separate_from
-        key = (full, separate_from, self.dtype)
+        key = (self.ledger.full, self.dtype.itemsize)
         if key not in self.plan.frames:
             self.plan.frames[key] = [
-                frames_of((*part.sends, *part.receives), full, separate_from, self.dtype.itemsize)
-                for part in self.plan.rounds
+                frames_of((*part.sends, *part.receives), *key) for part in self.plan.rounds
             ]
         return self.plan.frames[key]
 
     @cached_property
-    def _wire_bytes(self) -> int:
-        return max(frames[-1].stop for frames in self._frames if frames)
+    def _buffers(self) -> list[Tensor]:
+        """Memory of the rounds, which use it in turn."""
+        size = max((frames[-1].stop for frames in self._frames if frames), default=0)
+        return [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
 
     def _parcels(self, frames: list[Frame], buffer: Tensor) -> list[Parcel]:
         """Return the messages of a round in its buffer."""
-        elements, parcels = buffer.view(self.dtype), []
-        for frame in frames:
-            parcels.append(Parcel(frame, buffer, elements, buffer[frame.start : frame.end], [], {}))
-            if frame.places.separate:
-                self._set_apart(parcels[-1])
-        return parcels
-
-    def _set_apart(self, parcel: Parcel) -> None:
-        """Find the memory of the slices that are sent without the buffer."""
-        for number in parcel.frame.places.separate:
-            direct = self._direct(parcel.message, parcel.message.slices[number])
-            if direct is not None:
-                parcel.outside[number] = direct
-            parcel.separate.append(parcel.matrix(number).view(-1))
-
-    def _direct(self, message: Message, slice_: Slice) -> Tensor | None:
-        """Return the memory where a slice can be sent or received without a copy, or None."""
-        if message.source == self.plan.rank:
-            direct = self.source(slice_)
-        elif self._draining:  # the tensors are not used then
-            return None
-        else:
-            direct = self.destination(slice_)
-        return direct if direct.is_contiguous() and direct.dtype == self.dtype else None
+        elements = buffer.view(self.dtype)
+        return [
+            Parcel(frame, buffer, elements, buffer[frame.start : frame.stop]) for frame in frames
+        ]
 
     def _pack(self, parcel: Parcel) -> None:
         slices = parcel.message.slices
         destinations, sources = list[Tensor](), list[Tensor]()
-        for first, matrices in parcel.stacks():
-            if first not in parcel.outside:
-                of_stack = matrices.unbind()
-                destinations += of_stack
-                sources += [self.source(each) for each in slices[first : first + len(of_stack)]]
+        for run, matrices in parcel.runs():
+            destinations += matrices.unbind()
+            sources += [self.source(each) for each in slices[run.first : run.stop]]
         copy_all(destinations, sources)
 
     def _wait(self, number: int, work: list[Any]) -> None:
@@ -254,7 +225,5 @@ def _start(sends: Iterable[Parcel], receives: Iterable[Parcel]) -> list[Any]:
     """Start messages; those between two ranks are matched by order, the same on both."""
     out = [(dist.isend, each, to) for each in sends for to in each.message.to]
     into = [(dist.irecv, each, each.message.sender) for each in receives]
-    operations = [
-        dist.P2POp(kind, wire, peer) for kind, each, peer in (*out, *into) for wire in each.wires
-    ]
+    operations = [dist.P2POp(kind, each.wire, peer) for kind, each, peer in (*out, *into)]
     return dist.batch_isend_irecv(operations) if operations else []

@@ -10,16 +10,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from megatron_rl.resharding.parcels import Block, Parcel, copy_all, stacked
+from megatron_rl.resharding.parcels import Parcel, Run, copy_all
 from megatron_rl.resharding.pieces import Matrix
 from megatron_rl.resharding.push_schedule import without_garbage_collection
 from megatron_rl.resharding.slices import Slice
 from megatron_rl.resharding.transfer import Transfer
 
 LOCAL_ELEMENTS = 1 << 25  # of local slices that are copied together
-_Arrived = dict[str, list[tuple[Slice, Tensor | None]]]  # by tensor; None: already in place
+_Arrived = dict[str, list[tuple[Slice, Tensor]]]  # by tensor
 
 
 @dataclass(kw_only=True)
@@ -53,11 +54,10 @@ class Assembly(Transfer):
     def destination(self, slice_: Slice) -> Tensor:
         return slice_.needed.of_tensor(self._target(slice_.tensor))
 
-    def _unpack(self, parts: list[tuple[Slice, Tensor | None]]) -> None:
+    def _unpack(self, parts: list[tuple[Slice, Tensor]]) -> None:
         start = time.perf_counter()
         for each, matrix in parts:
-            if matrix is not None:  # otherwise it was received in place
-                self.destination(each).copy_(matrix)
+            self.destination(each).copy_(matrix)
             self._slices[each.tensor].append(each)
         self.seconds["unpack"] += time.perf_counter() - start
 
@@ -87,16 +87,18 @@ class Assembly(Transfer):
 
     def _target(self, name: str) -> Tensor:
         if name not in self._open:
-            self._open[name] = self.scratch.tensor(self.shapes[name])
+            shape = self.shapes[name]
+            self._open[name] = torch.empty(shape, dtype=self.dtype, device=self.device)
         return self._open[name]
 
 
 def _by_tensor(parcels: list[Parcel]) -> _Arrived:
     arrived: _Arrived = defaultdict(list)
     for parcel in parcels:
-        for number, each in enumerate(parcel.message.slices):
-            matrix = None if number in parcel.outside else parcel.matrix(number)
-            arrived[each.tensor].append((each, matrix))
+        for run, matrices in parcel.runs():
+            slices = parcel.message.slices[run.first : run.stop]
+            for each, matrix in zip(slices, matrices.unbind(), strict=True):
+                arrived[each.tensor].append((each, matrix))
     return arrived
 
 
@@ -148,10 +150,9 @@ class Overwriting(Transfer):
         start = time.perf_counter()
         destinations, sources = list[Tensor](), list[Tensor]()
         for parcel in parcels:
-            # A slice received in place is a block of its own.
-            blocks, outside = parcel.frame.places.blocks, parcel.outside
-            destinations += [self._rows(each) for each in blocks if each.first not in outside]
-            sources += parcel.blocks()
+            for run, matrices in parcel.runs():
+                destinations.append(self._rows(run))
+                sources.append(matrices.view(-1, run.width))
         copy_all(destinations, sources)
         if self.ledger.full:
             self._note(parcels)
@@ -160,15 +161,15 @@ class Overwriting(Transfer):
     def _note(self, parcels: list[Parcel]) -> None:
         """Record the sums of slices as the engine has them."""
         for parcel in parcels:
-            for block in parcel.frame.places.blocks:
-                for first, matrices in stacked(block, parcel.message.slices, self._rows(block)):
-                    self.ledger.note_slices(parcel.message.slices[first], matrices)
+            for run in parcel.message.runs:
+                matrices = self._rows(run).unflatten(0, (-1, run.height))
+                self.ledger.note_slices(parcel.message.slices[run.first], matrices)
 
-    def _rows(self, block: Block) -> Tensor:
-        """Return the rectangle of the engine's parameter that a block is for."""
-        _, _, name, _, height, width, top, left = block
+    def _rows(self, run: Run) -> Tensor:
+        """Return the rectangle of the engine's parameter that a run is for."""
+        first, stop, _, height, width, name, top, left = run
         matrix = self._live.get(name) or self._parameter(name)
-        return matrix.rectangle(height, width, top, left)
+        return matrix.rectangle((stop - first) * height, width, top, left)
 
     def _parameter(self, name: str) -> Matrix:
         if name not in self._live:

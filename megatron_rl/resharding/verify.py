@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_rl.resharding.adapted import LocalWeight
 from megatron_rl.resharding.layouts import ActorLayout
-from megatron_rl.resharding.parcels import Parcel, runs_of_equal_layout
+from megatron_rl.resharding.parcels import SUM_BYTES, Parcel, groups_of_equal_layout
 from megatron_rl.resharding.pieces import Piece, parameter_shapes
 from megatron_rl.resharding.push_schedule import RankPlan
 from megatron_rl.resharding.slices import Slice
@@ -51,20 +51,6 @@ def check_parameters(
             problems.append(f"{name} has shape {tuple(parameter.shape)}, expected {shapes[name]}")
     if problems:
         raise ValueError(f"parameters of {layout}: " + "; ".join(sorted(problems)))
-
-
-def word_sum(flat: Tensor) -> Tensor:
-    """Sum a flat contiguous tensor as zero-padded 64-bit words; int64 scalar."""
-    data = flat.view(torch.uint8)
-    whole = data.numel() // 8 * 8
-    if data.storage_offset() % 8:
-        data = data.clone()
-    total = data[:whole].view(torch.int64).sum()
-    if whole < data.numel():
-        rest = data.new_zeros(8)
-        rest[: data.numel() - whole] = data[whole:]
-        total = total + rest.view(torch.int64)[0]
-    return total
 
 
 def slice_checksum(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -140,20 +126,20 @@ class Ledger:
 
     def seal(self, parcels: Sequence[Parcel]) -> None:
         """Compute the sums of messages: of their tensors on the wire, and of their slices."""
-        for run in runs_of_equal_layout(parcels):
-            _sums(run)[:, 0] = _totals(run)
+        for group in groups_of_equal_layout(parcels):
+            _sums(group)[:, 0] = _totals(group)
         for parcel in parcels if self.full else ():
-            for first, matrices in parcel.stacks():
-                of_message = _sums([parcel])[0]
-                of_message[1 + first :][: len(matrices)] = slice_checksums(matrices, self.dtype)
+            of_slices = _sums([parcel])[0, 1:]
+            for run, matrices in parcel.runs():
+                of_slices[run.first : run.stop] = slice_checksums(matrices, self.dtype)
 
     def note_messages(self, parcels: Sequence[Parcel]) -> None:
         """Record messages that arrived, in the order of the plan, and the sums in them."""
-        for run in runs_of_equal_layout(parcels):
-            first, size = self._indices[id(run[0].message)], run[0].frame.sum_count
-            stop = first + len(run) * size
-            self._expected[first:stop].view(len(run), size).copy_(_sums(run))
-            self._actual[first:stop:size] = _totals(run)
+        for group in groups_of_equal_layout(parcels):
+            first, size = self._indices[id(group[0].message)], group[0].frame.sum_count
+            stop = first + len(group) * size
+            self._expected[first:stop].view(len(group), size).copy_(_sums(group))
+            self._actual[first:stop:size] = _totals(group)
 
     def note_local(self, slice_: Slice, matrix: Tensor) -> None:
         """Record a slice that stays within this rank, as the actor has it; only in full checks."""
@@ -182,23 +168,20 @@ class Ledger:
         return sorted({name for names in single or changed for name in names})
 
 
-def _sums(run: list[Parcel]) -> Tensor:
+def _sums(group: list[Parcel]) -> Tensor:
     """Return the sums in parcels of equal layout, as a view of the buffer [parcels, sums]."""
-    words, parcel = run[0].buffer.view(torch.int64), run[0]
+    words, frame = group[0].buffer.view(torch.int64), group[0].frame
     return words.as_strided(
-        (len(run), parcel.frame.sum_count), (_stride(run), 1), parcel.frame.start // 8
+        (len(group), frame.sum_count), (_stride(group), 1), frame.start // SUM_BYTES
     )
 
 
-def _totals(run: list[Parcel]) -> Tensor:
-    """Compute the sum of the words on the wire of parcels of equal layout: int64 [parcels]."""
-    words, parcel = run[0].buffer.view(torch.int64), run[0]
-    size = (parcel.frame.end - parcel.frame.first) // 8
-    total = words.as_strided((len(run), size), (_stride(run), 1), parcel.frame.first // 8).sum(1)
-    for separate in parcel.separate:  # such a parcel is alone
-        total = total + word_sum(separate)
-    return total
+def _totals(group: list[Parcel]) -> Tensor:
+    """Compute the sum of the words of the slices of parcels of equal layout: int64 [parcels]."""
+    words, frame = group[0].buffer.view(torch.int64), group[0].frame
+    size = (len(group), (frame.stop - frame.first) // SUM_BYTES)
+    return words.as_strided(size, (_stride(group), 1), frame.first // SUM_BYTES).sum(1)
 
 
-def _stride(run: list[Parcel]) -> int:
-    return (run[1].frame.start - run[0].frame.start) // 8 if len(run) > 1 else 1
+def _stride(group: list[Parcel]) -> int:
+    return (group[0].frame.stop - group[0].frame.start) // SUM_BYTES

@@ -12,11 +12,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.models.shape import tensor_shapes
-from megatron_rl.resharding import transfer
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.pieces import parameter_shapes
 from megatron_rl.resharding.push_schedule import plan_for_rank
-from megatron_rl.resharding.scratch import Scratch
 from megatron_rl.resharding.transfer import ExchangeError
 from megatron_rl.resharding.unpacking import Assembly, Overwriting
 from megatron_rl.resharding.verify import Ledger, slice_checksum
@@ -63,7 +61,6 @@ def _transfer(monkeypatch, stream, *, rank, full, live, time_limit=60.0):
         "device": META,
         "ledger": Ledger(plan, full=full, dtype=torch.bfloat16, device=META),
         "time_limit": time_limit,
-        "scratch": Scratch(torch.bfloat16, META, limit=0),
     }
     if not live:
         return Assembly(**common, shapes=tensor_shapes(SHAPE))
@@ -74,7 +71,6 @@ def _transfer(monkeypatch, stream, *, rank, full, live, time_limit=60.0):
 @pytest.mark.parametrize("full", [False, True], ids=["messages", "full"])
 @pytest.mark.parametrize("live", [False, True], ids=["loaders", "direct"])
 def test_transfer_on_cuda_blocks_host_only_at_end(full, live, monkeypatch):
-    monkeypatch.setattr(transfer, "LARGE_SLICE", 8)  # applies only on a CPU
     stream = _Stream()
     push = _transfer(monkeypatch, stream, rank=1, full=full, live=live)
     if live:

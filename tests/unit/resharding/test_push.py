@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megatron_rl.models.shape import tensor_shapes
-from megatron_rl.resharding import push_schedule, transfer
+from megatron_rl.resharding import push_schedule
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.push import Resharder, ReshardSettings
 from megatron_rl.resharding.transfer import ExchangeError
-from megatron_rl.resharding.unpacking import Assembly
+from megatron_rl.resharding.unpacking import Assembly, Overwriting
 from tests.cut_shards import cut_shards
 from tests.ranks import run_ranks
 from tests.unit.resharding.shapes import numbered_tensors, small_shape
@@ -102,8 +102,6 @@ FROZEN = "e_score_correction_bias"  # arrives in float32
 NODES = [4, 2, 1, 2, 2, 1, 2]  # ranks per node, of each case
 
 
-# Slices packed together, or sent and received in place where possible.
-LARGE_SLICES = [transfer.LARGE_SLICE, 8]
 PHASES = ("plan", "pack", "transfer", "unpack", "load", "cache_reset", "verify")
 METRICS = ["seconds", "bytes_sent", "bytes_local", "gigabytes_per_second"]
 METRICS += [f"{phase}_seconds" for phase in PHASES]
@@ -115,8 +113,7 @@ def _values(shape, version):
     return {name: (tensor + 977 * version).float() for name, tensor in tensors.items()}
 
 
-def _push_all(rank, world_size, large_slice):
-    transfer.LARGE_SLICE = large_slice
+def _push_all(rank, world_size):
     push_schedule.SOURCES_AT_ONCE = push_schedule.NODES_OF_SHARE = 1  # experts of Live in shares
     for number, (sizes, engine_tensor) in enumerate(CASES):
         layout = ActorLayout(*sizes)
@@ -141,9 +138,8 @@ def _push_all(rank, world_size, large_slice):
     return True
 
 
-@pytest.mark.parametrize("large_slice", LARGE_SLICES)
-def test_push_delivers_slices_in_engine_dtype(large_slice):
-    assert all(run_ranks(_push_all, 4, large_slice))
+def test_push_delivers_slices_in_engine_dtype():
+    assert all(run_ranks(_push_all, 4))
 
 
 class _Damaging(Assembly):
@@ -154,9 +150,10 @@ class _Damaging(Assembly):
 
     def _open_parcels(self, flight):
         for parcel in flight.received if not self.after_checksum else ():
-            for number, each in enumerate(parcel.message.slices):
-                if each.tensor == self.tensor and self.plan.rank == 1:
-                    parcel.matrix(number)[0, 0] += 1
+            for run, matrices in parcel.runs():
+                for each, matrix in zip(parcel.message.slices[run.first :], matrices, strict=False):
+                    if each.tensor == self.tensor and self.plan.rank == 1:
+                        matrix[0, 0] += 1
         return super()._open_parcels(flight)
 
     def _unpack(self, parts):
@@ -196,10 +193,9 @@ def _refuse(shape, shards, rank):
     return messages
 
 
-def _damage(rank, world_size, large_slice):
+def _damage(rank, world_size):
     import megatron_rl.resharding.push as module
 
-    transfer.LARGE_SLICE = large_slice
     shape, layout = small_shape(), ActorLayout(1, 2)
     tensors = _values(shape, 0)
     shards = cut_shards(tensors, shape=shape, layout=layout, rank=rank)
@@ -219,9 +215,8 @@ def _damage(rank, world_size, large_slice):
     return messages
 
 
-@pytest.mark.parametrize("large_slice", LARGE_SLICES)
-def test_push_changed_slice_raises_on_every_rank_with_its_name(large_slice):
-    messages = run_ranks(_damage, 2, large_slice)
+def test_push_changed_slice_raises_on_every_rank_with_its_name():
+    messages = run_ranks(_damage, 2)
     for rank, (refused, message, full) in enumerate(messages):
         pair = "actor tp1 pp2 to vLLM tp1 x 2 engines: "
         busy, key = "the engine is generating", "no such parameter"
@@ -300,28 +295,21 @@ def test_push_hanging_or_dead_rank_raises_on_others(dies, tmp_path):
 
 
 def _memory(rank, world_size):
-    """Return the peak bytes of scratch memory, through loaders and direct."""
+    """Return the peak bytes of messages and open tensors, through loaders and direct."""
     shape, layout = small_shape(num_layers=8), ActorLayout(2, 2)
     shards = cut_shards(_values(shape, 0), shape=shape, layout=layout, rank=rank)
     peaks = []
-    for kind in (Slices, Live):
-        receiver = kind(shape, EngineLayout(1, 4), rank, torch.float32)
-        resharder = Resharder(receiver, ReshardSettings(bucket_bytes=8000))
-        for version in range(2):
-            resharder.push(shards, version=version)
-        scratch, held = resharder._scratch, [0]
+    for receiver, transfer in ((Slices, Assembly), (Live, Overwriting)):
+        held = []
 
-        def watch(inner, scratch=scratch, held=held):
-            def watched(*arguments):
-                out = inner(*arguments)
-                wire = sum(buffer.nbytes for buffer in scratch._wire if buffer is not None)
-                held.append(wire + scratch.bytes_in_use + scratch.bytes_free)
-                return out
+        def watched(self, parcel, held=held, inner=transfer._pack):
+            tensors = [*self._buffers, *getattr(self, "_open", {}).values()]
+            held.append(sum(tensor.nbytes for tensor in tensors))
+            inner(self, parcel)
 
-            return watched
-
-        scratch.tensor, scratch.wire = watch(scratch.tensor), watch(scratch.wire)
-        resharder.push(shards, version=2)
+        transfer._pack = watched
+        engine = receiver(shape, EngineLayout(1, 4), rank, torch.float32)
+        Resharder(engine, ReshardSettings(bucket_bytes=8000)).push(shards, version=0)
         peaks.append(max(held))
     return peaks
 

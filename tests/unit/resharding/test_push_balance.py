@@ -118,18 +118,17 @@ def test_expert_ranks_of_one_engine_rank_take_turns_with_others(monkeypatch):
     assert _largest().over_ideal > 7
 
 
-def test_slices_of_a_message_are_written_in_few_blocks():
-    """Gate and up of all experts of a rank are one block of its message, and their down another."""
+def test_slices_of_a_message_are_written_in_few_runs():
+    """Gate and up of all experts of a rank are one run of its message, and their down another."""
     plan = plan_for_rank(
         EXPERTS, ActorLayout(1, 2, 4, 8, expert=8), EngineLayout(8, 64), rank=0,
         wire_elements=64000, ranks_per_node=8,
     )  # fmt: skip
     messages = [message for part in plan.rounds for message in part.receives]
-    blocks = [message.places(separate_from=None).blocks for message in messages]
     slices = sum(len(message.slices) for message in messages)
-    assert slices > 500 and sum(map(len, blocks)) <= slices / 4
-    for message, of_message in zip(messages, blocks, strict=True):
-        covered = [n for block in of_message for n in range(block.first, block.stop)]
+    assert slices > 500 and sum(len(message.runs) for message in messages) <= slices / 4
+    for message in messages:
+        covered = [n for run in message.runs for n in range(run.first, run.stop)]
         assert covered == list(range(len(message.slices)))
 
 

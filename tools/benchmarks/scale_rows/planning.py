@@ -17,14 +17,14 @@ of 8 ranks, slices written directly; and what rank 0 does in a push: rounds, mes
 each peer, and copies. `before` are commit 4c2004c for seconds and rounds and commit 87852f9 for
 messages and copies, when buckets had 64 MiB and each slice was copied by a call of its own; now
 they have 512 MiB, a message is packed by one call for contiguous slices and one for others, and
-written in blocks. With many expert ranks, experts are sent to at most four shares of the nodes, one
-after the other: at tp4 and ep64 there were 27,588 messages until 2026-11-24. Commit a82cf41 could
-not plan the last two layouts: they have more tensor ranks than key-value heads, and so several
-owners of the queries, which it took for experts. Where it was not run, plans for 1,024 ranks were
-expected to take minutes. Seconds now are of an idle machine on 2026-11-25; those used before,
-`before` included, were about 2.5 times slower, and on a busy one the last three took up to 10.6 s.
-Of all 23 possible layouts of 235B [above](#layouts-of-qwen3-235b-a22b-on-h100), with both kinds of
-engines, none took longer than the last one here.
+written in runs of slices. With many expert ranks, experts are sent to at most four shares of the
+nodes, one after the other: at tp4 and ep64 there were 27,588 messages until 2026-11-24. Commit
+a82cf41 could not plan the last two layouts: they have more tensor ranks than key-value heads, and
+so several owners of the queries, which it took for experts. Where it was not run, plans for 1,024
+ranks were expected to take minutes. Seconds now are of an idle machine on 2026-11-25; those used
+before, `before` included, were about 2.5 times slower, and on a busy one the last three took up to
+10.6 s. Of all 23 possible layouts of 235B [above](#layouts-of-qwen3-235b-a22b-on-h100), with both
+kinds of engines, none took longer than the last one here.
 """
 
 
@@ -87,7 +87,7 @@ def rows() -> Iterator[Row]:
         sends = [each for part in plan.rounds for each in part.sends]
         receives = [each for part in plan.rounds for each in part.receives]
         peers = sum(len(each.to) for each in (*sends, *receives)) + len(receives)
-        blocks = sum(len(each.places(separate_from=None).blocks) for each in receives)
+        blocks = sum(len(each.runs) for each in receives)
         copies = 2 * len(sends) + blocks + 2
         layout = f"{case.model} {str(case.actor)[6:]} -> {str(case.engine)[5:].partition(' x ')[0]}"
         ranks = case.actor.world_size

@@ -18,7 +18,6 @@ from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.parcels import Frame, Parcel
 from megatron_rl.resharding.pieces import parameter_shapes
 from megatron_rl.resharding.push_schedule import RankPlan, plan_for_rank
-from megatron_rl.resharding.scratch import Scratch
 from megatron_rl.resharding.unpacking import Overwriting
 from megatron_rl.resharding.verify import Ledger
 from tools.benchmarks.scale_rows import Row
@@ -101,7 +100,6 @@ def _push(
             device=device,
             ledger=Ledger(plan, full=full, dtype=dtype, device=device),
             time_limit=600.0,
-            scratch=Scratch(dtype, device, limit=512 << 20),
             live=live,
         ).write()
     return time.process_time() - start
