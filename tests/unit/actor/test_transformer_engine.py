@@ -22,7 +22,6 @@ from megatron_rl.models.adapters import adapters_of_experts
 from megatron_rl.models.shape import ExpertShape, ModelShape
 from megatron_rl.preflight import layout
 from megatron_rl.preflight import settings as preflight
-from tools.benchmarks.scale_rows.training_memory import gradient_errors
 
 LOW = torch.bfloat16
 FUSED_PERMUTATION = (
@@ -197,6 +196,21 @@ def test_tokens_are_sorted_by_kernels_where_they_exist(
     config = build.build_transformer_config(EXPERTS, settings, Topology(device=device))
     assert config.moe_permute_fusion is fused
     assert config.moe_token_dispatcher_type == "alltoall"
+
+
+def gradient_errors(micro_batches: int) -> tuple[float, float]:
+    """Return the relative errors of summed weight gradients: rounded to bfloat16, and fused."""
+    generator = torch.Generator().manual_seed(0)
+    exact, rounded, fused = (torch.zeros(48, 64, dtype=kind) for kind in (torch.double, None, None))
+    for _ in range(micro_batches):
+        x, grad = (torch.randn(256, size, generator=generator).to(LOW) for size in (64, 48))
+        exact += grad.double().t() @ x.double()
+        rounded += grad.t() @ x  # bfloat16, as Megatron's hook adds it
+        fused += grad.float().t() @ x.float()  # of bfloat16 values, every product is exact
+    of_rounded, of_fused = (
+        float((value - exact).norm() / exact.norm()) for value in (rounded, fused)
+    )
+    return of_rounded, of_fused
 
 
 @pytest.mark.parametrize("micro_batches", [1, 8, 32])

@@ -12,7 +12,7 @@ from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.push_schedule import plan_for_rank
 from tests.unit.resharding.shapes import small_shape
 from tools.benchmarks import push_simulation
-from tools.benchmarks.scale_rows._models import qwen3_235b
+from tools.benchmarks.large_models import qwen3_235b
 
 simulate = functools.cache(push_simulation.simulate)
 # The ratios of Qwen3-235B-A22B and Qwen2.5-72B, 1/64 of their sizes; so 8,000 elements of a tensor

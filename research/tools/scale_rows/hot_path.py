@@ -19,8 +19,8 @@ from megatron_rl.config import parse_config
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.sequence_statistics import prefix_sum
 from megatron_rl.models.shape import ModelShape
-from tools.benchmarks.scale_rows import Row
-from tools.benchmarks.scale_rows._models import qwen25_72b
+from research.tools.scale_rows import Row
+from tools.benchmarks.large_models import qwen25_72b
 
 TITLE = "Every micro-batch: hops, scans, rotation, reference policy"
 TEXT = """

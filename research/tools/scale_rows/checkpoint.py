@@ -12,8 +12,8 @@ from unittest import mock
 import torch.distributed as dist
 
 from megatron_rl.telemetry.metrics import PeakMemory
+from research.tools.scale_rows import Row
 from tests.ranks import fork_from, run_ranks
-from tools.benchmarks.scale_rows import Row
 
 TITLE = "Checkpoints: descriptions of shards"
 TEXT = """

@@ -7,8 +7,8 @@ import torch
 
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import tensor_shapes
-from tools.benchmarks.scale_rows import Row
-from tools.benchmarks.scale_rows._models import qwen3_235b, qwen25_72b
+from research.tools.scale_rows import Row
+from tools.benchmarks.large_models import qwen3_235b, qwen25_72b
 
 TITLE = "Export of the model"
 TEXT = """

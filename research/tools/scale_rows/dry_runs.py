@@ -8,8 +8,8 @@ from megatron_rl.apps.planning.built_in import MODELS, write_config_json
 from megatron_rl.apps.planning.fit import ENGINE, find_lacking, moments
 from megatron_rl.apps.planning.layout_report import config_of
 from megatron_rl.config import Config
-from tools.benchmarks.scale_rows import Row
-from tools.benchmarks.scale_rows.layouts import POSSIBLE, REFUSED, base_config, name_of, plan
+from research.tools.scale_rows import Row
+from research.tools.scale_rows.layouts import POSSIBLE, REFUSED, base_config, name_of, plan
 from tools.compare_plan import compare_stages
 
 TITLE = "Dry runs of these layouts"

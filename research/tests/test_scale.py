@@ -2,8 +2,8 @@
 
 import pytest
 
-from tools.benchmarks.scale import NAMES, PAGE, module_named, replace_section
-from tools.benchmarks.scale_rows import HEAD, Row
+from research.tools.scale import NAMES, PAGE, module_named, replace_section
+from research.tools.scale_rows import HEAD, Row
 
 
 def test_row_is_line_of_table():

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import ActorLayout
-from tools.benchmarks.scale_rows import Row
-from tools.benchmarks.scale_rows._models import qwen3_235b, qwen25_72b
+from research.tools.scale_rows import Row
+from tools.benchmarks.large_models import qwen3_235b, qwen25_72b
 
 TITLE = "Reading a Hugging Face folder"
 TEXT = """

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.push_schedule import plan_for_rank
-from tools.benchmarks.scale_rows import Row
-from tools.benchmarks.scale_rows._models import qwen3_30b, qwen3_235b, qwen25_72b
+from research.tools.scale_rows import Row
+from tools.benchmarks.large_models import qwen3_30b, qwen3_235b, qwen25_72b
 
 TITLE = "The weight push: planning, and the host's work"
 TEXT = """

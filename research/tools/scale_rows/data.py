@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_rl.data.packing import assign_packs
 from megatron_rl.data.token_rows import WRITER
-from tools.benchmarks.scale_rows import Row
+from research.tools.scale_rows import Row
 
 TITLE = "Responses, prompts and offline rollouts"
 TEXT = """

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
+from research.tools.scale_rows import Row
+from research.tools.scale_rows.layouts import POSSIBLE
+from tools.benchmarks.large_models import qwen3_30b, qwen3_235b, qwen25_72b
 from tools.benchmarks.push_simulation import simulate
-from tools.benchmarks.scale_rows import Row
-from tools.benchmarks.scale_rows._models import qwen3_30b, qwen3_235b, qwen25_72b
-from tools.benchmarks.scale_rows.layouts import POSSIBLE
 
 TITLE = "The weight push: who sends at once"
 TEXT = """

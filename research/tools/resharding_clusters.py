@@ -1,6 +1,6 @@
 """Project the weight push to clusters, 7B to 235B: bytes per rank from the push schedule.
 
-python -m tools.benchmarks.resharding_clusters
+python -m research.tools.resharding_clusters
 """
 
 import time
@@ -10,7 +10,7 @@ from megatron_rl.models.shape import ExpertShape, ModelShape
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.push_schedule import plan_for_rank, schedule
 from megatron_rl.resharding.routes import Turn
-from tools.benchmarks.resharding import count_parameters, make_shape
+from research.tools.resharding import count_parameters, make_shape
 
 BUCKET = 64 << 20
 _QWEN = {"num_query_groups": 4, "head_dim": 128}

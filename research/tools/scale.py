@@ -1,8 +1,8 @@
 """Print what 1,024 ranks cost, row by row: counted, simulated or measured, before and now.
 
-    python -m tools.benchmarks.scale                  every module of tools/benchmarks/scale_rows
-    python -m tools.benchmarks.scale push planning    these
-    python -m tools.benchmarks.scale push --write     also replace their sections of the page
+    python -m research.tools.scale                  every module of research/tools/scale_rows
+    python -m research.tools.scale push planning    these
+    python -m research.tools.scale push --write     also replace their sections of the page
 
 No GPU is needed. A row appears as soon as it is computed. The page is research/docs/scale.md;
 a module without a section there gets one at its end.
@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from tools.benchmarks import scale_rows
-from tools.benchmarks.scale_rows import HEAD
+from research.tools import scale_rows
+from research.tools.scale_rows import HEAD
 
-PAGE = Path(__file__).parents[2] / "research" / "docs" / "scale.md"
+PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
 NAMES = sorted(
     module.name for module in pkgutil.iter_modules(scale_rows.__path__) if module.name[0] != "_"
 )
@@ -28,7 +28,7 @@ NAMES = sorted(
 
 def module_named(name: str) -> ModuleType:
     """Import one module of rows."""
-    return importlib.import_module(f"tools.benchmarks.scale_rows.{name}")
+    return importlib.import_module(f"research.tools.scale_rows.{name}")
 
 
 def section(module: ModuleType) -> Iterator[str]:

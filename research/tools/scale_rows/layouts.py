@@ -11,7 +11,7 @@ from megatron_rl.apps.planning.parts import Parts
 from megatron_rl.apps.planning.search import MAX_ENGINE_SHARE, Search, search
 from megatron_rl.apps.planning.workload import workload_of
 from megatron_rl.config import Config, parse_config
-from tools.benchmarks.scale_rows import Row
+from research.tools.scale_rows import Row
 
 TITLE = "Layouts of Qwen3-235B-A22B on H100"
 TEXT = f"""

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tools.benchmarks.scale_rows import data, export, hot_path, layouts, planning, reading
+from research.tools.scale_rows import data, export, hot_path, layouts, planning, reading
 
-PAGE = Path(__file__).parents[3] / "research" / "docs" / "scale.md"
+PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
 
 
 @pytest.mark.parametrize(("devices", "pipeline", "expert"), [(256, 8, 64), (1024, 8, 64)])

@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from megatron_rl.apps.planning.built_in import MODELS, write_config_json
 from megatron_rl.apps.planning.dry_run import DryRun, dry_run_rank
 from megatron_rl.apps.planning.fit import TRAINING, moments
 from megatron_rl.config import Config, parse_config
-from tools.benchmarks.scale_rows import Row
+from research.tools.scale_rows import Row
+from tests.unit.actor.test_transformer_engine import gradient_errors
 
 TITLE = "Weight gradients, experts and the memory check"
 TEXT = """
@@ -34,21 +33,6 @@ that nor grouped products have been timed on a GPU here, so the planner's price 
 """
 GIB = 2**30
 LAYOUT = "235B, 16 layers, tp8 pp8 dp4 ep16 etp1"
-
-
-def gradient_errors(micro_batches: int) -> tuple[float, float]:
-    """Return the relative errors of summed weight gradients: rounded to bfloat16, and fused."""
-    low, generator = torch.bfloat16, torch.Generator().manual_seed(0)
-    exact, rounded, fused = (torch.zeros(48, 64, dtype=kind) for kind in (torch.double, None, None))
-    for _ in range(micro_batches):
-        x, grad = (torch.randn(256, size, generator=generator).to(low) for size in (64, 48))
-        exact += grad.double().t() @ x.double()
-        rounded += grad.t() @ x  # bfloat16, as Megatron's hook adds it
-        fused += grad.float().t() @ x.float()  # of bfloat16 values, every product is exact
-    of_rounded, of_fused = (
-        float((value - exact).norm() / exact.norm()) for value in (rounded, fused)
-    )
-    return of_rounded, of_fused
 
 
 def _config(model: Path, share: float) -> Config:

@@ -20,8 +20,8 @@ from megatron_rl.resharding.pieces import parameter_shapes
 from megatron_rl.resharding.push_schedule import RankPlan, plan_for_rank
 from megatron_rl.resharding.unpacking import Overwriting
 from megatron_rl.resharding.verify import Ledger
-from tools.benchmarks.scale_rows import Row
-from tools.benchmarks.scale_rows._models import qwen3_235b, qwen25_72b
+from research.tools.scale_rows import Row
+from tools.benchmarks.large_models import qwen3_235b, qwen25_72b
 
 TITLE = "The weight push: seconds of the host"
 TEXT = """

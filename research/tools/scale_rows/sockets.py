@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
+from research.tools.scale_rows import Row
 from tests.ranks import fork_from, run_ranks
 from tools.benchmarks.group_sockets import count, create_groups, measure
-from tools.benchmarks.scale_rows import Row
 
 TITLE = "Sockets: process groups"
 TEXT = """
