@@ -1,9 +1,9 @@
 """Routes of slices between ranks: who sends, who receives from another node, who forwards.
 
 All slices that the same ranks have and the same ranks need share one `Pattern`, computed once.
-Several possible senders take turns from slice to slice, as far as that is needed for equal shares:
-three nodes that lack what four replicas have are served by another three of the four each time,
-eight nodes always by the same ones, so that few pairs of ranks are connected.
+Several possible senders take turns, and each slice goes on where the last one ended: three nodes
+that lack what four replicas have are served by another three of the four each time, eight nodes
+always by the same ones, so that few pairs of ranks are connected.
 
 A slice can be sent in several shares, each to other nodes (`senders.py` has the reason).
 """
@@ -110,11 +110,9 @@ class Pattern:
                 lacking.setdefault(rank // node_size, []).append(rank)
         self._near = [(to, local[node]) for node, to in lacking.items() if node in local]
         self._far = [tuple(to) for node, to in lacking.items() if node not in local]
-        # Far nodes and owners fall into as many groups, in which every owner takes its turn.
-        self._groups = math.gcd(len(self._far), len(owners))
         self.turns = math.lcm(
-            len(owners) // self._groups if self._far else 1,
-            *(len(of) for to, of in self._near if len(to) % len(of)),
+            *(len(of) // math.gcd(len(of), len(to)) for to, of in self._near),
+            *(len(owners) // math.gcd(len(owners), len(self._far)) for _ in self._far[:1]),
             *(len(to) for to in self._far),
         )
         self._known: dict[tuple[int, Share], Turn] = {}
@@ -138,16 +136,12 @@ class Pattern:
         receivers: dict[int, list[tuple[int, ...]]] = {}
         for to, of in self._near:
             by_sender: dict[int, list[int]] = {}
-            start = number if len(to) % len(of) else 0
-            for index, rank in enumerate(to, start):
+            for index, rank in enumerate(to, number * len(to)):
                 by_sender.setdefault(of[index % len(of)], []).append(rank)
             for sender, its in by_sender.items():
                 receivers.setdefault(sender, []).append(tuple(its))
-        groups = self._groups
-        for index, ranks in enumerate(self._far):
-            group, place = index % groups, index // groups
-            place += number * (len(self._far) // groups)
-            sender = self._owners[group + groups * (place % (len(self._owners) // groups))]
+        for index, ranks in enumerate(self._far, number * len(self._far)):
+            sender = self._owners[index % len(self._owners)]
             first = number % len(ranks)  # receives it for its node
             receivers.setdefault(sender, []).append(ranks[first:] + ranks[:first])
         return [Path(sender, tuple(to), self.node_size) for sender, to in receivers.items()]

@@ -7,8 +7,8 @@ each rank needs and lacks, and between nodes, what the ranks of a node need and 
 
 Order decides how many ranks send at once. Within a module (of the engine's, in model order) one
 block of each holder follows the other (of each expert rank, for experts), and pipeline stages
-alternate, all in proportion to what they have to send. vLLM's loaders therefore have one incomplete
-module of each stage at a time.
+alternate, all in proportion to what they have to send (in plain turns, a dense 72B's rounds take up
+to 1.5 times as long). vLLM's loaders therefore have one incomplete module of each stage at a time.
 
 With many expert ranks a round would have a small message from each of them to each rank. Where
 `shares` > 1, each expert rank sends as many layers at once to one share of the nodes, then to the
