@@ -25,7 +25,7 @@ from megatron_rl.apps.planning.footprint import activation_bytes, prepared_pack_
 from megatron_rl.apps.planning.parts import Parts
 from megatron_rl.config import Config, parse_config
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.resharding.divisions import shares_key_heads
+from megatron_rl.resharding.pieces import shares_key_heads
 
 GIB = 2**30
 NAMES = (

@@ -31,7 +31,7 @@ from megatron_rl.models.stored_tensors import (
 )
 from megatron_rl.resharding.layouts import has_fused_names, layout_of
 from megatron_rl.resharding.pieces import Piece
-from megatron_rl.resharding.verify import check_parameters
+from megatron_rl.resharding.transfer import check_parameters
 
 ProgressCallback = Callable[[int, int], None]  # (done, total)
 ADAPTER = ".lora_"  # in the names of the factors of adapters, and of no other parameter

@@ -6,8 +6,8 @@ from megatron_rl.config import Config, ConfigError, ParallelSection
 from megatron_rl.models.adapters import are_in_experts_only
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.stored_tensors import has_transposed_experts
-from megatron_rl.resharding.divisions import chunk_layers, sharded_sizes, shares_key_heads
 from megatron_rl.resharding.layouts import EngineLayout
+from megatron_rl.resharding.pieces import chunk_layers, sharded_sizes, shares_key_heads
 from megatron_rl.runtime.processes import cuda_devices
 
 

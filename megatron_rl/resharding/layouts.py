@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape, tensor_shapes
-from megatron_rl.resharding.divisions import chunk_layers
 from megatron_rl.resharding.pieces import (
     Piece,
     Span,
+    chunk_layers,
     megatron_pieces,
     vllm_parameter_shapes,
     vllm_pieces,
@@ -26,7 +26,7 @@ class ActorLayout:
 
     `virtual` is the number of model chunks per pipeline stage. Experts are sharded over `expert`
     ranks and, within each expert, over `expert_tensor` ranks (None: equal to `tensor`).
-    `stage_layers` has the number of layers of every model chunk (None: `divisions.chunk_layers`
+    `stage_layers` has the number of layers of every model chunk (None: `pieces.chunk_layers`
     chooses them).
     """
 

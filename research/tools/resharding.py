@@ -29,8 +29,7 @@ from megatron_rl.models.shape import ModelShape, tensor_shapes
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.pieces import padded_vocabulary, parameter_shapes
 from megatron_rl.resharding.push import Resharder, ReshardSettings, SyncStats
-from megatron_rl.resharding.senders import plan_slices
-from megatron_rl.resharding.slices import WITHIN
+from megatron_rl.resharding.push_schedule import WITHIN, plan_slices
 from megatron_rl.telemetry.metrics import PeakMemory
 from tests.gather_push import gather_push
 

@@ -8,8 +8,7 @@ from collections import defaultdict
 
 from megatron_rl.models.shape import ExpertShape, ModelShape
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
-from megatron_rl.resharding.push_schedule import plan_for_rank, schedule
-from megatron_rl.resharding.routes import Turn
+from megatron_rl.resharding.push_schedule import Turn, plan_for_rank, schedule
 from research.tools.resharding import count_parameters, make_shape
 
 BUCKET = 64 << 20

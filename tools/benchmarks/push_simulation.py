@@ -11,8 +11,7 @@ import numpy as np
 
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
-from megatron_rl.resharding.push_schedule import parts_in_rounds, schedule
-from megatron_rl.resharding.slices import Part
+from megatron_rl.resharding.push_schedule import Part, parts_in_rounds, schedule
 
 
 @dataclass(frozen=True)

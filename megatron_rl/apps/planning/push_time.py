@@ -12,8 +12,7 @@ from megatron_rl.apps.planning.traffic import LINK_EFFICIENCY
 from megatron_rl.models.adapters import count_adapter_parameters
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
-from megatron_rl.resharding.senders import plan_slices
-from megatron_rl.resharding.slices import WITHIN, Slice
+from megatron_rl.resharding.push_schedule import WITHIN, Slice, plan_slices
 
 # Time of the rounds over that of the mean rank's bytes: the largest of the layouts that
 # tests/unit/resharding/test_push_balance.py simulates, with buckets of 512 MiB, and of those of

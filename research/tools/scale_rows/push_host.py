@@ -15,11 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
-from megatron_rl.resharding.parcels import Frame, Parcel
 from megatron_rl.resharding.pieces import parameter_shapes
-from megatron_rl.resharding.push_schedule import RankPlan, plan_for_rank
-from megatron_rl.resharding.unpacking import Overwriting
-from megatron_rl.resharding.verify import Ledger
+from megatron_rl.resharding.push_schedule import Frame, RankPlan, plan_for_rank
+from megatron_rl.resharding.transfer import Ledger, Overwriting, Parcel
 from research.tools.scale_rows import Row
 from tools.benchmarks.large_models import qwen3_235b, qwen25_72b
 

@@ -15,9 +15,13 @@ from megatron_rl.models.shape import tensor_shapes
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.pieces import parameter_shapes
 from megatron_rl.resharding.push_schedule import plan_for_rank
-from megatron_rl.resharding.transfer import ExchangeError
-from megatron_rl.resharding.unpacking import Assembly, Overwriting
-from megatron_rl.resharding.verify import Ledger, slice_checksum
+from megatron_rl.resharding.transfer import (
+    Assembly,
+    ExchangeError,
+    Ledger,
+    Overwriting,
+    slice_checksum,
+)
 from tests.unit.resharding.shapes import small_shape
 
 META = torch.device("meta")

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from megatron_rl.models.architectures import ARCHITECTURES
 from megatron_rl.models.weights import Factors
-from megatron_rl.resharding.divisions import chunk_layers
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
-from megatron_rl.resharding.pieces import Matrix, megatron_pieces, vllm_pieces
+from megatron_rl.resharding.pieces import Matrix, chunk_layers, megatron_pieces, vllm_pieces
 from tests.unit.resharding.shapes import numbered_tensors, small_shape
 
 

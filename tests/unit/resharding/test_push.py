@@ -13,8 +13,7 @@ from megatron_rl.models.shape import tensor_shapes
 from megatron_rl.resharding import push_schedule
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.push import Resharder, ReshardSettings
-from megatron_rl.resharding.transfer import ExchangeError
-from megatron_rl.resharding.unpacking import Assembly, Overwriting
+from megatron_rl.resharding.transfer import Assembly, ExchangeError, Overwriting
 from tests.cut_shards import cut_shards
 from tests.ranks import run_ranks
 from tests.unit.resharding.shapes import numbered_tensors, small_shape

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl.apps.planning.push_time import IMBALANCE
 from megatron_rl.models.shape import ExpertShape
-from megatron_rl.resharding import layouts, push_schedule, routes, senders, slices
+from megatron_rl.resharding import layouts, push_schedule
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.push_schedule import plan_for_rank
 from tests.unit.resharding.shapes import small_shape
@@ -114,7 +114,7 @@ def test_expert_ranks_of_one_engine_rank_take_turns_with_others(monkeypatch):
     """Eight neighbouring expert ranks of eight stages have the experts of one engine rank."""
     found = _largest()
     assert found.over_ideal < 2.1 and found.senders > 250
-    monkeypatch.setattr(senders.Plan, "_alternate", lambda plan, of: list(enumerate(of)))
+    monkeypatch.setattr(push_schedule.Plan, "_alternate", lambda plan, of: list(enumerate(of)))
     assert _largest().over_ideal > 7
 
 
@@ -152,9 +152,9 @@ def test_plan_costs_same_with_replicas(monkeypatch):
     counted = [
         _count(monkeypatch, layouts, "megatron_pieces"),
         _count(monkeypatch, layouts, "vllm_pieces"),
-        _count(monkeypatch, senders, "Pattern"),
-        _count(monkeypatch, senders, "split_into_blocks"),
-        _count(monkeypatch, slices, "Slice"),
+        _count(monkeypatch, push_schedule, "Pattern"),
+        _count(monkeypatch, push_schedule, "split_into_blocks"),
+        _count(monkeypatch, push_schedule, "Slice"),
     ]
     counts = []
     for replicas in (2, 32):
@@ -176,7 +176,7 @@ def test_plan_costs_same_with_replicas(monkeypatch):
 def test_far_nodes_are_served_in_equal_shares(nodes, owners):
     """Owners are one rank on each of the first nodes, the others lack the slice."""
     world = 2 * (nodes + owners)
-    pattern = routes.Pattern(
+    pattern = push_schedule.Pattern(
         range(0, 2 * owners, 2), range(2 * owners, world), world_size=world, node_size=2, paths={}
     )
     sent, first = [0] * world, [0] * world

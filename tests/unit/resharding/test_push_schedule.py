@@ -9,12 +9,10 @@ from hypothesis import strategies as st
 
 from megatron_rl.models.architectures import ARCHITECTURES
 from megatron_rl.models.shape import tensor_shapes
-from megatron_rl.resharding import push_schedule, senders
+from megatron_rl.resharding import push_schedule
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.pieces import parameter_shapes
-from megatron_rl.resharding.push_schedule import plan_for_rank
-from megatron_rl.resharding.senders import plan_slices
-from megatron_rl.resharding.slices import SLICE_EXTRA, WITHIN
+from megatron_rl.resharding.push_schedule import SLICE_EXTRA, WITHIN, plan_for_rank, plan_slices
 from tests.unit.resharding.shapes import numbered_tensors, small_shape
 
 
@@ -232,13 +230,13 @@ def test_plan_forwarded_messages_match_on_both_ends():
 def test_plan_intersections_do_not_grow_with_replicas(monkeypatch):
     """8 and 64 ranks with equal shards need the same number of intersections and slices."""
     shape, calls, counts = small_shape("Qwen3MoeForCausalLM"), [], []
-    intersect = senders._intersection
+    intersect = push_schedule._intersection
 
     def counted(a, b):
         calls.append((a, b))
         return intersect(a, b)
 
-    monkeypatch.setattr(senders, "_intersection", counted)
+    monkeypatch.setattr(push_schedule, "_intersection", counted)
     for replicas in (1, 8):
         source = ActorLayout(2, 2, replicas, 2, expert=2)
         plan_slices(shape, source, EngineLayout(4, source.world_size))

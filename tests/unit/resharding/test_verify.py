@@ -3,31 +3,29 @@
 import pytest
 import torch
 
-from megatron_rl.resharding import verify
-from megatron_rl.resharding.parcels import (
-    Frame,
-    Message,
-    Parcel,
-    frames_of,
-    groups_of_equal_layout,
-)
+from megatron_rl.resharding import transfer
 from megatron_rl.resharding.pieces import Piece
-from megatron_rl.resharding.slices import Slice
-from megatron_rl.resharding.verify import slice_checksum, slice_checksums
+from megatron_rl.resharding.push_schedule import Frame, Message, Slice, frames_of
+from megatron_rl.resharding.transfer import (
+    Parcel,
+    groups_of_equal_layout,
+    slice_checksum,
+    slice_checksums,
+)
 
 
 def _by_definition(bits):
     """Compute slice_checksum element by element in Python integers, modulo 2^64."""
     height, width = len(bits), len(bits[0])
-    total = sum((r + 1) * verify._ROW_FACTOR * sum(bits[r]) for r in range(height))
+    total = sum((r + 1) * transfer._ROW_FACTOR * sum(bits[r]) for r in range(height))
     for c in range(width):
-        total += (c + 1) * verify._COLUMN_FACTOR * sum(row[c] for row in bits)
+        total += (c + 1) * transfer._COLUMN_FACTOR * sum(row[c] for row in bits)
     return (total + 2**63) % 2**64 - 2**63
 
 
 @pytest.mark.parametrize("block", [1, 12, 1 << 16])
 def test_slice_checksum_matches_definition_for_any_block(block, monkeypatch):
-    monkeypatch.setattr(verify, "block_elements", lambda device: block)
+    monkeypatch.setattr(transfer, "block_elements", lambda device: block)
     matrix = torch.randn(7, 20, generator=torch.Generator().manual_seed(0))[:, 3:9]
     for dtype, integers in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
         bits = matrix.to(dtype).contiguous().view(integers).tolist()
@@ -45,7 +43,7 @@ def test_slice_checksum_detects_moved_elements():
 
 @pytest.mark.parametrize("block", [1, 12, 1 << 16])
 def test_slice_checksums_of_a_stack_are_those_of_its_matrices(block, monkeypatch):
-    monkeypatch.setattr(verify, "block_elements", lambda device: block)
+    monkeypatch.setattr(transfer, "block_elements", lambda device: block)
     stack = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0))
     for of in (stack, stack.transpose(1, 2), stack[:, 1:, :2]):
         singly = [slice_checksum(matrix, torch.bfloat16) for matrix in of]
@@ -94,12 +92,12 @@ def test_sums_of_a_round_are_those_of_its_messages():
         parcels.append(Parcel(frame, buffer, buffer.view(torch.bfloat16), wire))
     groups = list(groups_of_equal_layout(parcels))
     assert [len(group) for group in groups] == [3, 1]
-    totals = torch.cat([verify._totals(group) for group in groups])
+    totals = torch.cat([transfer._totals(group) for group in groups])
     words = buffer.view(torch.int64).tolist()
     singly = [sum(words[at // 8 + 2 :][: n // 8]) for at, n in zip(starts, sizes, strict=True)]
     assert totals.tolist() == [(each + 2**63) % 2**64 - 2**63 for each in singly]
-    sums = torch.cat([verify._sums(group) for group in groups])
+    sums = torch.cat([transfer._sums(group) for group in groups])
     assert sums.flatten().tolist() == [words[at // 8] for at in starts]
     buffer[64 + 16 + 47] ^= 1  # the last byte of the second one
-    changed = torch.cat([verify._totals(group) for group in groups]) != totals
+    changed = torch.cat([transfer._totals(group) for group in groups]) != totals
     assert changed.tolist() == [False, True, False, False]
