@@ -4,9 +4,12 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+
+import numpy as np
 
 from megatron_rl.data.packing import assign_packs
 from megatron_rl.data.token_rows import WRITER
@@ -18,6 +21,14 @@ TEXT = """
 (uniform, 134 million in all), 8 bytes of token ids and log-probs each, with replicas of 32 ranks
 (of 8 at 8 ranks); engines of one rank. `before`, commit 4c2004c: each rank received the padded rows
 of all ranks, on its device. `now` is counted from the deliveries of one step. Rank 0 writes files.
+
+*A file of the node*, tried on 2026-11-26 in place of deliveries: every node receives all responses
+once, into one file in memory that its ranks map. Bytes are those that enter the busiest node of 8
+ranks but the writer's, `before` by deliveries; seconds are those of copying received rows into such
+a file, `before` on each rank. On few nodes the file is smaller, on many it is not. Routes cannot be
+in it: 94 layers with 8 experts are 752 bytes a token, 101 GB on every node; so deliveries would
+stay for them.
+
 *Behavior log-probs*, 4 bytes a token, go from the ranks that score a response to its engine's first
 rank and to rank 0; those of a response that waits go on to the ranks that train it.
 
@@ -45,13 +56,14 @@ def count_responses(ranks: int, replica: int) -> dict[str, float]:
     targets = [
         range(trained_by[i] * replica, (trained_by[i] + 1) * replica) for i in range(len(lengths))
     ]
-    received = {
+    received: dict[str, float] = {
         "writer": _received([(WRITER,)] * len(lengths), lengths, owners)[WRITER],
         "rank": max(
             (size for rank, size in _received(targets, lengths, owners).items() if rank != WRITER),
             default=0,
         ),
     }
+    received |= _into_nodes(targets, lengths, owners)
     scoring = [trained_by[i] * replica + i % replica for i in range(len(lengths))]
     scored = _received([(o, WRITER) for o in owners], lengths, scoring, width=4)
     return {
@@ -70,6 +82,35 @@ def _received(
     for to, length, source in zip(targets, lengths, sources, strict=True):
         received.update(dict.fromkeys(set(to) - {source}, width * length))
     return received
+
+
+NODE = 8
+
+
+def _into_nodes(targets: list, lengths: list[int], owners: list[int]) -> dict[str, float]:
+    """Count the bytes that enter the busiest node: by deliveries, and as one file of the node."""
+    by_node: Counter[int] = Counter()
+    for rank, size in _received([(*t, WRITER) for t in targets], lengths, owners).items():
+        by_node[rank // NODE] += size
+    generated: Counter[int] = Counter()
+    for length, owner in zip(lengths, owners, strict=True):
+        generated[owner // NODE] += 8 * length
+    nodes = range(max(owners) // NODE + 1)
+    file = 8 * sum(lengths) - min(generated[node] for node in nodes)
+    others = [size for node, size in by_node.items() if node]  # the writer's has all
+    return {"node": max(others, default=by_node[0]), "node file": file}
+
+
+def _copy_seconds(size: int) -> float:
+    """Measure the CPU seconds of copying received rows of `size` bytes into memory of a file."""
+    row = np.ones(2**17, np.uint8)
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.truncate(size)
+        memory = np.memmap(file, np.uint8, mode="r+", shape=(size,))
+        start = time.process_time()
+        for place in range(0, size - len(row), len(row)):
+            memory[place : place + len(row)] = row
+        return time.process_time() - start
 
 
 PREPARE = """
@@ -188,6 +229,9 @@ def response_rows() -> Iterator[Row]:
         yield Row("responses: a rank", layout, ranks, before, found["rank"] / MIB, "MiB", "counted")
         yield Row("responses: rank 0 to write", layout, ranks, before, found["writer"] / MIB,
                   "MiB", "counted")  # fmt: skip
+        sizes = (found["node"], found["node file"])
+        yield Row("responses: a file of the node", layout, ranks, *(size / MIB for size in sizes),
+                  "MiB", "counted")  # fmt: skip
         for who, key in (("a rank", "behavior rank"), ("rank 0 to write", "behavior writer")):
             yield Row(f"behavior log-probs: {who}", layout, ranks, "not counted",
                       found[key] / MIB, "MiB", "counted")  # fmt: skip
@@ -196,6 +240,10 @@ def response_rows() -> Iterator[Row]:
 def rows() -> Iterator[Row]:
     """Yield the rows of responses, prompts and offline rollouts."""
     yield from response_rows()
+    found = count_responses(1024, 32)
+    before, now = (_copy_seconds(int(found[key])) for key in ("node", "node file"))
+    what = "responses: copying into a file of the node"
+    yield Row(what, "replicas of 32", 1024, before / NODE, now, "CPU s", "measured")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         before, now = _both(PROMPT_PROGRAM, folder, PROMPTS)
