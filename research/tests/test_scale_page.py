@@ -47,7 +47,7 @@ def test_bytes_of_1024_ranks_are_those_on_the_page(monkeypatch):
             module, "LAYOUTS", [each for each in module.LAYOUTS if each[0] == "72B"]
         )
     counted = [*data.response_rows(), *reading.rows(), *export.rows()]
-    assert len(counted) == 20 and {row.how for row in counted} == {"counted"}
+    assert len(counted) == 24 and {row.how for row in counted} == {"counted"}
     lines = PAGE.read_text().splitlines()
     for row in counted:
         assert row.to_line() in lines
