@@ -26,7 +26,7 @@ from megatron_rl.telemetry.console import Console
 
 
 @dataclass(frozen=True)
-class ExportPlan:
+class CheckpointExport:
     """An export that has passed every check of its files.
 
     like: model folder that provides config, tokenizer files and dtypes; mebibytes: of the tensors.
@@ -41,7 +41,7 @@ class ExportPlan:
 
 def plan_export(
     source: str | Path, target: str | Path, *, like: str | None, overrides: list[str]
-) -> ExportPlan:
+) -> CheckpointExport:
     """Find the checkpoint of a path and check its export, without writing anything.
 
     Raises ValueError with a hint.
@@ -64,10 +64,10 @@ def plan_export(
     # In float32 at most.
     size += sum(4 * math.prod(each) for _, each in further_tensors(model, shape)) / 2**20
     _check_disk(target, size)
-    return ExportPlan(checkpoint, target, model, _read_layout(overrides, shape), size)
+    return CheckpointExport(checkpoint, target, model, _read_layout(overrides, shape), size)
 
 
-def run_export(plan: ExportPlan) -> None:
+def run_export(plan: CheckpointExport) -> None:
     """Export as one rank of the layout; collective."""
     from megatron_rl.actor import groups
     from megatron_rl.actor.checkpoint_export import export_checkpoint
@@ -130,10 +130,10 @@ def _read_layout(overrides: list[str], shape: ModelShape) -> ActorLayout:
                 f"{override}: only parallel.* can be set here, for example parallel.tensor=2"
             )
         apply_override(values, override)
-    return check_layout(parse_config(values).parallel, shape)
+    return export_layout(parse_config(values).parallel, shape)
 
 
-def check_layout(parallel: ParallelSection, shape: ModelShape) -> ActorLayout:
+def export_layout(parallel: ParallelSection, shape: ModelShape) -> ActorLayout:
     """Return the layout of an export; raise ValueError if the model does not fit it."""
     problems = cut_problems(parallel, shape)
     if problems:

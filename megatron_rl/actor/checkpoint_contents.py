@@ -121,7 +121,7 @@ def check_adapters(
             )
 
 
-def stored_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
+def checkpoint_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
     """Return every tensor's shape by Megatron's key; layers are the first dimension."""
     check_pickle(Path(folder) / ".metadata")
     stored = FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -135,7 +135,7 @@ def check_stored(folder: str | Path, shape: ModelShape) -> None:
     """
     if read_state(folder).get("adapters"):
         return
-    stored = stored_shapes(folder)
+    stored = checkpoint_shapes(folder)
     problems = []
     for weight in shape.weights:
         if (

@@ -28,8 +28,8 @@ from megatron_rl.errors import UserError
 from megatron_rl.runtime.joining import notify
 from megatron_rl.runtime.processes import LAUNCHER
 
-PATIENCE = timedelta(seconds=10)  # before the first message
-LAUNCHED_PATIENCE = timedelta(seconds=60)  # of ranks that this node's launcher started
+MESSAGE_AFTER = timedelta(seconds=10)  # before the first message
+LAUNCHED_MESSAGE_AFTER = timedelta(seconds=60)  # of ranks that this node's launcher started
 REPEAT = timedelta(seconds=60)  # between two messages
 NAMED_RANKS = 8  # most missing ranks that a message lists
 
@@ -42,7 +42,7 @@ def join_ranks(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    patience = LAUNCHED_PATIENCE if LAUNCHER in os.environ else PATIENCE
+    patience = LAUNCHED_MESSAGE_AFTER if LAUNCHER in os.environ else MESSAGE_AFTER
     # torchrun's agent has a store of its own, which serves rank 0, too.
     is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     message = (

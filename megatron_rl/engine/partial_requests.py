@@ -19,7 +19,7 @@ from megatron_rl.engine.engine import RolloutWindow
 from megatron_rl.engine.requests import sampling_params
 from megatron_rl.engine.response_gather import Generated
 from megatron_rl.engine.running import (
-    GRACE,
+    CLEAN_UP_SECONDS,
     POLL_INTERVAL_STEPS,
     any_rank_of_engine,
     hard_timeout,
@@ -94,7 +94,7 @@ class PartialRequests:
         live: dict[Key, PartialRequest] = {}
         start = time.monotonic()
         try:
-            limit = time_limit + GRACE
+            limit = time_limit + CLEAN_UP_SECONDS
             with preserved_generators(), hard_timeout(limit, limit):
                 for key, prompt, started, part in assigned:
                     live[key] = self._resume(key, prompt, started, part)

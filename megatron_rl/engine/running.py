@@ -19,7 +19,7 @@ from megatron_rl.engine.response_gather import Generated
 from megatron_rl.engine.starting import preserved_generators
 
 Finished = Callable[[int, Any], None]  # position of a request, vLLM's RequestOutput
-GRACE = 30.0  # seconds beyond the limit for the current step and for cleaning up
+CLEAN_UP_SECONDS = 30.0  # seconds beyond the limit for the current step and for cleaning up
 POLL_INTERVAL_STEPS = 8  # between checks of the limits on all ranks of an engine
 
 
@@ -145,7 +145,7 @@ class _Limits:
         self.last_progress = time.monotonic()
 
     def hard_timeout(self) -> AbstractContextManager[Callable[[], None]]:
-        return hard_timeout(self.total + GRACE, self.stall + GRACE)
+        return hard_timeout(self.total + CLEAN_UP_SECONDS, self.stall + CLEAN_UP_SECONDS)
 
     def check(
         self, failure: Exception | None, should_stop: bool, finished: int, total: int

@@ -50,7 +50,7 @@ from megatron_rl.engine.requests import (
 )
 from megatron_rl.engine.response_gather import Generated, gather_responses, gather_seconds
 from megatron_rl.engine.routes import EngineRoutes, route_arguments
-from megatron_rl.engine.running import GRACE, run_on_every_rank, run_requests
+from megatron_rl.engine.running import CLEAN_UP_SECONDS, run_on_every_rank, run_requests
 from megatron_rl.engine.starting import (
     check_expert_parallel,
     fixed_arguments,
@@ -119,7 +119,7 @@ class VllmEngine:
         self._version, self._asleep, self._tokenizer = -1, False, tokenizer
         self._engine_seconds = [0.0] * topology.world_size  # by rank
         self.environment_costs: Mapping[str, float] = {}
-        self._work = StragglerBarrier("generating", patience=stall_limit + 2 * GRACE)
+        self._work = StragglerBarrier("generating", patience=stall_limit + 2 * CLEAN_UP_SECONDS)
         self._resharder = Resharder(self, resharding or ReshardSettings())
         self._stop = find_stop_rule(
             model_folder, self._tokenizer, vocab_size=self.shape.vocab_size,

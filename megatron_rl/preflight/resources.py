@@ -8,9 +8,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-import pyarrow.parquet as pq
-
 from megatron_rl.config import Config, ConfigError, dump_config
+from megatron_rl.data.rows import count_rows
 from megatron_rl.models.adapters import count_adapter_parameters
 from megatron_rl.models.shape import ModelShape, tensor_shapes
 from megatron_rl.rollouts.schedule import build_schedule
@@ -202,20 +201,11 @@ def _remaining_evaluations(config: Config, run: RunDirectory) -> float:
         if files:
             size = sum(file.stat().st_size for file in files) / len(files)
         else:
-            tokens = count_rows(Path(path)) * samples * longest * AVERAGE_LENGTH
+            rows = count_rows(path)  # infinite where counting would be slow: left out
+            tokens = (rows if math.isfinite(rows) else 0) * samples * longest * AVERAGE_LENGTH
             size = tokens * EVALUATION_BYTES_PER_TOKEN
         total += max(times - len(files), 0) * size
     return total
-
-
-def count_rows(file: Path) -> int:
-    """Return the number of rows of a prompt file; 0 if that requires reading all of it."""
-    if file.suffix == ".parquet" and file.is_file():
-        return int(pq.read_metadata(file).num_rows)
-    if file.suffix == ".jsonl" and file.is_file():
-        with file.open("rb") as lines:
-            return sum(1 for _ in lines)
-    return 0
 
 
 def _size_of(folder: Path) -> int:

@@ -19,7 +19,7 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.stored_tensors import check_headers
 from megatron_rl.preflight.environment import EnvironmentTrial, start_environment_trial
 from megatron_rl.preflight.settings import evaluation_problems, settings_problems
-from megatron_rl.preflight.verifier import PATIENCE, VerifierTrial, start_trial
+from megatron_rl.preflight.verifier import MESSAGE_SECONDS, VerifierTrial, start_trial
 from megatron_rl.rollouts.prompt_files import Files, build_order, count_prompts, prompt_problems
 from megatron_rl.rollouts.rollout_files import check_rollout_files, have_prompt_tokens
 from megatron_rl.runs.directory import RunDirectory
@@ -147,7 +147,9 @@ def resolve_epochs(
     if (epochs := config.data.epochs) is None:
         return config, []
     files = ", ".join(path for path, _, _ in config.training.values())
-    waiting = threading.Timer(PATIENCE, echo, (f"counting the prompts of {files} for data.epochs",))
+    waiting = threading.Timer(
+        MESSAGE_SECONDS, echo, (f"counting the prompts of {files} for data.epochs",)
+    )
     waiting.daemon = True
     waiting.start()
     try:

@@ -15,7 +15,7 @@ from megatron_rl.rewards.verifier import NUMBER, Item, VerifierError
 from megatron_rl.types import GradeResult, Prompt
 from megatron_rl.workers.client import START_SECONDS
 
-PATIENCE = 10.0  # seconds before a message explains what the command waits for
+MESSAGE_SECONDS = 10.0  # seconds before a message explains what the command waits for
 _FRAME = re.compile(r'^ *File "(?P<file>.+?)", line (?P<line>\d+)')
 _NOT_USER_CODE = (str(Path(megatron_rl.__file__).parent), "<frozen ", "importlib")
 _MAX_CHARACTERS = 400  # characters of a verifier's error
@@ -34,7 +34,7 @@ class VerifierTrial:
         """List why the verifier cannot be used; prompt: the row to try it on, if any."""
         if self.pool is None:
             return [self._name(self.problem or "")]
-        waiting = threading.Timer(PATIENCE, self._explain_waiting)
+        waiting = threading.Timer(MESSAGE_SECONDS, self._explain_waiting)
         waiting.daemon = True
         waiting.start()
         try:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from megatron_rl.runtime.versions import hide_unloadable_builds
 
-MOST = 1 << 20  # some programs loop over all numbers below their limit
+MAX_OPEN_FILES = 1 << 20  # some programs loop over all numbers below their limit
 _SHARED = "megatron_rl_shared-"  # begins the names of folders in memory
 OTHERS = 512  # files that are not sockets between ranks: CUDA, libraries, models, workers
 
@@ -34,7 +34,7 @@ OTHERS = 512  # files that are not sockets between ranks: CUDA, libraries, model
 def raise_limit() -> None:
     """Raise this process's soft limit of open files to its hard limit; children inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
@@ -54,7 +54,7 @@ def describe_address_space() -> str | None:
 def hard_limit() -> int:
     """Return the number of files that this process may open after `raise_limit`."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    return MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
+    return MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
 
 
 def group_sizes(

@@ -354,7 +354,7 @@ def _generate_with_late_ranks(rank, world_size, folder):
     _compare_logprobs(actor, engine, 0)
     output = Path(folder) / "stderr"
     if rank == 0:
-        running.GRACE = 1.0
+        running.CLEAN_UP_SECONDS = 1.0
         os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY), 2)
         engine.time_limit = 1.0
         engine.generate(PROMPTS, samples=1, sampling=SAMPLING)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,8 @@ from megatron_rl.apps.planning.parts import Parts, count_parameters, count_train
 from megatron_rl.apps.planning.response_bytes import ResponseBytes, response_bytes
 from megatron_rl.apps.planning.search import Option, Search
 from megatron_rl.config import Config
-from megatron_rl.preflight.resources import count_rows, describe_size, disk_needs
+from megatron_rl.data.rows import count_rows
+from megatron_rl.preflight.resources import describe_size, disk_needs
 from megatron_rl.runs.directory import RunDirectory
 
 PROBLEMS = 30  # assumed size of an evaluation set whose file does not exist here
@@ -75,7 +77,8 @@ class RunCost:
 def run_cost(option: Option, config: Config, result: Search) -> RunCost:
     """Estimate the cost of a run with this layout."""
     parts, shape, trainer = option.parts, result.shape, config.trainer
-    problems = {name: count_rows(Path(data.path)) for name, data in config.eval.sets.items()}
+    counts = {name: count_rows(data.path) for name, data in config.eval.sets.items()}
+    problems = {name: int(n) if math.isfinite(n) else None for name, n in counts.items()}
     evaluations = (
         1 + -(-trainer.steps // config.eval.every) if problems else 0
     )  # one before training

@@ -41,7 +41,7 @@ from megatron_rl.apps.report.traces import (
 from megatron_rl.errors import UserError
 from megatron_rl.runs.files import PHASES
 
-MOST = 3  # values of several runs that are listed
+MAX_LISTED = 3  # values of several runs that are listed
 
 
 def describe_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -53,7 +53,11 @@ def describe_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
     if len(runs) > 1 and len(found.get("Command", {})) > 1:
         del found["Command"]  # every run has its own; the settings list what differs
     return [
-        {"name": name, "values": list(values)[:MOST], "more": max(0, len(values) - MOST)}
+        {
+            "name": name,
+            "values": list(values)[:MAX_LISTED],
+            "more": max(0, len(values) - MAX_LISTED),
+        }
         for name, values in found.items()
     ]
 

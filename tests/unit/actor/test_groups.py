@@ -94,7 +94,7 @@ def test_objects_travel_only_over_groups_with_gloo():
 @pytest.fixture
 def meeting(monkeypatch):
     """The variables of rank 0 of three, and little patience."""
-    monkeypatch.setattr(groups, "PATIENCE", timedelta(seconds=0.1))
+    monkeypatch.setattr(groups, "MESSAGE_AFTER", timedelta(seconds=0.1))
     monkeypatch.delenv("MEGATRON_RL_LAUNCHER", raising=False)
     port = _find_port()
     for name, value in {"RANK": 0, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1",

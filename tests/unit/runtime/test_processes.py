@@ -226,7 +226,7 @@ def test_soft_limit_is_raised_to_hard_one():
     )
     soft, hard, before = map(int, done.stdout.split())
     assert hard == before
-    assert soft == (hard if 0 <= hard < processes.MOST else processes.MOST)
+    assert soft == (hard if 0 <= hard < processes.MAX_OPEN_FILES else processes.MAX_OPEN_FILES)
 
 
 @pytest.fixture
