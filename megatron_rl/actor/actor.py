@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
 from pathlib import Path
@@ -48,53 +48,42 @@ from megatron_rl.actor.weights import (
     load_model,
     named_parameters,
 )
-from megatron_rl.distributed.collectives import Group, gather_ragged, reduce_sum
+from megatron_rl.distributed.collectives import Group
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import read_model_shape
-from megatron_rl.objectives.objective import PolicyObjective, sign_noise
+from megatron_rl.objectives.inputs import MinibatchTokens
+from megatron_rl.objectives.objective import PolicyObjective
 from megatron_rl.objectives.statistics import Statistics
 from megatron_rl.resharding.adapted import LocalWeight
 from megatron_rl.resharding.push import LocalWeights
 from megatron_rl.types import Minibatch, TokenBatch
 
 
-def resolve_objective(
-    objective: PolicyObjective,
+def minibatch_tokens(
     micro_batches: Sequence[TokenBatch],
     compute_logprobs: Callable[[Sequence[TokenBatch]], list[Tensor]],
     *,
     group: Group,
     device: torch.device,
-) -> PolicyObjective:
-    """Return the objective with its minibatch statistics filled in.
+) -> MinibatchTokens:
+    """Return the response tokens of this rank's part of a minibatch, which spans `group`."""
 
-    micro_batches: this rank's; the minibatch spans the ranks of `group`. Depending on the objective
-    this is a no-op, a sum of two numbers over the group, or an additional forward pass; the latter
-    two are collective.
-    """
-    if objective.is_balanced:
-        noise = torch.zeros(2, dtype=torch.float64, device=device)
-        for batch in micro_batches:
-            advantages, behavior = _own(batch, device)
-            noise += sign_noise(advantages, behavior)
-        objective = objective.balance(reduce_sum(noise, group=group))
-    if objective.is_resolved:
-        return objective
-    rows = []
-    for batch, logprobs in zip(micro_batches, compute_logprobs(micro_batches), strict=True):
-        advantages, behavior = _own(batch, logprobs.device)
-        mask = batch.response_mask.to(logprobs.device)
-        rows.append((logprobs[mask] - behavior, advantages, behavior))
-    columns = (torch.cat(column) for column in zip(*rows, strict=True))
-    return objective.resolve(*(gather_ragged(column, group=group) for column in columns))
+    def decided(values: Iterable[Tensor | None]) -> Tensor:
+        rows = []
+        for batch, value in zip(micro_batches, values, strict=True):
+            assert value is not None, "compute behavior log-probs before the update"
+            rows.append(value.to(device)[batch.response_mask.to(device)])
+        return torch.cat(rows)
 
+    def behavior_logprobs() -> Tensor:
+        return decided(batch.behavior_logprobs for batch in micro_batches)
 
-def _own(batch: TokenBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return advantages and behavior log-probs of a pack's response tokens; [N] each."""
-    assert batch.behavior_logprobs is not None, "compute behavior log-probs before the update"
-    mask = batch.response_mask.to(device)
-    advantages, behavior = batch.advantages_per_token(), batch.behavior_logprobs
-    return advantages.to(device)[mask], behavior.to(device)[mask]
+    return MinibatchTokens(
+        advantages=lambda: decided(batch.advantages_per_token() for batch in micro_batches),
+        behavior_logprobs=behavior_logprobs,
+        log_ratios=lambda: decided(compute_logprobs(micro_batches)) - behavior_logprobs(),
+        group=group,
+    )
 
 
 def reduce_statistics(
@@ -277,12 +266,13 @@ class MegatronActor:
         also skipped if `rule` returns a reason.
         """
         self._check(minibatch.micro_batches)
-        objective = resolve_objective(
-            objective,
-            minibatch.micro_batches,
-            self.compute_logprobs,
-            group=self.topology.dp_group,
-            device=self.topology.device,
+        objective = objective.resolve(
+            minibatch_tokens(
+                minibatch.micro_batches,
+                self.compute_logprobs,
+                group=self.topology.dp_group,
+                device=self.topology.device,
+            )
         )
         self.wake_up()
         rate = learning_rate_at(self.updates, self.settings)

@@ -251,7 +251,7 @@ def apply_constraint(
         case SecondMoment():
             raise ValueError(
                 "constraint second_moment is of a whole minibatch: give this objective's resolve() "
-                "the minibatch's log-ratios and advantages, and call what it returns"
+                "the minibatch's tokens, and call what it returns"
             )
     return _kept(log_weight, torch.ones_like(log_weight, dtype=torch.bool))
 

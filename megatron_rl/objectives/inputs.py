@@ -4,12 +4,13 @@ Shapes: t tokens on this rank.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_rl.distributed.collectives import Group, gather_ragged, group_size, reduce_sum
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.types import Denominators
 
@@ -80,6 +81,35 @@ class TokenInputs:
                     f"{name} are {x.dtype}: half precision rounds a ratio of 1.0007 to 1. "
                     "Compute them in float32, from the logits on: `logits.float().log_softmax(-1)`"
                 )
+
+
+@dataclass(frozen=True)
+class MinibatchTokens:
+    """Decided tokens of a minibatch, for what an objective decides once for all of them.
+
+    n tokens of this rank, N of all ranks of `group`. Values are computed when they are asked for;
+    log-ratios take an additional forward pass, and like `sum` and `gather` they are collective.
+    """
+
+    advantages: Callable[[], Tensor]  # -> [n], as all of them
+    behavior_logprobs: Callable[[], Tensor]
+    log_ratios: Callable[[], Tensor]
+    group: Group = None
+
+    @classmethod
+    def whole(
+        cls, log_ratios: Tensor, advantages: Tensor, behavior_logprobs: Tensor
+    ) -> "MinibatchTokens":
+        """Return the tokens of a minibatch that is in one process; [N] each."""
+        return cls(lambda: advantages, lambda: behavior_logprobs, lambda: log_ratios)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Add `x` over the ranks."""
+        return reduce_sum(x, group=self.group)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the values of all ranks' tokens; [n] -> [N]."""
+        return x if group_size(self.group) == 1 else gather_ragged(x, group=self.group)
 
 
 def check_denominators(denominators: Denominators) -> None:

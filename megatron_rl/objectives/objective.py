@@ -23,7 +23,7 @@ from megatron_rl.objectives.constraints import (
 )
 from megatron_rl.objectives.diagnostics import Terms, compute_statistics
 from megatron_rl.objectives.function_spec import FunctionSpec
-from megatron_rl.objectives.inputs import TokenClasses, TokenInputs
+from megatron_rl.objectives.inputs import MinibatchTokens, TokenClasses, TokenInputs
 from megatron_rl.objectives.spec import OaplSpec, ObjectiveSpec, SecondMoment
 from megatron_rl.objectives.statistics import Statistics
 from megatron_rl.objectives.terms import kl_penalty, rollout_factor
@@ -52,24 +52,8 @@ class PolicyObjective(ABC):
         """True if responses with advantage 0 contribute to the loss; otherwise they are skipped."""
         return True
 
-    @property
-    def is_resolved(self) -> bool:
-        """True if the objective can be called; otherwise `resolve` it for each minibatch first."""
-        return True
-
-    @property
-    def is_balanced(self) -> bool:
-        """True if `balance` is called first, which needs no log-probs of the policy."""
-        return False
-
-    def balance(self, noise: Tensor) -> "PolicyObjective":
-        """Return the objective for a minibatch with this `sign_noise`, summed over ranks; [2]."""
-        return self
-
-    def resolve(
-        self, log_ratios: Tensor, advantages: Tensor, behavior_logprobs: Tensor
-    ) -> "PolicyObjective":
-        """Return the objective for a minibatch with these tokens of all ranks; [N] each."""
+    def resolve(self, tokens: MinibatchTokens) -> "PolicyObjective":
+        """Return the objective of this update, if it depends on the whole minibatch; collective."""
         return self
 
     @abstractmethod
@@ -112,34 +96,16 @@ class Objective(PolicyObjective):
         # The policy term is proportional to the advantage; KL and entropy are not.
         return self.spec.kl is not None or self.spec.entropy_coefficient > 0
 
-    @property
-    def is_resolved(self) -> bool:
-        return not isinstance(self.spec.constraint, SecondMoment)
-
-    @property
-    def is_balanced(self) -> bool:
-        return self.spec.balanced
-
-    def balance(self, noise: Tensor) -> "Objective":
-        """Scale the terms with A < 0 so that their noise is at most that of A > 0."""
-        if not self.spec.balanced:
-            return self
-        positive, negative = noise.tolist()
-        factor = min(1.0, math.sqrt(positive / negative)) if negative else 1.0
-        return Objective(replace(self.spec, balanced=False, negative=factor))
-
-    def resolve(
-        self, log_ratios: Tensor, advantages: Tensor, behavior_logprobs: Tensor
-    ) -> "Objective":
-        """Resolve the factor of `balanced` and the gate of `second_moment` for this minibatch."""
-        objective = self
-        if self.spec.balanced:
-            objective = self.balance(sign_noise(advantages, behavior_logprobs))
-        constraint = objective.spec.constraint
-        if not isinstance(constraint, SecondMoment):
-            return objective
-        gate = second_moment_gate(constraint, log_ratios, advantages)
-        return Objective(replace(objective.spec, constraint=gate))
+    def resolve(self, tokens: MinibatchTokens) -> "Objective":
+        """Decide the factor of `balanced` and the gate of `second_moment`."""
+        spec = self.spec
+        if spec.balanced:
+            noise = tokens.sum(sign_noise(tokens.advantages(), tokens.behavior_logprobs()))
+            spec = replace(spec, balanced=False, negative=balance(*noise.tolist()))
+        if isinstance(spec.constraint, SecondMoment):
+            columns = tokens.gather(tokens.log_ratios()), tokens.gather(tokens.advantages())
+            spec = replace(spec, constraint=second_moment_gate(spec.constraint, *columns))
+        return Objective(spec)
 
     def evaluate(
         self, x: TokenInputs, *, layout: SequenceLayout, denominators: Denominators
@@ -250,6 +216,11 @@ def sign_noise(advantages: Tensor, behavior_logprobs: Tensor) -> Tensor:
     square = (advantages.double() * torch.expm1(behavior_logprobs.double())).square()
     signs = advantages > 0, advantages < 0
     return torch.stack([torch.where(sign, square, 0).sum() for sign in signs])
+
+
+def balance(positive: float, negative: float) -> float:
+    """Return the factor of terms with A < 0 whose noise is then at most that of A > 0."""
+    return min(1.0, math.sqrt(positive / negative)) if negative else 1.0
 
 
 def dropped_negatives(spec: ObjectiveSpec, x: TokenInputs, ratios: LogRatios) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives.build import build_objective
 from megatron_rl.objectives.checked import check
-from megatron_rl.objectives.inputs import TokenInputs
+from megatron_rl.objectives.inputs import MinibatchTokens, TokenInputs
 from megatron_rl.objectives.objective import PolicyObjective
 from megatron_rl.types import Denominators
 
@@ -84,7 +84,8 @@ def policy_loss(
     decided = mask.reshape(-1)
     behavior = inputs.behavior_logprobs
     log_ratios = inputs.policy_logprobs.detach() - behavior
-    result = objective.resolve(*(x[decided] for x in (log_ratios, inputs.advantages, behavior)))(
+    tokens = (x[decided] for x in (log_ratios, inputs.advantages, behavior))
+    result = objective.resolve(MinibatchTokens.whole(*tokens))(
         inputs,
         layout=SequenceLayout([columns] * rows, decided),
         denominators=denominators,

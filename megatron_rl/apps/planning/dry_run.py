@@ -23,6 +23,7 @@ from megatron_rl.config import Config
 from megatron_rl.data.packing import padded_length, plan_minibatches
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import build_objective
+from megatron_rl.objectives.inputs import MinibatchTokens
 from megatron_rl.trainer.actor_settings import build_actor_settings, make_groups
 from megatron_rl.types import GradeResult, Minibatch, Prompt, Response, Rollout
 
@@ -108,7 +109,7 @@ def measure(
     meter.group_names = group_names()
     objective = build_objective(config.objective.name, **config.objective.overrides)
     nothing = torch.empty(0)  # meta tensors have no values to fit
-    objective = objective.resolve(nothing, nothing, nothing)
+    objective = objective.resolve(MinibatchTokens.whole(nothing, nothing, nothing))
     actor = _build(config, topology, meter)
     states = dict(meter.live_bytes)
     if "reference_logprobs" in objective.needs:

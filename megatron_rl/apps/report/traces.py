@@ -17,7 +17,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.objectives import Objective, build_objective
 from megatron_rl.objectives.inputs import TokenInputs
 from megatron_rl.objectives.objective import PolicyObjective
-from megatron_rl.objectives.spec import Bounds
+from megatron_rl.objectives.spec import Bounds, SecondMoment
 from megatron_rl.runs.rollouts import PLACE, TURN_ADVANTAGES, read_observed, read_restarts
 from megatron_rl.types import sampled_ranges
 
@@ -137,7 +137,9 @@ def _build(run: Run) -> PolicyObjective | None:
 
 def has_decisions_per_response(objective: PolicyObjective) -> TypeGuard[Objective]:
     """Return whether decisions depend only on the log-probs of one response."""
-    return isinstance(objective, Objective) and objective.is_resolved
+    return isinstance(objective, Objective) and not isinstance(
+        objective.spec.constraint, SecondMoment
+    )
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import torch
 from megatron_rl.advantages import group_relative_advantages
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import OBJECTIVE_NAMES, TokenInputs, build_objective, policy_loss
+from megatron_rl.objectives.inputs import MinibatchTokens
 from megatron_rl.types import Denominators
 
 
@@ -133,14 +134,14 @@ def test_batch_constraint_is_resolved_first():
     layout = SequenceLayout((2,), torch.ones(2).bool())
     inputs = TokenInputs(torch.zeros(2), torch.zeros(2), torch.ones(2))
     objective = build_objective("m2po")
-    assert not objective.is_resolved
     for unfitted in (objective, build_objective("balanced")):
         with pytest.raises(ValueError, match=r"give this objective's resolve\(\)"):
             unfitted(inputs, layout=layout, denominators=Denominators(1.0, 2.0))
-    resolved = objective.resolve(torch.tensor([0.1, 0.3]), torch.ones(2), torch.zeros(2))
+    resolved = objective.resolve(
+        MinibatchTokens.whole(torch.tensor([0.1, 0.3]), torch.ones(2), torch.zeros(2))
+    )
     # (0.01 + 0.09) / 2 is above 0.04: the larger goes, and the gate lies halfway between the two.
     assert resolved.spec.constraint.high == pytest.approx(0.2)
-    assert resolved.is_resolved
 
 
 def test_numbers_in_yaml_text_are_numbers():

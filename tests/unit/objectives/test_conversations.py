@@ -19,6 +19,7 @@ from megatron_rl.distributed import sequence_statistics
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import TokenInputs, build_objective
+from megatron_rl.objectives.inputs import MinibatchTokens
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.types import (
     GradeResult,
@@ -174,7 +175,7 @@ def run(seed, topology, *, by_turn=False, is_split=False):
     starts = np.cumsum([0, *map(len, engine)])
     totals = {}
     for name in naive.NAMED:
-        objective = build_objective(name).resolve(*flat)
+        objective = build_objective(name).resolve(MinibatchTokens.whole(*flat))
         total = torch.zeros(1 + starts[-1], dtype=torch.float64)
         for pack, b, p in zip(packs, behavior, policy, strict=True):
             layout = SequenceLayout(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import OBJECTIVE_NAMES, TokenInputs, build_objective
+from megatron_rl.objectives.inputs import MinibatchTokens
 from megatron_rl.objectives.objective import Objective
 from megatron_rl.objectives.spec import (
     DivergenceGate,
@@ -94,7 +95,7 @@ def run_tensors(objective, tensors, mask, rows):
     policy = tensors["policy"].clone().requires_grad_()
     log_ratios = tensors["policy"] - tensors["behavior"]
     resolved = (log_ratios[mask], tensors["advantages"][mask], tensors["behavior"][mask])
-    result = objective.resolve(*resolved)(
+    result = objective.resolve(MinibatchTokens.whole(*resolved))(
         TokenInputs(
             policy_logprobs=policy,
             behavior_logprobs=tensors["behavior"],

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import OBJECTIVE_NAMES, Statistics, TokenInputs, build_objective
+from megatron_rl.objectives.inputs import MinibatchTokens
 from megatron_rl.types import Denominators
 from tests.unit.distributed.eight_ranks import all_results
 
@@ -87,7 +88,9 @@ def resolved(case):
     mask, tensors = minibatch()
     log_ratios = tensors["policy_logprobs"] - tensors["behavior_logprobs"]
     advantages, behavior = tensors["advantages"], tensors["behavior_logprobs"]
-    return build(case).resolve(log_ratios[mask], advantages[mask], behavior[mask])
+    return build(case).resolve(
+        MinibatchTokens.whole(log_ratios[mask], advantages[mask], behavior[mask])
+    )
 
 
 def run_micro_batch(case, rows, *, cp_rank=0, cp_size=1, cp_group=None):

@@ -182,17 +182,17 @@ MUTATIONS = {
         "1",
     ),
     "the balance is not a root": (
-        objective.Objective.balance,
+        objective.balance,
         "math.sqrt(positive / negative)",
         "positive / negative",
     ),
     "the balance has its signs swapped": (
-        objective.Objective.balance,
-        "positive, negative = noise.tolist()",
-        "negative, positive = noise.tolist()",
+        objective.Objective.resolve,
+        "balance(*noise.tolist())",
+        "balance(*noise.flip(0).tolist())",
     ),
     "the balance may amplify": (
-        objective.Objective.balance,
+        objective.balance,
         "min(1.0, math.sqrt(positive / negative))",
         "math.sqrt(positive / negative)",
     ),

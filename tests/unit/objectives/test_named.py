@@ -7,6 +7,7 @@ import torch
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import TokenInputs, build_objective
+from megatron_rl.objectives.inputs import MinibatchTokens
 from megatron_rl.types import Denominators
 
 
@@ -78,11 +79,18 @@ def test_balanced_scales_wrong_answers_to_noise_of_right_ones():
     objective = build_objective("balanced")
     for advantage, factor in ((-1.0, 0.5), (-0.25, 1.0)):
         advantages = torch.tensor([1.0] + 4 * [advantage])
-        resolved = objective.resolve(torch.zeros(5), advantages, -torch.ones(5))
-        assert resolved.spec.negative == pytest.approx(factor) and resolved.is_resolved
-        assert not resolved.is_balanced
+        resolved = objective.resolve(
+            MinibatchTokens.whole(torch.zeros(5), advantages, -torch.ones(5))
+        )
+        assert resolved.spec.negative == pytest.approx(factor)
+        assert not resolved.spec.balanced
     # Without a right answer there is nothing to bring them down to: they are left out.
-    assert objective.resolve(torch.zeros(2), -torch.ones(2), -torch.ones(2)).spec.negative == 0
+    assert (
+        objective.resolve(
+            MinibatchTokens.whole(torch.zeros(2), -torch.ones(2), -torch.ones(2))
+        ).spec.negative
+        == 0
+    )
     with pytest.raises(ValueError, match="give one"):
         build_objective("balanced", negative=0.5)
 

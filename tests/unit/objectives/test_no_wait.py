@@ -9,6 +9,7 @@ import torch
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import OBJECTIVE_NAMES, Statistics, TokenInputs, build_objective
+from megatron_rl.objectives.inputs import MinibatchTokens
 from megatron_rl.types import Denominators
 
 OPTIONS = {
@@ -29,7 +30,7 @@ def test_forward_backward_and_merging_never_read_value(name, options):
     policy = values.clone().requires_grad_()
     # What a whole minibatch decides is read once, before its first micro-batch.
     tokens = torch.tensor([0.1, 0.5]), torch.ones(2), torch.tensor([-1.0, -2.0])
-    objective = build_objective(name, **options).resolve(*tokens)
+    objective = build_objective(name, **options).resolve(MinibatchTokens.whole(*tokens))
     result = objective(
         TokenInputs(
             policy_logprobs=policy,

@@ -5,6 +5,7 @@ import torch
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import OBJECTIVE_NAMES, TokenInputs, build_objective, policy_loss
+from megatron_rl.objectives.inputs import MinibatchTokens
 from megatron_rl.types import Denominators
 
 
@@ -37,7 +38,7 @@ def test_padding_is_packing(name):
     advantages = pack(given["advantages"][:, None].expand(mask.shape))
     behavior = pack(given["behavior_logprobs"])
     log_ratios = pack(given["policy_logprobs"]) - behavior
-    result = build_objective(name).resolve(log_ratios, advantages, behavior)(
+    result = build_objective(name).resolve(MinibatchTokens.whole(log_ratios, advantages, behavior))(
         TokenInputs(
             policy_logprobs=pack(given["policy_logprobs"]),
             behavior_logprobs=pack(given["behavior_logprobs"]),
@@ -60,7 +61,9 @@ def test_parts_add_up_with_global_denominators(name):
     # What a whole minibatch decides (`second_moment`, `balanced`) is decided before it is cut.
     policy, behavior = given["policy_logprobs"][mask], given["behavior_logprobs"][mask]
     advantages = given["advantages"][:, None].expand(mask.shape)[mask]
-    resolved = build_objective(name).resolve(policy - behavior, advantages, behavior)
+    resolved = build_objective(name).resolve(
+        MinibatchTokens.whole(policy - behavior, advantages, behavior)
+    )
     parts = [
         policy_loss(resolved, **{k: v[rows] for k, v in given.items()}, denominators=denominators)[
             0

@@ -15,6 +15,7 @@ from megatron_rl.objectives import (
     diagnostics,
 )
 from megatron_rl.objectives.diagnostics import histogram_bin
+from megatron_rl.objectives.inputs import MinibatchTokens
 from megatron_rl.objectives.statistics import BINS, MIDDLE, histogram_quantile
 from megatron_rl.types import Denominators
 
@@ -34,7 +35,9 @@ def evaluate(
     behavior = torch.full((tokens,), -1.0, dtype=torch.float64)
     lengths = lengths or [tokens]
     advantages = torch.ones(tokens) if advantages is None else advantages
-    result = build_objective(name, **overrides).resolve(log_ratio, advantages, behavior)(
+    result = build_objective(name, **overrides).resolve(
+        MinibatchTokens.whole(log_ratio, advantages, behavior)
+    )(
         TokenInputs(
             policy_logprobs=behavior + log_ratio,
             behavior_logprobs=behavior,
@@ -53,7 +56,9 @@ def evaluate(
 def test_ratio_of_first_step_is_exactly_one(name, dtype):
     # Behavior log-probs recomputed on the same packs: bit for bit the policy's.
     logprobs = -torch.rand(500, generator=torch.Generator().manual_seed(0)).to(dtype)
-    result = build_objective(name).resolve(0 * logprobs, torch.ones(500), logprobs)(
+    result = build_objective(name).resolve(
+        MinibatchTokens.whole(0 * logprobs, torch.ones(500), logprobs)
+    )(
         TokenInputs(
             policy_logprobs=logprobs,
             behavior_logprobs=logprobs.clone(),

@@ -8,6 +8,7 @@ import torch
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import TokenInputs
+from megatron_rl.objectives.inputs import MinibatchTokens
 from megatron_rl.types import Denominators
 from tests.unit.objectives.test_invariance import CASES, PADDED, build, minibatch
 
@@ -31,7 +32,7 @@ def loss_and_gradients(objective, rows, denominators):
     inputs = TokenInputs(policy_logprobs=policy, **local)
     log_ratios = policy.detach() - local["behavior_logprobs"]
     given = (log_ratios, local["advantages"], local["behavior_logprobs"])
-    objective = objective.resolve(*(column[pack(mask)] for column in given))
+    objective = objective.resolve(MinibatchTokens.whole(*(column[pack(mask)] for column in given)))
     loss = objective(inputs, layout=layout, denominators=denominators).loss.sum()
     loss.backward()
     of_entropy = torch.zeros_like(entropy) if entropy.grad is None else entropy.grad

@@ -22,6 +22,7 @@ from megatron_rl.apps.report.traces import (
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import TokenInputs, build_objective
 from megatron_rl.objectives.choice import OBJECTIVE_NAMES
+from megatron_rl.objectives.inputs import MinibatchTokens
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.rollouts import count_thinned
 from megatron_rl.types import Denominators
@@ -52,7 +53,7 @@ def test_replayed_decisions_match_update(name):
         }
         responses.append(TracedResponse(row, now[None].numpy()))
     policy, behavior, advantages, engine = (torch.cat(parts) for parts in zip(*rows, strict=True))
-    result = objective.resolve(policy - behavior, advantages, behavior)(
+    result = objective.resolve(MinibatchTokens.whole(policy - behavior, advantages, behavior))(
         TokenInputs(policy, behavior, advantages, rollout_logprobs=engine),
         layout=SequenceLayout(lengths, torch.ones(sum(lengths), dtype=torch.bool)),
         denominators=Denominators(3.0, float(sum(lengths))),
