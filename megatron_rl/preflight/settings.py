@@ -298,20 +298,21 @@ def _file_problems(config: Config, files: Mapping[str, tuple[str, ColumnsSection
 def _code_problems(config: Config) -> list[str]:
     problems = []
     for key, name in ({"reward.verifier": MATH_ANSWER} | config.code).items():
-        if key in ("environment.name", "lag.policy"):
-            problems += _module_problems(key, name, form="module:class", example="my_module:Mine")
-        elif key == "reward.verifier":
-            problems += _module_problems(key, name)
+        match key:
+            case "reward.verifier":
+                problems += _module_problems(key, name, example="my_rewards:score")
+            case "environment.name":
+                problems += _module_problems(key, name, form="class", example="my_agent:Game")
+            case "lag.policy":
+                problems += _module_problems(key, name, form="class", example="my_lags:Mine")
     return problems
 
 
-def _module_problems(
-    key: str, name: str, *, form: str = "module:function", example: str = "my_rewards:score"
-) -> list[str]:
+def _module_problems(key: str, name: str, *, example: str, form: str = "function") -> list[str]:
     """List why workers would not find `module:function`, without importing it."""
     module, _, function = name.partition(":")
     if not (module and function.isidentifier()):
-        return [f"{key}={name}: write {form}, for example {example}"]
+        return [f"{key}={name}: write module:{form}, for example {example}"]
     if "/" in module or module.endswith(".py"):
         plain = ".".join(Path(module.removesuffix(".py")).parts)
         return [

@@ -137,4 +137,4 @@ class Forgetful(AgentEnvironment):
             messages.append({"role": "user", "content": "more"})
         with (Path(self.row["folder"]) / "requests").open("a") as file:
             file.write(json.dumps([seen, text]) + "\n")
-        return float(len(text) % 2)
+        return float(sum(map(ord, text)) % 2)  # differs within a group
