@@ -88,6 +88,8 @@ def test_agent_of_another_environment_is_trained(tmp_path, monkeypatch, agent):
         for response in responses.to_pylist():
             turns = [one["content"] for one in json.loads(response["messages"])
                      if one["role"] == "assistant"]  # fmt: skip
+            if agent == "Verifiers4":  # decodes the tokens itself, without special ones
+                turns = [turn.replace("<|pad|>", "") for turn in turns]
             if not all(turns):  # verifiers takes no empty turn
                 continue
             # The agent counted the letters of all turns: it has read what the policy wrote.
