@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from megatron_rl.config.paths import PathText
-from megatron_rl.objectives.choice import Spec, choose_objective
-from megatron_rl.objectives.function_spec import FUNCTION
+from megatron_rl.objectives.named import Spec, choose_objective
+from megatron_rl.objectives.spec import FUNCTION
 
 
 def refuse_bool(value: Any) -> Any:

@@ -22,7 +22,7 @@ from megatron_rl.models.adapters import (
     target_problems,
 )
 from megatron_rl.models.shape import ModelShape, read_model_shape
-from megatron_rl.objectives.function_spec import FunctionSpec, check_function
+from megatron_rl.objectives.spec import FunctionSpec, check_function
 from megatron_rl.preflight.hub_names import hub_problem
 from megatron_rl.preflight.layout import (
     engine_layout_problems,

@@ -14,9 +14,8 @@ from megatron_rl.objectives import (
     build_objective,
     diagnostics,
 )
-from megatron_rl.objectives.diagnostics import histogram_bin
 from megatron_rl.objectives.inputs import MinibatchTokens
-from megatron_rl.objectives.statistics import BINS, MIDDLE, histogram_quantile
+from megatron_rl.objectives.statistics import BINS, MIDDLE, histogram_bin, histogram_quantile
 from megatron_rl.types import Denominators
 
 
