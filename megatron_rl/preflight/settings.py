@@ -7,9 +7,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.config.data_sections import ColumnsSection
-from megatron_rl.config.lora_section import LoraSection
-from megatron_rl.config.sections import MATH_ANSWER
+from megatron_rl.config.sections import MATH_ANSWER, ColumnsSection, LoraSection
 from megatron_rl.data.hub import is_on_hub
 from megatron_rl.data.rows import Columns, check_prompt_file
 from megatron_rl.data.tokenizer import find_tokenizer
