@@ -522,6 +522,11 @@ class LoraSection(Section):
             raise ValueError("lists a linear twice; list each once")
         return value
 
+    @property
+    def scale(self) -> float:
+        """Factor of B A in the sum with a weight."""
+        return self.alpha / self.rank
+
 
 class EnvironmentSection(Section):
     """Conversations: every response has turns of the policy, which an environment answers."""

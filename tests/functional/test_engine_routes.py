@@ -130,14 +130,18 @@ def _train(rank, world_size, folder, layout):
     from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.config.sections import OptimizerSection
     from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
     from megatron_rl.objectives import build_objective
 
     topology = groups.initialise(**layout)
     settings = ActorSettings(
-        learning_rate=3e-3, warmup_updates=0, weight_decay=0.0, epsilon=1e-4, replay_routes=True,
-        recompute="selective", overlap_reduction=topology.world_size > 1,
-    )  # fmt: skip
+        optimizer=OptimizerSection(learning_rate=3e-3, weight_decay=0.0, epsilon=1e-4),
+        warmup_updates=0,
+        replay_routes=True,
+        recompute="selective",
+        overlap_reduction=topology.world_size > 1,
+    )
     actor = MegatronActor(Path(folder), topology=topology, settings=settings)
     rollouts = _rollouts(folder)
     minibatches = plan_minibatches(

@@ -35,14 +35,14 @@ EXPERTS_ON_FOUR = [
 
 
 def settings(path=None, rank=4, alpha=8.0, **further):
-    from megatron_rl.actor.settings import ActorSettings, LoraSettings
+    from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.config.sections import LoraSection, OptimizerSection
 
     return ActorSettings(
-        learning_rate=3e-2,
+        optimizer=OptimizerSection(learning_rate=3e-2, epsilon=1e-3, max_grad_norm=0.5),
         warmup_updates=0,
-        epsilon=1e-3,
-        max_grad_norm=0.5,
-        lora=LoraSettings(rank=rank, alpha=alpha, seed=1, path=path),
+        lora=LoraSection(rank=rank, alpha=alpha, path=path),
+        seed=1,
         **further,
     )
 
