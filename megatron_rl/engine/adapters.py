@@ -22,7 +22,6 @@ from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.pieces import Piece
 from megatron_rl.resharding.push import (
     Resharder,
-    ReshardSettings,
     SyncStats,
     WeightReceiver,
     WeightSource,
@@ -69,10 +68,10 @@ def lora_arguments(settings: AdapterSettings | None, shape: ModelShape) -> dict[
 
 
 def start_adapters(
-    llm: Any, host: Host, settings: AdapterSettings | None, resharding: ReshardSettings
+    llm: Any, host: Host, settings: AdapterSettings | None, resharder: Resharder
 ) -> "EngineAdapters | None":
     """Return the adapters of a started vLLM; None without settings."""
-    return None if settings is None else EngineAdapters(llm, host, settings, resharding)
+    return None if settings is None else EngineAdapters(llm, host, settings, resharder)
 
 
 class EngineAdapters:
@@ -82,13 +81,14 @@ class EngineAdapters:
     """
 
     def __init__(
-        self, llm: Any, host: Host, settings: AdapterSettings, resharding: ReshardSettings
+        self, llm: Any, host: Host, settings: AdapterSettings, resharder: Resharder
     ) -> None:
-        self._llm, self._host, self.settings, self._resharding = llm, host, settings, resharding
+        self._llm, self._host, self.settings, self._resharder = llm, host, settings, resharder
         # vLLM cuts whole factors itself. They are small, so every slice of every push is checked.
         self.layout = EngineLayout(1, host.layout.world_size)
         lora = settings.lora
-        self._factors = Resharder(self, replace(resharding, full_check_every=1))
+        checked = resharder.settings.model_copy(update={"full_check_every": 1})
+        self._factors = Resharder(self, checked, resharder.ranks_per_node)
         self.dtype, self.has_base = host.dtype, False
         self.shape = replace(host.shape, factors=Factors(lora.rank, tuple(lora.targets)))
         self._pieces: dict[str, list[Piece]] = {}
@@ -115,7 +115,8 @@ class EngineAdapters:
         if self.has_base:
             return self._factors.push(factors, version=version)
         # A resharder of its own: every slice is checked, and its memory is released.
-        first = Resharder(self._host, self._resharding).push(base, version=version)
+        resharder = Resharder(self._host, self._resharder.settings, self._resharder.ranks_per_node)
+        first = resharder.push(base, version=version)
         self.has_base = True
         return first + self._factors.push(factors, version=version)
 

@@ -71,6 +71,7 @@ def _generate(rank, world_size, folder):
     """Generate with two engines; check the routes of each against transformers, then send them."""
     from safetensors.torch import load_file
 
+    from megatron_rl.config.sections import RolloutSection
     from megatron_rl.data.token_rows import bring_responses, is_here
     from megatron_rl.engine.vllm_engine import VllmEngine
     from megatron_rl.resharding.layouts import ActorLayout
@@ -79,8 +80,8 @@ def _generate(rank, world_size, folder):
 
     layout = ActorLayout(tensor=1, pipeline=world_size)
     engine = VllmEngine(
-        folder, tensor=1, topology=topology_of(layout, rank=rank), dtype=torch.float32,
-        max_model_len=64, kv_cache_bytes=8 << 20, routes=True, max_num_seqs=3,
+        folder, RolloutSection(kv_cache_mib=8, max_num_seqs=3),
+        topology=topology_of(layout, rank=rank), dtype=torch.float32, max_model_len=64, routes=True,
     )  # fmt: skip
     tensors = load_file(f"{folder}/model.safetensors")
     engine.sync_weights(

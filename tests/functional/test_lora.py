@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.config.sections import ReshardingSection
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.resharding.layouts import EngineLayout
-from megatron_rl.resharding.push import Resharder, ReshardSettings
+from megatron_rl.resharding.push import Resharder
 from tests.functional.test_actor_architectures import MODELS, _make_model
 from tests.functional.test_actor_layouts import freeze_behavior, make_model, make_rollouts, plan
 from tests.ranks import run_ranks
@@ -75,7 +76,7 @@ def push(actor, exported, dtype=torch.float32):
     for kind in (Slices, Live):
         layout = EngineLayout(actor.topology.world_size, actor.topology.world_size)
         receiver = kind(actor.shape, layout, actor.topology.rank, dtype)
-        settings = ReshardSettings(bucket_bytes=3000, full_check_every=1)
+        settings = ReshardingSection(bucket_mib=3000 / 2**20, full_check_every=1)
         Resharder(receiver, settings).push(actor, version=1)
         assert receiver.differs_from(exported) == []
 

@@ -28,7 +28,7 @@ LAYERS = {
     "rewards": {"types", "texts", "config", "workers"},
     "environments": {"types", "texts", "messages", "config", "rewards", "workers"},
     "data": {"types", "texts", "messages", "runtime", "distributed"},
-    "resharding": {"types", "runtime", "distributed", "models"},
+    "resharding": {"types", "runtime", "config", "distributed", "models"},
     "actor": {
         "types", "runtime", "config", "distributed", "objectives", "models", "resharding", "data",
     },
