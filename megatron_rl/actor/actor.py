@@ -314,7 +314,7 @@ class MegatronActor:
         if result.done:
             self.updates += 1
             self.is_initial = False
-        return replace(result, routes=self.routing.take_counts())
+        return replace(result, routes=self.routing.pop_counts())
 
     def named_parameters_local(self) -> Mapping[str, LocalWeight]:
         """Return this rank's parameters by Megatron name, prefixed by `chunk{i}.` if several.
@@ -429,7 +429,7 @@ class MegatronActor:
             return output, as_megatron_loss(partial(compute, batch, pack))
 
         tokens = [sum(batch.lengths) // self.topology.cp_size for batch in padded]
-        with self.routing.over(
+        with self.routing.applied(
             micro_batches, self.packs.context, routing=routing, has_gradients=not forward_only
         ):
             return get_forward_backward_func()(

@@ -360,7 +360,7 @@ class Config(Section):
         return 1 if self.environment is None else 1 + self.environment.max_rewrites
 
 
-def unrecorded_because(config: Config) -> str | None:
+def reason_routes_unrecorded(config: Config) -> str | None:
     """Return the setting of a `Config` that prevents recording; None if routes are recorded.
 
     Routes stay on the ranks that compute behavior log-probs, with the packs that are trained: those
@@ -383,7 +383,7 @@ def unrecorded_because(config: Config) -> str | None:
 
 def routing_problems(config: Config) -> list[str]:
     """List conflicts of `config.model.routing_replay` with other settings of a `Config`."""
-    because = unrecorded_because(config)
+    because = reason_routes_unrecorded(config)
     if config.model.routing_replay == "none":
         return []
     if because is None and config.model.routing_replay == "engine" and config.environment:

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.data.token_rows import WRITER, Delivery, bring_tokens, elsewhere
+from megatron_rl.data.token_rows import WRITER, Delivery, elsewhere, fetch_tokens
 from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
@@ -151,7 +151,7 @@ def plan_minibatches(
         )
         planned.append((own, denominators))
     own_rollouts = [index for own, _ in planned for pack in own for index in pack]
-    rollouts = bring_tokens(rollouts, own_rollouts)
+    rollouts = fetch_tokens(rollouts, own_rollouts)
     build = partial(build_pack, rollouts, advantages, alignment=alignment, gemm_tokens=gemm_tokens)
     return [
         Minibatch([build(indices=pack) for pack in own], denominators)

@@ -113,19 +113,19 @@ class Delivery:
             yield piece
 
 
-def bring_tokens(rollouts: Sequence[Rollout], needed: Collection[int]) -> list[Rollout]:
+def fetch_tokens(rollouts: Sequence[Rollout], needed: Collection[int]) -> list[Rollout]:
     """Return rollouts, with all arrays of those whose indices this rank needs.
 
     Collective, unless every rank has all arrays.
     """
-    brought = bring_responses([rollout.response for rollout in rollouts], needed)
+    brought = fetch_responses([rollout.response for rollout in rollouts], needed)
     return [
         rollout if response is rollout.response else replace(rollout, response=response)
         for rollout, response in zip(rollouts, brought, strict=True)
     ]
 
 
-def bring_responses(responses: Sequence[Response], needed: Collection[int]) -> list[Response]:
+def fetch_responses(responses: Sequence[Response], needed: Collection[int]) -> list[Response]:
     """Return responses, with all arrays of those whose indices this rank needs; as above."""
     brought, owners = list(responses), [response.owner for response in responses]
     if max(owners, default=-1) < 0:
@@ -142,7 +142,7 @@ def bring_responses(responses: Sequence[Response], needed: Collection[int]) -> l
     return brought
 
 
-def bring_rows(
+def fetch_rows(
     rows: Sequence[Row], needed: Collection[int], *, rollouts: Sequence[Rollout]
 ) -> list[Row]:
     """Return one float32 row per rollout, with the values of those that this rank needs.

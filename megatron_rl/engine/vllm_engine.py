@@ -35,7 +35,7 @@ from megatron_rl.engine.incoming import (
 )
 from megatron_rl.engine.partial_requests import (
     PartialRequests,
-    bring_started,
+    fetch_started,
     find_owners,
     merge_outputs,
     to_generated,
@@ -212,7 +212,7 @@ class VllmEngine:
             self._check_prompts(part.prompts, tokens=part.sampling.max_tokens)
         engines = self.topology.world_size // self.layout.tensor
         engine, rank = divmod(self.topology.rank, self.layout.tensor)
-        assigned = bring_started(parts, self._partial.paused, engine=engine, engines=engines)
+        assigned = fetch_started(parts, self._partial.paused, engine=engine, engines=engines)
 
         def run() -> list[Generated]:
             own, limit = [item[1:] for item in assigned], self.settings.time_limit_seconds

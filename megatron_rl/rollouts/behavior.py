@@ -19,7 +19,7 @@ class BehaviorLogprobs:
     """Log-probs that come with the rollouts, as from files; subclasses determine them."""
 
     can_resume_inside: ClassVar[bool] = True  # see RolloutSource
-    of_no_tokens: ClassVar[np.ndarray | None] = None  # a response before its first token
+    empty_logprobs: ClassVar[np.ndarray | None] = None  # a response before its first token
 
     def freeze(self, batch: RolloutBatch) -> None:
         """Fix the log-probs of a batch that was just generated. Collective."""
@@ -59,7 +59,7 @@ class WindowLogprobs(BehaviorLogprobs):
 
     actor: MegatronActor
     tokens_per_micro_batch: int
-    of_no_tokens = np.empty(0, np.float32)
+    empty_logprobs = np.empty(0, np.float32)
 
     def freeze_window(self, unfinished: MutableMapping[PromptSlot, PromptGroup]) -> None:
         grown = [

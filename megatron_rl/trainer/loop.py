@@ -117,7 +117,7 @@ class Trainer:
                 rule = None if self.early_stopping is None else self.early_stopping.rule(epoch)
                 result = self.actor.update(minibatch, self.run.objective, rule=rule)
                 updates.add(result, epoch=epoch)
-                self.faults.note(result, batch, step=step, update=updates.count)
+                self.faults.record(result, batch, step=step, update=updates.count)
                 advance(updates.count, self.config.updates_per_step)
                 if result.stopped is not None:
                     self.run.console.log(f"step {step}: stopped in epoch {epoch}: {result.stopped}")

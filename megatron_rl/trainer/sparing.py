@@ -7,7 +7,7 @@ from megatron_rl.config import Config
 from megatron_rl.runs.files import evaluation_scores
 
 
-def spared_steps(steps: Sequence[int], *, config: Config, folder: Path) -> set[int]:
+def retained_steps(steps: Sequence[int], *, config: Config, folder: Path) -> set[int]:
     """Saved steps that are never pruned: those of `keep_every`, and the best one.
 
     folder: of the run.

@@ -35,7 +35,7 @@ class StepProgress:
         if self.batch is not None:
             self.updates.lags = self.batch.lags
 
-    def take(self, batch: RolloutBatch) -> None:
+    def attach(self, batch: RolloutBatch) -> None:
         """Attach the batch, packed again, on which the completed updates were made."""
         self.batch, self.updates.lags = batch, batch.lags
         restore_traces(batch.packs, self.traces)

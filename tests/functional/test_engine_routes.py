@@ -72,7 +72,7 @@ def _generate(rank, world_size, folder):
     from safetensors.torch import load_file
 
     from megatron_rl.config.sections import RolloutSection
-    from megatron_rl.data.token_rows import bring_responses, is_here
+    from megatron_rl.data.token_rows import fetch_responses, is_here
     from megatron_rl.engine.vllm_engine import VllmEngine
     from megatron_rl.resharding.layouts import ActorLayout
     from megatron_rl.types import Prompt, SamplingSettings
@@ -99,7 +99,7 @@ def _generate(rank, world_size, folder):
             _, chosen = _transformers(folder, [*prompt, *response.token_ids.tolist()])
             agreed += (np.sort(routes, 2) == np.sort(chosen, 2)).all(2).ravel().tolist()
     needed = range(len(responses)) if rank == 1 else [len(responses) - 1]
-    brought = bring_responses(responses, needed)
+    brought = fetch_responses(responses, needed)
     if rank == 1:
         Path(folder, "responses.pkl").write_bytes(pickle.dumps(brought))
     else:  # the writer receives the routes that it trains, and no others
@@ -154,9 +154,9 @@ def _train(rank, world_size, folder, layout):
         sequence_parallel=actor.sequence_parallel,
     )
     packs = [pack for minibatch in minibatches for pack in minibatch.micro_batches]
-    actor.routing.take_engine_routes(packs, lambda pack: actor.packs.prepare(pack).host)
+    actor.routing.use_engine_routes(packs, lambda pack: actor.packs.prepare(pack).host)
     behavior = actor.compute_logprobs(packs, routing="record")
-    changed = actor.routing.take_counts()
+    changed = actor.routing.pop_counts()
     for pack, logprobs in zip(packs, behavior, strict=True):
         pack.behavior_logprobs = logprobs
     rows = gather_by_rollout(packs, behavior, count=len(rollouts), topology=topology)
