@@ -1,7 +1,7 @@
 """The sections of a config: each setting with its type, default and rule.
 
 Defaults follow the published PNPO configuration (1.5B model, 16k context) where the paper gives
-one. `tools/configuration_page.py` generates `docs/configuration.md` from the docstrings.
+one. `tools/reference_pages.py` generates `docs/configuration.md` from the docstrings.
 """
 
 from dataclasses import dataclass
