@@ -51,8 +51,3 @@ class ActorSettings:
                 f"fp8={self.fp8} requires Transformer Engine and bfloat16, but "
                 f"transformer_engine is {self.transformer_engine} and dtype is {self.dtype}"
             )
-        if self.lora and self.fp8:
-            raise UserError(
-                f"lora with fp8={self.fp8}: adapters have not been tried with products in fp8; "
-                "unset fp8"
-            )

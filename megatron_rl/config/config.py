@@ -90,7 +90,7 @@ class Config(Section):
         problems += self._unused_settings() + self._objective_problems() + self._best_problems()
         problems += self._lag_problems() + self._ppo_problems()
         problems += environment_problems(self) + lora_problems(self) + routing_problems(self)
-        problems += credit_problems(self) + epochs_problems(self)
+        problems += epochs_problems(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -160,6 +160,11 @@ class Config(Section):
                 f"objective.name=oapl needs the advantages R - V*, not advantage.estimator="
                 f"{self.advantage.estimator}; set advantage.estimator=optimal_value"
             )
+        if self.advantage.credit == "turn" and self.advantage.estimator == "optimal_value":
+            problems.append(
+                "advantage.credit=turn: advantage.estimator=optimal_value is the value of a whole "
+                "response; choose another estimator, or unset advantage.credit"
+            )
         if name == "asymre" and not self.advantage.shift:
             problems.append(
                 "objective.name=asymre needs a baseline below the mean reward, but advantage.shift "
@@ -214,24 +219,22 @@ class Config(Section):
             if self.offline.behavior != "file":
                 problems.append("offline.behavior is set without offline.rollouts; set that too")
             return problems
-        if self.eval.sets:
-            problems.append(
-                "eval.sets needs an engine, but offline.rollouts starts none; unset eval.sets, and "
-                "evaluate the model that the run exports"
-            )
-        if self.trainer.self_test_every is not None:
-            problems.append(
-                "trainer.self_test_every needs an engine, but offline.rollouts starts none; unset "
-                "trainer.self_test_every"
-            )
+        needs_engine = {
+            "eval.sets": self.eval.sets,
+            "trainer.self_test_every": self.trainer.self_test_every,
+            "dynamic_sampling": self.dynamic_sampling.rounds,
+            "environment": self.environment,
+            "lag.partial_rollouts": self.lag.partial_rollouts,
+        }
+        problems += [
+            f"{key} needs an engine, but offline.rollouts starts none; unset one of them"
+            for key, value in needs_engine.items()
+            if value
+        ]
         if self.offline.behavior != "file" and self.behavior == "engine":
             problems.append(
                 f"behavior=engine uses the log-probs in offline.rollouts, but offline.behavior="
                 f"{self.offline.behavior} recomputes them; unset one"
-            )
-        if self.dynamic_sampling.rounds:
-            problems.append(
-                "dynamic_sampling needs an engine, but offline.rollouts starts none; unset one"
             )
         return problems
 
@@ -410,26 +413,33 @@ def partial_rollout_problems(config: Config) -> list[str]:
             "older weights, so the actor cannot recompute their log-probs; set "
             "behavior=engine, or cache: recompute"
         )
-    if config.lag.sync_weights_every > 1:
-        problems.append(
-            f"lag.sync_weights_every={config.lag.sync_weights_every} and lag.partial_rollouts "
-            "both set when weights are synced; unset one"
-        )
+    engine, every = config.rollout.engine, config.lag.sync_weights_every
+    conflicts = {
+        "lag.sync_weights_every": (every > 1, "both set when weights are synced"),
+        "rollout.engine.enable_prefix_caching": (
+            engine.get("enable_prefix_caching"), "a cached prefix may be of older weights"
+        ),
+        "rollout.engine.async_scheduling": (
+            engine.get("async_scheduling"), "each step must return its own tokens"
+        ),
+        "rollout.stop": (
+            config.rollout.stop,
+            "a stop string may span a weight sync; use rollout.stop_token_ids instead",
+        ),
+        "dynamic_sampling": (
+            config.dynamic_sampling.rounds, "the responses of a group end in different steps"
+        ),
+        "environment": (
+            config.environment,
+            "the state of an environment is in no checkpoint, so a conversation cannot continue "
+            "in a later step",
+        ),
+    }  # fmt: skip
     problems += [
-        f"rollout.engine.{name} does not work with lag.partial_rollouts; remove it"
-        for name in ("enable_prefix_caching", "async_scheduling")
-        if config.rollout.engine.get(name)
+        f"{key} cannot be combined with lag.partial_rollouts: {reason}; unset one of them"
+        for key, (value, reason) in conflicts.items()
+        if value
     ]
-    if config.dynamic_sampling.rounds or config.offline.rollouts is not None:
-        problems.append(
-            "lag.partial_rollouts cannot be combined with dynamic_sampling or "
-            "offline.rollouts; unset one"
-        )
-    if config.rollout.stop:
-        problems.append(
-            "rollout.stop: a stop string may span a weight sync, where lag.partial_rollouts "
-            "does not detect it; use rollout.stop_token_ids, or unset one"
-        )
     return problems
 
 
@@ -448,29 +458,6 @@ def lora_problems(config: Config) -> list[str]:
             f"lora needs a learning rate of its own: optimizer.learning_rate="
             f"{config.optimizer.learning_rate:g} is the default for all weights, and adapters need "
             "10 to 100 times as much; set it"
-        )
-    return problems
-
-
-def credit_problems(config: Config) -> list[str]:
-    """List conflicts of `advantage.credit=turn` with other sections of a `Config`."""
-    if config.advantage.credit == "response":
-        return []
-    problems = []
-    if config.environment is None and config.offline.rollouts is None:
-        problems.append(
-            "advantage.credit=turn: no effect without environment, which gives rewards to turns; "
-            "set environment, or unset it"
-        )
-    if config.advantage.estimator == "optimal_value":
-        problems.append(
-            "advantage.credit=turn: advantage.estimator=optimal_value is the value of a whole "
-            "response; choose another estimator, or unset advantage.credit"
-        )
-    if config.shaping.signed:
-        problems.append(
-            "advantage.credit=turn: shaping.signed rescales the reward of a whole response; return "
-            "such rewards from the environment, or unset one"
         )
     return problems
 
@@ -508,15 +495,6 @@ def environment_problems(config: Config) -> list[str]:
             f"environment.time_limit_seconds={limit:g}: one answer may take longer than "
             f"rollout.stall_seconds={stall:g}, after which the run ends; raise that, or lower the "
             "limit"
-        )
-    if config.lag.partial_rollouts is not None:
-        problems.append(
-            "environment and lag.partial_rollouts cannot be combined: the state of an environment "
-            "is in no checkpoint, so a conversation cannot continue in a later step; unset one"
-        )
-    if config.offline.rollouts is not None:
-        problems.append(
-            "environment has no effect with offline.rollouts, which generates nothing; unset one"
         )
     return problems
 

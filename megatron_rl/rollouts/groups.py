@@ -17,7 +17,7 @@ from megatron_rl.advantages import (
     returns_to_go,
 )
 from megatron_rl.config import AdvantageSection, Config
-from megatron_rl.rollouts.shaping import shape_reward
+from megatron_rl.rollouts.shaping import is_graded, shape_reward
 from megatron_rl.types import PromptGroup, PromptSlot, Rollout
 
 
@@ -80,12 +80,15 @@ def compute_all_advantages(groups: Sequence[PromptGroup], config: Config) -> lis
 def _turn_returns(rollouts: Sequence[Rollout], config: Config) -> Tensor:
     """Return the rewards from each turn on, 0 after the last one; [rollouts, turns] float64.
 
-    What shaping adds to a reward, and the reward of a verifier, are those of the last turn.
+    `shaping.signed` doubles every turn's reward. What else shaping adds to a reward, and the reward
+    of a verifier, are those of the last turn.
     """
     turns = max(rollout.response.turns for rollout in rollouts)
     rewards = torch.zeros(len(rollouts), turns, dtype=torch.float64)
     for row, rollout in zip(rewards, rollouts, strict=True):
         *earlier, _ = rollout.turn_rewards
+        if config.shaping.signed and is_graded(rollout):
+            earlier = [2 * reward for reward in earlier]
         row[: len(earlier)] = torch.tensor(earlier, dtype=torch.float64)
         row[len(earlier)] = shape_reward(rollout, config) - math.fsum(earlier)
     return returns_to_go(rewards)

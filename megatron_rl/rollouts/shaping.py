@@ -17,7 +17,7 @@ def shape_reward(rollout: Rollout, config: Config) -> float:
     shaping, limit = config.shaping, config.rollout.max_response_tokens
     reward = rollout.grade_result.reward
     # 0 is halfway between wrong and right: a failure to grade is not an error of the response.
-    if shaping.signed and rollout.grade_result.reason not in NOT_GRADED:
+    if shaping.signed and is_graded(rollout):
         reward = 2 * reward - 1
     if shaping.overlong is None:
         return reward
@@ -26,6 +26,11 @@ def shape_reward(rollout: Rollout, config: Config) -> float:
         return -penalty if is_truncated(rollout) else reward
     length = rollout.response.length
     return reward - penalty * overlong_fraction(length, limit=limit, buffer=shaping.overlong.buffer)
+
+
+def is_graded(rollout: Rollout) -> bool:
+    """True if the reward is that of the response: neither grader nor environment failed."""
+    return rollout.grade_result.reason not in NOT_GRADED
 
 
 def overlong_fraction(length: int, *, limit: int, buffer: int) -> float:

@@ -122,12 +122,12 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
         (
             MINIMAL,
             ["behavior=engine", "lag.partial_rollouts=8", "lag.sync_weights_every=2"],
-            "lag.sync_weights_every=2 and lag.partial_rollouts both set when weights",
+            "lag.sync_weights_every cannot be combined with lag.partial_rollouts: both set when",
         ),
         (
             MINIMAL,
             ["behavior=engine", "lag.partial_rollouts=8", "rollout.stop=[x]"],
-            "rollout.stop: a stop string may span a weight sync",
+            "rollout.stop cannot be combined with lag.partial_rollouts: a stop string may span a",
         ),
         (
             MINIMAL,
