@@ -23,8 +23,8 @@ from megatron_rl.distributed.collectives import reduce_sum
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import PolicyObjective
 from megatron_rl.rollouts.clock import token_versions
+from megatron_rl.rollouts.groups import is_masked, shape_reward
 from megatron_rl.rollouts.logprob_history import choose_traced, gather_traces, mark_traced
-from megatron_rl.rollouts.shaping import is_masked, shape_reward
 from megatron_rl.types import Minibatch, PromptGroup, Rollout, TokenBatch
 
 

@@ -57,14 +57,12 @@ from megatron_rl.trainer.actor_settings import (
     make_groups,
 )
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
-from megatron_rl.trainer.conversations import open_conversations
-from megatron_rl.trainer.default_verifier import choose_verifier
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.learning_check import describe_slow_packs
 from megatron_rl.trainer.loop import Trainer
-from megatron_rl.trainer.prompt_date import fix_date
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.trainer.skipped_updates import SkippedUpdates
+from megatron_rl.trainer.startup import choose_verifier, fix_date, open_conversations
 from megatron_rl.trainer.watchdog import GRACE, longest_silence, watch
 from megatron_rl.types import Prompt
 

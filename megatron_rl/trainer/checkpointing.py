@@ -1,6 +1,6 @@
-"""Saving checkpoints and resuming from them."""
+"""Saving checkpoints, resuming from them, and those that are kept regardless of age."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,14 +20,13 @@ from megatron_rl.distributed.agreement import (
 from megatron_rl.rollouts.buffer import GroupBuffer
 from megatron_rl.runs.checkpoints import file_names, sum_files
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runs.files import read_metrics
+from megatron_rl.runs.files import evaluation_scores, read_metrics
 from megatron_rl.runs.group_file import read_about, read_groups, write_groups
 from megatron_rl.runtime.failures import RankTimeoutError
 from megatron_rl.runtime.interruption import Interruption, RunInterrupted
 from megatron_rl.telemetry.console import Console
 from megatron_rl.trainer.route_files import read_routes, write_routes
 from megatron_rl.trainer.skipped_updates import SkippedUpdates
-from megatron_rl.trainer.sparing import retained_steps
 from megatron_rl.trainer.step_progress import StepProgress
 from megatron_rl.types import PromptGroup
 
@@ -348,3 +347,19 @@ class CheckpointKeeper:
                 folders.prune(keep=self.config.trainer.keep_checkpoints, spared=spared)
                 self.directory.forget(step)
         self._saved = (step, updates)
+
+
+def retained_steps(steps: Sequence[int], *, config: Config, folder: Path) -> set[int]:
+    """Saved steps that are never pruned: those of `keep_every`, and the best one.
+
+    folder: of the run.
+    """
+    settings = config.trainer
+    spared = {step for step in steps if settings.keep_every and step % settings.keep_every == 0}
+    if settings.keep_best:
+        metric = None if settings.keep_best is True else settings.keep_best
+        scores = evaluation_scores(folder, metric=metric)
+        spared |= set(
+            sorted(scores.keys() & set(steps), key=lambda step: (scores[step], step))[-1:]
+        )
+    return spared

@@ -18,13 +18,12 @@ from megatron_rl.rollouts.selection import BatchSelector
 from megatron_rl.rollouts.source import RolloutSource, RunContext
 from megatron_rl.telemetry.metrics import StartUp
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
-from megatron_rl.trainer.early_stopping import EarlyStopping
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.trainer.routing_check import measure_routing
 from megatron_rl.trainer.self_tests import SelfTests
 from megatron_rl.trainer.skipped_updates import SkippedUpdates
-from megatron_rl.trainer.step_progress import StepProgress
+from megatron_rl.trainer.step_progress import EarlyStopping, StepProgress
 
 
 @dataclass

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.trainer.sparing import retained_steps
+from megatron_rl.trainer.checkpointing import retained_steps
 from tests.unit.trainer.scripted import make_config
 
 
