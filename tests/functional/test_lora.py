@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.config.sections import ReshardingSection
+from megatron_rl.config.sections import LoraSection, ReshardingSection
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.push import Resharder
@@ -37,7 +37,7 @@ EXPERTS_ON_FOUR = [
 
 def settings(path=None, rank=4, alpha=8.0, **further):
     from megatron_rl.actor.settings import ActorSettings
-    from megatron_rl.config.sections import LoraSection, OptimizerSection
+    from megatron_rl.config.sections import OptimizerSection
 
     return ActorSettings(
         optimizer=OptimizerSection(learning_rate=3e-2, epsilon=1e-3, max_grad_norm=0.5),
@@ -138,7 +138,7 @@ def start_from_folders(actor, root, folder):
     from megatron_rl.actor.adapter_files import export_adapters
 
     for name, rank in (("qwen2 one/adapter", 4), ("foreign", 12)):
-        lora = replace(actor.settings.lora, path=str(root / name), rank=rank, alpha=2.0 * rank)
+        lora = LoraSection(path=str(root / name), rank=rank, alpha=2.0 * rank)
         chosen = replace(actor.settings, lora=lora)
         started = MegatronActor(actor.model_folder, topology=actor.topology, settings=chosen)
         export_adapters(started, folder / name / "again")
@@ -257,8 +257,16 @@ def store(rank, world_size, root):
     assert all(torch.equal(again[name], value) for name, value in exported.items())
     for folder, changes, message in (
         ("other16", {}, "adapters of another model"),
-        ("model16", {"lora": replace(settings().lora, rank=8)}, "adapters with rank 4"),
-        ("model16", {"lora": replace(settings().lora, targets=("qkv",))}, "with targets"),
+        (
+            "model16",
+            {"lora": settings().lora.model_copy(update={"rank": 8})},
+            "adapters with rank 4",
+        ),
+        (
+            "model16",
+            {"lora": settings().lora.model_copy(update={"targets": ["qkv"]})},
+            "with targets",
+        ),
         ("model16", {"lora": None}, "contains adapters, but this run trains weights"),
     ):
         chosen = replace(actor.settings, **changes)
