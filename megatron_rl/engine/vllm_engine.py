@@ -156,7 +156,7 @@ class VllmEngine:
         batches: int = 1,
         on_progress: ProgressCallback | None = None,
         on_response: OnFinished | None = None,
-        everywhere: bool = True,
+        on_all_ranks: bool = True,
         conversations: ConversationSettings | None = None,
     ) -> list[Response]:
         """Implement `RolloutEngine.generate` within `batches` times the time limit. Collective.
@@ -195,7 +195,7 @@ class VllmEngine:
             self._run(requests, batches=batches, on_finished=finished.add)
             return finished.own
 
-        generated = self._gather(run, everywhere=everywhere)
+        generated = self._gather(run, on_all_ranks=on_all_ranks)
         self.environment_costs = further.sum_costs() if further is not None else {}
         assert [item.position for item in generated] == list(range(len(prompts) * samples))
         return list(map(finished.response, generated))
@@ -226,7 +226,7 @@ class VllmEngine:
                 if position % self.layout.tensor == rank
             ]
 
-        generated = self._gather(run, everywhere=False, owners=find_owners(parts))
+        generated = self._gather(run, on_all_ranks=False, owners=find_owners(parts))
         return merge_outputs(parts, generated)
 
     def _gather(self, run: Callable[[], list[Generated]], **where: Any) -> list[Generated]:

@@ -49,11 +49,11 @@ def check_settings(config: Config, *, world_size: int) -> ModelShape:
 
 
 def settings_problems(
-    config: Config, *, world_size: int, is_here: bool = True
+    config: Config, *, world_size: int, is_local: bool = True
 ) -> tuple[list[str], ModelShape | None]:
     """List why a run cannot start; also return the model's shape if its config.json was read.
 
-    is_here: whether the run uses this machine's devices.
+    is_local: whether the run uses this machine's devices.
     """
     problems = [
         *_file_problems(config, config.prompt_files),
@@ -67,7 +67,7 @@ def settings_problems(
     if shape is not None:
         problems += layout_problems(config, shape, world_size)
         problems += length_problems(config, shape)
-        if is_here:
+        if is_local:
             problems += _transformer_engine_problems(config, shape)
             problems += _open_files_problems(config, world_size)
     try:

@@ -10,7 +10,7 @@ import torch
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.reference import ReferencePolicy
 from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
-from megatron_rl.data.token_rows import elsewhere, is_here
+from megatron_rl.data.token_rows import is_local, remote_row
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.types import PromptGroup, PromptSlot
 
@@ -95,6 +95,8 @@ class WindowLogprobs(BehaviorLogprobs):
             group = unfinished[slot]
             values = list(group.behavior_logprobs)
             values[index] = (
-                np.concatenate((known, row[len(known) :])) if is_here(row) else elsewhere(len(row))
+                np.concatenate((known, row[len(known) :]))
+                if is_local(row)
+                else remote_row(len(row))
             )
             unfinished[slot] = replace(group, behavior_logprobs=tuple(values))

@@ -109,7 +109,7 @@ class EngineSource(RolloutSource):
                 batches=math.ceil(len(prompts) / settings.prompts_per_step),
                 on_progress=advance,
                 on_response=self.grader.begin(prompts, samples=size),
-                everywhere=False,
+                on_all_ranks=False,
                 conversations=self.conversations,
             )
         if self.conversations is not None:

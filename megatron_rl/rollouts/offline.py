@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.data.prompts import tokenize_messages
 from megatron_rl.data.rows import add_system_prompt, parse_answer
-from megatron_rl.data.token_rows import WRITER, Delivery, elsewhere
+from megatron_rl.data.token_rows import WRITER, Delivery, remote_row
 from megatron_rl.data.tokenizer import check_tokenizer, load_tokenizer
 from megatron_rl.distributed.agreement import (
     gather_from_ranks,
@@ -359,9 +359,9 @@ def _owned_by(rank: int, scored: Scored) -> Scored:
 def _without_arrays(scored: Scored) -> Scored:
     rollout, values = scored
     response: Any = rollout.response
-    lengths = {name: elsewhere(len(getattr(response, name))) for name in TOKEN_COLUMNS}
+    lengths = {name: remote_row(len(getattr(response, name))) for name in TOKEN_COLUMNS}
     response = replace(response, text="", messages=(), **lengths)
-    return replace(rollout, response=response), None if values is None else elsewhere(len(values))
+    return replace(rollout, response=response), None if values is None else remote_row(len(values))
 
 
 def _encode(response: Response) -> np.ndarray:

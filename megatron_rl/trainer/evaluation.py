@@ -209,7 +209,7 @@ class Evaluator:
                 ),
                 on_progress=advance,
                 on_response=self.grader.begin(prompts, samples=self.samples),
-                everywhere=False,
+                on_all_ranks=False,
                 conversations=self.conversations,
             )
         rollouts = self.grader.finish(prompts, responses)

@@ -72,7 +72,7 @@ def _generate(rank, world_size, folder):
     from safetensors.torch import load_file
 
     from megatron_rl.config.sections import RolloutSection
-    from megatron_rl.data.token_rows import fetch_responses, is_here
+    from megatron_rl.data.token_rows import fetch_responses, is_local
     from megatron_rl.engine.vllm_engine import VllmEngine
     from megatron_rl.resharding.layouts import ActorLayout
     from megatron_rl.types import Prompt, SamplingSettings
@@ -89,10 +89,10 @@ def _generate(rank, world_size, folder):
     )
     sampling = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=20, seed=1)
     prompts = [Prompt(i, (), tuple(tokens), "", "") for i, tokens in enumerate(PROMPTS)]
-    responses = engine.generate(prompts, samples=SAMPLES, sampling=sampling, everywhere=False)
+    responses = engine.generate(prompts, samples=SAMPLES, sampling=sampling, on_all_ranks=False)
     agreed = []
     for place, response in enumerate(responses):
-        assert is_here(response.routes) == (response.owner == rank), "only the owner has routes"
+        assert is_local(response.routes) == (response.owner == rank), "only the owner has routes"
         if response.owner == rank:
             prompt = PROMPTS[place // SAMPLES]
             routes = _read(response, prompt)
@@ -103,8 +103,8 @@ def _generate(rank, world_size, folder):
     if rank == 1:
         Path(folder, "responses.pkl").write_bytes(pickle.dumps(brought))
     else:  # the writer receives the routes that it trains, and no others
-        assert brought[-1].owner == 1 and is_here(brought[-1].routes)
-        assert not any(is_here(one.routes) for one in brought[:-1] if one.owner == 1)
+        assert brought[-1].owner == 1 and is_local(brought[-1].routes)
+        assert not any(is_local(one.routes) for one in brought[:-1] if one.owner == 1)
     return float(np.mean(agreed)), len(agreed)
 
 

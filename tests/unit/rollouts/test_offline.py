@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl.config import ConfigError, parse_config
-from megatron_rl.data.token_rows import is_here
+from megatron_rl.data.token_rows import is_local
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import build_objective
 from megatron_rl.rollouts import offline
@@ -374,7 +374,7 @@ def _read_on_ranks(rank, world_size, path):
             arrays = (response.token_ids, response.rollout_logprobs, values)
             found.append(
                 (response.owner, rollout.prompt.token_ids, rollout.grade_result.reward,
-                 response.text, [row.tolist() if is_here(row) else len(row) for row in arrays])
+                 response.text, [row.tolist() if is_local(row) else len(row) for row in arrays])
             )  # fmt: skip
     pack = build_rollout_batch(
         groups[:2], config=settings, objective=build_objective("pnpo"),
