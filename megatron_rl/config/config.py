@@ -104,39 +104,53 @@ class Config(Section):
         return values
 
     def _unused_settings(self) -> list[str]:
-        """List settings without effect in combination with the others."""
-        advantage, optimizer, problems = self.advantage, self.optimizer, []
-        if self.data.template == "raw" and self.data.template_arguments:
-            problems.append(
-                "data.template_arguments have no effect with data.template=raw, which uses no chat "
-                "template; unset one of them"
-            )
+        """List settings without effect beside others."""
+        advantage, optimizer, stopping = self.advantage, self.optimizer, self.early_stopping
         estimator = f"advantage.estimator={advantage.estimator}"
-        if advantage.std != "sample" and advantage.estimator in ("leave_one_out", "optimal_value"):
-            problems.append(
-                f"advantage.std={advantage.std}: no effect with {estimator}, which divides by no "
-                "standard deviation; unset it"
-            )
-        if advantage.beta != 1.0 and advantage.estimator != "optimal_value":
-            problems.append(
-                f"advantage.beta={advantage.beta}: no effect with {estimator}; unset it, or set "
-                "advantage.estimator=optimal_value"
-            )
-        if advantage.shift and advantage.estimator not in ("group_relative", "raw"):
-            problems.append(
-                f"advantage.shift={advantage.shift}: no effect with {estimator}; unset it"
-            )
-        elif advantage.shift and advantage.estimator != "raw" and advantage.std != "none":
-            problems.append(
-                f"advantage.shift={advantage.shift} is in units of reward, but advantage.std="
-                f"{advantage.std} rescales rewards; set advantage.std=none"
-            )
-        if optimizer.min_learning_rate and optimizer.decay == "constant":
-            problems.append(
-                f"optimizer.min_learning_rate={optimizer.min_learning_rate}: no effect with "
-                "optimizer.decay=constant; unset it, or set optimizer.decay"
-            )
-        return problems
+        unused = {  # setting: whether it has no effect, and what it has none with
+            f"advantage.std={advantage.std}": (
+                advantage.std != "sample"
+                and advantage.estimator in ("leave_one_out", "optimal_value"),
+                f"{estimator}, which divides by no standard deviation",
+            ),
+            f"advantage.beta={advantage.beta}": (
+                advantage.beta != 1.0 and advantage.estimator != "optimal_value",
+                f"{estimator}: it is the temperature of optimal_value",
+            ),
+            f"advantage.shift={advantage.shift}": (
+                advantage.shift and advantage.estimator not in ("group_relative", "raw"),
+                estimator,
+            ),
+            f"optimizer.min_learning_rate={optimizer.min_learning_rate}": (
+                optimizer.min_learning_rate and optimizer.decay == "constant",
+                "optimizer.decay=constant",
+            ),
+            "data.template_arguments": (
+                self.data.template == "raw" and self.data.template_arguments,
+                "data.template=raw, which uses no chat template",
+            ),
+            "early_stopping": (
+                self.trainer.epochs == 1 and (stopping.acceptance or stopping.kl),
+                "trainer.epochs=1, which reuses no rollout batch",
+            ),
+            f"replay.capacity={self.replay.capacity}": (
+                self.replay.fresh == 1 and self.replay.capacity > 1,
+                "replay.fresh=1, which replays nothing",
+            ),
+            f"offline.behavior={self.offline.behavior}": (
+                self.offline.rollouts is None and self.offline.behavior != "file",
+                "offline.rollouts=null",
+            ),
+            f"model.reference={self.model.reference}": (
+                self.model.reference and "reference_logprobs" not in self.objective.choice.needs,
+                f"objective.name={self.objective.name} without objective.kl",
+            ),
+        }
+        return [
+            f"{setting}: no effect with {other}; unset one, or change the other"
+            for setting, (is_unused, other) in unused.items()
+            if is_unused
+        ]
 
     def _best_problems(self) -> list[str]:
         metric = self.trainer.keep_best
@@ -154,18 +168,23 @@ class Config(Section):
         ]
 
     def _objective_problems(self) -> list[str]:
-        problems, name = [], self.objective.name
-        if name == "oapl" and self.advantage.estimator != "optimal_value":
+        problems, name, advantage = [], self.objective.name, self.advantage
+        if name == "oapl" and advantage.estimator != "optimal_value":
             problems.append(
                 f"objective.name=oapl needs the advantages R - V*, not advantage.estimator="
-                f"{self.advantage.estimator}; set advantage.estimator=optimal_value"
+                f"{advantage.estimator}; set advantage.estimator=optimal_value"
             )
-        if self.advantage.credit == "turn" and self.advantage.estimator == "optimal_value":
+        if advantage.credit == "turn" and advantage.estimator == "optimal_value":
             problems.append(
                 "advantage.credit=turn: advantage.estimator=optimal_value is the value of a whole "
                 "response; choose another estimator, or unset advantage.credit"
             )
-        if name == "asymre" and not self.advantage.shift:
+        if advantage.shift and advantage.estimator == "group_relative" and advantage.std != "none":
+            problems.append(
+                f"advantage.shift={advantage.shift} is in units of reward, but advantage.std="
+                f"{advantage.std} rescales rewards; set advantage.std=none"
+            )
+        if name == "asymre" and not advantage.shift:
             problems.append(
                 "objective.name=asymre needs a baseline below the mean reward, but advantage.shift "
                 "is 0; set advantage.shift=-0.1 and advantage.std=none"
@@ -174,10 +193,6 @@ class Config(Section):
             problems.append(
                 "objective.name=sao needs ratios to the engine's log-probs, but behavior=actor "
                 "uses the actor's; set behavior=engine"
-            )
-        if self.model.reference and "reference_logprobs" not in self.objective.choice.needs:
-            problems.append(
-                "model.reference is set, but the objective has no KL term: set objective.kl too"
             )
         return problems
 
@@ -195,29 +210,17 @@ class Config(Section):
                 f"replay.fresh={self.replay.fresh} of rollout.prompts_per_step="
                 f"{self.rollout.prompts_per_step} rounds to no groups or to all of them; change one"
             )
-        if self.replay.fresh == 1 and self.replay.capacity > 1:
-            problems.append(
-                f"replay.capacity={self.replay.capacity}: no effect with replay.fresh=1, which "
-                "replays nothing; lower replay.fresh, or unset replay.capacity"
-            )
         return problems
 
     def _ppo_problems(self) -> list[str]:
-        problems, stopping, overlong = [], self.early_stopping, self.shaping.overlong
+        problems, overlong = [], self.shaping.overlong
         limit = self.rollout.max_response_tokens
         if overlong is not None and overlong.kind == "soft" and overlong.buffer > limit:
             problems.append(
                 f"shaping.overlong.buffer={overlong.buffer} is more than "
                 f"rollout.max_response_tokens={limit}; lower it"
             )
-        if self.trainer.epochs == 1 and (stopping.acceptance or stopping.kl):
-            problems.append(
-                "early_stopping has no effect with trainer.epochs=1, which reuses no rollout "
-                "batch; raise trainer.epochs, or unset early_stopping"
-            )
         if self.offline.rollouts is None:
-            if self.offline.behavior != "file":
-                problems.append("offline.behavior is set without offline.rollouts; set that too")
             return problems
         needs_engine = {
             "eval.sets": self.eval.sets,

@@ -288,7 +288,10 @@ def test_missing_column_or_file_is_named(tmp_path):
     [
         ({"eval": {"sets": {"held": "x.jsonl"}}}, r"eval\.sets needs an engine"),
         ({"dynamic_sampling": {"rounds": 1}}, r"dynamic_sampling needs an engine"),
-        ({"offline": {"rollouts": None, "behavior": "m"}}, r"offline\.behavior is set without"),
+        (
+            {"offline": {"rollouts": None, "behavior": "m"}},
+            r"offline\.behavior=m: no effect with offline\.rollouts=null",
+        ),
         (
             {"offline": {"behavior": "m"}, "behavior": "engine"},
             r"offline\.behavior=m recomputes them; unset one",
