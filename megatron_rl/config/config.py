@@ -251,14 +251,23 @@ class Config(Section):
     def process_problems(self, processes: int) -> list[str]:
         """List the reasons why this number of processes does not fit the layout."""
         parallel, tensor, problems = self.parallel, self.rollout.tensor, []
+        engines, of_these = parallel.engine_ranks, ""
+        if engines is not None:
+            if engines >= processes:
+                return [
+                    f"parallel.engine_ranks={engines} of {processes} processes leaves none that "
+                    "trains; lower it, or start more processes"
+                ]
+            processes -= engines
+            of_these = f" besides the {engines} of parallel.engine_ranks"
         unit = parallel.model_size * (parallel.data or 1)
         if processes % unit or (parallel.data and processes != unit):
             problems.append(
-                f"{processes} process{'es do' if processes > 1 else ' does'} not fit "
+                f"{processes} process{'es do' if processes > 1 else ' does'}{of_these} not fit "
                 f"tensor {parallel.tensor} * pipeline "
                 f"{parallel.pipeline} * context {parallel.context} * data {parallel.data or '?'}; "
                 "the product must equal the number of processes: change one of parallel.*, or "
-                f"start {unit} processes"
+                f"start {unit + (engines or 0)} processes"
             )
             return problems  # what follows would repeat it
         over, slices = processes // parallel.pipeline, parallel.expert_tensor_size
@@ -268,10 +277,10 @@ class Config(Section):
                 f"parallel.expert={parallel.expert}{times} does not divide tensor * context * "
                 f"data = {over}; choose a divisor"
             )
-        if processes % tensor:
+        if (generating := engines or processes) % tensor:
             problems.append(
                 f"rollout.tensor={tensor}: vLLM's tensor parallel size {tensor} does not divide "
-                f"the {processes} ranks; choose a divisor"
+                f"the {generating} ranks; choose a divisor"
             )
         return problems
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.distributed.agreement import StragglerBarrier
+from megatron_rl.distributed.link import Link
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.adapters import AdapterSettings, lora_arguments, start_adapters
 from megatron_rl.engine.conversations import Conversations
@@ -79,6 +80,7 @@ class VllmEngine:
     stop_token_ids, stop: additional stop tokens and stop strings.
     partial_rollouts, routes: `continue_generation` will be called; responses have their routes.
     adapters: the source's adapters, if vLLM computes with them itself; None: with their sums.
+    link: joins the trainers, if this rank only generates; None: the actor is in this process.
     hooks, further_arguments: callbacks to the run; additional arguments of vLLM's `LLM`.
     """
 
@@ -104,13 +106,16 @@ class VllmEngine:
         routes: bool = False,
         adapters: AdapterSettings | None = None,
         resharding: ReshardSettings | None = None,
+        link: Link | None = None,
         hooks: EngineHooks | None = None,
         further_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("start torch.distributed (and Megatron) before the vLLM engine")
         self.shape: ModelShape = read_model_shape(model_folder)
-        self.layout = EngineLayout(tensor, topology.world_size, expert_parallel)
+        first = 0 if link is None else link.trainers
+        self.layout = EngineLayout(tensor, topology.world_size, expert_parallel, first)
+        self._layout_rank = first + topology.rank
         self.layout.check(self.shape)
         on_cuda = topology.device.type == "cuda"
         self.dtype, self.topology, self.max_model_len = dtype, topology, max_model_len
@@ -120,7 +125,7 @@ class VllmEngine:
         self._engine_seconds = [0.0] * topology.world_size  # by rank
         self.environment_costs: Mapping[str, float] = {}
         self._work = StragglerBarrier("generating", patience=stall_limit + 2 * CLEAN_UP_SECONDS)
-        self._resharder = Resharder(self, resharding or ReshardSettings())
+        self._resharder = Resharder(self, resharding or ReshardSettings(), link)
         self._stop = find_stop_rule(
             model_folder, self._tokenizer, vocab_size=self.shape.vocab_size,
             token_ids=stop_token_ids, texts=stop,
@@ -280,7 +285,7 @@ class VllmEngine:
         of a wrong shape.
         """
         tensors = prepare_tensors(weights, self.shape)
-        expected = self.layout.parameter_shapes(self.shape, rank=self.topology.rank)
+        expected = self.layout.parameter_shapes(self.shape, rank=self._layout_rank)
         tied = self.shape.tied_embeddings
         load = partial(load_tensors, self._llm, tensors, expected=expected, tied_embeddings=tied)
         return self.overwrite(load, version=version)
@@ -313,7 +318,7 @@ class VllmEngine:
         """Return vLLM's own parameters; None if it computes with others (CPU, latent attention)."""
         if self.topology.device.type != "cuda" or self.shape.latent:
             return None
-        expected = self.layout.parameter_shapes(self.shape, rank=self.topology.rank)
+        expected = self.layout.parameter_shapes(self.shape, rank=self._layout_rank)
         return parameters_as_expected(self._llm, expected, shape=self.shape, dtype=self.dtype)
 
     def invalidate(self) -> None:

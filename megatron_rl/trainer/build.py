@@ -2,6 +2,8 @@
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import cast
 
@@ -9,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.adapter_files import export_adapters
+from megatron_rl.actor.groups import join_sides
 from megatron_rl.actor.reference import ReferencePolicy
 from megatron_rl.actor.weights import ProgressCallback
 from megatron_rl.config import Config, ConfigError
@@ -18,15 +21,18 @@ from megatron_rl.distributed.agreement import (
     run_on_rank_0,
     sync_errors_across_ranks,
 )
+from megatron_rl.distributed.link import Link
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.engine import ConversationSettings, EngineHooks, RolloutEngine
+from megatron_rl.engine.remote import RemoteEngine
 from megatron_rl.engine.vllm_engine import VllmEngine
 from megatron_rl.models.adapters import peft_problem
-from megatron_rl.models.shape import read_model_shape
+from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.models.stored_tensors import check_headers
 from megatron_rl.objectives import PolicyObjective, build_objective
 from megatron_rl.preflight.settings import check_settings
 from megatron_rl.preflight.verifier import vote_problems
+from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.push import ReshardSettings
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import Item, VerifierError
@@ -42,6 +48,7 @@ from megatron_rl.rollouts.grading import Grader
 from megatron_rl.rollouts.offline import NoEngine, OfflineRollouts, OfflineSource
 from megatron_rl.rollouts.partial_rollouts import PartialRolloutSource
 from megatron_rl.rollouts.prompt_sets import PromptSets, share_prompt_sets
+from megatron_rl.rollouts.remote_source import RemoteSource
 from megatron_rl.rollouts.schedule import build_schedule
 from megatron_rl.rollouts.selection import BatchSelector
 from megatron_rl.rollouts.source import RolloutSource, RunContext
@@ -60,7 +67,8 @@ from megatron_rl.trainer.actor_settings import (
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
 from megatron_rl.trainer.conversations import open_conversations
 from megatron_rl.trainer.default_verifier import choose_verifier
-from megatron_rl.trainer.evaluation import Evaluator
+from megatron_rl.trainer.engine_ranks import run_engine_rank
+from megatron_rl.trainer.evaluation import Evaluator, RemoteEvaluator
 from megatron_rl.trainer.learning_check import describe_slow_packs
 from megatron_rl.trainer.loop import Trainer
 from megatron_rl.trainer.prompt_date import fix_date
@@ -87,12 +95,36 @@ def run_training(
     if rank == 0:
         directory.lock()
     # A barrier: no rank still checks the directory when rank 0 writes to it.
+    with join_link(config) as link:
+        if link is not None and link.is_engine:
+            run_engine_rank(config, link, shape=shape, directory=directory)
+            return
+        _train(
+            config, objective, shape, directory, link,
+            rank=rank, start=start, interruption=interruption or Interruption(),
+        )  # fmt: skip
+
+
+def _train(
+    config: Config,
+    objective: PolicyObjective,
+    shape: ModelShape,
+    directory: RunDirectory,
+    link: Link | None,
+    *,
+    rank: int,
+    start: StartUp,
+    interruption: Interruption,
+) -> None:
+    """Train on the ranks of this side of the link, or on all."""
     topology = make_groups(config, seed=config.seed, timeout=collective_timeout(config))
     progress, unwatched = watch(config, directory, rank=rank)
+    if link is not None:
+        link.on_wait, progress.also = progress.count, link.advance
     console = Console(
         is_main_rank=rank == 0, log_file=directory.log_file, on_advance=progress.count
     )
-    for line in (unwatched, _describe(config, world_size), describe_slow_packs(config)):
+    for line in (unwatched, _describe(config, topology.world_size), describe_slow_packs(config)):
         if line is not None:
             console.echo(line)
     log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
@@ -105,6 +137,8 @@ def run_training(
         for line in run_on_rank_0(lambda: directory.check_inputs(config), doing="comparing inputs"):
             console.echo(line)
         config = choose_verifier(config, directory, prompts.training, echo=console.echo)
+        if link is not None:
+            link.order("config", config)
         start.ended("checks")
         with build_verifiers(config, topology, directory) as pool:
             trainer = _build_trainer(
@@ -116,9 +150,10 @@ def run_training(
                 topology=topology,
                 grader=Grader(pool, topology, progress.count),
                 conversations=conversations,
-                interruption=interruption or Interruption(),
+                interruption=interruption,
                 start=start,
                 progress=progress,
+                link=link,
             )
             with trainer.recorder:
                 trainer.train()
@@ -136,6 +171,21 @@ def export(actor: MegatronActor, directory: RunDirectory, progress: ProgressCall
     lora = actor.settings.lora
     if lora is not None and peft_problem(actor.shape, lora.targets) is None:
         export_adapters(actor, directory.adapter)
+
+
+@contextmanager
+def join_link(config: Config) -> Iterator[Link | None]:
+    """Join the link of ranks that train and ranks that generate; None if all do both."""
+    if config.parallel.engine_ranks is None:
+        yield None
+        return
+    silence = longest_silence(config)
+    with join_sides(
+        engine_ranks=config.parallel.engine_ranks,
+        timeout=collective_timeout(config),
+        patience=silence + GRACE,
+    ) as link:
+        yield link
 
 
 def _ranks_per_node(topology: Topology) -> int:
@@ -165,6 +215,7 @@ def _build_trainer(
     interruption: Interruption,
     start: StartUp,
     progress: Heartbeat,
+    link: Link | None = None,
 ) -> Trainer:
     writer = directory if topology.rank == 0 else None
     settings = build_actor_settings(config, topology)
@@ -191,14 +242,14 @@ def _build_trainer(
     run = RunContext(config, actor, objective, buffer, console, clock)
     engine, source = _build_source(
         run, grader, prompts, conversations,
-        start=start, progress=progress, interruption=interruption,
+        start=start, progress=progress, interruption=interruption, link=link,
     )  # fmt: skip
     return Trainer(
         run=run,
         engine=engine,
         source=source,
         selector=BatchSelector(run, reference),
-        evaluator=Evaluator(
+        evaluator=(Evaluator if link is None else RemoteEvaluator)(
             config, engine, grader, prompts.evaluation, recorder, console, conversations
         ),
         checkpoints=checkpoints,
@@ -230,16 +281,28 @@ def _build_source(
     start: StartUp,
     progress: Heartbeat,
     interruption: Interruption,
+    link: Link | None,
 ) -> tuple[RolloutEngine, RolloutSource]:
     """Build the source of rollouts and its engine: files, partial rollouts, or whole responses."""
     config = run.config
     behavior = build_behavior_logprobs(config, run.actor)
+    if link is not None:
+        remote = RemoteEngine(
+            link,
+            EngineLayout(
+                config.rollout.tensor, link.engines, config.rollout.expert_parallel, link.trainers
+            ),
+            compute_dtype(config, run.actor.topology),
+            build_reshard_settings(config, run.actor.topology),
+        )
+        start.ended("vllm")
+        return remote, RemoteSource(run, link, remote, prompts.training, behavior)
     if config.offline.rollouts is not None:
         rollouts = OfflineRollouts.load(config, run.console.echo)
         start.ended("rollouts")
         run.actor.sleep()
         return cast(RolloutEngine, NoEngine()), OfflineSource(run, rollouts, behavior)
-    _start_verifiers(grader.pool, prompts.training[0], config)
+    start_verifiers(grader.pool, prompts.training[0], config)
     start.ended("verifiers")
     run.actor.sleep()  # vLLM measures the free memory when it starts
     engine = _start_engine(run, progress, interruption)
@@ -264,7 +327,7 @@ def _start_engine(
     return engine
 
 
-def _start_verifiers(pool: VerifierPool, prompt: Prompt, config: Config) -> None:
+def start_verifiers(pool: VerifierPool, prompt: Prompt, config: Config) -> None:
     """Wait until all workers have loaded the verifier, and try it, before vLLM starts."""
 
     def start_and_try() -> None:
@@ -291,8 +354,22 @@ def build_verifiers(config: Config, topology: Topology, directory: RunDirectory)
     return VerifierPool(config.reward, cores=cores_of_rank(), echo=log)
 
 
+def build_reshard_settings(config: Config, topology: Topology) -> ReshardSettings:
+    """Settings of the weight transfer on this rank's device."""
+    return ReshardSettings(
+        bucket_bytes=config.resharding.bucket_bytes(cuda=topology.device.type == "cuda"),
+        full_check_every=config.resharding.full_check_every,
+        time_limit=config.resharding.time_limit_seconds,
+        ranks_per_node=_ranks_per_node(topology),
+    )
+
+
 def build_engine(
-    config: Config, topology: Topology, *, hooks: EngineHooks | None = None
+    config: Config,
+    topology: Topology,
+    *,
+    hooks: EngineHooks | None = None,
+    link: Link | None = None,
 ) -> VllmEngine:
     """Start this rank's rollout engine; its weights arrive with the first weight sync."""
     on_cuda = topology.device.type == "cuda"
@@ -317,19 +394,15 @@ def build_engine(
         routes=config.model.routing_replay == "engine",
         adapters=build_adapter_settings(config),
         hooks=hooks,
-        resharding=ReshardSettings(
-            bucket_bytes=config.resharding.bucket_bytes(cuda=on_cuda),
-            full_check_every=config.resharding.full_check_every,
-            time_limit=config.resharding.time_limit_seconds,
-            ranks_per_node=_ranks_per_node(topology),
-        ),
+        resharding=build_reshard_settings(config, topology),
+        link=link,
     )
 
 
 def _describe(config: Config, world_size: int) -> str:
     parallel = config.parallel
     replicas = world_size // parallel.model_size
-    rollout, trainer = config.rollout, config.trainer
+    rollout, trainer, engines = config.rollout, config.trainer, parallel.engine_ranks
     extra = f", expert {parallel.expert}" if parallel.expert > 1 else ""
     if parallel.expert > 1 and parallel.expert_tensor_size > 1:
         extra += f" x tensor {parallel.expert_tensor_size}"
@@ -342,5 +415,6 @@ def _describe(config: Config, world_size: int) -> str:
         f"{world_size} process{'es' if world_size > 1 else ''}: "
         f"Megatron tensor {parallel.tensor}, pipeline {parallel.pipeline}, "
         f"context {parallel.context}, data {replicas}{extra}; "
-        f"vLLM {world_size // rollout.tensor} x tensor {rollout.tensor}"
+        + (f"{engines} more: " if engines else "")
+        + f"vLLM {(engines or world_size) // rollout.tensor} x tensor {rollout.tensor}"
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron_rl.config import Config
 from megatron_rl.engine.engine import ConversationSettings, RolloutEngine
+from megatron_rl.engine.remote import RemoteEngine
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT
 from megatron_rl.rollouts.grading import Grader
 from megatron_rl.runtime.seeds import derive_seed
@@ -83,6 +84,12 @@ class Evaluator:
 
     def answer(self, name: str, step: int) -> list[Rollout]:
         """Generate, grade and record responses to a set, problem after problem."""
+        rollouts = self.generate(name)
+        self.recorder.record_evaluation(name, step, rollouts)
+        return rollouts
+
+    def generate(self, name: str) -> list[Rollout]:
+        """Generate and grade responses to a set."""
         settings, prompts = self.config.eval, self.sets[name]
         with self.console.progress(f"eval {name}") as advance:
             responses = self.engine.generate(
@@ -99,9 +106,17 @@ class Evaluator:
                 everywhere=False,
                 conversations=self.conversations,
             )
-        rollouts = self.grader.finish(prompts, responses)
-        self.recorder.record_evaluation(name, step, rollouts)
-        return rollouts
+        return self.grader.finish(prompts, responses)
+
+
+@dataclass
+class RemoteEvaluator(Evaluator):
+    """Evaluates on engines of other ranks, which also grade."""
+
+    engine: RemoteEngine
+
+    def generate(self, name: str) -> list[Rollout]:
+        return self.engine.evaluate(name)
 
 
 TIME_LIMIT_KEY, FAILED_KEY = "time_limit_fraction", "failed_fraction"

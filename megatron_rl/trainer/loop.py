@@ -81,9 +81,11 @@ class Trainer:
             self.self_tests.before_updates(step, batch, done=step_progress.updates.count)
             self.actor.wake_up()  # gradients and the optimizer's state
             self.train_epochs(step_progress, batch)
+        later = self.source.collect(step)  # from engines on ranks of their own
         with self.clock.phase("sync"):
             sync_metrics = self.sync_weights_if_due(step)
             self.self_tests.after_weight_sync(step)
+        self.keep(step_progress, self.source.score(step, later))
         with self.clock.phase("checkpoint"):  # before an evaluation that may fail
             self.checkpoints.save_if_due(self.actor, step)
         with self.clock.phase("eval"):
@@ -105,6 +107,16 @@ class Trainer:
             groups = self.source.restorable(fresh)
             self.recorder.keep_generated(step_progress, groups, layout=self.actor.layout)
         return step_progress
+
+    def keep(self, step_progress: StepProgress, later: Sequence[RolloutBatch]) -> None:
+        """Insert batches that were generated during a step, as if it had been before."""
+        if not later:
+            return
+        with self.clock.phase("record"):
+            self.run.buffer.insert(group for batch in later for group in batch.groups)
+            step_progress.generated = self.source.metrics(later)
+            groups = self.source.restorable(later)
+            self.recorder.keep_generated(step_progress, groups, layout=self.actor.layout)
 
     def train_epochs(self, step_progress: StepProgress, batch: RolloutBatch) -> None:
         """Make the remaining updates of a step; early stopping may end them."""
