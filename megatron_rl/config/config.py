@@ -22,7 +22,7 @@ from megatron_rl.config.lag_sections import (
 )
 from megatron_rl.config.logging_sections import LoggingSection
 from megatron_rl.config.lora_section import LoraSection, lora_problems
-from megatron_rl.config.parallel_section import ParallelSection
+from megatron_rl.config.parallel_section import ParallelSection, engine_rank_problems
 from megatron_rl.config.ppo_sections import (
     DynamicSamplingSection,
     EarlyStoppingSection,
@@ -103,7 +103,7 @@ class Config(Section):
         problems += self._unused_settings() + self._objective_problems() + self._best_problems()
         problems += self._lag_problems() + self._ppo_problems()
         problems += environment_problems(self) + lora_problems(self) + routing_problems(self)
-        problems += credit_problems(self) + epochs_problems(self)
+        problems += credit_problems(self) + epochs_problems(self) + engine_rank_problems(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self

@@ -1,5 +1,7 @@
 """The section of the actor's parallel layout."""
 
+from typing import Any
+
 from megatron_rl.config.sections import Count, Section
 
 
@@ -43,3 +45,36 @@ class ParallelSection(Section):
         if self.expert_tensor is not None:
             return self.expert_tensor
         return 1 if self.expert > 1 else self.tensor
+
+
+def engine_rank_problems(config: Any) -> list[str]:
+    """List conflicts of `config.parallel.engine_ranks` with other settings of a `Config`."""
+    number, lag = config.parallel.engine_ranks, config.lag
+    if number is None:
+        return []
+    if config.offline.rollouts is not None:
+        return [f"parallel.engine_ranks={number}: offline.rollouts starts no engines; unset one"]
+    problems = []
+    if lag.policy is not None:
+        problems.append(
+            f"parallel.engine_ranks={number} cannot be combined with lag.policy={lag.policy}, "
+            "whose choice may depend on what is generated while a step is trained; set lag.batches"
+        )
+    elif lag.batches == 0:
+        problems.append(
+            f"parallel.engine_ranks={number} with lag.batches=0: a step would wait for its own "
+            "rollouts while the ranks that train are idle; set lag.batches to 1 or more, or unset "
+            "parallel.engine_ranks"
+        )
+    unsupported = {
+        "lag.partial_rollouts": lag.partial_rollouts is not None,
+        "environment": config.environment is not None,
+        "lora": config.lora is not None,
+        "model.routing_replay": config.model.routing_replay != "none",
+    }
+    problems += [
+        f"parallel.engine_ranks={number} cannot be combined with {name} yet; unset one of them"
+        for name, is_set in unsupported.items()
+        if is_set
+    ]
+    return problems

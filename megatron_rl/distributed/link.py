@@ -29,6 +29,7 @@ WEIGHTS, RESULTS = 0, 1  # tags of messages
 _REPORT_INTERVAL = 1.0  # seconds between two reports of progress
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.25  # seconds between two polls of the store
 _END_SECONDS = 60.0  # that rank 0 waits for the others at the end
+_OVER = "over"  # key: the trainers have ended
 _FAILED = "failed"  # key of the first error of any rank
 
 
@@ -37,14 +38,14 @@ class Link:
     """Group of all ranks of both sides, as one of them.
 
     rank: of all ranks, of which the first `trainers` train and the last `engines` generate.
-    store: reached by all ranks. patience: seconds to wait for the other side while it makes no
-    progress. on_wait: called at least four times per second while waiting.
+    store: torch's Store, reached by all ranks. patience: seconds to wait for the other side while
+    it makes no progress. on_wait: called at least four times per second while waiting.
     """
 
     rank: int
     trainers: int
     engines: int
-    store: dist.Store
+    store: Any
     timeout: timedelta
     patience: float = float("inf")
     on_wait: Callable[[], object] = lambda: None
@@ -54,17 +55,20 @@ class Link:
     _sending: list[tuple[Tensor, Any]] = field(default_factory=list)
     _reported: float = 0.0  # when this rank last reported its progress
     _is_waiting: bool = False
+    _asked: float = 0.0  # when this rank last asked for the end
+    _is_over: bool = False
 
     def __post_init__(self) -> None:
         size = self.trainers + self.engines
         with mock.patch.dict(os.environ, TORCH_GLOO_LAZY_INIT="1"):  # few pairs exchange anything
-            self._host = dist.ProcessGroupGloo(
+            self._host: Any = dist.ProcessGroupGloo(
                 dist.PrefixStore("link host", self.store), self.rank, size, self.timeout
             )
         self._device: Any = None
         if torch.cuda.is_available():
             store = dist.PrefixStore("link device", self.store)
-            self._device = dist.ProcessGroupNCCL(store, self.rank, size)
+            options = dist.ProcessGroupNCCL.Options()
+            self._device = dist.ProcessGroupNCCL(store, self.rank, size, options)
 
     @property
     def is_engine(self) -> bool:
@@ -154,9 +158,10 @@ class Link:
         if error is not None and not isinstance(error, RunInterrupted):
             self.fail(error)
             return
-        if not self.is_engine:
-            self.order("end" if error is None else "interrupted")
         try:
+            if not self.is_engine:
+                self.store.set(_OVER, "")
+                self.order("end" if error is None else "interrupted")
             self.store.add("left", 1)
             end = time.monotonic() + _END_SECONDS
             everyone = self.trainers + self.engines
@@ -172,6 +177,14 @@ class Link:
             self.store.compare_set(_FAILED, "", text)
         except RuntimeError:  # rank 0 is gone, and the store with it
             return
+
+    def is_over(self) -> bool:
+        """True if the trainers have ended or a rank has failed; asks at most once per second."""
+        now = time.monotonic()
+        if now - self._asked >= _REPORT_INTERVAL:
+            self._asked = now
+            self._is_over = self.store.check([_OVER]) or self.store.check([_FAILED])
+        return self._is_over
 
     def _wait_for(self, key: str) -> bytes:
         """Return the value of a key of the store as soon as it exists."""

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from megatron_rl.data.token_rows import WRITER, elsewhere
 from megatron_rl.distributed.link import Link
-from megatron_rl.engine.engine import RolloutEngine
 from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.push import (
     EnginesElsewhere,
@@ -48,14 +47,18 @@ def _without_tokens(response: Response) -> Response:
 
 
 @dataclass
-class RemoteEngine(RolloutEngine):
-    """Sends orders to the engines of the link; `trainer/engine_ranks.py` executes them."""
+class RemoteEngine:
+    """The part of `RolloutEngine` that whole responses need, as orders to the engines of a link.
+
+    `trainer/engine_ranks.py` executes them.
+    """
 
     link: Link
     layout: EngineLayout
     dtype: torch.dtype
     resharding: ReshardSettings
     environment_costs: Mapping[str, float] = field(default_factory=dict)
+    shares_devices = False
     _version: int = -1
 
     def __post_init__(self) -> None:
@@ -82,9 +85,11 @@ class RemoteEngine(RolloutEngine):
             dist.broadcast_object_list(box)
         return box[0]
 
-    def evaluate(self, name: str) -> list[Rollout]:
-        """Return graded rollouts of an evaluation set, with tokens on the first trainer alone."""
-        self.link.order("evaluate", name)
+    def evaluated(self) -> list[Rollout]:
+        """Return graded rollouts of the next evaluation set, in the order of `evaluate` orders.
+
+        Only the first trainer has their tokens. Collective.
+        """
         return share_rollouts(self.link.take())
 
     def sync_weights(self, actor: WeightSource, *, version: int) -> SyncStats:

@@ -84,6 +84,8 @@ class VllmEngine:
     hooks, further_arguments: callbacks to the run; additional arguments of vLLM's `LLM`.
     """
 
+    shares_devices = True
+
     def __init__(
         self,
         model_folder: str | Path,

@@ -171,7 +171,7 @@ class WeightReceiver(Protocol):
 
 
 @dataclass(frozen=True)
-class EnginesElsewhere(WeightReceiver):
+class EnginesElsewhere:
     """Engines on ranks of their own, as a trainer sees them: it sends and receives nothing."""
 
     layout: EngineLayout
@@ -241,7 +241,7 @@ class ReshardSettings:
 
 def check_ends(
     source: WeightSource,
-    receiver: WeightReceiver,
+    receiver: WeightReceiver | EnginesElsewhere,
     *,
     doing: str,
     time_limit: float | None = None,
@@ -275,7 +275,7 @@ class Resharder:
     parameters and whose rank is that of the link; None: every rank trains and generates.
     """
 
-    receiver: WeightReceiver
+    receiver: WeightReceiver | EnginesElsewhere
     settings: ReshardSettings = ReshardSettings()
     link: Link | None = None
     _pushes: int = 0

@@ -4,19 +4,20 @@ Step s lets the engines generate what a run on shared ranks generates before the
 with the same weights, seeds and slots. It takes the result after its updates, before the next
 weight sync: from then on buffer and metrics are those of the run on shared ranks.
 
-    engines   | generate, step s       | sync s | generate, step s + 1
-    trainers  | train s                | sync s | score s | train s + 1
+    engines   | generate of step s | sync s | generate of step s + 1     | sync s + 1
+    trainers  | train step s       | sync s | score s | train step s + 1 | sync s + 1
 """
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
 from megatron_rl.actor.reference import KeptWeights
 from megatron_rl.distributed.link import Link
+from megatron_rl.engine.engine import RolloutEngine
 from megatron_rl.engine.remote import RemoteEngine, share_rollouts
 from megatron_rl.rollouts.batch_metrics import generation_metrics
 from megatron_rl.rollouts.behavior import BehaviorLogprobs, ModelLogprobs
@@ -51,34 +52,43 @@ class RemoteSource(RolloutSource):
     training: Sequence[Prompt]
     behavior: BehaviorLogprobs
     can_resume_inside = False  # what a step generates by its first weights is not there yet
-    _is_ordered: bool = False
+    _ordered: tuple[int, list[list[PromptSlot]]] = (0, [])  # step, and what is not taken yet
     _updates: int = 0  # before the generation
+    _arrived: Sequence[PromptSlot] = ()  # slots of the result taken last
     _costs: Sequence[Any] = ({}, 0.0)  # and seconds, of the result taken last
 
     def __post_init__(self) -> None:
         self.kept = KeptWeights(self.run.actor)
 
     def check(self) -> None:
-        check_engine_of_run(self.run, self.engine, self.training)
+        check_engine_of_run(self.run, cast(RolloutEngine, self.engine), self.training)
 
-    def generate(self, step: int) -> list[RolloutBatch]:
-        with self.run.clock.phase("rollout"):
-            missing, spare = self.run.buffer.missing(step), self.run.buffer.spare(step)
-        self._updates, self._is_ordered = self.run.actor.updates, bool(missing)
+    def start(self, step: int) -> None:
+        buffer, arrived = self.run.buffer, self._arrived
+        missing, spare = buffer.missing(step, arrived=arrived), buffer.spare(step, arrived=arrived)
+        self._ordered, self._updates = (step, missing), self.run.actor.updates
         if missing:
             self.link.order("rollouts", step, missing, spare)
-        if _has_slot_of(step, missing):
+
+    def generate(self, step: int) -> list[RolloutBatch]:
+        if self._ordered[0] != step:  # the first step of this start of the run
+            self.start(step)
+        missing = self._ordered[1]
+        if any(slot.step == step for part in missing for slot in part):
             return self.collect(step)
         if missing and isinstance(self.behavior, ModelLogprobs):
-            self.kept.keep()
+            with self.run.clock.phase("behavior"):
+                self.kept.keep()
         return []
 
     def collect(self, step: int) -> list[RolloutBatch]:
-        if not self._is_ordered:
+        if not self._ordered[1]:
+            self._arrived = ()
             return []
-        self._is_ordered = False
+        self._ordered = step, []
         with self.run.clock.phase("rollout"):
             filled, *self._costs = share_generated(self.link.take())
+        self._arrived = [slot for one in filled for slot in one.slots]
         return pack_filled(self.run, filled, step, updates=self._updates)
 
     def score(self, step: int, generated: list[RolloutBatch]) -> list[RolloutBatch]:
@@ -91,10 +101,6 @@ class RemoteSource(RolloutSource):
     def metrics(self, fresh: Sequence[RolloutBatch]) -> dict[str, float]:
         costs, seconds = self._costs
         return generation_metrics(fresh, costs, seconds=seconds)
-
-
-def _has_slot_of(step: int, parts: Sequence[Sequence[PromptSlot]]) -> bool:
-    return any(slot.step == step for part in parts for slot in part)
 
 
 def flatten(filled: Sequence[Filled], costs: dict[str, float], *, seconds: float) -> Generated:

@@ -70,6 +70,10 @@ class RolloutSource(Protocol):
         """Return graded batches of the groups that the buffer is missing; the engine is awake."""
         ...
 
+    def start(self, step: int) -> None:
+        """Let engines on ranks of their own generate for `step`, if they have its weights."""
+        return
+
     def collect(self, step: int) -> list[RolloutBatch]:
         """Return batches for later steps that were generated while `step` was trained.
 

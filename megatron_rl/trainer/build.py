@@ -5,13 +5,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch.distributed as dist
 
+from megatron_rl.actor import groups
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.adapter_files import export_adapters
-from megatron_rl.actor.groups import join_sides
 from megatron_rl.actor.reference import ReferencePolicy
 from megatron_rl.actor.weights import ProgressCallback
 from megatron_rl.config import Config, ConfigError
@@ -33,7 +33,7 @@ from megatron_rl.objectives import PolicyObjective, build_objective
 from megatron_rl.preflight.settings import check_settings
 from megatron_rl.preflight.verifier import vote_problems
 from megatron_rl.resharding.layouts import EngineLayout
-from megatron_rl.resharding.push import ReshardSettings
+from megatron_rl.resharding.push import LocalWeights, ReshardSettings
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import Item, VerifierError
 from megatron_rl.rollouts.behavior import (
@@ -67,7 +67,7 @@ from megatron_rl.trainer.actor_settings import (
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
 from megatron_rl.trainer.conversations import open_conversations
 from megatron_rl.trainer.default_verifier import choose_verifier
-from megatron_rl.trainer.engine_ranks import run_engine_rank
+from megatron_rl.trainer.engine_ranks import actor_topology, serve
 from megatron_rl.trainer.evaluation import Evaluator, RemoteEvaluator
 from megatron_rl.trainer.learning_check import describe_slow_packs
 from megatron_rl.trainer.loop import Trainer
@@ -97,12 +97,42 @@ def run_training(
     # A barrier: no rank still checks the directory when rank 0 writes to it.
     with join_link(config) as link:
         if link is not None and link.is_engine:
-            run_engine_rank(config, link, shape=shape, directory=directory)
+            _generate(config, link, shape, directory)
             return
         _train(
             config, objective, shape, directory, link,
             rank=rank, start=start, interruption=interruption or Interruption(),
         )  # fmt: skip
+
+
+def _generate(config: Config, link: Link, shape: ModelShape, directory: RunDirectory) -> None:
+    """Generate on the ranks of this side of the link until the trainers end."""
+    topology = groups.initialise(seed=config.seed, timeout=collective_timeout(config))
+    progress, _ = watch(config, directory, rank=topology.rank, first=link.trainers)
+    link.on_wait, progress.also = progress.count, link.advance
+    console = Console(is_main_rank=False, log_file=directory.log_file, on_advance=progress.count)
+    _, config = link.next_order()
+    folder = directory.prompts.with_name("prompts_of_engines")
+    with (
+        share_prompt_sets(config, shape, folder, echo=console.echo) as prompts,
+        build_verifiers(config, topology, directory) as pool,
+    ):
+        _start_verifiers(pool, prompts.training[0], config)
+        hooks = EngineHooks(on_step=progress.count, should_stop=link.is_over)
+        engine = build_engine(config, topology, hooks=hooks, link=link)
+        clock = PhaseClock(topology.device, group=dist.group.WORLD, progress=progress)
+        run = RunContext(
+            config, cast(MegatronActor, None), cast(PolicyObjective, None),
+            GroupBuffer(build_schedule(config)), console, clock,
+        )  # fmt: skip
+        grader = Grader(pool, topology, progress.count)
+        recorder = cast(Recorder, None)  # the trainers record
+        serve(
+            link,
+            EngineSource(run, engine, grader, prompts, BehaviorLogprobs()),
+            Evaluator(config, engine, grader, prompts.evaluation, recorder, console),
+            weights=LocalWeights(shape, actor_topology(config, link, topology), {}),
+        )
 
 
 def _train(
@@ -180,7 +210,7 @@ def join_link(config: Config) -> Iterator[Link | None]:
         yield None
         return
     silence = longest_silence(config)
-    with join_sides(
+    with groups.join_sides(
         engine_ranks=config.parallel.engine_ranks,
         timeout=collective_timeout(config),
         patience=silence + GRACE,
@@ -250,7 +280,7 @@ def _build_trainer(
         source=source,
         selector=BatchSelector(run, reference),
         evaluator=(Evaluator if link is None else RemoteEvaluator)(
-            config, engine, grader, prompts.evaluation, recorder, console, conversations
+            config, cast(Any, engine), grader, prompts.evaluation, recorder, console, conversations
         ),
         checkpoints=checkpoints,
         recorder=recorder,
@@ -296,13 +326,15 @@ def _build_source(
             build_reshard_settings(config, run.actor.topology),
         )
         start.ended("vllm")
-        return remote, RemoteSource(run, link, remote, prompts.training, behavior)
+        return cast(RolloutEngine, remote), RemoteSource(
+            run, link, remote, prompts.training, behavior
+        )
     if config.offline.rollouts is not None:
         rollouts = OfflineRollouts.load(config, run.console.echo)
         start.ended("rollouts")
         run.actor.sleep()
         return cast(RolloutEngine, NoEngine()), OfflineSource(run, rollouts, behavior)
-    start_verifiers(grader.pool, prompts.training[0], config)
+    _start_verifiers(grader.pool, prompts.training[0], config)
     start.ended("verifiers")
     run.actor.sleep()  # vLLM measures the free memory when it starts
     engine = _start_engine(run, progress, interruption)
@@ -327,7 +359,7 @@ def _start_engine(
     return engine
 
 
-def start_verifiers(pool: VerifierPool, prompt: Prompt, config: Config) -> None:
+def _start_verifiers(pool: VerifierPool, prompt: Prompt, config: Config) -> None:
     """Wait until all workers have loaded the verifier, and try it, before vLLM starts."""
 
     def start_and_try() -> None:

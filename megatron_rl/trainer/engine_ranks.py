@@ -7,73 +7,32 @@
     evaluate          generate and grade the rollouts of an evaluation set
     interrupted, end  exit
 
-Apart from the weights, engines have no state between two orders: a resumed run needs none of it.
+Engines have no state but the weights between two orders: a resumed run needs none of it.
 """
 
-from typing import Any, cast
+from typing import Any
 
-import torch.distributed as dist
-
-from megatron_rl.actor import groups
-from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.config import Config
 from megatron_rl.distributed.link import Link
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.engine.engine import EngineHooks
-from megatron_rl.models.shape import ModelShape
-from megatron_rl.objectives import PolicyObjective
-from megatron_rl.resharding.push import LocalWeights
-from megatron_rl.rollouts.behavior import BehaviorLogprobs
-from megatron_rl.rollouts.buffer import GroupBuffer
+from megatron_rl.engine.engine import GenerationStopped
+from megatron_rl.resharding.push import WeightSource
 from megatron_rl.rollouts.engine_source import EngineSource
-from megatron_rl.rollouts.grading import Grader
-from megatron_rl.rollouts.prompt_sets import share_prompt_sets
 from megatron_rl.rollouts.remote_source import flatten
-from megatron_rl.rollouts.schedule import build_schedule
-from megatron_rl.rollouts.source import RunContext
-from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.interruption import RunInterrupted
-from megatron_rl.telemetry.console import Console
-from megatron_rl.telemetry.metrics import PhaseClock
-from megatron_rl.trainer import build
 from megatron_rl.trainer.evaluation import Evaluator
-from megatron_rl.trainer.recorder import Recorder
-from megatron_rl.trainer.watchdog import watch
 
 
-def run_engine_rank(
-    config: Config, link: Link, *, shape: ModelShape, directory: RunDirectory
-) -> None:
-    """Generate as this rank until the trainers end; raises RunInterrupted if they are interrupted.
+def serve(link: Link, source: EngineSource, evaluator: Evaluator, *, weights: WeightSource) -> None:
+    """Execute orders until the trainers end; raises RunInterrupted if they are interrupted.
 
-    Collective over the ranks that generate.
+    weights: the trainers' layout. Collective over the ranks that generate.
     """
-    topology = groups.initialise(seed=config.seed, timeout=build.collective_timeout(config))
-    progress, _ = watch(config, directory, rank=topology.rank, first=link.trainers)
-    link.on_wait, progress.also = progress.count, link.advance
-    console = Console(is_main_rank=False, log_file=directory.log_file, on_advance=progress.count)
-    _, config = link.next_order()
-    folder = directory.prompts.with_name("prompts_of_engines")
-    with (
-        share_prompt_sets(config, shape, folder, echo=console.echo) as prompts,
-        build.build_verifiers(config, topology, directory) as pool,
-    ):
-        build.start_verifiers(pool, prompts.training[0], config)
-        hooks = EngineHooks(on_step=progress.count)
-        engine = build.build_engine(config, topology, hooks=hooks, link=link)
-        clock = PhaseClock(topology.device, group=dist.group.WORLD, progress=progress)
-        run = RunContext(
-            config, cast(MegatronActor, None), cast(PolicyObjective, None),
-            GroupBuffer(build_schedule(config)), console, clock,
-        )  # fmt: skip
-        grader = Grader(pool, topology, progress.count)
-        source = EngineSource(run, engine, grader, prompts, BehaviorLogprobs())
-        evaluator = Evaluator(
-            config, engine, grader, prompts.evaluation, cast(Recorder, None), console
-        )
-        weights = LocalWeights(shape, actor_topology(config, link, topology), {})
-        while (order := link.next_order())[0] != "end":
+    while (order := link.next_order())[0] != "end":
+        try:
             _execute(order, link, source, evaluator, weights)
+        except GenerationStopped:  # the order that ends this rank, or an error, comes next
+            continue
 
 
 def actor_topology(config: Config, link: Link, topology: Topology) -> Topology:
@@ -99,7 +58,7 @@ def _execute(
     link: Link,
     source: EngineSource,
     evaluator: Evaluator,
-    weights: LocalWeights,
+    weights: WeightSource,
 ) -> None:
     kind, *arguments = order
     engine, clock = source.engine, source.run.clock

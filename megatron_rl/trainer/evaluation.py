@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from megatron_rl.config import Config
 from megatron_rl.engine.engine import ConversationSettings, RolloutEngine
@@ -32,10 +33,16 @@ class Evaluator:
     console: Console
     conversations: ConversationSettings | None = None  # None: one turn
 
+    def is_due(self, step: int) -> bool:
+        """True every `eval.every` steps and after the last one."""
+        return step == self.config.trainer.steps or step % self.config.eval.every == 0
+
     def evaluate_if_due(self, step: int) -> dict[str, float]:
-        """Evaluate every `eval.every` steps and after the last one; otherwise return nothing."""
-        last = step == self.config.trainer.steps
-        return self.evaluate(step) if last or step % self.config.eval.every == 0 else {}
+        """Evaluate if it is due; otherwise return nothing."""
+        return self.evaluate(step) if self.is_due(step) else {}
+
+    def start_if_due(self, step: int) -> None:
+        """Let engines on ranks of their own begin with an evaluation that is due."""
 
     @property
     def samples(self) -> int:
@@ -66,7 +73,8 @@ class Evaluator:
                     f"{described[TIME_LIMIT_KEY]:.2%}, verifier failed {described[FAILED_KEY]:.2%})"
                     " and count as wrong"
                 )
-        self.grader.check(prompts=2)
+        if self.engine.shares_devices:  # else the ranks that grade do this
+            self.grader.check(prompts=2)
         metrics |= {
             f"eval_macro/{score}": sum(values) / len(values) for score, values in by_name.items()
         }
@@ -113,10 +121,30 @@ class Evaluator:
 class RemoteEvaluator(Evaluator):
     """Evaluates on engines of other ranks, which also grade."""
 
-    engine: RemoteEngine
+    _is_started: bool = False
+
+    @property
+    def remote(self) -> RemoteEngine:
+        """The engine, which is one of other ranks."""
+        return cast(RemoteEngine, self.engine)
+
+    def start_if_due(self, step: int) -> None:
+        if self.is_due(step):
+            self._start()
+
+    def _start(self) -> None:
+        for name in self.sets:
+            self.remote.link.order("evaluate", name)
+        self._is_started = True
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        if not self._is_started:  # before the first step
+            self._start()
+        self._is_started = False
+        return super().evaluate(step)
 
     def generate(self, name: str) -> list[Rollout]:
-        return self.engine.evaluate(name)
+        return self.remote.evaluated()
 
 
 TIME_LIMIT_KEY, FAILED_KEY = "time_limit_fraction", "failed_fraction"

@@ -85,6 +85,8 @@ class Trainer:
         with self.clock.phase("sync"):
             sync_metrics = self.sync_weights_if_due(step)
             self.self_tests.after_weight_sync(step)
+        self.evaluator.start_if_due(step)
+        self.source.start(step + 1)
         self.keep(step_progress, self.source.score(step, later))
         with self.clock.phase("checkpoint"):  # before an evaluation that may fail
             self.checkpoints.save_if_due(self.actor, step)
@@ -157,5 +159,6 @@ class Trainer:
         """Send the actor's weights to the engine; raises unless all parameters arrive."""
         with sync_errors_across_ranks(doing="checking the weights before they are sent"):
             self.actor.check_weights()
-        self.actor.sleep()  # the device is the engine's, which wakes up as weights arrive
+        if self.engine.shares_devices:
+            self.actor.sleep()  # the device is the engine's, which wakes up as weights arrive
         return self.engine.sync_weights(self.actor, version=version).to_metrics()

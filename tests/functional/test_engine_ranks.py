@@ -1,0 +1,82 @@
+"""Engines on ranks of their own give, bit for bit, what the run on shared ranks gives."""
+
+import hashlib
+import json
+
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_rl.runs.files import read_metrics
+from tests.functional.tiny_runs import TASK, make_task, start_training
+
+SHORT = ("rollout.prompts_per_step=8", "rollout.responses_per_prompt=4", "trainer.steps=4",
+         "trainer.epochs=2", "trainer.minibatches=2", "trainer.checkpoint_every=2",
+         "parallel.context=1", "eval.sets={}", "logging.tensorboard=false",
+         "optimizer.decay=constant", "optimizer.learning_rate=1.0e-3", "optimizer.warmup_steps=0",
+         "logging.traced_responses=8")  # fmt: skip
+EVALUATED = (f"eval.sets={{heldout: {TASK}/heldout.parquet}}", "eval.every=2", "eval.samples=2")
+TWO = ("parallel.tensor=2", "rollout.tensor=2")
+CASES = {  # settings of both runs, and the number of ranks that only generate
+    "lag 1": (("lag.batches=1",), 1),
+    "lag 2, engine's log-probs, 2 + 2 ranks": (("lag.batches=2", "behavior=engine", *TWO), 2),
+    "lag 3, evaluated, replay, every second sync": (
+        ("lag.batches=3", "lag.sync_weights_every=2", "replay={capacity: 2, fresh: 0.5}",
+         *EVALUATED), 1),
+    "lag 1, dynamic sampling, data-parallel, 2 + 1 ranks": (
+        ("lag.batches=1", "dynamic_sampling.rounds=2", "parallel.data=2",
+         "trainer.self_test_every=2"), 1),
+}  # fmt: skip
+# What depends on time, on the number of ranks, or on who computes.
+OF_TIME = ("time/", "memory/", "sync/", "rollout/tokens_per_second", "rollout/engine_imbalance")
+
+
+def train_once(folder, name, *overrides, status=0):
+    process = start_training(*SHORT, f"run.dir={folder}", f"run.name={name}", *overrides)
+    assert process.wait(timeout=600) == status, process.read()
+    return folder / name
+
+
+def results(run):
+    """Return everything that must not depend on where responses are generated."""
+    rows = [
+        {key: value for key, value in row.items() if not key.startswith(OF_TIME)}
+        for row in read_metrics(run)
+    ]
+    tables = {
+        f"{kind}/{file.name}": str(pq.read_table(file).to_pylist())
+        for kind in ("rollouts", "updates", "eval", "traces")
+        for file in sorted((run / kind).rglob("*.parquet"))
+    }
+    schedule = [json.loads(line) for line in (run / "schedule.jsonl").read_text().splitlines()]
+    weights = [hashlib.sha256(file.read_bytes()).hexdigest() for file in
+               sorted((run / "model").glob("*.safetensors"))]  # fmt: skip
+    return {"weights": weights, "schedule": schedule, "metrics": rows} | tables
+
+
+def assert_equal(one, other):
+    one, other = results(one), results(other)
+    assert one.keys() == other.keys()
+    for what, value in one.items():
+        assert value == other[what], what
+
+
+@pytest.fixture(scope="module", autouse=True)
+def task():
+    make_task()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_run_equals_that_on_shared_ranks(case, tmp_path):
+    settings, engine_ranks = CASES[case]
+    shared = train_once(tmp_path, "shared", *settings)
+    apart = train_once(tmp_path, "apart", *settings, f"parallel.engine_ranks={engine_ranks}")
+    assert_equal(shared, apart)
+    assert any(row["policy/entropy"] for row in read_metrics(apart)[1:])
+
+
+def test_resumed_run_equals_uninterrupted_one(tmp_path):
+    """A run of three steps that continues to the fourth, and one that is never interrupted."""
+    settings = ("lag.batches=2", "parallel.engine_ranks=1", *EVALUATED)
+    whole = train_once(tmp_path, "whole", *settings)
+    train_once(tmp_path, "resumed", *settings, "trainer.steps=4")
+    assert_equal(whole, tmp_path / "resumed")
