@@ -111,6 +111,8 @@ def join_sides(*, engine_ranks: int, timeout: timedelta, patience: float) -> Lin
     """
     store, rank, world_size = join_ranks(timeout)
     trainers = world_size - engine_ranks
+    if device.has_cuda():
+        torch.cuda.set_device(device.local_device())
     link = Link(rank, trainers, engine_ranks, dist.PrefixStore("link", store), timeout, patience)
     side, first, size = ("engines", trainers, engine_ranks) if link.is_engine else (
         "trainers", 0, trainers)  # fmt: skip

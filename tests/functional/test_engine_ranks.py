@@ -2,11 +2,15 @@
 
 import hashlib
 import json
+import signal
+import time
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl.runs.files import read_metrics
+from megatron_rl.runtime.interruption import INTERRUPTED
 from tests.functional.tiny_runs import TASK, make_task, start_training
 
 SHORT = ("rollout.prompts_per_step=8", "rollout.responses_per_prompt=4", "trainer.steps=4",
@@ -71,12 +75,37 @@ def test_run_equals_that_on_shared_ranks(case, tmp_path):
     shared = train_once(tmp_path, "shared", *settings)
     apart = train_once(tmp_path, "apart", *settings, f"parallel.engine_ranks={engine_ranks}")
     assert_equal(shared, apart)
-    assert any(row["policy/entropy"] for row in read_metrics(apart)[1:])
+    assert [row["step"] for row in read_metrics(apart)] == list(range(5))
 
 
-def test_resumed_run_equals_uninterrupted_one(tmp_path):
-    """A run of three steps that continues to the fourth, and one that is never interrupted."""
-    settings = ("lag.batches=2", "parallel.engine_ranks=1", *EVALUATED)
+def wait_for_row(process, run, step):
+    """Return when the step is recorded; the run must still be going on."""
+    while not (run / "metrics.jsonl").exists() or len(read_metrics(run)) <= step:
+        assert process.poll() is None, process.read()
+        time.sleep(0.01)
+
+
+def test_run_that_ends_on_either_side_is_resumed_exactly(tmp_path):
+    settings = ("lag.batches=2", "parallel.engine_ranks=1", "run.resume=auto",
+                "trainer.checkpoint_every=1", "trainer.steps=8", *EVALUATED)  # fmt: skip
     whole = train_once(tmp_path, "whole", *settings)
-    train_once(tmp_path, "resumed", *settings, "trainer.steps=4")
-    assert_equal(whole, tmp_path / "resumed")
+    run = tmp_path / "resumed"
+    again = (*SHORT, f"run.dir={tmp_path}", "run.name=resumed", *settings)
+
+    process = start_training(*again)
+    wait_for_row(process, run, 1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=300) == INTERRUPTED, process.read()
+    assert "checkpoint saved at step" in process.read()
+
+    for step, rank, side in ((3, 1, "generates"), (5, 0, "trains")):
+        process = start_training(*again)
+        wait_for_row(process, run, step)
+        ranks = sorted(psutil.Process(process.pid).children(), key=lambda one: one.create_time())
+        ranks[rank].kill()
+        assert process.wait(timeout=300) == 128 + signal.SIGKILL, side
+        assert f"rank {rank} was killed by signal 9" in process.read()
+
+    process = start_training(*again)
+    assert process.wait(timeout=600) == 0, process.read()
+    assert_equal(whole, run)
