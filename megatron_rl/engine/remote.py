@@ -7,16 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.data.token_rows import WRITER, elsewhere
+from megatron_rl.data.token_rows import WRITER, remote_row
 from megatron_rl.distributed.link import Link
 from megatron_rl.resharding.layouts import EngineLayout
-from megatron_rl.resharding.push import (
-    EnginesElsewhere,
-    Resharder,
-    ReshardSettings,
-    SyncStats,
-    WeightSource,
-)
+from megatron_rl.resharding.push import Resharder, SyncStats, WeightSource
 from megatron_rl.types import Prompt, Response, Rollout, SamplingSettings
 
 
@@ -39,8 +33,8 @@ def share_rollouts(rollouts: list[Rollout] | None) -> list[Rollout]:
 def _without_tokens(response: Response) -> Response:
     return replace(
         response,
-        token_ids=elsewhere(len(response.token_ids)),
-        rollout_logprobs=elsewhere(len(response.rollout_logprobs)),
+        token_ids=remote_row(len(response.token_ids)),
+        rollout_logprobs=remote_row(len(response.rollout_logprobs)),
         text="",
         messages=(),
     )
@@ -54,16 +48,20 @@ class RemoteEngine:
     """
 
     link: Link
-    layout: EngineLayout
-    dtype: torch.dtype
-    resharding: ReshardSettings
+    resharder: Resharder
     environment_costs: Mapping[str, float] = field(default_factory=dict)
     shares_devices = False
     _version: int = -1
 
-    def __post_init__(self) -> None:
-        receiver = EnginesElsewhere(self.layout, self.dtype)
-        self._resharder = Resharder(receiver, self.resharding, self.link)
+    @property
+    def layout(self) -> EngineLayout:
+        """The ranks of all engines."""
+        return self.resharder.receiver.layout
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the engines' weights."""
+        return self.resharder.receiver.dtype
 
     @property
     def weight_version(self) -> int:
@@ -94,7 +92,7 @@ class RemoteEngine:
 
     def sync_weights(self, actor: WeightSource, *, version: int) -> SyncStats:
         self.link.order("weights", version)
-        stats = self._resharder.push(actor, version=version)
+        stats = self.resharder.push(actor, version=version)
         self._version = version
         return stats
 

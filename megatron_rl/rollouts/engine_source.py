@@ -49,7 +49,7 @@ class EngineSource(RolloutSource):
     def generate(self, step: int) -> list[RolloutBatch]:
         clock, buffer = self.run.clock, self.run.buffer
         with clock.phase("rollout"):
-            missing, spare = buffer.missing(step), buffer.spare(step)
+            missing, spare = buffer.missing(step), buffer.next_empty_slots(step)
         filled = self.fill(missing, spare, step) if missing else []
         return pack_filled(self.run, filled, step, updates=self.run.actor.updates)
 
@@ -101,7 +101,7 @@ class EngineSource(RolloutSource):
                 batches=math.ceil(len(prompts) / settings.prompts_per_step),
                 on_progress=advance,
                 on_response=self.grader.begin(prompts, samples=size),
-                everywhere=False,
+                on_all_ranks=False,
                 conversations=self.conversations,
             )
         if self.conversations is not None:
@@ -133,11 +133,11 @@ class EngineSource(RolloutSource):
 
     def metrics(self, fresh: Sequence[RolloutBatch]) -> dict[str, float]:
         seconds = self.run.clock.seconds.get("rollout", 0.0)
-        return generation_metrics(fresh, self.take_costs(), seconds=seconds)
+        return generation_metrics(fresh, self.pop_costs(), seconds=seconds)
 
-    def take_costs(self) -> dict[str, float]:
+    def pop_costs(self) -> dict[str, float]:
         """Return and reset the costs of dynamic sampling and of environments."""
-        costs = self.sampling.take_costs() | environment_metrics(self.environment_costs)
+        costs = self.sampling.pop_costs() | environment_metrics(self.environment_costs)
         self.environment_costs.clear()
         return costs
 

@@ -34,7 +34,7 @@ class Generated(NamedTuple):
 
     rollouts: list[Rollout]
     parts: list[tuple[Sequence[PromptSlot], tuple[float, ...]]]
-    costs: dict[str, float]  # of `EngineSource.take_costs`
+    costs: dict[str, float]  # of `EngineSource.pop_costs`
     seconds: float  # of generation
 
 
@@ -65,7 +65,10 @@ class RemoteSource(RolloutSource):
 
     def start(self, step: int) -> None:
         buffer, arrived = self.run.buffer, self._arrived
-        missing, spare = buffer.missing(step, arrived=arrived), buffer.spare(step, arrived=arrived)
+        missing, spare = (
+            buffer.missing(step, arrived=arrived),
+            buffer.next_empty_slots(step, arrived=arrived),
+        )
         self._ordered, self._updates = (step, missing), self.run.actor.updates
         if missing:
             self.link.order("rollouts", step, missing, spare)

@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 from megatron_rl.runs.files import atomic_write
 from megatron_rl.types import (
     TOKEN_COLUMNS,
-    Elsewhere,
     GradeResult,
     Prompt,
     PromptGroup,
     PromptSlot,
+    RemoteRow,
     Response,
     Rollout,
 )
@@ -90,7 +90,7 @@ def write_groups(
             writer.write_table(pa.Table.from_pylist(rows[start : start + ROWS_AT_ONCE], schema))
 
 
-def read_about(file: Path) -> dict[str, Any]:
+def read_metadata(file: Path) -> dict[str, Any]:
     """Read the metadata of a file written by `write_groups`."""
     return dict(json.loads((pq.read_schema(file).metadata or {})[ABOUT]))
 
@@ -123,7 +123,7 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _without_arrays(row: Mapping[str, Any]) -> dict[str, Any]:
-    lengths = {name: Elsewhere(len(row[name])) for name in ARRAYS if row[name] is not None}
+    lengths = {name: RemoteRow(len(row[name])) for name in ARRAYS if row[name] is not None}
     return {**row, **lengths, "text": "", "messages": "[]"}
 
 

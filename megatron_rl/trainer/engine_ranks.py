@@ -75,7 +75,7 @@ def _execute(
             clock.reset()
             filled = source.fill(parts, spare, step)
             seconds = clock.seconds["rollout"]
-            link.post(flatten(filled, source.take_costs(), seconds=seconds))
+            link.post(flatten(filled, source.pop_costs(), seconds=seconds))
         case "evaluate":
             with clock.phase("eval"):
                 rollouts = evaluator.generate(arguments[0])

@@ -8,15 +8,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.config.sections import ReshardingSection
 from megatron_rl.distributed.link import Link
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
-from megatron_rl.resharding.push import (
-    EnginesElsewhere,
-    LocalWeights,
-    Resharder,
-    ReshardSettings,
-)
+from megatron_rl.resharding.push import EnginesElsewhere, LocalWeights, Resharder
 from megatron_rl.resharding.push_schedule import WITHIN, plan_for_rank, plan_slices
 from tests.cut_shards import cut_shards, topology_of
 from tests.ranks import run_ranks
@@ -107,7 +103,7 @@ def _push(rank, world_size):
             if link.is_engine
             else EnginesElsewhere(engines, torch.float32)
         )
-        resharder = Resharder(receiver, ReshardSettings(bucket_bytes=3000), link)
+        resharder = Resharder(receiver, ReshardingSection(bucket_mib=3000 / 2**20), link=link)
         for version in range(2):
             tensors = _values(shape, version)
             if link.is_engine:
@@ -142,7 +138,7 @@ def _refuse(rank, world_size):
         kind = _Refusing if rank == 2 else Slices
         receiver = kind(shape, engines, rank)
         source = LocalWeights(shape, Topology(rank=rank), {})
-    resharder = Resharder(receiver, ReshardSettings(bucket_bytes=3000), link)
+    resharder = Resharder(receiver, ReshardingSection(bucket_mib=3000 / 2**20), link=link)
     try:
         resharder.push(source, version=3)
     except Exception as error:

@@ -158,6 +158,7 @@ class ScriptedEngine:
     order: Callable = iter  # in which responses end
     weight_version: int = -1
     engine_seconds: tuple = (1.0, 3.0)
+    shares_devices: bool = True
     solved: tuple = ()  # prompts that every response solves
 
     def text(self, prompt, sample):
@@ -165,9 +166,9 @@ class ScriptedEngine:
 
     def generate(
         self, prompts, *, samples, sampling, batches=1, on_progress=None, on_response=None,
-        everywhere=True, conversations=None,
+        on_all_ranks=True, conversations=None,
     ):  # fmt: skip
-        assert not everywhere  # training and evaluation leave responses where they are generated
+        assert not on_all_ranks  # training and evaluation leave responses where they are generated
         each = [one.seed for one in sampling_per_prompt(sampling, count=len(prompts))]
         self.events.append(("generate", self.weight_version, *dict.fromkeys(each)))
         tokens, logprobs = np.array([7, 2], np.int32), np.array([-0.1, -0.1], np.float32)
