@@ -95,7 +95,7 @@ def run_training(
     # A barrier: no rank still checks the directory when rank 0 writes to it.
     with join_link(config) as link:
         if link is not None and link.is_engine:
-            _generate(config, link, shape, directory)
+            _generate(config, link, shape, directory, interruption or Interruption())
             return
         _train(
             config, objective, shape, directory, link,
@@ -103,7 +103,13 @@ def run_training(
         )  # fmt: skip
 
 
-def _generate(config: Config, link: Link, shape: ModelShape, directory: RunDirectory) -> None:
+def _generate(
+    config: Config,
+    link: Link,
+    shape: ModelShape,
+    directory: RunDirectory,
+    interruption: Interruption,
+) -> None:
     """Generate on the ranks of this side of the link until the trainers end."""
     topology = groups.initialise(seed=config.seed, timeout=collective_timeout(config))
     progress, _ = watch(config, directory, rank=topology.rank, first=link.trainers)
@@ -130,6 +136,7 @@ def _generate(config: Config, link: Link, shape: ModelShape, directory: RunDirec
             EngineSource(run, engine, grader, prompts, BehaviorLogprobs()),
             Evaluator(config, engine, grader, prompts.evaluation, recorder, console),
             weights=LocalWeights(shape, actor_topology(config, link, topology), {}),
+            interruption=interruption,
         )
 
 

@@ -19,16 +19,29 @@ from megatron_rl.engine.engine import GenerationStopped
 from megatron_rl.resharding.push import WeightSource
 from megatron_rl.rollouts.engine_source import EngineSource
 from megatron_rl.rollouts.remote_source import flatten
-from megatron_rl.runtime.interruption import RunInterrupted
+from megatron_rl.runtime.interruption import Interruption, RunInterrupted
 from megatron_rl.trainer.evaluation import Evaluator
 
 
-def serve(link: Link, source: EngineSource, evaluator: Evaluator, *, weights: WeightSource) -> None:
+def serve(
+    link: Link,
+    source: EngineSource,
+    evaluator: Evaluator,
+    *,
+    weights: WeightSource,
+    interruption: Interruption,
+) -> None:
     """Execute orders until the trainers end; raises RunInterrupted if they are interrupted.
 
-    weights: the trainers' layout. Collective over the ranks that generate.
+    weights: the trainers' layout. interruption: of this rank, which leaves the end to the trainers
+    from the first rollouts on. Collective over the ranks that generate.
     """
     while (order := link.next_order())[0] != "end":
+        if order[0] == "rollouts":
+            interruption.defer()  # as the trainers have done before
+        elif order[0] == "interrupted":
+            interruption.ignore_further_signals()
+            raise RunInterrupted
         try:
             _execute(order, link, source, evaluator, weights)
         except GenerationStopped:  # the order that ends this rank, or an error, comes next
@@ -81,7 +94,5 @@ def _execute(
                 rollouts = evaluator.generate(arguments[0])
                 evaluator.grader.check(prompts=2)
             link.post(rollouts)
-        case "interrupted":
-            raise RunInterrupted
         case _:
             raise AssertionError(f"order {kind}")
