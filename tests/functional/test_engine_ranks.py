@@ -85,6 +85,11 @@ def wait_for_row(process, run, step):
         time.sleep(0.01)
 
 
+def ranks_of(process):
+    children = psutil.Process(process.pid).children()
+    return sorted(children, key=lambda one: one.create_time())
+
+
 def test_run_that_ends_on_either_side_is_resumed_exactly(tmp_path):
     settings = ("lag.batches=2", "parallel.engine_ranks=1", "run.resume=auto",
                 "trainer.checkpoint_every=1", "trainer.steps=8", *EVALUATED)  # fmt: skip
@@ -101,11 +106,23 @@ def test_run_that_ends_on_either_side_is_resumed_exactly(tmp_path):
     for step, rank, side in ((3, 1, "generates"), (5, 0, "trains")):
         process = start_training(*again)
         wait_for_row(process, run, step)
-        ranks = sorted(psutil.Process(process.pid).children(), key=lambda one: one.create_time())
-        ranks[rank].kill()
+        ranks_of(process)[rank].kill()
         assert process.wait(timeout=300) == 128 + signal.SIGKILL, side
         assert f"rank {rank} was killed by signal 9" in process.read()
 
     process = start_training(*again)
     assert process.wait(timeout=600) == 0, process.read()
     assert_equal(whole, run)
+
+
+@pytest.mark.parametrize(("rank", "side"), [(1, "generates"), (0, "trains")])
+def test_stopped_rank_of_either_side_ends_both_and_is_named(rank, side, tmp_path):
+    settings = ("lag.batches=1", "parallel.engine_ranks=1", "trainer.steps=500",
+                "trainer.stall_seconds=20", "resharding.time_limit_seconds=20")  # fmt: skip
+    process = start_training(*SHORT, f"run.dir={tmp_path}", "run.name=stopped", *settings)
+    wait_for_row(process, tmp_path / "stopped", 1)
+    ranks = ranks_of(process)
+    ranks[rank].suspend()
+    assert process.wait(timeout=400) == INTERRUPTED, side
+    assert f"rank {rank} is stopped (SIGSTOP or a debugger)" in process.read()
+    assert not any(one.is_running() and one.status() != "zombie" for one in ranks)
