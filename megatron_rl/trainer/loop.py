@@ -86,7 +86,7 @@ class Trainer:
             self.self_tests.after_weight_sync(step)
         self.evaluator.start_if_due(step)
         self.source.start(step + 1)
-        self.keep(step_progress, self.source.score(step, later))
+        self.keep(step_progress, later)
         with self.clock.phase("checkpoint"):  # before an evaluation that may fail
             self.checkpoints.save_if_due(self.actor, step)
         with self.clock.phase("eval"):
@@ -110,13 +110,14 @@ class Trainer:
         return step_progress
 
     def keep(self, step_progress: StepProgress, later: Sequence[RolloutBatch]) -> None:
-        """Insert batches that were generated during a step, as if it had been before."""
+        """Score and insert batches that were generated during a step, as if it had been before."""
         if not later:
             return
+        fresh = self.source.score(step_progress.step, later)
         with self.clock.phase("record"):
-            self.run.buffer.insert(group for batch in later for group in batch.groups)
-            step_progress.generated = self.source.metrics(later)
-            groups = self.source.restorable(later)
+            self.run.buffer.insert(group for batch in fresh for group in batch.groups)
+            step_progress.generated = self.source.metrics(fresh)
+            groups = self.source.restorable(fresh)
             self.recorder.keep_generated(step_progress, groups, layout=self.actor.layout)
 
     def train_epochs(self, step_progress: StepProgress, batch: RolloutBatch) -> None:
