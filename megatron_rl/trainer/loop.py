@@ -109,7 +109,7 @@ class Trainer:
             self.recorder.keep_generated(step_progress, groups, layout=self.actor.layout)
         return step_progress
 
-    def keep(self, step_progress: StepProgress, later: Sequence[RolloutBatch]) -> None:
+    def keep(self, step_progress: StepProgress, later: list[RolloutBatch]) -> None:
         """Score and insert batches that were generated during a step, as if it had been before."""
         if not later:
             return
