@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,34 +80,34 @@ class ReferencePolicy:
         return {name: parameter.detach() for name, parameter in named.items()}
 
     def _exchange(self) -> None:
-        exchange(self.actor, self.inactive)
+        named = self._parameters()
+        exchange([named[name] for name in self.inactive], list(self.inactive.values()))
 
 
 @dataclass
 class KeptWeights:
-    """A copy on the host of the actor's weights, to score later what they generate now.
+    """A copy on the host of the weights that the actor trains, to score later what they generate.
 
-    Only what is trained is copied.
+    With adapters these are the adapters alone.
     """
 
     actor: MegatronActor
-    _copies: dict[str, Tensor] = field(default_factory=dict)
+    _copies: list[Tensor] = field(default_factory=list)
     _is_kept: bool = False
+
+    def _trained(self) -> list[Tensor]:
+        chunks = self.actor.chunks
+        return [p.detach() for chunk in chunks for p in chunk.parameters() if p.requires_grad]
 
     def keep(self) -> None:
         """Copy the present weights over those of an earlier call."""
-        trained = {
-            name: parameter.detach()
-            for name, parameter in named_parameters(self.actor.chunks).items()
-            if parameter.requires_grad
-        }
+        trained = self._trained()
         if not self._copies:
-            tensors = list(trained.values())
             on_cuda = self.actor.topology.device.type == "cuda"
-            copies = PinnedMemory().copies_of(tensors) if on_cuda else [t.clone() for t in tensors]
-            self._copies = dict(zip(trained, copies, strict=True))
-        for name, copy in self._copies.items():
-            copy.copy_(trained[name])
+            memory = PinnedMemory()
+            self._copies = memory.copies_of(trained) if on_cuda else [t.clone() for t in trained]
+        for copy, tensor in zip(self._copies, trained, strict=True):
+            copy.copy_(tensor)
         self._is_kept = True
 
     @contextmanager
@@ -116,23 +116,22 @@ class KeptWeights:
         if not self._is_kept:
             yield
             return
-        exchange(self.actor, self._copies)
+        exchange(self._trained(), self._copies)
         try:
             yield
         finally:
-            exchange(self.actor, self._copies)
+            exchange(self._trained(), self._copies)
             self._is_kept = False
 
 
-def exchange(actor: MegatronActor, inactive: Mapping[str, Tensor]) -> None:
-    """Exchange the actor's parameters of these names with tensors on the host."""
-    named = named_parameters(actor.chunks)
+def exchange(active: Sequence[Tensor], inactive: Sequence[Tensor]) -> None:
+    """Exchange the values of parameters with those of tensors on the host."""
     pairs = [
         pair
-        for name, tensor in inactive.items()
-        for pair in zip(_pieces(named[name].detach()), _pieces(tensor), strict=True)
+        for one, other in zip(active, inactive, strict=True)
+        for pair in zip(_pieces(one), _pieces(other), strict=True)
     ]
-    on_cuda = actor.topology.device.type == "cuda"
+    on_cuda = any(one.is_cuda for one in active)
     swap_through_streams(pairs) if on_cuda and pairs else swap(pairs)
 
 

@@ -6,7 +6,7 @@ the trainers first, then the engines. torch has no record of it, because the sam
 default groups would be ambiguous; it is used through this class alone.
 
 Trainers send orders, small and in order, and engines answer some of them with results. Weights are
-exchanged by both sides at once, when an order says so.
+exchanged by both sides at once, on an order of its own.
 """
 
 import os

@@ -60,7 +60,7 @@ class RemoteEngine:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the engines' weights."""
+        """Dtype of the engines' weights."""
         return self.resharder.receiver.dtype
 
     @property

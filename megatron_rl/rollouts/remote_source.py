@@ -30,7 +30,7 @@ from megatron_rl.types import Prompt, PromptSlot, Rollout
 
 
 class Generated(NamedTuple):
-    """What engines send for one step: rollouts of all parts, and the slots and seconds of each."""
+    """Result of one step: the rollouts of all parts, and the slots and seconds of each."""
 
     rollouts: list[Rollout]
     parts: list[tuple[Sequence[PromptSlot], tuple[float, ...]]]

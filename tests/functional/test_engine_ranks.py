@@ -22,6 +22,7 @@ EVALUATED = (f"eval.sets={{heldout: {TASK}/heldout.parquet}}", "eval.every=2", "
 TWO = ("parallel.tensor=2", "rollout.tensor=2")
 CASES = {  # settings of both runs, and the number of ranks that only generate
     "lag 1": (("lag.batches=1",), 1),
+    "lag 1, LoRA": (("lag.batches=1", "lora={rank: 8, alpha: 16}"), 1),
     "lag 2, engine's log-probs, 2 + 2 ranks": (("lag.batches=2", "behavior=engine", *TWO), 2),
     "lag 3, evaluated, replay, every second sync": (
         ("lag.batches=3", "lag.sync_weights_every=2", "replay={capacity: 2, fresh: 0.5}",

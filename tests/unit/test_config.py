@@ -142,7 +142,7 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
             )
             for name, setting in {
                 "environment": "environment={name: 'a:b', max_context_tokens: 99}",
-                "lora": "lora={rank: 8}",
+                "lora.push=adapters": "lora={rank: 8, push: adapters}",
                 "model.routing_replay": "model.routing_replay=behavior",
             }.items()
         ),

@@ -92,6 +92,7 @@ REGIMES = {
     "one_epoch": {"trainer", "eval", "optimizer"},
     "four_epochs": set(),
     "queue": {"lag"},
+    "engine_ranks": {"lag", "parallel"},
     "replay": {"replay"},
     "partial_rollouts": {"behavior", "lag"},
 }
