@@ -150,6 +150,16 @@ def write_parquet(path: Path, problems: list[Problem]) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
+def write_problems(folder: Path, settings: Settings) -> list[Problem]:
+    """Write `train.parquet` and `heldout.parquet`; return the held-out problems."""
+    generator = random.Random(f"{settings.seed} problems")
+    problems = draw_distinct(generator, settings, settings.heldout + settings.train)
+    heldout, train = problems[: settings.heldout], problems[settings.heldout :]
+    write_parquet(folder / "train.parquet", train)
+    write_parquet(folder / "heldout.parquet", heldout)
+    return heldout
+
+
 def build_tokenizer(max_length: int):
     """Build a Qwen2 tokenizer with one token per digit, symbol and word, and a chat template.
 
@@ -277,11 +287,7 @@ def make(folder: Path, settings: Settings, *, warm_up: bool) -> dict:
     disable_progress_bar()  # for saving one small file
     torch.manual_seed(settings.seed)
     start = time.monotonic()
-    generator = random.Random(f"{settings.seed} problems")
-    problems = draw_distinct(generator, settings, settings.heldout + settings.train)
-    heldout, train = problems[: settings.heldout], problems[settings.heldout :]
-    write_parquet(folder / "train.parquet", train)
-    write_parquet(folder / "heldout.parquet", heldout)
+    heldout = write_problems(folder, settings)
     max_length = 8 * settings.longest + 48  # similar lengths of question and answer
     tokenizer = build_tokenizer(max_length)
     model = build_model(settings, tokenizer, max_length)
