@@ -17,9 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_rl.config import Config, Section  # noqa: E402
-from megatron_rl.config.data_sections import ColumnsSection  # noqa: E402
 from megatron_rl.config.paths import is_path  # noqa: E402
-from megatron_rl.config.sections import PATTERNS  # noqa: E402
+from megatron_rl.config.sections import PATTERNS, ColumnsSection  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration

@@ -5,7 +5,6 @@ the nearest valid key; all errors are reported together.
 """
 
 from megatron_rl.config.config import Config
-from megatron_rl.config.data_sections import EvalSection
 from megatron_rl.config.loading import (
     ConfigError,
     apply_override,
@@ -21,10 +20,11 @@ from megatron_rl.config.loading import (
     valid_keys,
     with_absolute_paths,
 )
-from megatron_rl.config.logging_sections import LoggingSection
-from megatron_rl.config.parallel_section import ParallelSection
 from megatron_rl.config.sections import (
     AdvantageSection,
+    EvalSection,
+    LoggingSection,
+    ParallelSection,
     Section,
 )
 

@@ -4,42 +4,29 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from megatron_rl.config.data_sections import (
-    ColumnsSection,
-    DataSection,
-    EvalSection,
-    epochs_problems,
-)
-from megatron_rl.config.environment_section import (
-    EnvironmentSection,
-    credit_problems,
-    environment_problems,
-)
-from megatron_rl.config.lag_sections import (
-    LagSection,
-    ReplaySection,
-    partial_rollout_problems,
-)
-from megatron_rl.config.logging_sections import LoggingSection
-from megatron_rl.config.lora_section import LoraSection, lora_problems
-from megatron_rl.config.parallel_section import ParallelSection
-from megatron_rl.config.ppo_sections import (
-    DynamicSamplingSection,
-    EarlyStoppingSection,
-    OfflineSection,
-    ShapingSection,
-)
-from megatron_rl.config.routing import routing_problems
 from megatron_rl.config.sections import (
     AdvantageSection,
+    ColumnsSection,
+    DataSection,
+    DynamicSamplingSection,
+    EarlyStoppingSection,
+    EnvironmentSection,
+    EvalSection,
+    LagSection,
+    LoggingSection,
+    LoraSection,
     ModelSection,
     ObjectiveSection,
+    OfflineSection,
     OptimizerSection,
+    ParallelSection,
+    ReplaySection,
     ReshardingSection,
     RewardSection,
     RolloutSection,
     RunSection,
     Section,
+    ShapingSection,
     TrainerSection,
 )
 
@@ -371,3 +358,185 @@ class Config(Section):
     def max_sequences(self) -> int:
         """Maximum number of sequences of a response; 1 unless its history may be replaced."""
         return 1 if self.environment is None else 1 + self.environment.max_rewrites
+
+
+def unrecorded_because(config: Config) -> str | None:
+    """Return the setting of a `Config` that prevents recording; None if routes are recorded.
+
+    Routes stay on the ranks that compute behavior log-probs, with the packs that are trained: those
+    log-probs must be the actor's, computed in the step that trains them.
+    """
+    if config.behavior != "actor":
+        return f"behavior={config.behavior}"
+    if config.lag.policy is not None:
+        return f"lag.policy={config.lag.policy}"
+    if config.lag.batches != 0:
+        return f"lag.batches={config.lag.batches}"
+    if config.lag.sync_weights_every > 1:
+        return f"lag.sync_weights_every={config.lag.sync_weights_every}"
+    if config.lag.partial_rollouts is not None:
+        return "lag.partial_rollouts"
+    if config.replay.fresh < 1:
+        return f"replay.fresh={config.replay.fresh}"
+    return None if config.offline.rollouts is None else "offline.rollouts"
+
+
+def routing_problems(config: Config) -> list[str]:
+    """List conflicts of `config.model.routing_replay` with other settings of a `Config`."""
+    because = unrecorded_because(config)
+    if config.model.routing_replay == "none":
+        return []
+    if because is None and config.model.routing_replay == "engine" and config.environment:
+        return [
+            f"model.routing_replay=engine cannot be combined with environment.name="
+            f"{config.environment.name}: the routes of several turns are not put together; set it "
+            "to behavior or none"
+        ]
+    if because is None:
+        return []
+    return [
+        f"model.routing_replay={config.model.routing_replay} cannot be combined with {because}: "
+        "routes are recorded only where the actor computes the behavior log-probs of the rollouts "
+        "that it trains in the same step; unset one"
+    ]
+
+
+def partial_rollout_problems(config: Config) -> list[str]:
+    """List conflicts of `config.lag.partial_rollouts` with other settings of a `Config`."""
+    problems = []
+    if config.lag.keeps_cache and config.behavior == "actor":
+        problems.append(
+            "lag.partial_rollouts with cache: keep: later tokens attend to keys and values of "
+            "older weights, so the actor cannot recompute their log-probs; set "
+            "behavior=engine, or cache: recompute"
+        )
+    if config.lag.sync_weights_every > 1:
+        problems.append(
+            f"lag.sync_weights_every={config.lag.sync_weights_every} and lag.partial_rollouts "
+            "both set when weights are synced; unset one"
+        )
+    problems += [
+        f"rollout.engine.{name} does not work with lag.partial_rollouts; remove it"
+        for name in ("enable_prefix_caching", "async_scheduling")
+        if config.rollout.engine.get(name)
+    ]
+    if config.dynamic_sampling.rounds or config.offline.rollouts is not None:
+        problems.append(
+            "lag.partial_rollouts cannot be combined with dynamic_sampling or "
+            "offline.rollouts; unset one"
+        )
+    if config.rollout.stop:
+        problems.append(
+            "rollout.stop: a stop string may span a weight sync, where lag.partial_rollouts "
+            "does not detect it; use rollout.stop_token_ids, or unset one"
+        )
+    return problems
+
+
+def lora_problems(config: Config) -> list[str]:
+    """List conflicts of `config.lora` with other sections of a `Config`."""
+    if config.lora is None:
+        return []
+    problems = []
+    if config.model.fp8:
+        problems.append(
+            f"model.fp8={config.model.fp8} cannot be combined with lora, whose adapters have not "
+            "been tried with products in fp8; unset model.fp8"
+        )
+    if "learning_rate" not in config.optimizer.model_fields_set:
+        problems.append(
+            f"lora needs a learning rate of its own: optimizer.learning_rate="
+            f"{config.optimizer.learning_rate:g} is the default for all weights, and adapters need "
+            "10 to 100 times as much; set it"
+        )
+    return problems
+
+
+def credit_problems(config: Config) -> list[str]:
+    """List conflicts of `advantage.credit=turn` with other sections of a `Config`."""
+    if config.advantage.credit == "response":
+        return []
+    problems = []
+    if config.environment is None and config.offline.rollouts is None:
+        problems.append(
+            "advantage.credit=turn: no effect without environment, which gives rewards to turns; "
+            "set environment, or unset it"
+        )
+    if config.advantage.estimator == "optimal_value":
+        problems.append(
+            "advantage.credit=turn: advantage.estimator=optimal_value is the value of a whole "
+            "response; choose another estimator, or unset advantage.credit"
+        )
+    if config.shaping.signed:
+        problems.append(
+            "advantage.credit=turn: shaping.signed rescales the reward of a whole response; return "
+            "such rewards from the environment, or unset one"
+        )
+    return problems
+
+
+def environment_problems(config: Config) -> list[str]:
+    """List conflicts of `config.environment` with other sections of a `Config`."""
+    environment: EnvironmentSection | None = config.environment
+    if environment is None:
+        return []
+    written, context = config.rollout.max_response_tokens, environment.max_context_tokens
+    problems = []
+    for name, value in (
+        ("data.max_prompt_tokens", config.data.max_prompt_tokens),
+        ("rollout.max_response_tokens", written),
+    ):
+        if context <= value:
+            problems.append(
+                f"environment.max_context_tokens={context} must be above {name}={value}, which is "
+                "only a part of a conversation; raise it, or lower the other"
+            )
+    if (environment.max_turn_tokens or 0) > written:
+        problems.append(
+            f"environment.max_turn_tokens={environment.max_turn_tokens} is more than all turns "
+            f"may have, rollout.max_response_tokens={written}; lower it"
+        )
+    if environment.max_rewrites >= environment.max_turns:
+        problems.append(
+            f"environment.max_rewrites={environment.max_rewrites} must be below "
+            f"environment.max_turns={environment.max_turns}: a history changes only between two "
+            "turns; lower it, or raise max_turns"
+        )
+    limit, stall = environment.time_limit_seconds, config.rollout.stall_seconds
+    if limit >= stall:
+        problems.append(
+            f"environment.time_limit_seconds={limit:g}: one answer may take longer than "
+            f"rollout.stall_seconds={stall:g}, after which the run ends; raise that, or lower the "
+            "limit"
+        )
+    if config.lag.partial_rollouts is not None:
+        problems.append(
+            "environment and lag.partial_rollouts cannot be combined: the state of an environment "
+            "is in no checkpoint, so a conversation cannot continue in a later step; unset one"
+        )
+    if config.offline.rollouts is not None:
+        problems.append(
+            "environment has no effect with offline.rollouts, which generates nothing; unset one"
+        )
+    return problems
+
+
+def epochs_problems(config: Config) -> list[str]:
+    """List conflicts of `config.data.epochs` with other settings of a `Config`."""
+    epochs, problems = config.data.epochs, []
+    if epochs is not None and "steps" in config.trainer.model_fields_set:
+        problems.append(
+            f"data.epochs={epochs:g} and trainer.steps={config.trainer.steps} both set the length "
+            "of the run; remove trainer.steps, or set data.epochs=null"
+        )
+    if epochs is not None and config.offline.rollouts is not None:
+        problems.append(
+            f"data.epochs={epochs:g} counts passes over prompts, but offline.rollouts reads none; "
+            "set data.epochs=null and trainer.steps"
+        )
+    if epochs is not None and config.environment is not None and config.data.too_long == "skip":
+        problems.append(
+            f"data.epochs={epochs:g} cannot count the prompts that data.too_long=skip leaves out "
+            "where an environment adds its tools to them; set data.epochs=null and trainer.steps"
+        )
+    return problems

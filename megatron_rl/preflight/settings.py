@@ -7,9 +7,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.config.data_sections import ColumnsSection
-from megatron_rl.config.lora_section import LoraSection
-from megatron_rl.config.sections import MATH_ANSWER
+from megatron_rl.config.sections import MATH_ANSWER, ColumnsSection, LoraSection
 from megatron_rl.data.hub import is_on_hub
 from megatron_rl.data.rows import Columns, check_prompt_file
 from megatron_rl.data.tokenizer import find_tokenizer
@@ -22,7 +20,7 @@ from megatron_rl.models.adapters import (
     target_problems,
 )
 from megatron_rl.models.shape import ModelShape, read_model_shape
-from megatron_rl.objectives.function_spec import FunctionSpec, check_function
+from megatron_rl.objectives.spec import FunctionSpec, check_function
 from megatron_rl.preflight.hub_names import hub_problem
 from megatron_rl.preflight.layout import (
     engine_layout_problems,

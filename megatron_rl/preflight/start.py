@@ -17,9 +17,14 @@ from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.engine.engine_arguments import cpu_engine_problems
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.stored_tensors import check_headers
-from megatron_rl.preflight.environment import EnvironmentTrial, start_environment_trial
 from megatron_rl.preflight.settings import evaluation_problems, settings_problems
-from megatron_rl.preflight.verifier import MESSAGE_SECONDS, VerifierTrial, start_trial
+from megatron_rl.preflight.trials import (
+    MESSAGE_SECONDS,
+    EnvironmentTrial,
+    VerifierTrial,
+    start_environment_trial,
+    start_trial,
+)
 from megatron_rl.rollouts.prompt_files import Files, build_order, count_prompts, prompt_problems
 from megatron_rl.rollouts.rollout_files import check_rollout_files, have_prompt_tokens
 from megatron_rl.runs.directory import RunDirectory

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.config.data_sections import ColumnsSection
+from megatron_rl.config.sections import ColumnsSection
 from megatron_rl.data.prompts import (
     PromptMix,
     PromptOrder,

@@ -26,7 +26,7 @@ from megatron_rl.models.shape import read_model_shape
 from megatron_rl.models.stored_tensors import check_headers
 from megatron_rl.objectives import PolicyObjective, build_objective
 from megatron_rl.preflight.settings import check_settings
-from megatron_rl.preflight.verifier import vote_problems
+from megatron_rl.preflight.trials import vote_problems
 from megatron_rl.resharding.push import ReshardSettings
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import Item, VerifierError

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.config.routing import unrecorded_because
+from megatron_rl.config.config import unrecorded_because
 from megatron_rl.distributed.agreement import (
     gather_from_ranks,
     sum_over_ranks,

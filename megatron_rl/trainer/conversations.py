@@ -12,7 +12,7 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.engine import ConversationSettings
 from megatron_rl.environments.interface import BrokenEnvironmentError
 from megatron_rl.environments.pool import EnvironmentPool
-from megatron_rl.preflight.environment import with_tools
+from megatron_rl.preflight.trials import with_tools
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron_rl.actor.actor import StopRule
 from megatron_rl.config import Config
-from megatron_rl.config.ppo_sections import EarlyStoppingSection
+from megatron_rl.config.sections import EarlyStoppingSection
 from megatron_rl.objectives.statistics import Statistics
 
 

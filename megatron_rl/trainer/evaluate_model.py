@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_rl.actor import groups
 from megatron_rl.actor.weights import HfReader
 from megatron_rl.config import Config
-from megatron_rl.config.data_sections import ColumnsSection
+from megatron_rl.config.sections import ColumnsSection
 from megatron_rl.engine.vllm_engine import VllmEngine
 from megatron_rl.models.shape import tensor_shapes
 from megatron_rl.preflight.settings import check_evaluation

@@ -80,7 +80,7 @@ class Engine:
         self, name, *, prompts=None, in_rounds=False, on_error="end", max_rewrites=2,
         module="tests.functional.talking", **limits,
     ):  # fmt: skip
-        from megatron_rl.config.environment_section import EnvironmentSection
+        from megatron_rl.config.sections import EnvironmentSection
         from megatron_rl.engine.engine import ConversationSettings
         from megatron_rl.environments.pool import EnvironmentPool
 

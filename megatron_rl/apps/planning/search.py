@@ -16,7 +16,7 @@ from megatron_rl.apps.planning.push_time import push_seconds
 from megatron_rl.apps.planning.training_time import TrainingTime
 from megatron_rl.apps.planning.workload import Workload
 from megatron_rl.config import ParallelSection
-from megatron_rl.config.lora_section import LoraSection
+from megatron_rl.config.sections import LoraSection
 from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight.layout import cut_problems

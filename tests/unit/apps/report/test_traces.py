@@ -21,8 +21,8 @@ from megatron_rl.apps.report.traces import (
 )
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import TokenInputs, build_objective
-from megatron_rl.objectives.choice import OBJECTIVE_NAMES
 from megatron_rl.objectives.inputs import MinibatchTokens
+from megatron_rl.objectives.named import OBJECTIVE_NAMES
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.rollouts import count_thinned
 from megatron_rl.types import Denominators

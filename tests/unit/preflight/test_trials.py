@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_rl.config import ConfigError, parse_config
-from megatron_rl.preflight.environment import start_environment_trial, with_tools
+from megatron_rl.preflight.trials import start_environment_trial, with_tools
 from megatron_rl.types import Prompt
 from tests.character_tokenizer import build_tokenizer
 
