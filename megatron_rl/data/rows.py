@@ -21,7 +21,15 @@ import pyarrow.parquet as pq
 
 from megatron_rl.data.hub import HubSet, is_on_hub, read_hub, read_saved
 from megatron_rl.errors import UserError
-from megatron_rl.messages import MEDIA, TOOLS, Message, parse_messages, parse_tools, refuse_left_out
+from megatron_rl.messages import (
+    MEDIA,
+    TOOLS,
+    Message,
+    parse_conversation,
+    parse_messages,
+    parse_tools,
+    refuse_left_out,
+)
 from megatron_rl.texts import clean
 
 PlainRow = dict[str, Any] | ValueError
@@ -31,6 +39,7 @@ BAD_ROW_CURE = "repair it, or leave such rows out by data.bad_rows=skip"
 FIRST_ROWS = 1000  # that a command checks before it starts a run
 _TEXTS_OF_NAN = ("nan", "NaN", "<NA>")  # str() of a missing number in pandas
 _LFS = b"version https://git-lfs"
+CONVERSATIONS = ("messages", "conversations")  # columns, where there is none of `Columns.prompt`
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -39,9 +48,11 @@ class Columns:
     """Column names of a prompt file; a dot selects a field of a struct."""
 
     prompt: str = "prompt"  # a text, the user's message, or a list of chat messages
-    answer: str = "reward_model.ground_truth"  # a text or a number
+    answer: str | None = "reward_model.ground_truth"  # a text or a number; None: not read
     source: str | None = None  # None: `data_source` where there is one, else the file's name
     tools: str | None = None  # None: `tools` where there is one
+    # of the assistant's answer, for rows whose messages lack it; None: rows have prompts alone
+    completion: str | None = None
 
 
 class Row(NamedTuple):
@@ -140,8 +151,8 @@ def parse_row(
             "such rows out, or remove the column"
         )
     messages = _parse_prompt(row, columns, path=path, where=where, system_prompt=system_prompt)
-    value = _find(row, columns.answer)
-    truth = parse_answer(value)
+    value = _find(row, columns.answer) if columns.answer is not None else ""
+    truth = parse_answer(value) if columns.answer is not None else ""
     if truth is None:
         raise UserError(
             f"{where}: {columns.answer} must be a non-empty text or a number, got {value!r:.80}; "
@@ -184,15 +195,47 @@ def parse_answer(value: Any) -> str | None:
 def _parse_prompt(
     row: dict[str, Any], columns: Columns, *, path: Path, where: str, system_prompt: str | None
 ) -> tuple[Message, ...]:
-    value, system = _find(row, columns.prompt), row.get("system")
+    system = row.get("system")
     try:
-        messages = parse_messages(value, key=columns.prompt, from_table=_is_table(path))
+        if columns.completion is not None:
+            messages = _parse_conversation(row, columns, from_table=_is_table(path))
+        else:
+            value = _find(row, columns.prompt)
+            messages = parse_messages(value, key=columns.prompt, from_table=_is_table(path))
         if isinstance(system, str) and system.strip() and system != _find_system(messages):
             messages = add_system_prompt(messages, system, key="its column system")
         refuse_left_out(row, prompt=columns.prompt, messages=messages)
         return add_system_prompt(messages, system_prompt)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
+
+
+def _parse_conversation(
+    row: dict[str, Any], columns: Columns, *, from_table: bool
+) -> tuple[Message, ...]:
+    """Return the messages of a row of conversations, which end with the assistant's."""
+    assert columns.completion is not None, "the rows have conversations"
+    names = (columns.prompt, *CONVERSATIONS)
+    key = next((name for name in names if _find(row, name) is not None), columns.prompt)
+    messages = parse_conversation(_find(row, key), key=key, from_table=from_table)
+    completion = _find(row, columns.completion)
+    if completion is not None:
+        if messages[-1]["role"] == "assistant":
+            raise UserError(
+                f"{key} ends with a message of the assistant, and {columns.completion} has another "
+                "answer; remove one of them"
+            )
+        if isinstance(completion, str):
+            completion = [{"role": "assistant", "content": completion}]
+        further = parse_conversation(completion, key=columns.completion, from_table=from_table)
+        messages = (*messages, *further)
+    last = messages[-1]
+    if last["role"] != "assistant" or not (last["content"].strip() or last.get("tool_calls")):
+        raise UserError(
+            f"{key} has no answer of the assistant at its end, and there is none in a column "
+            f"{columns.completion}; add it, or name its column as data.columns.completion"
+        )
+    return messages
 
 
 def _find_system(messages: Sequence[Message]) -> str | None:
@@ -312,7 +355,10 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_columns(names: list[str], columns: Columns, path: Path) -> None:
-    named = columns.prompt, columns.answer, columns.source, columns.tools
+    prompt = columns.prompt
+    if columns.completion is not None and prompt not in names:
+        prompt = next((name for name in CONVERSATIONS if name in names), prompt)
+    named = prompt, columns.answer, columns.source, columns.tools
     wanted = [name for name in named if name is not None]
     missing = [name for name in wanted if not {name, name.split(".")[0]} & set(names)]
     if missing:

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.config.sections import MATH_ANSWER, ColumnsSection, LoraSection
 from megatron_rl.data.hub import is_on_hub
-from megatron_rl.data.rows import Columns, check_prompt_file
+from megatron_rl.data.rows import check_prompt_file
 from megatron_rl.data.tokenizer import find_tokenizer
 from megatron_rl.engine.engine_arguments import engine_argument_problems
 from megatron_rl.errors import UserError
@@ -29,6 +29,7 @@ from megatron_rl.preflight.layout import (
     product_sizes,
 )
 from megatron_rl.preflight.resources import check_disk, find_writable
+from megatron_rl.rollouts.prompt_files import columns_of
 from megatron_rl.rollouts.schedule import build_schedule
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.processes import group_sizes, has_cuda, limit_problem
@@ -284,7 +285,7 @@ def _file_problems(config: Config, files: Mapping[str, tuple[str, ColumnsSection
         try:
             check_prompt_file(
                 path,
-                Columns(**columns.model_dump()),
+                columns_of(config, key, columns),
                 bad_rows=config.data.bad_rows,
                 system_prompt=config.data.system_prompt,
             )

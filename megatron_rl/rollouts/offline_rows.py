@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config import Config
-from megatron_rl.data.prompts import tokenize_messages
+from megatron_rl.data.rendering import tokenize_messages
 from megatron_rl.data.rows import add_system_prompt, parse_answer
 from megatron_rl.data.token_rows import WRITER, Delivery, elsewhere
 from megatron_rl.data.tokenizer import check_tokenizer

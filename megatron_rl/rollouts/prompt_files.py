@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.config.sections import ColumnsSection
+from megatron_rl.data.demonstrations import ConversationTokenizer
 from megatron_rl.data.prompts import (
     PromptMix,
     PromptOrder,
@@ -21,6 +22,13 @@ from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.types import Prompt
 
 Files = Mapping[str, tuple[str, ColumnsSection]]  # sets of prompts, by what the user calls them
+
+
+def columns_of(config: Config, key: str, section: ColumnsSection) -> Columns:
+    """Return the columns of one of a config's files: of prompts, or of conversations."""
+    names = section.model_dump()
+    changed = {"answer": None} if key in config.conversation_files else {"completion": None}
+    return Columns(**names | changed)
 
 
 def read_sets(
@@ -69,7 +77,7 @@ def count_prompts(config: Config) -> dict[str, int]:
             read: Iterator[object] = _read_set(config, shape, tokenizer, key, (path, columns))
         else:
             read = read_distinct_rows(
-                Path(path), Columns(**columns.model_dump()),
+                Path(path), columns_of(config, key, columns),
                 bad_rows=data.bad_rows, system_prompt=data.system_prompt,
             )  # fmt: skip
         try:
@@ -137,6 +145,22 @@ def prompt_problems(
     return problems, first
 
 
+def _conversations(config: Config, shape: ModelShape, tokenizer: Any) -> ConversationTokenizer:
+    """Build what reads the conversations of `sft`."""
+    assert config.sft is not None, "only `sft` has conversations"
+    stop = find_stop_rule(
+        config.model.path, tokenizer, vocab_size=shape.vocab_size,
+        token_ids=config.rollout.stop_token_ids,
+    )  # fmt: skip
+    return ConversationTokenizer(
+        tokenizer,
+        turns=config.sft.turns,
+        stop=stop.token_ids,
+        template=config.data.template,
+        arguments=config.data.rendering,
+    )
+
+
 def _read_set(
     config: Config,
     shape: ModelShape,
@@ -149,21 +173,27 @@ def _read_set(
 ) -> Iterator[Prompt]:
     path, columns = file
     data, highest = config.data, 0
+    conversations, limit = None, data.max_prompt_tokens
     try:
+        if key in config.conversation_files:
+            limit = config.max_model_tokens
+            conversations = _conversations(config, shape, tokenizer)
         for prompt in read_prompts(
             path,
             tokenizer,
-            max_prompt_tokens=data.max_prompt_tokens,
-            columns=Columns(**columns.model_dump()),
+            max_prompt_tokens=limit,
+            columns=columns_of(config, key, columns),
             too_long=data.too_long,
             bad_rows=data.bad_rows,
             template=data.template,
             template_arguments=data.rendering,
             system_prompt=data.system_prompt,
             first=first,
+            conversations=conversations,
             echo=echo,
         ):
-            highest = max(highest, *prompt.token_ids)
+            given = prompt.demonstration.token_ids if prompt.demonstration else ()
+            highest = max(highest, *prompt.token_ids, *given)
             yield prompt
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error

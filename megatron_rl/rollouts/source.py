@@ -47,11 +47,12 @@ class RolloutSource(Protocol):
     """Source of the rollout batches that are trained; every rank calls it in the same order.
 
     `EngineSource` generates whole responses, `PartialRolloutSource` continues them window by window
-    while the weights change, and `OfflineSource` reads them from files. A new way of generating is
-    a fourth class with these methods, chosen in `trainer/build.py`. Engines on devices of their own
-    would start the next generation in `generate` and return the batches that are finished, with the
-    buffer as their queue. Conversations with environments are responses of `EngineSource` that have
-    observed tokens. Neither changes the training loop.
+    while the weights change, `OfflineSource` reads them from files, and `DemonstrationSource` takes
+    given answers. A new way of generating is another class with these methods, chosen in
+    `trainer/build.py`. Engines on devices of their own would start the next generation in
+    `generate` and return the batches that are finished, with the buffer as their queue.
+    Conversations with environments are responses of `EngineSource` that have observed tokens.
+    Neither changes the training loop.
     """
 
     @property
@@ -86,6 +87,10 @@ class RolloutSource(Protocol):
     def restorable(self, fresh: Sequence[RolloutBatch]) -> list[PromptGroup]:
         """Return the groups that a restarted run may read from disk instead of generating them."""
         return [group for batch in fresh for group in batch.groups]
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Return losses of held-out answers under the weights after `step`, if they are due."""
+        return {}
 
     def after_checkpoint(self, step: int) -> None:
         """Drop state that a run resumed from the checkpoint of `step` does not have."""

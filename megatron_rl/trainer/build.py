@@ -37,6 +37,7 @@ from megatron_rl.rollouts.behavior import (
     WindowLogprobs,
 )
 from megatron_rl.rollouts.buffer import GroupBuffer
+from megatron_rl.rollouts.demonstration_source import DemonstrationSource
 from megatron_rl.rollouts.engine_source import EngineSource
 from megatron_rl.rollouts.grading import Grader
 from megatron_rl.rollouts.offline import NoEngine, OfflineRollouts, OfflineSource
@@ -104,7 +105,7 @@ def run_training(
     ):
         for line in run_on_rank_0(lambda: directory.check_inputs(config), doing="comparing inputs"):
             console.echo(line)
-        config = choose_verifier(config, directory, prompts.training, echo=console.echo)
+        config = choose_verifier(config, directory, prompts.asked, echo=console.echo)
         start.ended("checks")
         with build_verifiers(config, topology, directory) as pool:
             trainer = _build_trainer(
@@ -239,11 +240,16 @@ def _build_source(
         start.ended("rollouts")
         run.actor.sleep()
         return cast(RolloutEngine, NoEngine()), OfflineSource(run, rollouts, behavior)
-    _start_verifiers(grader.pool, prompts.training[0], config)
+    if not config.has_engine:
+        run.actor.sleep()
+        return cast(RolloutEngine, NoEngine()), DemonstrationSource(run, prompts)
+    _start_verifiers(grader.pool, prompts.asked[0], config)
     start.ended("verifiers")
     run.actor.sleep()  # vLLM measures the free memory when it starts
     engine = _start_engine(run, progress, interruption)
     start.ended("vllm")
+    if config.sft is not None:
+        return engine, DemonstrationSource(run, prompts)
     if config.lag.partial_rollouts is not None:
         return engine, PartialRolloutSource(run, engine, grader, prompts, behavior)
     return engine, EngineSource(run, engine, grader, prompts, behavior, conversations)

@@ -39,7 +39,7 @@ def read_state(run: PlannedRun) -> RunState:
 
 
 def _without_chosen_at_start(recorded: Config, *, planned: Config) -> Config:
-    """Return the recorded config with null where the plan leaves the choice to a run's first start."""
+    """Return the recorded config with null where a run's first start chooses."""
     update: dict[str, Any] = {}
     if planned.reward.verifier is None:
         update["reward"] = recorded.reward.model_copy(update={"verifier": None})

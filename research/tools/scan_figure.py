@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python -m research.tools.scan_figure --output docs/assets/gated_delta_bytes.svg
 
-One sequence, 16 key heads and 32 value heads of 128 (Qwen3.5-35B-A3B): bytes that a rank sends forward for the
-maps of chunks in float32 (`megatron_rl/distributed/gated_delta.py`), and for an exchange of tokens
-for heads in bfloat16: queries, keys, values, gates and decays before, outputs after.
+One sequence, 16 key heads and 32 value heads of 128 (Qwen3.5-35B-A3B): bytes that a rank sends
+forward for the maps of chunks in float32 (`megatron_rl/distributed/gated_delta.py`), and for an
+exchange of tokens for heads in bfloat16: queries, keys, values, gates and decays before, outputs after.
 """
 
 import argparse

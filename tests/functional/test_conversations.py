@@ -50,7 +50,7 @@ class Engine:
     def __init__(self, folder, tensor):
         from megatron_rl.actor.groups import initialise
         from megatron_rl.actor.weights import HfReader
-        from megatron_rl.data.prompts import tokenize_messages
+        from megatron_rl.data.rendering import tokenize_messages
         from megatron_rl.data.tokenizer import load_tokenizer
         from megatron_rl.data.turns import TurnRenderer
         from megatron_rl.engine.vllm_engine import VllmEngine

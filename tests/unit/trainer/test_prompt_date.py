@@ -5,7 +5,7 @@ import datetime
 import pytest
 
 from megatron_rl.config import ConfigError, parse_config
-from megatron_rl.data.prompts import tokenize_messages
+from megatron_rl.data.rendering import tokenize_messages
 from megatron_rl.data.turns import TurnRenderer, as_messages
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.trainer.prompt_date import fix_date
