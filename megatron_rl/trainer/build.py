@@ -341,6 +341,7 @@ def _describe(config: Config, world_size: int) -> str:
         extra += f" x tensor {parallel.expert_tensor_size}"
     if parallel.virtual_stages > 1:
         extra += f", {parallel.virtual_stages} virtual stages"
+    engines = f"vLLM {world_size // rollout.tensor} x tensor {rollout.tensor}"
     return (
         f"{config.run.name}: {config.objective.name}, {trainer.epochs} epochs x "
         f"{trainer.minibatches} minibatches of {rollout.prompts_per_step} prompts x "
@@ -348,5 +349,5 @@ def _describe(config: Config, world_size: int) -> str:
         f"{world_size} process{'es' if world_size > 1 else ''}: "
         f"Megatron tensor {parallel.tensor}, pipeline {parallel.pipeline}, "
         f"context {parallel.context}, data {replicas}{extra}; "
-        f"vLLM {world_size // rollout.tensor} x tensor {rollout.tensor}"
+        f"{engines if config.has_engine else 'no engine'}"
     )

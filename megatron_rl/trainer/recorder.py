@@ -109,7 +109,8 @@ class Recorder:
         if batch is not None:
             self.recent.append(metrics["time/step"])
         steps = self.config.trainer.steps
-        self.console.echo(step_line(metrics, steps=steps, recent=self.recent))
+        is_sft = self.config.sft is not None
+        self.console.echo(step_line(metrics, steps=steps, recent=self.recent, sft=is_sft))
         if sample is not None:
             text = describe_rollout(sample, most=SAMPLE_CHARACTERS, indent="    ")
             self.console.echo(f"  a sample of step {int(metrics['step'])}:\n{text}")

@@ -35,6 +35,7 @@ def all_results():
     file = Path(tempfile.gettempdir(), f"megatron_rl-eight-ranks-{run}")
     with FileLock(f"{file}.lock"):
         if not file.exists():
+            atexit.register(Path(f"{file}.lock").unlink, missing_ok=True)
             atexit.register(file.unlink, missing_ok=True)
             file.write_bytes(pickle.dumps(run_ranks(on_rank, 8)))
         return pickle.loads(file.read_bytes())
