@@ -1,7 +1,7 @@
 """The sections of a config: each setting with its type, default and rule.
 
 Defaults follow the published PNPO configuration (1.5B model, 16k context) where the paper gives
-one. `tools/configuration_page.py` generates `docs/configuration.md` from the docstrings.
+one. `tools/reference_pages.py` generates `docs/configuration.md` from the docstrings.
 """
 
 from dataclasses import dataclass
@@ -306,9 +306,10 @@ class TrainerSection(Section):
 class ReshardingSection(Section):
     """Transfer of weights from the actor to the engine, and its checks."""
 
-    bucket_mib: Count | None = None
-    """Maximum data in MiB that a rank sends and receives in one round of the transfer; null is 512
-    on CUDA and 64 on a CPU."""
+    bucket_mib: Positive | None = None
+    """Maximum data in MiB that a rank sends and receives in one round of the transfer, half of its
+    extra memory (with vLLM's loaders, tensors are also assembled in it); null is 512 on CUDA and 64
+    on a CPU."""
     full_check_every: Annotated[int, Field(ge=0)] = 50
     """Weight syncs between full checks, which compare every slice; the first sync is always checked
     in full, and 0 disables further ones. Every sync compares checksums."""
@@ -317,7 +318,7 @@ class ReshardingSection(Section):
 
     def bucket_bytes(self, *, cuda: bool) -> int:
         """Return the size of a bucket on this kind of device."""
-        return (self.bucket_mib or (512 if cuda else 64)) * 2**20
+        return round((self.bucket_mib or (512 if cuda else 64)) * 2**20)
 
 
 class ParallelSection(Section):
@@ -521,6 +522,11 @@ class LoraSection(Section):
         if len(set(value)) < len(value):
             raise ValueError("lists a linear twice; list each once")
         return value
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A in the sum with a weight."""
+        return self.alpha / self.rank
 
 
 class EnvironmentSection(Section):

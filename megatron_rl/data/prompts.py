@@ -18,11 +18,11 @@ from typing import Any, Literal, overload
 import numpy as np
 import pyarrow as pa
 
+from megatron_rl.config.sections import ColumnsSection
 from megatron_rl.data.demonstrations import ConversationTokenizer
 from megatron_rl.data.rendering import tokenize_chats
 from megatron_rl.data.rows import (
     BAD_ROW_CURE,
-    Columns,
     PlainRow,
     Row,
     name_row,
@@ -48,7 +48,7 @@ def read_prompts(
     tokenizer: Any,
     *,
     max_prompt_tokens: int,
-    columns: Columns | None = None,
+    columns: ColumnsSection | None = None,
     too_long: Literal["error", "skip"] = "error",
     bad_rows: Literal["error", "skip"] = "error",
     template: Template = "chat",
@@ -78,8 +78,9 @@ def read_prompts(
     if template == "raw":
         check_raw(tokenizer)
     rows = read_distinct_rows(
-        path, columns or Columns(),
+        path, columns or ColumnsSection(),
         bad_rows=bad_rows, system_prompt=system_prompt, first=first, echo=echo,
+        conversations=conversations is not None,
     )  # fmt: skip
     arguments = template_arguments or {}
     longer = _TooLong(max_prompt_tokens)
@@ -178,11 +179,12 @@ def _permutations(size: int, seed: int) -> Callable[[int], np.ndarray]:
 
 def read_distinct_rows(
     path: Path,
-    columns: Columns,
+    columns: ColumnsSection,
     *,
     bad_rows: Literal["error", "skip"],
     system_prompt: str | None,
     first: int | None = None,
+    conversations: bool = False,
     echo: Callable[[str], object] = lambda text: None,
 ) -> Iterator[tuple[int, Row, str]]:
     """Yield each row's number, and it parsed and as JSON, unless it repeats an earlier one.
@@ -191,9 +193,13 @@ def read_distinct_rows(
     """
     seen: set[bytes] = set()
     bad, first_bad, repeated = 0, None, 0
-    for number, plain in itertools.islice(read_rows(path, columns), first):
+    rows = read_rows(path, columns, conversations=conversations)
+    for number, plain in itertools.islice(rows, first):
         try:
-            row = parse_row(plain, columns, path=path, number=number, system_prompt=system_prompt)
+            row = parse_row(
+                plain, columns,
+                path=path, number=number, system_prompt=system_prompt, conversations=conversations,
+            )  # fmt: skip
         except ValueError as error:
             if bad_rows == "error":
                 raise UserError(f"{error}; {BAD_ROW_CURE}") from None

@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron_rl.config.sections import ColumnsSection
 from megatron_rl.data.hub import HubSet, is_on_hub, read_hub, read_saved
 from megatron_rl.errors import UserError
 from megatron_rl.messages import (
@@ -43,18 +43,6 @@ CONVERSATIONS = ("messages", "conversations")  # columns, where there is none of
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
-@dataclass(frozen=True)
-class Columns:
-    """Column names of a prompt file; a dot selects a field of a struct."""
-
-    prompt: str = "prompt"  # a text, the user's message, or a list of chat messages
-    answer: str | None = "reward_model.ground_truth"  # a text or a number; None: not read
-    source: str | None = None  # None: `data_source` where there is one, else the file's name
-    tools: str | None = None  # None: `tools` where there is one
-    # of the assistant's answer, for rows whose messages lack it; None: rows have prompts alone
-    completion: str | None = None
-
-
 class Row(NamedTuple):
     """The parsed fields of a row."""
 
@@ -66,17 +54,23 @@ class Row(NamedTuple):
 
 def check_prompt_file(
     path: str | Path,
-    columns: Columns,
+    columns: ColumnsSection,
     *,
     bad_rows: Literal["error", "skip"] = "error",
     system_prompt: str | None = None,
+    conversations: bool = False,
 ) -> None:
     """Raise UserError if a file cannot be read, lacks a column, or has a malformed first row."""
     path = Path(path)
-    for number, row in itertools.islice(read_rows(path, columns), FIRST_ROWS):
+    rows = read_rows(path, columns, conversations=conversations)
+    for number, row in itertools.islice(rows, FIRST_ROWS):
         if bad_rows == "error":
             try:
-                parse_row(row, columns, path=path, number=number, system_prompt=system_prompt)
+                parse_row(
+                    row, columns,
+                    path=path, number=number, system_prompt=system_prompt,
+                    conversations=conversations,
+                )  # fmt: skip
             except ValueError as error:
                 raise UserError(f"{error}; {BAD_ROW_CURE}") from None
 
@@ -99,15 +93,18 @@ def name_row(path: Path, number: int) -> str:
     return f"{path}, line {number + 1}" if path.suffix == ".jsonl" else f"{path}, row {number}"
 
 
-def read_rows(path: Path, columns: Columns) -> Iterator[tuple[int, PlainRow]]:
+def read_rows(
+    path: Path, columns: ColumnsSection, *, conversations: bool = False
+) -> Iterator[tuple[int, PlainRow]]:
     """Each row with its number in the file, from 0; for one that is no row, what is wrong with it.
 
+    conversations: rows end with the assistant's answer, and need no ground truth.
     Raises ValueError if the file is missing, of another kind, damaged, empty or lacks a column.
     """
     empty = True
     for number, row in _reader_of(path)(path):
         if empty and isinstance(row, dict):
-            _check_columns(list(row), columns, path)
+            _check_columns(list(row), columns, path, conversations=conversations)
             empty = False
         yield number, clean(row)
     if empty:
@@ -136,11 +133,18 @@ def _reader_of(path: Path) -> Callable[[Path], Iterator[tuple[int, PlainRow]]]:
 
 
 def parse_row(
-    row: PlainRow, columns: Columns, *, path: Path, number: int, system_prompt: str | None = None
+    row: PlainRow,
+    columns: ColumnsSection,
+    *,
+    path: Path,
+    number: int,
+    system_prompt: str | None = None,
+    conversations: bool = False,
 ) -> Row:
     """Parse messages, truth, source and tools; raise UserError if one is missing or malformed.
 
     system_prompt: becomes the first message; a row with its own system message is rejected.
+    conversations: messages end with the assistant's, and there is no truth.
     """
     if isinstance(row, ValueError):
         raise row
@@ -150,9 +154,12 @@ def parse_row(
             f"{where}: has a value in the column {media[0]}; models here read text only: leave "
             "such rows out, or remove the column"
         )
-    messages = _parse_prompt(row, columns, path=path, where=where, system_prompt=system_prompt)
-    value = _find(row, columns.answer) if columns.answer is not None else ""
-    truth = parse_answer(value) if columns.answer is not None else ""
+    messages = _parse_prompt(
+        row, columns,
+        path=path, where=where, system_prompt=system_prompt, conversations=conversations,
+    )  # fmt: skip
+    value = _find(row, columns.answer)
+    truth = "" if conversations else parse_answer(value)
     if truth is None:
         raise UserError(
             f"{where}: {columns.answer} must be a non-empty text or a number, got {value!r:.80}; "
@@ -193,11 +200,17 @@ def parse_answer(value: Any) -> str | None:
 
 
 def _parse_prompt(
-    row: dict[str, Any], columns: Columns, *, path: Path, where: str, system_prompt: str | None
+    row: dict[str, Any],
+    columns: ColumnsSection,
+    *,
+    path: Path,
+    where: str,
+    system_prompt: str | None,
+    conversations: bool,
 ) -> tuple[Message, ...]:
     system = row.get("system")
     try:
-        if columns.completion is not None:
+        if conversations:
             messages = _parse_conversation(row, columns, from_table=_is_table(path))
         else:
             value = _find(row, columns.prompt)
@@ -211,10 +224,9 @@ def _parse_prompt(
 
 
 def _parse_conversation(
-    row: dict[str, Any], columns: Columns, *, from_table: bool
+    row: dict[str, Any], columns: ColumnsSection, *, from_table: bool
 ) -> tuple[Message, ...]:
     """Return the messages of a row of conversations, which end with the assistant's."""
-    assert columns.completion is not None, "the rows have conversations"
     names = (columns.prompt, *CONVERSATIONS)
     key = next((name for name in names if _find(row, name) is not None), columns.prompt)
     messages = parse_conversation(_find(row, key), key=key, from_table=from_table)
@@ -354,11 +366,14 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _check_columns(names: list[str], columns: Columns, path: Path) -> None:
+def _check_columns(
+    names: list[str], columns: ColumnsSection, path: Path, *, conversations: bool
+) -> None:
     prompt = columns.prompt
-    if columns.completion is not None and prompt not in names:
+    if conversations and prompt not in names:
         prompt = next((name for name in CONVERSATIONS if name in names), prompt)
-    named = prompt, columns.answer, columns.source, columns.tools
+    answer = None if conversations else columns.answer
+    named = prompt, answer, columns.source, columns.tools
     wanted = [name for name in named if name is not None]
     missing = [name for name in wanted if not {name, name.split(".")[0]} & set(names)]
     if missing:

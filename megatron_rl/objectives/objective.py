@@ -128,7 +128,7 @@ class Objective(PolicyObjective):
                 "balanced is a factor of a whole minibatch: give this objective's resolve() the "
                 "minibatch's tokens, and call what it returns"
             )
-        weighed = self.weigh(x, layout)
+        weighed = self.compute_weights(x, layout)
         constrained, factor = weighed.constrained, weighed.factor
         if spec.gradient == "detached":  # sg[weight * A] * log pi
             coefficient = constrained.coefficient * x.advantages
@@ -149,7 +149,7 @@ class Objective(PolicyObjective):
         policy_term = -torch.where(layout.mask, term / denominator, 0)
         return weighed, Terms(policy_term, kl, entropy)
 
-    def weigh(self, x: TokenInputs, layout: SequenceLayout) -> TokenWeights:
+    def compute_weights(self, x: TokenInputs, layout: SequenceLayout) -> TokenWeights:
         """Compute the weight of each token and apply the constraint, from prepared inputs."""
         spec = self.spec
         # With a detached gradient, weight, gate and advantage are constants: no backward scan.

@@ -167,7 +167,7 @@ class Statistics:
         tokens = max(everything.tokens, 1.0)
         metrics = {
             "tokens": everything.tokens,
-            "tokens_with_advantage": everything.movable,
+            "tokens_with_advantage": everything.num_with_advantage,
             "responses": total["responses"],
             "loss/policy": total["loss_policy"],
             "gate/acceptance": everything.acceptance(),
@@ -224,21 +224,21 @@ class Band:
         return self.count(*SIGNS)
 
     @property
-    def movable(self) -> float:
+    def num_with_advantage(self) -> float:
         """Number of tokens that can move the policy: with non-zero advantage."""
         return self.count("positive", "negative")
 
     def acceptance(self) -> float:
-        """Compute the fraction of movable tokens with unchanged weight; 1 if there are none."""
+        """Compute the fraction of tokens with advantage with an unchanged weight; 1 without any."""
         inside = self["inside_positive"] + self["inside_negative"]
-        return inside / self.movable if self.movable else 1.0
+        return inside / self.num_with_advantage if self.num_with_advantage else 1.0
 
     def effective_sample_fraction(self) -> float:
-        """Compute (sum w)^2 / (n sum w^2) of the n movable tokens' constrained weights."""
+        """Compute (sum w)^2 / (n sum w^2) of the constrained weights of n tokens with advantage."""
         squares = self["weight_squared"]
-        if not self.movable:
+        if not self.num_with_advantage:
             return 1.0
-        return self["weight"] ** 2 / (self.movable * squares) if squares else 0.0
+        return self["weight"] ** 2 / (self.num_with_advantage * squares) if squares else 0.0
 
     def rejections(self) -> dict[str, float]:
         """Compute the fraction of tokens rejected on each side, by sign of the advantage."""
@@ -271,7 +271,7 @@ class Band:
     def metrics(self) -> dict[str, float]:
         """Compute all metrics of one band."""
         metrics = {f"prefix_mean_{name}": value for name, value in self.log_w().items()}
-        if self.movable:
+        if self.num_with_advantage:
             metrics |= self.rejections()
             metrics["acceptance"] = self.acceptance()
             metrics["effective_sample_fraction"] = self.effective_sample_fraction()

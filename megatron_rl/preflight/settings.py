@@ -29,7 +29,6 @@ from megatron_rl.preflight.layout import (
     product_sizes,
 )
 from megatron_rl.preflight.resources import check_disk, find_writable
-from megatron_rl.rollouts.prompt_files import columns_of
 from megatron_rl.rollouts.schedule import build_schedule
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.processes import group_sizes, has_cuda, limit_problem
@@ -50,11 +49,11 @@ def check_settings(config: Config, *, world_size: int) -> ModelShape:
 
 
 def settings_problems(
-    config: Config, *, world_size: int, is_here: bool = True
+    config: Config, *, world_size: int, is_local: bool = True
 ) -> tuple[list[str], ModelShape | None]:
     """List why a run cannot start; also return the model's shape if its config.json was read.
 
-    is_here: whether the run uses this machine's devices.
+    is_local: whether the run uses this machine's devices.
     """
     problems = [
         *_file_problems(config, config.prompt_files),
@@ -68,7 +67,7 @@ def settings_problems(
     if shape is not None:
         problems += layout_problems(config, shape, world_size)
         problems += length_problems(config, shape)
-        if is_here:
+        if is_local:
             problems += _transformer_engine_problems(config, shape)
             problems += _open_files_problems(config, world_size)
     try:
@@ -285,9 +284,10 @@ def _file_problems(config: Config, files: Mapping[str, tuple[str, ColumnsSection
         try:
             check_prompt_file(
                 path,
-                columns_of(config, key, columns),
+                columns,
                 bad_rows=config.data.bad_rows,
                 system_prompt=config.data.system_prompt,
+                conversations=key in config.conversation_files,
             )
         except ValueError as error:
             problems.append(f"{key}: {error}")

@@ -15,20 +15,13 @@ from megatron_rl.data.prompts import (
     read_prompts,
     write_prompts,
 )
-from megatron_rl.data.rows import FIRST_ROWS, Columns, count_rows
+from megatron_rl.data.rows import FIRST_ROWS, count_rows
 from megatron_rl.data.tokenizer import describe_outside, describe_raw, load_tokenizer
 from megatron_rl.engine.stopping import find_stop_rule
 from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.types import Prompt
 
 Files = Mapping[str, tuple[str, ColumnsSection]]  # sets of prompts, by what the user calls them
-
-
-def columns_of(config: Config, key: str, section: ColumnsSection) -> Columns:
-    """Return the columns of one of a config's files: of prompts, or of conversations."""
-    names = section.model_dump()
-    changed = {"answer": None} if key in config.conversation_files else {"completion": None}
-    return Columns(**names | changed)
 
 
 def read_sets(
@@ -77,8 +70,9 @@ def count_prompts(config: Config) -> dict[str, int]:
             read: Iterator[object] = _read_set(config, shape, tokenizer, key, (path, columns))
         else:
             read = read_distinct_rows(
-                Path(path), columns_of(config, key, columns),
+                Path(path), columns,
                 bad_rows=data.bad_rows, system_prompt=data.system_prompt,
+                conversations=key in config.conversation_files,
             )  # fmt: skip
         try:
             sizes[key] = sum(1 for _ in read)
@@ -182,7 +176,7 @@ def _read_set(
             path,
             tokenizer,
             max_prompt_tokens=limit,
-            columns=columns_of(config, key, columns),
+            columns=columns,
             too_long=data.too_long,
             bad_rows=data.bad_rows,
             template=data.template,

@@ -4,7 +4,8 @@
 
 One sequence, 16 key heads and 32 value heads of 128 (Qwen3.5-35B-A3B): bytes that a rank sends
 forward for the maps of chunks in float32 (`megatron_rl/distributed/gated_delta.py`), and for an
-exchange of tokens for heads in bfloat16: queries, keys, values, gates and decays before, outputs after.
+exchange of tokens for heads in bfloat16: queries, keys, values, gates and decays before it, outputs
+after.
 """
 
 import argparse

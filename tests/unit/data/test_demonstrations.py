@@ -9,7 +9,6 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.data.demonstrations import ConversationTokenizer
 from megatron_rl.data.prompts import PromptTable, load_prompts, write_prompts
-from megatron_rl.data.rows import Columns
 from megatron_rl.errors import UserError
 
 # In essence the templates of published models, with the marks that transformers reads. A mark
@@ -196,10 +195,7 @@ def test_rows_of_all_published_forms_are_one_conversation(row, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row))
     one = reader(*TEMPLATES["qwen3"])
-    columns = Columns(answer=None, completion="completion")
-    (prompt,) = load_prompts(
-        file, one.tokenizer, max_prompt_tokens=99, columns=columns, conversations=one
-    )
+    (prompt,) = load_prompts(file, one.tokenizer, max_prompt_tokens=99, conversations=one)
     ids, given = one.tokenize((TALK[:2], ()))
     assert list(prompt.token_ids) == ids and prompt.demonstration == given
     write_prompts(tmp_path / "table", [prompt])
@@ -219,16 +215,15 @@ def test_row_without_one_answer_is_refused(row, words, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row))
     one = reader(*TEMPLATES["qwen3"])
-    columns = Columns(answer=None, completion="completion")
     with pytest.raises(UserError, match=words):
-        load_prompts(file, one.tokenizer, max_prompt_tokens=99, columns=columns, conversations=one)
+        load_prompts(file, one.tokenizer, max_prompt_tokens=99, conversations=one)
 
 
 def test_length_limit_counts_the_longest_sequence_with_its_answer(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"messages": TALK[:count]}) + "\n" for count in (2, 4)))
     one = reader(*TEMPLATES["qwen3"])
-    options = {"columns": Columns(answer=None, completion="completion"), "conversations": one}
+    options = {"conversations": one}
     size = len(marked(one.tokenizer, TALK)[0])
     assert len(load_prompts(file, one.tokenizer, max_prompt_tokens=size, **options)) == 2
     with pytest.raises(UserError, match=rf"line 2: .* rollout.max_response_tokens={size - 1}"):

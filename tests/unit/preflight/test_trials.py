@@ -39,8 +39,8 @@ def test_context_replaces_sum_of_prompt_and_response():
             {"rollout": {"stall_seconds": 50}},
             r"environment\.time_limit_seconds=60: one answer may take longer than rollout\.stall",
         ),
-        ({}, {"lag": {"partial_rollouts": 8}}, r"environment and lag\.partial_rollouts cannot be"),
-        ({}, {"offline": {"rollouts": "r"}}, r"environment has no effect with offline\.rollouts"),
+        ({}, {"lag": {"partial_rollouts": 8}}, r"environment cannot be combined with lag\.par"),
+        ({}, {"offline": {"rollouts": "r"}}, r"environment needs an engine, but offline"),
         ({"turns": 3}, {}, r"environment\.turns"),
         (
             {"max_rewrites": 8},
