@@ -36,7 +36,7 @@ def parse_messages(value: Any, *, key: str, from_table: bool = False) -> tuple[M
     `datasets`), whose structs have a null for each key that only other rows have; these are removed
     at any depth.
     """
-    messages = parse_conversation(value, key=key, from_table=from_table)
+    messages = _convert(value, key=key, from_table=from_table)
     last = messages[-1]
     if last["role"] == "assistant":
         raise UserError(
@@ -45,11 +45,23 @@ def parse_messages(value: Any, *, key: str, from_table: bool = False) -> tuple[M
         )
     if last["role"] == "user" and not last["content"].strip():
         raise UserError(f"{key} ends with a message of the user without text; give it one")
+    _refuse_empty(messages, value, key=key)
     return messages
 
 
 def parse_conversation(value: Any, *, key: str, from_table: bool = False) -> tuple[Message, ...]:
     """Convert messages as `parse_messages` does; they may end with the assistant's."""
+    messages = _convert(value, key=key, from_table=from_table)
+    _refuse_empty(messages, value, key=key)
+    return messages
+
+
+def _refuse_empty(messages: Sequence[Message], value: Any, *, key: str) -> None:
+    if not any(message["content"].strip() or message.get("tool_calls") for message in messages):
+        raise UserError(f"{key} has messages without any text, {value!r:.80}; give them one")
+
+
+def _convert(value: Any, *, key: str, from_table: bool) -> tuple[Message, ...]:
     if isinstance(value, str) and value.strip():
         if not _is_written_list(value):
             return ({"role": "user", "content": value},)
@@ -68,8 +80,6 @@ def parse_conversation(value: Any, *, key: str, from_table: bool = False) -> tup
             messages.append(parse_message(_parse_json(message)))
         except UserError as error:
             raise UserError(f"{key}, message {place}: {error}") from None
-    if not any(message["content"].strip() or message.get("tool_calls") for message in messages):
-        raise UserError(f"{key} has messages without any text, {value!r:.80}; give them one")
     return tuple(messages)
 
 

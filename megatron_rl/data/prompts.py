@@ -82,10 +82,27 @@ def read_prompts(
         bad_rows=bad_rows, system_prompt=system_prompt, first=first, echo=echo,
         conversations=conversations is not None,
     )  # fmt: skip
-    arguments = template_arguments or {}
     longer = _TooLong(max_prompt_tokens)
     if conversations is not None:
         yield from _read_conversations(rows, conversations, path=path, longer=longer)
+    else:
+        yield from _tokenize_prompts(
+            rows, tokenizer,
+            path=path, template=template, arguments=template_arguments or {}, longer=longer,
+        )  # fmt: skip
+    if longer.count:
+        echo(longer.refuse_or_describe(too_long, path=path))
+
+
+def _tokenize_prompts(
+    rows: Iterator[tuple[int, Row, str]],
+    tokenizer: Any,
+    *,
+    path: Path,
+    template: Template,
+    arguments: Mapping[str, Any],
+    longer: "_TooLong",
+) -> Iterator[Prompt]:
     while block := list(itertools.islice(rows, ROWS_AT_ONCE)):
         token_ids = tokenize_chats(
             {number: (row.messages, row.tools) for number, row, _ in block},
@@ -105,8 +122,6 @@ def read_prompts(
                     text=text,
                     tools=row.tools,
                 )
-    if longer.count:
-        echo(longer.refuse_or_describe(too_long, path=path))
 
 
 def _read_conversations(

@@ -72,7 +72,7 @@ def test_losses_fall_and_the_engine_scores(whole):
     for row in rows[1:]:
         assert row["ratio/max_deviation"] == 0.0  # in every update: there is no behavior policy
         assert row["reward/mean"] == 1.0 and row["train/updates"] == 4
-        assert row["sync/bytes"] > 0
+        assert row["sync/bytes_local"] > 0
     assert rows[-1]["loss/policy"] < rows[1]["loss/policy"]
 
 
@@ -99,7 +99,7 @@ def test_adapters_under_context_parallelism_without_an_engine(config, tmp_path):
     )  # fmt: skip
     assert rows[-1]["eval/held/loss"] < rows[0]["eval/held/loss"]
     assert not any(key.startswith("eval/sums") for row in rows for key in row)
-    assert rows[-1]["sync/bytes"] == 0
+    assert rows[-1]["sync/bytes_local"] == 0
     before = load_file(TASK / "model" / "model.safetensors")
     after = load_file(tmp_path / "lora" / "model" / "model.safetensors")
     assert before.keys() == after.keys()
