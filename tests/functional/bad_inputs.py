@@ -675,7 +675,7 @@ ENVIRONMENTS = [
          agent("return Answer()")),
     Case("an answer that is missing", ("sft", "train.jsonl, line 1: prompt has no answer of the"
          " assistant at its end", "data.columns.completion"),
-         ("sft={}", "objective={name: sft}"), rows(*({"prompt": "1+1?"} for _ in range(2)))),
+         ("sft={}", "objective={name: sft}", "rollout.responses_per_prompt=1"), rows(*({"prompt": "1+1?"} for _ in range(2)))),
     Case("RL settings beside sft", ("objective.name=grpo: has no meaning with sft", "unset",
          "rollout.responses_per_prompt=8", "lag: has no meaning"),
          ("sft={}", "objective.name=grpo", "rollout.responses_per_prompt=8", "lag.batches=1")),
