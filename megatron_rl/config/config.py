@@ -502,8 +502,8 @@ def engine_rank_problems(config: Config) -> list[str]:
     number, lag = config.parallel.engine_ranks, config.lag
     if number is None:
         return []
-    if config.offline.rollouts is not None:
-        return []  # refused as everything that needs an engine
+    if config.offline.rollouts is not None or config.sft is not None:
+        return []  # refused beside these, which need no engine
     problems = []
     if lag.policy is not None:
         problems.append(
