@@ -29,6 +29,7 @@ from megatron_rl.config.sections import (
     ShapingSection,
     TrainerSection,
 )
+from megatron_rl.objectives.spec import needs_reference
 
 
 class Config(Section):
@@ -142,7 +143,7 @@ class Config(Section):
                 "offline.rollouts=null",
             ),
             f"model.reference={self.model.reference}": (
-                self.model.reference and "reference_logprobs" not in self.objective.choice.needs,
+                self.model.reference and not needs_reference(self.objective.choice.needs),
                 f"objective.name={self.objective.name} without objective.kl",
             ),
         }
