@@ -121,7 +121,7 @@ class RolloutSection(Section):
     """Place whole experts on each rank of an engine instead of a slice of every expert; on CUDA."""
     prompts_per_step: Count = 256
     """Number of prompts in a rollout batch."""
-    responses_per_prompt: Annotated[int, Field(ge=2)] = 8
+    responses_per_prompt: Count = 8
     """Number of responses to each prompt (the group size)."""
     max_response_tokens: Count = 15360
     """Maximum response length in tokens; longer responses are truncated."""
@@ -323,7 +323,7 @@ class ReshardingSection(Section):
 
 
 class ParallelSection(Section):
-    """The actor's layout; tensor * pipeline * context * data = number of processes."""
+    """The actor's layout; tensor * pipeline * context * data = number of processes that train."""
 
     tensor: Count = 1
     """Tensor parallel size."""
@@ -333,6 +333,10 @@ class ParallelSection(Section):
     """Context parallel size: the number of ranks that each sequence is split over."""
     data: Count | None = None
     """Number of data-parallel replicas; null derives it from the number of processes."""
+    engine_ranks: Count | None = None
+    """Number of processes, the last ones, that only generate, in engines of `rollout.tensor` each,
+    while the others train; null generates and trains on all of them in turn
+    (`docs/engine-ranks.md`)."""
     expert: Count = 1
     """Expert parallel size of a mixture-of-experts model; expert * expert_tensor must divide tensor
     * context * data."""
@@ -608,6 +612,9 @@ class ColumnsSection(Section):
     tools: str | None = None
     """Column of the tools that the chat template shows, a list of schemas or its JSON text; null
     uses the column `tools` if it exists (`docs/prompts.md`)."""
+    completion: str = "completion"
+    """With `sft`, column of the answer to `prompt`, a text or a list of chat messages, for rows
+    whose messages do not end with the assistant's."""
 
 
 class MixedSetSection(Section):
@@ -708,6 +715,18 @@ class EvalSection(Section):
     top_p: Fraction = 0.9
     """Nucleus sampling: cumulative probability of the tokens that are sampled from; 1 disables
     it."""
+
+
+class SftSection(Section):
+    """Supervised fine-tuning: `data.train` has conversations, whose assistant's messages are
+    trained by their cross entropy. Its presence sets rollout.responses_per_prompt=1,
+    objective.name=sft, advantage.estimator=raw, trainer.epochs=1 and trainer.minibatches=1."""
+
+    turns: Literal["all", "last"] = "all"
+    """Messages of the assistant that are trained: all of a conversation, or its last one."""
+    validation: dict[Name, EvaluationSetSection] = Field(default_factory=dict)
+    """Sets of conversations whose loss is computed every `eval.every` steps, by name, each a path
+    or `{path, columns}`."""
 
 
 class WandbSection(Section):

@@ -46,12 +46,12 @@ class RunContext:
 class RolloutSource(Protocol):
     """Source of the rollout batches that are trained; every rank calls it in the same order.
 
-    `EngineSource` generates whole responses, `PartialRolloutSource` continues them window by window
-    while the weights change, and `OfflineSource` reads them from files. A new way of generating is
-    a fourth class with these methods, chosen in `trainer/build.py`. Engines on devices of their own
-    would start the next generation in `generate` and return the batches that are finished, with the
-    buffer as their queue. Conversations with environments are responses of `EngineSource` that have
-    observed tokens. Neither changes the training loop.
+    `EngineSource` generates whole responses, `RemoteSource` lets engines on ranks of their own
+    generate them while a step is trained, `PartialRolloutSource` continues them window by window
+    while the weights change, `OfflineSource` reads them from files, and `DemonstrationSource` takes
+    given answers. A new way of generating is a class with these methods, chosen in
+    `trainer/build.py`. Conversations with environments are responses of `EngineSource` that have
+    observed tokens.
     """
 
     @property
@@ -71,11 +71,22 @@ class RolloutSource(Protocol):
         """Return graded batches of the groups that the buffer is missing; the engine is awake."""
         ...
 
+    def start(self, step: int) -> None:
+        """Let engines on ranks of their own generate for `step`, if they have its weights."""
+        return
+
+    def collect(self, step: int) -> list[RolloutBatch]:
+        """Return batches for later steps that were generated while `step` was trained.
+
+        They go through `score` like those of `generate`.
+        """
+        return []
+
     def score(self, step: int, generated: list[RolloutBatch]) -> list[RolloutBatch]:
         """Return the batches that this step adds to the buffer, with behavior log-probs.
 
-        The engine sleeps. The actor is still the policy that generated them, however much later
-        they are trained; log-probs stay as they are from here on.
+        The policy that generated them computes these, however much later they are trained:
+        log-probs stay as they are from here on.
         """
         ...
 
@@ -86,6 +97,10 @@ class RolloutSource(Protocol):
     def restorable(self, fresh: Sequence[RolloutBatch]) -> list[PromptGroup]:
         """Return the groups that a restarted run may read from disk instead of generating them."""
         return [group for batch in fresh for group in batch.groups]
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Return losses of held-out answers under the weights after `step`, if they are due."""
+        return {}
 
     def after_checkpoint(self, step: int) -> None:
         """Drop state that a run resumed from the checkpoint of `step` does not have."""
