@@ -231,6 +231,18 @@ class Denominators:
     tokens: float
 
 
+# Divergences between two policies that are computed over the whole vocabulary.
+Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
+
+
+@dataclass(frozen=True)
+class ReferenceHead:
+    """Inputs of the frozen reference's head on this rank: n response tokens, v vocabulary rows."""
+
+    hidden: Tensor  # [n, h], on the host until the micro-batch is computed
+    weight: Tensor  # [v, h], shared by the packs of a rollout batch
+
+
 @dataclass
 class TokenBatch:
     """One micro-batch: a pack of R whole responses, with their prompts, in one row of T tokens.
@@ -254,6 +266,8 @@ class TokenBatch:
     behavior_logprobs: Tensor | None = None  # [T] float32, 0 off the mask
     turn_advantages: Tensor | None = None  # [T] float32, 0 off the mask; None: `advantages`
     reference_logprobs: Tensor | None = None  # [T] float32, for an objective with a KL term
+    # on the last stage, for a KL term over the whole vocabulary
+    reference_head: ReferenceHead | None = None
     # [T] each, the policy's at each update so far; None: not recorded
     traced_logprobs: list[Tensor] | None = None
     # [R] padded lengths of the sequences of each response, which sum to its length; (): one each

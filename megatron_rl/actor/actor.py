@@ -31,6 +31,7 @@ from megatron_rl.actor.lora import (
 )
 from megatron_rl.actor.loss_contract import as_megatron_loss
 from megatron_rl.actor.memory import TrainingState, optimizer_parts
+from megatron_rl.actor.model import HeadOutputs
 from megatron_rl.actor.packs import (
     LocalPack,
     PackCache,
@@ -48,7 +49,7 @@ from megatron_rl.actor.weights import (
     load_model,
     named_parameters,
 )
-from megatron_rl.distributed.collectives import Group
+from megatron_rl.distributed.collectives import Group, to_device
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives.inputs import MinibatchTokens
@@ -56,7 +57,7 @@ from megatron_rl.objectives.objective import PolicyObjective
 from megatron_rl.objectives.statistics import Statistics
 from megatron_rl.resharding.adapted import LocalWeight
 from megatron_rl.resharding.push import LocalWeights
-from megatron_rl.types import Minibatch, TokenBatch
+from megatron_rl.types import Minibatch, ReferenceHead, TokenBatch
 
 
 def minibatch_tokens(
@@ -254,9 +255,34 @@ class MegatronActor:
         self._check(micro_batches)
         with megatron_runtime(), torch.no_grad():
             local = self._run(
-                micro_batches, _keep_output, forward_only=True, entropy=entropy, routing=routing
+                micro_batches,
+                _keep_output,
+                forward_only=True,
+                outputs=HeadOutputs(entropy=entropy),
+                routing=routing,
             )
         return self._gather(micro_batches, local[: len(micro_batches)], rows=1 + entropy)
+
+    def compute_head_inputs(
+        self, micro_batches: Sequence[TokenBatch], *, routing: Routing = "default"
+    ) -> list[ReferenceHead] | None:
+        """Compute the head's inputs of each pack, on the last stage; None on others.
+
+        Hidden states are moved to the host. The weight is a copy.
+        """
+        self._check(micro_batches)
+        with megatron_runtime(), torch.no_grad():
+            states = self._run(
+                micro_batches,
+                _keep_states,
+                forward_only=True,
+                outputs=HeadOutputs(inputs_only=True),
+                routing=routing,
+            )
+        if not self.topology.is_last_stage:
+            return None
+        weight = self.chunks[-1].head_weight().detach().clone()
+        return [ReferenceHead(hidden, weight) for hidden in states[: len(micro_batches)]]
 
     def update(
         self, minibatch: Minibatch, objective: PolicyObjective, *, rule: StopRule | None = None
@@ -279,7 +305,8 @@ class MegatronActor:
         )
         self.wake_up()
         rate = learning_rate_at(self.updates, self.settings)
-        loss = partial(self._policy_loss, objective, minibatch)
+        outputs = HeadOutputs(entropy="entropy" in objective.needs, divergence=objective.divergence)
+        loss = partial(self._policy_loss, objective, minibatch, outputs)
         with megatron_runtime():
             for chunk in self.ddp_chunks:
                 chunk.zero_grad_buffer()
@@ -289,7 +316,7 @@ class MegatronActor:
                 batches,
                 loss,
                 forward_only=False,
-                entropy="entropy" in objective.needs,
+                outputs=outputs,
             )
             statistics = reduce_statistics(
                 [statistics for statistics, _ in reports],
@@ -409,7 +436,7 @@ class MegatronActor:
         compute: Callable[[TokenBatch, LocalPack, Tensor], tuple[Tensor, Any]],
         *,
         forward_only: bool,
-        entropy: bool = False,
+        outputs: HeadOutputs,
         routing: Routing = "default",
     ) -> list[Any]:
         """Run the micro-batches through Megatron's schedule.
@@ -425,7 +452,11 @@ class MegatronActor:
         def step(batches: Any, model: Any) -> tuple[Tensor, Any]:
             batch = next(batches)
             pack = self.packs.prepare(batch)
-            output = model(pack.inputs, entropy=entropy)
+            reference = batch.reference_head if outputs.divergence is not None else None
+            if reference is not None:
+                hidden = to_device(reference.hidden, self.topology.device)
+                reference = replace(reference, hidden=hidden)
+            output = model(pack.inputs, outputs=outputs, reference=reference)
             return output, as_megatron_loss(partial(compute, batch, pack))
 
         tokens = [sum(batch.lengths) // self.topology.cp_size for batch in padded]
@@ -447,13 +478,14 @@ class MegatronActor:
         self,
         objective: PolicyObjective,
         minibatch: Minibatch,
+        outputs: HeadOutputs,
         batch: TokenBatch,
         pack: LocalPack,
         output: Tensor,
     ) -> tuple[Tensor, tuple[Statistics, Tensor]]:
         """Compute one micro-batch's loss; also return statistics and the log-probs, [1, t]."""
         result = objective(
-            pack.token_inputs(batch, output),
+            pack.token_inputs(batch, output, outputs),
             layout=pack.layout,
             denominators=minibatch.denominators,
             classes=pack.token_classes(batch, minibatch.classes),
@@ -482,3 +514,8 @@ class MegatronActor:
 def _keep_output(batch: TokenBatch, pack: LocalPack, output: Tensor) -> tuple[Tensor, Tensor]:
     """Report the output itself, for forward passes without a loss; [1|2, t]."""
     return output[0], output
+
+
+def _keep_states(batch: TokenBatch, pack: LocalPack, output: Tensor) -> tuple[Tensor, Tensor]:
+    """Report the head's inputs, on the host; [n, h]."""
+    return output.sum(), output.to("cpu")

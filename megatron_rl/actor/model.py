@@ -33,11 +33,13 @@ from megatron_rl.actor.gated_delta_net import GatedDeltaNet
 from megatron_rl.actor.layers import LatentAttention, PackContext, RmsNorm, build_local_layer_spec
 from megatron_rl.actor.settings import GEMM_TOKENS, ActorSettings
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.distributed.vocab_divergence import token_divergences
 from megatron_rl.distributed.vocab_parallel import VocabShard, token_logprobs
 from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import layout_of
 from megatron_rl.resharding.pieces import padded_vocabulary
+from megatron_rl.types import Divergence, ReferenceHead
 
 # Compute capabilities whose cuDNN attends THD packs in linear memory with correct gradients. Below
 # 9.0 Transformer Engine does not use cuDNN for THD; on 12.x gradients were wrong
@@ -186,6 +188,15 @@ class ModelInput:
     context: PackContext
 
 
+@dataclass(frozen=True)
+class HeadOutputs:
+    """What the last stage computes besides log-probs."""
+
+    entropy: bool = False
+    divergence: Divergence | None = None  # from the reference
+    inputs_only: bool = False  # instead of everything else, the head's own inputs
+
+
 class PolicyModel(GPTModel):
     """One model chunk of the policy: GPTModel with explicit rotary positions and our head."""
 
@@ -224,10 +235,17 @@ class PolicyModel(GPTModel):
         mark_tensor_parallel(self)
         fuse_gradient_accumulation(self)
 
-    def forward(self, inputs: ModelInput, *, entropy: bool = False) -> Tensor:
+    def forward(
+        self,
+        inputs: ModelInput,
+        *,
+        outputs: HeadOutputs,
+        reference: ReferenceHead | None = None,
+    ) -> Tensor:
         """Return hidden states, or on the last stage log-probs [1, t], 0 off the mask.
 
-        With `entropy` the last stage returns log-probs and entropies, [2, t].
+        Further rows are entropies and divergences from `reference`, as `outputs` requests; with
+        `inputs_only` the last stage returns the hidden states of the n response tokens, [n, h].
         """
         self._check_tokens(inputs.tokens.shape[1])
         hidden = self.embedding(inputs.tokens, None) if self.pre_process else None
@@ -239,7 +257,7 @@ class PolicyModel(GPTModel):
             hidden = self.decoder(
                 hidden_states=hidden, attention_mask=None, packed_seq_params=inputs.context
             )
-        return self._run_head(hidden, inputs, entropy) if self.post_process else hidden
+        return self._run_head(hidden, inputs, outputs, reference) if self.post_process else hidden
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return parameters only, with the same keys for local and Transformer Engine layers.
@@ -260,10 +278,11 @@ class PolicyModel(GPTModel):
         The head adds the weight's gradient to the buffer itself.
         """
         if self.post_process:
-            weight: Any = self._head_weight()
+            weight: Any = self.head_weight()
             weight.returns_zero_gradient = weight.requires_grad
 
-    def _head_weight(self) -> Tensor:
+    def head_weight(self) -> Tensor:
+        """Return this rank's rows of the output weight, on the last stage; [v, h]."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
@@ -281,8 +300,14 @@ class PolicyModel(GPTModel):
                 f"a multiple of {multiple}: plan packs with gemm_tokens={unit}"
             )
 
-    def _run_head(self, hidden: Tensor, inputs: ModelInput, entropy: bool) -> Tensor:
-        """Compute float32 log-probs (and entropies) of labels; [t / tp, 1, h] -> [1|2, t]."""
+    def _run_head(
+        self,
+        hidden: Tensor,
+        inputs: ModelInput,
+        outputs: HeadOutputs,
+        reference: ReferenceHead | None,
+    ) -> Tensor:
+        """Compute the rows of `forward` in float32; [t / tp, 1, h] -> [1 to 3, t] or [n, h]."""
         group = self.vocab_shard.group
         if self.config.sequence_parallel:
             # The head returns this rank's part of the gradient; the gather's dual sums the parts.
@@ -292,16 +317,34 @@ class PolicyModel(GPTModel):
         hidden = hidden.squeeze(1).index_select(0, inputs.response_positions)
         if not self.config.sequence_parallel:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=group)
-        weight = self._head_weight()
+        if outputs.inputs_only:
+            return hidden
+        weight = self.head_weight()
         logprobs, entropies = token_logprobs(
             hidden,
             weight,
             inputs.labels,
             shard=self.vocab_shard,
             temperature=self.temperature,
-            entropy=entropy,
+            entropy=outputs.entropy,
             into_main_grad=hasattr(weight, "main_grad"),
         )
-        values = logprobs[None] if entropies is None else torch.stack((logprobs, entropies))
+        rows = [logprobs] if entropies is None else [logprobs, entropies]
+        if outputs.divergence is not None:
+            if reference is None:  # of a filler
+                assert not len(hidden), "compute the reference's states before the update"
+                reference = ReferenceHead(hidden.detach(), weight.detach())
+            rows.append(
+                token_divergences(
+                    hidden,
+                    weight,
+                    reference,
+                    divergence=outputs.divergence,
+                    shard=self.vocab_shard,
+                    temperature=self.temperature,
+                    into_main_grad=hasattr(weight, "main_grad"),
+                )
+            )
+        values = torch.stack(rows)
         full = values.new_zeros(len(values), inputs.tokens.shape[1])
         return full.index_copy(1, inputs.response_positions, values)

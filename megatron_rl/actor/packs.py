@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_rl.actor.layers import PackContext
-from megatron_rl.actor.model import ModelInput
+from megatron_rl.actor.model import HeadOutputs, ModelInput
 from megatron_rl.actor.rotary import PackRotation, RotationTables, build_rotation
 from megatron_rl.data.packing import build_pack
 from megatron_rl.distributed.collectives import to_device
@@ -51,9 +51,10 @@ class LocalPack:
         """Expand one value per response to every local token; [R] -> [t]."""
         return self._once(values, self.layout.spread_responses)
 
-    def token_inputs(self, batch: TokenBatch, output: Tensor) -> TokenInputs:
-        """Return the objective's inputs; output: the policy's log-probs and entropies, [1|2, t]."""
-        logprobs, *entropy = output
+    def token_inputs(self, batch: TokenBatch, output: Tensor, outputs: HeadOutputs) -> TokenInputs:
+        """Return the objective's inputs from the head's rows, [1 to 3, t]."""
+        logprobs, *further = output
+        entropy = further.pop(0) if outputs.entropy else None
         if batch.on_policy:
             behavior = logprobs.detach()
         else:
@@ -67,7 +68,8 @@ class LocalPack:
             advantages=self.spread(batch.advantages) if by_turn is None else self.shard(by_turn),
             rollout_logprobs=None if rollout is None else self.shard(rollout),
             reference_logprobs=None if reference is None else self.shard(reference),
-            entropy=entropy[0] if entropy else None,
+            entropy=entropy,
+            divergence=further[0] if further else None,
         )
 
     def token_classes(self, batch: TokenBatch, count: int) -> TokenClasses | None:

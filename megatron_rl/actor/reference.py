@@ -15,7 +15,7 @@ from megatron_rl.actor.cpu_adaptation import megatron_runtime
 from megatron_rl.actor.lora import without_adapters
 from megatron_rl.actor.memory import PinnedMemory
 from megatron_rl.actor.weights import load_model, named_parameters
-from megatron_rl.types import TokenBatch
+from megatron_rl.types import ReferenceHead, TokenBatch
 
 PIECE = 64 << 20  # bytes of a parameter that are exchanged at once
 
@@ -64,6 +64,16 @@ class ReferencePolicy:
         """Compute log-probs and this policy's entropies (nats) of each pack."""
         with self._active():
             return self.actor.compute_logprobs_and_entropies(micro_batches, routing="own")
+
+    def compute_head_inputs(
+        self, micro_batches: Sequence[TokenBatch]
+    ) -> list[ReferenceHead] | None:
+        """Compute what a divergence over the vocabulary needs, on the last stage; None on others.
+
+        The reference then has the tokens, temperature and layout of the policy's updates.
+        """
+        with self._active():
+            return self.actor.compute_head_inputs(micro_batches, routing="own")
 
     @contextmanager
     def _active(self) -> Iterator[None]:

@@ -30,6 +30,7 @@ from megatron_rl.config.sections import (
     ShapingSection,
     TrainerSection,
 )
+from megatron_rl.objectives.spec import needs_reference
 
 SFT_DEFAULTS: dict[str, dict[str, Any]] = {
     "rollout": {"responses_per_prompt": 1},
@@ -163,7 +164,7 @@ class Config(Section):
                 "offline.rollouts=null",
             ),
             f"model.reference={self.model.reference}": (
-                self.model.reference and "reference_logprobs" not in self.objective.choice.needs,
+                self.model.reference and not needs_reference(self.objective.choice.needs),
                 f"objective.name={self.objective.name} without objective.kl",
             ),
         }

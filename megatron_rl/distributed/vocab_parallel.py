@@ -47,11 +47,12 @@ def tile_shape(tokens: int, *, rows: int, device: str) -> tuple[int, int]:
     return tile_tokens, max(1, min(rows, TILE_ELEMENTS[device] // tile_tokens))
 
 
-def _spans(total: int, step: int) -> list[slice]:
+def spans(total: int, step: int) -> list[slice]:
+    """Cut `total` indices into slices of at most `step`."""
     return [slice(start, min(start + step, total)) for start in range(0, total, step)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+def compute_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """Compute h W^T / temperature in float32 for any input dtype; [c, h], [v, h] -> [c, v]."""
     if hidden.dtype == torch.float32:
         logits = hidden @ weight.t()
@@ -90,8 +91,8 @@ def _reduce_tokens(
     zeros = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
     maximum, total, target, mean = zeros - float("inf"), zeros, zeros, zeros
     step = tile_shape(len(hidden), rows=len(weight), device=hidden.device.type)[1]
-    for rows in _spans(len(weight), step):
-        logits = _logits(hidden, weight[rows], temperature)
+    for rows in spans(len(weight), step):
+        logits = compute_logits(hidden, weight[rows], temperature)
         local, here = _labels_in(labels, first + rows.start, logits.shape[1])
         target = target + torch.where(here, logits.gather(1, local).squeeze(1), 0.0)
         larger = torch.maximum(maximum, logits.amax(1))
@@ -118,6 +119,30 @@ def _combine(table: Tensor, *, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     return maximum + total.log(), tables[:, 2].sum(0), mean
 
 
+def _reduce(
+    hidden: Tensor,
+    real: Tensor,
+    labels: Tensor,
+    shard: VocabShard,
+    temperature: float,
+    entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute (log-sum-exp, label logit, mean of x under p) of all tokens over all ranks; [n]."""
+    step = tile_shape(len(hidden), rows=len(real), device=hidden.device.type)[0]
+    tables = [
+        _reduce_tokens(hidden[c], real, labels[c], shard.start, temperature, entropy)
+        for c in spans(len(hidden), step)
+    ]
+    table = torch.cat(tables, dim=1) if tables else hidden.new_zeros(4, 0).float()
+    return _combine(table, group=shard.group)
+
+
+def log_sums(hidden: Tensor, real: Tensor, *, shard: VocabShard, temperature: float) -> Tensor:
+    """Compute log sum exp of the logits of each token; real: this rank's rows without padding."""
+    labels = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
+    return _reduce(hidden, real, labels, shard, temperature, False)[0]
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """Tiled log-probs: keeps hidden states and log-sum-exps; backward recomputes the tiles."""
 
@@ -134,13 +159,7 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """[n, h], [v, h], [n] -> log-probs [n] and entropies [n] (zeros without `entropy`)."""
         real = weight[: shard.real_rows(len(weight))]
-        step = tile_shape(len(hidden), rows=len(real), device=hidden.device.type)[0]
-        tables = [
-            _reduce_tokens(hidden[c], real, labels[c], shard.start, temperature, entropy)
-            for c in _spans(len(hidden), step)
-        ]
-        table = torch.cat(tables, dim=1) if tables else hidden.new_zeros(4, 0).float()
-        log_sum, target, mean = _combine(table, group=shard.group)
+        log_sum, target, mean = _reduce(hidden, real, labels, shard, temperature, entropy)
         ctx.save_for_backward(hidden, weight, labels, log_sum, mean)
         ctx.shard, ctx.temperature, ctx.entropy = shard, temperature, entropy
         ctx.into_main_grad = into_main_grad
@@ -161,9 +180,9 @@ class _TokenLogprobs(torch.autograd.Function):
         elif ctx.needs_input_grad[1]:
             total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         steps = tile_shape(len(hidden), rows=len(real), device=hidden.device.type)
-        for tokens in _spans(len(hidden), steps[0]):
-            for rows in _spans(len(real), steps[1]):
-                out = _logits(hidden[tokens], real[rows], ctx.temperature)
+        for tokens in spans(len(hidden), steps[0]):
+            for rows in spans(len(real), steps[1]):
+                out = compute_logits(hidden[tokens], real[rows], ctx.temperature)
                 gain = -grad[tokens]
                 if ctx.entropy:  # dH/dx = -p (log p + H)
                     out.sub_(log_sum[tokens, None])
@@ -176,9 +195,9 @@ class _TokenLogprobs(torch.autograd.Function):
                 if ctx.temperature != 1.0:
                     out.div_(ctx.temperature)
                 out = out.to(hidden.dtype)
-                _add_product(grad_hidden[tokens], out.t(), real[rows])
+                add_product(grad_hidden[tokens], out.t(), real[rows])
                 if total is not None:
-                    _add_product(total[rows], out, hidden[tokens])
+                    add_product(total[rows], out, hidden[tokens])
                 del out
         if total is None:
             grad_weight = None
@@ -191,7 +210,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Compute total += left^T right, accumulated in total's dtype; [v, h], [c, v], [c, h]."""
     if left.dtype == total.dtype:
         total.addmm_(left.t(), right)

@@ -33,6 +33,7 @@ class TokenInputs:
     rollout_logprobs: Tensor | None = None  # the engine's
     reference_logprobs: Tensor | None = None
     entropy: Tensor | None = None  # and in these
+    divergence: Tensor | None = None  # and in these: from the reference, over the vocabulary
 
     @property
     def log_gap(self) -> Tensor | None:
@@ -62,7 +63,7 @@ class TokenInputs:
         masked = {}
         for name, x in vars(self).items():
             if x is not None:
-                constant = name not in ("policy_logprobs", "entropy")
+                constant = name not in ("policy_logprobs", "entropy", "divergence")
                 own = (x.detach() if constant else x).to(dtype)
                 masked[name] = torch.where(layout.mask, own, zero)
         return TokenInputs(**masked)

@@ -39,7 +39,7 @@ from megatron_rl.objectives.spec import (
 )
 from megatron_rl.objectives.statistics import Statistics, Terms, compute_statistics
 from megatron_rl.objectives.weights import LogRatios, build_scans, compute_log_weight
-from megatron_rl.types import Denominators
+from megatron_rl.types import Denominators, Divergence
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,11 @@ class PolicyObjective(ABC):
     def needs(self) -> Mapping[str, object]:
         """Required optional inputs, each with the option that needs it."""
         return {}
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """The divergence from the reference over the whole vocabulary that the objective needs."""
+        return None
 
     @property
     def uses_zero_advantage(self) -> bool:
@@ -103,6 +108,10 @@ class Objective(PolicyObjective):
         return self.spec.needs
 
     @property
+    def divergence(self) -> Divergence | None:
+        return None if self.spec.kl is None else self.spec.kl.divergence
+
+    @property
     def uses_zero_advantage(self) -> bool:
         # The policy term is proportional to the advantage; KL and entropy are not.
         return self.spec.kl is not None or self.spec.entropy_coefficient > 0
@@ -138,6 +147,10 @@ class Objective(PolicyObjective):
             term = constrained.value * x.advantages
         if factor is not None:
             term = term * factor
+        if not spec.advantage_coefficient:
+            term = torch.zeros_like(term)  # without a gradient, and not inf * 0
+        elif spec.advantage_coefficient != 1:
+            term = term * spec.advantage_coefficient
 
         denominator = token_denominator(spec, layout, denominators)
         kl = entropy = None
@@ -257,7 +270,11 @@ def kl_penalty(kl: KlPenalty, x: TokenInputs) -> Tensor:
 
     k3 alone in a loss has the gradient (1 - q) z of another divergence; rho k3 has
     rho log(pi / pi_ref) z, whose expectation under the behavior policy is grad KL(pi || pi_ref).
+    Divergences over the vocabulary have the expectation over actions already.
     """
+    if kl.divergence is not None:
+        assert x.divergence is not None, "checked with the inputs"
+        return kl.coefficient * x.divergence
     assert x.reference_logprobs is not None, "checked with the inputs"
     log_q = x.reference_logprobs - x.policy_logprobs
     log_ratio = x.policy_logprobs - x.behavior_logprobs

@@ -7,11 +7,13 @@ it. Positions: t counts the valid decisions of a response from 1 to L.
 import ast
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron_rl.errors import UserError
+from megatron_rl.types import Divergence
 
 # Numbers with their constraints.
 Positive = Annotated[float, ">", 0]
@@ -58,10 +60,21 @@ class KlPenalty(Checked):
     With q = pi_ref / pi_theta of the sampled token: k1 = -log q, k2 = (log q)^2 / 2,
     k3 = q - 1 - log q (http://joschu.net/blog/kl-approx.html). rho_t makes the expectation one
     over the policy's own action, so that k1 and k3 have the gradient of KL(pi_theta || pi_ref).
+
+    The other three are sums over the whole vocabulary instead, without rho_t: KL(pi_theta ||
+    pi_ref), KL(pi_ref || pi_theta) and their Jensen-Shannon divergence, each at the prefixes that
+    the behavior policy generated (generalized knowledge distillation, arXiv 2306.13649).
     """
 
     coefficient: Positive
-    estimator: Literal["k1", "k2", "k3"] = "k3"
+    estimator: Literal["k1", "k2", "k3", "reverse_kl", "forward_kl", "jsd"] = "k3"
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """The divergence over the whole vocabulary; None for an estimate from sampled tokens."""
+        if self.estimator == "k1" or self.estimator == "k2" or self.estimator == "k3":
+            return None
+        return self.estimator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,8 +311,9 @@ class ObjectiveSpec(Checked):
     "through_weight" the term is weight A itself. `negative` multiplies the terms of tokens with
     A < 0; 0 drops them. `balanced` computes that factor for each minibatch from `sign_noise`.
     `off_policy_mask` drops responses with A < 0 whose mean log-ratio is below minus this number.
-    `constant` divides the aggregations `response_sum` and `token_sum` (Dr. GRPO's constant length,
-    for example). Raises UserError for invalid combinations.
+    `advantage_coefficient` multiplies the policy term; with 0 only `kl` and `entropy_coefficient`
+    remain. `constant` divides the aggregations `response_sum` and `token_sum` (Dr. GRPO's constant
+    length, for example). Raises UserError for invalid combinations.
     """
 
     weight: Weight
@@ -311,6 +325,7 @@ class ObjectiveSpec(Checked):
     balanced: bool = False
     off_policy_mask: NotNegative | None = None
     kl: KlPenalty | None = None
+    advantage_coefficient: NotNegative = 1.0
     entropy_coefficient: NotNegative = 0.0
     rollout_correction: RolloutCorrection | None = None
     source: str = field(default="", compare=False)
@@ -349,17 +364,28 @@ class ObjectiveSpec(Checked):
                 f"constraint second_moment is of the tokens' own ratios, but weight is "
                 f"{self.weight!r}: use 'token'"
             )
+        if not self.advantage_coefficient and self.kl is None and not self.entropy_coefficient:
+            raise UserError(
+                "advantage_coefficient is 0 without kl and entropy_coefficient, so nothing would "
+                "be trained: set kl, with the teacher as model.reference"
+            )
         check_constant(self.constant, self.aggregation)
 
     @property
     def needs(self) -> dict[str, object]:
         """Required optional inputs, each with the option that needs it."""
+        exact = self.kl is not None and self.kl.divergence is not None
         options = {
-            "reference_logprobs": self.kl,
+            "divergence" if exact else "reference_logprobs": self.kl,
             "entropy": self.entropy_coefficient,
             "rollout_logprobs": self.rollout_correction,
         }
         return {name: option for name, option in options.items() if option}
+
+
+def needs_reference(needs: Mapping[str, object]) -> bool:
+    """Return True if an objective with these needs compares the policy with the reference."""
+    return "reference_logprobs" in needs or "divergence" in needs
 
 
 def check_constant(constant: float, aggregation: Aggregation) -> None:

@@ -17,6 +17,7 @@ from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.engine.engine_arguments import cpu_engine_problems
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.stored_tensors import check_headers
+from megatron_rl.objectives.spec import needs_reference
 from megatron_rl.preflight.settings import evaluation_problems, settings_problems
 from megatron_rl.preflight.trials import (
     MESSAGE_SECONDS,
@@ -141,7 +142,7 @@ def _weight_problems(config: Config, shape: ModelShape | None, known: list[str])
     if shape is None:
         return []
     folders = {"model.path": config.model.path}
-    if "reference_logprobs" in config.objective.choice.needs and config.model.reference:
+    if needs_reference(config.objective.choice.needs) and config.model.reference:
         folders["model.reference"] = config.model.reference
     problems = []
     for key, folder in folders.items():

@@ -184,8 +184,13 @@ class RolloutBatch:
         for pack, values in zip(self.packs, scatter_to_packs(self.packs, rows), strict=True):
             pack.turn_advantages = values
 
-    def freeze_reference_logprobs(self, reference: ReferencePolicy) -> None:
-        """Compute log-probs under the reference policy for a KL term."""
+    def freeze_reference(self, reference: ReferencePolicy, *, whole_vocabulary: bool) -> None:
+        """Compute what a KL term needs of the reference policy; collective."""
+        if whole_vocabulary:
+            heads = reference.compute_head_inputs(self.packs)
+            for pack, head in zip(self.packs, heads or (), strict=heads is not None):
+                pack.reference_head = head
+            return
         for pack, logprobs in zip(self.packs, reference.compute_logprobs(self.packs), strict=True):
             pack.reference_logprobs = logprobs
 

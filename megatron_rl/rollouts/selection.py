@@ -35,7 +35,8 @@ class BatchSelector:
                 batch.center_on(self.run.actor)
         if self.reference is not None:
             with clock.phase("reference"):
-                batch.freeze_reference_logprobs(self.reference)
+                exact = self.run.objective.divergence is not None
+                batch.freeze_reference(self.reference, whole_vocabulary=exact)
         return batch
 
     @property

@@ -30,6 +30,7 @@ from megatron_rl.models.adapters import peft_problem
 from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.models.stored_tensors import check_headers
 from megatron_rl.objectives import PolicyObjective, build_objective
+from megatron_rl.objectives.spec import needs_reference
 from megatron_rl.preflight.settings import check_settings
 from megatron_rl.preflight.trials import vote_problems
 from megatron_rl.resharding.layouts import EngineLayout
@@ -88,7 +89,7 @@ def run_training(
     shape = check_settings(config, world_size=world_size)
     check_headers(config.model.path, shape)
     objective = build_objective(config.objective.name, **config.objective.overrides)
-    if "reference_logprobs" in objective.needs:
+    if needs_reference(objective.needs):
         check_headers(config.reference_path, read_model_shape(config.reference_path))
     directory = RunDirectory.of(config)
     if rank == 0:
@@ -271,8 +272,8 @@ def _build_trainer(
         config, directory, console, topology.rank, recorder.wait, interruption, buffer, faults
     )
     # First, while the actor has the weights that it read, which are often the reference's.
-    needs_reference = "reference_logprobs" in objective.needs
-    reference = ReferencePolicy(actor, config.reference_path) if needs_reference else None
+    compares = needs_reference(objective.needs)
+    reference = ReferencePolicy(actor, config.reference_path) if compares else None
     checkpoints.restore(actor)  # uses the memory that vLLM takes afterwards
     start.ended("megatron")
     run = RunContext(config, actor, objective, buffer, console, clock)

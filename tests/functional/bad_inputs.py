@@ -683,7 +683,7 @@ ENVIRONMENTS = [
     Case("credit by turn of values", ("advantage.credit=turn: advantage.estimator=optimal_value",
          "choose another estimator"), (AGENT, "advantage={credit: turn, estimator: optimal_value}"),
          agent("return Answer()")),
-    Case("an answer that is missing", ("sft", "train.jsonl, line 1: prompt has no answer of the"
+    Case("an answer that is missing", ("train.jsonl, line 1: prompt has no answer of the"
          " assistant at its end", "data.columns.completion"),
          ("sft={}", "objective={name: sft}", "rollout.responses_per_prompt=1"),
          rows(*({"prompt": "1+1?"} for _ in range(2)))),

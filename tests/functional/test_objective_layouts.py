@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.objectives import OBJECTIVE_NAMES
 from tests.functional.test_actor_layouts import make_model, make_rollouts
+from tests.published_form import load_model
 from tests.ranks import run_ranks
 
 CASES = {name: (name, {}) for name in OBJECTIVE_NAMES} | {
@@ -22,6 +23,12 @@ CASES = {name: (name, {}) for name in OBJECTIVE_NAMES} | {
     )
     for name, kind in (("pnpo", "k3"), ("grpo", "k2"))
 }
+DIVERGENCES = ("reverse_kl", "forward_kl", "jsd")
+DISTILLED = {"advantage_coefficient": 0.0}
+for divergence in DIVERGENCES:
+    term = {"kl": {"coefficient": 1.0, "estimator": divergence}}
+    CASES[f"distillation, {divergence}"] = ("grpo", {**DISTILLED, **term})
+CASES["distillation and rewards"] = ("pnpo", {**term, "entropy_coefficient": 0.2})
 CASES["m2po, rejecting"] = ("m2po", {"constraint": {"threshold": 1e-3}})
 MOVED_ALIKE = 1e-2  # of the largest step of any weight
 DRIFT = 0.05  # of each token's log-prob from the behavior policy: some weights leave their bounds
@@ -37,6 +44,19 @@ def _drifted(pack, logprobs, noise):
         part[rows] -= noise[index, : int(rows.sum())]
         start += length
     return shifted.clamp(max=0)
+
+
+def _distill_from_itself(actor, minibatch, objective):
+    """Loss and gradient norm, without an update, of a teacher that is the student."""
+    from dataclasses import replace
+
+    heads = actor.compute_head_inputs(minibatch.micro_batches, routing="own")
+    packs = [replace(pack) for pack in minibatch.micro_batches]
+    for pack, head in zip(packs, heads or (), strict=heads is not None):
+        pack.reference_head = head
+    result = actor.update(replace(minibatch, micro_batches=packs), objective, rule=lambda _: "no")
+    assert result.stopped == "no"
+    return result.statistics.to_metrics().get("loss/kl", 0.0), result.grad_norm
 
 
 def run_objectives(rank, world_size, root, layout):
@@ -76,6 +96,11 @@ def run_objectives(rank, world_size, root, layout):
         for pack, logprobs in zip(packs, actor.compute_logprobs(packs), strict=True):
             pack.behavior_logprobs = _drifted(pack, logprobs, noise)
             pack.rollout_logprobs = _drifted(pack, pack.behavior_logprobs, engine_noise)
+        if objective.divergence is not None:
+            losses[f"{case}, from itself"] = _distill_from_itself(actor, minibatch, objective)
+            heads = ReferencePolicy(actor, root / "reference").compute_head_inputs(packs)
+            for pack, head in zip(packs, heads or (), strict=heads is not None):
+                pack.reference_head = head
         if "reference_logprobs" in objective.needs:
             reference = ReferencePolicy(actor, root / "reference")
             for pack, logprobs in zip(packs, reference.compute_logprobs(packs), strict=True):
@@ -125,3 +150,43 @@ def test_optional_terms_are_recorded(updated):
         assert kl > 0.1
         assert -0.2 * math.log(61) < entropy < -0.2 * 0.5
         assert norm > 1.1 * plain[1]
+
+
+def test_teacher_that_is_the_student_gives_no_gradient(updated):
+    for losses in updated[1:]:
+        for divergence in DIVERGENCES:
+            assert losses[f"distillation, {divergence}, from itself"] == [0.0, 0.0]
+
+
+def test_distillation_equals_transformers(updated):
+    """Loss and gradient norm of both models' whole vocabulary, at the temperature of 1."""
+    root, one, _ = updated
+    student, teacher = load_model(root / "model"), load_model(root / "reference")
+    rollouts, _ = make_rollouts()
+    for divergence in DIVERGENCES:
+        student.zero_grad()
+        total, count = 0.0, 0
+        for rollout in rollouts:
+            prompt, response = rollout.prompt.token_ids, rollout.response.token_ids
+            ids = torch.tensor([[*prompt, *response]])
+            rows = slice(len(prompt) - 1, -1)
+            log_p = student(input_ids=ids).logits[0, rows].log_softmax(-1)
+            with torch.no_grad():
+                log_q = teacher(input_ids=ids).logits[0, rows].log_softmax(-1)
+            total = total + _divergence(divergence, log_p, log_q)
+            count += len(response)
+        (total / count).backward()
+        squares = [p.grad.double().square().sum() for p in student.parameters()]
+        kl, *_, norm = one[f"distillation, {divergence}"]  # between them a policy term of 0
+        assert kl == pytest.approx(total.item() / count, rel=1e-5)
+        assert norm == pytest.approx(math.sqrt(sum(squares)), rel=1e-5)
+
+
+def _divergence(name, log_p, log_q):
+    p, q = log_p.exp(), log_q.exp()
+    if name == "reverse_kl":
+        return (p * (log_p - log_q)).sum()
+    if name == "forward_kl":
+        return (q * (log_q - log_p)).sum()
+    log_m = ((p + q) / 2).log()
+    return ((p * (log_p - log_m)).sum() + (q * (log_q - log_m)).sum()) / 2

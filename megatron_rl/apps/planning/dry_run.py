@@ -24,6 +24,7 @@ from megatron_rl.data.packing import padded_length, plan_minibatches
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import build_objective
 from megatron_rl.objectives.inputs import MinibatchTokens
+from megatron_rl.objectives.spec import needs_reference
 from megatron_rl.trainer.actor_settings import build_actor_settings, make_groups
 from megatron_rl.types import GradeResult, Minibatch, Prompt, Response, Rollout
 
@@ -112,7 +113,7 @@ def measure(
     objective = objective.resolve(MinibatchTokens.whole(nothing, nothing, nothing))
     actor = _build(config, topology, meter)
     states = dict(meter.live_bytes)
-    if "reference_logprobs" in objective.needs:
+    if needs_reference(objective.needs):
         meter.category = "reference"
         # A local variable, so that its weights stay allocated.
         reference = ReferencePolicy(actor, config.reference_path)  # noqa: F841
@@ -131,6 +132,9 @@ def measure(
         pack.behavior_logprobs = logprobs
         if "reference_logprobs" in objective.needs:
             pack.reference_logprobs = torch.zeros_like(logprobs)
+    heads = actor.compute_head_inputs(packs) if objective.divergence is not None else None
+    for pack, head in zip(packs, heads or (), strict=heads is not None):
+        pack.reference_head = head
     for update in range(updates):
         meter.begin("update" if update == 0 else f"update {update + 1}")
         actor.update(minibatch, objective)

@@ -19,6 +19,7 @@ from megatron_rl.apps.planning.response_bytes import ResponseBytes, response_byt
 from megatron_rl.apps.planning.search import Option, Search
 from megatron_rl.config import Config
 from megatron_rl.data.rows import count_rows
+from megatron_rl.objectives.spec import needs_reference
 from megatron_rl.preflight.resources import describe_size, disk_needs
 from megatron_rl.runs.directory import RunDirectory
 
@@ -84,9 +85,9 @@ def run_cost(option: Option, config: Config, result: Search) -> RunCost:
     )  # one before training
     awake, asleep = state_bytes(shape, parts, stage=0)
     gradients = GRADIENT * count_trained(shape, parts, stage=0).total
-    needs_reference = "reference_logprobs" in config.objective.choice.needs
+    compared = needs_reference(config.objective.choice.needs)
     is_own = config.lora is not None and config.reference_path == config.model.path
-    copied = needs_reference and not is_own  # else the reference is the model without adapters
+    copied = compared and not is_own  # else the reference is the model without adapters
     reference = WEIGHT * count_parameters(shape, parts, stage=0).total if copied else 0
     load = result.workload
     packs = load.packs(ranks=parts.data, budget=parts.tokens, alignment=parts.alignment)

@@ -8,9 +8,11 @@ to rounding.
 import pytest
 import torch
 
+from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import TokenInputs, build_objective
 from megatron_rl.objectives.objective import kl_penalty
 from megatron_rl.objectives.spec import KlPenalty
+from megatron_rl.types import Denominators
 from tests.unit.objectives import response_tree as tree
 
 
@@ -136,3 +138,44 @@ def test_kl_penalties_have_gradient_of_what_they_estimate(estimator):
     (wanted,) = torch.autograd.grad(2 * divergence, table)
     assert value.item() == pytest.approx(2 * divergence.item(), rel=1e-12)
     assert_exact(got, wanted)
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_distillation_equals_divergence_at_generated_prefixes(setting, on_policy):
+    """On policy it is the KL of whole responses, differentiated at fixed prefixes."""
+    task, policy, behavior = setting
+    behavior = policy if on_policy else behavior
+    teacher = torch.randn(policy.shape, dtype=torch.float64, generator=torch.Generator())
+    objective = build_objective(
+        "local_surrogate",
+        advantage_coefficient=0.0,
+        kl={"coefficient": 2.0, "estimator": "reverse_kl"},
+    )
+    table = policy.clone().requires_grad_()
+
+    def divergences():  # of each state
+        log_p, log_q = (torch.log_softmax(x, dim=-1) for x in (table, teacher))
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+    log_p, log_beta, log_q = (tree.token_logprobs(task, x) for x in (table, behavior, teacher))
+    result = objective(
+        TokenInputs(
+            log_p.reshape(-1),
+            log_beta.reshape(-1),
+            task.rewards[:, None].expand(task.tokens.shape).reshape(-1),
+            divergence=divergences()[task.states].reshape(-1),
+        ),
+        layout=SequenceLayout([task.tokens.shape[1]] * len(task.tokens), task.mask.reshape(-1)),
+        denominators=Denominators(responses=1.0, tokens=1.0),
+    )
+    probability = log_beta.sum(dim=1).exp().detach()
+    value = (probability[:, None] * result.loss.view(task.tokens.shape)).sum()
+    (got,) = torch.autograd.grad(value, table)
+    visited = torch.zeros(task.state_count, dtype=torch.float64)  # expected visits of each prefix
+    weights = torch.where(task.mask, probability[:, None].detach(), 0)
+    visited.index_add_(0, task.states.reshape(-1), weights.reshape(-1))
+    (wanted,) = torch.autograd.grad(2 * (visited * divergences()).sum(), table)
+    assert_exact(got, wanted)
+    if on_policy:
+        whole = (probability * (log_p - log_q).sum(dim=1)).sum()
+        assert value.item() == pytest.approx(2 * whole.item(), rel=1e-12)

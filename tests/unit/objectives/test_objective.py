@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_rl.config import ConfigError, dump_config, parse_config
+from megatron_rl.errors import UserError
 from megatron_rl.objectives import build_objective, policy_loss
 from megatron_rl.objectives.spec import check_function
 
@@ -309,3 +310,18 @@ def test_config_with_function_reads_back_unchanged():
     config = parse_config(MINIMAL | {"objective": {"function": "my_losses:loss"}})
     assert config.objective.name == "function"
     assert parse_config(yaml.safe_load(dump_config(config))) == config
+
+
+def test_policy_term_of_coefficient_zero_needs_another_term():
+    with pytest.raises(UserError, match=r"nothing would be trained: set kl, with the teacher as"):
+        build_objective("grpo", advantage_coefficient=0)
+
+
+def test_missing_divergence_names_its_option():
+    objective = build_objective("grpo", kl={"coefficient": 1.0, "estimator": "jsd"})
+    zeros = torch.zeros(1, 3)
+    with pytest.raises(ValueError, match=r"divergence is missing, but .* estimator='jsd'"):
+        policy_loss(
+            objective, policy_logprobs=zeros, behavior_logprobs=zeros,
+            advantages=zeros, response_mask=zeros == 0,
+        )  # fmt: skip

@@ -6,14 +6,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_rl.config import parse_config
 from megatron_rl.resharding.push import SyncStats
 from megatron_rl.rollouts.batch_metrics import generation_metrics
+from megatron_rl.rollouts.demonstration_source import DemonstrationSource
 from megatron_rl.runs.files import PHASES, read_metrics
 from megatron_rl.telemetry.loggers import OVERVIEW, tensorboard_tag
 from megatron_rl.telemetry.metric_table import IN_A_BAND, TABLES
 from tests.unit.resharding.test_push import PHASES as SYNC_PHASES
 from tests.unit.trainer.scripted import ConversingEngine, run_loop
 
+SUPERVISED = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}}
 UNRECORDED = SimpleNamespace(record=lambda name: None)  # conversation settings without a journal
 PLACES = {
     "set": r"[\w.-]+", "k": r"\d+", "source": ".+", "epoch": r"\d+", "phase": "|".join(PHASES),
@@ -34,6 +37,12 @@ def emitted(tmp_path_factory):
         engine_seconds=[1.0], rollouts=[], engine_routes_changed=torch.ones(2, 2)
     )
     names |= set(generation_metrics([routed], {}, seconds=1.0))
+    validated = SimpleNamespace(
+        run=SimpleNamespace(config=parse_config(SUPERVISED)),
+        prompts=SimpleNamespace(validation={"held": ()}),
+        _loss=lambda prompts: 1.0,  # the real one needs an actor
+    )
+    names |= set(DemonstrationSource.validate(validated, 0))
     for case, options in {
         "plain": {},
         "named": {"named": True},

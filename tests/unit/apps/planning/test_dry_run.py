@@ -25,6 +25,11 @@ CASES = {
             "objective": {"name": "grpo", "kl": {"estimator": "k3", "coefficient": 0.1}},
         },
     ),
+    "tensor x pipeline, distillation": (
+        "dense", {"tensor": 2, "pipeline": 2}, {"objective": {
+            "name": "grpo", "advantage_coefficient": 0,
+            "kl": {"estimator": "reverse_kl", "coefficient": 1}}},
+    ),
     "experts x context, KL": (
         "experts", {"context": 2, "expert": 4}, {"objective": {"name": "grpo", "kl": {
             "estimator": "k3", "coefficient": 0.1}}},

@@ -1,0 +1,139 @@
+"""Tiled, vocabulary-parallel divergences against softmax of materialized logits."""
+
+import pytest
+import torch
+
+from megatron_rl.distributed import vocab_parallel
+from megatron_rl.distributed.vocab_divergence import token_divergences
+from megatron_rl.distributed.vocab_parallel import VocabShard
+from megatron_rl.types import ReferenceHead
+from tests.ranks import run_ranks
+
+TOKENS, HIDDEN, VOCAB, PADDED = 37, 16, 50, 64
+TEMPERATURE = 0.7
+DIVERGENCES = ("reverse_kl", "forward_kl", "jsd")
+
+
+def _inputs():
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*size):
+        return torch.randn(size, generator=generator)
+
+    weights = draw(PADDED, HIDDEN), draw(PADDED, HIDDEN)
+    for weight in weights:
+        weight[VOCAB:] = 50.0  # padding rows would dominate every sum if they were counted
+    hidden, theirs = 0.3 * draw(TOKENS, HIDDEN), 0.3 * draw(TOKENS, HIDDEN)  # about 1.5 nats apart
+    return hidden, weights[0], theirs, weights[1], draw(TOKENS)
+
+
+def _plain(divergence):
+    """Value and gradients by autograd from materialized float64 probabilities."""
+    hidden, weight, their_hidden, their_weight, grad = (x.double() for x in _inputs())
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    p = torch.softmax(hidden @ weight[:VOCAB].t() / TEMPERATURE, dim=-1)
+    q = torch.softmax(their_hidden @ their_weight[:VOCAB].t() / TEMPERATURE, dim=-1)
+
+    def kl(a, b):
+        return (a * (a / b).log()).sum(-1)
+
+    m = (p + q) / 2
+    value = {
+        "reverse_kl": lambda: kl(p, q),
+        "forward_kl": lambda: kl(q, p),
+        "jsd": lambda: (kl(p, m) + kl(q, m)) / 2,
+    }[divergence]()
+    value.backward(grad)
+    return value.detach(), hidden.grad, weight.grad
+
+
+def _tiled(rank, world_size, divergence, tokens, elements, same=False):
+    vocab_parallel.TILE_ELEMENTS = {"cpu": elements}
+    vocab_parallel.MAX_TILE_TOKENS = tokens
+    group = torch.distributed.group.WORLD if world_size > 1 else None
+    hidden, weight, their_hidden, their_weight, grad = _inputs()
+    if same:
+        their_hidden, their_weight = hidden.clone(), weight.clone()
+    rows = PADDED // world_size
+    own = slice(rank * rows, (rank + 1) * rows)
+    weight = weight[own].clone().requires_grad_()
+    hidden.requires_grad_()
+    value = token_divergences(
+        hidden,
+        weight,
+        ReferenceHead(their_hidden, their_weight[own].clone()),
+        divergence=divergence,
+        shard=VocabShard(rank * rows, VOCAB, group),
+        temperature=TEMPERATURE,
+    )
+    value.backward(grad)
+    return tuple(x.numpy() for x in (value.detach(), hidden.grad, weight.grad))
+
+
+def _run(world_size, *arguments, monkeypatch):
+    for name in ("TILE_ELEMENTS", "MAX_TILE_TOKENS"):
+        monkeypatch.setattr(vocab_parallel, name, getattr(vocab_parallel, name))
+    if world_size == 1:
+        results = [_tiled(0, 1, *arguments)]
+    else:
+        results = run_ranks(_tiled, world_size, *arguments)
+    return [[torch.from_numpy(x).double() for x in result] for result in results]
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize(
+    ("world_size", "tokens", "elements"), [(1, 5, 35), (1, 100, 1 << 20), (4, 5, 60)]
+)
+def test_token_divergences_equal_materialized(
+    divergence, world_size, tokens, elements, monkeypatch
+):
+    # Tiles of 5 x 7, a single tile, tiles of 5 x 12; of 4 ranks the last has 2 real rows of 16.
+    results = _run(world_size, divergence, tokens, elements, monkeypatch=monkeypatch)
+    value, grad_hidden, grad_weight = _plain(divergence)
+    for result in results:
+        torch.testing.assert_close(result[0], value, rtol=1e-5, atol=1e-5)
+        assert torch.equal(result[0], results[0][0])
+    summed = sum(result[1] for result in results)
+    torch.testing.assert_close(summed, grad_hidden, rtol=1e-5, atol=1e-5)
+    weights = torch.cat([result[2] for result in results])
+    torch.testing.assert_close(weights, grad_weight, rtol=1e-5, atol=1e-5)
+    assert (weights[VOCAB:] == 0).all()
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_same_policy_gives_exactly_zero(divergence, monkeypatch):
+    for result in _run(2, divergence, 10, 30, True, monkeypatch=monkeypatch):
+        assert all(not x.any() for x in result)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_far_policies_stay_finite(divergence):
+    """Logits of +-400: probabilities underflow, and JSD is at most log 2."""
+    hidden = torch.full((1, 1), 20.0, requires_grad=True)
+    weight = torch.tensor([[20.0], [-20.0]])
+    value = token_divergences(
+        hidden,
+        weight,
+        ReferenceHead(-hidden.detach(), weight),
+        divergence=divergence,
+        shard=VocabShard(0, 2),
+    )
+    value.sum().backward()
+    # All mass on the first token against all on the second: 800 nats, or log 2.
+    torch.testing.assert_close(
+        value.item(), 0.6931472 if divergence == "jsd" else 800.0, rtol=1e-6, atol=0
+    )
+    assert torch.isfinite(hidden.grad).all()
+
+
+def test_reference_of_another_pack_is_rejected():
+    hidden, weight, _, _, _ = _inputs()
+    with pytest.raises(ValueError, match=r"hidden states have shape \(36, 16\)"):
+        token_divergences(
+            hidden,
+            weight,
+            ReferenceHead(hidden[1:], weight),
+            divergence="jsd",
+            shard=VocabShard(0, VOCAB),
+        )
