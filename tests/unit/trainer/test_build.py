@@ -58,12 +58,14 @@ def test_checkpoint_loads_before_engine_allocates_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "MegatronActor", ScriptedActor)
     monkeypatch.setattr(build, "build_engine", build_scripted_engine)
     monkeypatch.setattr(
-        build, "_start_verifiers", lambda pool, row, config: events.append(f"try {row}")
+        build,
+        "_start_verifiers",
+        lambda pool, row, config: events.append(f"try {row.ground_truth}"),
     )
     trainer = build._build_trainer(
         config,
         objective=build_objective("pnpo"),
-        prompts=PromptSets(["the first row"], PromptOrder(1, seed=0), {}),
+        prompts=PromptSets([Prompt(0, (), (1,), "7", "set")], PromptOrder(1, seed=0), {}),
         directory=directory,
         console=Console(is_main_rank=False),
         topology=Topology.single(),
@@ -73,7 +75,7 @@ def test_checkpoint_loads_before_engine_allocates_memory(tmp_path, monkeypatch):
         start=StartUp(),
         progress=Heartbeat(),
     )
-    assert events == ["actor", "load step_000003", "try the first row", "sleep", "engine"]
+    assert events == ["actor", "load step_000003", "try 7", "sleep", "engine"]
     assert trainer.checkpoints.done == 3
 
 
