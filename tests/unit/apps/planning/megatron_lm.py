@@ -16,7 +16,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
-
 from megatron_rl.apps.planning.footprint import GRADIENT, OPTIMIZER, WEIGHT
 from megatron_rl.apps.planning.layer_bytes import attention_kept, mlp_kept, norms_kept
 

@@ -5,6 +5,7 @@ from megatron_rl.apps.planning.devices import DEVICES
 from megatron_rl.apps.planning.footprint import engine_bytes
 from megatron_rl.apps.planning.parts import Parts
 from megatron_rl.apps.planning.push_time import push_seconds
+
 from megatron_rl.config import parse_config
 from megatron_rl.models.shape import read_model_shape
 from tests.unit.apps.planning.models import DENSE, save_shape

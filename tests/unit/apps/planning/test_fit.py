@@ -5,10 +5,10 @@ import functools
 from types import SimpleNamespace
 
 import pytest
+from megatron_rl.apps.planning.response_bytes import response_bytes
 
 from megatron_rl import cli
 from megatron_rl.apps.planning import fit
-from megatron_rl.apps.planning.response_bytes import response_bytes
 from megatron_rl.commands import dry_run
 from megatron_rl.config import ConfigError, load_config, parse_config
 from megatron_rl.preflight.resources import check_memory

@@ -1,15 +1,15 @@
 """Memory by formula against dry runs of the actor; tools/compare_plan.py runs hundreds."""
 
 import pytest
-
 from megatron_rl.apps.planning.built_in import MODELS, write_config_json
 from megatron_rl.apps.planning.devices import DEVICES
-from megatron_rl.apps.planning.fit import check_fit
 from megatron_rl.apps.planning.footprint import ENGINE_ASLEEP, RESERVE
 from megatron_rl.apps.planning.layout_report import config_of
 from megatron_rl.apps.planning.parts import Parts
-from megatron_rl.apps.planning.search import search
 from megatron_rl.apps.planning.workload import workload_of
+
+from megatron_rl.apps.planning.fit import check_fit
+from megatron_rl.apps.planning.search import search
 from megatron_rl.config import parse_config
 from megatron_rl.models.shape import read_model_shape
 from tools.compare_plan import compare, shape_of

@@ -4,12 +4,12 @@ from dataclasses import replace
 from statistics import fmean
 
 import pytest
-
 from megatron_rl.apps.planning.built_in import MODELS
 from megatron_rl.apps.planning.devices import DEVICES, GIB
-from megatron_rl.apps.planning.generation import GRAPHS, Engine, share_with_the_longest
 from megatron_rl.apps.planning.parts import engine_parameters
 from megatron_rl.apps.planning.workload import Workload, clipped_lengths
+
+from megatron_rl.apps.planning.generation import GRAPHS, Engine, share_with_the_longest
 
 SHAPE, H20 = MODELS["DeepSeek-R1-Distill-Qwen-1.5B"], DEVICES["h20"]
 WORKLOAD = Workload(

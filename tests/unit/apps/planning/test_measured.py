@@ -7,14 +7,14 @@ from dataclasses import replace
 from statistics import fmean
 
 import pytest
-
 from megatron_rl.apps.planning.built_in import MODELS
 from megatron_rl.apps.planning.devices import DEVICES, GIB
 from megatron_rl.apps.planning.footprint import footprint
-from megatron_rl.apps.planning.generation import Engine
 from megatron_rl.apps.planning.parts import Parts
 from megatron_rl.apps.planning.training_time import TrainingTime
 from megatron_rl.apps.planning.workload import Packs, Workload
+
+from megatron_rl.apps.planning.generation import Engine
 
 SHAPE, H100 = MODELS["DeepSeek-R1-Distill-Qwen-1.5B"], DEVICES["h100"]
 EQUAL, SHORT, LONG = [4096] * 4, [512] * 32, [32768]

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-
 from megatron_rl.apps.planning.built_in import MODELS, find_shape, write_config_json
 from megatron_rl.apps.planning.parts import (
     Parts,
@@ -11,6 +10,7 @@ from megatron_rl.apps.planning.parts import (
     engine_parameters,
     model_parameters,
 )
+
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.resharding.layouts import ActorLayout
 from megatron_rl.resharding.pieces import parameter_shapes, vllm_parameter_shapes

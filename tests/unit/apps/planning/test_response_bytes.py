@@ -1,6 +1,7 @@
 """The bytes of responses that the dry run names, by hand."""
 
 from megatron_rl.apps.planning.response_bytes import response_bytes
+
 from megatron_rl.config import parse_config
 
 

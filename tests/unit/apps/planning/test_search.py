@@ -4,8 +4,6 @@ import math
 from dataclasses import replace
 
 import pytest
-
-from megatron_rl import cli
 from megatron_rl.apps.planning.built_in import MODELS
 from megatron_rl.apps.planning.devices import DEVICES
 from megatron_rl.apps.planning.layout_report import config_of, config_text, describe, plan
@@ -13,8 +11,10 @@ from megatron_rl.apps.planning.parts import Parts
 from megatron_rl.apps.planning.push_time import push_bytes
 from megatron_rl.apps.planning.response_bytes import response_bytes
 from megatron_rl.apps.planning.run_cost import evaluation_seconds, run_cost
-from megatron_rl.apps.planning.search import MAX_PUSH_PLANS, layouts, search
 from megatron_rl.apps.planning.workload import workload_of
+
+from megatron_rl import cli
+from megatron_rl.apps.planning.search import MAX_PUSH_PLANS, layouts, search
 from megatron_rl.commands import plan as plan_command
 from megatron_rl.config import load_config, parse_config
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
