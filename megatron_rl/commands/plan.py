@@ -48,7 +48,7 @@ def add_parser(commands: Commands) -> None:
         "with memory and seconds of each phase, from dry runs (docs/planning.md), whose counts are "
         "kept in ~/.cache/megatron_rl. Lengths, "
         "batch sizes and epochs are taken from --config; parallel.* and rollout.tensor given as "
-        "key=value are kept fixed.",
+        "key=value are kept fixed, and rollout.gpu_memory_utilization is not exceeded.",
     )  # fmt: skip
 
 
@@ -82,6 +82,8 @@ def _plan(options: argparse.Namespace) -> str:
         raise ConfigError(too_long(config, shape))
     with tempfile.TemporaryDirectory() as folder:
         planner = Planner(with_built_in_model(config, Path(folder)), shape, device, workload)
+        if any(each.startswith("rollout.gpu_memory_utilization=") for each in options.overrides):
+            planner = replace(planner, engine_share=config.rollout.gpu_memory_utilization)
         dry_runs = DryRuns(planner.config, folder=CACHE, workers=len(os.sched_getaffinity(0)))
         try:
             result = search(

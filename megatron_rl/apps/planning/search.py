@@ -51,7 +51,8 @@ from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 MAX_SIZE = 16  # maximum tensor, pipeline and context parallel size
 MIN_TOKENS = 1024  # minimum tokens of a full pack on one rank
 MAX_ENGINE_SHARE = 0.9  # of a device's memory
-MAX_DRY_RUNS = 160  # of one search
+MAX_DRY_RUNS = 96  # of one search: half a minute on two cores
+LARGER_PACKS = 4  # layouts for which larger packs are tried
 PHASES = ("rollout", "behavior", "train", "push", "offload")
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # fastest first
@@ -375,6 +376,7 @@ class Planner:
     def evaluate(self, layout: Layout, dry_runs: DryRuns) -> Option | Rejection:
         """Return memory and seconds, without those of the push; or the reason why it cannot be."""
         stages, replicas = self.stages(layout, dry_runs)
+        packs = self.packs(layout)
         memory = self.memory(layout, stages, replicas)
         worst = max(("train", "push", "behavior"), key=lambda phase: memory[phase])
         room = self.device.memory
@@ -399,10 +401,12 @@ class Planner:
         host = max(each["host"] - (1 - replicas) * each["states optimizer"] for each in stages)
         seconds = {
             "rollout": self.rollout_seconds(engine, layout.world_size // layout.rollout_tensor),
-            "behavior": self.scoring_passes * self.behavior_seconds(layout, stages),
+            "behavior": self.scoring_passes
+            * self.workload.minibatches
+            * self.pass_seconds(layout, stages, "behavior", packs),
             "train": self.workload.epochs
             * self.workload.minibatches
-            * self.update_seconds(layout, stages, replicas),
+            * self.update_seconds(layout, stages, replicas, packs),
             "push": 0.0,
             "offload": 2 * optimizer / (self.device.host_gb_s * 1e9),
         }
@@ -477,27 +481,30 @@ class Planner:
         """Estimate the time of generating a rollout batch."""
         return _rollout_seconds(engine, replace(self.workload, epochs=1), engines)
 
-    def behavior_seconds(self, layout: Layout, stages: Sequence[Counts]) -> float:
-        """Estimate one forward pass over the rollout batch."""
-        return self.workload.minibatches * self._pass_seconds(layout, stages, "behavior")
-
-    def update_seconds(self, layout: Layout, stages: Sequence[Counts], replicas: float) -> float:
+    def update_seconds(
+        self, layout: Layout, stages: Sequence[Counts], replicas: float, packs: Packs
+    ) -> float:
         """Estimate one optimizer update."""
         steps = []
         for stage in stages:
             # Weights and gradients are whole on each replica, the optimizer's states are shared.
             sharded = 2 * stage["states optimizer"] * (1 - replicas)
             work = {name: stage[f"step {name}"] for name in WORK}
+            work |= {"kernels": 0, "stalls": 0}  # CUDA's fused Adam is a few kernels
             work["moved"] = max(0.0, work["moved"] + stage.get("states gradients", 0) - sharded)
             seconds = kernel_seconds(work, self.device)
             for phase in ("update", "step"):
                 seconds += self._message_seconds(layout, stage, phase, per_update=True)
             steps.append(seconds)
-        return self._pass_seconds(layout, stages, "update") + max(steps)
+        return self.pass_seconds(layout, stages, "update", packs) + max(steps)
 
-    def _pass_seconds(self, layout: Layout, stages: Sequence[Counts], phase: str) -> float:
-        """Estimate the busiest rank's packs on the slowest stage, plus the pipeline bubble."""
-        packs = self.packs(layout)
+    def pass_seconds(
+        self, layout: Layout, stages: Sequence[Counts], phase: str, packs: Packs
+    ) -> float:
+        """Estimate the busiest rank's packs on the slowest stage, plus the pipeline bubble.
+
+        phase: behavior (forward only) or update.
+        """
         slowest = 0.0
         for stage in stages:
             tokens = packs.tokens / stage["tokens"]
@@ -647,7 +654,11 @@ def search(
         progress(f"{count} dry runs, {total - len(queue)} of {total} layouts{best}")
     is_complete = not queue or _is_complete(options, queue[0][0], top)
     left = len(queue)
-    options, further = _with_larger_packs(planner, dry_runs, options[:top], fixed), options[top:]
+    options, further = (
+        _with_larger_packs(planner, dry_runs, options[:LARGER_PACKS], fixed)
+        + options[LARGER_PACKS:top],
+        options[top:],
+    )
     pushed = sorted(map(planner.with_push, options), key=lambda option: option.step_seconds)
     return Search(
         planner.shape, planner.device, devices, planner.workload, pushed + further, rejected,

@@ -6,13 +6,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from megatron_rl.apps.planning.built_in import (
+
+from megatron_rl.apps.planning.models import (
     MODELS,
     find_shape,
     with_built_in_model,
     write_config_json,
 )
-
 from megatron_rl.config import ConfigError, dump_config, load_config, parse_config
 from megatron_rl.data.rows import Columns, parse_row, read_rows
 from megatron_rl.preflight.hub_names import resolve_hub_names, resolve_model

@@ -58,9 +58,9 @@ def counts(dry_run):
 def run_real_rank(rank, world_size, folder):
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as the command does on a CPU
     from megatron.core import parallel_state
-    from megatron_rl.apps.planning.meter import Meter
 
     from megatron_rl.apps.planning.dry_run import measure
+    from megatron_rl.apps.planning.fake_device import Meter
     from megatron_rl.distributed.cpu_attention import _last_rows
     from megatron_rl.trainer.actor_settings import make_groups
 
